@@ -1,0 +1,88 @@
+"""meshloom: a mesh-native tensor runtime. One logical mesh of devices, tensors with explicit placement, ops that
+communicate by themselves.
+
+Names that need torch load on first use, so that planning and drawing start in milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from meshloom.errors import (
+    ArgumentError,
+    CommunicationError,
+    DTypeError,
+    GradientError,
+    MeshError,
+    MeshloomError,
+    NotationError,
+    PlacementError,
+    ShapeError,
+    UnsupportedError,
+    ViewError,
+)
+from meshloom.fabric import Machine
+from meshloom.mesh import Mesh
+from meshloom.ops import ALIASES, OPS
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, parse
+
+__version__ = "0.1.0"
+
+# Where the names that need torch (or are seldom needed) come from.
+_LAZY = {
+    **dict.fromkeys(("Tensor",), "meshloom.tensor.base"),
+    **dict.fromkeys(("Parameter", "Gradient"), "meshloom.tensor.parameter"),
+    **dict.fromkeys(
+        "open_mesh current_mesh distribute from_local full zeros ones arange randn rand zeros_like ones_like full_like "
+        "empty_like randn_like rand_like".split(),
+        "meshloom.tensor.creation",
+    ),
+    **dict.fromkeys(("dropout",), "meshloom.tensor.functions"),
+    **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
+    **dict.fromkeys(
+        "communication record with_output choose use_machine CommunicationWarning".split(), "meshloom.observe.scopes"
+    ),
+    **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
+}
+
+_OPS = sorted({name for name in {*OPS, *ALIASES, "max", "min"} if not name.startswith("_")} - {"max_dim", "min_dim"})
+
+__all__ = [
+    "ArgumentError",
+    "CommunicationError",
+    "DTypeError",
+    "GradientError",
+    "Machine",
+    "Mesh",
+    "MeshError",
+    "MeshloomError",
+    "NotationError",
+    "Partial",
+    "Placement",
+    "PlacementError",
+    "Replicate",
+    "Shard",
+    "ShapeError",
+    "Topology",
+    "UnsupportedError",
+    "ViewError",
+    "parse",
+    *_LAZY,
+    *_OPS,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        found = getattr(import_module(_LAZY[name]), name)
+    elif name in _OPS:
+        found = import_module("meshloom.tensor.named").named(name)
+    else:
+        raise AttributeError(f"module 'meshloom' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

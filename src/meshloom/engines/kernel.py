@@ -1,0 +1,160 @@
+"""From a plan to a kernel: the one place where a decision becomes array calls.
+
+A reduction over devices is folded into the op that leaves it: the op runs on the stored arrays, where the device axis
+and the dim it shards are one dim, so that a K-sharded matmul with its all-reduce is one contraction. Only where the
+result is to stay partial (or comes in partial) does a device axis lead, and the op is mapped over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from meshloom.engines.layout import expose, fill, move
+from meshloom.engines.torch_engine import FUNCTIONS, Local
+from meshloom.ops import Fill, Ref, find
+from meshloom.placement import Partial, Replicate, Topology
+from meshloom.planner import Plan
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+Function = Callable[..., Any]
+
+
+class Kernel:
+    """What a plan does to arrays: `prepare` each operand, run the function, `finish` each result."""
+
+    __slots__ = ("finish", "leads", "local", "plan", "prepare", "presence", "simple")
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.leads = _leads(plan)
+        shapes = tuple(raw.stored_shape[len(raw.partial_axes) :] for raw in plan.raw)
+        self.local = Local(plan.call, plan.ins, shapes)
+        self.prepare = tuple(self._preparation(i) for i in range(len(plan.ins)))
+        self.presence = tuple(
+            tuple(0 if not isinstance(t.placements[axis], Replicate) else None for t in plan.ins) for axis in self.leads
+        )
+        self.finish = tuple(self._finish(i) for i in range(len(plan.raw)))
+        self.simple = not self.leads and not any(self.prepare) and not any(self.finish)
+
+    def _preparation(self, operand: int) -> Step | None:
+        plan = self.plan
+        source, target = plan.call.operands[operand], plan.ins[operand]
+        fills = [each for each in _fills(plan) if each.operand == operand and target.padded]
+        leads = self.leads
+        if source is target and not fills and not leads:
+            return None
+
+        def prepare(data: torch.Tensor) -> torch.Tensor:
+            data = move(data, source, target)
+            for each in fills:
+                data = fill(data, target, each.value, each.dims)
+            return expose(data, target, leads) if leads else data
+
+        return prepare
+
+    def _finish(self, result: int) -> Step | None:
+        plan = self.plan
+        raw, out = plan.raw[result], plan.outs[result]
+        arrived = _folded(raw, self.leads)
+        masked = arrived.padded and _needs_mask(plan)
+        if arrived is out and not masked:
+            return None
+
+        def finish(data: torch.Tensor) -> torch.Tensor:
+            # the dtype is the engine's; topologies of layouts do not depend on it
+            if masked:
+                data = fill(data, arrived, 0)
+            return move(data, arrived, out)
+
+        return finish
+
+    def run(self, datas: Sequence[torch.Tensor], function: Function) -> Any:
+        """The results' stored arrays, from the operands' and the function on prepared arrays."""
+        ready = [data if step is None else step(data) for data, step in zip(datas, self.prepare, strict=True)]
+        for presence in reversed(self.presence):
+            function = torch.vmap(function, in_dims=presence)
+        results = function(*ready)
+        if isinstance(results, torch.Tensor):
+            step = self.finish[0]
+            return results if step is None else step(results)
+        return tuple(r if step is None else step(r) for r, step in zip(results, self.finish, strict=True))
+
+    def bound(self) -> Function:
+        """The op's function with the call's own arguments, waiting for the arrays."""
+        function = function_of(self.plan.call.op)
+        arguments, local = self.plan.call.arguments, self.local
+        lead = (local,) if getattr(function, "is_aware", False) else ()
+        return lambda *datas: function(*lead, **_substitute(arguments, datas))
+
+
+def function_of(op: str) -> Function:
+    """The engine's function for an op of the table."""
+    return FUNCTIONS[op]
+
+
+def _substitute(arguments: dict[str, Any], datas: Sequence[torch.Tensor]) -> dict[str, Any]:
+
+    def value(each: Any) -> Any:
+        if isinstance(each, Ref):
+            return datas[each.index]
+        if isinstance(each, tuple) and any(isinstance(part, Ref) for part in each):
+            return tuple(value(part) for part in each)
+        return each
+
+    return {name: value(each) for name, each in arguments.items()}
+
+
+def _leads(plan: Plan) -> tuple[int, ...]:
+    """The axes that stay in front: an operand is partial there, or the result is to stay as partial as it comes."""
+    found = []
+    for axis, row in enumerate(plan.rows):
+        carried = any(isinstance(placement, Partial) for placement in row.ins)
+        kept = row.local and any(
+            isinstance(raw.placements[axis], Partial) and raw.placements[axis] == out.placements[axis]
+            for raw, out in zip(plan.raw, plan.outs, strict=True)
+        )
+        if carried or kept:
+            found.append(axis)
+    return tuple(found)
+
+
+def _folded(raw: Topology, leads: tuple[int, ...]) -> Topology:
+    """The topology in which a result arrives: axes that were folded into the op are reduced already."""
+    return raw.with_placements(
+        tuple(
+            Replicate() if isinstance(each, Partial) and axis not in leads else each
+            for axis, each in enumerate(raw.placements)
+        )
+    )
+
+
+def _fills(plan: Plan) -> tuple[Fill, ...]:
+    op = find(plan.call.op)
+    if op.at_zero == "singular":
+        return tuple(Fill(i, 1, tuple(range(t.ndim))) for i, t in enumerate(plan.ins))
+    return op.fill(plan.call)
+
+
+def _needs_mask(plan: Plan) -> bool:
+    """Whether padding of the result may be something else than zero.
+
+    A pointwise op marked `zero` leaves zero only where every operand is zero: not beside a number, nor where an
+    operand is broadcast over the padded dim.
+    """
+    op = find(plan.call.op)
+    if op.at_zero != "zero":
+        return True
+    if op.signature is not None:
+        return False
+    out = plan.raw[0]
+    if len(plan.call.operands) < len(plan.call.leaves):
+        return True
+    for dim in out.padded_dims:
+        for topology in plan.ins:
+            own = dim - (out.ndim - topology.ndim)
+            if own < 0 or own not in topology.padded_dims:
+                return True
+    return False

@@ -1,0 +1,215 @@
+"""Between layouts of one tensor: stored array and block, padding and no padding, partial and reduced.
+
+The stored array has the partial axes first and then the dims, each with its padding (see `placement.topology`). All of
+this is plain torch, so autograd goes through it by itself: the backward of a pad is a slice, of a slice a pad.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from meshloom.placement import Partial, Replicate, Topology
+from meshloom.types import LONG_NAME, Shape, short_dtype
+
+_REDUCE = {
+    "sum": lambda x, dim: x.sum(dim, dtype=x.dtype),
+    "mean": lambda x, dim: x.mean(dim),
+    "max": lambda x, dim: x.amax(dim),
+    "min": lambda x, dim: x.amin(dim),
+    "prod": lambda x, dim: x.prod(dim, dtype=x.dtype),
+}
+
+
+def torch_dtype(short: str) -> torch.dtype:
+    """torch's dtype for a short name."""
+    return getattr(torch, LONG_NAME.get(short, short))
+
+
+@lru_cache(maxsize=256)
+def short_name(dtype: torch.dtype) -> str:
+    """The short name of torch's dtype."""
+    return short_dtype(str(dtype))
+
+
+def _levels(size: int, shards: Shape) -> list[int]:
+    """The chunk size after each mesh axis: 10 over (2, 4) is [10, 5, 2]."""
+    sizes = [size]
+    for parts in shards:
+        sizes.append(-(-sizes[-1] // parts))
+    return sizes
+
+
+def is_padded(size: int, shards: Shape) -> bool:
+    """Whether chunks of a dim carry padding."""
+    return _levels(size, shards)[-1] * math.prod(shards) != size
+
+
+def pad(data: torch.Tensor, dim: int, size: int, shards: Shape) -> torch.Tensor:
+    """Dense to stored along one dim: pad and split per mesh axis, then merge. 10 over (2, 4) is stored as 16."""
+    if not is_padded(size, shards):
+        return data
+    sizes = _levels(size, shards)
+    for level, parts in enumerate(shards):
+        missing = parts * sizes[level + 1] - sizes[level]
+        if missing:
+            shape = list(data.shape)
+            shape[dim + level] = missing
+            data = torch.cat([data, data.new_zeros(shape)], dim + level)
+        data = data.unflatten(dim + level, (parts, sizes[level + 1]))
+    return data.flatten(dim, dim + len(shards))
+
+
+def unpad(data: torch.Tensor, dim: int, size: int, shards: Shape) -> torch.Tensor:
+    """Stored to dense along one dim; the inverse of `pad`."""
+    if not is_padded(size, shards):
+        return data
+    sizes = _levels(size, shards)
+    data = data.unflatten(dim, (*shards, sizes[-1]))
+    for level in reversed(range(len(shards))):
+        data = data.flatten(dim + level, dim + level + 1).narrow(dim + level, 0, sizes[level])
+    return data
+
+
+@lru_cache(maxsize=4096)
+def _valid(topology: Topology, dims: tuple[int, ...], device: str) -> torch.Tensor | None:
+    """True where the stored array holds an element along these dims; None where all of it does."""
+    mask: torch.Tensor | None = None
+    for dim in dims:
+        if dim in topology.padded_dims:
+            line = pad(torch.ones(topology.shape[dim], dtype=torch.bool), 0, topology.shape[dim], topology.shards[dim])
+            line = line.view((-1,) + (1,) * (topology.ndim - dim - 1))
+            mask = line if mask is None else mask & line
+    return None if mask is None else mask.to(device)
+
+
+def mask_of(topology: Topology, device: torch.device, dims: tuple[int, ...] | None = None) -> torch.Tensor | None:
+    """True where the stored array holds an element, broadcastable to it."""
+    return _valid(topology, topology.padded_dims if dims is None else dims, str(device))
+
+
+def fill(data: torch.Tensor, topology: Topology, value: Any, dims: tuple[int, ...] | None = None) -> torch.Tensor:
+    """The array with its padding (along some dims) set to a value."""
+    mask = mask_of(topology, data.device, dims)
+    if mask is None:
+        return data
+    if value in ("lowest", "highest"):
+        value = _extreme(data.dtype, value == "highest")
+    return torch.where(mask, data, torch.as_tensor(value, dtype=data.dtype, device=data.device))
+
+
+def _extreme(dtype: torch.dtype, highest: bool) -> float | int | bool:
+    if dtype == torch.bool:
+        return highest
+    if dtype.is_floating_point:
+        return math.inf if highest else -math.inf
+    info = torch.iinfo(dtype)
+    return info.max if highest else info.min
+
+
+def move(data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
+    """The stored array of `source` laid out as `target` wants it: reduce, re-chunk, and make partial where asked."""
+    if source is target:
+        return data
+    data, kept = _reduce(data, source, target)
+    for dim, size in enumerate(source.shape):
+        here, there = source.shards[dim], target.shards[dim]
+        if here != there:
+            data = pad(unpad(data, kept + dim, size, here), kept + dim, size, there)
+    return _make_partial(data, source, target)
+
+
+def _reduce(data: torch.Tensor, source: Topology, target: Topology) -> tuple[torch.Tensor, int]:
+    kept = 0
+    for axis in source.partial_axes:
+        placement = source.placements[axis]
+        if target.placements[axis] == placement:
+            kept += 1
+        else:
+            assert isinstance(placement, Partial)
+            data = _REDUCE[placement.op](data, kept)
+    return data, kept
+
+
+def _make_partial(data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
+    """R->P: coordinate 0 keeps the value and the others hold what does not change it."""
+    for place, axis in enumerate(target.partial_axes):
+        placement = target.placements[axis]
+        if source.placements[axis] == placement:
+            continue
+        assert isinstance(placement, Partial)
+        devices = target.mesh.shape[axis]
+        data = data.unsqueeze(place)
+        if placement.op in ("max", "min", "mean"):
+            data = data.expand(data.shape[:place] + (devices,) + data.shape[place + 1 :])
+        elif devices > 1:
+            rest = data.new_zeros(data.shape[:place] + (devices - 1,) + data.shape[place + 1 :])
+            if placement.op == "prod":
+                ones = torch.ones_like(rest)
+                mask = mask_of(target, data.device)
+                rest = ones if mask is None else torch.where(mask, ones, rest)
+            data = torch.cat([data, rest], place)
+    return data
+
+
+def dense(data: torch.Tensor, topology: Topology) -> torch.Tensor:
+    """The tensor as one dense array; shares storage where nothing had to move."""
+    return move(data, topology, topology.replicated)
+
+
+def _split(topology: Topology) -> tuple[Shape, dict[int, int], list[int]]:
+    """The stored array with every mesh axis as a dim of its own: its shape, where each axis and each local dim is."""
+    mesh = topology.mesh
+    split = [mesh.shape[axis] for axis in topology.partial_axes]
+    places = {axis: place for place, axis in enumerate(topology.partial_axes)}
+    local = []
+    for dim, axes in enumerate(topology.axes_of):
+        for axis in axes:
+            places[axis] = len(split)
+            split.append(mesh.shape[axis])
+        local.append(len(split))
+        split.append(topology.local_shape[dim])
+    return tuple(split), places, local
+
+
+@lru_cache(maxsize=4096)
+def _block_spec(topology: Topology) -> tuple[Shape, tuple[int, ...], tuple[int, ...]]:
+    """How a stored array becomes a block: split dims, permute, then the axes of size 1 to insert."""
+    split, places, local = _split(topology)
+    order = [places[axis] for axis in sorted(places)] + local
+    absent = tuple(axis for axis, each in enumerate(topology.placements) if isinstance(each, Replicate))
+    return split, tuple(order), absent
+
+
+def to_block(data: torch.Tensor, topology: Topology) -> torch.Tensor:
+    """The stored array as a block: a view, mesh axes first."""
+    split, order, absent = _block_spec(topology)
+    block = data.view(split).permute(order)
+    for axis in absent:
+        block = block.unsqueeze(axis)
+    return block
+
+
+def from_block(block: torch.Tensor, topology: Topology) -> torch.Tensor:
+    """The stored array of a block; copies only if the block's strides ask for it."""
+    _, order, absent = _block_spec(topology)
+    for axis in reversed(absent):
+        block = block.squeeze(axis)
+    inverse = [order.index(place) for place in range(len(order))]
+    return block.permute(inverse).reshape(topology.stored_shape)
+
+
+def expose(data: torch.Tensor, topology: Topology, leads: tuple[int, ...]) -> torch.Tensor:
+    """The stored array with some axes as leading dims (those that shard it or on which it is partial), in mesh order.
+
+    The dims that follow are what is left: a dim sharded by another axis still has that axis merged into it.
+    """
+    split, places, local = _split(topology)
+    front = [places[axis] for axis in leads if axis in places]
+    groups = [[places[a] for a in axes if a not in leads] + [local[d]] for d, axes in enumerate(topology.axes_of)]
+    order = front + [place for group in groups for place in group]
+    shape = [split[place] for place in front] + [math.prod(split[place] for place in group) for group in groups]
+    return data.reshape(split).permute(order).reshape(shape)

@@ -1,0 +1,110 @@
+"""What can go wrong, as one tree of exceptions with one way of writing a message.
+
+    MeshloomError
+    ├── MeshError            ValueError           a mesh that cannot exist, an unknown axis, two meshes in one op
+    ├── PlacementError       ValueError           a placement that does not fit the tensor or the mesh
+    ├── ShapeError           ValueError           operands whose shapes do not go together
+    ├── NotationError        ValueError           text that `parse` cannot read
+    ├── DTypeError           TypeError            a dtype that the operation has no meaning for
+    ├── ArgumentError        TypeError            a call with the wrong arguments
+    ├── CommunicationError   RuntimeError         communication inside `communication("forbid")`
+    ├── GradientError        RuntimeError         a gradient that cannot be had that way
+    ├── ViewError            RuntimeError         an in-place write that would not reach its base
+    └── UnsupportedError     NotImplementedError  something that needs values, or a transform we refuse
+
+Inner code raises facts; the boundary in `tensor.dispatch` adds the call and its operands with `located`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def message(headline: str, **details: object) -> str:
+    """The headline, then one aligned line per detail; details that are None are left out.
+
+    >>> print(message("dim 5 is out of range", tensor="f32[4]", fix="use dim 0"))
+    dim 5 is out of range
+      tensor  f32[4]
+      fix     use dim 0
+    """
+    kept = {key: str(value) for key, value in details.items() if value is not None}
+    width = max((len(key) for key in kept), default=0) + 2
+    indent = "\n" + " " * (width + 2)
+    return "\n".join([headline, *(f"  {key:<{width}}{value.replace(chr(10), indent)}" for key, value in kept.items())])
+
+
+def closest(name: object, known: Iterable[object]) -> str:
+    """A phrase that lists the known names nearest to `name`, or all of them when there are few.
+
+    >>> closest("tq", ["dp", "tp"])
+    "did you mean 'tp'? known: 'dp', 'tp'"
+    """
+    names = [str(each) for each in known]
+    near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4)
+    shown = names if len(names) <= 12 else near or names[:12]
+    listing = "known: " + (", ".join(repr(each) for each in shown) or "none")
+    return f"did you mean {near[0]!r}? {listing}" if near else listing
+
+
+class MeshloomError(Exception):
+    """The root of every error that meshloom raises on purpose."""
+
+    def __init__(self, headline: str, **details: object) -> None:
+        self.headline = headline
+        self.details = details
+        super().__init__(message(headline, **details))
+
+    def located(self, **details: object) -> MeshloomError:
+        """The same error with where it happened; details it already has win."""
+        merged = {**details, **self.details}
+        fix = merged.pop("fix", None)
+        return type(self)(self.headline, **merged, fix=fix)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.headline, self.details)
+
+
+def _rebuild(kind: type[MeshloomError], headline: str, details: dict[str, object]) -> MeshloomError:
+    return kind(headline, **details)
+
+
+class MeshError(MeshloomError, ValueError):
+    """A mesh that cannot exist, an axis it does not have, or two meshes in one op."""
+
+
+class PlacementError(MeshloomError, ValueError):
+    """A placement that does not fit the tensor or the mesh."""
+
+
+class ShapeError(MeshloomError, ValueError):
+    """Operands whose shapes do not go together."""
+
+
+class NotationError(MeshloomError, ValueError):
+    """Text that `parse` cannot read."""
+
+
+class DTypeError(MeshloomError, TypeError):
+    """A dtype that the operation has no meaning for."""
+
+
+class ArgumentError(MeshloomError, TypeError):
+    """A call with the wrong arguments."""
+
+
+class CommunicationError(MeshloomError, RuntimeError):
+    """Communication where it was forbidden."""
+
+
+class GradientError(MeshloomError, RuntimeError):
+    """A gradient that cannot be had that way."""
+
+
+class ViewError(MeshloomError, RuntimeError):
+    """An in-place write that would not reach its base."""
+
+
+class UnsupportedError(MeshloomError, NotImplementedError):
+    """Something that needs values where there are none, or a transform that is refused."""

@@ -1,0 +1,40 @@
+"""A machine is the set of figures that the planner prices with: no formula contains a literal of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from meshloom.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Latency per step, bandwidth of one link direction, and what one device computes and reads per second.
+
+    >>> Machine("slow", latency=1e-3, bandwidth=1e9, flops=1e12, memory_bandwidth=1e11).transfer(steps=2, size=10**9)
+    1.002
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+    flops: float
+    memory_bandwidth: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ArgumentError(f"{field.name} of machine {self.name!r} is {value!r}", fix="give a number above 0")
+
+    def transfer(self, steps: int, size: int) -> float:
+        """Seconds for `steps` sends in a row that bring one device `size` bytes in all."""
+        return steps * self.latency + size / self.bandwidth
+
+    def compute(self, flops: float, size: float) -> float:
+        """Seconds for arithmetic and memory traffic that overlap."""
+        return max(flops / self.flops, size / self.memory_bandwidth)
+
+
+# Figures of one Wormhole n300 chip: 12.5 GB/s per link and direction, 0.8 us per hop, 288 GB/s DRAM, 65.5 TFLOP/s FP16.
+VIRTUAL = Machine("virtual", latency=0.8e-6, bandwidth=12.5e9, flops=65.5e12, memory_bandwidth=288e9)

@@ -1,0 +1,285 @@
+"""A mesh is a value: named axes, their sizes, which device sits at each coordinate, and where that device lives.
+
+A *virtual* coordinate is a place in this mesh; its *home* is the coordinate of a physical device and a lane on it. A
+mesh of 4x4 virtual devices on 2x2 physical ones has four lanes per device. Homes travel with the devices through
+`reshape` and `submesh`, so `virtual_to_physical` keeps its answer. Meshes are equal by names, sizes and device ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from meshloom.errors import MeshError, closest
+
+Coordinate = tuple[int, ...]
+Home = tuple[Coordinate, int]
+
+
+class Mesh:
+    """An N-D grid of device coordinates with named axes.
+
+    >>> mesh = Mesh(dp=2, tp=4)
+    >>> mesh.shape, mesh.axes, mesh.size
+    ((2, 4), ('dp', 'tp'), 8)
+    >>> mesh
+    Mesh(dp=2, tp=4)
+    """
+
+    __slots__ = ("__weakref__", "_hash", "_index", "axes", "device_ids", "homes", "shape", "size")
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    size: int
+    device_ids: tuple[int, ...]
+    homes: tuple[Home, ...]
+    _index: dict[str, int]
+    _hash: int
+
+    def __init__(self, /, **axes: int) -> None:
+        shape = tuple(axes.values())
+        _check_axes(tuple(axes), shape)
+        self._fill(tuple(axes), shape, tuple(range(math.prod(shape))), None)
+
+    @classmethod
+    def of(
+        cls,
+        shape: Sequence[int],
+        axes: Sequence[str] | None = None,
+        device_ids: Sequence[int] | None = None,
+        physical: Sequence[int] | None = None,
+    ) -> Mesh:
+        """A mesh from a shape and names; axes without names are called x0, x1, ...
+
+        >>> Mesh.of((2, 2))
+        Mesh(x0=2, x1=2)
+        >>> Mesh.of((4, 4), ("r", "c"), physical=(2, 2)).virtual_to_physical((3, 0))
+        ((1, 0), 2)
+        """
+        if isinstance(shape, int):
+            shape = (shape,)
+        names = tuple(axes) if axes is not None else tuple(f"x{i}" for i in range(len(shape)))
+        _check_axes(names, tuple(shape))
+        ids = tuple(device_ids) if device_ids is not None else tuple(range(math.prod(shape)))
+        _check_ids(ids, tuple(shape))
+        homes = None if physical is None else _homes(tuple(shape), tuple(physical))
+        mesh = cls.__new__(cls)
+        mesh._fill(names, tuple(shape), ids, homes)
+        return mesh
+
+    def _fill(
+        self, axes: tuple[str, ...], shape: tuple[int, ...], ids: tuple[int, ...], homes: tuple[Home, ...] | None
+    ) -> None:
+        put = object.__setattr__
+        put(self, "axes", axes)
+        put(self, "shape", shape)
+        put(self, "size", math.prod(shape))
+        put(self, "device_ids", ids)
+        put(self, "homes", homes if homes is not None else tuple((c, 0) for c in _grid(shape)))
+        put(self, "_index", {name: i for i, name in enumerate(axes)})
+        put(self, "_hash", hash((axes, shape, ids)))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Mesh is a value and cannot change: {name} = {value!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Mesh is a value and cannot change: del {name}")
+
+    def _key(self) -> tuple[object, ...]:
+        return self.axes, self.shape, self.device_ids
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Mesh) and self._hash == other._hash and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.shape, strict=True))
+        if self._is_plain():
+            return f"Mesh({inside})"
+        return f"Mesh.of({self.shape}, {self.axes}, device_ids={self.device_ids})"
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.shape, strict=True))
+        ids = "" if self.device_ids == tuple(range(self.size)) else f", ids={list(self.device_ids)}"
+        return f"Mesh({inside}{ids})"
+
+    def _is_plain(self) -> bool:
+        return self.device_ids == tuple(range(self.size))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (self.axes, self.shape, self.device_ids, self.homes)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def axis(self, name: str | int) -> int:
+        """The position of an axis given by name or by position.
+
+        >>> Mesh(dp=2, tp=4).axis("tp")
+        1
+        """
+        if isinstance(name, str):
+            if name not in self._index:
+                raise MeshError(f"the mesh has no axis {name!r}", mesh=self, fix=closest(name, self.axes))
+            return self._index[name]
+        if not -self.ndim <= name < self.ndim:
+            raise MeshError(
+                f"axis {name} is out of range for {self.ndim} axes", mesh=self, fix=closest(name, self.axes)
+            )
+        return name % self.ndim
+
+    def coordinates(self) -> Iterator[Coordinate]:
+        """Every coordinate, row-major."""
+        return _grid(self.shape)
+
+    def index(self, coordinate: Sequence[int]) -> int:
+        """The row-major position of a coordinate.
+
+        >>> Mesh(dp=2, tp=4).index((1, 2))
+        6
+        """
+        self.check(coordinate)
+        position = 0
+        for place, size in zip(coordinate, self.shape, strict=True):
+            position = position * size + place
+        return position
+
+    def check(self, coordinate: Sequence[int]) -> Coordinate:
+        """The coordinate as a tuple, or an error if the mesh does not have it."""
+        place = tuple(coordinate)
+        if len(place) != self.ndim or not all(0 <= c < size for c, size in zip(place, self.shape, strict=True)):
+            last = tuple(size - 1 for size in self.shape)
+            raise MeshError(
+                f"coordinate {place} is not on the mesh",
+                mesh=self,
+                fix=f"coordinates go from {(0,) * self.ndim} to {last}",
+            )
+        return place
+
+    def virtual_to_physical(self, coordinate: Sequence[int]) -> Home:
+        """The home of a virtual coordinate: the physical coordinate and the lane on that device.
+
+        >>> Mesh(dp=2, tp=4).virtual_to_physical((1, 2))
+        ((1, 2), 0)
+        """
+        return self.homes[self.index(coordinate)]
+
+    def physical_to_virtual(self, coordinate: Sequence[int], lane: int = 0) -> Coordinate:
+        """The virtual coordinate that lives at a home; the inverse of `virtual_to_physical`."""
+        home = (tuple(coordinate), lane)
+        for place, each in zip(self.coordinates(), self.homes, strict=True):
+            if each == home:
+                return place
+        raise MeshError(f"no virtual device lives at {home}", mesh=self)
+
+    def reshape(self, **axes: int) -> Mesh:
+        """The same devices in another shape; each keeps its id and its home.
+
+        >>> Mesh(dp=2, tp=4).reshape(x=8).virtual_to_physical((6,))
+        ((1, 2), 0)
+        """
+        shape = tuple(axes.values())
+        _check_axes(tuple(axes), shape)
+        if math.prod(shape) != self.size:
+            raise MeshError(
+                f"{self.size} devices cannot be reshaped to {'x'.join(map(str, shape))} = {math.prod(shape)}", mesh=self
+            )
+        mesh = Mesh.__new__(Mesh)
+        mesh._fill(tuple(axes), shape, self.device_ids, self.homes)
+        return mesh
+
+    def submesh(self, where: Mapping[str, int | slice] | None = None, /, **ranges: int | slice) -> Mesh:
+        """The devices at the given places: an int drops the axis, a slice keeps a part of it.
+
+        >>> Mesh(dp=2, tp=4).submesh(dp=1).device_ids
+        (4, 5, 6, 7)
+        """
+        wanted = {self.axes[self.axis(name)]: place for name, place in {**(where or {}), **ranges}.items()}
+        picks = [self._places(name, wanted.get(name, slice(None))) for name in self.axes]
+        kept = [i for i, name in enumerate(self.axes) if not isinstance(wanted.get(name), int)]
+        indices = [self.index(place) for place in itertools.product(*picks)]
+        mesh = Mesh.__new__(Mesh)
+        mesh._fill(
+            tuple(self.axes[i] for i in kept),
+            tuple(len(picks[i]) for i in kept),
+            tuple(self.device_ids[i] for i in indices),
+            tuple(self.homes[i] for i in indices),
+        )
+        return mesh
+
+    def _places(self, name: str, place: int | slice) -> Sequence[int]:
+        size = self.shape[self.axis(name)]
+        if isinstance(place, slice):
+            picked = range(size)[place]
+            if not picked:
+                raise MeshError(f"slice {place.start}:{place.stop} of axis {name!r} holds no device", mesh=self)
+            return picked
+        if not -size <= place < size:
+            raise MeshError(f"place {place} is out of range for axis {name!r} of size {size}", mesh=self)
+        return (place % size,)
+
+
+def _restore(
+    axes: tuple[str, ...], shape: tuple[int, ...], device_ids: tuple[int, ...], homes: tuple[Home, ...]
+) -> Mesh:
+    mesh = Mesh.__new__(Mesh)
+    mesh._fill(axes, shape, device_ids, homes)
+    return mesh
+
+
+def _grid(shape: Iterable[int]) -> Iterator[Coordinate]:
+    return itertools.product(*(range(size) for size in shape))
+
+
+def _check_axes(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    asked = ", ".join(f"{name}={size!r}" for name, size in zip(axes, shape, strict=False))
+    if len(axes) != len(shape):
+        raise MeshError(
+            f"{len(shape)} sizes and {len(axes)} axis names do not pair up",
+            shape=shape,
+            axes=axes,
+            fix="give one name per size",
+        )
+    for name, size in zip(axes, shape, strict=True):
+        if not isinstance(name, str) or not name.isidentifier():
+            raise MeshError(f"{name!r} is not an axis name", asked=asked, fix="use an identifier such as 'tp'")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise MeshError(
+                f"axis {name!r} has size {size!r}",
+                asked=asked,
+                fix="every axis has a whole number of devices, 1 or more",
+            )
+    if len(set(axes)) != len(axes):
+        raise MeshError("two axes have the same name", asked=asked, fix="name every axis differently")
+
+
+def _check_ids(ids: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if len(ids) != math.prod(shape):
+        raise MeshError(f"a mesh of shape {shape} needs {math.prod(shape)} device ids and got {len(ids)}", ids=ids)
+    if len(set(ids)) != len(ids):
+        raise MeshError("a device id stands twice", ids=ids, fix="name every device once")
+
+
+def _homes(shape: tuple[int, ...], physical: tuple[int, ...]) -> tuple[Home, ...]:
+    """Where each virtual device lives: 4x4 on 2x2 puts rows 0-1, columns 0-1 on physical (0, 0), lanes 0 to 3."""
+    if len(shape) != len(physical) or any(size % real for size, real in zip(shape, physical, strict=True)):
+        fitting = tuple(math.gcd(size, real) for size, real in zip(shape, physical, strict=False))
+        raise MeshError(
+            f"a virtual mesh of shape {shape} does not lie evenly on physical devices of shape {physical}",
+            fix=f"use a physical shape that divides it axis by axis, such as {fitting}",
+        )
+    lanes = tuple(size // real for size, real in zip(shape, physical, strict=True))
+    homes = []
+    for place in _grid(shape):
+        lane = 0
+        for c, n in zip(place, lanes, strict=True):
+            lane = lane * n + c % n
+        homes.append((tuple(c // n for c, n in zip(place, lanes, strict=True)), lane))
+    return tuple(homes)

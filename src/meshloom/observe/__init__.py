@@ -1,0 +1,1 @@
+"""Seeing what will run and what did run: explain, record, forbid, and pictures. Torch is not imported."""

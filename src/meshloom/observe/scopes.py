@@ -1,0 +1,81 @@
+"""Scopes around a piece of program: what may be communicated, what was, and what is asked of the ops inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from meshloom.errors import ArgumentError
+from meshloom.fabric import Machine
+from meshloom.placement import Placements
+from meshloom.runtime import Log, Policy, state
+from meshloom.runtime.records import CommunicationWarning
+
+_ROWS = {"row": "m", "column": "n", "inner": "k"}
+
+
+@contextmanager
+def communication(level: str, above: int = 0) -> Iterator[None]:
+    """Allow, warn about (above some bytes per op) or forbid communication inside, backward included.
+
+    >>> import meshloom as loom
+    >>> x = loom.ones(4, mesh=loom.open_mesh((2,)))
+    >>> with communication("forbid"):
+    ...     y = x * 2
+    """
+    with state.changed(policy=Policy(level, above)):
+        yield
+
+
+@contextmanager
+def record() -> Iterator[Log]:
+    """What did run inside: each collective with axis, bytes, op and source line.
+
+    >>> import meshloom as loom
+    >>> x = loom.ones(4, mesh=loom.open_mesh((2,), axes=("dp",)))
+    >>> with record() as log:
+    ...     total = x.sum()
+    >>> [(event.kind, event.axis, event.bytes) for event in log]
+    [('all_reduce', 'dp', 4)]
+    """
+    log = Log()
+    with state.changed(logs=(*state.logs, log)):
+        yield log
+
+
+@contextmanager
+def with_output(placements: Placements) -> Iterator[None]:
+    """Ask every op inside for a result with these placements; axes that a dict does not name stay automatic.
+
+    >>> import meshloom as loom
+    >>> x = loom.ones(4, mesh=loom.open_mesh((2,), axes=("dp",)))
+    >>> with with_output({"dp": loom.Replicate()}):
+    ...     print((x * 2).topology.notation)
+    f32[4](R)
+    """
+    with state.changed(output=placements):
+        yield
+
+
+@contextmanager
+def choose(**rows: str) -> Iterator[None]:
+    """Take a certain row of the rule on a mesh axis: `choose(tp="inner")` for a matmul split on k.
+
+    Rows go by the label that `explain` prints; `row`, `column` and `inner` stand for m, n and k.
+    """
+    if not rows:
+        raise ArgumentError("choose needs an axis and a row", fix='write choose(tp="inner")')
+    with state.changed(chosen={axis: _ROWS.get(row, row) for axis, row in rows.items()}):
+        yield
+
+
+@contextmanager
+def use_machine(machine: Machine) -> Iterator[Machine]:
+    """Plan with another machine's figures."""
+    if not isinstance(machine, Machine):
+        raise ArgumentError(f"use_machine takes a Machine, not {machine!r}")
+    with state.changed(machine=machine):
+        yield machine
+
+
+__all__ = ["CommunicationWarning", "choose", "communication", "record", "use_machine", "with_output"]

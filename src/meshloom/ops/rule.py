@@ -1,0 +1,140 @@
+"""What a rule says, as values. A rule speaks of ONE mesh axis; products of axes and prices belong to the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.placement import Placement, Replicate, Topology
+from meshloom.types import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands in a call's arguments for tensor operand number `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op call without data: the operands' topologies, and the arguments with a `Ref` for each tensor."""
+
+    op: str
+    operands: tuple[Topology, ...]
+    arguments: dict[str, Any]
+    leaves: tuple[Any, ...] = ()
+
+    def shape(self, name: str) -> Shape:
+        """The global shape of the operand given as argument `name`."""
+        return self.operands[self.index(name)].shape
+
+    def index(self, name: str) -> int:
+        """The number of the operand given as argument `name`."""
+        ref = self.arguments[name]
+        assert isinstance(ref, Ref), name
+        return ref.index
+
+    def has(self, name: str) -> bool:
+        """Whether argument `name` is a tensor."""
+        return isinstance(self.arguments.get(name), Ref)
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """A collective inside a row: an all-reduce of a statistic that has dims `dims` of operand `operand`."""
+
+    op: str
+    dims: tuple[int, ...]
+    operand: int = 0
+    indexed: bool = False  # an int64 index travels with each element
+
+
+@dataclass(frozen=True, slots=True)
+class Even:
+    """The row holds only if the shards of `dim` of operand `operand` divide `units`."""
+
+    operand: int
+    dim: int
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """On one mesh axis: the operands' placements, the results', and what is communicated inside, forward and backward.
+
+    `local` says that a device computes the row with the op itself on what it holds; otherwise it needs the statistics
+    of `inner`, or its place on the mesh.
+    """
+
+    label: str
+    ins: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+    inner: tuple[Inner, ...] = ()
+    backward: tuple[Inner, ...] = ()
+    even: tuple[Even, ...] = ()
+    local: bool = True
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.ins))} -> {', '.join(map(str, self.outs))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a rule offers for a call: the results' global shapes, the rows, and the arithmetic of the whole op."""
+
+    shapes: tuple[Shape, ...]
+    rows: tuple[Row, ...]
+    flops: int = 0
+
+
+Rule = Callable[[Call], Choices]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Padding of an operand along `dims` must hold `value` before the op runs: a number, "lowest" or "highest"."""
+
+    operand: int
+    value: Any
+    dims: tuple[int, ...]
+
+
+def no_fill(call: Call) -> tuple[Fill, ...]:
+    """Nothing to fill: the op takes zero padding as it is."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One line of the op table.
+
+    `signature` are torch's argument names, or None for an op that takes its arguments as they come (pointwise).
+    `at_zero` says what the op does to padding, which is zero: `zero` (nothing to do while all operands are zero there),
+    `finite` (mask the result), `singular` (fill the operands with 1 first, then mask the result).
+    `fill` says what padding must hold before a reduction runs. `result` is the dtype that comes out, for pricing only.
+    """
+
+    name: str
+    rule: Rule
+    signature: str | None = None
+    at_zero: str = "zero"
+    fill: Callable[[Call], tuple[Fill, ...]] = no_fill
+    result: str = "promote"
+    is_view: bool = False
+
+    def __post_init__(self) -> None:
+        if self.at_zero not in ("zero", "finite", "singular"):
+            raise ValueError(f"at_zero of {self.name} is {self.at_zero!r}: use zero, finite or singular")
+
+
+def replicated(operands: int, results: int = 1) -> Row:
+    """The row that every op has: everything replicated."""
+    same = Replicate()
+    return Row("none", (same,) * operands, (same,) * results)
+
+
+def with_none(call: Call, shapes: Sequence[Shape], rows: Sequence[Row], flops: int = 0) -> Choices:
+    """Choices with the replicated row at the end."""
+    return Choices(tuple(shapes), (*rows, replicated(len(call.operands), len(shapes))), flops)

@@ -1,0 +1,21 @@
+"""Deciding: which row of a rule on which mesh axis, and which collectives bring the operands there.
+
+Start with `plan`. Everything here is a pure function of frozen values, so that every process decides the same.
+"""
+
+from meshloom.planner.plan import Considered, Plan, considered, plan, retyped
+from meshloom.planner.redistribution import moves, route
+from meshloom.planner.strategies import STRATEGIES, Strategy, strategy_of
+
+__all__ = [
+    "STRATEGIES",
+    "Considered",
+    "Plan",
+    "Strategy",
+    "considered",
+    "moves",
+    "plan",
+    "retyped",
+    "route",
+    "strategy_of",
+]

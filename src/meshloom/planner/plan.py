@@ -1,0 +1,348 @@
+"""The plan of one op call: a row of its rule for every mesh axis, chosen by price.
+
+The price of a choice is what it takes to bring the operands there, the statistics communicated inside, the compute,
+and what it takes to bring the result to the placements that the caller asked for. Two rules keep it predictable:
+
+- Where the operands already line up with a row, the reduction that the row leaves belongs to the op itself and is not
+  held against it: S(k) x S(k) is reduced, not gathered.
+- A replicated operand is not sharded for its own sake: a row that shards nothing which was sharded before is only
+  considered on an axis for which the caller asked for a sharded or partial result.
+
+The automatic result is never Partial: without a request the partial axis becomes R.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshloom.collectives import KINDS, Collective, price
+from meshloom.errors import ArgumentError, MeshError
+from meshloom.fabric import VIRTUAL, Machine
+from meshloom.mesh import Mesh
+from meshloom.ops import Call, Choices, Inner, Row, find
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
+from meshloom.planner.redistribution import route
+from meshloom.types import Shape, is_floating, itemsize, numel
+
+Request = tuple[Placement | None, ...]
+SEARCHED = 2048  # combinations of rows that are priced together; beyond that, axis by axis
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The frozen decision for one op call.
+
+    `ins` are the operands where the rows want them, `raw` the results as the rows leave them, `outs` the results as
+    they are handed over. `forward` are the collectives of the call in order; `backward` those of its gradient, by
+    operand, and `backward_inner` those that do not belong to one operand.
+    """
+
+    call: Call
+    rows: tuple[Row, ...]
+    ins: tuple[Topology, ...]
+    raw: tuple[Topology, ...]
+    outs: tuple[Topology, ...]
+    forward: tuple[Collective, ...]
+    cost: float
+    machine: Machine
+    request: Request
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the operands."""
+        return self.call.operands[0].mesh
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that one device receives in this call."""
+        return sum(each.bytes for each in self.forward)
+
+    def backward(self, operand: int) -> tuple[Collective, ...]:
+        """The collectives that bring an operand's gradient home.
+
+        Where a replicated operand meets a result that is sharded or partial, each device has a part of the gradient:
+        a partial sum that is reduced to the placements that the gradient's value has.
+        """
+        source = self.call.operands[operand]
+        if not is_floating(source.dtype):
+            return ()
+        found = tuple(self._cotangent(row, operand, axis) for axis, row in enumerate(self.rows))
+        arrived = source.with_placements(found)
+        return route(arrived, source.reduced.placements, self.machine)[0]
+
+    def _cotangent(self, row: Row, operand: int, axis: int) -> Placement:
+        placement = row.ins[operand]
+        if not isinstance(placement, Replicate):
+            return placement if isinstance(placement, Shard) else Replicate()
+        split = any(not isinstance(out, Replicate) for out in row.outs) or bool(row.inner)
+        return Partial("sum") if split and self.mesh.shape[axis] > 1 else Replicate()
+
+    def backward_results(self) -> tuple[Collective, ...]:
+        """The collectives that bring the results' gradients to the rows, and the statistics of backward."""
+        found: list[Collective] = []
+        for raw, out in zip(self.raw, self.outs, strict=True):
+            if is_floating(out.dtype):
+                found += route(out.reduced, raw.reduced.placements, self.machine)[0]
+        for axis, row in enumerate(self.rows):
+            found += [_statistic(self.ins, axis, inner) for inner in row.backward if self.mesh.shape[axis] > 1]
+        return tuple(found)
+
+
+def plan(
+    call: Call,
+    request: Request | None = None,
+    machine: Machine = VIRTUAL,
+    chosen: dict[str, str] | None = None,
+    dtypes: Sequence[str] | None = None,
+) -> Plan:
+    """The cheapest plan for a call; ties go to the row that stands first in its rule.
+
+    `request` asks for placements of the result per axis (None: automatic). `chosen` names the row to take on an axis.
+    """
+    mesh = common_mesh(call.operands)
+    wanted = request if request is not None else (None,) * mesh.ndim
+    choices = find(call.op).rule(call)
+    candidates = [_candidates(call, choices, axis, wanted[axis], chosen or {}) for axis in range(mesh.ndim)]
+    rows, cost = _search(call, choices, candidates, wanted, machine)
+    return _assemble(call, choices, rows, cost, wanted, machine, dtypes)
+
+
+def common_mesh(operands: Sequence[Topology]) -> Mesh:
+    """The mesh that all operands are on."""
+    meshes = dict.fromkeys(topology.mesh for topology in operands)
+    if len(meshes) > 1:
+        raise MeshError(
+            "the operands are on different meshes",
+            meshes=" and ".join(map(str, meshes)),
+            fix="bring them to one mesh: loom.distribute(x.to_torch(), mesh, placements)",
+        )
+    return next(iter(meshes))
+
+
+def _candidates(
+    call: Call, choices: Choices, axis: int, wanted: Placement | None, chosen: dict[str, str]
+) -> tuple[Row, ...]:
+    name = call.operands[0].mesh.axes[axis]
+    if name in chosen:
+        return _chosen_row(choices, chosen[name], name)
+    now = [topology.placements[axis] for topology in call.operands]
+    open_ended = wanted is not None and not isinstance(wanted, Replicate)
+    return tuple(row for row in choices.rows if open_ended or _is_called_for(row, now))
+
+
+def _is_called_for(row: Row, now: Sequence[Placement]) -> bool:
+    pairs = list(zip(row.ins, now, strict=True))
+    if any(isinstance(want, Partial) and isinstance(have, Partial) and want != have for want, have in pairs):
+        return False
+    return row.label == "none" or any(want == have and not isinstance(want, Replicate) for want, have in pairs)
+
+
+def _chosen_row(choices: Choices, label: str, axis: str) -> tuple[Row, ...]:
+    rows = tuple(row for row in choices.rows if row.label == label)
+    if not rows:
+        known = ", ".join(dict.fromkeys(row.label for row in choices.rows))
+        raise ArgumentError(f"the op has no row {label!r} for axis {axis!r}", fix=f"its rows are {known}")
+    return rows
+
+
+def _search(
+    call: Call, choices: Choices, candidates: list[tuple[Row, ...]], wanted: Request, machine: Machine
+) -> tuple[tuple[Row, ...], float]:
+    if math.prod(len(rows) for rows in candidates) > SEARCHED:
+        candidates = _axis_by_axis(call, choices, candidates, wanted, machine)
+    best: tuple[float, tuple[Row, ...]] | None = None
+    for rows in itertools.product(*candidates):
+        if not _is_possible(call, rows, choices.shapes):
+            continue
+        cost = _cost(call, choices, rows, wanted, machine)
+        if best is None or cost < best[0] * (1 - 1e-9):
+            best = (cost, rows)
+    if best is None:
+        raise ArgumentError(
+            f"no row of {call.op} holds for these operands",
+            fix="the rows that were chosen need shards that divide the dim: choose others or leave the choice open",
+        )
+    return best[1], best[0]
+
+
+def _axis_by_axis(
+    call: Call, choices: Choices, candidates: list[tuple[Row, ...]], wanted: Request, machine: Machine
+) -> list[tuple[Row, ...]]:
+    """Keep the best row of each axis while the others stay replicated: for meshes with many axes."""
+    none = choices.rows[-1]
+    kept: list[tuple[Row, ...]] = []
+    for axis, rows in enumerate(candidates):
+        prices = []
+        for row in rows:
+            combination = tuple(row if other == axis else none for other in range(len(candidates)))
+            if _is_possible(call, combination, choices.shapes):
+                prices.append((_cost(call, choices, combination, wanted, machine), row))
+        best = min(prices, key=lambda pair: pair[0])[1]
+        kept.append((best, none) if best is not none and none in rows else (best,))
+    return kept
+
+
+def _is_possible(call: Call, rows: Sequence[Row], shapes: Sequence[Shape]) -> bool:
+    mesh = call.operands[0].mesh
+    for row in rows:
+        for even in row.even:
+            shards = math.prod(
+                mesh.shape[axis] for axis, other in enumerate(rows) if other.ins[even.operand] == Shard(even.dim)
+            )
+            if even.units % shards:
+                return False
+    return True
+
+
+def _moved(call: Call, rows: Sequence[Row]) -> tuple[Topology, ...]:
+    return tuple(
+        topology.with_placements(tuple(row.ins[i] for row in rows)) for i, topology in enumerate(call.operands)
+    )
+
+
+def _lines_up(row: Row, call: Call, axis: int) -> bool:
+    now = (topology.placements[axis] for topology in call.operands)
+    return all(
+        not isinstance(want, Partial) and (want == have or isinstance(have, Replicate))
+        for want, have in zip(row.ins, now, strict=True)
+    )
+
+
+def _cost(call: Call, choices: Choices, rows: tuple[Row, ...], wanted: Request, machine: Machine) -> float:
+    ins = _moved(call, rows)
+    cost = sum(route(src, dst.placements, machine)[1] for src, dst in zip(call.operands, ins, strict=True))
+    for axis, row in enumerate(rows):
+        if ins and ins[0].mesh.shape[axis] > 1:
+            cost += sum(price(_statistic(ins, axis, inner), machine) for inner in row.inner)
+    for raw in _raw(call, choices, rows, None):
+        settled = raw.placements
+        for axis, row in enumerate(rows):
+            if wanted[axis] is None and _lines_up(row, call, axis):
+                settled = settled[:axis] + (_settle(settled[axis], None),) + settled[axis + 1 :]
+        counted = raw.with_placements(settled)
+        cost += route(counted, _settled(counted.placements, wanted), machine)[1]
+    return cost + _compute(call, choices, rows, machine)
+
+
+def _compute(call: Call, choices: Choices, rows: Iterable[Row], machine: Machine) -> float:
+    mesh = call.operands[0].mesh
+    parts = math.prod(size for size, row in zip(mesh.shape, rows, strict=True) if row.label != "none")
+    size = sum(numel(topology.shape) * itemsize(topology.dtype) for topology in call.operands)
+    return machine.compute(choices.flops / parts, size / parts)
+
+
+def _statistic(ins: Sequence[Topology], axis: int, inner: Inner) -> Collective:
+    topology = ins[inner.operand]
+    shape = tuple(topology.local_shape[dim] for dim in inner.dims)
+    each = itemsize(topology.dtype) + (8 if inner.indexed else 0)
+    devices = topology.mesh.shape[axis]
+    size = KINDS["all_reduce"].size(numel(shape) * each, numel(shape) * each, devices)
+    return Collective("all_reduce", topology.mesh.axes[axis], devices, size, topology.dtype, shape, inner.op)
+
+
+def result_dtype(call: Call) -> str:
+    """The dtype that the plan prices results with; the engine has the last word."""
+    kind = find(call.op).result
+    if kind != "promote":
+        return kind
+    floating = [topology.dtype for topology in call.operands if is_floating(topology.dtype)]
+    among = floating or [topology.dtype for topology in call.operands]
+    return max(among, key=itemsize)
+
+
+def _raw(call: Call, choices: Choices, rows: Sequence[Row], dtypes: Sequence[str] | None) -> tuple[Topology, ...]:
+    mesh = call.operands[0].mesh
+    given = dtypes or (result_dtype(call),) * len(choices.shapes)
+    found = []
+    for i, (shape, dtype) in enumerate(zip(choices.shapes, given, strict=True)):
+        placements = tuple(_fitting(row.outs[i], dtype) for row in rows)
+        found.append(Topology(mesh, placements, shape, dtype))
+    return tuple(found)
+
+
+def _fitting(placement: Placement, dtype: str) -> Placement:
+    """A partial result of bool has no sum; any and all are max and min."""
+    if isinstance(placement, Partial) and dtype == "bool" and placement.op == "sum":
+        return Partial("max")
+    return placement
+
+
+def _settle(raw: Placement, wanted: Placement | None) -> Placement:
+    if wanted is not None:
+        return wanted
+    return Replicate() if isinstance(raw, Partial) else raw
+
+
+def _settled(raw: Sequence[Placement], wanted: Request) -> tuple[Placement, ...]:
+    return tuple(_settle(here, asked) for here, asked in zip(raw, wanted, strict=True))
+
+
+def _assemble(
+    call: Call,
+    choices: Choices,
+    rows: tuple[Row, ...],
+    cost: float,
+    wanted: Request,
+    machine: Machine,
+    dtypes: Sequence[str] | None,
+) -> Plan:
+    ins = _moved(call, rows)
+    raw = _raw(call, choices, rows, dtypes)
+    outs = tuple(topology.with_placements(_settled(topology.placements, wanted)) for topology in raw)
+    forward: list[Collective] = []
+    for source, target in zip(call.operands, ins, strict=True):
+        forward += route(source, target.placements, machine)[0]
+    for axis, row in enumerate(rows):
+        if call.operands[0].mesh.shape[axis] > 1:
+            forward += [_statistic(ins, axis, inner) for inner in row.inner]
+    for source, target in zip(raw, outs, strict=True):
+        forward += route(source, target.placements, machine)[0]
+    return Plan(call, rows, ins, raw, outs, tuple(forward), cost, machine, wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """One row on one axis as `explain` shows it: its price with the other axes as chosen, and why it was not taken."""
+
+    axis: str
+    row: Row
+    cost: float | None
+    chosen: bool
+    reason: str
+
+
+def considered(decided: Plan) -> tuple[Considered, ...]:
+    """Every row of every axis, with its price and the reason why it was or was not taken."""
+    call = decided.call
+    choices = find(call.op).rule(call)
+    found = []
+    for axis, name in enumerate(decided.mesh.axes):
+        now = [topology.placements[axis] for topology in call.operands]
+        for row in dict.fromkeys(choices.rows):
+            found.append(_consider(decided, choices, axis, name, row, now))
+    return tuple(found)
+
+
+def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, now: Sequence[Placement]) -> Considered:
+    call, rows = decided.call, decided.rows
+    combination = rows[:axis] + (row,) + rows[axis + 1 :]
+    if not _is_possible(call, combination, choices.shapes):
+        return Considered(name, row, None, False, "needs shards that divide the dim")
+    cost = _cost(call, choices, combination, decided.request, decided.machine)
+    if row == rows[axis]:
+        why = "operands already line up" if _lines_up(row, call, axis) else "cheapest"
+        return Considered(name, row, cost, True, why)
+    if not _is_called_for(row, now) and decided.request[axis] in (None, Replicate()):
+        return Considered(name, row, cost, False, "would shard what is replicated; ask with output=")
+    return Considered(name, row, cost, False, "dearer" if cost > decided.cost else "as dear, stands later")
+
+
+def retyped(decided: Plan, dtypes: Sequence[str]) -> Plan:
+    """The same plan with the dtypes that the engine really gave its results."""
+    if tuple(dtypes) == tuple(topology.dtype for topology in decided.outs):
+        return decided
+    choices = find(decided.call.op).rule(decided.call)
+    return _assemble(decided.call, choices, decided.rows, decided.cost, decided.request, decided.machine, dtypes)

@@ -1,0 +1,179 @@
+"""Records of communication, and the per-thread state that dispatch looks at.
+
+`state.plain` is all that the hot path reads: it is True while nobody watches, asks or forbids anything.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshloom.collectives import Collective
+from meshloom.errors import ArgumentError, CommunicationError, closest
+from meshloom.fabric import VIRTUAL, Machine
+from meshloom.placement import Placements
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+LEVELS = ("allow", "warn", "forbid")
+
+
+class CommunicationWarning(UserWarning):
+    """Communication above the limit of `communication("warn")`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective that an op caused, with the line of the program that called the op."""
+
+    collective: Collective
+    call: str
+    where: str
+    phase: str = "forward"
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that one device receives."""
+        return self.collective.bytes
+
+    @property
+    def kind(self) -> str:
+        """The collective's name."""
+        return self.collective.kind
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis it goes over."""
+        return self.collective.axis
+
+    def __str__(self) -> str:
+        backward = " backward" if self.phase == "backward" else ""
+        return f"{self.collective} for {self.call}{backward} at {self.where}"
+
+
+@dataclass
+class Log:
+    """What happened while it was open.
+
+    `calls` are the planned calls in order (plans, or a text for a call that went through the fallback), `pending` the
+    reductions of leaves whose gradient nobody has read yet.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    pending: list[Event] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that one device received in all."""
+        return sum(event.bytes for event in self.events)
+
+    def kinds(self) -> Counter[str]:
+        """How often each collective ran."""
+        return Counter(event.kind for event in self.events)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def __str__(self) -> str:
+        lines = [str(event) for event in self.events]
+        lines += [f"fallback: {name} x{count}" for name, count in self.fallbacks.items()]
+        return "\n".join([*lines, f"{len(self.events)} collectives, {self.bytes} B per device"])
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What `communication(...)` asked for."""
+
+    level: str
+    above: int = 0
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ArgumentError(f"communication level {self.level!r} is not known", fix=closest(self.level, LEVELS))
+
+    def check(self, events: Iterable[Event]) -> None:
+        """Raise or warn before anything moves."""
+        found = [event for event in events if event.bytes > (self.above if self.level == "warn" else 0)]
+        if not found or self.level == "allow":
+            return
+        size = sum(event.bytes for event in found)
+        first = found[0]
+        if self.level == "forbid":
+            raise CommunicationError(
+                f"{first.call} would communicate {size} B per device where communication is forbidden",
+                where=first.where,
+                moves="\n".join(str(event.collective) + f" ({event.phase})" for event in found),
+                fix="place the operands so that they line up, ask for another output, or allow it here",
+            )
+        warnings.warn(f"{first.call} communicates {size} B at {first.where}", CommunicationWarning, stacklevel=3)
+
+
+class State(threading.local):
+    """What dispatch must know besides the call; one per thread."""
+
+    plain = True
+    policy: Policy | None = None
+    logs: tuple[Log, ...] = ()
+    shadows: Any = None
+    output: Placements | None = None
+    chosen: dict[str, str] | None = None
+    machine: Machine = VIRTUAL
+
+    @property
+    def watching(self) -> bool:
+        """Whether communication is logged or restricted."""
+        return bool(self.logs) or (self.policy is not None and self.policy.level != "allow")
+
+    @contextmanager
+    def changed(self, **values: Any) -> Iterator[None]:
+        """The state with other values for the length of a block."""
+        before = {name: getattr(self, name) for name in values}
+        self._set(values)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+        special = self.watching or self.shadows is not None or self.output is not None or bool(self.chosen)
+        self.plain = not special and self.machine is VIRTUAL
+
+    def check(self, events: Iterable[Event]) -> None:
+        """Let the policy object before anything is done."""
+        if self.policy is not None:
+            self.policy.check(events)
+
+    def log(self, events: Iterable[Event]) -> None:
+        """Write what was done into every open log."""
+        listed = list(events)
+        for log in self.logs:
+            log.events.extend(listed)
+
+
+state = State()
+
+
+def where() -> str:
+    """The line of the program that is calling, outside of meshloom and torch: `train.py:12`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_HERE) and f"{os.sep}torch{os.sep}" not in name and not name.startswith("<frozen"):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "unknown line"

@@ -1,0 +1,6 @@
+"""Global-view tensors: creation, dispatch, autograd. Start with `base.Tensor`, then `dispatch`."""
+
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.parameter import Gradient, Parameter
+
+__all__ = ["Gradient", "Parameter", "Tensor"]

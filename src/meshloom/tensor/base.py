@@ -1,0 +1,119 @@
+"""The tensor: a topology and the array that holds its block. Ops are attached to it in `tensor.methods`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshloom.engines.layout import dense, mask_of, to_block
+from meshloom.mesh import Mesh
+from meshloom.placement import Placement, Topology
+
+
+class Tensor:
+    """A tensor on a mesh, seen globally: `shape` is the global shape, ops communicate by themselves.
+
+    >>> import meshloom as loom
+    >>> mesh = loom.open_mesh((2, 2), axes=("dp", "tp"))
+    >>> x = loom.arange(6, mesh=mesh, placements={"dp": loom.Shard(0)})
+    >>> x
+    Tensor i64[6](S(0), R) on Mesh(dp=2, tp=2)
+    tensor([0, 1, 2, 3, 4, 5])
+    >>> (x * 2).sum().item()
+    30
+    """
+
+    __slots__ = ("__weakref__", "_data", "_pending", "_view", "topology")
+
+    topology: Topology
+    _data: torch.Tensor
+    _view: Any
+    _pending: Any
+
+    if TYPE_CHECKING:  # the ops are attached in tensor.methods
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __getitem__(self, index: Any) -> Any: ...
+
+    def __init__(self, topology: Topology, data: torch.Tensor) -> None:
+        self.topology = topology
+        self._data = data
+        self._view = None
+        self._pending = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return torch.Size(self.topology.shape)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the tensor is on."""
+        return self.topology.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """What each mesh axis does to the tensor."""
+        return self.topology.placements
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype."""
+        return self._data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the block is held."""
+        return self._data.device
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.topology.shape)
+
+    @property
+    def block(self) -> torch.Tensor:
+        """What this process holds: mesh axes first (size 1 where replicated), then the shard's dims. Shares memory."""
+        return to_block(self._data, self.topology)
+
+    def shard_at(self, coordinate: Sequence[int]) -> torch.Tensor:
+        """What the device at a coordinate holds, padding left out.
+
+        >>> import meshloom as loom
+        >>> x = loom.arange(7, mesh=loom.open_mesh((2,)), placements="S(0)")
+        >>> x.shard_at((1,))
+        tensor([4, 5, 6])
+        """
+        place = self.mesh.check(coordinate)
+        block = self.block
+        part = block[tuple(c if size > 1 else 0 for c, size in zip(place, block.shape, strict=False))]
+        for dim, extent in enumerate(self.topology.extent(place)):
+            part = part.narrow(dim, 0, extent)
+        return part
+
+    def _dense(self) -> torch.Tensor:
+        """The dense array; shares memory where nothing had to move."""
+        return dense(self._data, self.topology)
+
+    def _masked_(self) -> None:
+        """Set padding to zero again, in place."""
+        mask = mask_of(self.topology, self._data.device)
+        if mask is not None:
+            self._data.masked_fill_(~mask, 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        data = self._data.detach().clone().requires_grad_(self._data.requires_grad)
+        copied = Tensor(self.topology, data)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tensor, (self.topology, self._data)
+
+    def __repr__(self) -> str:
+        values = self._data if self._data.is_meta else self._dense().detach()
+        gradient = ", requires_grad=True" if self._data.requires_grad else ""
+        return f"Tensor {self.topology}{gradient}\n{values!r}"

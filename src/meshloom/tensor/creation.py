@@ -1,0 +1,354 @@
+"""Making tensors: open a mesh, put data on it, fill it, draw it.
+
+Without placements a new tensor is sharded on dim 0 by every mesh axis; a 0-d tensor is replicated. Without a mesh it
+goes to the mesh that was opened last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from meshloom.engines.layout import from_block, move, short_name, torch_dtype
+from meshloom.errors import ArgumentError, MeshError, PlacementError, ShapeError
+from meshloom.mesh import Coordinate, Mesh
+from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
+from meshloom.runtime import state
+from meshloom.tensor import random
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.dispatch import refuse_partial_leaf
+from meshloom.tensor.moving import same_storage
+from meshloom.types import LONG_NAME, Shape
+
+_opened: list[Mesh] = []
+
+
+def open_mesh(
+    shape: Sequence[int] | int,
+    axes: Sequence[str] | None = None,
+    *,
+    device_ids: Sequence[int] | None = None,
+    physical: Sequence[int] | None = None,
+) -> Mesh:
+    """A mesh of virtual devices in this process: any shape, any size, any time.
+
+    `physical` gives the shape of the physical devices under it: a program for 4x4 virtual devices runs on 2x2.
+
+    >>> open_mesh((2, 4), axes=("dp", "tp"))
+    Mesh(dp=2, tp=4)
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    mesh = Mesh.of(sizes, axes, device_ids, physical)
+    _opened[:] = [mesh]
+    return mesh
+
+
+def current_mesh() -> Mesh:
+    """The mesh that was opened last."""
+    if not _opened:
+        raise MeshError("no mesh is open", fix='open one: mesh = loom.open_mesh((2, 4), axes=("dp", "tp"))')
+    return _opened[-1]
+
+
+def automatic(mesh: Mesh, shape: Shape) -> tuple[Placement, ...]:
+    """The placements of a tensor nobody placed: every mesh axis shards dim 0, a 0-d tensor is R."""
+    return ((Shard(0) if shape else Replicate()),) * mesh.ndim
+
+
+def _topology(shape: Shape, dtype: torch.dtype, mesh: Mesh | None, placements: Placements | None) -> Topology:
+    where = mesh if mesh is not None else current_mesh()
+    if not isinstance(where, Mesh):
+        raise MeshError(f"mesh= takes a mesh, not {where!r}", fix="open one with loom.open_mesh((2, 4))")
+    placed = automatic(where, shape) if placements is None else as_placements(placements, where, len(shape))
+    return Topology(where, placed, shape, short_name(dtype))
+
+
+def place(data: torch.Tensor, mesh: Mesh | None, placements: Placements | None) -> Tensor:
+    """A dense torch tensor on a mesh; may share memory with it."""
+    topology = _topology(tuple(data.shape), data.dtype, mesh, placements)
+    return Tensor(topology, move(data, topology.replicated, topology))
+
+
+def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | None = None) -> Tensor:
+    """Put a dense tensor (torch, numpy, or nested lists) on a mesh; the result has memory of its own.
+
+    >>> mesh = open_mesh((4,), axes=("tp",))
+    >>> distribute([[1, 2], [3, 4]], mesh, {"tp": Shard(1)}).topology.notation
+    'i64[2, 2](S(1))'
+    """
+    if isinstance(value, Tensor):
+        raise ArgumentError(
+            "distribute takes a dense tensor and got one on a mesh",
+            tensor=value.topology,
+            fix="x.redistribute(placements) moves it on its mesh; x.to_torch() makes it dense",
+        )
+    data = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    made = place(data, mesh, placements)
+    if state.shadows is not None:
+        return state.shadows.of(made)
+    if isinstance(value, (torch.Tensor, numpy.ndarray)) and same_storage(made._data, data):
+        made._data = made._data.clone(memory_format=torch.contiguous_format)
+    return made
+
+
+Parts = Sequence[torch.Tensor] | Mapping[Coordinate, torch.Tensor]
+
+
+def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | None = None) -> Tensor:
+    """A tensor from what each device already holds: a list in row-major order of coordinates, or a dict by coordinate.
+
+    The parts must have exactly the shapes that the placements give them, and agree where they are replicated.
+
+    >>> mesh = open_mesh((2,), axes=("dp",))
+    >>> from_local([torch.tensor([1., 2.]), torch.tensor([3.])], mesh, "S(0)").to_torch()
+    tensor([1., 2., 3.])
+    """
+    where = mesh if mesh is not None else current_mesh()
+    held = _by_coordinate(parts, where)
+    first = held[(0,) * where.ndim]
+    placed = as_placements(placements, where, first.dim())
+    shape = _global_shape(held, where, placed)
+    topology = Topology(where, placed, shape, short_name(first.dtype))
+    for coordinate, part in held.items():
+        _check_part(coordinate, part, topology, held)
+    blocks = [_padded(held[c], topology.local_shape) for c in _distinct(topology)]
+    block = torch.stack(blocks).view(topology.block_shape)
+    return Tensor(topology, from_block(block, topology))
+
+
+def _by_coordinate(parts: Parts, mesh: Mesh) -> dict[Coordinate, torch.Tensor]:
+    if isinstance(parts, Mapping):
+        held = {mesh.check(c): torch.as_tensor(part) for c, part in parts.items()}
+    else:
+        listed = list(parts)
+        if len(listed) != mesh.size:
+            raise ShapeError(f"{len(listed)} parts for {mesh.size} devices", mesh=mesh, fix="give one part per device")
+        held = dict(zip(mesh.coordinates(), (torch.as_tensor(part) for part in listed), strict=True))
+    missing = [c for c in mesh.coordinates() if c not in held]
+    if missing:
+        raise ShapeError(f"there is no part for coordinate {missing[0]}", mesh=mesh, fix="give one part per device")
+    return held
+
+
+def _global_shape(held: Mapping[Coordinate, torch.Tensor], mesh: Mesh, placements: Sequence[Placement]) -> Shape:
+    """Sizes add up along the axes that shard a dim, seen from coordinate (0, ..., 0)."""
+    first = held[(0,) * mesh.ndim]
+    sizes = list(first.shape)
+    for dim in range(first.dim()):
+        axes = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+        places = itertools.product(*(range(size) if axis in axes else (0,) for axis, size in enumerate(mesh.shape)))
+        parts = [held[place] for place in places]
+        sizes[dim] = sum(part.shape[dim] if part.dim() > dim else 0 for part in parts)
+    return tuple(sizes)
+
+
+def _check_part(
+    coordinate: Coordinate, part: torch.Tensor, topology: Topology, held: Mapping[Coordinate, torch.Tensor]
+) -> None:
+    expected = topology.extent(coordinate)
+    if tuple(part.shape) != expected:
+        shapes = ", ".join(f"{c}: {list(topology.extent(c))}" for c in itertools.islice(topology.mesh.coordinates(), 8))
+        raise PlacementError(
+            f"the part at {coordinate} has shape {list(part.shape)} and its placements give it {list(expected)}",
+            tensor=topology,
+            parts=shapes + (", ..." if topology.mesh.size > 8 else ""),
+            fix="cut the parts as shown (chunks are as large as the first, the last ones smaller), "
+            "or concatenate them and use loom.distribute",
+        )
+    if short_name(part.dtype) != topology.dtype:
+        raise PlacementError(f"the part at {coordinate} is {short_name(part.dtype)} and the first is {topology.dtype}")
+    twin = tuple(0 if isinstance(p, Replicate) else c for c, p in zip(coordinate, topology.placements, strict=True))
+    if twin != coordinate and not _same(part, held[twin]):
+        raise PlacementError(
+            f"the parts at {twin} and {coordinate} differ and the placements say they are the same",
+            tensor=topology,
+            asked=spell(topology.placements),
+            fix="use Partial for parts that add up, Shard for parts that follow each other",
+        )
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first is second or bool(torch.allclose(first, second, rtol=0, atol=0, equal_nan=True))
+
+
+def _distinct(topology: Topology) -> list[Coordinate]:
+    """The coordinates whose parts a block stores."""
+    ranges = (range(size) for size in topology.block_shape[: topology.mesh.ndim])
+    return list(itertools.product(*ranges))
+
+
+def _padded(part: torch.Tensor, shape: Shape) -> torch.Tensor:
+    for dim, size in enumerate(shape):
+        if part.shape[dim] != size:
+            missing = part.new_zeros((*part.shape[:dim], size - part.shape[dim], *part.shape[dim + 1 :]))
+            part = torch.cat([part, missing], dim)
+    return part
+
+
+def _sizes(size: tuple[Any, ...]) -> Shape:
+    if len(size) == 1 and isinstance(size[0], (tuple, list)):
+        size = tuple(size[0])
+    for each in size:
+        if isinstance(each, bool) or not hasattr(each, "__index__") or int(each) < 0:
+            raise ShapeError(f"{each!r} is not a size", asked=list(size), fix="sizes are whole numbers, 0 or more")
+    return tuple(int(each) for each in size)
+
+
+def _dtype(dtype: torch.dtype | str | None, default: torch.dtype | None = None) -> torch.dtype:
+    if isinstance(dtype, str):
+        return torch_dtype(dtype if dtype in LONG_NAME else dtype.removeprefix("torch."))
+    return dtype or default or torch.get_default_dtype()
+
+
+def _finish(made: Tensor, requires_grad: bool) -> Tensor:
+    if requires_grad:
+        refuse_partial_leaf(made.topology)
+        made._data = made._data.detach().requires_grad_()
+    return made
+
+
+def _device(device: Any) -> Any:
+    return "meta" if state.shadows is not None else device
+
+
+def full(
+    size: Sequence[int],
+    fill_value: Any,
+    *,
+    mesh: Mesh | None = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A tensor with one value everywhere."""
+    kind = _dtype(dtype) if dtype is not None else None
+    dense = torch.full((), fill_value, dtype=kind, device=_device(device)).expand(_sizes((size,)))
+    return _finish(_owned(place(dense, mesh, placements)), requires_grad)
+
+
+def _owned(made: Tensor) -> Tensor:
+    made._data = made._data.contiguous()
+    return made
+
+
+def zeros(*size: Any, dtype: torch.dtype | str | None = None, **options: Any) -> Tensor:
+    """A tensor of zeros.
+
+    >>> zeros(13, 4, mesh=open_mesh((4,))).topology.local_shape
+    (4, 4)
+    """
+    return full(_sizes(size), 0, dtype=_dtype(dtype), **options)
+
+
+def ones(*size: Any, dtype: torch.dtype | str | None = None, **options: Any) -> Tensor:
+    """A tensor of ones."""
+    return full(_sizes(size), 1, dtype=_dtype(dtype), **options)
+
+
+def arange(
+    *bounds: Any,
+    mesh: Mesh | None = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """The numbers from start to end by step, as `torch.arange`."""
+    dense = torch.arange(*bounds, dtype=None if dtype is None else _dtype(dtype), device=_device(device))
+    return _finish(place(dense, mesh, placements), requires_grad)
+
+
+def _draw(
+    size: Shape,
+    draw: random.Draw,
+    *,
+    mesh: Mesh | None = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    kind = _dtype(dtype)
+    if not kind.is_floating_point:
+        raise ArgumentError(f"random values need a floating dtype, not {short_name(kind)}")
+    where = mesh if mesh is not None else current_mesh()
+    if str(_device(device)) == "meta":
+        return _finish(place(torch.empty(size, dtype=kind, device="meta"), where, placements), requires_grad)
+    _topology(size, kind, where, placements)
+    dense = random.fill_tiles(size, kind, draw, random.draw_key(generator))
+    return _finish(place(dense.to(device or "cpu"), where, placements), requires_grad)
+
+
+def randn(*size: Any, **options: Any) -> Tensor:
+    """Standard normal values; the same for any placements, mesh and number of devices.
+
+    >>> _ = torch.manual_seed(0)
+    >>> a = randn(5, mesh=open_mesh((2,)))
+    >>> _ = torch.manual_seed(0)
+    >>> b = randn(5, mesh=open_mesh((3,)))
+    >>> bool((a.to_torch() == b.to_torch()).all())
+    True
+    """
+    return _draw(_sizes(size), random.normal, **options)
+
+
+def rand(*size: Any, **options: Any) -> Tensor:
+    """Uniform values in [0, 1); the same for any placements, mesh and number of devices."""
+    return _draw(_sizes(size), random.uniform, **options)
+
+
+def like(tensor: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Options that make a tensor like another: its mesh, its placements (partial ones reduced), its dtype."""
+    kept = {key: value for key, value in options.items() if key not in ("memory_format", "layout", "pin_memory")}
+    kept.setdefault("mesh", tensor.mesh)
+    kept.setdefault("placements", tensor.topology.reduced.placements)
+    kept["dtype"] = kept.get("dtype") or tensor.dtype
+    kept["device"] = kept.get("device") or tensor.device
+    return kept
+
+
+def zeros_like(input: Tensor, **options: Any) -> Tensor:
+    """Zeros with the shape, dtype, mesh and placements of a tensor."""
+    return zeros(input.topology.shape, **like(input, options))
+
+
+def ones_like(input: Tensor, **options: Any) -> Tensor:
+    """Ones with the shape, dtype, mesh and placements of a tensor."""
+    return ones(input.topology.shape, **like(input, options))
+
+
+def full_like(input: Tensor, fill_value: Any, **options: Any) -> Tensor:
+    """One value with the shape, dtype, mesh and placements of a tensor."""
+    return full(input.topology.shape, fill_value, **like(input, options))
+
+
+def empty_like(input: Tensor, **options: Any) -> Tensor:
+    """A tensor like another whose values do not matter; zeros, since padding must be zero anyway."""
+    return zeros_like(input, **options)
+
+
+def randn_like(input: Tensor, **options: Any) -> Tensor:
+    """Standard normal values like a tensor."""
+    return randn(input.topology.shape, **like(input, options))
+
+
+def rand_like(input: Tensor, **options: Any) -> Tensor:
+    """Uniform values like a tensor."""
+    return rand(input.topology.shape, **like(input, options))
+
+
+def dropout_mask(tensor: Tensor, keep: float) -> Tensor:
+    """1 / keep where an element is kept, 0 elsewhere, placed as the tensor is."""
+    topology = tensor.topology.reduced
+    if tensor._data.is_meta:
+        return Tensor(topology, torch.empty(topology.stored_shape, dtype=tensor.dtype, device="meta"))
+    drawn = random.fill_tiles(topology.shape, torch.float32, random.uniform, random.draw_key())
+    scale = 1.0 / keep if keep > 0 else 0.0
+    kept = (drawn < keep).to(tensor.dtype).mul_(scale).to(tensor.device)
+    return Tensor(topology, move(kept, topology.replicated, topology))

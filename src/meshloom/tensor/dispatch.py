@@ -1,0 +1,373 @@
+"""One op call: look up the plan, run its kernel, wrap the result. The one short file where deciding and doing meet.
+
+For a call seen before this is one dictionary look-up and the kernel call. `call` is the general way in; the operators
+of `Tensor` try `CACHE` with a shorter key first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from meshloom.collectives import Collective
+from meshloom.engines.kernel import Function, Kernel, function_of
+from meshloom.engines.layout import short_name
+from meshloom.errors import GradientError, MeshError, MeshloomError, UnsupportedError
+from meshloom.mesh import Mesh
+from meshloom.ops import OPS, Call, Op
+from meshloom.placement import Partial, Replicate, Topology, as_placements
+from meshloom.planner import Plan, plan, retyped
+from meshloom.runtime import Event, state, where
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.binding import NUMBERS, bind, freeze, refer
+
+LIMIT = 1 << 14
+
+
+class Entry:
+    """A call seen before: its plan, its kernel and the topologies that come out."""
+
+    __slots__ = ("direct", "kernel", "out", "outs", "plan")
+
+    def __init__(self, decided: Plan, kernel: Kernel, direct: Function | None) -> None:
+        self.plan = decided
+        self.kernel = kernel
+        self.outs = decided.outs
+        self.out = decided.outs[0]
+        self.direct = direct
+
+
+CACHE: dict[Any, Entry] = {}
+
+
+def remember(key: Any, entry: Entry) -> None:
+    """Keep an entry; the oldest goes when the cache is full."""
+    if len(CACHE) >= LIMIT:
+        CACHE.pop(next(iter(CACHE)), None)
+    CACHE[key] = entry
+
+
+def autocast_key() -> Any:
+    """What autocast changes about a call."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+class Reader:
+    """Reads the arguments of one call: unwraps parameters, makes plain tensors replicated ones, builds the key."""
+
+    __slots__ = ("key", "mesh", "numbers", "tensors")
+
+    def __init__(self, mesh: Mesh, numbers_matter: bool) -> None:
+        self.mesh, self.numbers = mesh, numbers_matter
+        self.tensors: list[Tensor] = []
+        self.key: list[Any] = []
+
+    def read(self, value: Any) -> Any:
+        """The argument as dispatch uses it."""
+        kind = value.__class__
+        if kind is Tensor:
+            if state.shadows is not None:
+                value = state.shadows.of(value)
+        elif isinstance(value, torch.Tensor):
+            value = as_tensor(value, self.mesh)
+        elif kind in NUMBERS:
+            self.key.append((kind, value) if self.numbers and value == value else kind)
+            return value
+        elif isinstance(value, numpy.ndarray):
+            value = as_tensor(torch.as_tensor(value), self.mesh)
+        elif isinstance(value, (tuple, list)):
+            self.key.append(len(value))
+            return tuple(self.read(each) for each in value)
+        else:
+            self.key.append(freeze(value))
+            return value
+        self.tensors.append(value)
+        self.key.append(value.topology)
+        return value
+
+
+def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
+    """A torch tensor as one of ours: a parameter's own, or a replicated one."""
+    own = getattr(value, "_loom", None)
+    if own is not None:
+        return state.shadows.of(own) if state.shadows is not None else own
+    refuse_transforms(value)
+    shape = tuple(value.shape)
+    made = Tensor(Topology(mesh, (Replicate(),) * mesh.ndim, shape, short_name(value.dtype)), value)
+    return state.shadows.of(made) if state.shadows is not None else made
+
+
+def refuse_transforms(value: torch.Tensor) -> None:
+    """torch.func transforms hand out wrapped tensors that no mesh knows."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise UnsupportedError(
+            "torch.func transforms do not work on meshloom tensors",
+            fix="use backward() or torch.autograd.grad for gradients; shard a batch dim instead of vmap",
+        )
+
+
+def find_mesh(values: Any) -> Mesh | None:
+    """The mesh of the first meshloom tensor among arguments, lists included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.topology.mesh
+        own = getattr(value, "_loom", None)
+        if own is not None:
+            return own.topology.mesh
+        if isinstance(value, (tuple, list)):
+            found = find_mesh(value)
+            if found is not None:
+                return found
+    return None
+
+
+def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any = None) -> Any:
+    """Run an op of the table on any mix of operands and return the wrapped result."""
+    return Resolved(name, args, kwargs, output).perform()
+
+
+class Resolved:
+    """One call with its arguments read and its entry found or decided."""
+
+    __slots__ = ("args", "entry", "key", "kwargs", "op", "tensors")
+
+    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any, mark: Any = None) -> None:
+        self.op = OPS[name]
+        mesh = find_mesh(args) or find_mesh(kwargs.values())
+        if mesh is None:
+            raise MeshError(f"{name} got no meshloom tensor", fix="put an operand on a mesh with loom.distribute")
+        reader = Reader(mesh, self.op.signature is not None)
+        self.args = tuple(reader.read(each) for each in args)
+        self.kwargs = {key: reader.read(value) for key, value in kwargs.items()} if kwargs else kwargs
+        self.tensors = reader.tensors
+        wanted = output if output is not None else state.output
+        request = None if wanted is None else _request(wanted, mesh)
+        key: tuple[Any, ...] = (name, *reader.key, *kwargs, mark, autocast_key())
+        if not state.plain or request is not None:
+            key = (*key, request, state.machine, freeze(tuple(sorted((state.chosen or {}).items()))))
+        self.key = key
+        entry = CACHE.get(key)
+        self.entry = entry if entry is not None else self._decide(request)
+
+    def _decide(self, request: Any) -> Entry:
+        operands = tuple(tensor.topology for tensor in self.tensors)
+        try:
+            seen: list[Any] = []
+            spelled = tuple(refer(each, seen, Tensor) for each in self.args)
+            named = {name: refer(value, seen, Tensor) for name, value in self.kwargs.items()}
+            arguments = bind(self.op, spelled, named)
+            leaves = spelled if self.op.signature is None else ()
+            decided = plan_call(Call(self.op.name, operands, arguments, leaves), request)
+        except MeshloomError as error:
+            raise located(error, self.op.name, operands) from None
+        return Entry(decided, Kernel(decided), None)
+
+    def perform(self) -> Any:
+        """The wrapped result of the call."""
+        datas = [tensor._data for tensor in self.tensors]
+        function = self.function()
+        known = self.key in CACHE
+        watched = None
+        if state.watching:
+            if state.policy is not None and not known:
+                self.entry = _typed(self.entry, _dry_run(self.entry.kernel, datas, function))
+            watched = Watched(self.entry, self.tensors)
+            state.check(watched.forward)
+            results = watched.tap_results(self.entry.kernel.run(watched.tap_operands(datas), function))
+        else:
+            results = self.entry.kernel.run(datas, function)
+        if not known:
+            self.entry = _typed(self.entry, results)
+            remember(self.key, self.entry)
+        if watched is not None:
+            watched.log(self.entry)
+        return _wrap(self.op, self.entry, results, self.tensors)
+
+    def function(self, replaced: Function | None = None) -> Function:
+        """The function on prepared arrays: the engine's, or another with the same arguments."""
+        if self.op.signature is not None:
+            return self.entry.kernel.bound()
+        function = replaced or function_of(self.op.name)
+        args, kwargs = self.args, self.kwargs
+
+        def run(*datas: torch.Tensor) -> Any:
+            left = iter(datas)
+            positional = [next(left) if each.__class__ is Tensor else each for each in args]
+            named = {name: next(left) if each.__class__ is Tensor else each for name, each in kwargs.items()}
+            return function(*positional, **named)
+
+        return run
+
+
+def _request(wanted: Any, mesh: Mesh) -> tuple[Any, ...]:
+    if isinstance(wanted, dict):
+        named = {mesh.axis(name): placement for name, placement in wanted.items()}
+        full = as_placements(wanted, mesh)
+        return tuple(full[axis] if axis in named else None for axis in range(mesh.ndim))
+    return as_placements(wanted, mesh)
+
+
+def plan_call(described: Call, request: Any) -> Plan:
+    """The plan under the current machine and choices; a request's negative dims count from the result's end."""
+    if request is not None:
+        shapes = OPS[described.op].rule(described).shapes
+        mesh = described.operands[0].mesh
+        asked = as_placements(tuple(Replicate() if p is None else p for p in request), mesh, len(shapes[0]))
+        request = tuple(None if p is None else q for p, q in zip(request, asked, strict=True))
+    return plan(described, request, state.machine, state.chosen)
+
+
+def located(error: MeshloomError, name: str, operands: Sequence[Topology]) -> MeshloomError:
+    """The error with the call and its operands."""
+    mesh = operands[0].mesh
+    return error.located(call=f"{name}({', '.join(topology.notation for topology in operands)})", mesh=mesh)
+
+
+def _dry_run(kernel: Kernel, datas: list[torch.Tensor], function: Function) -> Any:
+    with torch.no_grad():
+        return kernel.run([data.detach().to("meta") for data in datas], function)
+
+
+def _typed(entry: Entry, results: Any) -> Entry:
+    """The entry with the dtypes that the engine gave; calls of two tensors and nothing else get a direct way."""
+    listed = (results,) if isinstance(results, torch.Tensor) else results
+    decided = retyped(entry.plan, tuple(short_name(result.dtype) for result in listed))
+    direct = None
+    if entry.kernel.simple and len(decided.outs) == 1:
+        function = function_of(decided.call.op)
+        direct = None if getattr(function, "is_aware", False) else function
+    return Entry(decided, entry.kernel, direct)
+
+
+def _wrap(op: Op, entry: Entry, results: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(results, torch.Tensor):
+        made = Tensor(entry.out, results)
+        if op.is_view:
+            made._view = (tensors[0], bool(entry.plan.forward))
+        return made
+    wrapped = [Tensor(topology, result) for topology, result in zip(entry.outs, results, strict=True)]
+    if op.is_view:
+        for each in wrapped:
+            each._view = (tensors[0], bool(entry.plan.forward))
+    pack = PACKED.get(op.name)
+    return tuple(wrapped) if pack is None else pack(wrapped)
+
+
+PACKED: dict[str, Callable[[list[Any]], Any]] = {
+    "max_dim": lambda results: torch.return_types.max((results[0], results[1])),
+    "min_dim": lambda results: torch.return_types.min((results[0], results[1])),
+}
+
+
+class Tap(torch.autograd.Function):
+    """Identity forward; calls back when a gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, callback: Callable[[], None]) -> torch.Tensor:
+        ctx.callback = callback
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.callback()
+        return gradient, None
+
+
+class Watched:
+    """One call while somebody is watching: its events, and taps where its gradient will communicate."""
+
+    def __init__(self, entry: Entry, tensors: list[Tensor]) -> None:
+        self.plan, self.tensors = entry.plan, tensors
+        self.where = where()
+
+    @property
+    def forward(self) -> list[Event]:
+        """The events of the call itself."""
+        return self.events(self.plan.forward, "forward")
+
+    def events(self, collectives: Sequence[Collective], phase: str) -> list[Event]:
+        """Collectives as events of this call."""
+        return [Event(each, self.plan.call.op, self.where, phase) for each in collectives]
+
+    def log(self, entry: Entry) -> None:
+        """Write the call into every open log."""
+        self.plan = entry.plan
+        for log in state.logs:
+            log.calls.append((entry.plan, self.where))
+        state.log(self.forward)
+
+    def tap_operands(self, datas: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The operands, tapped where their gradient communicates."""
+        if not torch.is_grad_enabled():
+            return datas
+        return [self._tap_operand(i, data) for i, data in enumerate(datas)]
+
+    def _tap_operand(self, index: int, data: torch.Tensor) -> torch.Tensor:
+        if not data.requires_grad:
+            return data
+        events = self.events(self.plan.backward(index), "backward")
+        if not events:
+            return data
+        tensor = self.tensors[index]
+        if data.is_leaf:
+            return Tap.apply(data, lambda: defer(tensor, events))
+        return Tap.apply(data, lambda: happen(events))
+
+    def tap_results(self, results: Any) -> Any:
+        """The results, the first that has a gradient tapped for what backward does before it reaches the operands."""
+        if not torch.is_grad_enabled():
+            return results
+        events = self.events(self.plan.backward_results(), "backward")
+        if not events:
+            return results
+        if isinstance(results, torch.Tensor):
+            return Tap.apply(results, lambda: happen(events)) if results.requires_grad else results
+        tapped = [result for result in results if result.requires_grad][:1]
+        return tuple(
+            Tap.apply(each, lambda: happen(events)) if any(each is t for t in tapped) else each for each in results
+        )
+
+
+def happen(events: Sequence[Event]) -> None:
+    """Communication of backward: it may be forbidden, and it is logged."""
+    state.check(events)
+    state.log(events)
+
+
+def defer(tensor: Tensor, events: Sequence[Event]) -> None:
+    """A leaf's gradient is reduced once, when it is read: keep what will then happen."""
+    waiting = tensor._pending if tensor._pending is not None else {}
+    for event in events:
+        waiting.setdefault((event.kind, event.axis, event.bytes), event)
+    tensor._pending = waiting
+    for log in state.logs:
+        log.pending[:] = [*(each for each in log.pending if each not in waiting.values()), *waiting.values()]
+
+
+def settle(tensor: Tensor) -> None:
+    """A leaf's gradient is being read: its reduction happens now."""
+    if not tensor._pending:
+        return
+    events = list(tensor._pending.values())
+    state.check(events)
+    tensor._pending = None
+    for log in state.logs:
+        log.pending[:] = [each for each in log.pending if each not in events]
+    state.log(events)
+
+
+def refuse_partial_leaf(topology: Topology) -> None:
+    """A Partial tensor cannot be a leaf: its gradient would belong to a value nobody holds."""
+    for axis, placement in enumerate(topology.placements):
+        if isinstance(placement, Partial):
+            name = topology.mesh.axes[axis]
+            raise GradientError(
+                f"a tensor that is {placement} on axis {name!r} cannot require a gradient",
+                tensor=topology,
+                fix=f"redistribute it first: x.redistribute({{{name!r}: Replicate()}}).requires_grad_()",
+            )

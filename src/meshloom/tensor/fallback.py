@@ -1,0 +1,152 @@
+"""The total fallback: any torch function without a rule works. Gather, compute on the gathered value, say so.
+
+It never raises for being unknown and never returns a wrong number: operands are gathered (partial sums reduced), the
+function runs on dense tensors, results keep the placements of an operand of the same shape where there is one, and
+operands that the function changed are written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshloom.engines.layout import move, short_name
+from meshloom.errors import MeshloomError, ShapeError, UnsupportedError, ViewError
+from meshloom.mesh import Mesh
+from meshloom.placement import Replicate, Topology
+from meshloom.planner import moves
+from meshloom.runtime import Event, state, where
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.dispatch import Tap, find_mesh, happen, refuse_transforms
+from meshloom.tensor.moving import same_storage, shadowed, to_dense
+from meshloom.tensor.writing import assign, check_writable
+
+
+def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Run any torch function on gathered operands."""
+    gathered = Gathered(name, find_mesh(args) or find_mesh(kwargs.values()))
+    dense_args = gathered.take(args)
+    dense_kwargs = gathered.take(kwargs)
+    try:
+        result = function(*dense_args, **dense_kwargs)
+    except MeshloomError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        if any(data.is_meta for data in gathered.dense):
+            raise UnsupportedError(
+                f"{name} cannot run on shapes alone: {str(error).splitlines()[0]}",
+                fix="its result depends on values: leave it out of explain and of meta programs",
+            ) from error
+        raise
+    gathered.write_back()
+    gathered.note()
+    return gathered.give(result)
+
+
+class Gathered:
+    """The operands of one fallback call: what they were, what they became, and what must be written back."""
+
+    def __init__(self, name: str, mesh: Mesh | None) -> None:
+        self.name, self.mesh, self.where = name, mesh, where()
+        self.tensors: list[Tensor] = []
+        self.givers: list[Any] = []
+        self.dense: list[torch.Tensor] = []
+        self.versions: list[int] = []
+        self.moved: list[bool] = []
+
+    def take(self, value: Any) -> Any:
+        """The argument with every tensor of ours gathered."""
+        own = value if isinstance(value, Tensor) else getattr(value, "_loom", None)
+        if isinstance(own, Tensor):
+            return self._gather(own, value)
+        if isinstance(value, torch.Tensor):
+            refuse_transforms(value)
+            return value.to("meta") if state.shadows is not None else value
+        if isinstance(value, (tuple, list)):
+            parts = [self.take(each) for each in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if isinstance(value, dict):
+            return {key: self.take(each) for key, each in value.items()}
+        if isinstance(value, slice):
+            return slice(self.take(value.start), self.take(value.stop), self.take(value.step))
+        return value
+
+    def _gather(self, tensor: Tensor, giver: Any) -> torch.Tensor:
+        tensor = shadowed(tensor)
+        data = to_dense(tensor, self.name)
+        if _is_detached_view(tensor) and same_storage(data, tensor._data):
+            data = data.clone()
+        self.tensors.append(tensor)
+        self.givers.append(giver)
+        self.dense.append(data)
+        self.versions.append(data._version)
+        self.moved.append(bool(moves(tensor.topology, tensor.topology.replicated, state.machine)))
+        return data
+
+    def write_back(self) -> None:
+        """Operands that the function changed in place take the new value."""
+        for tensor, data, version in zip(self.tensors, self.dense, self.versions, strict=True):
+            if data._version == version or same_storage(data, tensor._data):
+                continue
+            if tuple(data.shape) != tensor.topology.shape:
+                raise ShapeError(
+                    f"{self.name} changed the shape of its operand to {list(data.shape)}", tensor=tensor.topology
+                )
+            if _is_detached_view(tensor):
+                check_writable(tensor)
+                raise ViewError(f"{self.name} would write into a copy", view=tensor.topology)
+            assign(tensor, Tensor(tensor.topology.replicated, data), self.name)
+
+    def note(self) -> None:
+        """Say that a call went through the fallback, in every open log."""
+        for log in state.logs:
+            log.fallbacks[self.name] += 1
+            log.calls.append((f"{self.name}: no rule, gathered and computed dense", self.where))
+
+    def give(self, result: Any) -> Any:
+        """The result with every tensor on the mesh."""
+        if isinstance(result, torch.Tensor):
+            return self._place(result)
+        if isinstance(result, (tuple, list)):
+            parts = [self.give(each) for each in result]
+            if hasattr(result, "_fields"):
+                return type(result)(*parts)
+            return type(result)(parts)
+        if isinstance(result, dict):
+            return {key: self.give(each) for key, each in result.items()}
+        return result
+
+    def _place(self, result: torch.Tensor) -> Any:
+        for data, giver in zip(self.dense, self.givers, strict=True):
+            if result is data:
+                return giver
+        if self.mesh is None or result.layout is not torch.strided:
+            return result
+        source = Topology(self.mesh, (Replicate(),) * self.mesh.ndim, tuple(result.shape), short_name(result.dtype))
+        target = self._kept(source)
+        made = Tensor(target, move(self._tap(result, source, target), source, target))
+        for tensor, data, moved in zip(self.tensors, self.dense, self.moved, strict=True):
+            if same_storage(result, data):
+                made._view = (tensor, moved)
+                break
+        return made
+
+    def _kept(self, source: Topology) -> Topology:
+        """The placements that can be kept: those of the first operand of the same shape, partial ones reduced."""
+        for tensor in self.tensors:
+            if tensor.topology.shape == source.shape and source.ndim:
+                return source.with_placements(tensor.topology.reduced.placements)
+        return source
+
+    def _tap(self, result: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
+        if not (state.watching and torch.is_grad_enabled() and result.requires_grad):
+            return result
+        back = moves(target, source, state.machine)
+        events = [Event(each, self.name, self.where, "backward") for each in back]
+        return Tap.apply(result, lambda: happen(events)) if events else result
+
+
+def _is_detached_view(tensor: Tensor) -> bool:
+    return tensor._view is not None and tensor._view[1]

@@ -1,0 +1,282 @@
+"""The methods and operators of `Tensor`, attached from the op table and the fronts.
+
+The operators hold the hot path: while nothing special is going on, a call seen before is one look-up and the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+
+from meshloom.errors import ArgumentError, GradientError
+from meshloom.ops import ALIASES, OPS
+from meshloom.runtime import state
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.dispatch import CACHE, call, refuse_partial_leaf, settle
+from meshloom.tensor.functions import FRONTS, invoke, is_written, on_torch, own
+from meshloom.tensor.moving import read, redistribute, shadowed, to_torch
+
+_any_autocast = torch._C._is_any_autocast_enabled
+
+
+def _binary(name: str) -> Callable[[Any, Any], Any]:
+    get = CACHE.get
+
+    def operator(self: Tensor, other: Any) -> Any:
+        if other.__class__ is Tensor and state.plain and not _any_autocast():
+            entry = get((name, self.topology, other.topology, None, None))
+            if entry is not None:
+                direct = entry.direct
+                if direct is not None:
+                    return Tensor(entry.out, direct(self._data, other._data))
+        elif not isinstance(other, _OPERANDS):
+            return NotImplemented
+        return call(name, (self, other), {})
+
+    return operator
+
+
+_OPERANDS = (Tensor, torch.Tensor, numpy.ndarray, numpy.number, int, float, bool, complex)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operator(self: Tensor, other: Any) -> Any:
+        if not isinstance(other, _OPERANDS):
+            return NotImplemented
+        return invoke(name, (self, other), {})
+
+    return operator
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return invoke(name, (self, *args), kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
+    return method
+
+
+def _attach() -> None:
+    binary = {
+        "__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul",
+        "__truediv__": "div", "__floordiv__": "floor_divide", "__mod__": "remainder", "__pow__": "pow",
+        "__eq__": "eq", "__ne__": "ne", "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge",
+        "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__rand__": "bitwise_and",
+        "__ror__": "bitwise_or", "__rxor__": "bitwise_xor", "__matmul__": "matmul",
+    }  # fmt: skip
+    reverse = ("__rsub__", "__rtruediv__", "__rpow__", "__rmod__", "__rfloordiv__", "__rmatmul__")
+    inplace = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+    for dunder, name in binary.items():
+        setattr(Tensor, dunder, _binary(name))
+    for dunder in (*reverse, *(f"__i{name}__" for name in inplace)):
+        setattr(Tensor, dunder, _operator(dunder))
+    for name in {*OPS, *ALIASES, *FRONTS, *(op + "_" for op in OPS if is_written(op + "_"))}:
+        if name not in binary and not name.startswith("_") and name not in ("getitem", "where", "einsum"):
+            setattr(Tensor, name, _method(name))
+    for name, attribute in _OWN.items():
+        setattr(Tensor, name, attribute)
+
+
+def _size(self: Tensor, dim: int | None = None) -> Any:
+    return self.shape if dim is None else self.shape[dim]
+
+
+def _item(self: Tensor) -> Any:
+    if self.numel() != 1:
+        raise ArgumentError(f"item() takes a tensor of one element, not {self.numel()}", tensor=self.topology)
+    return read(self, "item").item()
+
+
+def _numpy(self: Tensor, **_: Any) -> numpy.ndarray:
+    return to_torch(self).detach().numpy() if not self._data.is_meta else read(self, "numpy").numpy()
+
+
+def _array(self: Tensor, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
+    found = read(self, "numpy").numpy()
+    return found.astype(dtype) if dtype is not None else numpy.array(found)
+
+
+def _len(self: Tensor) -> int:
+    if not self.topology.shape:
+        raise ArgumentError("len() of a 0-d tensor")
+    return self.topology.shape[0]
+
+
+def _iter(self: Tensor) -> Iterator[Any]:
+    if not self.topology.shape:
+        raise ArgumentError("iteration over a 0-d tensor")
+    return (self[i] for i in range(self.topology.shape[0]))
+
+
+def _bool(self: Tensor) -> bool:
+    if self.numel() != 1:
+        raise ArgumentError(
+            f"the truth of a tensor of {self.numel()} elements is ambiguous",
+            tensor=self.topology,
+            fix="use x.any() or x.all()",
+        )
+    return bool(read(self, "bool").item())
+
+
+def _requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
+    """Ask for a gradient; a Partial tensor cannot be a leaf."""
+    if requires_grad and not self._data.requires_grad:
+        refuse_partial_leaf(self.topology)
+        if not (self._data.is_floating_point() or self._data.is_complex()):
+            raise GradientError(f"a tensor of {self.topology.dtype} has no gradient", fix="cast it: x.float()")
+    self._data.requires_grad_(requires_grad)
+    return self
+
+
+def _set_requires_grad(self: Tensor, value: bool) -> None:
+    _requires_grad_(self, bool(value))
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """The gradient of a leaf, placed as the leaf is, its padding zero; reading it is when it is reduced."""
+    tensor = shadowed(tensor)
+    found = tensor._data.grad
+    if found is None:
+        return None
+    settle(tensor)
+    made = Tensor(tensor.topology.reduced, found)
+    with torch.no_grad():
+        made._masked_()
+    return made
+
+
+def set_gradient(tensor: Tensor, value: Any) -> None:
+    """Replace a leaf's gradient; None takes it away."""
+    tensor = shadowed(tensor)
+    tensor._pending = None
+    if value is None:
+        tensor._data.grad = None
+        return
+    value = own(value)
+    there = tensor.topology.reduced.placements
+    if not isinstance(value, Tensor):
+        from meshloom.tensor.creation import place
+
+        value = place(value, tensor.mesh, there)
+    tensor._data.grad = redistribute(value, there)._data
+
+
+def _register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+    topology = self.topology.reduced
+
+    def on_array(gradient: torch.Tensor) -> torch.Tensor | None:
+        result = hook(Tensor(topology, gradient))
+        return None if result is None else redistribute(own(result), topology.placements)._data
+
+    return self._data.register_hook(on_array)
+
+
+def _detach_(self: Tensor) -> Tensor:
+    self._data.detach_()
+    return self
+
+
+def _transposed(self: Tensor) -> Any:
+    return invoke("permute", (self, tuple(reversed(range(self.ndim)))), {})
+
+
+def _matrix_transposed(self: Tensor) -> Any:
+    return invoke("transpose", (self, -2, -1), {})
+
+
+def _data_of(self: Tensor) -> Tensor:
+    return invoke("detach", (self,), {})
+
+
+def _set_data(self: Tensor, value: Any) -> None:
+    value = own(value)
+    if not isinstance(value, Tensor):
+        from meshloom.tensor.creation import place
+
+        value = place(value, self.mesh, self.placements)
+    if value.topology.shape != self.topology.shape:
+        raise ArgumentError(f"data of shape {list(value.shape)} for a tensor of {list(self.shape)}")
+    self._data.data = redistribute(value, self.placements)._data.detach()
+    self.topology = self.topology.with_dtype(value.topology.dtype)
+
+
+def _getattr(self: Tensor, name: str) -> Any:
+    """Methods of torch.Tensor that have no rule of their own go through the fallback."""
+    found = getattr(torch.Tensor, name, None)
+    if name.startswith("__") or found is None:
+        raise AttributeError(f"meshloom.Tensor has no attribute {name!r}")
+    if callable(found):
+        return lambda *args, **kwargs: invoke(name, (self, *args), kwargs, found)
+    return on_torch(found.__get__, (self,), {})
+
+
+def _torch_function(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return on_torch(function, args, kwargs or {})
+
+
+_OWN: dict[str, Any] = {
+    "size": _size,
+    "numel": lambda self: math.prod(self.topology.shape),
+    "nelement": lambda self: math.prod(self.topology.shape),
+    "dim": lambda self: len(self.topology.shape),
+    "ndimension": lambda self: len(self.topology.shape),
+    "is_complex": lambda self: self._data.is_complex(),
+    "is_floating_point": lambda self: self._data.is_floating_point(),
+    "is_signed": lambda self: self._data.is_signed(),
+    "is_contiguous": lambda self, **_: True,
+    "is_same_size": lambda self, other: self.shape == other.shape,
+    "element_size": lambda self: self._data.element_size(),
+    "data_ptr": lambda self: self._data.data_ptr(),
+    "item": _item,
+    "tolist": lambda self: read(self, "tolist").tolist(),
+    "numpy": _numpy,
+    "to_torch": to_torch,
+    "redistribute": redistribute,
+    "requires_grad_": _requires_grad_,
+    "retain_grad": lambda self: self._data.retain_grad(),
+    "register_hook": _register_hook,
+    "detach_": _detach_,
+    "T": property(_transposed),
+    "mT": property(_matrix_transposed),
+    "data": property(_data_of, _set_data),
+    "grad": property(gradient_of, set_gradient),
+    "grad_fn": property(lambda self: shadowed(self)._data.grad_fn),
+    "is_leaf": property(lambda self: self._data.is_leaf),
+    "is_meta": property(lambda self: self._data.is_meta),
+    "is_cpu": property(lambda self: self._data.is_cpu),
+    "is_cuda": property(lambda self: self._data.is_cuda),
+    "is_sparse": property(lambda self: False),
+    "layout": property(lambda self: self._data.layout),
+    "retains_grad": property(lambda self: self._data.retains_grad),
+    "itemsize": property(lambda self: self._data.itemsize),
+    "_version": property(lambda self: self._data._version),
+    "requires_grad": property(lambda self: self._data.requires_grad, _set_requires_grad),
+    "__len__": _len,
+    "__iter__": _iter,
+    "__bool__": _bool,
+    "__float__": lambda self: float(_item(self)),
+    "__int__": lambda self: int(_item(self)),
+    "__complex__": lambda self: complex(_item(self)),
+    "__index__": lambda self: read(self, "index").__index__(),
+    "__format__": lambda self, spec: format(_item(self), spec) if not self.topology.shape and spec else str(self),
+    "__contains__": lambda self, value: bool((self == value).any()),
+    "__array__": _array,
+    "__array_priority__": 1000,
+    "__hash__": lambda self: id(self),
+    "__neg__": lambda self: call("neg", (self,), {}),
+    "__pos__": lambda self: self,
+    "__abs__": lambda self: call("abs", (self,), {}),
+    "__invert__": lambda self: call("bitwise_not", (self,), {}),
+    "__getitem__": lambda self, index: invoke("__getitem__", (self, index), {}),
+    "__setitem__": lambda self, index, value: invoke("__setitem__", (self, index, value), {}),
+    "__getattr__": _getattr,
+    "__torch_function__": classmethod(_torch_function),
+    "where": lambda self, condition, other: invoke("where", (condition, self, other), {}),
+}
+
+_attach()

@@ -1,0 +1,98 @@
+"""Explicit movement of whole tensors: redistribute, read as dense, assign. Each is seen by whoever is watching."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from meshloom.engines.layout import move
+from meshloom.errors import UnsupportedError
+from meshloom.placement import Placements, Topology, as_placements
+from meshloom.planner import moves
+from meshloom.runtime import Event, state, where
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.dispatch import Tap, defer, happen
+
+
+def shadowed(tensor: Tensor) -> Tensor:
+    """The tensor, or its stand-in without data while something is being explained."""
+    return tensor if state.shadows is None else state.shadows.of(tensor)
+
+
+def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two arrays share memory."""
+    if first.is_meta or second.is_meta:
+        return first is second or (first._is_view() and first._base is second)
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() and first.numel() > 0
+
+
+def target_topology(tensor: Tensor, placements: Placements | None) -> Topology:
+    """Where a redistribution leads; axes that a dict does not name stay as they are."""
+    topology = tensor.topology
+    if isinstance(placements, Mapping):
+        named = {topology.mesh.axis(name): each for name, each in placements.items()}
+        placements = tuple(named.get(axis, now) for axis, now in enumerate(topology.placements))
+    return topology.with_placements(as_placements(placements, topology.mesh, topology.ndim))
+
+
+def redistribute(tensor: Tensor, placements: Placements | None = None) -> Tensor:
+    """The same tensor placed otherwise; a new value that shares nothing with the old one."""
+    tensor = shadowed(tensor)
+    target = target_topology(tensor, placements)
+    if target is tensor.topology:
+        return tensor
+    data = carry(tensor, target, "redistribute")
+    if same_storage(data, tensor._data):
+        data = data.clone()
+    return Tensor(target, data)
+
+
+def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
+    """The stored array of a tensor at another topology; may share memory with it."""
+    source = tensor.topology
+    if source is target or not state.watching:
+        return move(tensor._data, source, target)
+    line = where()
+    events = [Event(each, call, line) for each in moves(source, target, state.machine)]
+    state.check(events)
+    data = move(_tapped(tensor, target, call, line), source, target)
+    state.log(events)
+    return data
+
+
+def _tapped(tensor: Tensor, target: Topology, call: str, line: str) -> torch.Tensor:
+    data = tensor._data
+    if not (torch.is_grad_enabled() and data.requires_grad):
+        return data
+    back = moves(target.reduced, tensor.topology.reduced, state.machine)
+    events = [Event(each, call, line, "backward") for each in back]
+    if not events:
+        return data
+    if data.is_leaf:
+        return Tap.apply(data, lambda: defer(tensor, events))
+    return Tap.apply(data, lambda: happen(events))
+
+
+def to_dense(tensor: Tensor, call: str) -> torch.Tensor:
+    """The dense array of a tensor; may share memory with it."""
+    return carry(tensor, tensor.topology.replicated, call)
+
+
+def to_torch(tensor: Tensor) -> torch.Tensor:
+    """The tensor as one dense torch tensor of its own, always; partial sums are reduced."""
+    tensor = shadowed(tensor)
+    found = to_dense(tensor, "to_torch")
+    return found.clone() if same_storage(found, tensor._data) else found
+
+
+def read(tensor: Tensor, call: str) -> torch.Tensor:
+    """The dense values for the host; there are none while something is explained or planned on meta."""
+    tensor = shadowed(tensor)
+    if tensor._data.is_meta:
+        raise UnsupportedError(
+            f"{call}() needs values and this tensor has none",
+            tensor=tensor.topology,
+            fix="explain and meta tensors know shapes only: keep value-dependent code outside",
+        )
+    return to_dense(tensor, call).detach()

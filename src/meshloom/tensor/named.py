@@ -1,0 +1,24 @@
+"""`loom.matmul`, `loom.softmax`, ...: the ops of the table as functions with `output=`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshloom.runtime import state
+from meshloom.tensor import methods as _attached  # noqa: F401  (attaches the ops to Tensor)
+from meshloom.tensor.functions import invoke
+
+
+def named(name: str) -> Callable[..., Any]:
+    """The op of that name as a function; `output=` asks for the placements of its result."""
+
+    def function(*args: Any, output: Any = None, **kwargs: Any) -> Any:
+        if output is None:
+            return invoke(name, args, kwargs)
+        with state.changed(output=output):
+            return invoke(name, args, kwargs)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"As `torch.{name}`, on a mesh; `output=` asks for the placements of the result."
+    return function

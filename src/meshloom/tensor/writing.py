@@ -1,0 +1,163 @@
+"""Writing into tensors: in-place ops, assignment, `out=`. The target keeps its placements; operands are moved to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshloom.errors import DTypeError, ShapeError, ViewError
+from meshloom.ops.shapes import bounds, spelled_index
+from meshloom.placement import Topology
+from meshloom.runtime import state
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.dispatch import CACHE, Entry, Resolved, as_tensor, call, remember
+from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense
+
+
+def check_writable(tensor: Tensor) -> None:
+    """A result of a view writes through to its base or refuses; never silently neither."""
+    if tensor._view is None:
+        return
+    base, moved = tensor._view
+    if moved or not same_storage(tensor._data, base._data):
+        raise ViewError(
+            "an in-place write to this view would not reach its base: making the view moved data",
+            view=tensor.topology,
+            base=base.topology,
+            fix="write to the base: base[...] = value, or take a copy first: view.clone()",
+        )
+    check_writable(base)
+
+
+def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The pointwise op `name` of the table, in place."""
+    tensor = shadowed(target)
+    check_writable(target)
+    found = Resolved(name, (tensor, *args), kwargs, tensor.placements, mark="in place")
+    if found.entry.plan.outs[0].shape != tensor.topology.shape:
+        raise ShapeError(
+            f"{name}_ would give shape {list(found.entry.plan.outs[0].shape)}, which does not fit into its target",
+            target=tensor.topology,
+            fix=f"use {name} without the underscore",
+        )
+    if state.watching or not _is_direct(found):
+        result = found.perform()
+        if not torch.can_cast(result.dtype, tensor.dtype):
+            raise DTypeError(f"{name}_ gives {result.topology.dtype}, which {tensor.topology.dtype} cannot hold")
+        tensor._data.copy_(result._data)
+        return target
+    kernel = found.entry.kernel
+    ready = [
+        d if step is None else step(d) for d, step in zip((t._data for t in found.tensors), kernel.prepare, strict=True)
+    ]
+    found.function(getattr(torch.Tensor, name + "_"))(*ready)
+    tensor._masked_()
+    if found.key not in CACHE:
+        remember(found.key, Entry(found.entry.plan, kernel, None))
+    return target
+
+
+def _is_direct(found: Resolved) -> bool:
+    """Whether torch's own in-place op on the target's array does it."""
+    kernel, plan = found.entry.kernel, found.entry.plan
+    name = found.op.name + "_"
+    return (
+        not kernel.leads
+        and kernel.prepare[0] is None
+        and plan.raw[0].placements == plan.outs[0].placements
+        and hasattr(torch.Tensor, name)
+        and found.op.name not in ("where", "clone")
+    )
+
+
+def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
+    """Copy a value (broadcast, cast, moved as needed) into a tensor."""
+    check_writable(target)
+    tensor = shadowed(target)
+    source = value if isinstance(value, Tensor) else as_tensor(torch.as_tensor(value), tensor.mesh)
+    source = shadowed(source)
+    if source.topology.shape != tensor.topology.shape:
+        source = call("expand", (source, *tensor.topology.shape), {})
+    there = source.topology.with_placements(_settled(tensor.topology, source.topology.dtype))
+    if there.placements != tensor.placements:
+        source = source.to(tensor.dtype)
+        there = source.topology.with_placements(tensor.placements)
+    tensor._data.copy_(carry(source, there, name))
+    return target
+
+
+def _settled(topology: Topology, dtype: str) -> tuple[Any, ...]:
+    """The target's placements if the source's dtype can be partial that way, else reduced ones."""
+    same = dtype == topology.dtype or not topology.partial_axes
+    return topology.placements if same else topology.reduced.placements
+
+
+def fill(target: Tensor, value: Any) -> Tensor:
+    """Set every element."""
+    check_writable(target)
+    tensor = shadowed(target)
+    if tensor.topology.partial_axes:
+        full = torch.full(tensor.topology.shape, float("nan") if value != value else value, dtype=tensor.dtype)
+        return assign(target, full, "fill_")
+    tensor._data.fill_(to_dense(value, "fill_") if isinstance(value, Tensor) else value)
+    tensor._masked_()
+    return target
+
+
+def zero(target: Tensor) -> Tensor:
+    """Set every element to zero."""
+    check_writable(target)
+    shadowed(target)._data.zero_()
+    return target
+
+
+def write_item(target: Tensor, index: Any, value: Any) -> None:
+    """`x[index] = value` for ints, slices, None and an ellipsis."""
+    check_writable(target)
+    tensor = shadowed(target)
+    topology = tensor.topology
+    given = value if isinstance(value, Tensor) or not isinstance(value, torch.Tensor) else as_tensor(value, tensor.mesh)
+    content = to_dense(shadowed(given), "setitem") if isinstance(given, Tensor) else given
+    if topology.partial_axes or any(len(topology.axes_of[dim]) > 1 for dim in topology.padded_dims):
+        whole = to_dense(tensor, "setitem").clone()
+        whole[index] = content
+        assign(target, Tensor(topology.replicated, whole), "setitem")
+        return
+    tensor._data[_stored_index(index, topology)] = content
+
+
+def _stored_index(index: Any, topology: Topology) -> tuple[Any, ...]:
+    """The index in the stored array; padding of a dim sharded by one axis is at its end, so positions agree."""
+    spelled: list[Any] = []
+    dim = 0
+    for each in spelled_index(index, topology.ndim):
+        if each is None:
+            spelled.append(None)
+            continue
+        size = topology.shape[dim]
+        if isinstance(each, slice):
+            taken = bounds(each, size)
+            spelled.append(slice(taken.start, max(taken.stop, taken.start), taken.step))
+        elif -size <= each < size:
+            spelled.append(each % size)
+        else:
+            raise IndexError(f"index {each} is out of range for dim {dim} of size {size}")
+        dim += 1
+    return tuple(spelled)
+
+
+def write_out(result: Any, out: Any) -> Any:
+    """Store a result where `out=` says, and return that."""
+    if isinstance(out, (tuple, list)):
+        return type(out)(write_out(each, where) for each, where in zip(result, out, strict=True))
+    target = getattr(out, "_loom", out)
+    if tuple(target.shape) != tuple(result.shape):
+        raise ShapeError(f"out= has shape {list(target.shape)} and the result has {list(result.shape)}")
+    if not torch.can_cast(result.dtype, target.dtype):
+        raise DTypeError(f"the result is {result.dtype} and out= holds {target.dtype}")
+    if isinstance(target, Tensor):
+        assign(target, result, "out=")
+    else:
+        target.copy_(to_dense(result, "out="))
+    return out
