@@ -1,0 +1,92 @@
+"""DTensor on virtual ranks in one process (torch's LocalTensor mode), beside its own dense baseline.
+
+Runs as `python -m benchmarks.localtensor --ranks 8` in a process of its own, since the fake process group and the mode
+are global; prints one line of JSON per work as soon as it is measured. The mode is entered for DTensor's rounds only,
+outside the clock: the dense rounds run without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.timing import Work, duel
+from benchmarks.works import BATCH, FEATURES, SIZE, mlp, training_step
+
+Make = Callable[[LocalTensorMode, DeviceMesh], tuple[Work, Work]]
+
+
+def _add(mode: LocalTensorMode, mesh: DeviceMesh) -> tuple[Work, Work]:
+    x, y = (torch.randn(32 * mesh.size(), 32) for _ in range(2))
+    with mode:
+        a, b = (distribute_tensor(each, mesh, [Shard(0)]) for each in (x, y))
+    return lambda: a + b, lambda: x + y
+
+
+def _matmul(first: Placement, second: Placement) -> Make:
+    def make(mode: LocalTensorMode, mesh: DeviceMesh) -> tuple[Work, Work]:
+        x, y = (torch.randn(SIZE, SIZE) for _ in range(2))
+        with mode:
+            a, b = distribute_tensor(x, mesh, [first]), distribute_tensor(y, mesh, [second])
+        if first != Shard(1):
+            return lambda: a @ b, lambda: x @ y
+        # DTensor leaves the product partial; the all-reduce belongs to the work
+        return lambda: cast(DTensor, a @ b).redistribute(mesh, [Replicate()]), lambda: x @ y
+
+    return make
+
+
+def _mlp(mode: LocalTensorMode, mesh: DeviceMesh) -> tuple[Work, Work]:
+    x, y = torch.randn(BATCH, FEATURES[0]), torch.randn(BATCH, FEATURES[-1])
+    dense = mlp()
+    copied = copy.deepcopy(dense)
+    with mode:
+        ours = distribute_module(copied, mesh)
+        a, b = (distribute_tensor(each, mesh, [Shard(0)]) for each in (x, y))
+    return training_step(ours, a, b), training_step(dense, x, y)
+
+
+# The works that meshloom's table has too, by the same names: how to make them, and seconds to measure.
+WORKS: dict[tuple[str, str], tuple[Make, float]] = {
+    ("add", "32x32 per device"): (_add, 1.0),
+    ("matmul row", f"{SIZE}^3"): (_matmul(Shard(0), Replicate()), 3.0),
+    ("matmul inner", f"{SIZE}^3"): (_matmul(Shard(1), Shard(0)), 3.0),
+    ("MLP step", "data-parallel"): (_mlp, 6.0),
+}
+
+
+def measure(ranks: int, scale: float) -> None:
+    """Print the figures of every work on that many virtual ranks."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    mode = LocalTensorMode(ranks)
+    with mode:
+        mesh = init_device_mesh("cpu", (ranks,))
+    for (name, detail), (make, seconds) in WORKS.items():
+        timing = duel(*make(mode, mesh), seconds * scale, around=lambda: mode)
+        found = {"work": name, "detail": detail, "timing": [timing.ours, timing.dense, timing.rounds]}
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Read the command line and measure."""
+    parser = argparse.ArgumentParser(description="DTensor in LocalTensor mode beside dense torch, as lines of JSON.")
+    parser.add_argument("--ranks", type=int, default=8, help="number of virtual ranks (default 8)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the seconds per work (default 1)")
+    options = parser.parse_args()
+    measure(options.ranks, options.scale)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The run as a table: a line per work, a column per number of devices, the goal and whether it is met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.results import OURS, Row, Setting
+
+# The load average before a run from which its figures are noise: one busy core doubles a two-thread matmul.
+NOISY_LOAD = 0.5
+_FORMATS = {"ratio": "{:.2f}x", "extra_us": "{:+.2f} us", "copies": "{:.2f}"}
+
+
+def figure(row: Row) -> str:
+    """What the table shows of a row.
+
+    >>> figure(Row("meshloom", "add", "32x32 per device", (8,), 8, "extra_us", extra_us=0.84))
+    '+0.84 us'
+    """
+    if row.missing is not None:
+        return "missing"
+    value = row.figure
+    if value is None:
+        return "-"
+    return f"{value:.0f}x" if row.shown == "ratio" and value >= 100 else _FORMATS[row.shown].format(value)
+
+
+def duration(microseconds: float | None) -> str:
+    """A time in the unit that suits it.
+
+    >>> duration(1.7), duration(14200.0), duration(None)
+    ('1.7 us', '14.2 ms', '')
+    """
+    if microseconds is None:
+        return ""
+    return f"{microseconds:.1f} us" if microseconds < 1000 else f"{microseconds / 1000:.1f} ms"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rich table of a run."""
+    columns = sorted({row.devices for row in rows})
+    title = "ratio to dense torch, or time over it (best of many, interleaved)"
+    made = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    made.add_column("work", no_wrap=True)
+    for devices in columns:
+        made.add_column(f"{devices} dev", justify="right", no_wrap=True)
+    made.add_column("dense", justify="right", no_wrap=True)
+    made.add_column("goal", no_wrap=True)
+    made.add_column("", no_wrap=True)
+    before = ""
+    for lines in _grouped(rows):
+        if before and _section(lines[0]) != before:
+            made.add_section()
+        before = _section(lines[0])
+        made.add_row(*_line(lines, columns))
+    return made
+
+
+def _grouped(rows: Iterable[Row]) -> list[list[Row]]:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.who, row.work, row.detail), []).append(row)
+    return list(groups.values())
+
+
+def _section(row: Row) -> str:
+    return row.work.split()[0] if row.who == OURS else row.who
+
+
+def _line(rows: Sequence[Row], columns: Sequence[int]) -> list[str]:
+    first, cells = rows[0], {row.devices: _cell(row) for row in rows}
+    title = f"{first.work}, {first.detail}" if first.who == OURS else f"{first.who.split()[-1]}: {first.work}"
+    goal = next((row.goal for row in rows if row.goal is not None), "")
+    return [title, *(cells.get(count, "") for count in columns), duration(rows[-1].dense_us), goal, _verdict(rows)]
+
+
+def _cell(row: Row) -> str:
+    colour = {True: "green", False: "bold red", None: "default"}[row.ok]
+    return f"[{colour}]{figure(row)}[/]"
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    judged = [row.ok for row in rows if row.ok is not None]
+    if not judged:
+        return ""
+    return "[green]ok[/]" if all(judged) else "[bold red]MISS[/]"
+
+
+def show(console: Console, rows: Sequence[Row], conditions: Setting, complete: bool) -> None:
+    """Print the table, what is missing from it, and under what conditions it was made."""
+    console.print(table(rows))
+    for reason in dict.fromkeys(f"{row.who}: {row.missing}" for row in rows if row.missing is not None):
+        console.print(reason, markup=False)
+    console.print(
+        f"torch {conditions.torch}, {conditions.threads} threads, load {conditions.load} before the run; "
+        "'dense' is the baseline at the most devices; LocalTensor is DTensor's",
+        highlight=False,
+    )
+    if conditions.load > NOISY_LOAD:
+        console.print("[yellow]other work shared the cores: run again on a quiet machine before you trust a figure[/]")
+    if not complete:
+        console.print("[yellow]stopped early: this is what there was[/]")

@@ -1,0 +1,141 @@
+"""Measure meshloom beside dense torch and DTensor in one run: a table, and a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import peers, report, results
+from benchmarks.results import OURS, Row, figures, verdict
+from benchmarks.timing import duel
+from benchmarks.works import Spec, all_works
+
+DEVICES = (1, 8, 32, 128)
+PEER_RANKS = (8, 32)
+PEERS = "peers"
+QUICK = 0.1
+
+
+def measure(spec: Spec, scale: float) -> Row:
+    """Run one work and judge it."""
+    torch.manual_seed(0)
+    pair = spec.make()
+    found: dict[str, Any] = {"copies": pair.copies}
+    if pair.ours is not None and pair.dense is not None:
+        found = figures(duel(pair.ours, pair.dense, spec.seconds * scale))
+    judged = verdict(spec.goal, found.get(spec.goal.figure) if spec.goal else None)
+    return Row(OURS, spec.name, spec.detail, spec.mesh, spec.devices, spec.shown, **found, **judged)
+
+
+class Meter:
+    """The progress bar, drawn between works only: a bar that redraws itself would take one of the cores."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        text = TextColumn("{task.description}")
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
+        self.bar = Progress(*columns, console=console, auto_refresh=False, transient=console.is_terminal)
+        self.task = self.bar.add_task("", total=total)
+
+    def begin(self, what: str) -> None:
+        """Say what is being measured."""
+        self.bar.update(self.task, description=what, refresh=True)
+
+    def end(self, row: Row) -> None:
+        """Show the figure of a row that is done."""
+        self.bar.print(f"{row.who}: {row.work}, {row.detail}, {row.devices} devices: {report.figure(row)}")
+        self.bar.update(self.task, advance=1, refresh=True)
+
+
+def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Row], console: Console) -> None:
+    """Measure into `rows`, one by one, so that whoever interrupts still has those before."""
+    works = [spec for spec in all_works(devices) if _wanted(spec.name, only)]
+    ranks = [count for count in PEER_RANKS if count in devices] if _wanted(PEERS, only) else []
+    meter = Meter(console, len(works) + len(ranks) * len(peers.WORKS))
+    with meter.bar:
+        for spec in works:
+            meter.begin(f"{spec.name}, {spec.detail}, {spec.devices} devices")
+            rows.append(measure(spec, scale))
+            meter.end(rows[-1])
+        for count in ranks:
+            meter.begin(f"{results.LOCAL_TENSOR}, {count} ranks")
+            for row in peers.local_tensor(count, scale, tuple(rows)):
+                rows.append(row)
+                meter.end(row)
+
+
+def _wanted(name: str, only: Sequence[str]) -> bool:
+    return not only or any(name == each or name.startswith(f"{each} ") for each in only)
+
+
+def names() -> list[str]:
+    """What `--only` knows: the works, their first words, and the peers."""
+    works = dict.fromkeys(spec.name for spec in all_works(DEVICES))
+    return [*dict.fromkeys(part for name in works for part in (name.split()[0], name)), PEERS]
+
+
+def _devices(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of device counts such as 1,8,32,128")
+    return found
+
+
+def _path(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: its directory must exist and it must be a file")
+    return path
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="benchmarks/run.py",
+        description="Measure meshloom beside dense torch and DTensor, interleaved, best of many.",
+        epilog="Ctrl-C stops, prints the table so far and writes what there is.",
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="a tenth of the time per work: a smoke run, not a measurement"
+    )
+    made.add_argument("--devices", type=_devices, default=DEVICES, help="numbers of devices (default 1,8,32,128)")
+    made.add_argument("--only", action="append", default=[], choices=names(), metavar="NAME", help=(
+        f"measure this work only; may be repeated; one of: {', '.join(names())}"
+    ))  # fmt: skip
+    default = Path(__file__).with_name("results.json")
+    made.add_argument("--json", type=_path, default=default, help="where to write (default benchmarks/results.json)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the file; 130 if interrupted."""
+    options = parser().parse_args(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    conditions, complete = results.setting(options.quick), False
+    rows: list[Row] = []
+    try:
+        run(options.devices, options.only, QUICK if options.quick else 1.0, rows, console)
+        complete = True
+    except KeyboardInterrupt:
+        console.print()
+    report.show(console, rows, conditions, complete)
+    results.write(options.json, rows, conditions, complete)
+    return 0 if complete else 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
