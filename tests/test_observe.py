@@ -1,0 +1,578 @@
+"""explain, communication and record tell one story: the same collectives with the same bytes, in the same order."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshloom as loom
+from meshloom import Mesh, Partial, Shard, Topology
+from meshloom.runtime import Event, state
+
+MESH = Mesh(dp=2, tp=3)
+Program = Callable[[], Any]
+PROGRAMS: dict[str, Callable[[], Program]] = {}
+
+
+def program(make: Callable[[], Program]) -> Callable[[], Program]:
+    """A maker of one program on fresh tensors."""
+    PROGRAMS[make.__name__] = make
+    return make
+
+
+def put(placements: Any, *shape: int, grad: bool = False, dtype: torch.dtype = torch.float32) -> loom.Tensor:
+    dense = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype) / (
+        7 if dtype.is_floating_point else 1
+    )
+    made = loom.distribute(dense.to(dtype), MESH, placements)
+    return made.requires_grad_() if grad else made
+
+
+def parameter(placements: Any, *shape: int) -> loom.Parameter:
+    return loom.Parameter(put(placements, *shape))
+
+
+@program
+def local_add():
+    x, y = put("S(0), R", 8, 6), put("S(0), R", 8, 6)
+    return lambda: x + y
+
+
+@program
+def add_of_different_placements():
+    x, y = put("S(0), R", 8, 6), put("S(1), S(0)", 8, 6)
+    return lambda: x + y
+
+
+@program
+def row_matmul():
+    x, w = put("S(0), R", 8, 6), put("R, R", 6, 4)
+    return lambda: x @ w
+
+
+@program
+def inner_matmul():
+    x, w = put("R, S(1)", 8, 6), put("R, S(0)", 6, 4)
+    return lambda: x @ w
+
+
+@program
+def misaligned_matmul():
+    x, w = put("S(1), R", 8, 6), put("R, S(0)", 6, 4)
+    return lambda: x @ w
+
+
+@program
+def matmul_with_a_reduce_scatter():
+    x, w = put("R, S(1)", 8, 6), put("R, S(0)", 6, 4)
+    return lambda: loom.matmul(x, w, output={"tp": Shard(0)})
+
+
+@program
+def matmul_kept_partial_then_read():
+    x, w = put("R, S(1)", 8, 6), put("R, S(0)", 6, 4)
+    return lambda: loom.matmul(x, w, output={"tp": Partial("sum")}).to_torch()
+
+
+@program
+def sums_over_every_dim():
+    x = put("S(0), S(1)", 7, 5)
+    return lambda: (x.sum(), x.sum(0), x.mean(1), x.amax())
+
+
+@program
+def softmax_over_a_sharded_dim():
+    x = put("S(0), S(1)", 8, 7)
+    return lambda: x.softmax(-1)
+
+
+@program
+def layer_norm_over_a_sharded_dim():
+    x, w = put("S(0), S(1)", 8, 6), put("R, S(0)", 6)
+    return lambda: F.layer_norm(x, (6,), w)
+
+
+@program
+def cross_entropy_over_sharded_classes():
+    x, t = put("S(0), S(1)", 8, 6), loom.arange(6, mesh=MESH, placements="R, R")
+    return lambda: F.cross_entropy(x[:6], t)
+
+
+@program
+def embedding_of_a_sharded_vocabulary():
+    ids, table = loom.arange(6, mesh=MESH, placements="S(0), R"), put("R, S(0)", 9, 4)
+    return lambda: F.embedding(ids, table)
+
+
+@program
+def argmax_and_var():
+    x = put("S(0), S(1)", 8, 6)
+    return lambda: (x.argmax(1), x.var(0), x.max(0))
+
+
+@program
+def redistributions():
+    x = put("S(0), S(1)", 8, 7)
+    return lambda: x.redistribute("S(1), R").redistribute("R, S(0)").redistribute("R, R")
+
+
+@program
+def partial_sums_meet():
+    x, y = put("P(sum), R", 4, 4), put("P(sum), R", 4, 4)
+    return lambda: (x + y, (x + y).relu(), x * y)
+
+
+@program
+def reshape_and_slices_of_a_sharded_dim():
+    x = put("S(0), R", 8, 6)
+    return lambda: (x.reshape(48), x[1:5], x.reshape(2, 24), x[:, 2:4])
+
+
+@program
+def cat_and_stack():
+    x, y = put("S(0), R", 8, 6), put("R, S(1)", 8, 6)
+    return lambda: (loom.cat([x, y]), loom.stack([x, y], 1))
+
+
+@program
+def functions_without_a_rule():
+    x = put("S(0), S(1)", 8, 6)
+    return lambda: (torch.cumsum(x, 0), torch.flip(x, (0,)), torch.kron(x, x))
+
+
+@program
+def in_place_updates():
+    x, y = put("S(0), R", 8, 6), put("R, S(1)", 8, 6)
+
+    def run() -> None:
+        x.add_(y)
+        x.mul_(2)
+        x[0] = y[0]
+        x.copy_(y)
+
+    return run
+
+
+@program
+def a_library_function_with_out():
+    x, y, z = put("S(0), R", 8, 6), put("R, S(1)", 8, 6), put("S(1), R", 8, 6)
+    return lambda: torch.add(x, y, out=z)
+
+
+@program
+def attention_with_a_sharded_sequence():
+    q, k, v = (put("S(0), S(1)", 2, 6, 4) for _ in range(3))
+    return lambda: F.scaled_dot_product_attention(q, k, v)
+
+
+@program
+def dropout_and_random():
+    x = put("S(0), R", 8, 6)
+    return lambda: (F.dropout(x, 0.5) @ loom.randn(6, 4, mesh=MESH, placements="S(0), R")).sum()
+
+
+@program
+def chosen_and_requested():
+    x, w = put("S(0), R", 8, 6), put("R, S(1)", 6, 4)
+
+    def run() -> None:
+        with loom.choose(tp="inner"):
+            x @ w
+        with loom.with_output({"tp": Shard(0)}):
+            x.relu()
+
+    return run
+
+
+@program
+def backward_of_a_data_parallel_layer():
+    x, w = put("S(0), R", 8, 6), parameter("R, R", 6, 4)
+
+    def run() -> Any:
+        (x @ w).square().mean().backward()
+        return w.grad
+
+    return run
+
+
+@program
+def backward_of_a_tensor_parallel_mlp():
+    x, up, down = put("S(0), R", 8, 6), parameter("R, S(1)", 6, 12), parameter("R, S(0)", 12, 4)
+
+    def run() -> Any:
+        ((x @ up).relu() @ down).sum().backward()
+        return up.grad, down.grad
+
+    return run
+
+
+@program
+def backward_through_an_activation():
+    x, w = put("S(0), R", 8, 6), parameter("R, R", 6, 6)
+
+    def run() -> Any:
+        h = (w * 2).tanh()
+        ((x @ h) @ h).sum().backward()
+        return w.grad
+
+    return run
+
+
+@program
+def backward_through_redistribution():
+    x = put("S(0), R", 8, 6, grad=True)
+
+    def run() -> Any:
+        (x * 2).redistribute("S(1), R").square().sum().backward()
+        return x.grad
+
+    return run
+
+
+@program
+def backward_of_softmax_and_layer_norm():
+    x, w = put("S(0), S(1)", 8, 6, grad=True), parameter("R, S(0)", 6)
+
+    def run() -> Any:
+        F.layer_norm(x.softmax(-1), (6,), w).square().sum().backward()
+        return x.grad, w.grad
+
+    return run
+
+
+@program
+def backward_of_a_function_without_a_rule():
+    x = put("S(0), R", 8, 6, grad=True)
+
+    def run() -> Any:
+        torch.cumsum(x * 2, 0).square().sum().backward()
+        return x.grad
+
+    return run
+
+
+@program
+def accumulated_micro_batches_and_a_step():
+    xs, w = [put("S(0), R", 8, 6) for _ in range(3)], parameter("R, R", 6, 4)
+    optimizer = torch.optim.SGD([w], lr=0.1, foreach=False)
+
+    def run() -> None:
+        for x in xs:
+            (x @ w).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+@program
+def clipping_the_gradient():
+    x, w = put("S(0), R", 8, 6), parameter("R, S(1)", 6, 6)
+
+    def run() -> None:
+        (x @ w).sum().backward()
+        torch.nn.utils.clip_grad_norm_([w], 1.0, foreach=False)
+
+    return run
+
+
+@program
+def backward_of_a_broadcast_bias():
+    x, b = put("S(0), S(1)", 8, 6), parameter("R, S(0)", 6)
+
+    def run() -> Any:
+        (x + b).exp().sum().backward()
+        return b.grad
+
+    return run
+
+
+def recorded(run: Program) -> list[Event]:
+    with loom.record() as log:
+        run()
+    assert log.pending == []
+    return log.events
+
+
+def told(events: list[Event]) -> list[str]:
+    return [str(event) for event in events]
+
+
+def test_there_are_at_least_thirty_programs():
+    assert len(PROGRAMS) >= 30
+    assert sum(name.startswith("backward") for name in PROGRAMS) >= 7
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_explain_and_record_tell_the_same_collectives_in_order(name):
+    make = PROGRAMS[name]
+    explained = loom.explain(make())
+    happened = recorded(make())
+    assert told(explained.events) == told(happened)
+    assert explained.bytes == sum(event.bytes for event in happened)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_forbid_raises_exactly_when_record_has_events(name):
+    happened = recorded(PROGRAMS[name]())
+    run = PROGRAMS[name]()
+    if not happened:
+        with loom.communication("forbid"):
+            run()
+        return
+    with pytest.raises(loom.CommunicationError) as caught, loom.communication("forbid"):
+        run()
+    first = happened[0]
+    headline, where, moves = str(caught.value).splitlines()[:3]
+    assert headline.startswith(f"{first.call} would communicate ")
+    assert where == f"  where  {first.where}"
+    assert moves == f"  moves  {first.collective} ({first.phase})"
+    assert first.where.startswith("test_observe.py:")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_warn_tells_of_the_same_bytes_as_record(name):
+    happened = recorded(PROGRAMS[name]())
+    with warnings.catch_warnings(record=True) as caught, loom.communication("warn"):
+        warnings.simplefilter("always", loom.CommunicationWarning)
+        PROGRAMS[name]()()
+    texts = [str(each.message) for each in caught if each.category is loom.CommunicationWarning]
+    assert sum(int(text.split(" communicates ")[1].split(" B")[0]) for text in texts) == sum(e.bytes for e in happened)
+
+
+def test_some_programs_communicate_and_some_do_not():
+    moved = {name: bool(recorded(make())) for name, make in PROGRAMS.items()}
+    assert not moved["local_add"] and not moved["row_matmul"]
+    assert sum(moved.values()) > 20
+
+
+def test_explain_finds_the_backward_of_a_forgotten_gradient_as_pending():
+    x, w = put("S(0), R", 8, 6), parameter("R, R", 6, 4)
+    found = loom.explain(lambda: (x @ w).sum().backward())
+    assert [str(event.collective) for event in found.log.pending] == ["all_reduce(sum) over dp of 2: 96 B"]
+    assert "when .grad is read:" in str(found)
+
+
+def test_forbid_lets_everything_before_the_first_communication_happen():
+    x = put("S(0), R", 8, 6)
+    with pytest.raises(loom.CommunicationError), loom.communication("forbid"):
+        x.mul_(2)
+        x.sum()
+    assert torch.equal(x.to_torch(), put("S(0), R", 8, 6).to_torch() * 2)
+
+
+# explain runs nothing
+
+
+def everything(tensors: list[loom.Tensor]) -> list[torch.Tensor]:
+    return [tensor._data.detach().clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_explain_changes_no_data_no_gradient_and_no_random_state(name):
+    run = PROGRAMS[name]()
+    held = [cell.cell_contents for cell in run.__closure__ or ()]
+    flat = [t for value in held for t in (value if isinstance(value, list) else [value])]
+    tensors = [getattr(t, "_loom", t) for t in flat if isinstance(t, (loom.Tensor, torch.Tensor))]
+    assert tensors
+    before, versions, seed = everything(tensors), [t._data._version for t in tensors], torch.get_rng_state()
+    loom.explain(run)
+    assert all(torch.equal(t._data, old) for t, old in zip(tensors, before, strict=True))
+    assert [t._data._version for t in tensors] == versions
+    assert all(t._data.grad is None and not t._pending for t in tensors)
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_explain_inside_record_leaks_no_event_and_no_call():
+    x = put("S(0), R", 8, 6)
+    with loom.record() as log:
+        found = loom.explain(lambda: torch.cumsum(x, 0).sum())
+        assert len(found.events) > 0
+        x.sum(0)
+    assert [event.call for event in log] == ["sum"]
+    assert len(log.calls) == 1 and not log.fallbacks
+
+
+def test_explain_is_possible_where_communication_is_forbidden():
+    x = put("S(0), R", 8, 6)
+    with loom.communication("forbid"):
+        assert len(loom.explain(lambda: x.sum()).events) == 1
+        with pytest.raises(loom.CommunicationError):
+            x.sum()
+
+
+def test_a_program_that_fails_inside_explain_leaves_the_scope_clean():
+    x = put("S(0), R", 8, 6)
+    with pytest.raises(loom.UnsupportedError):
+        loom.explain(lambda: float(x.sum()))
+    assert state.shadows is None and state.plain and state.logs == ()
+    assert float(x.sum()) == pytest.approx(float(x.to_torch().sum()))
+
+
+def test_explain_prints_rows_costs_reasons_and_moves():
+    x, w = put("R, S(1)", 8, 6), put("R, S(0)", 6, 4)
+    text = str(loom.explain(lambda: x @ w))
+    lines = text.splitlines()
+    assert lines[0].startswith("matmul(f32[8, 6](R, S(1)), f32[6, 4](R, S(0))) -> f32[8, 4](R, R) on Mesh(dp=2, tp=3)")
+    chosen = [line.split() for line in lines if " chosen " in line]
+    assert [(line[0], line[4]) for line in chosen] == [("dp", "none"), ("tp", "k")]
+    assert all(line[3] == "us" and float(line[2]) >= 0 for line in chosen)
+    assert sum(" rejected " in line for line in lines) >= 8
+    assert "operands already line up" in text and "would shard what is replicated; ask with output=" in text
+    assert lines[-2] == "  moves all_reduce(sum) over tp of 3: 170 B"
+    assert lines[-1] == "1 collective, 170 B per device"
+
+
+def test_explain_says_that_a_function_went_through_the_fallback():
+    x = put("S(0), R", 8, 6)
+    text = str(loom.explain(lambda: torch.cumsum(x, 0)))
+    assert text.startswith("cumsum: no rule, gathered and computed dense  at test_observe.py:")
+    assert text.endswith("1 collective, 96 B per device")
+
+
+# record and warn
+
+
+def test_record_keeps_op_axis_bytes_and_line_of_each_event():
+    x = put("S(0), R", 8, 6)
+    with loom.record() as log:
+        x.sum()
+    (event,) = log
+    assert (event.kind, event.axis, event.bytes, event.call, event.phase) == ("all_reduce", "dp", 4, "sum", "forward")
+    assert event.where.startswith("test_observe.py:")
+    assert str(log).splitlines()[-1] == "1 collectives, 4 B per device"
+
+
+def test_nested_records_each_see_what_happens_inside_them():
+    x = put("S(0), R", 8, 6)
+    with loom.record() as outer:
+        x.sum()
+        with loom.record() as inner:
+            x.amax()
+        x.sum(0)
+    assert [event.call for event in outer] == ["sum", "amax", "sum"]
+    assert [event.call for event in inner] == ["amax"]
+
+
+def test_record_counts_fallbacks_by_name():
+    x = put("S(0), R", 8, 6)
+    with loom.record() as log:
+        torch.cumsum(x, 0)
+        torch.cumsum(x, 1)
+        torch.flip(x, (0,))
+    assert log.fallbacks == {"cumsum": 2, "flip": 1}
+    assert "fallback: cumsum x2" in str(log)
+
+
+def test_warn_speaks_above_its_limit_only():
+    x = put("S(0), R", 8, 6)
+    with loom.communication("warn", above=96):
+        x.redistribute("R, R")  # 96 B
+    with loom.communication("warn", above=95), pytest.warns(loom.CommunicationWarning) as caught:
+        x.redistribute("R, R")
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert text.startswith("redistribute communicates 96 B at test_observe.py:")
+
+
+def test_allow_inside_forbid_allows():
+    x = put("S(0), R", 8, 6)
+    with loom.communication("forbid"), loom.communication("allow"):
+        assert x.sum().placements == (loom.Replicate(),) * 2
+
+
+def test_threads_do_not_see_each_others_scopes():
+    x = put("S(0), R", 8, 6)
+    ready, done = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        try:
+            ready.wait(10)
+            with loom.record() as log:
+                x.sum()
+            found.append([event.call for event in log])
+        except BaseException as error:
+            found.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    with loom.record() as log, loom.communication("forbid"):
+        ready.set()
+        assert done.wait(10)
+    thread.join()
+    assert found == [["sum"]]
+    assert len(log) == 0
+
+
+def test_backward_is_seen_by_the_thread_that_called_it():
+    make = PROGRAMS["backward_through_an_activation"]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(told(recorded(make()))))
+    with loom.record() as log:
+        thread.start()
+        thread.join()
+    assert found == [told(recorded(make()))]
+    assert len(log) == 0
+
+
+# pictures
+
+
+def test_draw_mesh_shows_ids_with_the_last_axis_across():
+    assert loom.draw_mesh(Mesh.of((2, 2), ("a", "b"), device_ids=(7, 5, 3, 1))) == (
+        "Mesh(a=2, b=2, ids=[7, 5, 3, 1])  4 devices\n  a\\b  0  1\n  0    7  5\n  1    3  1"
+    )
+
+
+def test_draw_mesh_of_three_axes_lists_the_leading_two_down():
+    assert loom.draw_mesh(Mesh(a=2, b=1, c=2)) == (
+        "Mesh(a=2, b=1, c=2)  4 devices\n  a,b\\c  0  1\n  0,0    0  1\n  1,0    2  3"
+    )
+
+
+def test_draw_shows_uneven_shards_with_their_extents():
+    assert loom.draw(Topology(Mesh(dp=2, tp=2), (Shard(0), Shard(1)), (3, 5), "f32")) == (
+        """f32[3, 5](S(0), S(1)) on Mesh(dp=2, tp=2)
+  ┌──────────────┬──────────────┐
+  │ 0:2, 0:3     │ 0:2, 3:5     │
+  │ dp=0 tp=0    │ dp=0 tp=1    │
+  ├──────────────┼──────────────┤
+  │ 2:3, 0:3     │ 2:3, 3:5     │
+  │ dp=1 tp=0    │ dp=1 tp=1    │
+  └──────────────┴──────────────┘"""
+    )
+
+
+def test_draw_marks_partial_axes_with_a_plus_and_replicated_ones_with_a_star():
+    assert loom.draw(loom.ones(2, mesh=MESH, placements="P(sum), R")).splitlines()[2:4] == [
+        "  │ 0:2          │",
+        "  │ dp=+ tp=*    │",
+    ]
+
+
+def test_draw_of_a_number_is_one_cell():
+    assert "│ ()" in loom.draw(loom.ones((), mesh=MESH))
+
+
+def test_the_communication_table_sums_by_op_and_axis():
+    x = put("S(0), R", 8, 6)
+    with loom.record() as log:
+        x.sum()
+        x.sum()
+        x.redistribute("R, R")
+    rows = [line.split() for line in loom.communication_table(log).splitlines() if "│" in line]
+    cells = [[cell for cell in row if cell != "│"] for row in rows]
+    assert cells == [
+        ["sum", "forward", "all_reduce(sum)", "dp", "2", "8"],
+        ["redistribute", "forward", "all_gather", "dp", "1", "96"],
+        ["all", "3", "104"],
+    ]
