@@ -11,6 +11,7 @@ from typing import Any
 
 from meshloom.errors import (
     ArgumentError,
+    BoundsError,
     CommunicationError,
     DTypeError,
     GradientError,
@@ -50,6 +51,7 @@ _OPS = sorted({name for name in {*OPS, *ALIASES, "max", "min"} if not name.start
 
 __all__ = [
     "ArgumentError",
+    "BoundsError",
     "CommunicationError",
     "DTypeError",
     "GradientError",

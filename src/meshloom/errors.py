@@ -5,6 +5,7 @@
     ├── PlacementError       ValueError           a placement that does not fit the tensor or the mesh
     ├── ShapeError           ValueError           operands whose shapes do not go together
     ├── NotationError        ValueError           text that `parse` cannot read
+    ├── BoundsError          IndexError           an index that the tensor does not have
     ├── DTypeError           TypeError            a dtype that the operation has no meaning for
     ├── ArgumentError        TypeError            a call with the wrong arguments
     ├── CommunicationError   RuntimeError         communication inside `communication("forbid")`
@@ -84,6 +85,10 @@ class ShapeError(MeshloomError, ValueError):
 
 class NotationError(MeshloomError, ValueError):
     """Text that `parse` cannot read."""
+
+
+class BoundsError(MeshloomError, IndexError):
+    """An index that the tensor does not have."""
 
 
 class DTypeError(MeshloomError, TypeError):

@@ -21,27 +21,35 @@ from meshloom.planner import Plan
 Step = Callable[[torch.Tensor], torch.Tensor]
 Function = Callable[..., Any]
 
+# Ops whose time grows with their padding: they run without it. 16 rows over 128 devices are stored as 128, and would
+# cost a matmul 7x; taking rows off is a view, and putting zeros back is no dearer than masking the result.
+_TRIMMED = frozenset({"matmul", "mm", "bmm", "mv", "linear", "einsum"})
+
 
 class Kernel:
     """What a plan does to arrays: `prepare` each operand, run the function, `finish` each result."""
 
-    __slots__ = ("finish", "leads", "local", "plan", "prepare", "presence", "simple")
+    __slots__ = ("finish", "ins", "leads", "local", "plan", "prepare", "presence", "simple", "trimmed")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.leads = _leads(plan)
+        self.trimmed = plan.call.op in _TRIMMED and not self.leads
+        self.ins = tuple(_folded(topology, self.leads) for topology in plan.ins)
         shapes = tuple(raw.stored_shape[len(raw.partial_axes) :] for raw in plan.raw)
-        self.local = Local(plan.call, plan.ins, shapes)
-        self.prepare = tuple(self._preparation(i) for i in range(len(plan.ins)))
+        self.local = Local(plan.call, self.ins, shapes)
+        self.prepare = tuple(self._preparation(i) for i in range(len(self.ins)))
         self.presence = tuple(
-            tuple(0 if not isinstance(t.placements[axis], Replicate) else None for t in plan.ins) for axis in self.leads
+            tuple(0 if not isinstance(t.placements[axis], Replicate) else None for t in self.ins) for axis in self.leads
         )
         self.finish = tuple(self._finish(i) for i in range(len(plan.raw)))
         self.simple = not self.leads and not any(self.prepare) and not any(self.finish)
 
     def _preparation(self, operand: int) -> Step | None:
         plan = self.plan
-        source, target = plan.call.operands[operand], plan.ins[operand]
+        source, target = plan.call.operands[operand], self.ins[operand]
+        if self.trimmed and target.padded:
+            return lambda data: move(data, source, target.replicated)
         fills = [each for each in _fills(plan) if each.operand == operand and target.padded]
         leads = self.leads
         if source is target and not fills and not leads:
@@ -59,6 +67,7 @@ class Kernel:
         plan = self.plan
         raw, out = plan.raw[result], plan.outs[result]
         arrived = _folded(raw, self.leads)
+        arrived = arrived.replicated if self.trimmed and arrived.padded else arrived
         masked = arrived.padded and _needs_mask(plan)
         if arrived is out and not masked:
             return None
@@ -111,7 +120,7 @@ def _leads(plan: Plan) -> tuple[int, ...]:
     """The axes that stay in front: an operand is partial there, or the result is to stay as partial as it comes."""
     found = []
     for axis, row in enumerate(plan.rows):
-        carried = any(isinstance(placement, Partial) for placement in row.ins)
+        carried = _is_carried(plan, axis)
         kept = row.local and any(
             isinstance(raw.placements[axis], Partial) and raw.placements[axis] == out.placements[axis]
             for raw, out in zip(plan.raw, plan.outs, strict=True)
@@ -121,8 +130,15 @@ def _leads(plan: Plan) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _is_carried(plan: Plan, axis: int) -> bool:
+    """Whether an operand's parts must stay apart. A whole one that the row splits only to sum it again stays whole."""
+    split = [s for s, want in zip(plan.call.operands, plan.rows[axis].ins, strict=True) if isinstance(want, Partial)]
+    kept = any(isinstance(out.placements[axis], Partial) for out in plan.outs)
+    return bool(split) and (kept or any(isinstance(source.placements[axis], Partial) for source in split))
+
+
 def _folded(raw: Topology, leads: tuple[int, ...]) -> Topology:
-    """The topology in which a result arrives: axes that were folded into the op are reduced already."""
+    """A topology as the folded op has it: only the axes that lead are partial, the others are reduced already."""
     return raw.with_placements(
         tuple(
             Replicate() if isinstance(each, Partial) and axis not in leads else each

@@ -144,7 +144,8 @@ def _make_partial(data: torch.Tensor, source: Topology, target: Topology) -> tor
         devices = target.mesh.shape[axis]
         data = data.unsqueeze(place)
         if placement.op in ("max", "min", "mean"):
-            data = data.expand(data.shape[:place] + (devices,) + data.shape[place + 1 :])
+            # memory of its own: in-place ops refuse an expanded array
+            data = data.expand(data.shape[:place] + (devices,) + data.shape[place + 1 :]).contiguous()
         elif devices > 1:
             rest = data.new_zeros(data.shape[:place] + (devices - 1,) + data.shape[place + 1 :])
             if placement.op == "prod":

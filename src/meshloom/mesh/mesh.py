@@ -189,7 +189,10 @@ class Mesh:
         _check_axes(tuple(axes), shape)
         if math.prod(shape) != self.size:
             raise MeshError(
-                f"{self.size} devices cannot be reshaped to {'x'.join(map(str, shape))} = {math.prod(shape)}", mesh=self
+                f"{self.size} devices cannot be reshaped to {math.prod(shape)}",
+                mesh=self,
+                asked=", ".join(f"{name}={size}" for name, size in axes.items()),
+                fix=f"use sizes whose product is {self.size}",
             )
         mesh = Mesh.__new__(Mesh)
         mesh._fill(tuple(axes), shape, self.device_ids, self.homes)
@@ -222,7 +225,11 @@ class Mesh:
                 raise MeshError(f"slice {place.start}:{place.stop} of axis {name!r} holds no device", mesh=self)
             return picked
         if not -size <= place < size:
-            raise MeshError(f"place {place} is out of range for axis {name!r} of size {size}", mesh=self)
+            raise MeshError(
+                f"place {place} is out of range for axis {name!r} of size {size}",
+                mesh=self,
+                fix=f"places go from {-size} to {size - 1}",
+            )
         return (place % size,)
 
 
@@ -262,7 +269,11 @@ def _check_axes(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
 
 def _check_ids(ids: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if len(ids) != math.prod(shape):
-        raise MeshError(f"a mesh of shape {shape} needs {math.prod(shape)} device ids and got {len(ids)}", ids=ids)
+        raise MeshError(
+            f"a mesh of shape {shape} needs {math.prod(shape)} device ids and got {len(ids)}",
+            ids=ids,
+            fix="give one id per device",
+        )
     if len(set(ids)) != len(ids):
         raise MeshError("a device id stands twice", ids=ids, fix="name every device once")
 

@@ -24,7 +24,9 @@ def normal_dim(dim: int, ndim: int, name: str = "dim") -> int:
         raise ArgumentError(f"{name} takes the number of a dim, not {dim!r}")
     limit = max(ndim, 1)
     if not -limit <= dim < limit:
-        raise ShapeError(f"{name} {dim} is out of range", fix=f"dims go from {-limit} to {limit - 1}")
+        raise ShapeError(
+            f"{name} {dim} is out of range for a tensor of {ndim} dims", fix=f"dims go from {-limit} to {limit - 1}"
+        )
     return dim % limit
 
 

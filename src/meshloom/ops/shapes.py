@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshloom.errors import ArgumentError, ShapeError
+from meshloom.errors import ArgumentError, BoundsError, ShapeError
 from meshloom.ops.labels import normal_dim, normal_dims
 from meshloom.ops.rule import Call, Choices, Even, Row, with_none
 from meshloom.placement import PARTIAL_OPS, Partial, Shard
@@ -167,6 +167,7 @@ def cat(call: Call) -> Choices:
             raise ShapeError(
                 f"cat along dim {dim} needs equal sizes elsewhere",
                 shapes=" and ".join(str(list(each)) for each in shapes),
+                fix=f"make them equal in every dim but {dim}",
             )
     if not shapes[0]:
         raise ShapeError("0-d tensors cannot be concatenated", fix="use stack")
@@ -230,7 +231,7 @@ def spelled_index(index: Any, ndim: int) -> tuple[Any, ...]:
     given = index if isinstance(index, tuple) else (index,)
     used = sum(1 for each in given if each is not None and each is not Ellipsis)
     if used > ndim:
-        raise ShapeError(f"{used} indices for {ndim} dims")
+        raise BoundsError(f"{used} indices for {ndim} dims", fix=f"give at most {ndim}; None adds a dim")
     if sum(1 for each in given if each is Ellipsis) > 1:
         raise ArgumentError("an index may have one ellipsis")
     fill = (slice(None),) * (ndim - used)
@@ -252,6 +253,12 @@ def is_whole(index: Any, size: int) -> bool:
     return isinstance(index, slice) and bounds(index, size) == range(size)
 
 
+def out_of_bounds(index: int, dim: int, size: int) -> BoundsError:
+    """The error for an index that a dim does not have."""
+    fix = f"indices go from {-size} to {size - 1}" if size else "the dim is empty"
+    return BoundsError(f"index {index} is out of range for dim {dim} of size {size}", fix=fix)
+
+
 def getitem(call: Call) -> Choices:
     """Indexing by ints, slices, None and an ellipsis: dims taken whole may stay sharded."""
     shape = call.shape("input")
@@ -268,6 +275,6 @@ def getitem(call: Call) -> Choices:
                 places[dim] = len(out)
             out.append(len(bounds(each, size)))
         elif not -size <= each < size:
-            raise IndexError(f"index {each} is out of range for dim {dim} of size {size}")
+            raise out_of_bounds(each, dim, size)
         dim += 1
     return carried(call, [tuple(out)], places)

@@ -16,7 +16,6 @@ from meshloom.ops.labels import (
     carried_placement,
     contraction_rows,
     kept_rows,
-    label_sizes,
     normal_dim,
     normal_dims,
     reduced_dims,
@@ -107,9 +106,9 @@ def _batch_row(call: Call, dim: int, place: int, by_index: bool, reduction: str)
     label = f"dim {dim}"
     if reduction == "none":
         return Row(label, tuple(ins), (Shard(place),))
-    if reduction == "sum":
-        return Row(label, tuple(ins), (SUM,))
     even = () if by_index else (Even(call.index("input"), dim, call.shape("input")[dim]),)
+    if reduction == "sum":
+        return Row(label, tuple(ins), (SUM,), even=even)
     return Row(label, tuple(ins), (R,), (Inner("sum", ()), Inner("sum", ())), even=even, local=False)
 
 
@@ -242,7 +241,11 @@ def _wide_labels(inputs: list[str], shapes: list[Shape]) -> dict[str, int]:
         for label, size in zip(text, shape, strict=True):
             known = sizes.get(label, 1)
             if 1 not in (known, size) and known != size:
-                label_sizes([label, label], [(known,), (size,)])
+                raise ShapeError(
+                    f"label {label!r} has size {known} and size {size}",
+                    labels=", ".join(inputs),
+                    fix=f"make the dims called {label!r} equal",
+                )
             sizes[label] = size if known == 1 else known
     return sizes
 

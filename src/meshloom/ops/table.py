@@ -92,11 +92,18 @@ OPS: dict[str, Op] = table(
     Op("linear", labels("...k, nk -> ...n", "input", "weight", bias="bias"), "input, weight, bias=None", "finite"),
     Op("einsum", special.einsum, "equation, *operands", "finite"),
     # reductions: a sharded dim gives a partial result
-    Op("sum", reduction("sum", "P(sum) -> P(sum)"), _SCAN + ", *, dtype=None"),
+    Op("sum", reduction("sum", "P(sum) -> P(sum)"), _SCAN + ", *, dtype=None", result="accumulate"),
     Op("mean", reduction("mean", "P(sum) -> P(sum)"), _SCAN + ", *, dtype=None"),  # sum / global count
     Op("amax", reduction("max", "P(max) -> P(max)", ties=True), _SCAN, fill=identity_fill("max")),
     Op("amin", reduction("min", "P(min) -> P(min)", ties=True), _SCAN, fill=identity_fill("min")),
-    Op("prod", reduction("prod", "P(prod) -> P(prod)"), _SCAN + ", *, dtype=None", "finite", identity_fill("prod")),
+    Op(
+        "prod",
+        reduction("prod", "P(prod) -> P(prod)"),
+        _SCAN + ", *, dtype=None",
+        "finite",
+        identity_fill("prod"),
+        result="accumulate",
+    ),
     Op("any", reduction("max"), _SCAN, result="bool"),
     Op("all", reduction("min"), _SCAN, "finite", identity_fill("prod"), result="bool"),
     Op("var", special.var, "input, dim=None, unbiased=None, keepdim=False, *, correction=None", "finite"),

@@ -3,7 +3,7 @@
 from meshloom.placement.notation import parse
 from meshloom.placement.placements import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from meshloom.placement.spelling import Placements, as_placements, read_placements, spell
-from meshloom.placement.topology import Topology
+from meshloom.placement.topology import Topology, can_be_partial, reduce_together
 
 __all__ = [
     "PARTIAL_OPS",
@@ -14,7 +14,9 @@ __all__ = [
     "Shard",
     "Topology",
     "as_placements",
+    "can_be_partial",
     "parse",
     "read_placements",
+    "reduce_together",
     "spell",
 ]

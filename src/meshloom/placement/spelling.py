@@ -68,8 +68,10 @@ def as_placements(
     if isinstance(given, Mapping):
         by_axis = {mesh.axis(name): _placement(each) for name, each in given.items()}
         listed = tuple(by_axis.get(i, fallback) for i in range(mesh.ndim))
-    else:
+    elif isinstance(given, Sequence):
         listed = tuple(_placement(each) for each in given)
+    else:
+        listed = (_placement(given),)
     if len(listed) != mesh.ndim:
         raise PlacementError(
             f"{len(listed)} placements for {mesh.ndim} mesh axes",

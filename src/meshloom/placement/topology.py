@@ -65,6 +65,13 @@ class Topology:
                 )
             if isinstance(placement, Partial):
                 check_partial(placement, self.dtype)
+        if not reduce_together(self.placements):
+            raise PlacementError(
+                "partial axes with different reductions have no common order",
+                mesh=self.mesh,
+                asked=spell(self.placements),
+                fix="reduce one of them first; only P(sum) and P(mean) go together",
+            )
 
     def __repr__(self) -> str:
         return f"Topology({self.mesh!r}, {self.placements!r}, {self.shape!r}, {self.dtype!r})"
@@ -211,12 +218,24 @@ class Topology:
         return self.with_placements(tuple(settled))
 
 
-def check_partial(placement: Partial, dtype: str) -> None:
+def reduce_together(placements: Sequence[Placement]) -> bool:
+    """Whether partial axes can be reduced in any order: all alike, or sums and means."""
+    kinds = {"sum" if each.op == "mean" else each.op for each in placements if isinstance(each, Partial)}
+    return len(kinds) <= 1
+
+
+def can_be_partial(placement: Partial, dtype: str) -> bool:
     """P(sum) and P(prod) refuse bool, P(mean) refuses bool and integers."""
-    if dtype == "bool" and placement.op in ("sum", "prod", "mean"):
-        raise DTypeError(f"{placement} has no meaning for bool", fix="use P(max) for any, P(min) for all")
-    if placement.op == "mean" and not is_floating(dtype):
-        raise DTypeError(f"P(mean) has no meaning for {dtype}", fix="use P(sum), or cast to a floating dtype")
+    if placement.op in ("max", "min"):
+        return True
+    return is_floating(dtype) or (dtype != "bool" and placement.op != "mean")
+
+
+def check_partial(placement: Partial, dtype: str) -> None:
+    """An error that names the dtype if it cannot be partial that way."""
+    if not can_be_partial(placement, dtype):
+        fix = "use P(max) for any, P(min) for all" if dtype == "bool" else "use P(sum), or cast to a floating dtype"
+        raise DTypeError(f"{placement} has no meaning for {dtype}", fix=fix)
 
 
 def _ceil(size: int, parts: int) -> int:

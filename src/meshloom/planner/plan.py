@@ -23,9 +23,9 @@ from meshloom.errors import ArgumentError, MeshError
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
 from meshloom.ops import Call, Choices, Inner, Row, find
-from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, can_be_partial, reduce_together
 from meshloom.planner.redistribution import route
-from meshloom.types import Shape, is_floating, itemsize, numel
+from meshloom.types import Shape, is_floating, itemsize, numel, short_dtype
 
 Request = tuple[Placement | None, ...]
 SEARCHED = 2048  # combinations of rows that are priced together; beyond that, axis by axis
@@ -103,6 +103,8 @@ def plan(
     `request` asks for placements of the result per axis (None: automatic). `chosen` names the row to take on an axis.
     """
     mesh = common_mesh(call.operands)
+    for name in chosen or ():
+        mesh.axis(name)
     wanted = request if request is not None else (None,) * mesh.ndim
     choices = find(call.op).rule(call)
     candidates = [_candidates(call, choices, axis, wanted[axis], chosen or {}) for axis in range(mesh.ndim)]
@@ -130,7 +132,14 @@ def _candidates(
         return _chosen_row(choices, chosen[name], name)
     now = [topology.placements[axis] for topology in call.operands]
     open_ended = wanted is not None and not isinstance(wanted, Replicate)
-    return tuple(row for row in choices.rows if open_ended or _is_called_for(row, now))
+    rows = (row for row in choices.rows if open_ended or _is_called_for(row, now))
+    return tuple(row for row in rows if _fits(row, call))
+
+
+def _fits(row: Row, call: Call) -> bool:
+    """Whether the operands' dtypes can be partial as the row wants them."""
+    pairs = zip(row.ins, call.operands, strict=True)
+    return all(not isinstance(want, Partial) or can_be_partial(want, have.dtype) for want, have in pairs)
 
 
 def _is_called_for(row: Row, now: Sequence[Placement]) -> bool:
@@ -194,7 +203,8 @@ def _is_possible(call: Call, rows: Sequence[Row], shapes: Sequence[Shape]) -> bo
             )
             if even.units % shards:
                 return False
-    return True
+    sides = [*zip(*(row.ins for row in rows), strict=True), *zip(*(row.outs for row in rows), strict=True)]
+    return all(reduce_together(placements) for placements in sides)
 
 
 def _moved(call: Call, rows: Sequence[Row]) -> tuple[Topology, ...]:
@@ -245,12 +255,15 @@ def _statistic(ins: Sequence[Topology], axis: int, inner: Inner) -> Collective:
 
 def result_dtype(call: Call) -> str:
     """The dtype that the plan prices results with; the engine has the last word."""
+    if call.arguments.get("dtype") is not None:
+        return short_dtype(str(call.arguments["dtype"]))
     kind = find(call.op).result
-    if kind != "promote":
+    if kind not in ("promote", "accumulate"):
         return kind
     floating = [topology.dtype for topology in call.operands if is_floating(topology.dtype)]
-    among = floating or [topology.dtype for topology in call.operands]
-    return max(among, key=itemsize)
+    if not floating and kind == "accumulate":
+        return "i64"
+    return max(floating or [topology.dtype for topology in call.operands], key=itemsize)
 
 
 def _raw(call: Call, choices: Choices, rows: Sequence[Row], dtypes: Sequence[str] | None) -> tuple[Topology, ...]:
@@ -258,16 +271,8 @@ def _raw(call: Call, choices: Choices, rows: Sequence[Row], dtypes: Sequence[str
     given = dtypes or (result_dtype(call),) * len(choices.shapes)
     found = []
     for i, (shape, dtype) in enumerate(zip(choices.shapes, given, strict=True)):
-        placements = tuple(_fitting(row.outs[i], dtype) for row in rows)
-        found.append(Topology(mesh, placements, shape, dtype))
+        found.append(Topology(mesh, tuple(row.outs[i] for row in rows), shape, dtype))
     return tuple(found)
-
-
-def _fitting(placement: Placement, dtype: str) -> Placement:
-    """A partial result of bool has no sum; any and all are max and min."""
-    if isinstance(placement, Partial) and dtype == "bool" and placement.op == "sum":
-        return Partial("max")
-    return placement
 
 
 def _settle(raw: Placement, wanted: Placement | None) -> Placement:
@@ -336,7 +341,9 @@ def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, n
         why = "operands already line up" if _lines_up(row, call, axis) else "cheapest"
         return Considered(name, row, cost, True, why)
     if not _is_called_for(row, now) and decided.request[axis] in (None, Replicate()):
-        return Considered(name, row, cost, False, "would shard what is replicated; ask with output=")
+        return Considered(name, row, cost, False, "no operand is sharded so; ask with output=")
+    if cost < decided.cost * (1 - 1e-9):
+        return Considered(name, row, cost, False, "cheaper, but another row was chosen")
     return Considered(name, row, cost, False, "dearer" if cost > decided.cost else "as dear, stands later")
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from meshloom.collectives import KINDS, Collective, price
 from meshloom.errors import PlacementError
 from meshloom.fabric import Machine
-from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, spell
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, reduce_together, spell
 
 _Placements = tuple[Placement, ...]
 
@@ -42,6 +42,8 @@ def route(source: Topology, target: _Placements, machine: Machine) -> tuple[tupl
             continue
         for axis, placement in _changes(here, target):
             there = here[:axis] + (placement,) + here[axis + 1 :]
+            if not reduce_together(there):
+                continue
             edge = collective(source.with_placements(here), source.with_placements(there), axis)
             reached = (cost + (price(edge, machine) if edge else 0.0), steps + 1)
             if there not in best or reached < best[there]:

@@ -160,7 +160,11 @@ def _check_part(
             "or concatenate them and use loom.distribute",
         )
     if short_name(part.dtype) != topology.dtype:
-        raise PlacementError(f"the part at {coordinate} is {short_name(part.dtype)} and the first is {topology.dtype}")
+        raise PlacementError(
+            f"the part at {coordinate} is {short_name(part.dtype)} and the first is {topology.dtype}",
+            tensor=topology,
+            fix="cast the parts to one dtype",
+        )
     twin = tuple(0 if isinstance(p, Replicate) else c for c, p in zip(coordinate, topology.placements, strict=True))
     if twin != coordinate and not _same(part, held[twin]):
         raise PlacementError(

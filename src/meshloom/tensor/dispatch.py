@@ -105,10 +105,15 @@ def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
 def refuse_transforms(value: torch.Tensor) -> None:
     """torch.func transforms hand out wrapped tensors that no mesh knows."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        raise UnsupportedError(
-            "torch.func transforms do not work on meshloom tensors",
-            fix="use backward() or torch.autograd.grad for gradients; shard a batch dim instead of vmap",
-        )
+        raise transforms_refused()
+
+
+def transforms_refused() -> UnsupportedError:
+    """What a torch.func transform of our tensors raises."""
+    return UnsupportedError(
+        "torch.func transforms do not work on meshloom tensors",
+        fix="use backward() or torch.autograd.grad for gradients; shard a batch dim instead of vmap",
+    )
 
 
 def find_mesh(values: Any) -> Mesh | None:
@@ -142,6 +147,8 @@ class Resolved:
         if mesh is None:
             raise MeshError(f"{name} got no meshloom tensor", fix="put an operand on a mesh with loom.distribute")
         reader = Reader(mesh, self.op.signature is not None)
+        if kwargs:
+            kwargs = {key: _number(name, key, value) for key, value in kwargs.items()}
         self.args = tuple(reader.read(each) for each in args)
         self.kwargs = {key: reader.read(value) for key, value in kwargs.items()} if kwargs else kwargs
         self.tensors = reader.tensors
@@ -202,6 +209,13 @@ class Resolved:
             return function(*positional, **named)
 
         return run
+
+
+def _number(op: str, key: str, value: Any) -> Any:
+    """torch takes `alpha=` and `value=` for numbers: a tensor given there is read."""
+    if key == "alpha" or (key == "value" and op in ("addcmul", "addcdiv")):
+        return value.item() if hasattr(value, "item") else value
+    return value
 
 
 def _request(wanted: Any, mesh: Mesh) -> tuple[Any, ...]:
@@ -359,6 +373,21 @@ def settle(tensor: Tensor) -> None:
     for log in state.logs:
         log.pending[:] = [each for each in log.pending if each not in events]
     state.log(events)
+
+
+def cotangent(gradient: torch.Tensor, topology: Topology) -> torch.Tensor:
+    """A value's gradient from its array's: a partial sum has the same one on every device, and it is taken once."""
+    if gradient._is_zerotensor():  # torch's zero without memory, as of sgn
+        gradient = gradient.clone()
+    for axis in topology.partial_axes:
+        if topology.placements[axis] != Partial("sum"):
+            raise GradientError(
+                f"a tensor that is {topology.placements[axis]} has no gradient of its own",
+                tensor=topology,
+                fix=f"redistribute it first: x.redistribute({{{topology.mesh.axes[axis]!r}: Replicate()}})",
+            )
+        gradient = gradient[0]
+    return gradient
 
 
 def refuse_partial_leaf(topology: Topology) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshloom.engines.layout import move, short_name
-from meshloom.errors import MeshloomError, ShapeError, UnsupportedError, ViewError
+from meshloom.errors import MeshloomError, ShapeError, UnsupportedError
 from meshloom.mesh import Mesh
 from meshloom.placement import Replicate, Topology
 from meshloom.planner import moves
@@ -21,7 +21,7 @@ from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.dispatch import Tap, find_mesh, happen, refuse_transforms
 from meshloom.tensor.moving import same_storage, shadowed, to_dense
-from meshloom.tensor.writing import assign, check_writable
+from meshloom.tensor.writing import assign, is_cut_off
 
 
 def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -36,7 +36,8 @@ def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     except (RuntimeError, NotImplementedError) as error:
         if any(data.is_meta for data in gathered.dense):
             raise UnsupportedError(
-                f"{name} cannot run on shapes alone: {str(error).splitlines()[0]}",
+                f"{name} cannot run on shapes alone",
+                reason=str(error).splitlines()[0],
                 fix="its result depends on values: leave it out of explain and of meta programs",
             ) from error
         raise
@@ -53,6 +54,7 @@ class Gathered:
         self.tensors: list[Tensor] = []
         self.givers: list[Any] = []
         self.dense: list[torch.Tensor] = []
+        self.plain: list[torch.Tensor] = []
         self.versions: list[int] = []
         self.moved: list[bool] = []
 
@@ -63,6 +65,7 @@ class Gathered:
             return self._gather(own, value)
         if isinstance(value, torch.Tensor):
             refuse_transforms(value)
+            self.plain.append(value)
             return value.to("meta") if state.shadows is not None else value
         if isinstance(value, (tuple, list)):
             parts = [self.take(each) for each in value]
@@ -76,7 +79,9 @@ class Gathered:
     def _gather(self, tensor: Tensor, giver: Any) -> torch.Tensor:
         tensor = shadowed(tensor)
         data = to_dense(tensor, self.name)
-        if _is_detached_view(tensor) and same_storage(data, tensor._data):
+        if not data.is_contiguous():  # as a dense tensor would be: some functions look at strides
+            data = data.contiguous()
+        if is_cut_off(tensor) and same_storage(data, tensor._data):
             data = data.clone()
         self.tensors.append(tensor)
         self.givers.append(giver)
@@ -94,9 +99,6 @@ class Gathered:
                 raise ShapeError(
                     f"{self.name} changed the shape of its operand to {list(data.shape)}", tensor=tensor.topology
                 )
-            if _is_detached_view(tensor):
-                check_writable(tensor)
-                raise ViewError(f"{self.name} would write into a copy", view=tensor.topology)
             assign(tensor, Tensor(tensor.topology.replicated, data), self.name)
 
     def note(self) -> None:
@@ -122,6 +124,8 @@ class Gathered:
         for data, giver in zip(self.dense, self.givers, strict=True):
             if result is data:
                 return giver
+        if any(result is each for each in self.plain):
+            return result
         if self.mesh is None or result.layout is not torch.strided:
             return result
         source = Topology(self.mesh, (Replicate(),) * self.mesh.ndim, tuple(result.shape), short_name(result.dtype))
@@ -146,7 +150,3 @@ class Gathered:
         back = moves(target, source, state.machine)
         events = [Event(each, self.name, self.where, "backward") for each in back]
         return Tap.apply(result, lambda: happen(events)) if events else result
-
-
-def _is_detached_view(tensor: Tensor) -> bool:
-    return tensor._view is not None and tensor._view[1]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.engines.layout import fill as fill_padding
 from meshloom.errors import ArgumentError, GradientError
 from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Replicate
@@ -19,7 +20,7 @@ from meshloom.runtime import state
 from meshloom.tensor import creation
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import Unhashable
-from meshloom.tensor.dispatch import call, find_mesh, settle
+from meshloom.tensor.dispatch import call, cotangent, find_mesh, settle
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.moving import shadowed
 from meshloom.tensor.writing import assign, fill, write, write_item, write_out, zero
@@ -70,7 +71,7 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Any:
     elif args:
         device = target
         wanted = wanted or next((each for each in args[1:] if isinstance(each, torch.dtype)), None)
-    if wanted is not None and (wanted != tensor.dtype or kwargs.get("copy")):
+    if wanted is not None and (wanted != tensor.dtype or kwargs.get("copy") or state.output is not None):
         tensor = table_call("to", tensor, wanted)
     if device is not None and torch.device(device) != tensor.device and state.shadows is None:
         tensor = Tensor(tensor.topology, tensor._data.to(device))
@@ -196,8 +197,20 @@ def _getitem(input: Any, index: Any) -> Any:
     return fallback(torch.Tensor.__getitem__, (input, index), {}, "getitem")
 
 
+def _copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
+    if isinstance(own(input), Tensor):
+        return assign(own(input), own(src))
+    return fallback(torch.Tensor.copy_, (input, src), {}, "copy_")
+
+
+def _fill_(input: Any, value: Any) -> Any:
+    if isinstance(own(input), Tensor):
+        return fill(own(input), own(value))
+    return fallback(torch.Tensor.fill_, (input, value), {}, "fill_")
+
+
 def _setitem(input: Any, index: Any, value: Any) -> None:
-    if _is_basic(index):
+    if _is_basic(index) and isinstance(own(input), Tensor):
         write_item(own(input), index, own(value))
     else:
         fallback(torch.Tensor.__setitem__, (input, index, value), {}, "setitem")
@@ -278,12 +291,9 @@ def _as(name: str) -> Callable[..., Any]:
 
 def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.grad` for our tensors: gradients have the placements of their values."""
-    outs = _listed(outputs)
     ins = _listed(inputs)
-    seeds = _listed(grad_outputs) if grad_outputs is not None else [None] * len(outs)
-    start = [_root(own(each)) for each in outs]
-    seeded = [None if seed is None else _seed(own(seed), out) for seed, out in zip(seeds, outs, strict=True)]
-    held = [shadowed(each)._data if isinstance(each, Tensor) else each for each in (own(each) for each in ins)]
+    start, seeded = _starts(outputs, grad_outputs)
+    held = [_array_of(own(each)) for each in ins]
     found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
     return tuple(_dual(own(value), each) for value, each in zip(ins, found, strict=True))
 
@@ -296,10 +306,8 @@ def _dual(value: Any, gradient: torch.Tensor | None) -> Any:
     if gradient is None or not isinstance(value, Tensor):
         return gradient
     settle(value)
-    made = Tensor(value.topology, gradient)
-    with torch.no_grad():
-        made._masked_()
-    return made
+    topology = value.topology.reduced
+    return Tensor(topology, fill_padding(cotangent(gradient, value.topology), topology, 0))
 
 
 def _root(value: Any) -> torch.Tensor:
@@ -319,29 +327,51 @@ def _seed(seed: Any, out: Any) -> torch.Tensor:
     return creation.place(seed, tensor.mesh, tensor.topology.reduced.placements)._data
 
 
+def _start(value: Any, seed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where backward starts from, and with what; a number starts with 1."""
+    root = _root(value)
+    if not isinstance(value, Tensor):
+        return root, seed
+    if seed is None and value.numel() != 1:
+        raise GradientError(
+            "backward starts from one number and this tensor has more",
+            tensor=value.topology,
+            fix="reduce it first, as in y.sum().backward(), or give backward(gradient=...)",
+        )
+    if seed is None and root.numel() != 1:
+        seed = creation.ones_like(shadowed(value))
+    return root, None if seed is None else _seed(seed, value)
+
+
+def _starts(outputs: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    outs = _listed(outputs)
+    given = [None] * len(outs) if seeds is None else _listed(seeds)
+    pairs = [_start(own(out), own(seed)) for out, seed in zip(outs, given, strict=True)]
+    return [root for root, _ in pairs], [seed for _, seed in pairs]
+
+
 def backward(
     self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
     """Accumulate gradients in the leaves that this tensor was computed from."""
-    tensor = own(self)
-    if gradient is None and tensor.topology.shape and tensor.numel() != 1:
-        raise GradientError(
-            "backward starts from one number and this tensor has more",
-            tensor=tensor.topology,
-            fix="reduce it first, as in y.sum().backward(), or give backward(gradient=...)",
-        )
-    root = _root(tensor)
-    if gradient is None and root.numel() != 1:
-        gradient = creation.ones_like(shadowed(tensor))
-    seed = None if gradient is None else _seed(own(gradient), tensor)
-    leaves = None if inputs is None else [shadowed(own(each))._data for each in _listed(inputs)]
-    torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=leaves)
+    _autograd_backward([self], [gradient], retain_graph, create_graph, inputs=inputs)
 
 
-def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    seeds = _listed(grad_tensors) if grad_tensors is not None else [None] * len(_listed(tensors))
-    for tensor, seed in zip(_listed(tensors), seeds, strict=True):
-        backward(tensor, seed, *args, **kwargs)
+def _autograd_backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    roots, seeds = _starts(tensors, grad_tensors)
+    leaves = None if inputs is None else [_array_of(own(each)) for each in _listed(inputs)]
+    torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
+
+
+def _array_of(value: Any) -> torch.Tensor:
+    return shadowed(value)._data if isinstance(value, Tensor) else value
 
 
 FRONTS: dict[str, Callable[..., Any]] = {
@@ -399,8 +429,8 @@ FRONTS: dict[str, Callable[..., Any]] = {
     "view_as": _as("view"),
     "reshape_as": _as("reshape"),
     "backward": backward,
-    "copy_": lambda input, src, non_blocking=False: assign(own(input), own(src)),
-    "fill_": lambda input, value: fill(own(input), own(value)),
+    "copy_": _copy_,
+    "fill_": _fill_,
     "zero_": lambda input: zero(own(input)),
 }
 
@@ -488,5 +518,5 @@ def on_torch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 QUESTIONS = frozenset(
     "size numel nelement dim ndimension is_complex is_floating_point is_contiguous element_size item tolist numpy "
     "requires_grad_ retain_grad register_hook detach_ is_signed is_same_size __len__ __bool__ __float__ __int__ "
-    "__index__ __iter__ __contains__ __format__ __array__ __repr__ __hash__ data_ptr".split()
+    "__index__ __contains__ __format__ __array__ __repr__ __hash__ data_ptr".split()
 )

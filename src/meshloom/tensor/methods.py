@@ -6,17 +6,18 @@ The operators hold the hot path: while nothing special is going on, a call seen 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
 
+from meshloom.engines.layout import fill
 from meshloom.errors import ArgumentError, GradientError
 from meshloom.ops import ALIASES, OPS
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import CACHE, call, refuse_partial_leaf, settle
+from meshloom.tensor.dispatch import CACHE, call, cotangent, refuse_partial_leaf, settle
 from meshloom.tensor.functions import FRONTS, invoke, is_written, on_torch, own
 from meshloom.tensor.moving import read, redistribute, shadowed, to_torch
 
@@ -33,6 +34,11 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
                 direct = entry.direct
                 if direct is not None:
                     return Tensor(entry.out, direct(self._data, other._data))
+        elif other.__class__ in _NUMBERS:
+            if state.plain and not _any_autocast():
+                entry = get((name, self.topology, other.__class__, None, None))
+                if entry is not None and entry.direct is not None:
+                    return Tensor(entry.out, entry.direct(self._data, other))
         elif not isinstance(other, _OPERANDS):
             return NotImplemented
         return call(name, (self, other), {})
@@ -41,6 +47,9 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
 
 
 _OPERANDS = (Tensor, torch.Tensor, numpy.ndarray, numpy.number, int, float, bool, complex)
+
+
+_NUMBERS = frozenset((int, float))
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -61,6 +70,22 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
+def _unary(name: str) -> Callable[..., Any]:
+    """A pointwise op of the table: without further arguments it has a short way too."""
+    get = CACHE.get
+
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and state.plain and not _any_autocast():
+            entry = get((name, self.topology, None, None))
+            if entry is not None and entry.direct is not None:
+                return Tensor(entry.out, entry.direct(self._data))
+        return invoke(name, (self, *args), kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
+    return method
+
+
 def _attach() -> None:
     binary = {
         "__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul",
@@ -70,14 +95,16 @@ def _attach() -> None:
         "__ror__": "bitwise_or", "__rxor__": "bitwise_xor", "__matmul__": "matmul",
     }  # fmt: skip
     reverse = ("__rsub__", "__rtruediv__", "__rpow__", "__rmod__", "__rfloordiv__", "__rmatmul__")
+    shift = ("__lshift__", "__rshift__", "__ilshift__", "__irshift__", "__rlshift__", "__rrshift__")
     inplace = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
     for dunder, name in binary.items():
         setattr(Tensor, dunder, _binary(name))
-    for dunder in (*reverse, *(f"__i{name}__" for name in inplace)):
+    for dunder in (*reverse, *shift, *(f"__i{name}__" for name in inplace)):
         setattr(Tensor, dunder, _operator(dunder))
     for name in {*OPS, *ALIASES, *FRONTS, *(op + "_" for op in OPS if is_written(op + "_"))}:
         if name not in binary and not name.startswith("_") and name not in ("getitem", "where", "einsum"):
-            setattr(Tensor, name, _method(name))
+            pointwise = name in OPS and OPS[name].signature is None
+            setattr(Tensor, name, _unary(name) if pointwise else _method(name))
     for name, attribute in _OWN.items():
         setattr(Tensor, name, attribute)
 
@@ -88,7 +115,11 @@ def _size(self: Tensor, dim: int | None = None) -> Any:
 
 def _item(self: Tensor) -> Any:
     if self.numel() != 1:
-        raise ArgumentError(f"item() takes a tensor of one element, not {self.numel()}", tensor=self.topology)
+        raise ArgumentError(
+            f"item() takes a tensor of one element, not {self.numel()}",
+            tensor=self.topology,
+            fix="use x.tolist() or x.to_torch()",
+        )
     return read(self, "item").item()
 
 
@@ -107,10 +138,11 @@ def _len(self: Tensor) -> int:
     return self.topology.shape[0]
 
 
-def _iter(self: Tensor) -> Iterator[Any]:
-    if not self.topology.shape:
-        raise ArgumentError("iteration over a 0-d tensor")
-    return (self[i] for i in range(self.topology.shape[0]))
+def _item_at(self: Tensor, index: Any) -> Any:
+    """Indexing, and iteration too: with `__iter__` a tensor would pass for a list in `Optimizer.load_state_dict`."""
+    if not self.topology.shape and isinstance(index, int):
+        raise ArgumentError("a 0-d tensor has nothing to index or iterate over", fix="use x.item()")
+    return invoke("__getitem__", (self, index), {})
 
 
 def _bool(self: Tensor) -> bool:
@@ -144,7 +176,12 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     if found is None:
         return None
     settle(tensor)
-    made = Tensor(tensor.topology.reduced, found)
+    if found._is_zerotensor():
+        found = tensor._data.grad = found.clone()
+    if found.requires_grad:  # of create_graph: the mask belongs to the graph
+        found = fill(found, tensor.topology.reduced, 0)
+        tensor._data.grad = found
+    made = Tensor(tensor.topology.reduced, cotangent(found, tensor.topology))
     with torch.no_grad():
         made._masked_()
     return made
@@ -170,8 +207,8 @@ def _register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
     topology = self.topology.reduced
 
     def on_array(gradient: torch.Tensor) -> torch.Tensor | None:
-        result = hook(Tensor(topology, gradient))
-        return None if result is None else redistribute(own(result), topology.placements)._data
+        result = hook(Tensor(topology, fill(cotangent(gradient, self.topology), topology, 0)))
+        return None if result is None else redistribute(own(result), topology.placements)._data.expand_as(gradient)
 
     return self._data.register_hook(on_array)
 
@@ -257,7 +294,6 @@ _OWN: dict[str, Any] = {
     "_version": property(lambda self: self._data._version),
     "requires_grad": property(lambda self: self._data.requires_grad, _set_requires_grad),
     "__len__": _len,
-    "__iter__": _iter,
     "__bool__": _bool,
     "__float__": lambda self: float(_item(self)),
     "__int__": lambda self: int(_item(self)),
@@ -272,7 +308,7 @@ _OWN: dict[str, Any] = {
     "__pos__": lambda self: self,
     "__abs__": lambda self: call("abs", (self,), {}),
     "__invert__": lambda self: call("bitwise_not", (self,), {}),
-    "__getitem__": lambda self, index: invoke("__getitem__", (self, index), {}),
+    "__getitem__": _item_at,
     "__setitem__": lambda self, index, value: invoke("__setitem__", (self, index, value), {}),
     "__getattr__": _getattr,
     "__torch_function__": classmethod(_torch_function),

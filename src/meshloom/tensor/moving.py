@@ -24,6 +24,8 @@ def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two arrays share memory."""
     if first.is_meta or second.is_meta:
         return first is second or (first._is_view() and first._base is second)
+    if first is second:
+        return True
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() and first.numel() > 0
 
 

@@ -7,6 +7,7 @@ inside, so that modules register them and any optimizer updates them in place.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from meshloom.mesh import Mesh
 from meshloom.placement import Placements, Topology
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.creation import distribute
-from meshloom.tensor.dispatch import refuse_partial_leaf
+from meshloom.tensor.dispatch import refuse_partial_leaf, transforms_refused
 from meshloom.tensor.functions import KNOWN, invoke, on_torch, own, torch_function
 from meshloom.tensor.methods import gradient_of, set_gradient
 
 _FORWARDED = (
     "topology placements mesh block T mT ndim is_meta is_leaf grad_fn to_torch redistribute shard_at tolist item numpy "
-    "size numel nelement dim requires_grad_ register_hook retain_grad __len__ __iter__ __bool__ __float__ __int__ "
+    "size numel nelement dim requires_grad_ register_hook retain_grad __len__ __bool__ __float__ __int__ "
     "__index__ __array__ __contains__"
 ).split()
 
@@ -48,6 +49,8 @@ class Mirror(torch.Tensor):
         if function not in KNOWN and getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise transforms_refused()
         return on_torch(function, args, kwargs or {})
 
     @classmethod
@@ -55,7 +58,10 @@ class Mirror(torch.Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = function.overloadpacket.__name__
-        return invoke(name, args, kwargs or {}, torch_function(name))
+        result = invoke(name, args, kwargs or {}, torch_function(name))
+        if isinstance(result, Tensor):  # torch's inside takes torch tensors only; transforms come this way
+            raise transforms_refused()
+        return result
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -99,6 +105,9 @@ class Mirror(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self._loom, spec)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loom)
 
     __hash__ = torch.Tensor.__hash__
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import DTypeError, ShapeError, ViewError
-from meshloom.ops.shapes import bounds, spelled_index
+from meshloom.ops.shapes import bounds, out_of_bounds, spelled_index
 from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
@@ -30,6 +30,15 @@ def check_writable(tensor: Tensor) -> None:
     check_writable(base)
 
 
+def is_cut_off(tensor: Tensor) -> bool:
+    """Whether a write would not reach the base, somewhere along a chain of views."""
+    try:
+        check_writable(tensor)
+    except ViewError:
+        return True
+    return False
+
+
 def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The pointwise op `name` of the table, in place."""
     tensor = shadowed(target)
@@ -41,7 +50,7 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
             target=tensor.topology,
             fix=f"use {name} without the underscore",
         )
-    if state.watching or not _is_direct(found):
+    if state.watching or not _is_direct(found) or _saves_its_result(found):
         result = found.perform()
         if not torch.can_cast(result.dtype, tensor.dtype):
             raise DTypeError(f"{name}_ gives {result.topology.dtype}, which {tensor.topology.dtype} cannot hold")
@@ -51,7 +60,13 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     ready = [
         d if step is None else step(d) for d, step in zip((t._data for t in found.tensors), kernel.prepare, strict=True)
     ]
-    found.function(getattr(torch.Tensor, name + "_"))(*ready)
+    try:
+        found.function(getattr(torch.Tensor, name + "_"))(*ready)
+    except RuntimeError as error:
+        if "can't be cast" in str(error):
+            held = tensor.topology.dtype
+            raise DTypeError(f"{name}_ gives a dtype that {held} cannot hold", target=tensor.topology) from error
+        raise
     tensor._masked_()
     if found.key not in CACHE:
         remember(found.key, Entry(found.entry.plan, kernel, None))
@@ -69,6 +84,12 @@ def _is_direct(found: Resolved) -> bool:
         and hasattr(torch.Tensor, name)
         and found.op.name not in ("where", "clone")
     )
+
+
+def _saves_its_result(found: Resolved) -> bool:
+    """Whether masking the padding afterwards would spoil what `sigmoid_` and the like keep for backward."""
+    kept = torch.is_grad_enabled() and any(tensor._data.requires_grad for tensor in found.tensors)
+    return kept and found.entry.plan.outs[0].padded
 
 
 def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
@@ -119,12 +140,25 @@ def write_item(target: Tensor, index: Any, value: Any) -> None:
     topology = tensor.topology
     given = value if isinstance(value, Tensor) or not isinstance(value, torch.Tensor) else as_tensor(value, tensor.mesh)
     content = to_dense(shadowed(given), "setitem") if isinstance(given, Tensor) else given
+    where = _stored_index(index, topology)
     if topology.partial_axes or any(len(topology.axes_of[dim]) > 1 for dim in topology.padded_dims):
         whole = to_dense(tensor, "setitem").clone()
-        whole[index] = content
+        _put(whole, where, content, topology)
         assign(target, Tensor(topology.replicated, whole), "setitem")
         return
-    tensor._data[_stored_index(index, topology)] = content
+    _put(tensor._data, where, content, topology)
+
+
+def _put(array: torch.Tensor, where: tuple[Any, ...], content: Any, topology: Topology) -> None:
+    try:
+        array[where] = content
+    except RuntimeError as error:
+        if "size" not in str(error) and "shape" not in str(error):
+            raise
+        found = list(content.shape) if isinstance(content, torch.Tensor) else content
+        raise ShapeError(
+            f"a value of shape {found} does not fit into x[index]", tensor=topology, index=where, reason=error
+        ) from None
 
 
 def _stored_index(index: Any, topology: Topology) -> tuple[Any, ...]:
@@ -142,7 +176,7 @@ def _stored_index(index: Any, topology: Topology) -> tuple[Any, ...]:
         elif -size <= each < size:
             spelled.append(each % size)
         else:
-            raise IndexError(f"index {each} is out of range for dim {dim} of size {size}")
+            raise out_of_bounds(each, dim, size)
         dim += 1
     return tuple(spelled)
 
