@@ -75,7 +75,7 @@ def test_every_python_block_runs_and_prints_what_the_document_says(name):
 
 
 def test_a_document_that_prints_something_else_is_caught():
-    with pytest.raises(AssertionError, match="made.md, line 3"):
+    with pytest.raises(AssertionError, match=r"made\.md, line 3"):
         check_document("\n```python\nprint(1)\n```\n\n```text\n2\n```\n", "made.md")
 
 

@@ -1,0 +1,49 @@
+# What people run. Each command sets up .venv first if it is missing or older than the pins.
+#   make PYTHON=python3.11 demo    another interpreter
+#   make JOBS=8 test               more test processes
+
+PYTHON ?= python3
+JOBS ?= 2
+CASES ?= 2000
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench soak clean
+
+help: ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name says; do \
+	    printf 'make %-6s %s\n' "$$name" "$$says"; done
+
+demo: $(STAMP) ## train a small model on a 2x4 mesh and show what happened
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP) ## lint, types, doctests and tests
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --doctest-modules src/meshloom tests
+
+bench: $(STAMP) ## measure against dense torch and DTensor
+	@$(BIN)/python benchmarks/run.py
+
+soak: $(STAMP) ## the property suite with many more cases (CASES per op)
+	@MESHLOOM_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_property.py
+
+clean: ## remove the environment, caches and build output
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes in alone and pinned, before anything that asks for a range of it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo "meshloom needs Python 3.10 or newer; try: make PYTHON=python3.11"; exit 1; }
+	@echo "setting up $(VENV); the first time this takes a minute or more"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) setuptools
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) --no-build-isolation --editable '.[test]'
+	@touch $@

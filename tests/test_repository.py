@@ -1,0 +1,192 @@
+"""The repository around the code: the files that must be there, the pins, the wheel, and the words in it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "src" / "meshloom"
+REQUIRED = (
+    ".ci/run CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md constraints.txt pyproject.toml docs/dependencies.md "
+    "docs/layout.md docs/placements.md docs/planner.md docs/training.md examples/demo.py src/meshloom/py.typed"
+).split()
+TEXTS = (".py", ".md", ".toml", ".txt", ".cfg", ".json", ".yml", ".yaml", ".sh", "")
+
+# What belongs to one machine or one registry and not to the project; written so that this file does not hold it.
+FORBIDDEN = (
+    r"/" + r"work/",
+    r"/" + r"root\b",
+    r"/" + r"home/\w",
+    r"/" + r"Users/\w",
+    r"/" + r"opt/",
+    r"index[-_]url",
+    r"find[-_]links",
+    r"\b(?:10|127|192\.168|172\.16)\.\d+\.\d+\.\d+\b",
+)
+
+
+def tracked_files() -> list[Path]:
+    """What git knows or would take; without git, whatever lies here and is not made."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    names = listed.stdout.splitlines() if listed.returncode == 0 else REQUIRED
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def requirement_names(path: str) -> set[str]:
+    text = (ROOT / path).read_text()
+    lines = (line for line in text.splitlines() if re.match(r"[A-Za-z]", line))
+    return {_normal(re.split(r"[=<>;\[ ]", line)[0]) for line in lines}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared_dependencies() -> set[str]:
+    text = (ROOT / "pyproject.toml").read_text()
+    lists = re.findall(r"^(?:requires|dependencies|test) = \[(.*)\]$", text, re.MULTILINE)
+    assert len(lists) == 3
+    return {_normal(name) for each in lists for name in re.findall(r'"([A-Za-z][\w.-]*)', each)}
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_required_file_is_there(name):
+    assert (ROOT / name).is_file()
+
+
+def test_the_license_is_apache_2_with_the_authors_named():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert "the meshloom authors" in text
+
+
+def test_ci_runs_make_test_and_nothing_else():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert [line for line in lines[1:] if line.strip()] == ["set -euo pipefail", "make test"]
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize("target", ["help", "demo", "test", "bench", "soak", "clean"])
+def test_make_has_the_target_and_help_tells_it(target):
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert re.search(rf"^make {target} +\w", shown.stdout, re.MULTILINE)
+
+
+def test_the_last_command_of_make_test_is_pytest():
+    recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    commands = recipe[1].strip().splitlines()
+    assert [re.search(r"ruff check|ruff format --check|mypy|pytest", line)[0] for line in commands] == [
+        "ruff check",
+        "ruff format --check",
+        "mypy",
+        "pytest",
+    ]
+
+
+def test_constraints_pin_torch_and_everything_else_exactly():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "torch==2.13.0"
+    for line in lines:
+        assert re.fullmatch(r'[\w.-]+==[\w.]+(?:; python_version (?:<|>=) "3\.\d+")?', line), line
+
+
+def test_every_declared_dependency_is_pinned_and_has_its_reason():
+    pinned = requirement_names("constraints.txt")
+    reasons = {
+        _normal(name) for name in re.findall(r"^\| `([^`]+)`", (ROOT / "docs/dependencies.md").read_text(), re.M)
+    }
+    assert declared_dependencies() <= pinned
+    assert declared_dependencies() == reasons
+
+
+def test_the_version_is_the_same_everywhere():
+    import meshloom
+
+    assert f'version = "{meshloom.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"## [{meshloom.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_layout_names_every_source_file_and_no_other():
+    named = set(re.findall(r"^\| `([^`]+\.(?:py|typed))`", (ROOT / "docs/layout.md").read_text(), re.MULTILINE))
+    files = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*") if path.suffix in (".py", ".typed")}
+    assert named == files
+
+
+def found_words(text: str) -> list[str]:
+    return [match[0] for pattern in FORBIDDEN for match in re.finditer(pattern, text)]
+
+
+def test_no_text_of_the_repository_names_a_machine_or_a_registry():
+    files = [path for path in tracked_files() if path.suffix in TEXTS]
+    assert len(files) > 30
+    found = {str(path.relative_to(ROOT)): words for path in files if (words := found_words(path.read_text("utf-8")))}
+    assert not found
+
+
+def test_a_machine_path_would_be_found():
+    assert found_words("see /" + "work/main") and found_words("http://10" + ".0.0.1/simple")
+    assert not found_words("src/meshloom/ops/table.py, 10.0 us, 1.27.0")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy of the sources without reaching for anything outside."""
+    assert importlib.util.find_spec("setuptools") is not None, "setuptools is missing: run make test once"
+    out = tmp_path_factory.mktemp("wheel")
+    source = out / "source"
+    for path in tracked_files():
+        if path.relative_to(ROOT).parts[0] in ("src", "pyproject.toml", "README.md", "LICENSE"):
+            target = source / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_into_a_fresh_environment_and_imports_from_there(wheel, tmp_path):
+    place = tmp_path / "fresh"
+    venv.create(place, with_pip=False)
+    python = place / "bin" / "python"
+    site = next((place / "lib").glob("python*")) / "site-packages"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True, text=True)
+    # torch and numpy are lent by the environment that runs the tests, behind what was installed
+    lent = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("torch", "numpy", "rich")}
+    (site / "lent.pth").write_text("\n".join(sorted(lent)) + "\n")
+    program = "import meshloom; meshloom.matmul; print(meshloom.__file__)"
+    done = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(site / "meshloom" / "__init__.py")
+    assert (site / "meshloom" / "py.typed").is_file()
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_source_file_and_no_tests(wheel):
+    import zipfile
+
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for path in SOURCES.rglob("*.py"):
+        assert f"meshloom/{path.relative_to(SOURCES)}" in names
+    assert not [name for name in names if name.startswith(("tests", "benchmarks", "examples"))]
