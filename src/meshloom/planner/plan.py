@@ -341,7 +341,7 @@ def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, n
         why = "operands already line up" if _lines_up(row, call, axis) else "cheapest"
         return Considered(name, row, cost, True, why)
     if not _is_called_for(row, now) and decided.request[axis] in (None, Replicate()):
-        return Considered(name, row, cost, False, "no operand is sharded so; ask with output=")
+        return Considered(name, row, cost, False, "would shard what is replicated; ask with output=")
     if cost < decided.cost * (1 - 1e-9):
         return Considered(name, row, cost, False, "cheaper, but another row was chosen")
     return Considered(name, row, cost, False, "dearer" if cost > decided.cost else "as dear, stands later")
