@@ -112,6 +112,11 @@ def largest_differences(ours: Run, dense: Run) -> tuple[float, float]:
     return losses, parameters
 
 
+def difference(largest: float) -> str:
+    """A difference in words."""
+    return f"largest difference {largest:.1e}" + (" (bit-equal)" if largest == 0 else "")
+
+
 def best(seconds: list[float]) -> float:
     """Milliseconds of the fastest step: the one that nothing else on the machine disturbed."""
     return min(seconds) * 1e3
@@ -121,8 +126,8 @@ def show_comparison(console: Console, ours: Run, dense: Run) -> None:
     """The two runs side by side."""
     losses, parameters = largest_differences(ours, dense)
     table = Table("", "2x4 mesh", "dense", "compared", title="the same training, twice")
-    table.add_row("last loss", f"{ours.losses[-1]:.6f}", f"{dense.losses[-1]:.6f}", f"largest difference {losses:.1e}")
-    table.add_row("parameters", "", "", f"largest difference {parameters:.1e}")
+    table.add_row("last loss", f"{ours.losses[-1]:.6f}", f"{dense.losses[-1]:.6f}", difference(losses))
+    table.add_row("parameters", "", "", difference(parameters))
     fast, slow = best(dense.seconds), best(ours.seconds)
     table.add_row("ms per step", f"{slow:.2f}", f"{fast:.2f}", f"{slow / fast:.2f}x dense")
     console.print(table)
