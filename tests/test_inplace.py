@@ -1,4 +1,4 @@
-"""In-place forms equal dense, keep placements, reach the base of a view or refuse, and leave all as it was on failure."""
+"""In-place forms equal dense, keep placements, reach the base of a view or refuse, and change nothing on failure."""
 
 from __future__ import annotations
 
