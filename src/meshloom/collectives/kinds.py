@@ -23,7 +23,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "all_gather": Kind(lambda before, after, p: after * (p - 1) // p, lambda p: p - 1),
-    "all_reduce": Kind(lambda before, after, p: 2 * before * (p - 1) // p, lambda p: 2 * (p - 1)),
+    "all_reduce": Kind(lambda before, after, p: 2 * (before * (p - 1) // p), lambda p: 2 * (p - 1)),
     "reduce_scatter": Kind(lambda before, after, p: before * (p - 1) // p, lambda p: p - 1),
     "all_to_all": Kind(lambda before, after, p: before * (p - 1) // p, lambda p: p - 1),
 }

@@ -2,21 +2,26 @@
 
 `S->R` all-gather, `P->R` all-reduce, `P->S` reduce-scatter, `S(i)->S(j)` all-to-all; `R->S` and `R->P` move nothing.
 Axes that shard the same dim nest, left first, so only the innermost of them may change: (S(0), S(0)) becomes
-(R, S(0)) by gathering the right axis, then the left one, then slicing.
+(R, S(0)) by gathering the right axis, then the left one, then slicing; or, where that moves fewer bytes, by an
+all-to-all out of the way, a gather, and an all-to-all back.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from meshloom.collectives import KINDS, Collective, price
 from meshloom.errors import PlacementError
 from meshloom.fabric import Machine
-from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, reduce_together, spell
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, spell
 
 _Placements = tuple[Placement, ...]
+_Tree = tuple[dict[_Placements, tuple[float, int]], dict[_Placements, tuple[_Placements, Collective | None]]]
+WHOLE = 64  # placements of a tensor up to which all of them are searched; beyond, those between source and target
 
 
 @lru_cache(maxsize=65536)
@@ -29,29 +34,55 @@ def route(source: Topology, target: _Placements, machine: Machine) -> tuple[tupl
     >>> [str(step) for step in route(t, (Replicate(),), VIRTUAL)[0]]
     ['all_gather over tp of 4: 96 B']
     """
-    start = source.placements
-    best: dict[_Placements, tuple[float, int]] = {start: (0.0, 0)}
+    # what becomes partial does so at the end and for nothing, so R is where the path has to lead
+    stop = tuple(
+        Replicate() if isinstance(wanted, Partial) and wanted != now else wanted
+        for now, wanted in zip(source.placements, target, strict=True)
+    )
+    if stop == source.placements:
+        return (), 0.0
+    if (2 + source.ndim) ** source.mesh.ndim <= WHOLE:
+        best, came = _everywhere(source, machine)
+    else:
+        best, came = _search(source, tuple(tuple(dict.fromkeys((each, Replicate()))) for each in stop), machine)
+    if stop not in best:
+        raise PlacementError(f"there is no way from {spell(source.placements)} to {spell(target)}", tensor=source)
+    return tuple(_walk(came, stop)), best[stop][0]
+
+
+@lru_cache(maxsize=4096)
+def _everywhere(source: Topology, machine: Machine) -> _Tree:
+    """The shortest paths to all placements: a detour over any sharding may be cheaper than the straight way."""
+    options: tuple[Placement, ...] = (Replicate(), *(Shard(dim) for dim in range(source.ndim)))
+    return _search(source, (options,) * source.mesh.ndim, machine)
+
+
+def _search(source: Topology, options: Sequence[tuple[Placement, ...]], machine: Machine) -> _Tree:
+    """The shortest paths over the placements that each axis may take; of equal ones that with the fewest steps."""
+    best: dict[_Placements, tuple[float, int]] = {source.placements: (0.0, 0)}
     came: dict[_Placements, tuple[_Placements, Collective | None]] = {}
-    queue: list[tuple[float, int, int, _Placements]] = [(0.0, 0, 0, start)]
-    pushed = 0
+    order = itertools.count(1)
+    queue: list[tuple[float, int, int, _Placements]] = [(0.0, 0, 0, source.placements)]
     while queue:
         cost, steps, _, here = heapq.heappop(queue)
-        if here == target:
-            return tuple(_walk(came, here)), cost
-        if (cost, steps) > best[here]:
+        if (cost, steps) != best[here]:
             continue
-        for axis, placement in _changes(here, target):
+        before = source.with_placements(here)
+        for axis, placement in _changes(here, options):
             there = here[:axis] + (placement,) + here[axis + 1 :]
-            if not reduce_together(there):
-                continue
-            edge = collective(source.with_placements(here), source.with_placements(there), axis)
+            edge = collective(before, source.with_placements(there), axis)
             reached = (cost + (price(edge, machine) if edge else 0.0), steps + 1)
-            if there not in best or reached < best[there]:
+            if there not in best or _is_better(reached, best[there]):
                 best[there] = reached
                 came[there] = (here, edge)
-                pushed += 1
-                heapq.heappush(queue, (*reached, pushed, there))
-    raise PlacementError(f"there is no way from {spell(start)} to {spell(target)}", tensor=source)
+                heapq.heappush(queue, (*reached, next(order), there))
+    return best, came
+
+
+def _is_better(one: tuple[float, int], other: tuple[float, int]) -> bool:
+    if math.isclose(one[0], other[0]):
+        return one[1] < other[1]
+    return one < other
 
 
 def moves(source: Topology, target: Topology, machine: Machine) -> tuple[Collective, ...]:
@@ -68,10 +99,10 @@ def _walk(came: dict[_Placements, tuple[_Placements, Collective | None]], here: 
     return steps[::-1]
 
 
-def _changes(here: _Placements, target: _Placements) -> Iterator[tuple[int, Placement]]:
-    """The single-axis changes that may lead to the target: to what it wants, or to R on the way."""
-    for axis, (now, wanted) in enumerate(zip(here, target, strict=True)):
-        for placement in dict.fromkeys((wanted, Replicate())):
+def _changes(here: _Placements, options: Sequence[tuple[Placement, ...]]) -> Iterator[tuple[int, Placement]]:
+    """The changes of a single axis that are one collective, or none."""
+    for axis, (now, open_to) in enumerate(zip(here, options, strict=True)):
+        for placement in open_to:
             if placement != now and _is_edge(now, placement) and _may_change(here, axis, placement):
                 yield axis, placement
 
