@@ -1,0 +1,282 @@
+"""The public surface is a list; every op of the table is reached by method, operator, loom.*, torch.* and F.* alike."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshloom as loom
+from meshloom import Mesh
+from meshloom.ops import ALIASES, OPS
+from meshloom.planner import Plan
+from meshloom.runtime import Log
+
+NAMES = """
+ArgumentError BoundsError CommunicationError CommunicationWarning DTypeError Explanation Gradient GradientError Machine
+Mesh MeshError MeshloomError NotationError Parameter Partial Placement PlacementError Replicate ShapeError Shard Tensor
+Topology UnsupportedError ViewError arange choose communication communication_table current_mesh distribute draw
+draw_mesh dropout empty_like explain from_local full full_like ones ones_like open_mesh parse rand rand_like randn
+randn_like record use_machine with_output zeros zeros_like
+""".split()
+
+OP_NAMES = """
+abs absolute add addcdiv addcmul all amax amin any argmax argmin bitwise_and bitwise_not bitwise_or bitwise_xor bmm cat
+ceil chunk clamp clip clone concat concatenate cos cross_entropy div divide dot einsum embedding eq erf exp expand expm1
+flatten floor floor_divide fmod ge gelu getitem greater greater_equal gt isfinite isinf isnan layer_norm le lerp less
+less_equal linear log log1p log_softmax logical_and logical_not logical_or logical_xor lt masked_fill matmul max maximum
+mean min minimum mm mul multiply mv narrow ne neg negative not_equal permute pow prod reciprocal relu remainder reshape
+round rsqrt scaled_dot_product_attention sigmoid sign silu sin softmax special_expit split sqrt square squeeze stack sub
+subtract sum swapaxes swapdims tanh to transpose true_divide unsqueeze var view where
+""".split()
+
+# Ops of the table without a public name: max and min are reached by their own names, which sort out the overloads.
+NO_FUNCTION = {"max_dim", "min_dim"}
+# Ops without a method, as in torch: indexing is x[...], einsum starts with its equation.
+NO_METHOD = {"getitem", "einsum"}
+
+
+def test_the_public_names_are_these():
+    assert sorted(loom.__all__) == sorted([*NAMES, *OP_NAMES])
+    assert len(set(loom.__all__)) == len(loom.__all__)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OP_NAMES])
+def test_every_public_name_resolves_and_is_documented(name):
+    found = getattr(loom, name)
+    assert name in dir(loom)
+    assert name == "Placement" or (found.__doc__ and found.__doc__.strip())
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'meshloom' has no attribute 'matmull'"):
+        loom.matmull  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_method'"):
+        loom.ones(2, mesh=Mesh(d=2)).no_such_method  # noqa: B018
+
+
+def test_the_version_is_the_packages():
+    from importlib.metadata import version
+
+    assert loom.__version__ == version("meshloom")
+
+
+def test_every_op_of_the_table_is_a_function_and_a_method():
+    assert {name for name in OPS if name not in loom.__all__} == NO_FUNCTION
+    assert {name for name in OPS if name not in vars(loom.Tensor)} == NO_METHOD
+
+
+def test_every_alias_leads_to_an_op_of_the_table():
+    assert set(ALIASES.values()) <= set(OPS)
+    assert not set(ALIASES) & set(OPS)
+
+
+# one table, many ways
+
+
+MESH = Mesh(dp=2, tp=3)
+
+
+def put(placements: str, *shape: int) -> loom.Tensor:
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).abs() + 0.5
+    return loom.distribute(dense, MESH, placements)
+
+
+def x() -> loom.Tensor:
+    return put("S(0), R", 6, 4)
+
+
+def y() -> loom.Tensor:
+    return put("R, S(1)", 6, 4)
+
+
+def integers() -> loom.Tensor:
+    return loom.distribute(torch.arange(24).view(6, 4), MESH, "S(0), R")
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def given(*args: Any, **kwargs: Any) -> Arguments:
+    return args, kwargs
+
+
+UNARY = (
+    "abs ceil clone cos erf exp expm1 floor gelu isfinite isinf isnan log log1p logical_not neg reciprocal relu round "
+    "rsqrt sigmoid sign silu sin sqrt square tanh"
+).split()
+BINARY = (
+    "add sub mul div floor_divide remainder fmod pow maximum minimum eq ne lt le gt ge logical_and logical_or "
+    "logical_xor"
+).split()
+SAMPLES: dict[str, Callable[[], Arguments]] = {
+    **{name: lambda: given(x()) for name in UNARY},
+    **{name: lambda: given(x(), y()) for name in BINARY},
+    **{name: lambda: given(integers(), 3) for name in ("bitwise_and", "bitwise_or", "bitwise_xor")},
+    "bitwise_not": lambda: given(integers()),
+    "lerp": lambda: given(x(), y(), 0.5),
+    "addcmul": lambda: given(x(), y(), y()),
+    "addcdiv": lambda: given(x(), y(), y()),
+    "where": lambda: given(x() > 1, x(), y()),
+    "masked_fill": lambda: given(x(), x() > 1, 0.0),
+    "clamp": lambda: given(x(), 0.5, 1.0),
+    "to": lambda: given(x(), torch.float64),
+    "matmul": lambda: given(x(), put("S(0), R", 4, 5)),
+    "mm": lambda: given(x(), put("S(0), R", 4, 5)),
+    "bmm": lambda: given(put("S(0), R", 2, 3, 4), put("S(0), S(1)", 2, 4, 3)),
+    "mv": lambda: given(x(), put("S(0), R", 4)),
+    "dot": lambda: given(put("S(0), R", 4), put("S(0), R", 4)),
+    "linear": lambda: given(x(), put("R, S(0)", 5, 4)),
+    "einsum": lambda: given("ij,kj->ik", x(), y()),
+    **{name: lambda: given(x(), 0) for name in ("sum", "mean", "amax", "amin", "prod", "any", "all", "var", "argmax")},
+    "argmin": lambda: given(x(), 0),
+    "max_dim": lambda: given(x(), 0),
+    "min_dim": lambda: given(x(), 0),
+    "softmax": lambda: given(x(), 0),
+    "log_softmax": lambda: given(x(), 0),
+    "layer_norm": lambda: given(x(), (4,)),
+    "cross_entropy": lambda: given(x(), torch.tensor([0, 1, 2, 3, 0, 1])),
+    "embedding": lambda: given(torch.tensor([5, 0]), x()),
+    "scaled_dot_product_attention": lambda: given(*(put("S(0), R", 2, 3, 4) for _ in range(3))),
+    "reshape": lambda: given(x(), (12, 2)),
+    "view": lambda: given(x(), 12, 2),
+    "flatten": lambda: given(x()),
+    "squeeze": lambda: given(put("S(0), R", 6, 1), 1),
+    "unsqueeze": lambda: given(x(), 0),
+    "permute": lambda: given(x(), (1, 0)),
+    "transpose": lambda: given(x(), 0, 1),
+    "expand": lambda: given(x(), 2, 6, 4),
+    "narrow": lambda: given(x(), 0, 1, 3),
+    "getitem": lambda: given(x(), slice(1, 3)),
+    "split": lambda: given(x(), 2),
+    "chunk": lambda: given(x(), 2),
+    "cat": lambda: given([x(), y()]),
+    "stack": lambda: given([x(), y()]),
+}
+
+
+def ways(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every spelling of an op: as a function of loom, torch and F, and as a method."""
+    public = {"max_dim": "max", "min_dim": "min"}.get(name, name)
+    if public in loom.__all__:
+        yield f"loom.{public}", getattr(loom, public)
+    if name == "getitem":
+        yield "x[...]", operator.getitem
+    elif name not in NO_METHOD and name not in ("embedding", "cat", "stack", "where", "cross_entropy"):
+        yield f"x.{public}", lambda first, *args, **kwargs: getattr(first, public)(*args, **kwargs)
+    elif name == "where":
+        yield "x.where", lambda condition, first, other: first.where(condition, other)
+    odd = ("embedding", "layer_norm")  # torch.embedding and torch.layer_norm take other arguments
+    if hasattr(torch, public) and public not in odd:
+        yield f"torch.{public}", getattr(torch, public)
+    if hasattr(F, public):
+        yield f"F.{public}", getattr(F, public)
+
+
+def told(log: Log) -> list[Any]:
+    """What a record says of calls: the op, its operands, what came out, and the events."""
+    plans = [
+        (p.call.op, [str(t) for t in p.call.operands], [str(row) for row in p.rows], [str(t) for t in p.outs])
+        for p, _ in log.calls
+        if isinstance(p, Plan)
+    ]
+    return [plans, [(event.collective, event.call, event.phase) for event in log], dict(log.fallbacks)]
+
+
+def run(function: Callable[..., Any], name: str) -> list[Any]:
+    args, kwargs = SAMPLES[name]()
+    with loom.record() as log:
+        function(*args, **kwargs)
+    return told(log)
+
+
+def test_there_is_a_sample_for_every_op():
+    assert set(SAMPLES) == set(OPS)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_way_to_an_op_gives_the_same_record(name):
+    records = {way: run(function, name) for way, function in ways(name)}
+    assert len(records) >= 2, "only one way was found"
+    first = next(iter(records.values()))
+    plans, _, fallbacks = first
+    assert [op for op, *_ in plans] == [name] and fallbacks == {}
+    for way, record in records.items():
+        assert record == first, way
+
+
+@pytest.mark.parametrize("alias", [alias for alias in ALIASES if not alias.startswith("_")])
+def test_an_alias_gives_the_record_of_its_op(alias):
+    name = ALIASES[alias]
+    expected = run(getattr(loom, name), name)
+    assert run(getattr(loom, alias), name) == expected
+    for place in (torch, torch.special):
+        function = getattr(place, alias.removeprefix("special_"), None)
+        if function is not None:
+            assert run(function, name) == expected
+
+
+OPERATORS = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floor_divide": operator.floordiv,
+    "remainder": operator.mod,
+    "pow": operator.pow,
+    "matmul": operator.matmul,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "bitwise_not": operator.invert,
+    "neg": operator.neg,
+    "abs": operator.abs,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_gives_the_record_of_its_op(name):
+    assert run(OPERATORS[name], name) == run(getattr(loom, name), name)
+
+
+@pytest.mark.parametrize("symbol", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"])
+def test_an_operator_works_with_a_number_or_a_plain_tensor_on_either_side(symbol):
+    act = getattr(operator, symbol)
+    tensor = x()
+    dense = tensor.to_torch()
+    for other in (2, 2.5, True, torch.tensor(1.5), torch.full((4,), 2.0), dense.numpy()):
+        plain = torch.as_tensor(other) if not isinstance(other, (int, float)) else other
+        if isinstance(other, bool) and symbol == "sub":
+            continue  # torch refuses a bool in a subtraction
+        check_same(act(tensor, other), act(dense, plain))
+        if not hasattr(other, "__array_interface__"):
+            check_same(act(other, tensor), act(plain, dense))
+
+
+def check_same(found: loom.Tensor, expected: torch.Tensor) -> None:
+    assert isinstance(found, loom.Tensor) and found.dtype == expected.dtype
+    torch.testing.assert_close(found.to_torch(), expected)
+
+
+@pytest.mark.parametrize("symbol", ["iadd", "isub", "imul", "itruediv", "ipow", "imod", "ifloordiv"])
+def test_an_in_place_operator_changes_its_target(symbol):
+    tensor = x()
+    dense = tensor.to_torch()
+    assert getattr(operator, symbol)(tensor, 2.0) is tensor
+    torch.testing.assert_close(tensor.to_torch(), getattr(operator, symbol)(dense, 2.0))
+
+
+def test_a_stranger_on_the_other_side_is_a_type_error():
+    with pytest.raises(TypeError):
+        x() + "text"  # type: ignore[operator]
+    assert x().__add__("text") is NotImplemented
