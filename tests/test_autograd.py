@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,16 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import meshloom as loom
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small run several times faster on one thread, the more so on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 # mesh, placements of a (6, 5) tensor
 LAYOUTS = [
@@ -508,3 +518,17 @@ def test_function_transforms_are_refused_in_words(name: str, kind: str) -> None:
             "  fix  use backward() or torch.autograd.grad for gradients; shard a batch dim instead of vmap"
         )
     assert (x * 2).sum().item() == 60
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
+def test_a_compiled_function_gives_the_same_values_and_gradients() -> None:
+    mesh = loom.open_mesh((4,))
+    results = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
+        p, x = loom.Parameter(drawn((5, 5)), mesh, "S(0)"), loom.distribute(drawn(), mesh, "S(1)").requires_grad_()
+        loss = wrap(lambda a, w: (a @ w).tanh().pow(2).sum())(x, p)
+        loss.backward()
+        results.append([loss.detach().to_torch(), x.grad.to_torch(), p.grad.to_torch()])
+    for compiled, plain in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain)
