@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from samples import Case, Draw, Operand
 
 import meshloom as loom
 from meshloom import Mesh, Partial, Placement, Replicate, Shard, Tensor, Topology
 from meshloom.engines.layout import mask_of, move, short_name
+from samples import Case, Draw, Operand
 
 MESHES = (
     (1,), (2,), (3,), (4,), (5,), (8,), (16,), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (2, 4), (4, 4), (2, 2, 2),
@@ -55,7 +55,9 @@ def partial_ops(dtype: torch.dtype) -> tuple[str, ...]:
     return ("sum", "mean", "max", "min", "prod") if dtype.is_floating_point else ("sum", "max", "min", "prod")
 
 
-def draw_placements(d: Draw, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, partial: bool) -> tuple[Placement, ...]:
+def draw_placements(
+    d: Draw, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, partial: bool
+) -> tuple[Placement, ...]:
     op = d.pick(partial_ops(dtype))
     found: list[Placement] = []
     for _ in range(mesh.ndim):
@@ -106,7 +108,13 @@ def check_close(ours: torch.Tensor, dense: torch.Tensor, what: str) -> None:
     rtol, atol = TOLERANCE.get(dense.dtype, (0, 0))
     scale = max(1.0, float(dense.detach().abs().nan_to_num(0, 0, 0).max()) if dense.numel() and rtol else 1.0)
     torch.testing.assert_close(
-        ours, dense, rtol=rtol, atol=atol * scale, equal_nan=True, check_stride=False, msg=lambda text: f"{what}: {text}"
+        ours,
+        dense,
+        rtol=rtol,
+        atol=atol * scale,
+        equal_nan=True,
+        check_stride=False,
+        msg=lambda text: f"{what}: {text}",
     )
 
 
@@ -116,6 +124,14 @@ def check_padding(tensor: Tensor, what: str) -> None:
     if mask is not None:
         outside = tensor._data.detach().masked_fill(mask, 0)
         assert not outside.any() and not outside.isnan().any(), f"{what}: padding is not zero in {tensor.topology}"
+
+
+def check_raw_gradient(leaf: Tensor, what: str) -> None:
+    """Before it is read, a gradient may hold numbers in its padding, but neither nan nor inf: they would spread."""
+    mask = mask_of(leaf.topology, leaf._data.device)
+    if mask is not None and leaf._data.grad is not None:
+        outside = leaf._data.grad.masked_fill(mask, 0)
+        assert outside.isfinite().all(), f"{what}: padding of the gradient is not finite"
 
 
 def check_result(ours: Any, dense: torch.Tensor, what: str) -> None:
@@ -189,6 +205,7 @@ def check_gradients(d: Draw, made: list[Made], ours: tuple[Any, ...], dense: tup
             mine.backward(seed, retain_graph=True)
     for number, each in enumerate(made):
         if each.differentiable and each.dense.grad is not None:
+            check_raw_gradient(each.leaf, f"{what}: gradient of {number}")
             found = each.leaf.grad
             assert found is not None, f"{what}: operand {number} has no gradient"
             assert found.placements == each.leaf.placements, f"{what}: gradient of {number} is {found.topology}"

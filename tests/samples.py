@@ -143,7 +143,7 @@ def clamp(d: Draw) -> Case:
 
 def cast(d: Draw) -> Case:
     dtype = d.pick((torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64, torch.int32))
-    return Case((Operand(d.shape(), d.pick(ALL)),), lambda x: x.to(dtype))
+    return Case((Operand(d.shape(), d.pick(ALL)),), lambda x: x.to(dtype, copy=True))
 
 
 def matmul(d: Draw) -> Case:

@@ -10,10 +10,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import check_case
-from samples import SAMPLES, Draw
 
 from meshloom.ops import OPS
+from oracle import check_case
+from samples import SAMPLES, Draw
 
 CASES = int(os.environ.get("MESHLOOM_CASES", "0"))
 PER_OP = CASES or 125
