@@ -492,6 +492,7 @@ def _known_functions() -> dict[Any, str]:
     # torch's names that mean something else than ours, or take their arguments in another order
     for odd in (torch.embedding, torch.layer_norm, torch.Tensor.where, torch.dropout, torch.relu_):
         found.pop(odd, None)
+    found[torch.special.expit] = "special_expit"
     found[torch.Tensor.where] = "_method_where"
     found[torch.autograd.grad] = "_autograd_grad"
     found[torch.autograd.backward] = "_autograd_backward"
