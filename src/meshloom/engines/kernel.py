@@ -21,10 +21,6 @@ from meshloom.planner import Plan
 Step = Callable[[torch.Tensor], torch.Tensor]
 Function = Callable[..., Any]
 
-# Ops whose time grows with their padding: they run without it. 16 rows over 128 devices are stored as 128, and would
-# cost a matmul 7x; taking rows off is a view, and putting zeros back is no dearer than masking the result.
-_TRIMMED = frozenset({"matmul", "mm", "bmm", "mv", "linear", "einsum"})
-
 
 class Kernel:
     """What a plan does to arrays: `prepare` each operand, run the function, `finish` each result."""
@@ -34,7 +30,7 @@ class Kernel:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.leads = _leads(plan)
-        self.trimmed = plan.call.op in _TRIMMED and not self.leads
+        self.trimmed = find(plan.call.op).at_zero == "trimmed" and not self.leads
         self.ins = tuple(_folded(topology, self.leads) for topology in plan.ins)
         shapes = tuple(raw.stored_shape[len(raw.partial_axes) :] for raw in plan.raw)
         self.local = Local(plan.call, self.ins, shapes)

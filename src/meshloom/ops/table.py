@@ -83,14 +83,14 @@ OPS: dict[str, Op] = table(
     Op("round", pointwise()),
     Op("to", pointwise(), "input, dtype"),
     Op("clone", pointwise("P(sum) -> P(sum)", "P(max) -> P(max)", "P(min) -> P(min)")),
-    # contractions: a padded row times inf is nan, so the result is masked
-    Op("matmul", labels(special.matmul_spec, "input", "other"), "input, other", "finite"),
-    Op("mm", labels("mk, kn -> mn", "input", "mat2"), "input, mat2", "finite"),
-    Op("bmm", labels("bmk, bkn -> bmn", "input", "mat2"), "input, mat2", "finite"),
-    Op("mv", labels("mk, k -> m", "input", "vec"), "input, vec", "finite"),
+    # contractions
+    Op("matmul", labels(special.matmul_spec, "input", "other"), "input, other", "trimmed"),
+    Op("mm", labels("mk, kn -> mn", "input", "mat2"), "input, mat2", "trimmed"),
+    Op("bmm", labels("bmk, bkn -> bmn", "input", "mat2"), "input, mat2", "trimmed"),
+    Op("mv", labels("mk, k -> m", "input", "vec"), "input, vec", "trimmed"),
     Op("dot", labels("k, k -> ", "input", "tensor"), "input, tensor"),
-    Op("linear", labels("...k, nk -> ...n", "input", "weight", bias="bias"), "input, weight, bias=None", "finite"),
-    Op("einsum", special.einsum, "equation, *operands", "finite"),
+    Op("linear", labels("...k, nk -> ...n", "input", "weight", bias="bias"), "input, weight, bias=None", "trimmed"),
+    Op("einsum", special.einsum, "equation, *operands", "trimmed"),
     # reductions: a sharded dim gives a partial result
     Op("sum", reduction("sum", "P(sum) -> P(sum)"), _SCAN + ", *, dtype=None", result="accumulate"),
     Op("mean", reduction("mean", "P(sum) -> P(sum)"), _SCAN + ", *, dtype=None"),  # sum / global count

@@ -3,8 +3,8 @@
 The price of a choice is what it takes to bring the operands there, the statistics communicated inside, the compute,
 and what it takes to bring the result to the placements that the caller asked for. Two rules keep it predictable:
 
-- Where the operands already line up with a row, the reduction that the row leaves belongs to the op itself and is not
-  held against it: S(k) x S(k) is reduced, not gathered.
+- Where the operands already line up with a row, what the op communicates by itself (the reduction that the row leaves,
+  the statistics inside) is not held against it: S(k) x S(k) is reduced, not gathered.
 - A replicated operand is not sharded for its own sake: a row that shards nothing which was sharded before is only
   considered on an axis for which the caller asked for a sharded or partial result.
 
@@ -166,7 +166,7 @@ def _search(
     for rows in itertools.product(*candidates):
         if not _is_possible(call, rows, choices.shapes):
             continue
-        cost = _cost(call, choices, rows, wanted, machine)
+        cost = _held_against(call, choices, rows, wanted, machine)
         if best is None or cost < best[0] * (1 - 1e-9):
             best = (cost, rows)
     if best is None:
@@ -174,7 +174,7 @@ def _search(
             f"no row of {call.op} holds for these operands",
             fix="the rows that were chosen need shards that divide the dim: choose others or leave the choice open",
         )
-    return best[1], best[0]
+    return best[1], _cost(call, choices, best[1], wanted, machine)
 
 
 def _axis_by_axis(
@@ -188,7 +188,7 @@ def _axis_by_axis(
         for row in rows:
             combination = tuple(row if other == axis else none for other in range(len(candidates)))
             if _is_possible(call, combination, choices.shapes):
-                prices.append((_cost(call, choices, combination, wanted, machine), row))
+                prices.append((_held_against(call, choices, combination, wanted, machine), row))
         best = min(prices, key=lambda pair: pair[0])[1]
         kept.append((best, none) if best is not none and none in rows else (best,))
     return kept
@@ -222,18 +222,27 @@ def _lines_up(row: Row, call: Call, axis: int) -> bool:
 
 
 def _cost(call: Call, choices: Choices, rows: tuple[Row, ...], wanted: Request, machine: Machine) -> float:
+    """The price of a choice in seconds, with all that it communicates."""
+    return _price(call, choices, rows, wanted, machine, frozenset())
+
+
+def _held_against(call: Call, choices: Choices, rows: tuple[Row, ...], wanted: Request, machine: Machine) -> float:
+    """The price by which a choice is compared: without what the op itself causes on axes where its operands line up."""
+    own = (axis for axis, row in enumerate(rows) if wanted[axis] is None and _lines_up(row, call, axis))
+    return _price(call, choices, rows, wanted, machine, frozenset(own))
+
+
+def _price(
+    call: Call, choices: Choices, rows: tuple[Row, ...], wanted: Request, machine: Machine, free: frozenset[int]
+) -> float:
     ins = _moved(call, rows)
     cost = sum(route(src, dst.placements, machine)[1] for src, dst in zip(call.operands, ins, strict=True))
     for axis, row in enumerate(rows):
-        if ins and ins[0].mesh.shape[axis] > 1:
+        if axis not in free and ins[0].mesh.shape[axis] > 1:
             cost += sum(price(_statistic(ins, axis, inner), machine) for inner in row.inner)
     for raw in _raw(call, choices, rows, None):
-        settled = raw.placements
-        for axis, row in enumerate(rows):
-            if wanted[axis] is None and _lines_up(row, call, axis):
-                settled = settled[:axis] + (_settle(settled[axis], None),) + settled[axis + 1 :]
-        counted = raw.with_placements(settled)
-        cost += route(counted, _settled(counted.placements, wanted), machine)[1]
+        start = tuple(_settle(each, None) if axis in free else each for axis, each in enumerate(raw.placements))
+        cost += route(raw.with_placements(start), _settled(start, wanted), machine)[1]
     return cost + _compute(call, choices, rows, machine)
 
 
@@ -341,10 +350,11 @@ def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, n
         why = "operands already line up" if _lines_up(row, call, axis) else "cheapest"
         return Considered(name, row, cost, True, why)
     if not _is_called_for(row, now) and decided.request[axis] in (None, Replicate()):
-        return Considered(name, row, cost, False, "would shard what is replicated; ask with output=")
-    if cost < decided.cost * (1 - 1e-9):
+        return Considered(name, row, cost, False, "no operand is placed so; ask with output=")
+    taken, this = (_held_against(call, choices, each, decided.request, decided.machine) for each in (rows, combination))
+    if this < taken * (1 - 1e-9):
         return Considered(name, row, cost, False, "cheaper, but another row was chosen")
-    return Considered(name, row, cost, False, "dearer" if cost > decided.cost else "as dear, stands later")
+    return Considered(name, row, cost, False, "dearer" if this > taken else "as dear, stands later")
 
 
 def retyped(decided: Plan, dtypes: Sequence[str]) -> Plan:

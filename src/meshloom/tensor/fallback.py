@@ -126,6 +126,7 @@ class Gathered:
                 return giver
         if any(result is each for each in self.plain):
             return result
+        refuse_transforms(result)
         if self.mesh is None or result.layout is not torch.strided:
             return result
         source = Topology(self.mesh, (Replicate(),) * self.mesh.ndim, tuple(result.shape), short_name(result.dtype))

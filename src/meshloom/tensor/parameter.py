@@ -49,8 +49,6 @@ class Mirror(torch.Tensor):
         if function not in KNOWN and getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise transforms_refused()
         return on_torch(function, args, kwargs or {})
 
     @classmethod
@@ -67,6 +65,11 @@ class Mirror(torch.Tensor):
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The global shape."""
         return self._loom.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype; a module that is cast changes it."""
+        return self._loom.dtype
 
     @property
     def grad(self) -> Any:

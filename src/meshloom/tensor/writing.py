@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import DTypeError, ShapeError, ViewError
+from meshloom.ops import OPS
 from meshloom.ops.shapes import bounds, out_of_bounds, spelled_index
 from meshloom.placement import Topology
 from meshloom.runtime import state
@@ -43,6 +44,8 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     """The pointwise op `name` of the table, in place."""
     tensor = shadowed(target)
     check_writable(target)
+    if OPS[name].result == "bool" and tensor.topology.partial_axes:  # a truth value cannot be P(sum)
+        return assign(target, call(name, (tensor, *args), kwargs, tensor.topology.reduced.placements), f"{name}_")
     found = Resolved(name, (tensor, *args), kwargs, tensor.placements, mark="in place")
     if found.entry.plan.outs[0].shape != tensor.topology.shape:
         raise ShapeError(
@@ -50,7 +53,11 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
             target=tensor.topology,
             fix=f"use {name} without the underscore",
         )
-    if state.watching or not _is_direct(found) or _saves_its_result(found):
+    tracked = torch.is_grad_enabled() and any(each._data.requires_grad for each in found.tensors)
+    # masking the padding afterwards would spoil what `sigmoid_` and the like keep of their result for backward
+    if state.watching or not _is_direct(found) or (tracked and tensor.topology.padded):
+        if tracked:  # backward may need the value that is about to be overwritten
+            found.tensors[0] = Tensor(tensor.topology, tensor._data.clone())
         result = found.perform()
         if not torch.can_cast(result.dtype, tensor.dtype):
             raise DTypeError(f"{name}_ gives {result.topology.dtype}, which {tensor.topology.dtype} cannot hold")
@@ -84,12 +91,6 @@ def _is_direct(found: Resolved) -> bool:
         and hasattr(torch.Tensor, name)
         and found.op.name not in ("where", "clone")
     )
-
-
-def _saves_its_result(found: Resolved) -> bool:
-    """Whether masking the padding afterwards would spoil what `sigmoid_` and the like keep for backward."""
-    kept = torch.is_grad_enabled() and any(tensor._data.requires_grad for tensor in found.tensors)
-    return kept and found.entry.plan.outs[0].padded
 
 
 def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
