@@ -9,6 +9,7 @@ import torch
 import meshloom as loom
 from meshloom import Mesh, Partial, Placement, Replicate, Shard, Tensor, Topology
 from meshloom.engines.layout import mask_of, move, short_name
+from meshloom.placement import can_be_partial
 from samples import Case, Draw, Operand
 
 MESHES = (
@@ -148,20 +149,23 @@ def _listed(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-def draw_request(d: Draw, mesh: Mesh, results: tuple[torch.Tensor, ...]) -> dict[str, Placement] | None:
-    """Placements to ask of the result, sometimes."""
-    if d.number(0, 2) or len(results) != 1:
+def draw_request(d: Draw, made: list[Made], results: tuple[torch.Tensor, ...]) -> dict[str, Placement] | None:
+    """Placements to ask of the result, sometimes; partial ones rather where an operand is partial."""
+    if d.yes() or len(results) != 1:
         return None
-    shape, floating = tuple(results[0].shape), results[0].dtype.is_floating_point
+    mesh, shape = made[0].topology.mesh, tuple(results[0].shape)
+    given = [p.op for each in made for p in each.topology.placements if isinstance(p, Partial)]
+    partial = Partial(d.pick((*given, "sum")))
     asked: dict[str, Placement] = {}
-    for axis in mesh.axes:
-        kind = d.number(0, 4)
-        if kind == 0:
-            asked[axis] = Replicate()
+    for axis, name in enumerate(mesh.axes):
+        kind = d.number(0, 5)
+        carried = any(isinstance(each.topology.placements[axis], Partial) for each in made)
+        if kind >= (3 if carried else 5) and can_be_partial(partial, short_name(results[0].dtype)):
+            asked[name] = partial
+        elif kind == 0:
+            asked[name] = Replicate()
         elif kind == 1 and shape:
-            asked[axis] = Shard(d.number(0, len(shape) - 1))
-        elif kind == 2 and floating:
-            asked[axis] = Partial("sum")
+            asked[name] = Shard(d.number(0, len(shape) - 1))
     return asked or None
 
 
@@ -170,7 +174,7 @@ def check_case(d: Draw, case: Case) -> None:
     mesh = draw_mesh(d)
     made = [Made(d, mesh, operand, case.gradients) for operand in case.operands]
     dense = _listed(case.run(*(each.dense for each in made)))
-    request = draw_request(d, mesh, dense)
+    request = draw_request(d, made, dense)
     what = f"{[str(each.tensor.topology) for each in made]} asked {request}"
     if request is None:
         ours = _listed(case.run(*(each.tensor for each in made)))

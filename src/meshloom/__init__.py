@@ -6,6 +6,7 @@ Names that need torch load on first use, so that planning and drawing start in m
 
 from __future__ import annotations
 
+import builtins
 from importlib import import_module
 from typing import Any
 
@@ -71,7 +72,7 @@ __all__ = [
     "ViewError",
     "parse",
     *_LAZY,
-    *_OPS,
+    *(name for name in _OPS if not hasattr(builtins, name)),  # `import *` must not hide sum, any, max...
 ]
 
 
@@ -87,4 +88,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_OPS})

@@ -41,16 +41,14 @@ class Explanation:
         lines: list[str] = []
         for each, where in self.log.calls:
             lines += _describe(each, where) if isinstance(each, Plan) else [f"{each}  at {where}"]
-        moved = [event for event in self.events if event.phase == "backward" or event.call in _UNPLANNED]
+        planned = {(each.call.op, where) for each, where in self.log.calls if isinstance(each, Plan)}
+        moved = [e for e in self.events if e.phase == "backward" or (e.call, e.where) not in planned]
         if moved:
             lines += ["also:", *(f"  {event}" for event in moved)]
         if self.log.pending:
             lines += ["when .grad is read:", *(f"  {event}" for event in self.log.pending)]
         count = len(self.events)
         return "\n".join([*lines, f"{count} collective{'' if count == 1 else 's'}, {self.bytes} B per device"])
-
-
-_UNPLANNED = ("redistribute", "to_torch", "item", "copy_", "setitem", "fill_", "out=")
 
 
 def explain(program: Callable[[], Any]) -> Explanation:

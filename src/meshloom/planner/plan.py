@@ -1,10 +1,12 @@
 """The plan of one op call: a row of its rule for every mesh axis, chosen by price.
 
 The price of a choice is what it takes to bring the operands there, the statistics communicated inside, the compute,
-and what it takes to bring the result to the placements that the caller asked for. Two rules keep it predictable:
+and what it takes to bring the result to the placements that the caller asked for. Three rules keep it predictable:
 
 - Where the operands already line up with a row, what the op communicates by itself (the reduction that the row leaves,
   the statistics inside) is not held against it: S(k) x S(k) is reduced, not gathered.
+- A partial operand is reduced before the op, unless the caller asked for a partial result: sum(a) / 0 is inf, while
+  sum(a / 0) is nan.
 - A replicated operand is not sharded for its own sake: a row that shards nothing which was sharded before is only
   considered on an axis for which the caller asked for a sharded or partial result.
 
@@ -133,7 +135,12 @@ def _candidates(
     now = [topology.placements[axis] for topology in call.operands]
     open_ended = wanted is not None and not isinstance(wanted, Replicate)
     rows = (row for row in choices.rows if open_ended or _is_called_for(row, now))
-    return tuple(row for row in rows if _fits(row, call))
+    return tuple(row for row in rows if _fits(row, call) and (isinstance(wanted, Partial) or not _carries(row)))
+
+
+def _carries(row: Row) -> bool:
+    """Whether the row takes a partial operand and leaves a partial result."""
+    return any(isinstance(want, Partial) for want in row.ins) and not any(isinstance(p, Shard) for p in row.ins)
 
 
 def _fits(row: Row, call: Call) -> bool:
@@ -144,9 +151,7 @@ def _fits(row: Row, call: Call) -> bool:
 
 def _is_called_for(row: Row, now: Sequence[Placement]) -> bool:
     pairs = list(zip(row.ins, now, strict=True))
-    if any(isinstance(want, Partial) and isinstance(have, Partial) and want != have for want, have in pairs):
-        return False
-    return row.label == "none" or any(want == have and not isinstance(want, Replicate) for want, have in pairs)
+    return row.label == "none" or any(isinstance(want, Shard) and want == have for want, have in pairs)
 
 
 def _chosen_row(choices: Choices, label: str, axis: str) -> tuple[Row, ...]:
@@ -262,6 +267,9 @@ def _statistic(ins: Sequence[Topology], axis: int, inner: Inner) -> Collective:
     return Collective("all_reduce", topology.mesh.axes[axis], devices, size, topology.dtype, shape, inner.op)
 
 
+_NUMBERS: dict[type, str] = {bool: "bool", int: "i64", float: "f32", complex: "c64"}
+
+
 def result_dtype(call: Call) -> str:
     """The dtype that the plan prices results with; the engine has the last word."""
     if call.arguments.get("dtype") is not None:
@@ -269,10 +277,13 @@ def result_dtype(call: Call) -> str:
     kind = find(call.op).result
     if kind not in ("promote", "accumulate"):
         return kind
+    numbers = [_NUMBERS[type(leaf)] for leaf in call.leaves if type(leaf) in _NUMBERS]
     floating = [topology.dtype for topology in call.operands if is_floating(topology.dtype)]
+    if not floating:
+        floating = [dtype for dtype in numbers if is_floating(dtype)]
     if not floating and kind == "accumulate":
         return "i64"
-    return max(floating or [topology.dtype for topology in call.operands], key=itemsize)
+    return max(floating or [*numbers, *(topology.dtype for topology in call.operands)], key=itemsize)
 
 
 def _raw(call: Call, choices: Choices, rows: Sequence[Row], dtypes: Sequence[str] | None) -> tuple[Topology, ...]:

@@ -41,23 +41,27 @@ def route(source: Topology, target: _Placements, machine: Machine) -> tuple[tupl
     )
     if stop == source.placements:
         return (), 0.0
-    if (2 + source.ndim) ** source.mesh.ndim <= WHOLE:
-        best, came = _everywhere(source, machine)
-    else:
-        best, came = _search(source, tuple(tuple(dict.fromkeys((each, Replicate()))) for each in stop), machine)
+    best, came = _search(source, _options(source, stop), machine)
     if stop not in best:
         raise PlacementError(f"there is no way from {spell(source.placements)} to {spell(target)}", tensor=source)
     return tuple(_walk(came, stop)), best[stop][0]
 
 
+def _options(source: Topology, stop: _Placements) -> tuple[tuple[Placement, ...], ...]:
+    """What each axis may be on the way: anything on small meshes, since a detour over another sharding may be cheaper.
+
+    A replicated axis only becomes what the target wants: nothing is sharded for its own sake.
+    """
+    anything: tuple[Placement, ...] = (Replicate(), *(Shard(dim) for dim in range(source.ndim)))
+    small = len(anything) ** source.mesh.ndim <= WHOLE
+    return tuple(
+        anything if small and not isinstance(now, Replicate) else tuple(dict.fromkeys((wanted, Replicate())))
+        for now, wanted in zip(source.placements, stop, strict=True)
+    )
+
+
 @lru_cache(maxsize=4096)
-def _everywhere(source: Topology, machine: Machine) -> _Tree:
-    """The shortest paths to all placements: a detour over any sharding may be cheaper than the straight way."""
-    options: tuple[Placement, ...] = (Replicate(), *(Shard(dim) for dim in range(source.ndim)))
-    return _search(source, (options,) * source.mesh.ndim, machine)
-
-
-def _search(source: Topology, options: Sequence[tuple[Placement, ...]], machine: Machine) -> _Tree:
+def _search(source: Topology, options: tuple[tuple[Placement, ...], ...], machine: Machine) -> _Tree:
     """The shortest paths over the placements that each axis may take; of equal ones that with the fewest steps."""
     best: dict[_Placements, tuple[float, int]] = {source.placements: (0.0, 0)}
     came: dict[_Placements, tuple[_Placements, Collective | None]] = {}

@@ -60,11 +60,12 @@ def autocast_key() -> Any:
 class Reader:
     """Reads the arguments of one call: unwraps parameters, makes plain tensors replicated ones, builds the key."""
 
-    __slots__ = ("key", "mesh", "numbers", "tensors")
+    __slots__ = ("key", "mesh", "numbers", "plain", "tensors")
 
     def __init__(self, mesh: Mesh, numbers_matter: bool) -> None:
         self.mesh, self.numbers = mesh, numbers_matter
         self.tensors: list[Tensor] = []
+        self.plain: list[Tensor] = []
         self.key: list[Any] = []
 
     def read(self, value: Any) -> Any:
@@ -74,7 +75,10 @@ class Reader:
             if state.shadows is not None:
                 value = state.shadows.of(value)
         elif isinstance(value, torch.Tensor):
-            value = as_tensor(value, self.mesh)
+            made = as_tensor(value, self.mesh)
+            if made._data is value:
+                self.plain.append(made)
+            value = made
         elif kind in NUMBERS:
             self.key.append((kind, value) if self.numbers and value == value else kind)
             return value
@@ -152,6 +156,8 @@ class Resolved:
         self.args = tuple(reader.read(each) for each in args)
         self.kwargs = {key: reader.read(value) for key, value in kwargs.items()} if kwargs else kwargs
         self.tensors = reader.tensors
+        if reader.plain:
+            _follow_to_meta(reader.plain, reader.tensors)
         wanted = output if output is not None else state.output
         request = None if wanted is None else _request(wanted, mesh)
         key: tuple[Any, ...] = (name, *reader.key, *kwargs, mark, autocast_key())
@@ -209,6 +215,13 @@ class Resolved:
             return function(*positional, **named)
 
         return run
+
+
+def _follow_to_meta(plain: list[Tensor], tensors: list[Tensor]) -> None:
+    """A plain tensor beside one without data is taken for its shape only: a dry run may have plain operands."""
+    if any(tensor._data.is_meta for tensor in tensors):
+        for tensor in plain:
+            tensor._data = tensor._data.to("meta")
 
 
 def _number(op: str, key: str, value: Any) -> Any:

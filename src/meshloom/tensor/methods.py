@@ -102,7 +102,11 @@ def _attach() -> None:
     for dunder in (*reverse, *shift, *(f"__i{name}__" for name in inplace)):
         setattr(Tensor, dunder, _operator(dunder))
     for name in {*OPS, *ALIASES, *FRONTS, *(op + "_" for op in OPS if is_written(op + "_"))}:
-        if name not in binary and not name.startswith("_") and name not in ("getitem", "where", "einsum"):
+        if (
+            name not in binary
+            and not name.startswith("_")
+            and name not in ("getitem", "where", "einsum", "max_dim", "min_dim")
+        ):
             pointwise = name in OPS and OPS[name].signature is None
             setattr(Tensor, name, _unary(name) if pointwise else _method(name))
     for name, attribute in _OWN.items():
