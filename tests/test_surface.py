@@ -167,11 +167,11 @@ SAMPLES: dict[str, Callable[[], Arguments]] = {
 def ways(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every spelling of an op: as a function of loom, torch and F, and as a method."""
     public = {"max_dim": "max", "min_dim": "min"}.get(name, name)
-    if public in loom.__all__:
+    if public in {*loom.__all__, *AS_BUILTINS}:
         yield f"loom.{public}", getattr(loom, public)
     if name == "getitem":
         yield "x[...]", operator.getitem
-    elif name not in NO_METHOD and name not in ("embedding", "cat", "stack", "where", "cross_entropy"):
+    elif public not in NO_METHOD and name not in ("embedding", "cat", "stack", "where", "cross_entropy"):
         yield f"x.{public}", lambda first, *args, **kwargs: getattr(first, public)(*args, **kwargs)
     elif name == "where":
         yield "x.where", lambda condition, first, other: first.where(condition, other)

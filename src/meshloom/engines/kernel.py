@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 class Kernel:
     """What a plan does to arrays: `prepare` each operand, run the function, `finish` each result."""
 
-    __slots__ = ("finish", "ins", "leads", "local", "plan", "prepare", "presence", "simple", "trimmed")
+    __slots__ = ("bound", "finish", "ins", "leads", "local", "plan", "prepare", "presence", "simple", "trimmed")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -40,6 +40,7 @@ class Kernel:
         )
         self.finish = tuple(self._finish(i) for i in range(len(plan.raw)))
         self.simple = not self.leads and not any(self.prepare) and not any(self.finish)
+        self.bound = self._bound() if find(plan.call.op).signature is not None else None
 
     def _preparation(self, operand: int) -> Step | None:
         plan = self.plan
@@ -78,6 +79,8 @@ class Kernel:
 
     def run(self, datas: Sequence[torch.Tensor], function: Function) -> Any:
         """The results' stored arrays, from the operands' and the function on prepared arrays."""
+        if self.simple:
+            return function(*datas)
         ready = [data if step is None else step(data) for data, step in zip(datas, self.prepare, strict=True)]
         for presence in reversed(self.presence):
             function = torch.vmap(function, in_dims=presence)
@@ -87,12 +90,15 @@ class Kernel:
             return results if step is None else step(results)
         return tuple(r if step is None else step(r) for r, step in zip(results, self.finish, strict=True))
 
-    def bound(self) -> Function:
+    def _bound(self) -> Function:
         """The op's function with the call's own arguments, waiting for the arrays."""
-        function = function_of(self.plan.call.op)
-        arguments, local = self.plan.call.arguments, self.local
-        lead = (local,) if getattr(function, "is_aware", False) else ()
-        return lambda *datas: function(*lead, **_substitute(arguments, datas))
+        function, arguments = function_of(self.plan.call.op), self.plan.call.arguments
+        lead = (self.local,) if getattr(function, "is_aware", False) else ()
+        if any(isinstance(each, tuple) and _has_ref(each) for each in arguments.values()):
+            return lambda *datas: function(*lead, **_substitute(arguments, datas))
+        fixed = {name: each for name, each in arguments.items() if not isinstance(each, Ref)}
+        places = [(name, each.index) for name, each in arguments.items() if isinstance(each, Ref)]
+        return lambda *datas: function(*lead, **{name: datas[i] for name, i in places}, **fixed)
 
 
 def function_of(op: str) -> Function:
@@ -100,12 +106,16 @@ def function_of(op: str) -> Function:
     return FUNCTIONS[op]
 
 
+def _has_ref(values: tuple[Any, ...]) -> bool:
+    return any(isinstance(each, Ref) for each in values)
+
+
 def _substitute(arguments: dict[str, Any], datas: Sequence[torch.Tensor]) -> dict[str, Any]:
 
     def value(each: Any) -> Any:
         if isinstance(each, Ref):
             return datas[each.index]
-        if isinstance(each, tuple) and any(isinstance(part, Ref) for part in each):
+        if isinstance(each, tuple) and _has_ref(each):
             return tuple(value(part) for part in each)
         return each
 

@@ -7,7 +7,7 @@ where padding is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,13 @@ class Local:
     call: Call
     ins: tuple[Topology, ...]
     shapes: tuple[Shape, ...]
+    memo: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def once(self, name: str, work: Callable[[], Any]) -> Any:
+        """Work that depends on the call alone, done on its first run."""
+        if name not in self.memo:
+            self.memo[name] = work()
+        return self.memo[name]
 
     def count(self, dims: tuple[int, ...]) -> int:
         """The global number of elements along dims of the input."""
@@ -160,14 +167,18 @@ def _narrow(local: Local, input: torch.Tensor, dim: int, start: int, length: int
 
 @aware
 def _getitem(local: Local, input: torch.Tensor, index: Any) -> torch.Tensor:
-    shape = local.call.shape("input")
+    return input[local.once("index", lambda: _stored_index(local.call.shape("input"), index))]
+
+
+def _stored_index(shape: Shape, index: Any) -> tuple[Any, ...]:
+    """The index with whole dims taken whole, padding included."""
     spelled, dim = [], 0
     for each in spelled_index(index, len(shape)):
         if each is not None:
             each = slice(None) if is_whole(each, shape[dim]) else each
             dim += 1
         spelled.append(each)
-    return input[tuple(spelled)]
+    return tuple(spelled)
 
 
 @aware

@@ -100,7 +100,7 @@ class Tensor:
 
     def _masked_(self) -> None:
         """Set padding to zero again, in place."""
-        mask = mask_of(self.topology, self._data.device)
+        mask = mask_of(self.topology, self._data.device) if self.topology.padded else None
         if mask is not None:
             self._data.masked_fill_(~mask, 0)
 

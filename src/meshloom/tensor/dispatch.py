@@ -60,36 +60,49 @@ def autocast_key() -> Any:
 class Reader:
     """Reads the arguments of one call: unwraps parameters, makes plain tensors replicated ones, builds the key."""
 
-    __slots__ = ("key", "mesh", "numbers", "plain", "tensors")
+    __slots__ = ("_given", "_mesh", "key", "numbers", "plain", "shadows", "tensors")
 
-    def __init__(self, mesh: Mesh, numbers_matter: bool) -> None:
-        self.mesh, self.numbers = mesh, numbers_matter
+    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], numbers_matter: bool) -> None:
+        self._given = (name, args, kwargs)
+        self._mesh: Mesh | None = None
+        self.numbers = numbers_matter
+        self.shadows = state.shadows
         self.tensors: list[Tensor] = []
         self.plain: list[Tensor] = []
-        self.key: list[Any] = []
+        self.key: list[Any] = [name]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the first of our tensors."""
+        if self._mesh is None:
+            name, args, kwargs = self._given
+            self._mesh = find_mesh(args) or find_mesh(kwargs.values())
+            if self._mesh is None:
+                raise MeshError(f"{name} got no meshloom tensor", fix="put an operand on a mesh with loom.distribute")
+        return self._mesh
 
     def read(self, value: Any) -> Any:
         """The argument as dispatch uses it."""
         kind = value.__class__
         if kind is Tensor:
-            if state.shadows is not None:
-                value = state.shadows.of(value)
+            if self.shadows is not None:
+                value = self.shadows.of(value)
+        elif kind in NUMBERS:
+            self.key.append((kind, value) if self.numbers and value == value else kind)
+            return value
+        elif kind is tuple or kind is list:
+            self.key.append(len(value))
+            return tuple([self.read(each) for each in value])
         elif isinstance(value, torch.Tensor):
             made = as_tensor(value, self.mesh)
             if made._data is value:
                 self.plain.append(made)
             value = made
-        elif kind in NUMBERS:
-            self.key.append((kind, value) if self.numbers and value == value else kind)
-            return value
         elif isinstance(value, numpy.ndarray):
             value = as_tensor(torch.as_tensor(value), self.mesh)
-        elif isinstance(value, (tuple, list)):
-            self.key.append(len(value))
-            return tuple(self.read(each) for each in value)
         else:
             self.key.append(freeze(value))
-            return value
+            return tuple(value) if isinstance(value, tuple) else value
         self.tensors.append(value)
         self.key.append(value.topology)
         return value
@@ -141,31 +154,39 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any = N
 
 
 class Resolved:
-    """One call with its arguments read and its entry found or decided."""
+    """One call with its arguments read and its entry found or decided.
 
-    __slots__ = ("args", "entry", "key", "kwargs", "op", "tensors")
+    `kept` are the placements of the target that an in-place call writes to: its result has them whatever is asked.
+    """
 
-    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any, mark: Any = None) -> None:
+    __slots__ = ("args", "entry", "key", "known", "kwargs", "op", "request", "tensors")
+
+    def __init__(
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any, kept: tuple[Any, ...] | None = None
+    ) -> None:
         self.op = OPS[name]
-        mesh = find_mesh(args) or find_mesh(kwargs.values())
-        if mesh is None:
-            raise MeshError(f"{name} got no meshloom tensor", fix="put an operand on a mesh with loom.distribute")
-        reader = Reader(mesh, self.op.signature is not None)
-        if kwargs:
-            kwargs = {key: _number(name, key, value) for key, value in kwargs.items()}
-        self.args = tuple(reader.read(each) for each in args)
-        self.kwargs = {key: reader.read(value) for key, value in kwargs.items()} if kwargs else kwargs
+        reader = Reader(name, args, kwargs, self.op.signature is not None)
+        self.args = tuple([reader.read(each) for each in args])
+        self.kwargs = {k: reader.read(_number(name, k, value)) for k, value in kwargs.items()} if kwargs else kwargs
         self.tensors = reader.tensors
+        if not self.tensors:
+            reader.mesh  # noqa: B018  raises
         if reader.plain:
             _follow_to_meta(reader.plain, reader.tensors)
-        wanted = output if output is not None else state.output
-        request = None if wanted is None else _request(wanted, mesh)
-        key: tuple[Any, ...] = (name, *reader.key, *kwargs, mark, autocast_key())
-        if not state.plain or request is not None:
-            key = (*key, request, state.machine, freeze(tuple(sorted((state.chosen or {}).items()))))
-        self.key = key
-        entry = CACHE.get(key)
-        self.entry = entry if entry is not None else self._decide(request)
+        self.request = kept
+        key = reader.key
+        if kwargs:
+            key.extend(kwargs)
+        key += (kept is not None, autocast_key())
+        if output is not None or not state.plain:
+            wanted = output if output is not None else state.output
+            if kept is None and wanted is not None:
+                self.request = _request(wanted, reader.mesh)
+            key += (self.request, state.machine, freeze(tuple(sorted((state.chosen or {}).items()))))
+        self.key = tuple(key)
+        entry = CACHE.get(self.key)
+        self.known = entry is not None
+        self.entry = entry if entry is not None else self._decide(self.request)
 
     def _decide(self, request: Any) -> Entry:
         operands = tuple(tensor.topology for tensor in self.tensors)
@@ -184,8 +205,7 @@ class Resolved:
         """The wrapped result of the call."""
         datas = [tensor._data for tensor in self.tensors]
         function = self.function()
-        known = self.key in CACHE
-        watched = None
+        known, watched = self.known, None
         if state.watching:
             if state.policy is not None and not known:
                 self.entry = _typed(self.entry, _dry_run(self.entry.kernel, datas, function))
@@ -204,7 +224,9 @@ class Resolved:
     def function(self, replaced: Function | None = None) -> Function:
         """The function on prepared arrays: the engine's, or another with the same arguments."""
         if self.op.signature is not None:
-            return self.entry.kernel.bound()
+            bound = self.entry.kernel.bound
+            assert bound is not None
+            return bound
         function = replaced or function_of(self.op.name)
         args, kwargs = self.args, self.kwargs
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from meshloom.engines.kernel import function_of
 from meshloom.engines.layout import fill
 from meshloom.errors import ArgumentError, GradientError
 from meshloom.ops import ALIASES, OPS
@@ -29,14 +30,17 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
 
     def operator(self: Tensor, other: Any) -> Any:
         if other.__class__ is Tensor and state.plain and not _any_autocast():
-            entry = get((name, self.topology, other.topology, None, None))
+            entry = get((name, self.topology, other.topology, False, None))
             if entry is not None:
                 direct = entry.direct
                 if direct is not None:
                     return Tensor(entry.out, direct(self._data, other._data))
+                kernel = entry.kernel
+                function = kernel.bound if kernel.bound is not None else function_of(name)
+                return Tensor(entry.out, kernel.run((self._data, other._data), function))
         elif other.__class__ in _NUMBERS:
             if state.plain and not _any_autocast():
-                entry = get((name, self.topology, other.__class__, None, None))
+                entry = get((name, self.topology, other.__class__, False, None))
                 if entry is not None and entry.direct is not None:
                     return Tensor(entry.out, entry.direct(self._data, other))
         elif not isinstance(other, _OPERANDS):
@@ -76,7 +80,7 @@ def _unary(name: str) -> Callable[..., Any]:
 
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and state.plain and not _any_autocast():
-            entry = get((name, self.topology, None, None))
+            entry = get((name, self.topology, False, None))
             if entry is not None and entry.direct is not None:
                 return Tensor(entry.out, entry.direct(self._data))
         return invoke(name, (self, *args), kwargs)

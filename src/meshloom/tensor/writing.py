@@ -46,7 +46,7 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     check_writable(target)
     if OPS[name].result == "bool" and tensor.topology.partial_axes:  # a truth value cannot be P(sum)
         return assign(target, call(name, (tensor, *args), kwargs, tensor.topology.reduced.placements), f"{name}_")
-    found = Resolved(name, (tensor, *args), kwargs, tensor.placements, mark="in place")
+    found = Resolved(name, (tensor, *args), kwargs, None, kept=tensor.placements)
     if found.entry.plan.outs[0].shape != tensor.topology.shape:
         raise ShapeError(
             f"{name}_ would give shape {list(found.entry.plan.outs[0].shape)}, which does not fit into its target",
