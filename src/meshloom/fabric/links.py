@@ -1,0 +1,28 @@
+"""A fabric is the set of links between devices: which coordinates are joined, how far, how wide.
+
+Links are directed; an edge between neighbours is two of them. Nothing may be sent between coordinates that no link joins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshloom.mesh import Coordinate
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of an edge: seconds per message and bytes per second (of all its lanes together)."""
+
+    source: Coordinate
+    destination: Coordinate
+    latency: float
+    bandwidth: float
+
+    def time(self, size: int) -> float:
+        """Seconds for one message.
+
+        >>> Link((0,), (1,), 1e-6, 1e9).time(1000)
+        2e-06
+        """
+        return self.latency + size / self.bandwidth
