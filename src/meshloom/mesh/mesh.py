@@ -64,9 +64,7 @@ class Mesh:
         ids = tuple(device_ids) if device_ids is not None else tuple(range(math.prod(shape)))
         _check_ids(ids, tuple(shape))
         homes = None if physical is None else _homes(tuple(shape), tuple(physical))
-        mesh = cls.__new__(cls)
-        mesh._fill(names, tuple(shape), ids, homes)
-        return mesh
+        return _made(names, tuple(shape), ids, homes)
 
     def _fill(
         self, axes: tuple[str, ...], shape: tuple[int, ...], ids: tuple[int, ...], homes: tuple[Home, ...] | None
@@ -98,21 +96,20 @@ class Mesh:
         return self._hash
 
     def __repr__(self) -> str:
-        inside = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.shape, strict=True))
         if self._is_plain():
-            return f"Mesh({inside})"
+            return str(self)
         return f"Mesh.of({self.shape}, {self.axes}, device_ids={self.device_ids})"
 
     def __str__(self) -> str:
         inside = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.shape, strict=True))
-        ids = "" if self.device_ids == tuple(range(self.size)) else f", ids={list(self.device_ids)}"
+        ids = "" if self._is_plain() else f", ids={list(self.device_ids)}"
         return f"Mesh({inside}{ids})"
 
     def _is_plain(self) -> bool:
         return self.device_ids == tuple(range(self.size))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restore, (self.axes, self.shape, self.device_ids, self.homes)
+        return _made, (self.axes, self.shape, self.device_ids, self.homes)
 
     @property
     def ndim(self) -> int:
@@ -194,9 +191,7 @@ class Mesh:
                 asked=", ".join(f"{name}={size}" for name, size in axes.items()),
                 fix=f"use sizes whose product is {self.size}",
             )
-        mesh = Mesh.__new__(Mesh)
-        mesh._fill(tuple(axes), shape, self.device_ids, self.homes)
-        return mesh
+        return _made(tuple(axes), shape, self.device_ids, self.homes)
 
     def submesh(self, where: Mapping[str, int | slice] | None = None, /, **ranges: int | slice) -> Mesh:
         """The devices at the given places: an int drops the axis, a slice keeps a part of it.
@@ -208,14 +203,12 @@ class Mesh:
         picks = [self._places(name, wanted.get(name, slice(None))) for name in self.axes]
         kept = [i for i, name in enumerate(self.axes) if not isinstance(wanted.get(name), int)]
         indices = [self.index(place) for place in itertools.product(*picks)]
-        mesh = Mesh.__new__(Mesh)
-        mesh._fill(
+        return _made(
             tuple(self.axes[i] for i in kept),
             tuple(len(picks[i]) for i in kept),
             tuple(self.device_ids[i] for i in indices),
             tuple(self.homes[i] for i in indices),
         )
-        return mesh
 
     def _places(self, name: str, place: int | slice) -> Sequence[int]:
         size = self.shape[self.axis(name)]
@@ -233,8 +226,8 @@ class Mesh:
         return (place % size,)
 
 
-def _restore(
-    axes: tuple[str, ...], shape: tuple[int, ...], device_ids: tuple[int, ...], homes: tuple[Home, ...]
+def _made(
+    axes: tuple[str, ...], shape: tuple[int, ...], device_ids: tuple[int, ...], homes: tuple[Home, ...] | None
 ) -> Mesh:
     mesh = Mesh.__new__(Mesh)
     mesh._fill(axes, shape, device_ids, homes)
