@@ -48,26 +48,23 @@ def read_placements(text: str) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def as_placements(
-    given: Placements | None, mesh: Mesh, ndim: int | None = None, default: Placement | None = None
-) -> tuple[Placement, ...]:
-    """One placement per mesh axis, with dims counted from the front.
+def as_placements(given: Placements | None, mesh: Mesh, ndim: int | None = None) -> tuple[Placement, ...]:
+    """One placement per mesh axis, with dims counted from the front if `ndim` is given.
 
-    Axes that a dict does not name get `default` (Replicate).
+    Axes that a dict does not name are replicated.
 
     >>> as_placements({"tp": Shard(-1)}, Mesh(dp=2, tp=4), ndim=2)
     (Replicate(), Shard(dim=1))
     """
-    fallback = Replicate() if default is None else default
     if given is None:
-        return (fallback,) * mesh.ndim
+        return (Replicate(),) * mesh.ndim
     if isinstance(given, str):
         given = read_placements(given)
     if isinstance(given, (Shard, Replicate, Partial)):
         given = (given,)
     if isinstance(given, Mapping):
         by_axis = {mesh.axis(name): _placement(each) for name, each in given.items()}
-        listed = tuple(by_axis.get(i, fallback) for i in range(mesh.ndim))
+        listed = tuple(by_axis.get(i, Replicate()) for i in range(mesh.ndim))
     elif isinstance(given, Sequence):
         listed = tuple(_placement(each) for each in given)
     else:

@@ -198,10 +198,6 @@ class Topology:
         """The same tensor placed otherwise."""
         return Topology(self.mesh, placements, self.shape, self.dtype)
 
-    def with_placement(self, axis: int, placement: Placement) -> Topology:
-        """The same tensor with one axis placed otherwise."""
-        return self.with_placements(self.placements[:axis] + (placement,) + self.placements[axis + 1 :])
-
     def with_dtype(self, dtype: str) -> Topology:
         """The same placement for another dtype."""
         return self if dtype == self.dtype else Topology(self.mesh, self.placements, self.shape, dtype)

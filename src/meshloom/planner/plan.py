@@ -27,7 +27,7 @@ from meshloom.mesh import Mesh
 from meshloom.ops import Call, Choices, Inner, Row, find
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, can_be_partial, reduce_together
 from meshloom.planner.redistribution import route
-from meshloom.types import Shape, is_floating, itemsize, numel, short_dtype
+from meshloom.types import is_floating, itemsize, numel, short_dtype
 
 Request = tuple[Placement | None, ...]
 SEARCHED = 2048  # combinations of rows that are priced together; beyond that, axis by axis
@@ -38,8 +38,8 @@ class Plan:
     """The frozen decision for one op call.
 
     `ins` are the operands where the rows want them, `raw` the results as the rows leave them, `outs` the results as
-    they are handed over. `forward` are the collectives of the call in order; `backward` those of its gradient, by
-    operand, and `backward_inner` those that do not belong to one operand.
+    they are handed over. `forward` are the collectives of the call in order. Those of its gradient are worked out when
+    asked for: `backward` of one operand, `backward_results` before it reaches the operands.
     """
 
     call: Call
@@ -169,7 +169,7 @@ def _search(
         candidates = _axis_by_axis(call, choices, candidates, wanted, machine)
     best: tuple[float, tuple[Row, ...]] | None = None
     for rows in itertools.product(*candidates):
-        if not _is_possible(call, rows, choices.shapes):
+        if not _is_possible(call, rows):
             continue
         cost = _held_against(call, choices, rows, wanted, machine)
         if best is None or cost < best[0] * (1 - 1e-9):
@@ -192,14 +192,14 @@ def _axis_by_axis(
         prices = []
         for row in rows:
             combination = tuple(row if other == axis else none for other in range(len(candidates)))
-            if _is_possible(call, combination, choices.shapes):
+            if _is_possible(call, combination):
                 prices.append((_held_against(call, choices, combination, wanted, machine), row))
         best = min(prices, key=lambda pair: pair[0])[1]
         kept.append((best, none) if best is not none and none in rows else (best,))
     return kept
 
 
-def _is_possible(call: Call, rows: Sequence[Row], shapes: Sequence[Shape]) -> bool:
+def _is_possible(call: Call, rows: Sequence[Row]) -> bool:
     mesh = call.operands[0].mesh
     for row in rows:
         for even in row.even:
@@ -354,7 +354,7 @@ def considered(decided: Plan) -> tuple[Considered, ...]:
 def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, now: Sequence[Placement]) -> Considered:
     call, rows = decided.call, decided.rows
     combination = rows[:axis] + (row,) + rows[axis + 1 :]
-    if not _is_possible(call, combination, choices.shapes):
+    if not _is_possible(call, combination):
         return Considered(name, row, None, False, "needs shards that divide the dim")
     cost = _cost(call, choices, combination, decided.request, decided.machine)
     if row == rows[axis]:
