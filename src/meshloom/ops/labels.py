@@ -30,6 +30,15 @@ def normal_dim(dim: int, ndim: int, name: str = "dim") -> int:
     return dim % limit
 
 
+def others(ndim: int, *gone: int) -> tuple[int, ...]:
+    """All dims but some.
+
+    >>> others(3, 1)
+    (0, 2)
+    """
+    return tuple(dim for dim in range(ndim) if dim not in gone)
+
+
 def normal_dims(dim: object, ndim: int) -> tuple[int, ...]:
     """Dims counted from the front; None and () mean all of them."""
     if dim is None or dim == ():
@@ -63,6 +72,11 @@ def broadcast(shapes: Sequence[Shape]) -> Shape:
 
 
 def carried_placement(shape: Shape, out: Shape, dim: int) -> Placement:
+    """How an operand lies where the result's dim is sharded: S of its own dim, or R if it is broadcast over it.
+
+    >>> str(carried_placement((3,), (4, 3), 1)), str(carried_placement((3,), (4, 3), 0))
+    ('S(0)', 'R')
+    """
     own = dim - (len(out) - len(shape))
     carried = own >= 0 and shape[own] == out[dim]
     return Shard(own) if carried else R
@@ -139,8 +153,6 @@ def label_sizes(inputs: Sequence[str], shapes: Sequence[Shape]) -> dict[str, int
     """The size of every label; sizes must agree."""
     sizes: dict[str, int] = {}
     for text, shape in zip(inputs, shapes, strict=True):
-        if len(text) != len(shape):
-            raise ShapeError(f"labels {text!r} need {len(text)} dims and the operand has {len(shape)}")
         for label, size in zip(text, shape, strict=True):
             if sizes.setdefault(label, size) != size:
                 raise ShapeError(
@@ -151,7 +163,8 @@ def label_sizes(inputs: Sequence[str], shapes: Sequence[Shape]) -> dict[str, int
     return sizes
 
 
-def _fresh(count: int, taken: str) -> str:
+def fresh_labels(count: int, taken: str) -> str:
+    """Capitals for the dims that `...` stands for, none of them in use."""
     return "".join([c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in taken][:count])
 
 
@@ -176,7 +189,7 @@ def expand_labels(op: str, inputs: Sequence[str], output: str, shapes: Sequence[
         for text, shape in zip(inputs, shapes, strict=True)
     ]
     batch = broadcast(batches)
-    letters = _fresh(len(batch), "".join(inputs))
+    letters = fresh_labels(len(batch), "".join(inputs))
     spelled = []
     for text, own in zip(inputs, batches, strict=True):
         tail = letters[len(letters) - len(own) :]
@@ -252,8 +265,7 @@ def reduced_shape(shape: Shape, dims: Sequence[int], keepdim: bool) -> Shape:
 
 def kept_rows(call: Call, dims: Sequence[int], keepdim: bool, results: int = 1) -> list[Row]:
     """Rows that shard a dim which a one-operand reduction keeps."""
-    ndim = len(call.shape("input"))
-    kept = [dim for dim in range(ndim) if dim not in dims]
+    kept = others(len(call.shape("input")), *dims)
     places = {dim: dim if keepdim else place for place, dim in enumerate(kept)}
     return [Row(f"dim {dim}", (Shard(dim),), (Shard(places[dim]),) * results) for dim in kept]
 
@@ -268,19 +280,13 @@ def reduction(op: str, *partials: str, ties: bool = False) -> Rule:
     def rule(call: Call) -> Choices:
         shape, dims = call.shape("input"), reduced_dims(call)
         keepdim = bool(call.arguments.get("keepdim"))
-        kept = tuple(dim for dim in range(len(shape)) if dim not in dims)
-        count = (_count(kept),) if ties else ()
+        count = (Inner("sum", others(len(shape), *dims)),) if ties else ()
         rows = kept_rows(call, dims, keepdim)
         rows += [Row(f"dim {dim}", (Shard(dim),), (REDUCED_BY[op],), backward=count) for dim in dims]
         rows += [Row(str(ins[0]), ins, (out,), backward=count) for ins, out in known]
         return with_none(call, [reduced_shape(shape, dims, keepdim)], rows, flops=math.prod(shape))
 
     return rule
-
-
-def _count(kept: tuple[int, ...]) -> Inner:
-
-    return Inner("sum", kept)
 
 
 def identity_fill(op: str) -> Callable[[Call], tuple[Fill, ...]]:

@@ -19,7 +19,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op call without data: the operands' topologies, and the arguments with a `Ref` for each tensor."""
+    """One op call without data: the operands' topologies, and the arguments with a `Ref` for each tensor.
+
+    `leaves` are the positional arguments of an op without a signature, as they came.
+    """
 
     op: str
     operands: tuple[Topology, ...]
@@ -115,7 +118,8 @@ class Op:
     `finite` (mask the result), `singular` (fill the operands with 1 first, then mask the result), `trimmed` (take the
     padding off first and put it back after, for ops whose time grows with it: 16 rows over 128 devices are stored as
     128 and would cost a matmul 7x; taking rows off is a view).
-    `fill` says what padding must hold before a reduction runs. `result` is the dtype that comes out, for pricing only.
+    `fill` says what an operand's padding must hold before the op runs. `result` is the dtype that comes out, for prices
+    only.
     """
 
     name: str

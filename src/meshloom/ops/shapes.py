@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshloom.errors import ArgumentError, BoundsError, ShapeError
-from meshloom.ops.labels import normal_dim, normal_dims
+from meshloom.ops.labels import normal_dim, normal_dims, others
 from meshloom.ops.rule import Call, Choices, Even, Row, with_none
 from meshloom.placement import PARTIAL_OPS, Partial, Shard
 from meshloom.types import Shape, numel
@@ -130,7 +130,7 @@ def squeezed_dims(call: Call) -> tuple[int, ...]:
 def squeeze(call: Call) -> Choices:
     """`squeeze(dim=None)`."""
     shape, gone = call.shape("input"), squeezed_dims(call)
-    kept = [dim for dim in range(len(shape)) if dim not in gone]
+    kept = others(len(shape), *gone)
     return carried(call, [tuple(shape[dim] for dim in kept)], {dim: place for place, dim in enumerate(kept)})
 
 

@@ -15,20 +15,17 @@ from meshloom.ops.labels import (
     broadcast,
     carried_placement,
     contraction_rows,
+    fresh_labels,
     kept_rows,
     normal_dim,
     normal_dims,
+    others,
     reduced_dims,
     reduced_shape,
 )
 from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, with_none
 from meshloom.placement import Placement, Shard
 from meshloom.types import Shape, is_floating
-
-
-def others(ndim: int, *gone: int) -> tuple[int, ...]:
-    """All dims but some."""
-    return tuple(dim for dim in range(ndim) if dim not in gone)
 
 
 def softmax_dim(call: Call) -> int:
@@ -205,10 +202,9 @@ def einsum_labels(call: Call) -> tuple[list[str], str]:
     shapes = [topology.shape for topology in call.operands]
     if len(inputs) != len(shapes):
         raise ShapeError(f"the equation {text!r} names {len(inputs)} operands and got {len(shapes)}")
-    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in text]
     ranks = [len(shape) - len(t.replace("...", "")) for t, shape in zip(inputs, shapes, strict=True)]
     deepest = max((rank for t, rank in zip(inputs, ranks, strict=True) if "..." in t), default=0)
-    batch = "".join(free[: max(deepest, 0)])
+    batch = fresh_labels(max(deepest, 0), text)
     spelled = [
         t.replace("...", batch[len(batch) - rank :] if rank > 0 else "") for t, rank in zip(inputs, ranks, strict=True)
     ]
