@@ -6,6 +6,7 @@ where padding is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from meshloom.engines.layout import mask_of
 from meshloom.ops import Call
 from meshloom.ops.labels import normal_dims
-from meshloom.ops.shapes import is_whole, section_sizes, spelled_index, squeezed_dims
+from meshloom.ops.shapes import indexed_dims, is_whole, section_sizes, squeezed_dims
 from meshloom.ops.special import normalised
 from meshloom.placement import Topology
 from meshloom.types import Shape
@@ -39,10 +40,7 @@ class Local:
 
     def count(self, dims: tuple[int, ...]) -> int:
         """The global number of elements along dims of the input."""
-        total = 1
-        for dim in dims:
-            total *= self.call.shape("input")[dim]
-        return total
+        return math.prod(self.call.shape("input")[dim] for dim in dims)
 
     def mask(self, data: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor | None:
         """True where the input holds an element along dims."""
@@ -59,6 +57,11 @@ def _dims(input: torch.Tensor, dim: Any) -> tuple[int, ...]:
     return normal_dims(dim, input.dim())
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch adds up: half precision is summed in float32."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def _sum(input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
     dims = _dims(input, dim)
     return torch.sum(input, dims, keepdim, dtype=dtype) if dims else torch.sum(input, dtype=dtype)
@@ -70,8 +73,7 @@ def _mean(local: Local, input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any
     if tuple(input.shape) == local.call.shape("input") or not (input.is_floating_point() or input.is_complex()):
         return torch.mean(input, dims, keepdim, dtype=dtype) if dims else torch.mean(input, dtype=dtype)
     kind = dtype or input.dtype
-    wide = torch.float32 if kind in (torch.bfloat16, torch.float16) else kind
-    return (torch.sum(input, dims, keepdim, dtype=wide) / local.count(dims)).to(kind)
+    return (torch.sum(input, dims, keepdim, dtype=_wide(kind)) / local.count(dims)).to(kind)
 
 
 def _prod(input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
@@ -95,14 +97,10 @@ def _var(local: Local, input: torch.Tensor, dim: Any, unbiased: Any, keepdim: bo
     if mask is None:
         return torch.var(input, dims or None, correction=correction, keepdim=keepdim)
     count = local.count(dims)
-    wide = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+    wide = input.to(_wide(input.dtype))
     mean = wide.sum(dims, keepdim=True) / count
     spread = torch.where(mask, wide - mean, 0).square().sum(dims, keepdim)
     return (spread / max(count - correction, 0)).to(input.dtype)
-
-
-def _arg(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda input, dim, keepdim: function(input, dim, keepdim)
 
 
 @aware
@@ -115,7 +113,7 @@ def _layer_norm(
     if mask is None:
         return F.layer_norm(input, tuple(input.shape[d] for d in dims), weight, bias, eps)
     count = local.count(dims)
-    wide = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+    wide = input.to(_wide(input.dtype))
     centred = torch.where(mask, wide - wide.sum(dims, keepdim=True) / count, 0)
     scaled = (centred * torch.rsqrt(centred.square().sum(dims, keepdim=True) / count + eps)).to(input.dtype)
     scaled = scaled if weight is None else scaled * weight
@@ -167,18 +165,15 @@ def _narrow(local: Local, input: torch.Tensor, dim: int, start: int, length: int
 
 @aware
 def _getitem(local: Local, input: torch.Tensor, index: Any) -> torch.Tensor:
-    return input[local.once("index", lambda: _stored_index(local.call.shape("input"), index))]
+    return input[local.once("index", lambda: _padded_index(local.call.shape("input"), index))]
 
 
-def _stored_index(shape: Shape, index: Any) -> tuple[Any, ...]:
+def _padded_index(shape: Shape, index: Any) -> tuple[Any, ...]:
     """The index with whole dims taken whole, padding included."""
-    spelled, dim = [], 0
-    for each in spelled_index(index, len(shape)):
-        if each is not None:
-            each = slice(None) if is_whole(each, shape[dim]) else each
-            dim += 1
-        spelled.append(each)
-    return tuple(spelled)
+    return tuple(
+        slice(None) if dim is not None and is_whole(each, shape[dim]) else each
+        for each, dim in indexed_dims(index, shape)
+    )
 
 
 @aware
@@ -261,8 +256,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "any": _over_dims(torch.any),
     "all": _over_dims(torch.all),
     "var": _var,
-    "argmax": _arg(torch.argmax),
-    "argmin": _arg(torch.argmin),
+    "argmax": torch.argmax,
+    "argmin": torch.argmin,
     "max_dim": torch.max,
     "min_dim": torch.min,
     "softmax": _softmax(torch.softmax),

@@ -241,6 +241,25 @@ def spelled_index(index: Any, ndim: int) -> tuple[Any, ...]:
     return given[:place] + fill + given[place + 1 :]
 
 
+def indexed_dims(index: Any, shape: Shape) -> Iterator[tuple[Any, int | None]]:
+    """Each entry of an index, checked, with the dim that it takes from; a None takes from no dim.
+
+    >>> list(indexed_dims((..., None, -1), (4, 3)))
+    [(slice(None, None, None), 0), (None, None), (-1, 1)]
+    """
+    dim = 0
+    for each in spelled_index(index, len(shape)):
+        if each is None:
+            yield None, None
+            continue
+        size = shape[dim]
+        if not isinstance(each, slice) and not -size <= each < size:
+            fix = f"indices go from {-size} to {size - 1}" if size else "the dim is empty"
+            raise BoundsError(f"index {each} is out of range for dim {dim} of size {size}", fix=fix)
+        yield each, dim
+        dim += 1
+
+
 def bounds(index: slice, size: int) -> range:
     """The positions that a slice takes, in torch's manner: no negative steps."""
     if index.step is not None and index.step <= 0:
@@ -253,28 +272,16 @@ def is_whole(index: Any, size: int) -> bool:
     return isinstance(index, slice) and bounds(index, size) == range(size)
 
 
-def out_of_bounds(index: int, dim: int, size: int) -> BoundsError:
-    """The error for an index that a dim does not have."""
-    fix = f"indices go from {-size} to {size - 1}" if size else "the dim is empty"
-    return BoundsError(f"index {index} is out of range for dim {dim} of size {size}", fix=fix)
-
-
 def getitem(call: Call) -> Choices:
     """Indexing by ints, slices, None and an ellipsis: dims taken whole may stay sharded."""
     shape = call.shape("input")
     out: list[int] = []
     places: dict[int, int] = {}
-    dim = 0
-    for each in spelled_index(call.arguments["index"], len(shape)):
-        if each is None:
+    for each, dim in indexed_dims(call.arguments["index"], shape):
+        if dim is None:
             out.append(1)
-            continue
-        size = shape[dim]
-        if isinstance(each, slice):
-            if is_whole(each, size):
+        elif isinstance(each, slice):
+            if is_whole(each, shape[dim]):
                 places[dim] = len(out)
-            out.append(len(bounds(each, size)))
-        elif not -size <= each < size:
-            raise out_of_bounds(each, dim, size)
-        dim += 1
+            out.append(len(bounds(each, shape[dim])))
     return carried(call, [tuple(out)], places)

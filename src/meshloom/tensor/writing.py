@@ -8,7 +8,7 @@ import torch
 
 from meshloom.errors import DTypeError, ShapeError, ViewError
 from meshloom.ops import OPS
-from meshloom.ops.shapes import bounds, out_of_bounds, spelled_index
+from meshloom.ops.shapes import bounds, indexed_dims
 from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
@@ -89,7 +89,6 @@ def _is_direct(found: Resolved) -> bool:
         and kernel.prepare[0] is None
         and plan.raw[0].placements == plan.outs[0].placements
         and hasattr(torch.Tensor, name)
-        and found.op.name not in ("where", "clone")
     )
 
 
@@ -164,22 +163,15 @@ def _put(array: torch.Tensor, where: tuple[Any, ...], content: Any, topology: To
 
 def _stored_index(index: Any, topology: Topology) -> tuple[Any, ...]:
     """The index in the stored array; padding of a dim sharded by one axis is at its end, so positions agree."""
-    spelled: list[Any] = []
-    dim = 0
-    for each in spelled_index(index, topology.ndim):
-        if each is None:
-            spelled.append(None)
-            continue
-        size = topology.shape[dim]
-        if isinstance(each, slice):
-            taken = bounds(each, size)
-            spelled.append(slice(taken.start, max(taken.stop, taken.start), taken.step))
-        elif -size <= each < size:
-            spelled.append(each % size)
-        else:
-            raise out_of_bounds(each, dim, size)
-        dim += 1
-    return tuple(spelled)
+    shape = topology.shape
+    return tuple(None if dim is None else _position(each, shape[dim]) for each, dim in indexed_dims(index, shape))
+
+
+def _position(each: int | slice, size: int) -> int | slice:
+    if not isinstance(each, slice):
+        return each % size
+    taken = bounds(each, size)
+    return slice(taken.start, max(taken.stop, taken.start), taken.step)
 
 
 def write_out(result: Any, out: Any) -> Any:
