@@ -327,6 +327,20 @@ class Tap(torch.autograd.Function):
         return gradient, None
 
 
+def is_tracked(data: torch.Tensor) -> bool:
+    """Whether a gradient will come back to the array."""
+    return torch.is_grad_enabled() and data.requires_grad
+
+
+def tap(data: torch.Tensor, events: Sequence[Event], tensor: Tensor | None = None) -> torch.Tensor:
+    """The array, with events that happen when its gradient passes; those of a leaf `tensor` wait until it is read."""
+    if not events:
+        return data
+    if tensor is not None and data.is_leaf:
+        return Tap.apply(data, lambda: defer(tensor, events))
+    return Tap.apply(data, lambda: happen(events))
+
+
 class Watched:
     """One call while somebody is watching: its events, and taps where its gradient will communicate."""
 
@@ -352,34 +366,19 @@ class Watched:
 
     def tap_operands(self, datas: list[torch.Tensor]) -> list[torch.Tensor]:
         """The operands, tapped where their gradient communicates."""
-        if not torch.is_grad_enabled():
-            return datas
-        return [self._tap_operand(i, data) for i, data in enumerate(datas)]
+        return [self._tap_operand(i, data) if is_tracked(data) else data for i, data in enumerate(datas)]
 
     def _tap_operand(self, index: int, data: torch.Tensor) -> torch.Tensor:
-        if not data.requires_grad:
-            return data
-        events = self.events(self.plan.backward(index), "backward")
-        if not events:
-            return data
-        tensor = self.tensors[index]
-        if data.is_leaf:
-            return Tap.apply(data, lambda: defer(tensor, events))
-        return Tap.apply(data, lambda: happen(events))
+        return tap(data, self.events(self.plan.backward(index), "backward"), self.tensors[index])
 
     def tap_results(self, results: Any) -> Any:
         """The results, the first that has a gradient tapped for what backward does before it reaches the operands."""
-        if not torch.is_grad_enabled():
+        listed = (results,) if isinstance(results, torch.Tensor) else tuple(results)
+        first = next((i for i, result in enumerate(listed) if is_tracked(result)), None)
+        if first is None:
             return results
-        events = self.events(self.plan.backward_results(), "backward")
-        if not events:
-            return results
-        if isinstance(results, torch.Tensor):
-            return Tap.apply(results, lambda: happen(events)) if results.requires_grad else results
-        tapped = [result for result in results if result.requires_grad][:1]
-        return tuple(
-            Tap.apply(each, lambda: happen(events)) if any(each is t for t in tapped) else each for each in results
-        )
+        tapped = tap(listed[first], self.events(self.plan.backward_results(), "backward"))
+        return tapped if listed[0] is results else (*listed[:first], tapped, *listed[first + 1 :])
 
 
 def happen(events: Sequence[Event]) -> None:

@@ -19,7 +19,7 @@ from meshloom.placement import Replicate, Topology
 from meshloom.planner import moves
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import Tap, find_mesh, happen, refuse_transforms
+from meshloom.tensor.dispatch import find_mesh, is_tracked, refuse_transforms, tap
 from meshloom.tensor.moving import same_storage, shadowed, to_dense
 from meshloom.tensor.writing import assign, is_cut_off
 
@@ -146,8 +146,7 @@ class Gathered:
         return source
 
     def _tap(self, result: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
-        if not (state.watching and torch.is_grad_enabled() and result.requires_grad):
+        if not (state.watching and is_tracked(result)):
             return result
         back = moves(target, source, state.machine)
-        events = [Event(each, self.name, self.where, "backward") for each in back]
-        return Tap.apply(result, lambda: happen(events)) if events else result
+        return tap(result, [Event(each, self.name, self.where, "backward") for each in back])

@@ -12,7 +12,7 @@ from meshloom.placement import Placements, Topology, as_placements
 from meshloom.planner import moves
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import Tap, defer, happen
+from meshloom.tensor.dispatch import is_tracked, tap
 
 
 def shadowed(tensor: Tensor) -> Tensor:
@@ -65,15 +65,10 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
 
 def _tapped(tensor: Tensor, target: Topology, call: str, line: str) -> torch.Tensor:
     data = tensor._data
-    if not (torch.is_grad_enabled() and data.requires_grad):
+    if not is_tracked(data):
         return data
     back = moves(target.reduced, tensor.topology.reduced, state.machine)
-    events = [Event(each, call, line, "backward") for each in back]
-    if not events:
-        return data
-    if data.is_leaf:
-        return Tap.apply(data, lambda: defer(tensor, events))
-    return Tap.apply(data, lambda: happen(events))
+    return tap(data, [Event(each, call, line, "backward") for each in back], tensor)
 
 
 def to_dense(tensor: Tensor, call: str) -> torch.Tensor:
