@@ -8,6 +8,7 @@ operands that the function changed are written back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     except MeshloomError:
         raise
     except (RuntimeError, NotImplementedError) as error:
-        if any(data.is_meta for data in gathered.dense):
+        if any(each.dense.is_meta for each in gathered.operands):
             raise UnsupportedError(
                 f"{name} cannot run on shapes alone",
                 reason=str(error).splitlines()[0],
@@ -46,17 +47,24 @@ def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return gathered.give(result)
 
 
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor of ours in a fallback call: as it was given (a parameter, say), and what it was gathered to."""
+
+    tensor: Tensor
+    given: Any
+    dense: torch.Tensor
+    version: int
+    moved: bool
+
+
 class Gathered:
     """The operands of one fallback call: what they were, what they became, and what must be written back."""
 
     def __init__(self, name: str, mesh: Mesh | None) -> None:
         self.name, self.mesh, self.where = name, mesh, where()
-        self.tensors: list[Tensor] = []
-        self.givers: list[Any] = []
-        self.dense: list[torch.Tensor] = []
+        self.operands: list[Operand] = []
         self.plain: list[torch.Tensor] = []
-        self.versions: list[int] = []
-        self.moved: list[bool] = []
 
     def take(self, value: Any) -> Any:
         """The argument with every tensor of ours gathered."""
@@ -76,24 +84,22 @@ class Gathered:
             return slice(self.take(value.start), self.take(value.stop), self.take(value.step))
         return value
 
-    def _gather(self, tensor: Tensor, giver: Any) -> torch.Tensor:
+    def _gather(self, tensor: Tensor, given: Any) -> torch.Tensor:
         tensor = shadowed(tensor)
         data = to_dense(tensor, self.name)
         if not data.is_contiguous():  # as a dense tensor would be: some functions look at strides
             data = data.contiguous()
         if is_cut_off(tensor) and same_storage(data, tensor._data):
             data = data.clone()
-        self.tensors.append(tensor)
-        self.givers.append(giver)
-        self.dense.append(data)
-        self.versions.append(data._version)
-        self.moved.append(bool(moves(tensor.topology, tensor.topology.replicated, state.machine)))
+        moved = bool(moves(tensor.topology, tensor.topology.replicated, state.machine))
+        self.operands.append(Operand(tensor, given, data, data._version, moved))
         return data
 
     def write_back(self) -> None:
         """Operands that the function changed in place take the new value."""
-        for tensor, data, version in zip(self.tensors, self.dense, self.versions, strict=True):
-            if data._version == version or same_storage(data, tensor._data):
+        for operand in self.operands:
+            tensor, data = operand.tensor, operand.dense
+            if data._version == operand.version or same_storage(data, tensor._data):
                 continue
             if tuple(data.shape) != tensor.topology.shape:
                 raise ShapeError(
@@ -121,9 +127,9 @@ class Gathered:
         return result
 
     def _place(self, result: torch.Tensor) -> Any:
-        for data, giver in zip(self.dense, self.givers, strict=True):
-            if result is data:
-                return giver
+        for operand in self.operands:
+            if result is operand.dense:
+                return operand.given
         if any(result is each for each in self.plain):
             return result
         refuse_transforms(result)
@@ -132,17 +138,17 @@ class Gathered:
         source = Topology(self.mesh, (Replicate(),) * self.mesh.ndim, tuple(result.shape), short_name(result.dtype))
         target = self._kept(source)
         made = Tensor(target, move(self._tap(result, source, target), source, target))
-        for tensor, data, moved in zip(self.tensors, self.dense, self.moved, strict=True):
-            if same_storage(result, data):
-                made._view = (tensor, moved)
-                break
+        base = next((each for each in self.operands if same_storage(result, each.dense)), None)
+        if base is not None:
+            made._view = (base.tensor, base.moved)
         return made
 
     def _kept(self, source: Topology) -> Topology:
         """The placements that can be kept: those of the first operand of the same shape, partial ones reduced."""
-        for tensor in self.tensors:
-            if tensor.topology.shape == source.shape and source.ndim:
-                return source.with_placements(tensor.topology.reduced.placements)
+        for operand in self.operands:
+            topology = operand.tensor.topology
+            if topology.shape == source.shape and source.ndim:
+                return source.with_placements(topology.reduced.placements)
         return source
 
     def _tap(self, result: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
