@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from meshloom.collectives import Collective
@@ -168,12 +169,10 @@ state = State()
 
 def where() -> str:
     """The line of the program that is calling, outside of meshloom and torch: `train.py:12`."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_HERE) and f"{os.sep}torch{os.sep}" not in name and not name.startswith("<frozen"):
             return f"{os.path.basename(name)}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
         frame = frame.f_back
     return "unknown line"

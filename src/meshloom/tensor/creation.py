@@ -54,15 +54,20 @@ def current_mesh() -> Mesh:
     return _opened[-1]
 
 
+def _chosen(mesh: Mesh | None) -> Mesh:
+    found = mesh if mesh is not None else current_mesh()
+    if not isinstance(found, Mesh):
+        raise MeshError(f"mesh= takes a mesh, not {found!r}", fix="open one with loom.open_mesh((2, 4))")
+    return found
+
+
 def automatic(mesh: Mesh, shape: Shape) -> tuple[Placement, ...]:
     """The placements of a tensor nobody placed: every mesh axis shards dim 0, a 0-d tensor is R."""
     return ((Shard(0) if shape else Replicate()),) * mesh.ndim
 
 
 def _topology(shape: Shape, dtype: torch.dtype, mesh: Mesh | None, placements: Placements | None) -> Topology:
-    where = mesh if mesh is not None else current_mesh()
-    if not isinstance(where, Mesh):
-        raise MeshError(f"mesh= takes a mesh, not {where!r}", fix="open one with loom.open_mesh((2, 4))")
+    where = _chosen(mesh)
     placed = automatic(where, shape) if placements is None else as_placements(placements, where, len(shape))
     return Topology(where, placed, shape, short_name(dtype))
 
@@ -107,7 +112,7 @@ def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | 
     >>> from_local([torch.tensor([1., 2.]), torch.tensor([3.])], mesh, "S(0)").to_torch()
     tensor([1., 2., 3.])
     """
-    where = mesh if mesh is not None else current_mesh()
+    where = _chosen(mesh)
     held = _by_coordinate(parts, where)
     first = held[(0,) * where.ndim]
     placed = as_placements(placements, where, first.dim())
@@ -281,12 +286,11 @@ def _draw(
     kind = _dtype(dtype)
     if not kind.is_floating_point:
         raise ArgumentError(f"random values need a floating dtype, not {short_name(kind)}")
-    where = mesh if mesh is not None else current_mesh()
     if str(_device(device)) == "meta":
-        return _finish(place(torch.empty(size, dtype=kind, device="meta"), where, placements), requires_grad)
-    _topology(size, kind, where, placements)
+        return _finish(place(torch.empty(size, dtype=kind, device="meta"), mesh, placements), requires_grad)
+    _topology(size, kind, mesh, placements)  # raises before a key is drawn
     dense = random.fill_tiles(size, kind, draw, random.draw_key(generator))
-    return _finish(place(dense.to(device or "cpu"), where, placements), requires_grad)
+    return _finish(place(dense.to(device or "cpu"), mesh, placements), requires_grad)
 
 
 def randn(*size: Any, **options: Any) -> Tensor:
