@@ -5,6 +5,7 @@
     ├── PlacementError       ValueError           a placement that does not fit the tensor or the mesh
     ├── ShapeError           ValueError           operands whose shapes do not go together
     ├── NotationError        ValueError           text that `parse` cannot read
+    ├── FabricError          ValueError           links that cannot be, or a ring or line that they do not form
     ├── BoundsError          IndexError           an index that the tensor does not have
     ├── DTypeError           TypeError            a dtype that the operation has no meaning for
     ├── ArgumentError        TypeError            a call with the wrong arguments
@@ -85,6 +86,10 @@ class ShapeError(MeshloomError, ValueError):
 
 class NotationError(MeshloomError, ValueError):
     """Text that `parse` cannot read."""
+
+
+class FabricError(MeshloomError, ValueError):
+    """Links that cannot be, or a ring or line that the links do not form."""
 
 
 class BoundsError(MeshloomError, IndexError):

@@ -1,5 +1,7 @@
 """What the machine under the mesh can do, as values that a user can print and replace."""
 
+from meshloom.fabric.fabric import Fabric
+from meshloom.fabric.links import Link
 from meshloom.fabric.machine import VIRTUAL, Machine
 
-__all__ = ["VIRTUAL", "Machine"]
+__all__ = ["VIRTUAL", "Fabric", "Link", "Machine"]

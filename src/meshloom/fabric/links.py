@@ -1,6 +1,6 @@
 """A fabric is the set of links between devices: which coordinates are joined, how far, how wide.
 
-Links are directed; an edge between neighbours is two of them. Nothing may be sent between coordinates that no link joins.
+Links are directed; an edge between neighbours is two of them. Nothing is sent between coordinates that no link joins.
 """
 
 from __future__ import annotations
