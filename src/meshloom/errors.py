@@ -11,6 +11,7 @@
     ├── ArgumentError        TypeError            a call with the wrong arguments
     ├── CommunicationError   RuntimeError         communication inside `communication("forbid")`
     ├── GradientError        RuntimeError         a gradient that cannot be had that way
+    ├── ScheduleError        RuntimeError         a schedule of sends that does not do what its collective means
     ├── ViewError            RuntimeError         an in-place write that would not reach its base
     └── UnsupportedError     NotImplementedError  something that needs values, or a transform we refuse
 
@@ -110,6 +111,10 @@ class CommunicationError(MeshloomError, RuntimeError):
 
 class GradientError(MeshloomError, RuntimeError):
     """A gradient that cannot be had that way."""
+
+
+class ScheduleError(MeshloomError, RuntimeError):
+    """A schedule of sends that does not do what its collective means, or could not run."""
 
 
 class ViewError(MeshloomError, RuntimeError):
