@@ -2,7 +2,8 @@
 
 A reduction over devices is folded into the op that leaves it: the op runs on the stored arrays, where the device axis
 and the dim it shards are one dim, so that a K-sharded matmul with its all-reduce is one contraction. Only where the
-result is to stay partial (or comes in partial) does a device axis lead, and the op is mapped over it.
+result is to stay partial (or comes in partial) does a device axis lead, and the op is mapped over it. An op marked
+`trimmed` runs without its padding unless an axis leads.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Kernel:
         """The results' stored arrays, from the operands' and the function on prepared arrays."""
         if self.simple:
             return function(*datas)
-        ready = [data if step is None else step(data) for data, step in zip(datas, self.prepare, strict=True)]
+        ready = self.prepared(datas)
         for presence in reversed(self.presence):
             function = torch.vmap(function, in_dims=presence)
         results = function(*ready)
@@ -89,6 +90,10 @@ class Kernel:
             step = self.finish[0]
             return results if step is None else step(results)
         return tuple(r if step is None else step(r) for r, step in zip(results, self.finish, strict=True))
+
+    def prepared(self, datas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The operands' stored arrays as the function takes them."""
+        return [data if step is None else step(data) for data, step in zip(datas, self.prepare, strict=True)]
 
     def _bound(self) -> Function:
         """The op's function with the call's own arguments, waiting for the arrays."""
@@ -111,7 +116,6 @@ def _has_ref(values: tuple[Any, ...]) -> bool:
 
 
 def _substitute(arguments: dict[str, Any], datas: Sequence[torch.Tensor]) -> dict[str, Any]:
-
     def value(each: Any) -> Any:
         if isinstance(each, Ref):
             return datas[each.index]

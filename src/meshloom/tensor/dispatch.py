@@ -6,7 +6,7 @@ of `Tensor` try `CACHE` with a shorter key first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -254,11 +254,11 @@ def _number(op: str, key: str, value: Any) -> Any:
 
 
 def _request(wanted: Any, mesh: Mesh) -> tuple[Any, ...]:
-    if isinstance(wanted, dict):
-        named = {mesh.axis(name): placement for name, placement in wanted.items()}
-        full = as_placements(wanted, mesh)
-        return tuple(full[axis] if axis in named else None for axis in range(mesh.ndim))
-    return as_placements(wanted, mesh)
+    full = as_placements(wanted, mesh)
+    if not isinstance(wanted, Mapping):
+        return full
+    named = {mesh.axis(name) for name in wanted}
+    return tuple(each if axis in named else None for axis, each in enumerate(full))
 
 
 def plan_call(described: Call, request: Any) -> Plan:

@@ -230,7 +230,7 @@ def _is_plain_slice(value: Any) -> bool:
     return isinstance(value, slice) and all(p is None or _is_int(p) for p in (value.start, value.stop, value.step))
 
 
-def _squeeze_transpose(input: Any) -> Any:
+def _transposed_matrix(input: Any) -> Any:
     if own(input).ndim > 2:
         raise ArgumentError(f"t() takes a tensor of at most 2 dims, not {own(input).ndim}", fix="use transpose or mT")
     return table_call("transpose", input, 0, 1) if own(input).ndim == 2 else input
@@ -408,7 +408,7 @@ FRONTS: dict[str, Callable[..., Any]] = {
     "getitem": _getitem,
     "__getitem__": _getitem,
     "__setitem__": _setitem,
-    "t": _squeeze_transpose,
+    "t": _transposed_matrix,
     "view": _view,
     "where": _where,
     "einsum": _einsum,
@@ -453,20 +453,20 @@ def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: C
     return args[0] if args and result is not None and result is not args[0] and result is own(args[0]) else result
 
 
-_INPLACE = {f"__i{name}__": op for name, op in {
+INPLACE = {f"__i{name}__": op for name, op in {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
     "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
 }.items()}  # fmt: skip
 
 
 def _written(name: str) -> str:
-    bare = _INPLACE.get(name) or name[:-1]
+    bare = INPLACE.get(name) or name[:-1]
     return ALIASES.get(bare, bare)
 
 
 def is_written(name: str) -> bool:
     """Whether a name is the in-place form of a pointwise op of the table."""
-    if name not in _INPLACE and (not name.endswith("_") or name.endswith("__")):
+    if name not in INPLACE and (not name.endswith("_") or name.endswith("__")):
         return False
     op = OPS.get(_written(name))
     return op is not None and op.signature is None and op.name not in ("where", "clone")
@@ -482,7 +482,7 @@ def torch_function(name: str) -> Callable[..., Any]:
 
 
 def _known_functions() -> dict[Any, str]:
-    names = {*OPS, *ALIASES, *FRONTS, *(name + "_" for name in OPS if is_written(name + "_")), *_INPLACE}
+    names = {*OPS, *ALIASES, *FRONTS, *(name + "_" for name in OPS if is_written(name + "_")), *INPLACE}
     found: dict[Any, str] = {}
     for name in names:
         for place in (torch, torch.Tensor, F):

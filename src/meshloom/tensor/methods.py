@@ -16,11 +16,13 @@ from meshloom.engines.kernel import function_of
 from meshloom.engines.layout import fill
 from meshloom.errors import ArgumentError, GradientError
 from meshloom.ops import ALIASES, OPS
+from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.creation import place
 from meshloom.tensor.dispatch import CACHE, call, cotangent, refuse_partial_leaf, settle
-from meshloom.tensor.functions import FRONTS, invoke, is_written, on_torch, own
-from meshloom.tensor.moving import read, redistribute, shadowed, to_torch
+from meshloom.tensor.functions import FRONTS, INPLACE, invoke, is_written, on_torch, own
+from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_torch
 
 _any_autocast = torch._C._is_any_autocast_enabled
 
@@ -91,26 +93,15 @@ def _unary(name: str) -> Callable[..., Any]:
 
 
 def _attach() -> None:
-    binary = {
-        "__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul",
-        "__truediv__": "div", "__floordiv__": "floor_divide", "__mod__": "remainder", "__pow__": "pow",
-        "__eq__": "eq", "__ne__": "ne", "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge",
-        "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__rand__": "bitwise_and",
-        "__ror__": "bitwise_or", "__rxor__": "bitwise_xor", "__matmul__": "matmul",
-    }  # fmt: skip
+    binary = {dunder: name for dunder, name in ALIASES.items() if dunder.startswith("__") and dunder not in _OWN}
     reverse = ("__rsub__", "__rtruediv__", "__rpow__", "__rmod__", "__rfloordiv__", "__rmatmul__")
     shift = ("__lshift__", "__rshift__", "__ilshift__", "__irshift__", "__rlshift__", "__rrshift__")
-    inplace = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
     for dunder, name in binary.items():
         setattr(Tensor, dunder, _binary(name))
-    for dunder in (*reverse, *shift, *(f"__i{name}__" for name in inplace)):
+    for dunder in (*reverse, *shift, *INPLACE):
         setattr(Tensor, dunder, _operator(dunder))
     for name in {*OPS, *ALIASES, *FRONTS, *(op + "_" for op in OPS if is_written(op + "_"))}:
-        if (
-            name not in binary
-            and not name.startswith("_")
-            and name not in ("getitem", "where", "einsum", "max_dim", "min_dim")
-        ):
+        if not name.startswith("_") and name not in ("getitem", "where", "einsum", "max_dim", "min_dim"):
             pointwise = name in OPS and OPS[name].signature is None
             setattr(Tensor, name, _unary(name) if pointwise else _method(name))
     for name, attribute in _OWN.items():
@@ -132,7 +123,8 @@ def _item(self: Tensor) -> Any:
 
 
 def _numpy(self: Tensor, **_: Any) -> numpy.ndarray:
-    return to_torch(self).detach().numpy() if not self._data.is_meta else read(self, "numpy").numpy()
+    found = read(self, "numpy")
+    return (found.clone() if same_storage(found, self._data) else found).numpy()
 
 
 def _array(self: Tensor, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
@@ -195,6 +187,14 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     return made
 
 
+def _placed(value: Any, like: Topology) -> Tensor:
+    """A tensor, ours or a dense one, with the placements of another."""
+    value = own(value)
+    if isinstance(value, Tensor):
+        return redistribute(value, like.placements)
+    return place(value, like.mesh, like.placements)
+
+
 def set_gradient(tensor: Tensor, value: Any) -> None:
     """Replace a leaf's gradient; None takes it away."""
     tensor = shadowed(tensor)
@@ -202,13 +202,7 @@ def set_gradient(tensor: Tensor, value: Any) -> None:
     if value is None:
         tensor._data.grad = None
         return
-    value = own(value)
-    there = tensor.topology.reduced.placements
-    if not isinstance(value, Tensor):
-        from meshloom.tensor.creation import place
-
-        value = place(value, tensor.mesh, there)
-    tensor._data.grad = redistribute(value, there)._data
+    tensor._data.grad = _placed(value, tensor.topology.reduced)._data
 
 
 def _register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
@@ -239,15 +233,11 @@ def _data_of(self: Tensor) -> Tensor:
 
 
 def _set_data(self: Tensor, value: Any) -> None:
-    value = own(value)
-    if not isinstance(value, Tensor):
-        from meshloom.tensor.creation import place
-
-        value = place(value, self.mesh, self.placements)
-    if value.topology.shape != self.topology.shape:
+    if own(value).shape != self.shape:
         raise ArgumentError(f"data of shape {list(value.shape)} for a tensor of {list(self.shape)}")
-    self._data.data = redistribute(value, self.placements)._data.detach()
-    self.topology = self.topology.with_dtype(value.topology.dtype)
+    placed = _placed(value, self.topology)
+    self._data.data = placed._data.detach()
+    self.topology = self.topology.with_dtype(placed.topology.dtype)
 
 
 def _getattr(self: Tensor, name: str) -> Any:

@@ -12,7 +12,7 @@ from meshloom.ops.shapes import bounds, indexed_dims
 from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import CACHE, Entry, Resolved, as_tensor, call, remember
+from meshloom.tensor.dispatch import Resolved, as_tensor, call, remember
 from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense
 
 
@@ -56,28 +56,35 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     tracked = torch.is_grad_enabled() and any(each._data.requires_grad for each in found.tensors)
     # masking the padding afterwards would spoil what `sigmoid_` and the like keep of their result for backward
     if state.watching or not _is_direct(found) or (tracked and tensor.topology.padded):
-        if tracked:  # backward may need the value that is about to be overwritten
-            found.tensors[0] = Tensor(tensor.topology, tensor._data.clone())
-        result = found.perform()
-        if not torch.can_cast(result.dtype, tensor.dtype):
-            raise DTypeError(f"{name}_ gives {result.topology.dtype}, which {tensor.topology.dtype} cannot hold")
-        tensor._data.copy_(result._data)
-        return target
-    kernel = found.entry.kernel
-    ready = [
-        d if step is None else step(d) for d, step in zip((t._data for t in found.tensors), kernel.prepare, strict=True)
-    ]
+        _write_result(found, tensor, tracked)
+    else:
+        _write_directly(found, tensor)
+    return target
+
+
+def _write_result(found: Resolved, tensor: Tensor, tracked: bool) -> None:
+    """Compute the op beside its target, then copy the result in."""
+    if tracked:  # backward may need the value that is about to be overwritten
+        found.tensors[0] = Tensor(tensor.topology, tensor._data.clone())
+    result, held = found.perform(), tensor.topology.dtype
+    if not torch.can_cast(result.dtype, tensor.dtype):
+        raise DTypeError(f"{found.op.name}_ gives {result.topology.dtype}, which {held} cannot hold")
+    tensor._data.copy_(result._data)
+
+
+def _write_directly(found: Resolved, tensor: Tensor) -> None:
+    """Let torch's own in-place op write into the target's array."""
+    name, held = found.op.name + "_", tensor.topology.dtype
+    ready = found.entry.kernel.prepared([each._data for each in found.tensors])
     try:
-        found.function(getattr(torch.Tensor, name + "_"))(*ready)
+        found.function(getattr(torch.Tensor, name))(*ready)
     except RuntimeError as error:
         if "can't be cast" in str(error):
-            held = tensor.topology.dtype
-            raise DTypeError(f"{name}_ gives a dtype that {held} cannot hold", target=tensor.topology) from error
+            raise DTypeError(f"{name} gives a dtype that {held} cannot hold", target=tensor.topology) from error
         raise
     tensor._masked_()
-    if found.key not in CACHE:
-        remember(found.key, Entry(found.entry.plan, kernel, None))
-    return target
+    if not found.known:
+        remember(found.key, found.entry)
 
 
 def _is_direct(found: Resolved) -> bool:
