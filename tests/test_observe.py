@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import meshloom as loom
-from meshloom import Mesh, Partial, Shard, Topology
+from meshloom import Mesh, Partial, Replicate, Shard, Topology
 from meshloom.runtime import Event, state
 
 MESH = Mesh(dp=2, tp=3)
@@ -427,6 +428,32 @@ def test_explain_prints_rows_costs_reasons_and_moves():
     assert "operands already line up" in text and "no operand is placed so; ask with output=" in text
     assert lines[-2] == "  moves all_reduce(sum) over tp of 3: 170 B"
     assert lines[-1] == "1 collective, 170 B per device"
+
+
+def test_explain_says_why_a_row_that_carries_a_partial_sum_was_not_taken():
+    x = put("P(sum), R", 8, 6)
+    lines = str(loom.explain(lambda: x + x)).splitlines()
+    (reason,) = [line for line in lines if "dp rejected" in line and "P(sum), P(sum) -> P(sum)" in line]
+    assert reason.endswith("partial operands are reduced first; ask with output=")
+
+
+def test_explain_prints_rows_that_have_no_meaning_for_the_dtype():
+    flags = put("S(0), R", 8, 6) > 0
+    lines = str(loom.explain(lambda: flags.reshape(4, 12))).splitlines()
+    (reason,) = [line for line in lines if "dp rejected" in line and " P(sum) -> P(sum)" in line]
+    assert reason.endswith("has no meaning for these dtypes")
+
+
+def test_reading_an_array_inside_explain_is_an_error_of_ours():
+    x = put("S(0), R", 8, 6)
+    with pytest.raises(loom.UnsupportedError, match=r"numpy\(\) needs values"):
+        loom.explain(x.numpy)
+
+
+def test_any_mapping_may_ask_for_an_output_and_leaves_other_axes_automatic():
+    x = put("S(0), S(1)", 8, 6)
+    with loom.with_output(MappingProxyType({"tp": Replicate()})):
+        assert (x * 2).placements == (Shard(0), Replicate())
 
 
 def test_explain_says_that_a_function_went_through_the_fallback():

@@ -143,6 +143,12 @@ def _carries(row: Row) -> bool:
     return any(isinstance(want, Partial) for want in row.ins) and not any(isinstance(p, Shard) for p in row.ins)
 
 
+def _is_reduced_first(row: Row, now: Sequence[Placement], wanted: Placement | None) -> bool:
+    """Whether operands lie as the row wants them but for being partial, which only a request for P keeps."""
+    held = any(isinstance(want, Partial) and want == have for want, have in zip(row.ins, now, strict=True))
+    return held and _carries(row) and not isinstance(wanted, Partial)
+
+
 def _fits(row: Row, call: Call) -> bool:
     """Whether the operands' dtypes can be partial as the row wants them."""
     pairs = zip(row.ins, call.operands, strict=True)
@@ -354,12 +360,16 @@ def considered(decided: Plan) -> tuple[Considered, ...]:
 def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, now: Sequence[Placement]) -> Considered:
     call, rows = decided.call, decided.rows
     combination = rows[:axis] + (row,) + rows[axis + 1 :]
+    if not _fits(row, call):
+        return Considered(name, row, None, False, "has no meaning for these dtypes")
     if not _is_possible(call, combination):
         return Considered(name, row, None, False, "needs shards that divide the dim")
     cost = _cost(call, choices, combination, decided.request, decided.machine)
     if row == rows[axis]:
         why = "operands already line up" if _lines_up(row, call, axis) else "cheapest"
         return Considered(name, row, cost, True, why)
+    if _is_reduced_first(row, now, decided.request[axis]):
+        return Considered(name, row, cost, False, "partial operands are reduced first; ask with output=")
     if not _is_called_for(row, now) and decided.request[axis] in (None, Replicate()):
         return Considered(name, row, cost, False, "no operand is placed so; ask with output=")
     taken, this = (_held_against(call, choices, each, decided.request, decided.machine) for each in (rows, combination))
