@@ -17,7 +17,10 @@ from meshloom.mesh import Coordinate
 
 Pair = tuple[Coordinate, Coordinate]
 PerAxis = float | Sequence[float]
-KINDS = ("line", "ring")
+# What an axis can be: neighbours joined, also the last with the first, or every one with every other (a switch).
+KINDS = ("line", "ring", "full")
+# One word for all axes.
+_WHOLE = {"mesh": "line", "torus": "ring"}
 # How many entries the kept tables of distances may have together.
 _KEPT = 1 << 22
 
@@ -80,6 +83,8 @@ class Fabric:
     ) -> Fabric:
         """A line or a ring along each axis; latency, bandwidth (of a lane and direction) and lanes, for all or each.
 
+        A kind is "line", "ring" or "full" (every one joined with every other), per axis or one for all; "mesh" stands
+        for lines along all axes, "torus" for rings. A ring of 2 is one edge.
         A pair in `missing` loses both directions; a pair in `extra` gains both, with the figures of the first axis.
 
         >>> Fabric.grid((4,), "ring", 1e-6, 1e9, missing=[((3,), (0,))]).hops((0,), (3,))
@@ -302,10 +307,10 @@ def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _checked_kinds(shape: tuple[int, ...], kinds: str | Sequence[str]) -> tuple[str, ...]:
-    ways = (kinds,) * len(shape) if isinstance(kinds, str) else tuple(kinds)
+    ways = (_WHOLE.get(kinds, kinds),) * len(shape) if isinstance(kinds, str) else tuple(kinds)
     for each in ways:
         if each not in KINDS:
-            raise FabricError(f"{each!r} is not a kind of axis", fix=closest(each, KINDS))
+            raise FabricError(f"{each!r} is not a kind of axis", fix=closest(each, (*KINDS, *_WHOLE)))
     if len(ways) != len(shape):
         raise FabricError(f"{len(ways)} kinds for {len(shape)} axes", fix="give one kind, or one per axis")
     return ways
@@ -339,11 +344,20 @@ def _edges(shape: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[tuple[int
     """Both directions of every edge of a grid, with the axis it runs along."""
     for at in _grid(shape):
         for axis, (size, kind) in enumerate(zip(shape, kinds, strict=True)):
-            # A ring of 2 is one edge: from 1 up to 0 would be the same edge again.
-            if at[axis] + 1 < size or (kind == "ring" and size > 2):
-                up = (*at[:axis], (at[axis] + 1) % size, *at[axis + 1 :])
-                yield axis, at, up
-                yield axis, up, at
+            for up in _onward(at[axis], size, kind):
+                there = (*at[:axis], up, *at[axis + 1 :])
+                yield axis, at, there
+                yield axis, there, at
+
+
+def _onward(at: int, size: int, kind: str) -> Iterable[int]:
+    """Where the edges of one axis lead from a place, each edge from one of its ends."""
+    if kind == "full":
+        return range(at + 1, size)
+    if at + 1 < size:
+        return (at + 1,)
+    # A ring of 2 is one edge: from 1 on to 0 would be the same edge again.
+    return (0,) if kind == "ring" and size > 2 else ()
 
 
 def _checked_missing(shape: tuple[int, ...], kinds: tuple[str, ...], missing: Iterable[Pair]) -> set[Pair]:
@@ -395,27 +409,32 @@ def _neighbours(shape: tuple[int, ...], table: Mapping[Pair, Link]) -> dict[Coor
 
 
 def _direction(shape: tuple[int, ...], a: Coordinate, b: Coordinate) -> tuple[int, int, Coordinate]:
-    """How a neighbour is ranked: by axis, up before down; a link that is no step along an axis comes last."""
+    """How a neighbour is ranked: by axis, up, down, then further; a link along no axis comes last."""
     moved = [axis for axis in range(len(shape)) if a[axis] != b[axis]]
     if len(moved) == 1:
         step = (b[moved[0]] - a[moved[0]]) % shape[moved[0]]
-        if step == 1 or step == shape[moved[0]] - 1:
-            return moved[0], int(step != 1), b
+        return moved[0], {shape[moved[0]] - 1: 1, 1: 0}.get(step, 2), b
     return len(shape), 0, b
 
 
 def _kinds_of(shape: tuple[int, ...], table: Mapping[Pair, Link]) -> tuple[str, ...] | None:
-    """The kind of each axis if the links are exactly a grid; an axis of 1 or 2 is a line: its ring is the same."""
+    """The kind of each axis if the links are exactly a grid; the plainest where several mean the same links."""
     start = (0,) * len(shape)
-    wraps = [(*start[:axis], size - 1, *start[axis + 1 :]) for axis, size in enumerate(shape)]
+
+    def joined(axis: int, there: int) -> bool:
+        return (start, (*start[:axis], there, *start[axis + 1 :])) in table
+
     kinds = tuple(
-        "ring" if size > 2 and (start, wrap) in table else "line" for size, wrap in zip(shape, wraps, strict=True)
+        "line" if size < 3 or not joined(axis, size - 1) else "full" if size > 3 and joined(axis, 2) else "ring"
+        for axis, size in enumerate(shape)
     )
     return kinds if table.keys() == {(a, b) for _, a, b in _edges(shape, kinds)} else None
 
 
 def _apart(here: int, there: int, size: int, kind: str) -> int:
     gap = abs(here - there)
+    if kind == "full":
+        return min(gap, 1)
     return gap if kind == "line" else min(gap, size - gap)
 
 

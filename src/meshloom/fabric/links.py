@@ -5,8 +5,10 @@ Links are directed; an edge between neighbours is two of them. Nothing is sent b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from meshloom.errors import FabricError
 from meshloom.mesh import Coordinate
 
 
@@ -18,6 +20,15 @@ class Link:
     destination: Coordinate
     latency: float
     bandwidth: float
+
+    def __post_init__(self) -> None:
+        if self.source == self.destination:
+            raise FabricError(f"a link from {self.source} to itself", fix="join two coordinates")
+        if not 0 <= self.latency < math.inf or not 0 < self.bandwidth < math.inf:
+            raise FabricError(
+                f"a link from {self.source} to {self.destination} of {self.latency!r} s and {self.bandwidth!r} bytes/s",
+                fix="give a latency of at least 0 and a bandwidth above 0",
+            )
 
     def time(self, size: int) -> float:
         """Seconds for one message.
