@@ -87,7 +87,14 @@ def _cell(topology: Topology, top: Place, left: Place) -> tuple[str, str]:
 
 
 def communication_table(log: Log) -> str:
-    """What a log recorded, summed by op, collective and axis."""
+    """What a log recorded, summed by op, collective and axis.
+
+    >>> import meshloom as loom
+    >>> with loom.record() as log:
+    ...     total = loom.ones(4, mesh=loom.open_mesh((2,), axes=("dp",))).sum()
+    >>> "all_reduce(sum)" in communication_table(log)
+    True
+    """
     from rich.console import Console
     from rich.table import Table
 

@@ -62,6 +62,12 @@ def choose(**rows: str) -> Iterator[None]:
     """Take a certain row of the rule on a mesh axis: `choose(tp="inner")` for a matmul split on k.
 
     Rows go by the label that `explain` prints; `row`, `column` and `inner` stand for m, n and k.
+
+    >>> import meshloom as loom
+    >>> x = loom.ones(4, 4, mesh=loom.open_mesh((2,), axes=("tp",)), placements="R")
+    >>> with choose(tp="row"):
+    ...     print((x @ x).topology.notation)
+    f32[4, 4](S(0))
     """
     if not rows:
         raise ArgumentError("choose needs an axis and a row", fix='write choose(tp="inner")')
@@ -71,7 +77,14 @@ def choose(**rows: str) -> Iterator[None]:
 
 @contextmanager
 def use_machine(machine: Machine) -> Iterator[Machine]:
-    """Plan with another machine's figures."""
+    """Plan with another machine's figures.
+
+    >>> import meshloom as loom
+    >>> x = loom.ones(4, mesh=loom.open_mesh((2,)))
+    >>> with use_machine(Machine("slow", latency=1.0, bandwidth=1e9, flops=1e12, memory_bandwidth=1e11)):
+    ...     print(round(loom.explain(lambda: x.sum()).cost), "seconds")
+    2 seconds
+    """
     if not isinstance(machine, Machine):
         raise ArgumentError(f"use_machine takes a Machine, not {machine!r}")
     with state.changed(machine=machine):

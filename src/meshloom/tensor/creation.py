@@ -48,7 +48,12 @@ def open_mesh(
 
 
 def current_mesh() -> Mesh:
-    """The mesh that was opened last."""
+    """The mesh that was opened last.
+
+    >>> mesh = open_mesh((2, 4))
+    >>> current_mesh() is mesh
+    True
+    """
     if not _opened:
         raise MeshError("no mesh is open", fix='open one: mesh = loom.open_mesh((2, 4), axes=("dp", "tp"))')
     return _opened[-1]
@@ -234,7 +239,12 @@ def full(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """A tensor with one value everywhere."""
+    """A tensor with one value everywhere.
+
+    >>> full((2, 2), 7, mesh=open_mesh((2,))).to_torch()
+    tensor([[7, 7],
+            [7, 7]])
+    """
     kind = _dtype(dtype) if dtype is not None else None
     dense = torch.full((), fill_value, dtype=kind, device=_device(device)).expand(_sizes((size,)))
     return _finish(_owned(place(dense, mesh, placements)), requires_grad)
@@ -255,7 +265,11 @@ def zeros(*size: Any, dtype: torch.dtype | str | None = None, **options: Any) ->
 
 
 def ones(*size: Any, dtype: torch.dtype | str | None = None, **options: Any) -> Tensor:
-    """A tensor of ones."""
+    """A tensor of ones.
+
+    >>> ones(3, mesh=open_mesh((2,)), placements="R").topology.notation
+    'f32[3](R)'
+    """
     return full(_sizes(size), 1, dtype=_dtype(dtype), **options)
 
 
@@ -267,7 +281,11 @@ def arange(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """The numbers from start to end by step, as `torch.arange`."""
+    """The numbers from start to end by step, as `torch.arange`.
+
+    >>> arange(1, 6, 2, mesh=open_mesh((2,))).shard_at((1,))
+    tensor([5])
+    """
     dense = torch.arange(*bounds, dtype=None if dtype is None else _dtype(dtype), device=_device(device))
     return _finish(place(dense, mesh, placements), requires_grad)
 
@@ -322,7 +340,11 @@ def like(tensor: Tensor, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def zeros_like(input: Tensor, **options: Any) -> Tensor:
-    """Zeros with the shape, dtype, mesh and placements of a tensor."""
+    """Zeros with the shape, dtype, mesh and placements of a tensor.
+
+    >>> zeros_like(arange(6, mesh=open_mesh((2,)), placements="S(0)")).topology.notation
+    'i64[6](S(0))'
+    """
     return zeros(input.topology.shape, **like(input, options))
 
 

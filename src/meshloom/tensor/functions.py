@@ -150,7 +150,12 @@ def _cross_entropy(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Zero each element with probability p and scale the rest; the same elements for any placements."""
+    """Zero each element with probability p and scale the rest; the same elements for any placements.
+
+    >>> import meshloom as loom
+    >>> sorted(set(dropout(loom.ones(64, mesh=loom.open_mesh((4,)))).tolist()))
+    [0.0, 2.0]
+    """
     if not 0.0 <= p <= 1.0:
         raise ArgumentError(f"dropout probability {p} is not between 0 and 1")
     if not training or p == 0.0:
