@@ -1,5 +1,35 @@
-"""Collectives as data: what they are called, what they move and how many steps they take."""
+"""Collectives: as data (kinds, schedules, algorithms), and by name the literal ones on tensors.
+
+`collectives.all_reduce(x)` and the like act on tensors and live in `tensor.collectives`; they are found here on first
+use, so that the data can be read without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 from meshloom.collectives.kinds import KINDS, Collective, Kind, price
+from meshloom.collectives.schedule import Schedule, Send, Step
 
-__all__ = ["KINDS", "Collective", "Kind", "price"]
+ON_TENSORS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send_recv",
+    "shift",
+    "barrier",
+)
+
+__all__ = ["KINDS", "ON_TENSORS", "Collective", "Kind", "Schedule", "Send", "Step", "price", *ON_TENSORS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ON_TENSORS:
+        return getattr(import_module("meshloom.tensor.collectives"), name)
+    raise AttributeError(f"module 'meshloom.collectives' has no attribute {name!r}")

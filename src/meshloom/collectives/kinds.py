@@ -26,6 +26,12 @@ KINDS: dict[str, Kind] = {
     "all_reduce": Kind(lambda before, after, p: 2 * (before * (p - 1) // p), lambda p: 2 * (p - 1)),
     "reduce_scatter": Kind(lambda before, after, p: before * (p - 1) // p, lambda p: p - 1),
     "all_to_all": Kind(lambda before, after, p: before * (p - 1) // p, lambda p: p - 1),
+    "broadcast": Kind(lambda before, after, p: after, lambda p: p - 1),
+    "reduce": Kind(lambda before, after, p: before, lambda p: p - 1),
+    "gather": Kind(lambda before, after, p: after * (p - 1) // p, lambda p: p - 1),
+    "scatter": Kind(lambda before, after, p: after, lambda p: p - 1),
+    "send_recv": Kind(lambda before, after, p: before, lambda p: 1),
+    "shift": Kind(lambda before, after, p: before, lambda p: 1),
 }
 
 
