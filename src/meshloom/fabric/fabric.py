@@ -49,7 +49,7 @@ class Fabric:
     def __init__(self, name: str, shape: Sequence[int], links: Iterable[Link]) -> None:
         put = object.__setattr__
         put(self, "name", name)
-        put(self, "shape", _checked_shape(shape))
+        put(self, "shape", checked_shape(shape))
         put(self, "_table", _merged(self.shape, links))
         put(self, "links", tuple(self._table.values()))
         put(self, "_near", _neighbours(self.shape, self._table))
@@ -90,8 +90,8 @@ class Fabric:
         >>> Fabric.grid((4,), "ring", 1e-6, 1e9, missing=[((3,), (0,))]).hops((0,), (3,))
         3
         """
-        shape = _checked_shape(shape)
-        ways = _checked_kinds(shape, kinds)
+        shape = checked_shape(shape)
+        ways = checked_kinds(shape, kinds)
         figures = _figures(shape, latency, bandwidth, lanes)
         broken = _checked_missing(shape, ways, missing)
         links = [Link(a, b, *figures[axis]) for axis, a, b in _edges(shape, ways) if (a, b) not in broken]
@@ -299,14 +299,20 @@ def _listing(coordinates: Sequence[Coordinate], most: int = 12) -> str:
     return shown if len(coordinates) <= most else f"{shown} and {len(coordinates) - most} more"
 
 
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape as a tuple of sizes that can be."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if any(not isinstance(size, int) or size < 1 for size in sizes):
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
         raise FabricError(f"a fabric of shape {sizes!r} cannot exist", fix="give whole numbers of at least 1")
     return sizes
 
 
-def _checked_kinds(shape: tuple[int, ...], kinds: str | Sequence[str]) -> tuple[str, ...]:
+def checked_kinds(shape: tuple[int, ...], kinds: str | Sequence[str]) -> tuple[str, ...]:
+    """A kind for each axis.
+
+    >>> checked_kinds((2, 4), "torus")
+    ('ring', 'ring')
+    """
     ways = (_WHOLE.get(kinds, kinds),) * len(shape) if isinstance(kinds, str) else tuple(kinds)
     for each in ways:
         if each not in KINDS:

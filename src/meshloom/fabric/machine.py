@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 
 from meshloom.errors import ArgumentError
 
@@ -30,6 +30,10 @@ class Machine:
         for what, value in [*figures, *self.peaks]:
             if value is not None and not value > 0:
                 raise ArgumentError(f"{what} of machine {self.name!r} is {value!r}", fix="give a number above 0")
+
+    def __repr__(self) -> str:
+        shown = [field for field in fields(self) if field.default is MISSING or getattr(self, field.name)]
+        return f"Machine({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in shown)})"
 
     def transfer(self, steps: int, size: int) -> float:
         """Seconds for `steps` sends in a row that bring one device `size` bytes in all."""

@@ -1,0 +1,242 @@
+"""Presets: whole machines as data, with the source of every figure beside it in `presets/*.toml`.
+
+Start with `preset(name)`; `load_preset(path)` reads a user's own file of the same form.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
+
+from meshloom.errors import FabricError, closest
+from meshloom.fabric import reading
+from meshloom.fabric.fabric import Fabric, Pair, checked_kinds, checked_shape
+from meshloom.fabric.links import Link
+from meshloom.fabric.machine import Machine
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+_T = TypeVar("_T")
+KEYS = (
+    "name title shape kinds links.lanes links.latency links.bandwidth links.efficiency links.missing links.extra "
+    "device.memory device.memory_bandwidth device.flops"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A machine: its grid, its links (per axis; bandwidth raw, of one lane and direction) and its devices.
+
+    >>> print(preset("t3000"))
+    t3000: Tenstorrent T3000, 8 Wormhole chips
+      links    2x4 (line, line), 1 lane of 12.5 GB/s x 0.74, 0.93 us
+      device   12 GB at 288 GB/s
+      flops    f16 65.5 T, bf16 65.5 T, bfp8 131 T, fp8 233 T
+    """
+
+    name: str
+    title: str
+    shape: tuple[int, ...]
+    kinds: tuple[str, ...]
+    lanes: tuple[int, ...]
+    latency: tuple[float, ...]
+    bandwidth: tuple[float, ...]
+    efficiency: float
+    memory: float
+    memory_bandwidth: float
+    flops: tuple[tuple[str, float], ...]
+    missing: tuple[Pair, ...] = ()
+    extra: tuple[Pair | Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        checked_kinds(checked_shape(self.shape), self.kinds)
+        for what in ("lanes", "latency", "bandwidth"):
+            if len(getattr(self, what)) != len(self.shape):
+                raise FabricError(f"preset {self.name!r} needs {what} for each of {len(self.shape)} axes")
+        if not 0 < self.efficiency <= 1:
+            raise FabricError(f"efficiency of preset {self.name!r} is {self.efficiency!r}", fix="give 0 to 1")
+        if not self.flops:
+            raise FabricError(f"preset {self.name!r} has no FLOP/s", fix="give at least one dtype, such as f32")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {self.title}",
+            f"  links    {'x'.join(map(str, self.shape))} ({', '.join(self.kinds)}), {self._links()}",
+            f"  device   {_short(self.memory, 1e9)} GB at {_short(self.memory_bandwidth, 1e9)} GB/s",
+            f"  flops    {', '.join(f'{dtype} {_short(figure, 1e12)} T' for dtype, figure in self.flops)}",
+        ]
+        return "\n".join(lines)
+
+    def _links(self) -> str:
+        axes = zip(self.lanes, self.bandwidth, self.latency, strict=True)
+        texts = [
+            f"{count} lane{'s' if count > 1 else ''} of {_short(rate, 1e9)} GB/s x {self.efficiency:g}, "
+            f"{_short(seconds, 1e-6)} us"
+            for count, rate, seconds in axes
+        ]
+        return " | ".join(texts if len(set(texts)) > 1 else texts[:1])
+
+    def machine(self, dtype: str = "f32") -> Machine:
+        """What the planner prices with: the slowest axis, and the FLOP/s of a dtype (the lowest if it has none).
+
+        >>> preset("galaxy").machine("bfp8").flops
+        131000000000000.0
+        """
+        rates = [rate * count for rate, count in zip(self.bandwidth, self.lanes, strict=True)]
+        return Machine(
+            self.name,
+            latency=max(self.latency),
+            bandwidth=min(rates) * self.efficiency,
+            flops=dict(self.flops).get(dtype, min(figure for _, figure in self.flops)),
+            memory_bandwidth=self.memory_bandwidth,
+            memory=self.memory,
+            peaks=self.flops,
+        )
+
+    def fabric(self, shape: Sequence[int] | None = None, kinds: str | Sequence[str] | None = None) -> Fabric:
+        """Its links; another shape or other kinds keep the figures, without the links that are missing or extra here.
+
+        >>> print(preset("galaxy").fabric((32, 32)))
+        32x32 fabric 'galaxy' (ring, ring) of 4096 links
+        """
+        grid = self.shape if shape is None else checked_shape(shape)
+        own = grid == self.shape and kinds is None
+        return Fabric.grid(
+            grid,
+            self._spread("kinds", self.kinds, grid) if kinds is None else kinds,
+            self._spread("latency", self.latency, grid),
+            [rate * self.efficiency for rate in self._spread("bandwidth", self.bandwidth, grid)],
+            self._spread("lanes", self.lanes, grid),
+            missing=self.missing if own else (),
+            extra=self.extra if own else (),
+            name=self.name,
+        )
+
+    def _spread(self, what: str, values: tuple[_T, ...], shape: tuple[int, ...]) -> tuple[_T, ...]:
+        """Values per axis for another shape: as they are for as many axes, and for any number if all are equal."""
+        if len(values) == len(shape):
+            return values
+        if len(set(values)) == 1:
+            return values[:1] * len(shape)
+        raise FabricError(
+            f"the axes of preset {self.name!r} differ in {what}: {len(values)} of them cannot become {len(shape)}",
+            fix=f"give a shape of {len(values)} axes",
+        )
+
+    def to_toml(self) -> str:
+        """The preset as a file that `load_preset` reads back."""
+        lines = [f"name = {_quoted(self.name)}", f"title = {_quoted(self.title)}"]
+        lines += [f"shape = {list(self.shape)}", f"kinds = [{', '.join(map(_quoted, self.kinds))}]", "", "[links]"]
+        lines += [f"{what} = {list(getattr(self, what))}" for what in ("lanes", "latency", "bandwidth")]
+        lines += [f"efficiency = {self.efficiency}"]
+        lines += [f"{what} = {_joins(getattr(self, what))}" for what in ("missing", "extra") if getattr(self, what)]
+        lines += ["", "[device]", f"memory = {self.memory}", f"memory_bandwidth = {self.memory_bandwidth}"]
+        lines += ["", "[device.flops]", *(f"{dtype} = {figure}" for dtype, figure in self.flops)]
+        return "\n".join(lines) + "\n"
+
+
+def _short(figure: float, unit: float) -> str:
+    return f"{figure / unit:.4g}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _joins(joins: Sequence[Pair | Link]) -> str:
+    return f"[{', '.join(_join(each) for each in joins)}]"
+
+
+def _join(each: Pair | Link) -> str:
+    if isinstance(each, Link):
+        ends = f"from = {list(each.source)}, to = {list(each.destination)}"
+        return f"{{ {ends}, latency = {each.latency}, bandwidth = {each.bandwidth} }}"
+    return f"[{list(each[0])}, {list(each[1])}]"
+
+
+def preset_names() -> tuple[str, ...]:
+    """The presets that come with meshloom.
+
+    >>> preset_names()
+    ('ethernet16', 'galaxy', 'loudbox', 'n300', 'nvlink8', 'quietbox', 't3000')
+    """
+    names = [file.name for file in _folder().iterdir()]
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def _folder() -> Traversable:
+    from importlib import resources  # 9 ms that planning does not need
+
+    return resources.files("meshloom.fabric") / "presets"
+
+
+def preset(name: str) -> Preset:
+    """A preset that comes with meshloom, by its name in any case.
+
+    >>> preset("N300").shape
+    (1, 2)
+    """
+    wanted = str(name).lower()
+    if wanted not in preset_names():
+        raise FabricError(f"no preset is called {name!r}", fix=closest(wanted, preset_names()))
+    return _shipped(wanted)
+
+
+@cache
+def _shipped(name: str) -> Preset:
+    file = _folder() / f"{name}.toml"
+    return read_preset(file.read_text(encoding="utf-8"), file=f"{name}.toml", name=name)
+
+
+def load_preset(path: str | os.PathLike[str]) -> Preset:
+    """A preset from a TOML file; its name is that in the file, or the file's own."""
+    file = os.fspath(path)
+    try:
+        with open(file, encoding="utf-8") as stream:
+            text = stream.read()
+    except OSError as error:
+        raise FabricError(f"{file} cannot be read: {error.strerror}", fix="give the path of a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise FabricError(f"{file} is not UTF-8 text", fix="give the path of a TOML file") from error
+    return read_preset(text, file=file, name=os.path.basename(file).removesuffix(".toml"))
+
+
+def read_preset(text: str, file: str, name: str) -> Preset:
+    """A preset from TOML text; `file` is what errors call it, `name` its name if the text has none."""
+    document = reading.Document(text, file)
+    shape = document.take("shape", reading.sizes)
+    axes = len(shape)
+    found = Preset(
+        name=document.take("name", reading.text, name),
+        title=document.take("title", reading.text, name),
+        shape=shape,
+        kinds=document.take("kinds", reading.per_axis(reading.kind, axes)),
+        lanes=document.take("links.lanes", reading.per_axis(reading.whole, axes), (1,) * axes),
+        latency=document.take("links.latency", reading.per_axis(reading.number, axes)),
+        bandwidth=document.take("links.bandwidth", reading.per_axis(reading.number, axes)),
+        efficiency=document.take("links.efficiency", reading.share, 1.0),
+        memory=document.take("device.memory", reading.number),
+        memory_bandwidth=document.take("device.memory_bandwidth", reading.number),
+        flops=reading.flops(document, "device.flops"),
+        missing=document.take("links.missing", reading.pairs(axes), ()),
+        extra=document.take("links.extra", reading.joins(axes), ()),
+    )
+    document.finish(tuple(KEYS))
+    _check_links(found, document)
+    return found
+
+
+def _check_links(found: Preset, document: reading.Document) -> None:
+    """Links of a file that cannot be are said to be of its key `links.missing`, or of `links.extra` without that."""
+    if not found.missing and not found.extra:
+        return
+    try:
+        found.fabric()
+    except FabricError as error:
+        key = "links.missing" if found.missing else "links.extra"
+        raise document.refusal(key, f"gives no fabric: {error.headline}", str(error.details.get("fix"))) from None
