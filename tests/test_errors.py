@@ -399,6 +399,12 @@ CASES: dict[str, Case] = {
   tensor  f32[1](S(0), S(0)) on Mesh(dp=2, tp=4)
   fix     explain and meta tensors know shapes only: keep value-dependent code outside""",
     ),
+    "a dtype that is none": (
+        loom.NotationError,
+        lambda: loom.zeros(4, mesh=MESH, dtype="flaot32"),
+        """'flaot32' is not a dtype
+  fix  did you mean 'float32'? known: 'float32', 'float64', 'float16'""",
+    ),
     "numpy without data": (
         loom.UnsupportedError,
         lambda: without_data(4).numpy(),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from meshloom.errors import NotationError, closest
 from meshloom.placement import Partial, Replicate, Topology
 from meshloom.types import LONG_NAME, Shape, short_dtype
 
@@ -25,8 +26,11 @@ _REDUCE = {
 
 
 def torch_dtype(short: str) -> torch.dtype:
-    """torch's dtype for a short name."""
-    return getattr(torch, LONG_NAME.get(short, short))
+    """torch's dtype for a short name, or for torch's own."""
+    found = getattr(torch, LONG_NAME.get(short, short), None)
+    if not isinstance(found, torch.dtype):
+        raise NotationError(f"{short!r} is not a dtype", fix=closest(short, LONG_NAME.values()))
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -22,7 +22,7 @@ from meshloom.tensor import random
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.dispatch import refuse_partial_leaf
 from meshloom.tensor.moving import same_storage
-from meshloom.types import LONG_NAME, Shape
+from meshloom.types import Shape
 
 _opened: list[Mesh] = []
 
@@ -214,7 +214,7 @@ def _sizes(size: tuple[Any, ...]) -> Shape:
 
 def _dtype(dtype: torch.dtype | str | None, default: torch.dtype | None = None) -> torch.dtype:
     if isinstance(dtype, str):
-        return torch_dtype(dtype if dtype in LONG_NAME else dtype.removeprefix("torch."))
+        return torch_dtype(dtype.removeprefix("torch."))
     return dtype or default or torch.get_default_dtype()
 
 
