@@ -1,0 +1,219 @@
+"""The table of collective algorithms: one line each, with the links it needs and its published cost.
+
+To add one: a function that returns a schedule, and a line here; one test proves it on every topology that fits and
+counts its steps and bytes against the line. `V` is the bytes of all chunks together (an all-gather's result, a
+reduce-scatter's operand, what all members of an all-to-all hold), `p` the members, a and W latency and bandwidth of one
+link and direction. Rooted collectives are counted from an end of a line. The formulas, and where they come from:
+
+    ring                (p-1)a + (p-1)/p V/W; all-reduce twice that        NCCL's ring; Patarasuk and Yuan 2009
+    bidirectional_ring  p/2 a + V/(2W), p/2 rounded down                   the scaling book: max(T_min p/2, V/W_bidi)
+    line                as the ring, on both directions of its links       derived: a link carries up to p-1 pieces
+    all-to-all          ring (p-1)/(2p) V, both ways V/8 + V/(4p)          the scaling book: a quarter of the all-gather
+    halving_doubling    log2(p) a + (p-1)/p V/W; all-reduce twice that     Thakur, Rabenseifner and Gropp 2005
+    tree                log2(p) (a + V/W), rounded up; all-reduce twice    the binomial tree, Thakur et al. 2005
+    binary_tree         k segments up and down: (2D+k-1)(a + V/(kW))       NCCL's tree; Sanders et al. 2009, about
+                        with depth D and k = 2D: 4D-1 steps, about 2V      2 log2(p) a + 2V/W
+    pipeline            the same along a line from its middle, k = 2p      derived: towards V/W as k grows
+    grid, torus         steps add up over the axes; (p-1)/p V/W            reduce-scatter on x, all-reduce of V/p_x on
+                        on lines, about half of it on rings                y, all-gather on x; torus papers
+    *_split             one part of V per axis: bandwidth times axes       the scaling book: V/(W_bidi d)
+    direct, two_step    a link for every pair: a + V/(pW)                  full mesh; one- and two-shot all-reduce
+    spanning_tree       upper bounds, for links in no order                breadth first, at worst a line
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from meshloom.collectives.algorithms import formulas as cost
+from meshloom.collectives.algorithms import recursive, trees
+from meshloom.collectives.algorithms.building import (
+    Build,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    everyone_to_everyone,
+    gather,
+    reduce,
+    reduce_broadcast,
+    reduce_scatter,
+    scatter,
+)
+from meshloom.collectives.algorithms.formulas import Formula, around, depth, doubled, half, once, twice
+from meshloom.collectives.algorithms.grids import box, grid_gather, grid_reduce, grid_scatter
+from meshloom.collectives.algorithms.trees import Group
+from meshloom.collectives.schedule import Schedule
+from meshloom.errors import ArgumentError, FabricError, closest
+from meshloom.fabric import Fabric
+from meshloom.mesh import Coordinate
+
+NEEDS = ("ring", "line", "full", "grid", "any")
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One line of the table: a collective, a name, the links it needs, how it is built, what it costs.
+
+    `exact` says whether every group meets the formula (with the root at an end of a line), or it is an upper bound.
+    """
+
+    collective: str
+    name: str
+    needs: str
+    build: Build
+    formula: Formula
+    exact: bool = True
+
+    def __call__(self, group: Iterable[Coordinate], fabric: Fabric, *, root: int = 0) -> Schedule:
+        """The schedule over a group of coordinates; a FabricError says which link or order is not there."""
+        return _built(self, tuple(group), fabric, root)
+
+    def dims(self, group: Group) -> tuple[int, ...]:
+        """What the formula takes for this group: its size, or the length of each axis of a grid."""
+        if self.needs != "grid":
+            return (len(group),)
+        return tuple(len({each[axis] for each in group}) for axis in box(group))
+
+    def __str__(self) -> str:
+        return f"{self.collective} by {self.name} ({self.needs} links)"
+
+
+@lru_cache(maxsize=256)
+def _built(algorithm: Algorithm, group: Group, fabric: Fabric, root: int) -> Schedule:
+    if not 0 <= root < len(group):
+        raise ArgumentError(f"root {root} is not in a group of {len(group)}", fix=f"give 0 to {len(group) - 1}")
+    schedule = replace(algorithm.build(group, fabric, root), algorithm=algorithm.name)
+    pairs = {(send.source, send.destination) for step in schedule.steps for send in step}
+    lost = [pair for pair in sorted(pairs) if fabric.link(*pair) is None]
+    if lost:
+        raise FabricError(f"{algorithm} needs a link from {lost[0][0]} to {lost[0][1]}, and there is none")
+    return schedule
+
+
+def _table(*lines: Algorithm) -> dict[tuple[str, str], Algorithm]:
+    return {(line.collective, line.name): line for line in lines}
+
+
+def _segments(p: int) -> int:
+    """In how many segments a binary tree is poured."""
+    return 2 * max(1, depth(p))
+
+
+def _pipe(p: int) -> int:
+    """In how many segments a line is poured."""
+    return 2 * p
+
+
+def _middle(group: Group, fabric: Fabric) -> Coordinate:
+    return fabric.line(group)[len(group) // 2]
+
+
+_A = Algorithm
+_BI, _HD, _BT, _ST = "bidirectional_ring", "halving_doubling", "binary_tree", "spanning_tree"
+
+# fmt: off
+ALGORITHMS: dict[tuple[str, str], Algorithm] = _table(
+    # once round the ring
+    _A("all_gather",     "ring", "ring", all_gather(trees.ring),     cost.pieces(around)),
+    _A("reduce_scatter", "ring", "ring", reduce_scatter(trees.ring), cost.pieces(around)),
+    _A("all_reduce",     "ring", "ring", all_reduce(trees.ring),     cost.pieces(twice(around))),
+    _A("all_to_all",     "ring", "ring", all_to_all(trees.ring),     cost.bundles(around)),
+    _A("broadcast",      "ring", "ring", broadcast(trees.ring),      cost.whole(around)),
+    _A("reduce",         "ring", "ring", reduce(trees.ring),         cost.whole(around)),
+    _A("gather",         "ring", "ring", gather(trees.ring),         cost.pieces(around)),
+    _A("scatter",        "ring", "ring", scatter(trees.ring),        cost.pieces(around)),
+    # both ways round the ring: half the steps, and each link half the bytes
+    _A("all_gather",     _BI, "ring", all_gather(trees.both_ways),     cost.pieces(half)),
+    _A("reduce_scatter", _BI, "ring", reduce_scatter(trees.both_ways), cost.pieces(half)),
+    _A("all_reduce",     _BI, "ring", all_reduce(trees.both_ways),     cost.pieces(twice(half))),
+    _A("all_to_all",     _BI, "ring", all_to_all(trees.both_ways),     cost.bundles(half)),
+    _A("broadcast",      _BI, "ring", broadcast(trees.both_ways),      cost.whole(half)),
+    _A("reduce",         _BI, "ring", reduce(trees.both_ways),         cost.whole(half)),
+    _A("gather",         _BI, "ring", gather(trees.both_ways),         cost.pieces(half)),
+    _A("scatter",        _BI, "ring", scatter(trees.both_ways),        cost.pieces(half)),
+    # to both ends of a line
+    _A("all_gather",     "line", "line", all_gather(trees.line),     cost.pieces(around)),
+    _A("reduce_scatter", "line", "line", reduce_scatter(trees.line), cost.pieces(around)),
+    _A("all_reduce",     "line", "line", all_reduce(trees.line),     cost.pieces(twice(around))),
+    _A("all_to_all",     "line", "line", all_to_all(trees.line),     cost.bundles(around)),
+    _A("broadcast",      "line", "line", broadcast(trees.line),      cost.whole(around)),
+    _A("reduce",         "line", "line", reduce(trees.line),         cost.whole(around)),
+    _A("gather",         "line", "line", gather(trees.line),         cost.pieces(around)),
+    _A("scatter",        "line", "line", scatter(trees.line),        cost.pieces(around)),
+    # along a line in segments that follow each other
+    _A("broadcast",  "pipeline", "line", broadcast(trees.line, _pipe),                 cost.poured(around, _pipe)),
+    _A("reduce",     "pipeline", "line", reduce(trees.line, _pipe),                    cost.poured(around, _pipe)),
+    _A("all_reduce", "pipeline", "line", reduce_broadcast(trees.line, _pipe, _middle), cost.poured(twice(half), _pipe)),
+    # partners at distance 1, 2, 4, ...: powers of two
+    _A("all_gather",     _HD, "full", recursive.doubling_gather,   cost.halved(doubled)),
+    _A("reduce_scatter", _HD, "full", recursive.halving_scatter,   cost.halved(doubled)),
+    _A("all_reduce",     _HD, "full", recursive.halving_doubling,  cost.halved(doubled, passes=2)),
+    _A("all_to_all",     _HD, "full", recursive.doubling_exchange, cost.crossing(doubled)),
+    # the binomial tree: halves of halves
+    _A("broadcast",  "tree", "full", broadcast(trees.halves),             cost.whole(doubled)),
+    _A("reduce",     "tree", "full", reduce(trees.halves),                cost.whole(doubled)),
+    _A("all_reduce", "tree", "full", reduce_broadcast(trees.halves),      cost.whole(twice(doubled))),
+    _A("gather",     "tree", "full", gather(trees.halves, bundled=True),  cost.halved(doubled)),
+    _A("scatter",    "tree", "full", scatter(trees.halves, bundled=True), cost.halved(doubled)),
+    # the binary tree, in segments that follow each other
+    _A("broadcast",  _BT, "full", broadcast(trees.binary, _segments),        cost.poured(depth, _segments)),
+    _A("reduce",     _BT, "full", reduce(trees.binary, _segments),           cost.poured(depth, _segments)),
+    _A("all_reduce", _BT, "full", reduce_broadcast(trees.binary, _segments), cost.poured(twice(depth), _segments)),
+    # one axis after the other, on lines or on rings; split: all axes at once, on parts of the value
+    _A("all_gather",     "grid",        "grid", grid_gather(trees.line),                   cost.in_turn(around)),
+    _A("reduce_scatter", "grid",        "grid", grid_scatter(trees.line),                  cost.in_turn(around)),
+    _A("all_reduce",     "grid",        "grid", grid_reduce(trees.line),                   cost.in_turn(around, 2)),
+    _A("all_gather",     "grid_split",  "grid", grid_gather(trees.line, split=True),       cost.at_once(around)),
+    _A("reduce_scatter", "grid_split",  "grid", grid_scatter(trees.line, split=True),      cost.at_once(around)),
+    _A("all_reduce",     "grid_split",  "grid", grid_reduce(trees.line, split=True),       cost.at_once(around, 2)),
+    _A("all_gather",     "torus",       "grid", grid_gather(trees.both_ways),              cost.in_turn(half)),
+    _A("reduce_scatter", "torus",       "grid", grid_scatter(trees.both_ways),             cost.in_turn(half)),
+    _A("all_reduce",     "torus",       "grid", grid_reduce(trees.both_ways),              cost.in_turn(half, 2)),
+    _A("all_gather",     "torus_split", "grid", grid_gather(trees.both_ways, split=True),  cost.at_once(half)),
+    _A("reduce_scatter", "torus_split", "grid", grid_scatter(trees.both_ways, split=True), cost.at_once(half)),
+    _A("all_reduce",     "torus_split", "grid", grid_reduce(trees.both_ways, split=True),  cost.at_once(half, 2)),
+    # a link for every pair
+    _A("all_gather",     "direct",   "full", all_gather(trees.star),           cost.pieces(once)),
+    _A("reduce_scatter", "direct",   "full", reduce_scatter(trees.star),       cost.pieces(once)),
+    _A("all_reduce",     "direct",   "full", everyone_to_everyone(trees.star), cost.whole(once)),
+    _A("all_reduce",     "two_step", "full", all_reduce(trees.star),           cost.pieces(twice(once))),
+    _A("all_to_all",     "direct",   "full", all_to_all(trees.star),           cost.bundles(once)),
+    _A("broadcast",      "direct",   "full", broadcast(trees.star),            cost.whole(once)),
+    _A("reduce",         "direct",   "full", reduce(trees.star),               cost.whole(once)),
+    _A("gather",         "direct",   "full", gather(trees.star),               cost.pieces(once)),
+    _A("scatter",        "direct",   "full", scatter(trees.star),              cost.pieces(once)),
+    # whatever joins the members
+    _A("all_gather",     _ST, "any", all_gather(trees.spanning),       cost.at_most_all(around), exact=False),
+    _A("reduce_scatter", _ST, "any", reduce_scatter(trees.spanning),   cost.at_most_all(around), exact=False),
+    _A("all_reduce",     _ST, "any", reduce_broadcast(trees.spanning), cost.whole(twice(around)), exact=False),
+    _A("all_to_all",     _ST, "any", all_to_all(trees.spanning),       cost.at_most_all(around), exact=False),
+    _A("broadcast",      _ST, "any", broadcast(trees.spanning),        cost.whole(around), exact=False),
+    _A("reduce",         _ST, "any", reduce(trees.spanning),           cost.whole(around), exact=False),
+    _A("gather",         _ST, "any", gather(trees.spanning),           cost.pieces(around), exact=False),
+    _A("scatter",        _ST, "any", scatter(trees.spanning),          cost.pieces(around), exact=False),
+)
+# fmt: on
+
+
+def algorithm(collective: str, name: str) -> Algorithm:
+    """A line of the table by its names; unknown ones list the closest.
+
+    >>> print(algorithm("all_reduce", "ring"))
+    all_reduce by ring (ring links)
+    """
+    known = {each.name: each for each in algorithms_of(collective)}
+    if name not in known:
+        raise ArgumentError(f"{collective} has no algorithm {name!r}", fix=closest(name, known))
+    return known[name]
+
+
+def algorithms_of(collective: str) -> tuple[Algorithm, ...]:
+    """All lines of a collective, in the order of the table."""
+    found = tuple(line for line in ALGORITHMS.values() if line.collective == collective)
+    if not found:
+        known = dict.fromkeys(line.collective for line in ALGORITHMS.values())
+        raise ArgumentError(f"{collective!r} is not a collective with a schedule", fix=closest(collective, known))
+    return found
