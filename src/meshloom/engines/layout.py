@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import NotationError, closest
+from meshloom.errors import DTypeError, NotationError, closest
 from meshloom.placement import Partial, Replicate, Topology
 from meshloom.types import LONG_NAME, Shape, short_dtype
 
@@ -105,6 +105,8 @@ def fill(data: torch.Tensor, topology: Topology, value: Any, dims: tuple[int, ..
     mask = mask_of(topology, data.device, dims)
     if mask is None:
         return data
+    if value == -math.inf and not (data.is_floating_point() or data.is_complex()):
+        value = "lowest"
     if value in ("lowest", "highest"):
         value = _extreme(data.dtype, value == "highest")
     return torch.where(mask, data, torch.as_tensor(value, dtype=data.dtype, device=data.device))
@@ -115,6 +117,8 @@ def _extreme(dtype: torch.dtype, highest: bool) -> float | int | bool:
         return highest
     if dtype.is_floating_point:
         return math.inf if highest else -math.inf
+    if dtype.is_complex:
+        raise DTypeError(f"{short_name(dtype)} has no order", fix="compare x.abs() or x.real")
     info = torch.iinfo(dtype)
     return info.max if highest else info.min
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from meshloom.engines.layout import mask_of
+from meshloom.engines.layout import mask_of, unpad
 from meshloom.ops import Call
 from meshloom.ops.labels import normal_dims
 from meshloom.ops.shapes import indexed_dims, is_whole, section_sizes, squeezed_dims
@@ -46,6 +46,10 @@ class Local:
         """True where the input holds an element along dims."""
         return mask_of(self.ins[self.call.index("input")], data.device, dims)
 
+    def trimmed(self, name: str, data: torch.Tensor, dim: int) -> torch.Tensor:
+        """The operand without its padding along a dim that is looked up by index: padding may be interior."""
+        return unpad(data, dim, self.call.shape(name)[dim], self.ins[self.call.index(name)].shards[dim])
+
 
 def aware(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function that gets the `Local` first."""
@@ -70,9 +74,9 @@ def _sum(input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tens
 @aware
 def _mean(local: Local, input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
     dims = _dims(input, dim)
-    if tuple(input.shape) == local.call.shape("input") or not (input.is_floating_point() or input.is_complex()):
-        return torch.mean(input, dims, keepdim, dtype=dtype) if dims else torch.mean(input, dtype=dtype)
     kind = dtype or input.dtype
+    if tuple(input.shape) == local.call.shape("input") or not (kind.is_floating_point or kind.is_complex):
+        return torch.mean(input, dims, keepdim, dtype=dtype) if dims else torch.mean(input, dtype=dtype)
     return (torch.sum(input, dims, keepdim, dtype=_wide(kind)) / local.count(dims)).to(kind)
 
 
@@ -94,13 +98,14 @@ def _var(local: Local, input: torch.Tensor, dim: Any, unbiased: Any, keepdim: bo
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     mask = local.mask(input, dims)
-    if mask is None:
+    if mask is None or not (input.is_floating_point() or input.is_complex()):
         return torch.var(input, dims or None, correction=correction, keepdim=keepdim)
     count = local.count(dims)
     wide = input.to(_wide(input.dtype))
-    mean = wide.sum(dims, keepdim=True) / count
-    spread = torch.where(mask, wide - mean, 0).square().sum(dims, keepdim)
-    return (spread / max(count - correction, 0)).to(input.dtype)
+    centred = torch.where(mask, wide - wide.sum(dims, keepdim=True) / count, 0)
+    squares = (centred * centred.conj()).real if centred.is_complex() else centred.square()
+    spread = squares.sum(dims, keepdim) / max(count - correction, 0)
+    return spread if input.is_complex() else spread.to(input.dtype)
 
 
 @aware
@@ -124,10 +129,13 @@ def _softmax(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return lambda input, dim, dtype, _stacklevel: function(input, dim, dtype=dtype)
 
 
+@aware
 def _cross_entropy(
-    input: Any, target: Any, weight: Any, size_average: Any, ignore_index: int, reduce: Any, reduction: str,
-    label_smoothing: float,
+    local: Local, input: Any, target: Any, weight: Any, size_average: Any, ignore_index: int, reduce: Any,
+    reduction: str, label_smoothing: float,
 ) -> torch.Tensor:  # fmt: skip
+    input = local.trimmed("input", input, 1 if input.dim() > 1 else 0)
+    weight = None if weight is None else local.trimmed("weight", weight, 0)
     return F.cross_entropy(
         input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
@@ -137,7 +145,7 @@ def _cross_entropy(
 def _embedding(local: Local, input: Any, weight: Any, padding_idx: int | None) -> torch.Tensor:
     if padding_idx is not None and padding_idx < 0:
         padding_idx += local.call.shape("weight")[0]
-    return F.embedding(input, weight, padding_idx)
+    return F.embedding(input, local.trimmed("weight", weight, 0), padding_idx)
 
 
 @aware

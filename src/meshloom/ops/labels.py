@@ -43,11 +43,11 @@ def normal_dims(dim: object, ndim: int) -> tuple[int, ...]:
     """Dims counted from the front; None and () mean all of them."""
     if dim is None or dim == ():
         return tuple(range(ndim))
-    given = (dim,) if isinstance(dim, int) else tuple(dim)  # type: ignore[arg-type]
-    dims = tuple(normal_dim(each, ndim) for each in given) if ndim else ()
+    given = dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = tuple(normal_dim(each, ndim) for each in given)
     if len(set(dims)) != len(dims):
         raise ShapeError(f"dim {max(dims, key=dims.count)} stands twice in {given}", fix="name every dim once")
-    return dims
+    return dims if ndim else ()
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshloom.errors import ArgumentError
 from meshloom.placement import Placement, Replicate, Topology
 from meshloom.types import Shape
 
@@ -36,7 +37,8 @@ class Call:
     def index(self, name: str) -> int:
         """The number of the operand given as argument `name`."""
         ref = self.arguments[name]
-        assert isinstance(ref, Ref), name
+        if not isinstance(ref, Ref):
+            raise ArgumentError(f"{self.op} takes a tensor for {name!r}, not {ref!r}")
         return ref.index
 
     def has(self, name: str) -> bool:

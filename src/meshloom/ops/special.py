@@ -123,12 +123,11 @@ def _class_row(call: Call, classes: int, by_index: bool, batch: tuple[int, ...])
 
 
 def cross_entropy_fill(call: Call) -> tuple[Fill, ...]:
-    """Padded classes weigh nothing, padded rows are ignored."""
-    fills = [Fill(call.index("input"), -math.inf, (1 if len(call.shape("input")) > 1 else 0,))]
+    """Padded rows are ignored; padded classes are taken off."""
     target = call.operands[call.index("target")]
-    if not is_floating(target.dtype):
-        fills.append(Fill(call.index("target"), call.arguments["ignore_index"], tuple(range(target.ndim))))
-    return tuple(fills)
+    if is_floating(target.dtype):
+        return ()
+    return (Fill(call.index("target"), call.arguments["ignore_index"], tuple(range(target.ndim))),)
 
 
 def embedding(call: Call) -> Choices:

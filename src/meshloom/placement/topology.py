@@ -13,6 +13,7 @@ Topologies are interned: equal ones are the same object, so that a cache can loo
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
@@ -36,6 +37,7 @@ class Topology:
     """
 
     _known: ClassVar[WeakValueDictionary[tuple[object, ...], Topology]] = WeakValueDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     mesh: Mesh
     placements: tuple[Placement, ...]
@@ -49,7 +51,8 @@ class Topology:
             found = super().__new__(cls)
             found.mesh, found.placements, found.shape, found.dtype = mesh, key[1], key[2], dtype
             found._validate()
-            found = cls._known.setdefault(key, found)
+            with cls._lock:  # `setdefault` of a weak dictionary is not atomic
+                found = cls._known.setdefault(key, found)
         return found
 
     def _validate(self) -> None:

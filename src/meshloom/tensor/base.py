@@ -107,6 +107,9 @@ class Tensor:
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         data = self._data.detach().clone().requires_grad_(self._data.requires_grad)
         copied = Tensor(self.topology, data)
+        if self._data.is_leaf and self._data.grad is not None:
+            data.grad = self._data.grad.detach().clone()
+            copied._pending = None if self._pending is None else dict(self._pending)
         memo[id(self)] = copied
         return copied
 

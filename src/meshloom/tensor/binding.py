@@ -44,7 +44,7 @@ def freeze(value: Any) -> Any:
     if value is None or value is Ellipsis or isinstance(value, (str, torch.dtype, torch.device, torch.memory_format)):
         return value
     try:
-        return (kind, int(value)) if hasattr(value, "__index__") else (kind, hash(value))
+        return (kind, int(value)) if hasattr(value, "__index__") else (kind, hash(value), value)
     except TypeError:
         raise Unhashable from None
 

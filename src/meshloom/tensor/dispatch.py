@@ -6,6 +6,7 @@ of `Tensor` try `CACHE` with a shorter key first.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,13 +42,15 @@ class Entry:
 
 
 CACHE: dict[Any, Entry] = {}
+_LOCK = threading.Lock()
 
 
 def remember(key: Any, entry: Entry) -> None:
     """Keep an entry; the oldest goes when the cache is full."""
-    if len(CACHE) >= LIMIT:
-        CACHE.pop(next(iter(CACHE)), None)
-    CACHE[key] = entry
+    with _LOCK:
+        if len(CACHE) >= LIMIT:
+            CACHE.pop(next(iter(CACHE)), None)
+        CACHE[key] = entry
 
 
 def autocast_key() -> Any:
@@ -100,6 +103,8 @@ class Reader:
             value = made
         elif isinstance(value, numpy.ndarray):
             value = as_tensor(torch.as_tensor(value), self.mesh)
+        elif isinstance(value, numpy.generic):
+            return self.read(value.item())
         else:
             self.key.append(freeze(value))
             return tuple(value) if isinstance(value, tuple) else value
@@ -361,7 +366,7 @@ class Watched:
         """Write the call into every open log."""
         self.plan = entry.plan
         for log in state.logs:
-            log.calls.append((entry.plan, self.where))
+            log.called(entry.plan, self.where)
         state.log(self.forward)
 
     def tap_operands(self, datas: list[torch.Tensor]) -> list[torch.Tensor]:

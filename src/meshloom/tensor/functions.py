@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from meshloom.engines.layout import fill as fill_padding
-from meshloom.errors import ArgumentError, GradientError
+from meshloom.errors import ArgumentError, DTypeError, GradientError
 from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Replicate
 from meshloom.runtime import state
@@ -75,6 +75,8 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = table_call("to", tensor, wanted)
     if device is not None and torch.device(device) != tensor.device and state.shadows is None:
         tensor = Tensor(tensor.topology, tensor._data.to(device))
+    if kwargs.get("copy") and tensor._data is shadowed(own(input))._data:
+        tensor = table_call("clone", tensor)
     return input if tensor is own(input) else tensor
 
 
@@ -105,10 +107,16 @@ def _reversed(name: str, input: Any, other: Any) -> Any:
     """`other op input` where `other` may be a number: torch wants a tensor first."""
     if isinstance(other, (Tensor, torch.Tensor)):
         return table_call(name, other, input)
-    if name == "sub":
-        return table_call("add", table_call("neg", input), other) if own(input).dtype != torch.bool else NotImplemented
-    dtype = torch.result_type(torch.empty((1,), dtype=own(input).dtype), other)
-    return table_call(name, torch.as_tensor(other, dtype=dtype), input)
+    held = own(input).dtype
+    dtype = torch.result_type(torch.empty((1,), dtype=held), other)
+    if name == "div":  # as torch does, so that the last bit is the same
+        return table_call("mul", table_call("reciprocal", input), other)
+    if name == "sub" and (held == torch.bool or isinstance(other, bool)):
+        raise DTypeError("subtraction has no meaning for bool", fix="use ~x or logical_not")
+    if name == "sub" and dtype == held and not dtype.is_complex:
+        return table_call("add", table_call("neg", input), other)
+    widest = {int: torch.int64, float: torch.float64, complex: torch.complex128}.get(type(other))
+    return table_call(name, torch.as_tensor(other, dtype=widest).to(dtype), input)
 
 
 def _reverse(name: str) -> Callable[..., Any]:
@@ -283,6 +291,29 @@ def _same(input: Any, *args: Any, **kwargs: Any) -> Any:
     return input
 
 
+def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tensor itself; a view with other strides is copied, as in torch, so that writes do not reach its base."""
+    tensor = shadowed(own(input))
+    return input if tensor._view is None or tensor._data.is_contiguous() else table_call("clone", tensor)
+
+
+def _softmax(name: str) -> Callable[..., Any]:
+    """`dtype=` is cast to first: an integer cannot hold the -inf that padding needs."""
+
+    def front(input: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        wanted = dtype or next((each for each in args if isinstance(each, torch.dtype)), None)
+        cast = input if wanted is None else _to(input, wanted)
+        return table_call(name, cast, *args[:1], **kwargs)
+
+    return front
+
+
+def _linear(input: Any, weight: Any, bias: Any = None, **kwargs: Any) -> Any:
+    if own(weight).ndim == 1:
+        return fallback(F.linear, (input, weight, bias), kwargs, "linear")
+    return table_call("linear", input, weight, bias, **kwargs)
+
+
 def _detach(input: Any) -> Any:
     tensor = shadowed(own(input))
     made = Tensor(tensor.topology, tensor._data.detach())
@@ -427,7 +458,10 @@ FRONTS: dict[str, Callable[..., Any]] = {
     "new_ones": _new("ones"),
     "new_empty": _new("zeros"),
     "new_full": _new("full"),
-    "contiguous": _same,
+    "contiguous": _contiguous,
+    "linear": _linear,
+    "softmax": _softmax("softmax"),
+    "log_softmax": _softmax("log_softmax"),
     "cpu": _same,
     "detach": _detach,
     "expand_as": _as("expand"),

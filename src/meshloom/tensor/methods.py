@@ -52,7 +52,7 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
     return operator
 
 
-_OPERANDS = (Tensor, torch.Tensor, numpy.ndarray, numpy.number, int, float, bool, complex)
+_OPERANDS = (Tensor, torch.Tensor, numpy.ndarray, numpy.generic, int, float, bool, complex)
 
 
 _NUMBERS = frozenset((int, float))

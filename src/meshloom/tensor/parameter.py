@@ -175,7 +175,9 @@ class Parameter(Mirror, torch.nn.Parameter):
         return Mirror._mirror(cls, leaf, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        copied = Parameter(copy.deepcopy(self._loom, memo), requires_grad=self.requires_grad)
+        inside = copy.deepcopy(self._loom, memo)
+        copied = Parameter(inside, requires_grad=self.requires_grad)
+        copied._loom = inside
         memo[id(self)] = copied
         return copied
 
