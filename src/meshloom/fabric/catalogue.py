@@ -81,17 +81,18 @@ class Preset:
         return " | ".join(texts if len(set(texts)) > 1 else texts[:1])
 
     def machine(self, dtype: str = "f32") -> Machine:
-        """What the planner prices with: the slowest axis, and the FLOP/s of a dtype (the lowest if it has none).
+        """What the planner prices with: the slowest axis, and FLOP/s of a dtype (of f32, or the lowest, without one).
 
         >>> preset("galaxy").machine("bfp8").flops
         131000000000000.0
         """
+        figures = dict(self.flops)
         rates = [rate * count for rate, count in zip(self.bandwidth, self.lanes, strict=True)]
         return Machine(
             self.name,
             latency=max(self.latency),
             bandwidth=min(rates) * self.efficiency,
-            flops=dict(self.flops).get(dtype, min(figure for _, figure in self.flops)),
+            flops=figures.get(dtype, figures.get("f32", min(figures.values()))),
             memory_bandwidth=self.memory_bandwidth,
             memory=self.memory,
             peaks=self.flops,

@@ -35,7 +35,7 @@ class Fabric:
     ((0, 0), (1, 0), (1, 3))
     """
 
-    __slots__ = ("__weakref__", "_distances", "_hash", "_near", "_table", "kinds", "links", "name", "shape")
+    __slots__ = ("__weakref__", "_distances", "_hash", "_near", "_sources", "_table", "kinds", "links", "name", "shape")
 
     name: str
     shape: tuple[int, ...]
@@ -43,6 +43,7 @@ class Fabric:
     kinds: tuple[str, ...] | None
     _table: dict[Pair, Link]
     _near: dict[Coordinate, tuple[Coordinate, ...]]
+    _sources: dict[Coordinate, list[Coordinate]]
     _distances: dict[Coordinate, dict[Coordinate, int]]
     _hash: int
 
@@ -53,6 +54,7 @@ class Fabric:
         put(self, "_table", _merged(self.shape, links))
         put(self, "links", tuple(self._table.values()))
         put(self, "_near", _neighbours(self.shape, self._table))
+        put(self, "_sources", _sources(self._near, self._table))
         put(self, "kinds", _kinds_of(self.shape, self._table))
         put(self, "_distances", {})
         put(self, "_hash", hash((name, self.shape, self.links)))
@@ -187,7 +189,7 @@ class Fabric:
         if found is None:
             if len(self._distances) * self.size > _KEPT:
                 self._distances.clear()
-            found = self._distances[target] = _breadth_first(target, _sources(self._near, self._table))
+            found = self._distances[target] = _breadth_first(target, self._sources)
         return found
 
     def group(self, axis: int, at: Coordinate) -> tuple[Coordinate, ...]:
@@ -455,17 +457,17 @@ def _sources(
 
 
 def _breadth_first(start: Coordinate, near: Mapping[Coordinate, Sequence[Coordinate]]) -> dict[Coordinate, int]:
-    found, edge = {start: 0}, [start]
+    found, edge, hops = {start: 0}, [start], 0
     while edge:
-        edge = [b for a in edge for b in near[a] if found.setdefault(b, found[a] + 1) == found[a] + 1]
-        edge = list(dict.fromkeys(edge))
+        hops += 1
+        edge = list({b: None for a in edge for b in near[a] if b not in found})
+        found.update(dict.fromkeys(edge, hops))
     return found
 
 
 def _check_connected(fabric: Fabric) -> None:
     start = (0,) * len(fabric.shape)
-    ways = (("from", fabric._near), ("back to", _sources(fabric._near, fabric._table)))
-    for word, near in ways:
+    for word, near in (("from", fabric._near), ("back to", fabric._sources)):
         reached = _breadth_first(start, near)
         if len(reached) < fabric.size:
             lost = [each for each in fabric._near if each not in reached]
