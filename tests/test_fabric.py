@@ -265,6 +265,23 @@ def test_an_order_is_found_exactly_when_there_is_one(found, closed, data):
         assert {"group", "nearest", "fix"} <= caught.value.details.keys()
 
 
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("lost", [None, ((0, 1), (1, 1))])
+def test_every_small_group_of_a_mesh_gets_its_order_or_a_refusal(closed, lost):
+    found = grid((3, 3)) if lost is None else grid((3, 3)).without(*lost)
+    outcomes = set()
+    for group in itertools.chain(*(itertools.combinations(found.coordinates(), size) for size in range(1, 6))):
+        exists = has_order(found, group, closed)
+        outcomes.add(exists)
+        try:
+            check_order(found, found.ring(group) if closed else found.line(group), group, closed)
+        except FabricError:
+            assert not exists, group
+        else:
+            assert exists, group
+    assert outcomes == {False, True}
+
+
 def test_the_oracle_of_orders_can_say_no_and_yes():
     found = grid((3,), "line")
     assert not has_order(found, found.coordinates(), closed=True)
