@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 EASE_OF_USE = ("first.py", "strategies.py", "scale.py", "demo.py")
+OTHERS = ("fabric.py",)
 COLLECTIVES = frozenset(
     "all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter send recv send_recv shift "
     "all_gather_into_tensor reduce_scatter_tensor all_to_all_single barrier isend irecv".split()
@@ -163,6 +165,18 @@ def test_the_demo_tells_its_options_and_refuses_no_steps():
         run_example("demo.py", "--steps", "0")
 
 
+def test_the_fabric_example_compares_three_machines_and_writes_a_timeline(tmp_path):
+    out = tmp_path / "timeline.json"
+    printed = run_example("fabric.py", "--side", "4", "--out", str(out))
+    rows = [line for line in printed.splitlines() if re.search(r"(ring|tree|2-D) \(", line)]
+    assert len(rows) == 9
+    for shown in ("T3000, 2x4", "Galaxy, 8x4", "torus, 4x4", str(out)):
+        assert shown in printed
+    spans = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["cat"] for event in spans} == {"device", "link"} and len(spans) > 1000
+    assert "--out" in run_example("fabric.py", "--help")
+
+
 def called_collectives(source: str) -> set[str]:
     """The collectives that a program calls by name; strings and comparisons do not count."""
     calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
@@ -186,4 +200,4 @@ def test_a_collective_called_by_hand_would_be_found():
 
 
 def test_every_example_is_run_by_a_test():
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EASE_OF_USE)
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*EASE_OF_USE, *OTHERS}

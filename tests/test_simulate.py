@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
 import time
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 import meshloom as loom
 from meshloom import ArgumentError, Machine, Mesh
+from meshloom.collectives.algorithms import ALGORITHMS, Algorithm
 from meshloom.collectives.schedule import Schedule, Send
 from meshloom.errors import FabricError
 from meshloom.fabric import Fabric, Link
@@ -157,6 +160,58 @@ def test_a_ring_all_reduce_takes_what_the_formula_says(p, size):
     expected = 2 * (p - 1) * LATENCY + 2 * (p - 1) / p * size / BANDWIDTH
     for barrier in (False, True):
         assert simulate(ring_all_reduce(p), ring_of(p), size, barrier=barrier).time == pytest.approx(expected, rel=1e-9)
+
+
+FABRICS = {"ring": ring_of, "line": line_of, "full": lambda p: Fabric.grid((p,), "full", LATENCY, BANDWIDTH)}
+EVEN = 2**8 * 3**3 * 5 * 7  # divides into the chunks of every group below
+
+
+def predicted(line: Algorithm, group: tuple[tuple[int, ...], ...], size: int) -> float:
+    """The published time of an algorithm: its steps times latency, and its bytes over bandwidth."""
+    dims = line.dims(group)
+    return line.formula.steps(*dims) * LATENCY + float(line.formula.bytes(Fraction(size), *dims)) / BANDWIDTH
+
+
+@pytest.mark.parametrize("line", ALGORITHMS.values(), ids=str)
+@pytest.mark.parametrize("size", [EVEN, 1000 * EVEN])
+def test_every_algorithm_takes_what_its_formula_says(line, size):
+    shapes = [(2, 4), (4, 4), (2, 3)] if line.needs == "grid" else [(2,), (4,), (8,), (5,)]
+    ran = 0
+    for shape in shapes:
+        kinds = {"grid": "ring" if "torus" in line.name else "line", "any": "line"}
+        fabric = Fabric.grid(shape, kinds.get(line.needs, line.needs), LATENCY, BANDWIDTH)
+        if "halving" in line.name and shape == (5,):
+            continue  # partners at powers of two
+        made = line(fabric.coordinates(), fabric)
+        closed = predicted(line, fabric.coordinates(), size)
+        in_steps, free = (simulate(made, fabric, size, barrier=barrier).time for barrier in (True, False))
+        assert in_steps == pytest.approx(closed, rel=0.01) if line.exact else in_steps <= closed * 1.01
+        assert free <= in_steps * (1 + 1e-9)
+        ran += 1
+    assert ran >= 3
+
+
+# From the field's cost models: the same times without a barrier, since nothing contends.
+CLOSED = {
+    ("all_gather", "ring"): lambda p, a, t: (p - 1) * a + (p - 1) / p * t,
+    ("reduce_scatter", "ring"): lambda p, a, t: (p - 1) * a + (p - 1) / p * t,
+    ("all_reduce", "ring"): lambda p, a, t: 2 * ((p - 1) * a + (p - 1) / p * t),
+    ("all_gather", "bidirectional_ring"): lambda p, a, t: p // 2 * (a + t / p),
+    ("all_gather", "line"): lambda p, a, t: (p - 1) * a + (p - 1) / p * t,
+    ("all_reduce", "halving_doubling"): lambda p, a, t: 2 * math.log2(p) * a + 2 * (p - 1) / p * t,
+    ("all_reduce", "tree"): lambda p, a, t: 2 * math.log2(p) * (a + t),
+    ("all_to_all", "direct"): lambda p, a, t: a + t / p**2,
+}
+
+
+@pytest.mark.parametrize("name", CLOSED, ids=" ".join)
+@pytest.mark.parametrize("p", [2, 4, 8, 16])
+def test_the_cost_models_of_the_field_come_out_without_a_barrier(name, p):
+    line = ALGORITHMS[name]
+    fabric = FABRICS[line.needs](p)
+    for size in (2**16, 2**26):
+        closed = CLOSED[name](p, LATENCY, size / BANDWIDTH)
+        assert simulate(line(fabric.coordinates(), fabric), fabric, size).time == pytest.approx(closed, rel=0.01)
 
 
 def test_a_pipeline_of_chunks_along_a_line_overlaps_its_hops():

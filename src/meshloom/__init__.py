@@ -43,6 +43,7 @@ _LAZY = {
     ),
     **dict.fromkeys(("dropout",), "meshloom.tensor.functions"),
     **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
+    **dict.fromkeys(("simulate", "Simulation"), "meshloom.observe.simulate"),
     **dict.fromkeys(
         "communication record with_output choose use_machine CommunicationWarning".split(), "meshloom.observe.scopes"
     ),

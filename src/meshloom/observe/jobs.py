@@ -40,8 +40,8 @@ class Jobs:
     delay: list[float] = field(default_factory=list)
     size: list[int] = field(default_factory=list)
     label: list[int] = field(default_factory=list)
-    waits: list[int] = field(default_factory=list)
-    followers: list[list[int]] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)  # who is waited for, and by whom: one entry per pair
+    after: list[int] = field(default_factory=list)
 
     def add(
         self, resource: int, after: Sequence[int], busy: float = 0.0, delay: float = 0.0, size: int = 0, label: int = 0
@@ -53,10 +53,8 @@ class Jobs:
         self.delay.append(delay)
         self.size.append(size)
         self.label.append(label)
-        self.waits.append(len(after))
-        self.followers.append([])
-        for other in after:
-            self.followers[other].append(job)
+        self.before.extend(after)
+        self.after.extend([job] * len(after))
         return job
 
     def join(self, after: Sequence[int]) -> int:
@@ -73,8 +71,9 @@ class Jobs:
         >>> jobs.run()[0].tolist()
         [0.0, 2.0, 4.0]
         """
-        resource, busy, delay, followers = self.resource, self.busy, self.delay, self.followers
-        waits, ready = self.waits.copy(), [0.0] * len(resource)
+        resource, busy, delay = self.resource, self.busy, self.delay
+        waits, followers, first = self._edges()
+        ready = [0.0] * len(resource)
         start, arrive = ready.copy(), ready.copy()
         free = [0.0] * (max(resource, default=0) + 1)
         queue = [(0.0, job) for job, count in enumerate(waits) if not count]
@@ -86,12 +85,20 @@ class Jobs:
                 free[at] = now + busy[job]
             start[job] = now
             arrive[job] = done = now + busy[job] + delay[job]
-            for other in followers[job]:
+            for other in followers[first[job] : first[job + 1]]:
                 ready[other] = max(ready[other], done)
                 waits[other] -= 1
                 if not waits[other]:
                     heapq.heappush(queue, (ready[other], other))
         return np.array(start), np.array(arrive)
+
+    def _edges(self) -> tuple[list[int], list[int], list[int]]:
+        """How many each job waits for; all followers by the job that they follow, and where those of a job begin."""
+        count = len(self.resource)
+        before, after = np.array(self.before, np.int64), np.array(self.after, np.int64)
+        first = np.concatenate([[0], np.cumsum(np.bincount(before, minlength=count))])
+        followers = after[np.argsort(before, kind="stable")]
+        return np.bincount(after, minlength=count).tolist(), followers.tolist(), first.tolist()
 
 
 class Wires:
@@ -240,7 +247,7 @@ def by_steps(sends: Sends, barrier: bool = False) -> Floats | None:
     for rows, parts in sends.ranges():
         link, writes = sends.link[rows], sends.writes[parts]
         ready = np.full(len(link), floor) if barrier else _ready(held, sends, rows, parts)
-        if not (_are_distinct(link) and _are_distinct(writes) and (ready >= latest[link]).all()):
+        if not (_are_distinct(link) and (ready >= latest[link]).all()):
             return None
         start[rows] = begin = np.maximum(ready, free[link])
         latest[link] = ready
@@ -249,7 +256,12 @@ def by_steps(sends: Sends, barrier: bool = False) -> Floats | None:
         floor = max(floor, float(arrive.max()))
         count = np.diff(sends.parts[rows.start : rows.stop + 1])
         arrived, reduce = np.repeat(arrive, count), np.repeat(sends.reduce[rows], count)
-        held[writes] = np.where(reduce, np.maximum(held[writes], arrived), arrived)
+        if reduce.all():
+            np.maximum.at(held, writes, arrived)  # several may be combined in one slot
+        elif _are_distinct(writes):
+            held[writes] = np.where(reduce, np.maximum(held[writes], arrived), arrived)
+        else:
+            return None
     return start
 
 
@@ -276,10 +288,11 @@ def add_sends(
     """The sends of a schedule as jobs, in order; a device's sends wait for its gate, if gates are given."""
     columns = (sends.link, sends.source, sends.busy, sends.delay, sends.size, sends.parts, sends.reads)
     link, source, busy, delay, size, parts, reads = (column.tolist() for column in columns)
+    count, reduce, writes = np.diff(sends.parts), sends.reduce, sends.writes
     writers: dict[int, list[int]] = {}
     made: list[int] = []
     wall: list[int] = []
-    for rows, _ in sends.ranges():
+    for rows, pieces in sends.ranges():
         for row in range(rows.start, rows.stop):
             after = wall if barrier else _last_writes(writers, reads[parts[row] : parts[row + 1]])
             if gates is not None:
@@ -288,7 +301,8 @@ def add_sends(
         if barrier:
             wall = [jobs.join(made[rows])]
         else:
-            _write(writers, sends, rows, made)
+            per_piece = (np.repeat(column, count[rows]).tolist() for column in (reduce[rows], made[rows]))
+            _write(writers, zip(writes[pieces].tolist(), *per_piece, strict=True))
     return made
 
 
@@ -298,13 +312,12 @@ def _last_writes(writers: Mapping[int, list[int]], slots: Sequence[int]) -> list
     return list(dict.fromkeys(job for slot in slots for job in writers.get(slot, ())))
 
 
-def _write(writers: dict[int, list[int]], sends: Sends, rows: slice, made: Sequence[int]) -> None:
+def _write(writers: dict[int, list[int]], written: Iterable[tuple[int, bool, int]]) -> None:
     """After a step: what replaces a slot is all that it holds, what is combined comes on top."""
     fresh: set[int] = set()
-    for row in range(rows.start, rows.stop):
-        for slot in sends.writes[sends.parts[row] : sends.parts[row + 1]].tolist():
-            if sends.reduce[row] or slot in fresh:
-                writers.setdefault(slot, []).append(made[row])
-            else:
-                writers[slot] = [made[row]]
-            fresh.add(slot)
+    for slot, reduce, job in written:
+        if reduce or slot in fresh:
+            writers.setdefault(slot, []).append(job)
+        else:
+            writers[slot] = [job]
+        fresh.add(slot)

@@ -70,6 +70,12 @@ class Log:
     calls: list[Any] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
     pending: list[Event] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)  # for each call, how many events there were before its own
+
+    def called(self, call: Any, where: str) -> None:
+        """Write a call down before its events."""
+        self.calls.append((call, where))
+        self.marks.append(len(self.events))
 
     @property
     def bytes(self) -> int:

@@ -366,7 +366,7 @@ class Watched:
         """Write the call into every open log."""
         self.plan = entry.plan
         for log in state.logs:
-            log.calls.append((entry.plan, self.where))
+            log.called(entry.plan, self.where)
         state.log(self.forward)
 
     def tap_operands(self, datas: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -111,7 +111,7 @@ class Gathered:
         """Say that a call went through the fallback, in every open log."""
         for log in state.logs:
             log.fallbacks[self.name] += 1
-            log.calls.append((f"{self.name}: no rule, gathered and computed dense", self.where))
+            log.called(f"{self.name}: no rule, gathered and computed dense", self.where)
 
     def give(self, result: Any) -> Any:
         """The result with every tensor on the mesh."""
