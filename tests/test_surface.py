@@ -22,7 +22,7 @@ ArgumentError BoundsError CommunicationError CommunicationWarning DTypeError Exp
 GradientError Machine Mesh MeshError MeshloomError NotationError Parameter Partial Placement PlacementError Replicate
 ShapeError Shard Simulation Tensor Topology UnsupportedError ViewError arange choose communication communication_table
 current_mesh distribute draw draw_mesh dropout empty_like explain from_local full full_like ones ones_like open_mesh
-parse rand rand_like randn randn_like record simulate use_machine with_output zeros zeros_like
+parse rand rand_like randn randn_like record simulate use_fabric use_machine with_output zeros zeros_like
 """.split()
 
 OP_NAMES = """

@@ -45,7 +45,8 @@ _LAZY = {
     **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
     **dict.fromkeys(("simulate", "Simulation"), "meshloom.observe.simulate"),
     **dict.fromkeys(
-        "communication record with_output choose use_machine CommunicationWarning".split(), "meshloom.observe.scopes"
+        "communication record with_output choose use_fabric use_machine CommunicationWarning".split(),
+        "meshloom.observe.scopes",
     ),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }

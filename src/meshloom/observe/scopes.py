@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from meshloom.errors import ArgumentError
-from meshloom.fabric import Machine
+from meshloom.fabric import Fabric, Machine
 from meshloom.placement import Placements
 from meshloom.runtime import Log, Policy, state
 from meshloom.runtime.records import CommunicationWarning
@@ -91,4 +91,22 @@ def use_machine(machine: Machine) -> Iterator[Machine]:
         yield machine
 
 
-__all__ = ["CommunicationWarning", "choose", "communication", "record", "use_machine", "with_output"]
+@contextmanager
+def use_fabric(fabric: Fabric) -> Iterator[Fabric]:
+    """Send over these links in `mode="fabric"`; without it every mesh axis is a ring.
+
+    >>> from meshloom.fabric import Fabric
+    >>> line = Fabric.grid((4,), "line", latency=1e-6, bandwidth=1e9)
+    >>> import meshloom as loom
+    >>> x = loom.arange(4, mesh=loom.open_mesh((4,), axes=("d",)))
+    >>> with use_fabric(line):
+    ...     loom.collectives.all_reduce(x, mode="fabric").to_torch()
+    tensor([6])
+    """
+    if not isinstance(fabric, Fabric):
+        raise ArgumentError(f"use_fabric takes a Fabric, not {fabric!r}")
+    with state.changed(fabric=fabric):
+        yield fabric
+
+
+__all__ = ["CommunicationWarning", "choose", "communication", "record", "use_fabric", "use_machine", "with_output"]

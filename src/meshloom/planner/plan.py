@@ -30,7 +30,7 @@ from meshloom.planner.redistribution import route
 from meshloom.types import is_floating, itemsize, numel, short_dtype
 
 Request = tuple[Placement | None, ...]
-SEARCHED = 2048  # combinations of rows that are priced together; beyond that, axis by axis
+SEARCHED = 512  # combinations of rows that are priced together; beyond that, axis by axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +201,10 @@ def _axis_by_axis(
             if _is_possible(call, combination):
                 prices.append((_held_against(call, choices, combination, wanted, machine), row))
         best = min(prices, key=lambda pair: pair[0])[1]
-        kept.append((best, none) if best is not none and none in rows else (best,))
-    return kept
+        kept.append((best,))
+    if _is_possible(call, tuple(rows[0] for rows in kept)):
+        return kept
+    return [(none,)] * len(candidates)
 
 
 def _is_possible(call: Call, rows: Sequence[Row]) -> bool:

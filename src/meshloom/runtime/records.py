@@ -18,7 +18,7 @@ from typing import Any
 
 from meshloom.collectives import Collective
 from meshloom.errors import ArgumentError, CommunicationError, closest
-from meshloom.fabric import VIRTUAL, Machine
+from meshloom.fabric import VIRTUAL, Fabric, Machine
 from meshloom.placement import Placements
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -37,6 +37,7 @@ class Event:
     call: str
     where: str
     phase: str = "forward"
+    host: int = 0  # bytes that went through the host
 
     @property
     def bytes(self) -> int:
@@ -81,6 +82,11 @@ class Log:
     def bytes(self) -> int:
         """The bytes that one device received in all."""
         return sum(event.bytes for event in self.events)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that went through the host."""
+        return sum(event.host for event in self.events)
 
     def kinds(self) -> Counter[str]:
         """How often each collective ran."""
@@ -136,6 +142,7 @@ class State(threading.local):
     output: Placements | None = None
     chosen: dict[str, str] | None = None
     machine: Machine = VIRTUAL
+    fabric: Fabric | None = None
 
     @property
     def watching(self) -> bool:

@@ -13,8 +13,7 @@ differentiable in every mode, and a result that is replicated counts once in a l
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,28 +23,18 @@ from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, un
 from meshloom.errors import ArgumentError, ShapeError, closest
 from meshloom.mesh import Mesh
 from meshloom.ops.labels import normal_dim
-from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology
+from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.functions import own
 from meshloom.tensor.moving import shadowed
+from meshloom.tensor.ways import Direct, Host, OverLinks
 from meshloom.types import Shape
 
 MODES = ("direct", "host", "fabric")
 Axis = str | Sequence[str] | None
 
 _IDENTITY: dict[str, Any] = {"sum": 0, "mean": 0, "max": "lowest", "min": "highest", "prod": 1}
-_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda x: x.sum(0, dtype=x.dtype),
-    "mean": lambda x: x.mean(0),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "prod": lambda x: x.prod(0, dtype=x.dtype),
-}
-
-
-class HostTrafficWarning(UserWarning):
-    """A collective went through the host."""
 
 
 class Group:
@@ -90,25 +79,30 @@ class Group:
         return math.prod(self.mesh.shape[a] for a in axes if a not in self.axes)
 
     def parts(self, missing: Any = 0) -> torch.Tensor:
-        """What each member holds, elements that a member lacks filled with `missing`."""
+        """What each member holds; an element that some lack is `missing` there, one that all lack is zero."""
         topology, data = self.tensor.topology, self.tensor._data
         lacking = tuple(d for d in topology.padded_dims if any(a in self.axes for a in topology.axes_of[d]))
-        if lacking and missing != 0:
-            data = fill(data, topology, missing, lacking)
-        return self._members_first(to_block(data, topology))
+        if not lacking or missing == 0:
+            return self._members_first(to_block(data, topology))
+        parts = self._members_first(to_block(fill(data, topology, missing, lacking), topology))
+        return torch.where(self._held_by_some(), parts, torch.zeros((), dtype=parts.dtype, device=parts.device))
 
     def _members_first(self, block: torch.Tensor) -> torch.Tensor:
         count = len(self.axes)
         front = block.movedim(self.axes, tuple(range(count)))
         return front.expand(*self.sizes, *front.shape[count:]).flatten(0, count - 1)
 
-    def nobody(self) -> torch.Tensor | None:
-        """True where no member holds an element, in the shape of one part."""
+    def _held_by_some(self) -> torch.Tensor:
+        """True where some member holds an element, in the shape of one part."""
         topology = self.tensor.topology.reduced
         mask = mask_of(topology, self.tensor._data.device)
-        if mask is None:
-            return None
-        return ~self._members_first(to_block(mask.expand(topology.stored_shape), topology)).any(0)
+        assert mask is not None
+        found = self._members_first(to_block(mask.expand(topology.stored_shape), topology)).any(0)
+        for axis in self.tensor.topology.partial_axes:  # the mask has size 1 where a partial tensor has the axis
+            if axis not in self.axes:
+                place = axis - sum(1 for a in self.axes if a < axis)
+                found = found.narrow(place, 0, 1)
+        return found
 
     def same(self, part: torch.Tensor, shape: Shape) -> Tensor:
         """The tensor of which every member holds `part`."""
@@ -134,131 +128,69 @@ def group_axes(mesh: Mesh, axis: Axis) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _check(x: Any, mode: str, op: str = "sum") -> Tensor:
+def _tensor(x: Any) -> Tensor:
     tensor = own(x)
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"a collective takes a meshloom tensor, not {type(x).__name__}", fix="loom.distribute it")
+    return tensor
+
+
+def _check(x: Any, mode: str, op: str | None) -> Tensor:
+    tensor = _tensor(x)
     if mode not in MODES:
         raise ArgumentError(f"there is no mode {mode!r}", fix=closest(mode, MODES))
-    if op not in PARTIAL_OPS:
+    if op is not None and op not in PARTIAL_OPS:
         raise ArgumentError(f"there is no reduction {op!r}", fix=closest(op, PARTIAL_OPS))
-    if op == "mean" and not tensor.is_floating_point():
-        raise ArgumentError(f"a mean of {tensor.topology.dtype} has no meaning", fix="use sum, or cast to float")
+    if op is not None and not can_be_partial(Partial(op), tensor.topology.dtype):
+        raise ArgumentError(
+            f"a {op} of {tensor.topology.dtype} has no meaning", fix="use max for any, min for all, or cast first"
+        )
     return shadowed(tensor)
 
 
-def all_reduce(x: Any, axis: Axis = None, op: str = "sum", mode: str = "direct") -> Tensor:
-    """Every member of each group holds the reduction of what its members hold.
+class Call:
+    """One collective call: its tensor, its group and its way, checked and told to whoever watches.
 
-    >>> import meshloom as loom
-    >>> x = loom.arange(8, mesh=loom.open_mesh((4,), axes=("d",)), placements="S(0)")
-    >>> all_reduce(x)
-    Tensor i64[2](R) on Mesh(d=4)
-    tensor([12, 16])
+    `grows` is how a member's part changes: "more" for what is gathered, "less" for what is scattered.
     """
-    tensor = _check(x, mode, op)
-    group = Group(tensor, axis)
-    _tell(group, "all_reduce", mode, op)
-    return _reduced(group, op, mode)
+
+    def __init__(
+        self,
+        kind: str,
+        x: Any,
+        axis: Axis,
+        mode: str,
+        op: str | None = None,
+        root: int = 0,
+        grows: str = "",
+        algorithm: str | None = None,
+        precise: bool = False,
+    ) -> None:
+        self.tensor = _check(x, mode, op)
+        self.group = Group(self.tensor, axis)
+        check_member(self.group, root, "root")
+        self._tell(kind, mode, op, grows)
+        if mode == "fabric":
+            self.way: Direct = OverLinks(self.tensor.mesh, self.group.axes, algorithm, precise)
+        else:
+            self.way = Host() if mode == "host" else Direct()
+
+    def _tell(self, kind: str, mode: str, op: str | None, grows: str) -> None:
+        group, topology = self.group, self.tensor.topology
+        if not state.watching or group.size == 1:
+            return
+        held = topology.local_bytes
+        after = {"more": held * group.size, "less": -(-held // group.size)}.get(grows, held)
+        size = KINDS[kind].size(held, after, group.size)
+        told = Collective(kind, group.name, group.size, size, topology.dtype, topology.local_shape, op)
+        host = group.size * (held + after) if mode == "host" else 0
+        events = [Event(told, kind if mode == "direct" else f"{kind} ({mode})", where(), host=host)]
+        state.check(events)
+        state.log(events)
 
 
-def _reduced(group: Group, op: str, mode: str) -> Tensor:
-    if group.tensor.dtype == torch.bool and op in ("sum", "prod"):
-        raise ArgumentError(f"a {op} of bool has no meaning", fix="use max for any, min for all")
-    part = REDUCERS[mode](group, group.parts(_IDENTITY[op]), op)
-    nobody = group.nobody()
-    if nobody is not None:
-        part = torch.where(nobody, torch.zeros((), dtype=part.dtype, device=part.device), part)
-    return group.same(part, group.held_shape())
-
-
-def all_gather(x: Any, dim: int, axis: Axis = None, mode: str = "direct") -> Tensor:
-    """Every member of each group holds what all of them hold, one after the other along `dim`.
-
-    >>> import meshloom as loom
-    >>> x = loom.arange(3, mesh=loom.open_mesh((2,), axes=("d",)), placements="S(0)")
-    >>> all_gather(x, 0)
-    Tensor i64[3](R) on Mesh(d=2)
-    tensor([0, 1, 2])
-    """
-    tensor = _check(x, mode)
-    group = Group(tensor, axis)
-    place = _dim(tensor, dim)
-    _tell(group, "all_gather", mode, grows=group.size)
-    return _gathered(group, place, mode)
-
-
-def _dim(tensor: Tensor, dim: int) -> int:
-    if not tensor.topology.shape:
-        raise ShapeError("a 0-d tensor has no dim to gather or cut along", tensor=tensor.topology, fix="unsqueeze it")
-    return normal_dim(dim, tensor.ndim)
-
-
-def _gathered(group: Group, dim: int, mode: str) -> Tensor:
-    topology = group.tensor.topology
-    parts = GATHERERS[mode](group, group.parts())
-    place = parts.dim() - topology.ndim + dim
-    joined = parts.movedim(0, place - 1).flatten(place - 1, place)
-    held = group.held_shape()
-    long = topology.local_shape[dim] * group.others(dim) * group.size
-    made = group.same(joined, held[:dim] + (long,) + held[dim + 1 :])
-    if topology.axes_of[dim] != group.axes:
-        return made
-    # the dim is cut by this group alone: its parts, laid end to end without their padding, are the dim
-    lead = len(made.topology.partial_axes)
-    data = unpad(made._data, lead + dim, topology.shape[dim], topology.shards[dim])
-    return Tensor(group.placed(Replicate(), held[:dim] + (topology.shape[dim],) + held[dim + 1 :]), data)
-
-
-def reduce_scatter(x: Any, dim: int, axis: Axis = None, op: str = "sum", mode: str = "direct") -> Tensor:
-    """Each member holds its chunk, along `dim`, of the reduction of what the members hold."""
-    tensor = _check(x, mode, op)
-    group = Group(tensor, axis)
-    place = _dim(tensor, dim)
-    _tell(group, "reduce_scatter", mode, op)
-    return _cut(_reduced(group, op, mode), group, place)
-
-
-def _cut(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """Each member keeps its chunk of what all hold; where other axes cut the dim too, chunks are of one size."""
-    part = to_block(tensor._data, tensor.topology)
-    for axis in reversed(group.axes):
-        part = part.squeeze(axis)
-    place = part.dim() - tensor.ndim + dim
-    size = part.shape[place]
-    padded = pad(part, place, size, group.sizes)
-    length = padded.shape[place] // group.size
-    pieces = padded.unflatten(place, (group.size, length)).movedim(place, 0)
-    shape, others = tensor.topology.shape, group.others(dim)
-    whole = size if others == 1 else length * group.size * others
-    return group.each(pieces, group.placed(Shard(dim), shape[:dim] + (whole,) + shape[dim + 1 :]))
-
-
-def all_to_all(x: Any, split_dim: int, concat_dim: int, axis: Axis = None, mode: str = "direct") -> Tensor:
-    """Each member cuts what it holds along `split_dim`, sends a piece to each, and joins what it gets.
-
-    >>> import meshloom as loom
-    >>> x = loom.ones(4, 6, mesh=loom.open_mesh((2,), axes=("d",)), placements="S(0)")
-    >>> all_to_all(x, 1, 0).topology.notation
-    'f32[4, 6](S(1))'
-    """
-    tensor = _check(x, mode)
-    group = Group(tensor, axis)
-    split, concat = _dim(tensor, split_dim), _dim(tensor, concat_dim)
-    _tell(group, "all_to_all", mode)
-    return _cut(_gathered(group, concat, mode), group, split)
-
-
-def broadcast(x: Any, root: int = 0, axis: Axis = None, mode: str = "direct") -> Tensor:
-    """Every member of each group holds what its member number `root` holds."""
-    tensor = _check(x, mode)
-    group = Group(tensor, axis)
-    _check_member(group, root, "root")
-    _tell(group, "broadcast", mode)
-    return group.same(ROOTED[mode](group, group.parts(), root), group.held_shape())
-
-
-def _check_member(group: Group, member: int, name: str) -> None:
+def check_member(group: Group, member: int, name: str) -> None:
+    """An error unless the group has a member of that number."""
     if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < group.size:
         raise ArgumentError(
             f"{name} {member!r} is not a member of a group of {group.size}",
@@ -267,33 +199,190 @@ def _check_member(group: Group, member: int, name: str) -> None:
         )
 
 
-def reduce(x: Any, root: int = 0, axis: Axis = None, op: str = "sum", mode: str = "direct") -> Tensor:
-    """Member `root` of each group holds the reduction, the others hold zero: P(sum)."""
-    tensor = _check(x, mode, op)
-    group = Group(tensor, axis)
-    _check_member(group, root, "root")
-    _tell(group, "reduce", mode, op)
-    return _at_root(_reduced(group, op, mode), group, root)
+def _dim(x: Any, dim: int) -> int:
+    tensor = _tensor(x)
+    if not tensor.topology.shape:
+        raise ShapeError("a 0-d tensor has no dim to gather or cut along", tensor=tensor.topology, fix="unsqueeze it")
+    return normal_dim(dim, tensor.ndim)
 
 
-def gather(x: Any, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct") -> Tensor:
-    """Member `root` of each group holds what all of them hold along `dim`, the others hold zero: P(sum)."""
-    tensor = _check(x, mode)
-    group = Group(tensor, axis)
-    _check_member(group, root, "root")
-    place = _dim(tensor, dim)
-    _tell(group, "gather", mode, grows=group.size)
-    return _at_root(_gathered(group, place, mode), group, root)
+def all_reduce(
+    x: Any,
+    axis: Axis = None,
+    op: str = "sum",
+    mode: str = "direct",
+    *,
+    algorithm: str | None = None,
+    precise: bool = False,
+) -> Tensor:
+    """Every member of each group holds the reduction of what its members hold.
+
+    `algorithm` names a schedule for `mode="fabric"`; `precise` lets it add low precision in float32.
+
+    >>> import meshloom as loom
+    >>> x = loom.arange(8, mesh=loom.open_mesh((4,), axes=("d",)), placements="S(0)")
+    >>> all_reduce(x)
+    Tensor i64[2](R) on Mesh(d=4)
+    tensor([12, 16])
+    """
+    call = Call("all_reduce", x, axis, mode, op, algorithm=algorithm, precise=precise)
+    return _reduced(call, "all_reduce", op)
 
 
-def scatter(x: Any, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct") -> Tensor:
+def _reduced(call: Call, kind: str, op: str, root: int = 0) -> Tensor:
+    group = call.group
+    return group.same(call.way.reduce(kind, group.parts(_IDENTITY[op]), op, root), group.held_shape())
+
+
+def all_gather(x: Any, dim: int, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None) -> Tensor:
+    """Every member of each group holds what all of them hold, one after the other along `dim`.
+
+    >>> import meshloom as loom
+    >>> x = loom.arange(3, mesh=loom.open_mesh((2,), axes=("d",)), placements="S(0)")
+    >>> all_gather(x, 0)
+    Tensor i64[3](R) on Mesh(d=2)
+    tensor([0, 1, 2])
+    """
+    place = _dim(x, dim)
+    return _gathered(Call("all_gather", x, axis, mode, grows="more", algorithm=algorithm), "all_gather", place)
+
+
+def _gathered(call: Call, kind: str, dim: int, root: int = 0) -> Tensor:
+    group, held = call.group, call.group.held_shape()
+    parts = call.way.gather(kind, group.parts(), root)
+    joined, long = _joined(group, parts, dim, members=0)
+    return group.same(joined, held[:dim] + (long,) + held[dim + 1 :])
+
+
+def _joined(group: Group, parts: torch.Tensor, dim: int, members: int) -> tuple[torch.Tensor, int]:
+    """Parts (dim `members` of the array) laid end to end along a dim, and how long the dim is then.
+
+    Where the group alone cuts the dim, its parts without their padding are the dim; elsewhere all have one size.
+    """
+    topology = group.tensor.topology
+    place = parts.dim() - topology.ndim + dim - 1
+    joined = parts.movedim(members, place).flatten(place, place + 1)
+    if topology.axes_of[dim] != group.axes:
+        return joined, topology.local_shape[dim] * group.others(dim) * group.size
+    return unpad(joined, place, topology.shape[dim], topology.shards[dim]), topology.shape[dim]
+
+
+def reduce_scatter(
+    x: Any,
+    dim: int,
+    axis: Axis = None,
+    op: str = "sum",
+    mode: str = "direct",
+    *,
+    algorithm: str | None = None,
+    precise: bool = False,
+) -> Tensor:
+    """Each member holds its chunk, along `dim`, of the reduction of what the members hold.
+
+    >>> import meshloom as loom
+    >>> x = loom.ones(4, mesh=loom.open_mesh((2,), axes=("d",)), placements="R")
+    >>> reduce_scatter(x, 0)
+    Tensor f32[4](S(0)) on Mesh(d=2)
+    tensor([2., 2., 2., 2.])
+    """
+    place = _dim(x, dim)
+    call = Call("reduce_scatter", x, axis, mode, op, algorithm=algorithm, precise=precise)
+    pieces = _pieces(call.group, call.group.parts(_IDENTITY[op]), place)
+    return _scattered(call, call.way.scatter("reduce_scatter", pieces, op, 0), place)
+
+
+def scatter(
+    x: Any, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
+) -> Tensor:
     """Each member holds its chunk, along `dim`, of what member `root` holds."""
-    tensor = _check(x, mode)
-    group = Group(tensor, axis)
-    _check_member(group, root, "root")
-    place = _dim(tensor, dim)
-    _tell(group, "scatter", mode, grows=1 / group.size)
-    return _cut(group.same(ROOTED[mode](group, group.parts(), root), group.held_shape()), group, place)
+    place = _dim(x, dim)
+    call = Call("scatter", x, axis, mode, root=root, grows="less", algorithm=algorithm)
+    pieces = _pieces(call.group, call.group.parts(), place)
+    return _scattered(call, call.way.scatter("scatter", pieces, "sum", root), place)
+
+
+def _pieces(group: Group, parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """(p, ..., n, ...) to (p, p, ..., n / p, ...): what each member has for each."""
+    place = parts.dim() - group.tensor.ndim + dim
+    padded = pad(parts, place, parts.shape[place], group.sizes)
+    return padded.unflatten(place, (group.size, padded.shape[place] // group.size)).movedim(place, 1)
+
+
+def _scattered(call: Call, pieces: torch.Tensor, dim: int) -> Tensor:
+    held = call.group.held_shape()
+    return call.group.each(
+        pieces, call.group.placed(Shard(dim), held[:dim] + (_wide(call, pieces, dim),) + held[dim + 1 :])
+    )
+
+
+def _wide(call: Call, pieces: torch.Tensor, dim: int) -> int:
+    """How long a dim is that was cut into pieces: where other axes cut it too, all pieces have one size."""
+    group, topology = call.group, call.tensor.topology
+    if group.others(dim) == 1:
+        return topology.local_shape[dim]
+    return pieces.shape[pieces.dim() - topology.ndim + dim] * group.size * group.others(dim)
+
+
+def all_to_all(
+    x: Any, split_dim: int, concat_dim: int, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
+) -> Tensor:
+    """Each member cuts what it holds along `split_dim`, sends a piece to each, and joins what it gets.
+
+    >>> import meshloom as loom
+    >>> x = loom.ones(4, 6, mesh=loom.open_mesh((2,), axes=("d",)), placements="S(0)")
+    >>> all_to_all(x, 1, 0).topology.notation
+    'f32[4, 6](S(1))'
+    """
+    split, concat = _dim(x, split_dim), _dim(x, concat_dim)
+    if split == concat:
+        raise ArgumentError(
+            f"split_dim and concat_dim are both {split}",
+            fix="use two dims; all_gather and reduce_scatter act along one",
+        )
+    call = Call("all_to_all", x, axis, mode, algorithm=algorithm)
+    arrived = call.way.exchange(_pieces(call.group, call.group.parts(), split))
+    joined, long = _joined(call.group, arrived, concat, members=1)
+    shape = list(call.group.held_shape())
+    shape[split], shape[concat] = _wide(call, joined, split), long
+    return call.group.each(joined, call.group.placed(Shard(split), tuple(shape)))
+
+
+def broadcast(
+    x: Any, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
+) -> Tensor:
+    """Every member of each group holds what its member number `root` holds.
+
+    >>> import meshloom as loom
+    >>> x = loom.arange(4, mesh=loom.open_mesh((2,), axes=("d",)), placements="S(0)")
+    >>> broadcast(x, root=1).to_torch()
+    tensor([2, 3])
+    """
+    call = Call("broadcast", x, axis, mode, root=root, algorithm=algorithm)
+    return call.group.same(call.way.broadcast(call.group.parts(), root), call.group.held_shape())
+
+
+def reduce(
+    x: Any,
+    root: int = 0,
+    axis: Axis = None,
+    op: str = "sum",
+    mode: str = "direct",
+    *,
+    algorithm: str | None = None,
+    precise: bool = False,
+) -> Tensor:
+    """Member `root` of each group holds the reduction, the others hold zero: P(sum)."""
+    call = Call("reduce", x, axis, mode, op, root, algorithm=algorithm, precise=precise)
+    return _at_root(_reduced(call, "reduce", op, root), call.group, root)
+
+
+def gather(
+    x: Any, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
+) -> Tensor:
+    """Member `root` of each group holds what all of them hold along `dim`, the others hold zero: P(sum)."""
+    place = _dim(x, dim)
+    call = Call("gather", x, axis, mode, root=root, grows="more", algorithm=algorithm)
+    return _at_root(_gathered(call, "gather", place, root), call.group, root)
 
 
 def _at_root(tensor: Tensor, group: Group, root: int) -> Tensor:
@@ -308,106 +397,59 @@ def _at_root(tensor: Tensor, group: Group, root: int) -> Tensor:
 
 
 def send_recv(x: Any, source: int, destination: int, axis: Axis = None, mode: str = "direct") -> Tensor:
-    """Member `destination` of each group holds what member `source` holds; the others keep what they have."""
-    tensor = _check(x, mode)
-    group = Group(tensor, axis)
-    _check_member(group, source, "source")
-    _check_member(group, destination, "destination")
-    order = list(range(group.size))
-    order[destination] = source
-    _tell(group, "send_recv", mode)
-    return _rearranged(group, order)
+    """Member `destination` of each group holds what member `source` holds; the others keep what they have.
+
+    >>> import meshloom as loom
+    >>> x = loom.arange(4, mesh=loom.open_mesh((2,), axes=("d",)), placements="S(0)")
+    >>> send_recv(x, 0, 1).to_torch()
+    tensor([0, 1, 0, 1])
+    """
+    group = Group(_check(x, mode, None), axis)
+    check_member(group, source, "source")
+    check_member(group, destination, "destination")
+    order = [source if member == destination else member for member in range(group.size)]
+    return _rearranged("send_recv", x, axis, mode, order)
 
 
 def shift(x: Any, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: str = "direct") -> Tensor:
-    """Each member holds what the member `offset` places before it holds; without `wrap` the first ones hold zero."""
-    tensor = _check(x, mode)
-    group = Group(tensor, axis)
-    order: list[int | None] = [member - offset for member in range(group.size)]
-    order = [o % group.size if wrap and o is not None else o for o in order]
-    order = [o if o is not None and 0 <= o < group.size else None for o in order]
-    _tell(group, "shift", mode)
-    return _rearranged(group, order)
+    """Each member holds what the member `offset` places before it holds; without `wrap` the first ones hold zero.
+
+    >>> import meshloom as loom
+    >>> x = loom.arange(3, mesh=loom.open_mesh((3,), axes=("d",)), placements="S(0)")
+    >>> shift(x).to_torch()
+    tensor([2, 0, 1])
+    """
+    size = Group(_check(x, mode, None), axis).size
+    order = [(member - offset) % size if wrap else member - offset for member in range(size)]
+    return _rearranged("shift", x, axis, mode, [o if 0 <= o < size else None for o in order])
 
 
-def _rearranged(group: Group, order: Sequence[int | None]) -> Tensor:
+def _rearranged(kind: str, x: Any, axis: Axis, mode: str, order: Sequence[int | None]) -> Tensor:
     """Each member's part replaced by another's: the placements stay, so the parts must have room for each other."""
-    tensor, topology = group.tensor, group.tensor.topology
-    same = all(isinstance(topology.placements[a], Replicate) for a in group.axes)
-    if same and None not in order:
-        return Tensor(topology, tensor._data.clone())
-    if any(isinstance(topology.placements[a], Replicate) and group.mesh.shape[a] > 1 for a in group.axes):
-        raise ArgumentError(
-            "members of the group would hold different values along a replicated axis, which no placement says",
-            tensor=topology,
-            fix="shard the tensor along the group, or leave the replicated axis out of it",
-        )
-    if any(any(a in group.axes for a in topology.axes_of[d]) for d in topology.padded_dims):
-        raise ShapeError(
-            "parts of different sizes cannot take each other's place", tensor=topology, fix="pad the dim to a multiple"
-        )
-    parts = group.parts()
-    zero = parts.new_zeros(parts.shape[1:])
-    return group.each(torch.stack([zero if o is None else parts[o] for o in order]), topology)
+    group = Group(_check(x, mode, None), axis)
+    topology = group.tensor.topology
+    along = [a for a in group.axes if group.mesh.shape[a] > 1]
+    same = all(isinstance(topology.placements[a], Replicate) for a in along)
+    if not same or None in order:
+        if any(isinstance(topology.placements[a], Replicate) for a in along):
+            raise ArgumentError(
+                "members of the group would hold different values along a replicated axis, which no placement says",
+                tensor=topology,
+                fix="shard the tensor along the group, or leave the replicated axis out of it",
+            )
+        if any(a in group.axes for d in topology.padded_dims for a in topology.axes_of[d]):
+            raise ShapeError(
+                "parts of different sizes cannot take each other's place",
+                tensor=topology,
+                fix="pad the dim to a multiple of the devices",
+            )
+    call = Call(kind, x, axis, mode)
+    if same:
+        return Tensor(topology, call.tensor._data.clone())
+    return call.group.each(call.way.rearrange(call.group.parts(), order), topology)
 
 
 def barrier(mesh: Mesh) -> None:
     """Wait for every device; in one process they are always at the same line."""
     if not isinstance(mesh, Mesh):
         raise ArgumentError(f"barrier takes a mesh, not {type(mesh).__name__}")
-
-
-# -- the three ways ---------------------------------------------------------------------------------------------------
-
-
-def _host_parts(group: Group, parts: torch.Tensor) -> list[torch.Tensor]:
-    """Every part read back, low precision widened."""
-    wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
-    size = 2 * parts.numel() * parts.element_size()
-    if not state.logs and size > 1 << 20:
-        warnings.warn(f"a collective moves {size} B through the host", HostTrafficWarning, stacklevel=5)
-    return [part.to(wide) for part in parts]
-
-
-def _host_reduce(group: Group, parts: torch.Tensor, op: str) -> torch.Tensor:
-    held = _host_parts(group, parts)
-    total = held[0]
-    for part in held[1:]:
-        total = _PAIR[op](total, part)
-    if op == "mean":
-        total = total / len(held)
-    return total.to(parts.dtype)
-
-
-_PAIR: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "prod": torch.mul,
-}
-
-REDUCERS: dict[str, Callable[[Group, torch.Tensor, str], torch.Tensor]] = {
-    "direct": lambda group, parts, op: _REDUCE[op](parts),
-    "host": _host_reduce,
-}
-GATHERERS: dict[str, Callable[[Group, torch.Tensor], torch.Tensor]] = {
-    "direct": lambda group, parts: parts,
-    "host": lambda group, parts: torch.stack(_host_parts(group, parts)).to(parts.dtype),
-}
-ROOTED: dict[str, Callable[[Group, torch.Tensor, int], torch.Tensor]] = {
-    "direct": lambda group, parts, root: parts[root].clone(),
-    "host": lambda group, parts, root: _host_parts(group, parts)[root].to(parts.dtype).clone(),
-}
-
-
-def _tell(group: Group, kind: str, mode: str, op: str | None = None, grows: float = 1) -> None:
-    """Say what is communicated, to whoever watches; `grows` is how much more a member holds afterwards."""
-    if not state.watching or group.size == 1:
-        return
-    topology = group.tensor.topology
-    size = KINDS[kind].size(topology.local_bytes, int(topology.local_bytes * grows), group.size)
-    told = Collective(kind, group.name, group.size, size, topology.dtype, topology.local_shape, op)
-    events = [Event(told, kind if mode == "direct" else f"{kind} ({mode})", where())]
-    state.check(events)
-    state.log(events)

@@ -1,0 +1,245 @@
+"""Three ways to carry out a collective, with one meaning: on the block, through the host, over links.
+
+A way has a few operations on arrays whose first dim is the members of a group. `pieces` have two: what each member
+has for each. The rest of an array (other mesh axes, dims) is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from meshloom.collectives.algorithms import algorithm, choose
+from meshloom.collectives.schedule import Schedule
+from meshloom.engines.sending import COMBINE, exchange_all, gather_all, reduce_all, scatter_all
+from meshloom.errors import ArgumentError
+from meshloom.fabric import VIRTUAL, Fabric
+from meshloom.mesh import Coordinate, Mesh
+from meshloom.runtime import state
+
+_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda x: x.sum(0, dtype=x.dtype),
+    "mean": lambda x: x.mean(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "prod": lambda x: x.prod(0, dtype=x.dtype),
+}
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class HostTrafficWarning(UserWarning):
+    """Collectives go through the host where they are repeated."""
+
+
+class Direct:
+    """Array operations on the block."""
+
+    def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        """What the members hold, reduced."""
+        return _REDUCE[op](parts)
+
+    def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
+        """What the members hold, together."""
+        return parts
+
+    def broadcast(self, parts: torch.Tensor, root: int) -> torch.Tensor:
+        """What the root holds."""
+        return parts[root].clone()
+
+    def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        """For each member its piece of the reduction, or of what the root holds."""
+        return pieces[root].clone() if kind == "scatter" else _REDUCE[op](pieces)
+
+    def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
+        """For each member the pieces that the others had for it."""
+        return pieces.transpose(0, 1)
+
+    def rearrange(self, parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
+        """For each member what the member named in `order` holds; zero for None."""
+        zero = parts.new_zeros(parts.shape[1:])
+        return torch.stack([zero if o is None else parts[o] for o in order])
+
+
+class Host(Direct):
+    """Every part is read back and combined in the order of the members, low precision in float32."""
+
+    def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        held = self._read(parts)
+        total = held[0]
+        for part in held[1:]:
+            total = COMBINE[op](total, part)
+        return (total / len(held) if op == "mean" else total).to(parts.dtype)
+
+    def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
+        return torch.stack(self._read(parts)).to(parts.dtype)
+
+    def broadcast(self, parts: torch.Tensor, root: int) -> torch.Tensor:
+        return self._read(parts)[root].to(parts.dtype, copy=True)
+
+    def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        return self.broadcast(pieces, root) if kind == "scatter" else self.reduce(kind, pieces, op, root)
+
+    def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
+        rows = [self._read(row) for row in pieces]
+        return torch.stack([torch.stack([row[i] for row in rows]) for i in range(len(rows))]).to(pieces.dtype)
+
+    def _read(self, parts: torch.Tensor) -> list[torch.Tensor]:
+        _count_host(2 * parts.numel() * parts.element_size())
+        wide = torch.float32 if parts.dtype in _LOW else parts.dtype
+        return [part.to(wide) for part in parts]
+
+
+HOT = 100  # collectives through the host after which it is said that there are many
+_through_host = [0, 0]
+
+
+def _count_host(size: int) -> None:
+    """Say once, with the figure, that a hot path goes through the host."""
+    _through_host[0] += 1
+    _through_host[1] += size
+    if _through_host[0] == HOT:
+        warnings.warn(
+            f"{HOT} collectives went through the host, {_through_host[1]} B; mode='direct' or 'fabric' does not",
+            HostTrafficWarning,
+            stacklevel=6,
+        )
+
+
+class OverLinks(Direct):
+    """A schedule of sends between neighbours, step by step; its gradient is that of the same work on the block."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[int, ...], name: str | None, precise: bool) -> None:
+        self.fabric = fabric_of(mesh)
+        self.mesh, self.axes, self.algorithm, self.precise = mesh, axes, name, precise
+
+    def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return _averaged(reduce_all(schedule, rows, op)[root], op, len(rows))
+
+        return self._run(kind, parts, run, lambda x: Direct().reduce(kind, x, op, root), root)
+
+    def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
+        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return gather_all(schedule, rows)[root]
+
+        return self._run(kind, parts, run, lambda x: x.clone(), root)
+
+    def broadcast(self, parts: torch.Tensor, root: int) -> torch.Tensor:
+        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return reduce_all(schedule, rows, "sum")[-1]
+
+        return self._run("broadcast", parts, run, lambda x: Direct().broadcast(x, root), root)
+
+    def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return _averaged(scatter_all(schedule, rows, op), op, len(rows))
+
+        return self._run(kind, pieces, run, lambda x: Direct().scatter(kind, x, op, root), root, 2)
+
+    def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
+        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return exchange_all(schedule, rows)
+
+        return self._run("all_to_all", pieces, run, lambda x: Direct().exchange(x).clone(), 0, 2)
+
+    def rearrange(self, parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
+        """Hop by hop along the routes between the members."""
+        group = self._group()
+        hops = [self.fabric.route(group[o], group[to]) for to, o in enumerate(order) if o is not None]
+        lost = [pair for path in hops for pair in itertools.pairwise(path) if self.fabric.link(*pair) is None]
+        if lost:
+            raise ArgumentError(f"no link joins {lost[0][0]} and {lost[0][1]}", fabric=self.fabric)
+        return super().rearrange(parts, order)
+
+    def _run(
+        self,
+        kind: str,
+        parts: torch.Tensor,
+        run: Callable[[torch.Tensor, Schedule], torch.Tensor],
+        same: Callable[[torch.Tensor], torch.Tensor],
+        root: int,
+        members: int = 1,
+    ) -> torch.Tensor:
+        if len(parts) == 1:
+            return same(parts)
+        shape = _like(same, parts)
+
+        def sent(x: torch.Tensor) -> torch.Tensor:
+            wide = x.float() if self.precise and x.dtype in _LOW else x
+            schedule = self.schedule(kind, wide.element_size() * math.prod(wide.shape[1:]), root)
+            rows = wide.reshape(*wide.shape[:members], -1)
+            return run(rows, schedule).to(x.dtype).reshape(shape)
+
+        return Sent.apply(parts, sent, same)
+
+    def _group(self) -> tuple[Coordinate, ...]:
+        return tuple(place for place in self.mesh.coordinates() if _is_first(place, self.axes))
+
+    def schedule(self, kind: str, size: int, root: int) -> Schedule:
+        """The schedule for the group of the first place on the other axes; on a grid all groups are alike."""
+        group = self._group()
+        if self.fabric.kinds is None and len(self.axes) < self.mesh.ndim:
+            raise ArgumentError(
+                "links that are no grid have no common schedule for several groups",
+                fabric=self.fabric,
+                fix="go over the whole mesh, or use a grid",
+            )
+        if self.algorithm is not None:
+            return algorithm(kind, self.algorithm)(group, self.fabric, root=root)
+        return choose(kind, group, self.fabric, size, root=root)(group, self.fabric, root=root)
+
+
+def _like(same: Callable[[torch.Tensor], torch.Tensor], parts: torch.Tensor) -> torch.Size:
+    with torch.no_grad():
+        return same(torch.empty(parts.shape, dtype=parts.dtype, device="meta")).shape
+
+
+def _averaged(total: torch.Tensor, op: str, members: int) -> torch.Tensor:
+    return total / members if op == "mean" else total
+
+
+def _is_first(place: Coordinate, axes: tuple[int, ...]) -> bool:
+    return all(c == 0 for axis, c in enumerate(place) if axis not in axes)
+
+
+class Sent(torch.autograd.Function):
+    """What a schedule gave; backward is the derivative of the same computation on the block."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, sent: Any, same: Any) -> torch.Tensor:
+        ctx.save_for_backward(parts)
+        ctx.same = same
+        return sent(parts.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        with torch.enable_grad():
+            parts = ctx.saved_tensors[0].detach().requires_grad_()
+            (found,) = torch.autograd.grad(ctx.same(parts), parts, gradient)
+        return found, None, None
+
+
+@lru_cache(maxsize=64)
+def _rings(shape: tuple[int, ...]) -> Fabric:
+    return Fabric.grid(shape, "ring", VIRTUAL.latency, VIRTUAL.bandwidth, name="virtual")
+
+
+def fabric_of(mesh: Mesh) -> Fabric:
+    """The links of a mesh: those of `use_fabric`, or a ring along every axis."""
+    fabric = state.fabric
+    if fabric is None:
+        return _rings(mesh.shape)
+    if fabric.shape != mesh.shape:
+        raise ArgumentError(
+            f"the fabric has shape {fabric.shape} and the mesh {mesh.shape}",
+            fabric=fabric,
+            mesh=mesh,
+            fix="use a fabric of the mesh's shape",
+        )
+    return fabric
