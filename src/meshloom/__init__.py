@@ -10,6 +10,7 @@ import builtins
 from importlib import import_module
 from typing import Any
 
+from meshloom import collectives, fabric
 from meshloom.errors import (
     ArgumentError,
     BoundsError,
@@ -19,8 +20,10 @@ from meshloom.errors import (
     GradientError,
     MeshError,
     MeshloomError,
+    ModeError,
     NotationError,
     PlacementError,
+    ScheduleError,
     ShapeError,
     UnsupportedError,
     ViewError,
@@ -64,16 +67,20 @@ __all__ = [
     "Mesh",
     "MeshError",
     "MeshloomError",
+    "ModeError",
     "NotationError",
     "Partial",
     "Placement",
     "PlacementError",
     "Replicate",
+    "ScheduleError",
     "Shard",
     "ShapeError",
     "Topology",
     "UnsupportedError",
     "ViewError",
+    "collectives",
+    "fabric",
     "parse",
     *_LAZY,
     *(name for name in _OPS if not hasattr(builtins, name)),  # `import *` must not hide sum, any, max...

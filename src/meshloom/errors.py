@@ -6,6 +6,7 @@
     ├── ShapeError           ValueError           operands whose shapes do not go together
     ├── NotationError        ValueError           text that `parse` cannot read
     ├── FabricError          ValueError           links that cannot be, or a ring or line that they do not form
+    ├── ModeError            ValueError           a way of carrying out a collective that does not exist
     ├── BoundsError          IndexError           an index that the tensor does not have
     ├── DTypeError           TypeError            a dtype that the operation has no meaning for
     ├── ArgumentError        TypeError            a call with the wrong arguments
@@ -91,6 +92,10 @@ class NotationError(MeshloomError, ValueError):
 
 class FabricError(MeshloomError, ValueError):
     """Links that cannot be, or a ring or line that the links do not form."""
+
+
+class ModeError(MeshloomError, ValueError):
+    """A way of carrying out a collective that does not exist."""
 
 
 class BoundsError(MeshloomError, IndexError):

@@ -20,7 +20,7 @@ import torch
 
 from meshloom.collectives import KINDS, Collective
 from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, unpad
-from meshloom.errors import ArgumentError, ShapeError, closest
+from meshloom.errors import ArgumentError, ModeError, ShapeError, closest
 from meshloom.mesh import Mesh
 from meshloom.ops.labels import normal_dim
 from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
@@ -138,7 +138,7 @@ def _tensor(x: Any) -> Tensor:
 def _check(x: Any, mode: str, op: str | None) -> Tensor:
     tensor = _tensor(x)
     if mode not in MODES:
-        raise ArgumentError(f"there is no mode {mode!r}", fix=closest(mode, MODES))
+        raise ModeError(f"there is no mode {mode!r}", fix=closest(mode, MODES))
     if op is not None and op not in PARTIAL_OPS:
         raise ArgumentError(f"there is no reduction {op!r}", fix=closest(op, PARTIAL_OPS))
     if op is not None and not can_be_partial(Partial(op), tensor.topology.dtype):
