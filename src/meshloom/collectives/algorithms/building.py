@@ -24,14 +24,16 @@ Pieces = Mapping[Coordinate, tuple[int, ...]]
 
 def steps_of(sends: Iterable[Timed], reduce: bool = False) -> Steps:
     """Sends with the step of each, in steps; what crosses one link in one step is one message."""
-    merged: dict[tuple[int, Coordinate, Coordinate], list[int]] = {}
+    steps: list[dict[tuple[Coordinate, Coordinate], Sequence[int]]] = []
     for step, source, destination, chunks in sends:
-        merged.setdefault((step, source, destination), []).extend(chunks)
-    length = max((step for step, _, _ in merged), default=-1) + 1
-    steps: list[list[Send]] = [[] for _ in range(length)]
-    for (step, source, destination), chunks in merged.items():
-        steps[step].append(Send(source, destination, chunks[0], reduce, tuple(chunks[1:])))
-    return tuple(map(tuple, steps))
+        while step >= len(steps):
+            steps.append({})
+        pair = (source, destination)
+        before = steps[step].get(pair)
+        steps[step][pair] = chunks if before is None else (*before, *chunks)
+    return tuple(
+        tuple(Send(*pair, chunks[0], reduce, tuple(chunks[1:])) for pair, chunks in step.items()) for step in steps
+    )
 
 
 def backwards(steps: Steps, reduce: bool) -> Steps:

@@ -69,7 +69,8 @@ class Algorithm:
 
     def __call__(self, group: Iterable[Coordinate], fabric: Fabric, *, root: int = 0) -> Schedule:
         """The schedule over a group of coordinates; a FabricError says which link or order is not there."""
-        return _built(self, tuple(group), fabric, root)
+        members = tuple(group)
+        return (_kept if len(members) <= _SMALL else _kept_large)(self, members, fabric, root)
 
     def dims(self, group: Group) -> tuple[int, ...]:
         """What the formula takes for this group: its size, or the length of each axis of a grid."""
@@ -81,7 +82,6 @@ class Algorithm:
         return f"{self.collective} by {self.name} ({self.needs} links)"
 
 
-@lru_cache(maxsize=256)
 def _built(algorithm: Algorithm, group: Group, fabric: Fabric, root: int) -> Schedule:
     if not 0 <= root < len(group):
         raise ArgumentError(f"root {root} is not in a group of {len(group)}", fix=f"give 0 to {len(group) - 1}")
@@ -91,6 +91,12 @@ def _built(algorithm: Algorithm, group: Group, fabric: Fabric, root: int) -> Sch
     if lost:
         raise FabricError(f"{algorithm} needs a link from {lost[0][0]} to {lost[0][1]}, and there is none")
     return schedule
+
+
+# A ring of 1024 has two million sends: of the large ones only the last few are kept.
+_SMALL = 64
+_kept = lru_cache(maxsize=256)(_built)
+_kept_large = lru_cache(maxsize=2)(_built)
 
 
 def _table(*lines: Algorithm) -> dict[tuple[str, str], Algorithm]:

@@ -7,7 +7,7 @@ round it, to both ends of a line, one link to everyone, halves of halves. `build
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshloom.errors import FabricError
 from meshloom.fabric import Fabric
@@ -16,8 +16,7 @@ from meshloom.mesh import Coordinate
 Group = tuple[Coordinate, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """A link of a tree, from the side of its root outwards, and the step (from 0) in which it is crossed."""
 
     parent: Coordinate
