@@ -1,4 +1,4 @@
-"""Every algorithm of the table on every topology that fits, proven and counted against its formula; faults are found."""
+"""Every algorithm of the table, on every topology that fits: proven, counted against its formula; faults are found."""
 
 from __future__ import annotations
 
