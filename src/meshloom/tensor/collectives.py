@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from meshloom.collectives import KINDS, Collective
+from meshloom.collectives.algorithms import algorithm as named
 from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, unpad
 from meshloom.errors import ArgumentError, ModeError, ShapeError, closest
 from meshloom.mesh import Mesh
@@ -169,11 +170,15 @@ class Call:
         self.tensor = _check(x, mode, op)
         self.group = Group(self.tensor, axis)
         check_member(self.group, root, "root")
+        self.way = self._way(kind, mode, algorithm, precise)
         self._tell(kind, mode, op, grows)
+
+    def _way(self, kind: str, mode: str, name: str | None, precise: bool) -> Direct:
+        if name is not None:
+            named(kind, name)  # an unknown one is refused in every mode
         if mode == "fabric":
-            self.way: Direct = OverLinks(self.tensor.mesh, self.group.axes, algorithm, precise)
-        else:
-            self.way = Host() if mode == "host" else Direct()
+            return OverLinks(self.tensor.mesh, self.group.axes, name, precise)
+        return Host() if mode == "host" else Direct()
 
     def _tell(self, kind: str, mode: str, op: str | None, grows: str) -> None:
         group, topology = self.group, self.tensor.topology

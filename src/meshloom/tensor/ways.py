@@ -86,8 +86,11 @@ class Host(Direct):
         return self.broadcast(pieces, root) if kind == "scatter" else self.reduce(kind, pieces, op, root)
 
     def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
-        rows = [self._read(row) for row in pieces]
+        rows = self._read(pieces)
         return torch.stack([torch.stack([row[i] for row in rows]) for i in range(len(rows))]).to(pieces.dtype)
+
+    def rearrange(self, parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
+        return super().rearrange(self.gather("shift", parts, 0), order)
 
     def _read(self, parts: torch.Tensor) -> list[torch.Tensor]:
         _count_host(2 * parts.numel() * parts.element_size())
