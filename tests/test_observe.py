@@ -426,7 +426,7 @@ def test_explain_prints_rows_costs_reasons_and_moves():
     assert all(line[3] == "us" and float(line[2]) >= 0 for line in chosen)
     assert sum(" rejected " in line for line in lines) >= 8
     assert "operands already line up" in text and "no operand is placed so; ask with output=" in text
-    assert lines[-2] == "  moves all_reduce(sum) over tp of 3: 170 B"
+    assert lines[-2].startswith("  moves all_reduce(sum) over tp of 3: 170 B, bidirectional_ring, ")
     assert lines[-1] == "1 collective, 170 B per device"
 
 

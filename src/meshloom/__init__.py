@@ -23,6 +23,7 @@ from meshloom.errors import (
     ModeError,
     NotationError,
     PlacementError,
+    RaceError,
     ScheduleError,
     ShapeError,
     UnsupportedError,
@@ -51,6 +52,7 @@ _LAZY = {
         "communication record with_output choose use_fabric use_machine CommunicationWarning".split(),
         "meshloom.observe.scopes",
     ),
+    **dict.fromkeys(("stress",), "meshloom.tensor.handles"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "Partial",
     "Placement",
     "PlacementError",
+    "RaceError",
     "Replicate",
     "ScheduleError",
     "Shard",

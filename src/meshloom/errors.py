@@ -12,6 +12,7 @@
     ├── ArgumentError        TypeError            a call with the wrong arguments
     ├── CommunicationError   RuntimeError         communication inside `communication("forbid")`
     ├── GradientError        RuntimeError         a gradient that cannot be had that way
+    ├── RaceError            RuntimeError         a result used before the collective that makes it has ended
     ├── ScheduleError        RuntimeError         a schedule of sends that does not do what its collective means
     ├── ViewError            RuntimeError         an in-place write that would not reach its base
     └── UnsupportedError     NotImplementedError  something that needs values, or a transform we refuse
@@ -116,6 +117,10 @@ class CommunicationError(MeshloomError, RuntimeError):
 
 class GradientError(MeshloomError, RuntimeError):
     """A gradient that cannot be had that way."""
+
+
+class RaceError(MeshloomError, RuntimeError):
+    """A result used before the collective that makes it has ended."""
 
 
 class ScheduleError(MeshloomError, RuntimeError):

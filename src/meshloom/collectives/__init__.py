@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from meshloom.collectives.kinds import KINDS, Collective, Kind, price
+from meshloom.collectives.kinds import KINDS, Collective, Kind
+from meshloom.collectives.prices import fastest, price
 from meshloom.collectives.schedule import Schedule, Send, Step
 
 ON_TENSORS = (
@@ -26,10 +27,26 @@ ON_TENSORS = (
     "barrier",
 )
 
-__all__ = ["KINDS", "ON_TENSORS", "Collective", "Kind", "Schedule", "Send", "Step", "price", *ON_TENSORS]
+ASYNCHRONOUS = tuple(f"{name}_async" for name in ON_TENSORS if name != "barrier")
+
+__all__ = [
+    "ASYNCHRONOUS",
+    "KINDS",
+    "ON_TENSORS",
+    "Collective",
+    "Kind",
+    "Schedule",
+    "Send",
+    "Step",
+    "fastest",
+    "price",
+    *ON_TENSORS,
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in ON_TENSORS:
         return getattr(import_module("meshloom.tensor.collectives"), name)
+    if name in ASYNCHRONOUS:
+        return getattr(import_module("meshloom.tensor.handles"), name)
     raise AttributeError(f"module 'meshloom.collectives' has no attribute {name!r}")

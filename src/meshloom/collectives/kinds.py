@@ -1,4 +1,4 @@
-"""The table of collectives: bytes that one device receives under the algorithm-free lower bound, and steps.
+"""The table of collectives: bytes that one device receives under the algorithm-free lower bound.
 
 `before` and `after` are the bytes that one device holds before and after, `p` the number of devices on the axis.
 Virtual devices count as real ones, whether or not the block moved anything.
@@ -9,29 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshloom.fabric import Machine
 from meshloom.types import Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One collective: its bytes and steps as formulas."""
+    """One collective: what one device receives, from what it holds before and after."""
 
     size: Callable[[int, int, int], int]
-    steps: Callable[[int], int]
 
 
 KINDS: dict[str, Kind] = {
-    "all_gather": Kind(lambda before, after, p: after * (p - 1) // p, lambda p: p - 1),
-    "all_reduce": Kind(lambda before, after, p: 2 * (before * (p - 1) // p), lambda p: 2 * (p - 1)),
-    "reduce_scatter": Kind(lambda before, after, p: before * (p - 1) // p, lambda p: p - 1),
-    "all_to_all": Kind(lambda before, after, p: before * (p - 1) // p, lambda p: p - 1),
-    "broadcast": Kind(lambda before, after, p: after, lambda p: p - 1),
-    "reduce": Kind(lambda before, after, p: before, lambda p: p - 1),
-    "gather": Kind(lambda before, after, p: after * (p - 1) // p, lambda p: p - 1),
-    "scatter": Kind(lambda before, after, p: after, lambda p: p - 1),
-    "send_recv": Kind(lambda before, after, p: before, lambda p: 1),
-    "shift": Kind(lambda before, after, p: before, lambda p: 1),
+    "all_gather": Kind(lambda before, after, p: after * (p - 1) // p),
+    "all_reduce": Kind(lambda before, after, p: 2 * (before * (p - 1) // p)),
+    "reduce_scatter": Kind(lambda before, after, p: before * (p - 1) // p),
+    "all_to_all": Kind(lambda before, after, p: before * (p - 1) // p),
+    "broadcast": Kind(lambda before, after, p: after),
+    "reduce": Kind(lambda before, after, p: before),
+    "gather": Kind(lambda before, after, p: after * (p - 1) // p),
+    "scatter": Kind(lambda before, after, p: after),
+    "send_recv": Kind(lambda before, after, p: before),
+    "shift": Kind(lambda before, after, p: before),
 }
 
 
@@ -54,8 +52,3 @@ class Collective:
     def __str__(self) -> str:
         name = self.kind if self.op is None else f"{self.kind}({self.op})"
         return f"{name} over {self.axis} of {self.devices}: {self.bytes} B"
-
-
-def price(collective: Collective, machine: Machine) -> float:
-    """Seconds that a collective takes on a machine."""
-    return machine.transfer(KINDS[collective.kind].steps(collective.devices), collective.bytes)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from meshloom.collectives import fastest
 from meshloom.planner import Plan, considered
 from meshloom.runtime import Event, Log, state
 
@@ -81,6 +82,7 @@ def _describe(plan: Plan, where: str) -> Iterator[str]:
         price = "        -" if line.cost is None else f"{line.cost * 1e6:9.3f}"
         yield f"  {line.axis:>4} {mark} {price} us  {line.row.label:<8} {line.row!s:<28} {line.reason}"
     for collective in plan.forward:
-        yield f"  moves {collective}"
+        name, seconds = fastest(collective, plan.machine)
+        yield f"  moves {collective}, {name}, {seconds * 1e6:.3f} us"
     if not plan.forward:
         yield "  moves nothing"

@@ -143,6 +143,7 @@ class State(threading.local):
     chosen: dict[str, str] | None = None
     machine: Machine = VIRTUAL
     fabric: Fabric | None = None
+    stress: Any = None
 
     @property
     def watching(self) -> bool:

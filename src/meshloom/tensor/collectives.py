@@ -21,15 +21,16 @@ import torch
 from meshloom.collectives import KINDS, Collective
 from meshloom.collectives.algorithms import algorithm as named
 from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, unpad
-from meshloom.errors import ArgumentError, ModeError, ShapeError, closest
+from meshloom.errors import ArgumentError, GradientError, ModeError, ShapeError, closest
 from meshloom.mesh import Mesh
 from meshloom.ops.labels import normal_dim
 from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.functions import own
-from meshloom.tensor.moving import shadowed
+from meshloom.tensor.moving import same_storage, shadowed
 from meshloom.tensor.ways import Direct, Host, OverLinks
+from meshloom.tensor.writing import check_writable
 from meshloom.types import Shape
 
 MODES = ("direct", "host", "fabric")
@@ -217,12 +218,14 @@ def all_reduce(
     op: str = "sum",
     mode: str = "direct",
     *,
+    out: Tensor | None = None,
     algorithm: str | None = None,
     precise: bool = False,
 ) -> Tensor:
     """Every member of each group holds the reduction of what its members hold.
 
     `algorithm` names a schedule for `mode="fabric"`; `precise` lets it add low precision in float32.
+    `out` is a tensor with the shape and placements of the result, to be written.
 
     >>> import meshloom as loom
     >>> x = loom.arange(8, mesh=loom.open_mesh((4,), axes=("d",)), placements="S(0)")
@@ -231,16 +234,46 @@ def all_reduce(
     tensor([12, 16])
     """
     call = Call("all_reduce", x, axis, mode, op, algorithm=algorithm, precise=precise)
-    return _reduced(call, "all_reduce", op)
+    return _reduced(call, "all_reduce", op, out=out)
 
 
-def _reduced(call: Call, kind: str, op: str, root: int = 0) -> Tensor:
-    group = call.group
-    return group.same(call.way.reduce(kind, group.parts(_IDENTITY[op]), op, root), group.held_shape())
+def _reduced(call: Call, kind: str, op: str, root: int = 0, out: Tensor | None = None) -> Tensor:
+    group, shape = call.group, call.group.held_shape()
+    parts = group.parts(_IDENTITY[op])
+    if out is None:
+        return group.same(call.way.reduce(kind, parts, op, root), shape)
+    target = group.placed(Replicate(), shape)
+    block = to_block(_room(out, target, call), target)
+    call.way.reduce_into(block.squeeze(group.axes), kind, parts, op, root)
+    return out
 
 
-def all_gather(x: Any, dim: int, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None) -> Tensor:
+def _room(out: Any, target: Topology, call: Call) -> torch.Tensor:
+    """The array of `out=`, if it is a tensor that holds just such a result and no gradient would be lost."""
+    tensor = _tensor(out)
+    if tensor.topology != target:
+        raise ArgumentError("out= is not placed as the result", out=tensor.topology, result=target, fix="loom.zeros one")
+    if torch.is_grad_enabled() and (call.tensor.requires_grad or tensor.requires_grad):
+        raise GradientError("out= has no gradient", tensor=target, fix="leave out= away, or use torch.no_grad()")
+    check_writable(tensor)
+    room = shadowed(tensor)._data
+    if same_storage(room, call.tensor._data):
+        raise ArgumentError("out= shares memory with what is reduced or gathered", fix="give a tensor of its own")
+    return room
+
+
+def all_gather(
+    x: Any,
+    dim: int,
+    axis: Axis = None,
+    mode: str = "direct",
+    *,
+    out: Tensor | None = None,
+    algorithm: str | None = None,
+) -> Tensor:
     """Every member of each group holds what all of them hold, one after the other along `dim`.
+
+    `out` is a tensor with the shape and placements of the result, to be written.
 
     >>> import meshloom as loom
     >>> x = loom.arange(3, mesh=loom.open_mesh((2,), axes=("d",)), placements="S(0)")
@@ -249,7 +282,18 @@ def all_gather(x: Any, dim: int, axis: Axis = None, mode: str = "direct", *, alg
     tensor([0, 1, 2])
     """
     place = _dim(x, dim)
-    return _gathered(Call("all_gather", x, axis, mode, grows="more", algorithm=algorithm), "all_gather", place)
+    call = Call("all_gather", x, axis, mode, grows="more", algorithm=algorithm)
+    found = _gathered(call, "all_gather", place)
+    if out is None:
+        return _apart(found, call)
+    _room(out, found.topology, call).copy_(found._data)
+    return out
+
+
+def _apart(found: Tensor, call: Call) -> Tensor:
+    """A result that shares no memory with the operand: writing to the one leaves the other as it is."""
+    shared = same_storage(found._data, call.tensor._data)
+    return Tensor(found.topology, found._data.clone()) if shared else found
 
 
 def _gathered(call: Call, kind: str, dim: int, root: int = 0) -> Tensor:
@@ -349,7 +393,7 @@ def all_to_all(
     joined, long = _joined(call.group, arrived, concat, members=1)
     shape = list(call.group.held_shape())
     shape[split], shape[concat] = _wide(call, joined, split), long
-    return call.group.each(joined, call.group.placed(Shard(split), tuple(shape)))
+    return _apart(call.group.each(joined, call.group.placed(Shard(split), tuple(shape))), call)
 
 
 def broadcast(

@@ -23,12 +23,12 @@ from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.runtime import state
 
-_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda x: x.sum(0, dtype=x.dtype),
-    "mean": lambda x: x.mean(0),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "prod": lambda x: x.prod(0, dtype=x.dtype),
+_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": lambda x, out=None: torch.sum(x, 0, dtype=x.dtype, out=out),
+    "mean": lambda x, out=None: torch.mean(x, 0, out=out),
+    "max": lambda x, out=None: torch.amax(x, 0, out=out),
+    "min": lambda x, out=None: torch.amin(x, 0, out=out),
+    "prod": lambda x, out=None: torch.prod(x, 0, dtype=x.dtype, out=out),
 }
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -43,6 +43,14 @@ class Direct:
     def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
         """What the members hold, reduced."""
         return _REDUCE[op](parts)
+
+    def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
+        """The reduction, written where `out` lies."""
+        if type(self) is not Direct:
+            out.copy_(self.reduce(kind, parts, op, root))
+            return
+        with torch.no_grad():
+            _REDUCE[op](parts, out)
 
     def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
         """What the members hold, together."""
