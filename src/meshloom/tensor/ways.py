@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from meshloom.engines.sending import COMBINE, exchange_all, gather_all, reduce_a
 from meshloom.errors import ArgumentError
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
-from meshloom.runtime import state
+from meshloom.runtime import state, where
 
 _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": lambda x, out=None: torch.sum(x, 0, dtype=x.dtype, out=out),
@@ -74,9 +75,25 @@ class Direct:
         return torch.stack([zero if o is None else parts[o] for o in order])
 
 
+def _through_the_host(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The method, counted with its bytes and seconds when it is done."""
+
+    @wraps(method)
+    def run(self: Host, *arguments: Any) -> torch.Tensor:
+        start = time.perf_counter()
+        found = method(self, *arguments)
+        _count_host(self.moved, time.perf_counter() - start)
+        return found
+
+    return run
+
+
 class Host(Direct):
     """Every part is read back and combined in the order of the members, low precision in float32."""
 
+    moved = 0  # bytes read back and written
+
+    @_through_the_host
     def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
         held = self._read(parts)
         total = held[0]
@@ -84,15 +101,18 @@ class Host(Direct):
             total = COMBINE[op](total, part)
         return (total / len(held) if op == "mean" else total).to(parts.dtype)
 
+    @_through_the_host
     def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
         return torch.stack(self._read(parts)).to(parts.dtype)
 
+    @_through_the_host
     def broadcast(self, parts: torch.Tensor, root: int) -> torch.Tensor:
         return self._read(parts)[root].to(parts.dtype, copy=True)
 
     def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
         return self.broadcast(pieces, root) if kind == "scatter" else self.reduce(kind, pieces, op, root)
 
+    @_through_the_host
     def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
         rows = self._read(pieces)
         return torch.stack([torch.stack([row[i] for row in rows]) for i in range(len(rows))]).to(pieces.dtype)
@@ -101,24 +121,25 @@ class Host(Direct):
         return super().rearrange(self.gather("shift", parts, 0), order)
 
     def _read(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        _count_host(2 * parts.numel() * parts.element_size())
+        self.moved = 2 * parts.numel() * parts.element_size()
         wide = torch.float32 if parts.dtype in _LOW else parts.dtype
         return [part.to(wide) for part in parts]
 
 
 HOT = 100  # collectives through the host after which it is said that there are many
-_through_host = [0, 0]
+_through_host = [0, 0, 0.0]  # collectives, bytes, seconds
 
 
-def _count_host(size: int) -> None:
-    """Say once, with the figure, that a hot path goes through the host."""
-    _through_host[0] += 1
-    _through_host[1] += size
+def _count_host(size: int, seconds: float) -> None:
+    """Say once, with the figures, that a hot path goes through the host."""
+    for place, more in enumerate((1, size, seconds)):
+        _through_host[place] += more
     if _through_host[0] == HOT:
         warnings.warn(
-            f"{HOT} collectives went through the host, {_through_host[1]} B; mode='direct' or 'fabric' does not",
+            f"{HOT} collectives went through the host, {_through_host[1]} B in {_through_host[2]:.3g} s, the last at "
+            f"{where()}; mode='direct' or 'fabric' does not",
             HostTrafficWarning,
-            stacklevel=6,
+            stacklevel=5,
         )
 
 
