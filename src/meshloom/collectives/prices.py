@@ -45,7 +45,7 @@ def fastest(collective: Collective, machine: Machine) -> tuple[str, float]:
     if collective.kind not in _WHOLE:
         return "one send", machine.transfer(1, collective.bytes)
     timed = (
-        (machine.transfer(steps, round(each * collective.bytes)), name)
+        (machine.transfer(steps, each * collective.bytes), name)
         for name, steps, each in _lines(collective.kind, collective.devices)
     )
     seconds, name = min(timed)

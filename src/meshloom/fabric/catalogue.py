@@ -25,6 +25,8 @@ KEYS = (
     "name title shape kinds links.lanes links.latency links.bandwidth links.efficiency links.missing links.extra "
     "device.memory device.memory_bandwidth device.flops"
 ).split()
+# Where `meshloom calibrate` writes, and `preset("this-machine")` reads.
+THIS_MACHINE = os.path.join(os.path.expanduser("~"), ".config", "meshloom", "this-machine.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +179,16 @@ def _folder() -> Traversable:
 
 
 def preset(name: str) -> Preset:
-    """A preset that comes with meshloom, by its name in any case.
+    """A preset that comes with meshloom, by its name in any case; "this-machine" is what `meshloom calibrate` wrote.
 
     >>> preset("N300").shape
     (1, 2)
     """
     wanted = str(name).lower()
+    if wanted == "this-machine":
+        if not os.path.exists(THIS_MACHINE):
+            raise FabricError("this machine has not been measured", fix="run `meshloom calibrate`")
+        return load_preset(THIS_MACHINE)
     if wanted not in preset_names():
         raise FabricError(f"no preset is called {name!r}", fix=closest(wanted, preset_names()))
     return _shipped(wanted)

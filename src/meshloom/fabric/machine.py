@@ -35,7 +35,7 @@ class Machine:
         shown = [field for field in fields(self) if field.default is MISSING or getattr(self, field.name)]
         return f"Machine({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in shown)})"
 
-    def transfer(self, steps: int, size: int) -> float:
+    def transfer(self, steps: int, size: float) -> float:
         """Seconds for `steps` sends in a row that bring one device `size` bytes in all."""
         return steps * self.latency + size / self.bandwidth
 
