@@ -108,7 +108,7 @@ def cost(topology: Topology, target: tuple[Placement, ...], machine: loom.Machin
 @settings(max_examples=150, deadline=None)
 def test_a_detour_is_never_cheaper(journey, machine):
     dense, mesh, (a, b, c) = journey
-    assume((2 + dense.dim()) ** mesh.ndim <= WHOLE)
+    assume((2 + dense.dim()) ** mesh.ndim <= WHOLE and not shards_early(a, b))
     start = Topology(mesh, a, tuple(dense.shape), "f32")
     through = cost(start, b, machine) + cost(start.with_placements(b), c, machine)
     assert cost(start, c, machine) <= through * (1 + 1e-9)
