@@ -82,7 +82,7 @@ def downward(imports: list[Import]) -> list[Import]:
 
 def _is_downward(each: Import) -> bool:
     target = room_of(each.module)
-    if each.room == "__init__":
+    if each.room in ("__init__", "__main__"):
         return False
     if each.module == "meshloom":
         return True

@@ -1,0 +1,43 @@
+"""The command line: `meshloom <command>`, or `python -m meshloom <command>`. One file per command, one line in a table.
+
+A command's file has `arguments(parser)` and `run(options)`; it loads torch only when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from meshloom.errors import MeshloomError
+
+COMMANDS = {
+    "calibrate": "measure this machine and write its figures as a preset",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line with every command."""
+    made = argparse.ArgumentParser(prog="meshloom", description="A mesh-native tensor runtime.")
+    commands = made.add_subparsers(title="commands", dest="command", metavar="command", required=True)
+    for name, says in COMMANDS.items():
+        file = import_module(f"meshloom.cli.{name}")
+        command = commands.add_parser(name, help=says, description=file.__doc__)
+        file.arguments(command)
+        command.set_defaults(run=file.run)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 if it did its work, 1 with a message if it could not, 130 if it was interrupted."""
+    options = parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (MeshloomError, OSError) as error:
+        print(f"meshloom {options.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"meshloom {options.command}: stopped, nothing was written", file=sys.stderr)
+        return 130
+    return 0

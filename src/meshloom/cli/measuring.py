@@ -1,0 +1,205 @@
+"""The figures of this machine, measured: best of many, since other work only ever adds time.
+
+The devices are virtual and share the machine. All of them compute at once, in one call on the block, so each has its
+share of memory, bandwidth and FLOP/s. Latency and bandwidth of links are those with which the price of a collective
+comes nearest to the time that it takes on the block: least squares of the relative error, for every mesh axis.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from meshloom.collectives import KINDS, Collective, price
+from meshloom.collectives import all_gather as gather  # on tensors
+from meshloom.collectives import all_reduce as reduce
+from meshloom.fabric import Machine, Preset
+from meshloom.mesh import Mesh
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.creation import open_mesh, randn
+
+Tell = Callable[[str, int, int], None]
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured: seconds per figure, and sizes in bytes or rows."""
+
+    seconds: float
+    copy: int
+    matmul: int
+    collectives: tuple[int, ...]
+
+
+FULL = Effort(seconds=0.6, copy=256 << 20, matmul=1024, collectives=(64 << 10, 16 << 20))
+QUICK = Effort(seconds=0.01, copy=1 << 20, matmul=64, collectives=(4 << 10, 256 << 10))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One collective of a value of `size` bytes over a mesh axis of some devices, and the seconds it took."""
+
+    kind: str
+    devices: int
+    size: int
+    seconds: float
+
+    def priced(self, machine: Machine) -> float:
+        """The seconds that a machine's figures give."""
+        held = (self.size, self.size) if self.kind == "all_reduce" else (self.size // self.devices, self.size)
+        size = KINDS[self.kind].size(*held, self.devices)
+        return price(Collective(self.kind, "d", self.devices, size, "f32", ()), machine)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A measured machine: its preset, and the seconds that one small op on a block takes."""
+
+    preset: Preset
+    op: float
+    points: tuple[tuple[Point, ...], ...]
+
+    def to_toml(self) -> str:
+        """The preset as TOML; comments say where its figures come from."""
+        lines = [
+            "# Measured by `meshloom calibrate`; the devices are virtual and share one machine.",
+            "# links: least squares of collectives on the block, per mesh axis; device: its share of a memory copy",
+            "# (bytes read and written) and of a square matmul.",
+            f"# One small op on a block of all devices takes {self.op * 1e6:.2f} us.",
+        ]
+        lines += [
+            f"# axis {axis}: {point.kind} of {point.size} B over {point.devices} took {point.seconds * 1e6:.1f} us"
+            for axis, points in enumerate(self.points)
+            for point in points
+        ]
+        return "\n".join(lines) + "\n" + self.preset.to_toml()
+
+
+def measure(shape: tuple[int, ...], effort: Effort = FULL, tell: Tell = lambda what, number, total: None) -> Found:
+    """Every figure of a preset for a mesh of virtual devices on this machine."""
+    total = 2 + len(DTYPES) + len(shape)
+    devices, mesh = math.prod(shape), open_mesh(shape)
+    tell("memory copy", 1, total)
+    copied = memory_bandwidth(effort)
+    tell(f"an op on a block of {devices} devices", 2, total)
+    op = op_seconds(mesh, effort)
+    flops = []
+    for number, name in enumerate(DTYPES, start=3):
+        tell(f"matmul {name}", number, total)
+        flops.append((name, matmul_flops(name, effort) / devices))
+    points = []
+    for axis, name in enumerate(mesh.axes):
+        tell(f"collectives over {shape[axis]} devices", 3 + len(DTYPES) + axis, total)
+        points.append(collective_points(mesh, name, effort))
+    fits = [fit(each) for each in points]
+    made = Preset(
+        name="this-machine",
+        title=f"this machine, shared by {devices} virtual devices",
+        shape=shape,
+        kinds=("ring",) * len(shape),
+        lanes=(1,) * len(shape),
+        latency=tuple(latency for latency, _ in fits),
+        bandwidth=tuple(bandwidth for _, bandwidth in fits),
+        efficiency=1.0,
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices,
+        memory_bandwidth=copied / devices,
+        flops=tuple(flops),
+    )
+    return Found(made, op, tuple(points))
+
+
+def best_of(work: Callable[[], object], seconds: float) -> float:
+    """The least seconds that a call takes, of as many as fit into `seconds`; three at least, after one to warm up."""
+    work()
+    best, rounds, end = math.inf, 0, time.perf_counter() + seconds
+    while rounds < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+        rounds += 1
+    return best
+
+
+def memory_bandwidth(effort: Effort) -> float:
+    """Bytes per second, read and written, of a copy into memory that is there."""
+    source, target = (torch.ones(effort.copy // 4) for _ in range(2))
+    return 2 * effort.copy / best_of(lambda: target.copy_(source), effort.seconds)
+
+
+def op_seconds(mesh: Mesh, effort: Effort) -> float:
+    """Seconds of an add of 32x32 per device."""
+    a, b = [cast(Any, randn(32 * mesh.size, 32, mesh=mesh)) for _ in range(2)]
+    return best_of(lambda: a + b, effort.seconds)
+
+
+def matmul_flops(name: str, effort: Effort) -> float:
+    """FLOP/s of a square matmul in a dtype."""
+    size = effort.matmul
+    a, b = (torch.randn(size, size).to(DTYPES[name]) for _ in range(2))
+    return 2 * size**3 / best_of(lambda: a @ b, effort.seconds)
+
+
+def collective_points(mesh: Mesh, axis: str, effort: Effort) -> tuple[Point, ...]:
+    """All-reduce and all-gather over an axis, directly on the block, at each size."""
+    return tuple(
+        collective_point(kind, mesh, axis, size, effort.seconds)
+        for kind in ("all_reduce", "all_gather")
+        for size in effort.collectives
+    )
+
+
+def collective_point(kind: str, mesh: Mesh, axis: str, size: int, seconds: float) -> Point:
+    """The time of one collective of a value of `size` bytes, into memory that is there."""
+    devices = mesh.shape[mesh.axis(axis)]
+    work = collective_work(kind, mesh, axis, size)
+    return Point(kind, devices, size, best_of(work, seconds))
+
+
+def collective_work(kind: str, mesh: Mesh, axis: str, size: int) -> Callable[[], Tensor]:
+    """A call that reduces or gathers float32 values of `size` bytes over an axis, into memory that is there."""
+    devices = mesh.shape[mesh.axis(axis)]
+    held = size // 4 if kind == "all_reduce" else max(1, size // 4 // devices)
+    x = randn(held * mesh.size, mesh=mesh, placements=", ".join(["S(0)"] * mesh.ndim))
+    if kind == "all_reduce":
+        room = reduce(x, axis)
+        return lambda: reduce(x, axis, out=room)
+    room = gather(x, 0, axis)
+    return lambda: gather(x, 0, axis, out=room)
+
+
+def fit(points: Sequence[Point]) -> tuple[float, float]:
+    """The latency and bandwidth with the least squares of relative errors; both above zero.
+
+    A price is `steps * latency + bytes / bandwidth`: steps are the price at a latency of 1 and no time per byte.
+
+    >>> exact = Machine("m", latency=1e-6, bandwidth=1e9, flops=1.0, memory_bandwidth=1.0)
+    >>> made = [Point("all_reduce", 8, size, Point("all_reduce", 8, size, 0).priced(exact)) for size in (800, 80000)]
+    >>> latency, bandwidth = fit(made)
+    >>> f"{latency:.2e} {bandwidth:.2e}"
+    '1.00e-06 1.00e+09'
+    """
+    steps = Machine("steps", latency=1.0, bandwidth=1e30, flops=1.0, memory_bandwidth=1.0)
+    sizes = Machine("bytes", latency=1e-30, bandwidth=1.0, flops=1.0, memory_bandwidth=1.0)
+    rows = [(each.priced(steps) / each.seconds, each.priced(sizes) / each.seconds) for each in points]
+    (aa, ab, bb), (a, b) = _products(rows)
+    determinant = aa * bb - ab * ab
+    latency = (a * bb - b * ab) / determinant if determinant > 0 else 0.0
+    per_byte = (b * aa - a * ab) / determinant if determinant > 0 else 0.0
+    if latency <= 0:
+        latency, per_byte = 1e-9, b / bb
+    elif per_byte <= 0:
+        latency, per_byte = a / aa, 1e-15
+    return latency, 1 / per_byte
+
+
+def _products(rows: Sequence[tuple[float, float]]) -> tuple[tuple[float, float, float], tuple[float, float]]:
+    """The sums of products that the normal equations of `s * latency + b * per_byte = 1` are made of."""
+    squares = (sum(s * s for s, _ in rows), sum(s * b for s, b in rows), sum(b * b for _, b in rows))
+    return squares, (sum(s for s, _ in rows), sum(b for _, b in rows))

@@ -1,0 +1,99 @@
+"""The command line, as users run it: real processes. Figures are checked for sense, never for speed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshloom import FabricError, Machine
+from meshloom.cli import COMMANDS, main
+from meshloom.cli.measuring import Point, fit
+from meshloom.fabric import catalogue, load_preset, preset
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "meshloom", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_help_lists_every_command():
+    done = run("--help")
+    assert done.returncode == 0, done.stderr
+    for name, says in COMMANDS.items():
+        assert name in done.stdout and says.split()[0] in done.stdout
+
+
+def test_help_does_not_wait_for_torch():
+    program = "import sys; from meshloom.cli import parser; parser(); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_both_names_of_the_script_lead_to_main():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert 'meshloom = "meshloom.cli:main"' in text and 'loom = "meshloom.cli:main"' in text
+
+
+def test_calibrate_says_what_it_takes():
+    done = run("calibrate", "--help")
+    assert done.returncode == 0
+    for option in ("--out", "--shape", "--quick"):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize("shape", ["4", "2x4"])
+def test_calibrate_writes_a_preset_that_can_be_loaded_and_prints_it(tmp_path, shape):
+    path = tmp_path / "new" / "machine.toml"
+    done = run("calibrate", "--quick", "--shape", shape, "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    assert path.read_text() == done.stdout
+    found = load_preset(path)
+    assert found.shape == tuple(map(int, shape.split("x")))
+    assert found.fabric().shape == found.shape
+    assert {name for name, _ in found.flops} == {"f32", "bf16"}
+    assert "One small op on a block" in done.stdout and f"axis {len(found.shape) - 1}: all_gather" in done.stdout
+    steps = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert len(steps) == 4 + len(found.shape) and steps[0] == f"[1/{len(steps)}] memory copy"
+
+
+@pytest.mark.parametrize("shape", ["0", "1x4", "2y4", "", "-2"])
+def test_a_shape_without_links_is_refused(shape):
+    done = run("calibrate", "--quick", f"--shape={shape}")
+    assert done.returncode == 2
+    assert "is not a mesh such as 8 or 2x4" in done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["calibrate", "--quick", "--out", str(tmp_path / "file" / "machine.toml")]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("meshloom calibrate: ") and "memory copy" not in told
+
+
+def test_this_machine_is_a_preset_once_it_was_measured(tmp_path, monkeypatch):
+    path = tmp_path / "this-machine.toml"
+    monkeypatch.setattr(catalogue, "THIS_MACHINE", str(path))
+    with pytest.raises(FabricError, match="has not been measured"):
+        preset("this-machine")
+    path.write_text(preset("t3000").to_toml().replace('"t3000"', '"this-machine"'))
+    assert preset("this-machine").shape == (2, 4)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_the_fit_finds_the_figures_that_made_the_times(devices):
+    made = Machine("made", latency=3e-6, bandwidth=7e9, flops=1.0, memory_bandwidth=1.0)
+    points = []
+    for kind in ("all_reduce", "all_gather"):
+        for size in (8 << 10, 8 << 20):
+            point = Point(kind, devices, size, 1.0)
+            points.append(Point(kind, devices, size, point.priced(made)))
+    assert fit(points) == pytest.approx((3e-6, 7e9), rel=1e-6)
+
+
+def test_the_fit_of_times_that_shrink_with_size_still_gives_figures_above_zero():
+    latency, bandwidth = fit([Point("all_reduce", 8, 8 << 10, 1e-3), Point("all_reduce", 8, 8 << 20, 1e-6)])
+    assert latency > 0 and bandwidth > 0
+    latency, bandwidth = fit([Point("all_reduce", 8, 8 << 10, 1e-9), Point("all_reduce", 8, 8 << 20, 1.0)])
+    assert latency > 0 and bandwidth > 0
