@@ -187,6 +187,11 @@ REFUSED: dict[str, Case] = {
         lambda: loom.collectives.all_gather(numbers(8), 0, ()),
         "axis= names []\n  mesh  Mesh(d=4)\n  fix   name each axis once, or leave it out for all",
     ),
+    "axis by number": (
+        loom.ArgumentError,
+        lambda: loom.collectives.all_reduce(numbers(8), 0),  # type: ignore[arg-type]
+        "axis takes names, not 0\n  mesh  Mesh(d=4)\n  fix   known: 'd'",
+    ),
     "dim": (
         loom.ShapeError,
         lambda: loom.collectives.all_gather(numbers(8, 4), 2),
@@ -211,6 +216,11 @@ REFUSED: dict[str, Case] = {
         loom.ArgumentError,
         lambda: loom.collectives.reduce(numbers(8) > 0),
         "a sum of bool has no meaning\n  fix  use max for any, min for all, or cast first",
+    ),
+    "mean of whole numbers": (
+        loom.ArgumentError,
+        lambda: loom.collectives.reduce_scatter(numbers(8).long(), 0, op="mean"),
+        "a mean of i64 has no meaning\n  fix  cast to f32 first",
     ),
     "algorithm": (
         loom.ArgumentError,
@@ -256,6 +266,11 @@ REFUSED: dict[str, Case] = {
         "a collective takes a meshloom tensor, not Tensor\n  fix  loom.distribute it",
     ),
     "barrier": (loom.ArgumentError, lambda: loom.collectives.barrier(4), "barrier takes a mesh, not int"),
+    "shift by half a place": (
+        loom.ArgumentError,
+        lambda: loom.collectives.shift(numbers(8), 0.5),  # type: ignore[arg-type]
+        "shift takes a whole number of places, not 0.5",
+    ),
     "shift of what is replicated": (
         loom.ArgumentError,
         lambda: loom.collectives.shift(numbers(8, placements="R"), wrap=False),

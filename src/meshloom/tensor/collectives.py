@@ -123,6 +123,8 @@ def group_axes(mesh: Mesh, axis: Axis) -> tuple[int, ...]:
     """The positions of the axes that a collective goes over, in mesh order; None means the whole mesh."""
     if axis is None:
         return tuple(range(mesh.ndim))
+    if not isinstance(axis, Sequence) or not all(isinstance(name, str) for name in axis):
+        raise ArgumentError(f"axis takes names, not {axis!r}", mesh=mesh, fix=closest(axis, mesh.axes))
     names = (axis,) if isinstance(axis, str) else tuple(axis)
     found = tuple(mesh.axis(name) for name in names)
     if len(set(found)) != len(found) or not found:
@@ -144,9 +146,8 @@ def _check(x: Any, mode: str, op: str | None) -> Tensor:
     if op is not None and op not in PARTIAL_OPS:
         raise ArgumentError(f"there is no reduction {op!r}", fix=closest(op, PARTIAL_OPS))
     if op is not None and not can_be_partial(Partial(op), tensor.topology.dtype):
-        raise ArgumentError(
-            f"a {op} of {tensor.topology.dtype} has no meaning", fix="use max for any, min for all, or cast first"
-        )
+        fix = "use max for any, min for all, or cast first" if tensor.topology.dtype == "bool" else "cast to f32 first"
+        raise ArgumentError(f"a {op} of {tensor.topology.dtype} has no meaning", fix=fix)
     return shadowed(tensor)
 
 
@@ -252,7 +253,9 @@ def _room(out: Any, target: Topology, call: Call) -> torch.Tensor:
     """The array of `out=`, if it is a tensor that holds just such a result and no gradient would be lost."""
     tensor = _tensor(out)
     if tensor.topology != target:
-        raise ArgumentError("out= is not placed as the result", out=tensor.topology, result=target, fix="loom.zeros one")
+        raise ArgumentError(
+            "out= is not placed as the result", out=tensor.topology, result=target, fix="loom.zeros one"
+        )
     if torch.is_grad_enabled() and (call.tensor.requires_grad or tensor.requires_grad):
         raise GradientError("out= has no gradient", tensor=target, fix="leave out= away, or use torch.no_grad()")
     check_writable(tensor)
@@ -468,6 +471,8 @@ def shift(x: Any, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: s
     >>> shift(x).to_torch()
     tensor([2, 0, 1])
     """
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise ArgumentError(f"shift takes a whole number of places, not {offset!r}")
     size = Group(_check(x, mode, None), axis).size
     order = [(member - offset) % size if wrap else member - offset for member in range(size)]
     return _rearranged("shift", x, axis, mode, [o if 0 <= o < size else None for o in order])
