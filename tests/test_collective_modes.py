@@ -14,6 +14,7 @@ import torch
 import meshloom as loom
 from meshloom import Mesh
 from meshloom.collectives.algorithms import ALGORITHMS
+from meshloom.engines.sending import gather_all, reduce_all
 from meshloom.fabric import Fabric, Link
 from meshloom.tensor import collectives, ways
 
@@ -95,6 +96,20 @@ def test_an_algorithm_over_links_equals_the_host(collective, name, where):
     for dtype in (torch.int64, torch.float32):
         sent, host = both(collective, sharded(fabric, dtype), fabric, algorithm=name)
         check_same_parts(sent, host, exact=dtype == torch.int64 or collective not in REDUCING)
+
+
+REPLICATING = [each for each in FITTING if each[0] in ("all_reduce", "all_gather", "broadcast")]
+
+
+@pytest.mark.parametrize(("collective", "name", "where"), REPLICATING)
+def test_a_schedule_leaves_the_same_with_every_member(collective, name, where):
+    """A replicated result is read from one member; here all of them are looked at."""
+    fabric, root = FABRICS[where], 1 if collective == "broadcast" else 0
+    schedule = ALGORITHMS[collective, name](fabric.coordinates(), fabric, root=root)
+    vectors = torch.arange(len(schedule.group) * 11).view(-1, 11) ** 2
+    expected = {"all_reduce": vectors.sum(0), "all_gather": vectors, "broadcast": vectors[root]}[collective]
+    found = gather_all(schedule, vectors) if collective == "all_gather" else reduce_all(schedule, vectors, "sum")
+    assert all(torch.equal(held, expected) for held in found)
 
 
 @pytest.mark.parametrize("where", FABRICS)
