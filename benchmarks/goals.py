@@ -35,4 +35,8 @@ COLUMN_MATMUL = Goal("ratio", 1.3, from_devices=2)
 MESH_MATMUL = Goal("ratio", 1.3, from_devices=2)
 MLP_STEP = Goal("ratio", 1.1, from_devices=2)
 REPLICATED = Goal("copies", 1.0, " copy")
+COLLECTIVE = Goal("ratio", 1.5)
 PEER_ADD = Goal("times_ours", 10.0, "x ours", at_least=True)
+PEER_COLLECTIVE = Goal("times_ours", 5.0, "x ours", at_least=True)
+# What a peer is held to, by work.
+PEERS = {"add": PEER_ADD, "all-reduce": PEER_COLLECTIVE, "all-gather": PEER_COLLECTIVE}

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks import moves
 from benchmarks.timing import Work, duel
 from benchmarks.works import BATCH, FEATURES, SIZE, mlp, training_step
 
@@ -57,6 +58,21 @@ def _mlp(mode: LocalTensorMode, mesh: DeviceMesh) -> tuple[Work, Work]:
     return training_step(ours, a, b), training_step(dense, x, y)
 
 
+def _all_reduce(mode: LocalTensorMode, mesh: DeviceMesh) -> tuple[Work, Work]:
+    x = torch.ones(mesh.size(), moves.elements())
+    with mode:
+        parts = distribute_tensor(x, mesh, [Shard(0)]).to_local()
+        a = DTensor.from_local(parts, mesh, [Partial()])
+    return lambda: a.redistribute(mesh, [Replicate()]), moves.reduce_traffic(x)
+
+
+def _all_gather(mode: LocalTensorMode, mesh: DeviceMesh) -> tuple[Work, Work]:
+    x = torch.ones(moves.elements())
+    with mode:
+        a = distribute_tensor(x, mesh, [Shard(0)])
+    return lambda: a.redistribute(mesh, [Replicate()]), moves.gather_traffic(x)
+
+
 # The works that meshloom's table has too, by the same names: how to make them, and seconds to measure.
 WORKS: dict[tuple[str, str], tuple[Make, float]] = {
     ("add", "32x32 per device"): (_add, 1.0),
@@ -64,6 +80,15 @@ WORKS: dict[tuple[str, str], tuple[Make, float]] = {
     ("matmul inner", f"{SIZE}^3"): (_matmul(Shard(1), Shard(0)), 3.0),
     ("MLP step", "data-parallel"): (_mlp, 6.0),
 }
+COLLECTIVES: dict[tuple[str, str], tuple[Make, float]] = {
+    moves.ALL_REDUCE: (_all_reduce, 5.0),
+    moves.ALL_GATHER: (_all_gather, 4.0),
+}
+
+
+def works(ranks: int) -> dict[tuple[str, str], tuple[Make, float]]:
+    """What is measured on so many ranks."""
+    return {**WORKS, **COLLECTIVES} if ranks == moves.DEVICES else WORKS
 
 
 def measure(ranks: int, scale: float) -> None:
@@ -72,7 +97,7 @@ def measure(ranks: int, scale: float) -> None:
     mode = LocalTensorMode(ranks)
     with mode:
         mesh = init_device_mesh("cpu", (ranks,))
-    for (name, detail), (make, seconds) in WORKS.items():
+    for (name, detail), (make, seconds) in works(ranks).items():
         timing = duel(*make(mode, mesh), seconds * scale, around=lambda: mode)
         found = {"work": name, "detail": detail, "timing": [timing.ours, timing.dense, timing.rounds]}
         print(json.dumps(found), flush=True)

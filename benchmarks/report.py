@@ -8,11 +8,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import OURS, Row, Setting
+from benchmarks.results import JAX, LOCAL_TENSOR, OURS, Row, Setting
 
 # The load average before a run from which its figures are noise: one busy core doubles a two-thread matmul.
 NOISY_LOAD = 0.5
-_FORMATS = {"ratio": "{:.2f}x", "extra_us": "{:+.2f} us", "copies": "{:.2f}"}
+_FORMATS = {
+    "ratio": "{:.2f}x",
+    "extra_us": "{:+.2f} us",
+    "copies": "{:.2f}",
+    "times_ours": "{:.1f}x ours",
+    "error": "{:+.0%}",
+}
 
 
 def figure(row: Row) -> str:
@@ -60,6 +66,18 @@ def table(rows: Sequence[Row]) -> Table:
     return made
 
 
+def predictions(rows: Sequence[Row]) -> Table:
+    """Predicted against measured, a line per collective and size."""
+    made = Table(title="predicted with figures calibrated in this run", title_justify="left", box=box.SIMPLE)
+    made.add_column("collective", no_wrap=True)
+    for name in ("devices", "predicted", "measured", "error"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        what = f"{row.work.removeprefix('predicted ')}, {row.detail}"
+        made.add_row(what, str(row.devices), duration(row.predicted_us), duration(row.ours_us), figure(row))
+    return made
+
+
 def _grouped(rows: Iterable[Row]) -> list[list[Row]]:
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -73,9 +91,13 @@ def _section(row: Row) -> str:
 
 def _line(rows: Sequence[Row], columns: Sequence[int]) -> list[str]:
     first, cells = rows[0], {row.devices: _cell(row) for row in rows}
-    title = f"{first.work}, {first.detail}" if first.who == OURS else f"{first.who.split()[-1]}: {first.work}"
+    title = f"{first.work}, {first.detail}" if first.who == OURS else f"{_short(first.who)}: {first.work}"
     goal = next((row.goal for row in rows if row.goal is not None), "")
     return [title, *(cells.get(count, "") for count in columns), duration(rows[-1].dense_us), goal, _verdict(rows)]
+
+
+def _short(who: str) -> str:
+    return {LOCAL_TENSOR: "LocalTensor", JAX: "JAX"}.get(who, who)
 
 
 def _cell(row: Row) -> str:
@@ -92,7 +114,11 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 def show(console: Console, rows: Sequence[Row], conditions: Setting, complete: bool) -> None:
     """Print the table, what is missing from it, and under what conditions it was made."""
-    console.print(table(rows))
+    compared = [row for row in rows if row.shown != "error"]
+    if compared or not rows:
+        console.print(table(compared))
+    if len(compared) < len(rows):
+        console.print(predictions([row for row in rows if row.shown == "error"]))
     for reason in dict.fromkeys(f"{row.who}: {row.missing}" for row in rows if row.missing is not None):
         console.print(reason, markup=False)
     console.print(

@@ -19,6 +19,7 @@ from benchmarks.timing import Timing
 
 OURS = "meshloom"
 LOCAL_TENSOR = "DTensor LocalTensor"
+JAX = "JAX host devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Row:
     extra_us: float | None = None
     copies: float | None = None
     times_ours: float | None = None
+    predicted_us: float | None = None
+    error: float | None = None
     rounds: int | None = None
     goal: str | None = None
     ok: bool | None = None

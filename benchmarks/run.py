@@ -1,10 +1,10 @@
-"""Measure meshloom beside dense torch and DTensor in one run: a table, and a JSON file."""
+"""Measure meshloom beside dense torch, DTensor and JAX in one run: a table, and a JSON file."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import peers, report, results
+from benchmarks import moves, peers, prediction, report, results
 from benchmarks.results import OURS, Row, figures, verdict
 from benchmarks.timing import duel
 from benchmarks.works import Spec, all_works
 
 DEVICES = (1, 8, 32, 128)
-PEER_RANKS = (8, 32)
 PEERS = "peers"
+PREDICTED = "predicted"
 QUICK = 0.1
 
 
@@ -59,18 +59,28 @@ class Meter:
 def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Row], console: Console) -> None:
     """Measure into `rows`, one by one, so that whoever interrupts still has those before."""
     works = [spec for spec in all_works(devices) if _wanted(spec.name, only)]
-    ranks = [count for count in PEER_RANKS if count in devices] if _wanted(PEERS, only) else []
-    meter = Meter(console, len(works) + len(ranks) * len(peers.WORKS))
+    asked = [(peer, count) for peer in peers.ALL for count in peer.ranks if count in devices and _wanted(PEERS, only)]
+    predicts = moves.DEVICES in devices and _wanted(PREDICTED, only)
+    quick = scale < 1
+    total = len(works) + sum(len(peer.works_on(count)) for peer, count in asked)
+    meter = Meter(console, total + (prediction.count(quick) if predicts else 0))
     with meter.bar:
         for spec in works:
             meter.begin(f"{spec.name}, {spec.detail}, {spec.devices} devices")
             rows.append(measure(spec, scale))
             meter.end(rows[-1])
-        for count in ranks:
-            meter.begin(f"{results.LOCAL_TENSOR}, {count} ranks")
-            for row in peers.local_tensor(count, scale, tuple(rows)):
-                rows.append(row)
-                meter.end(row)
+        if predicts:
+            meter.begin("calibrating, then predicting collectives")
+            _take(prediction.predictions(quick), rows, meter)
+        for peer, count in asked:
+            meter.begin(f"{peer.who}, {count} ranks")
+            _take(peers.answers(peer, count, scale, tuple(rows)), rows, meter)
+
+
+def _take(found: Iterable[Row], rows: list[Row], meter: Meter) -> None:
+    for row in found:
+        rows.append(row)
+        meter.end(row)
 
 
 def _wanted(name: str, only: Sequence[str]) -> bool:
@@ -78,9 +88,9 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
 
 
 def names() -> list[str]:
-    """What `--only` knows: the works, their first words, and the peers."""
+    """What `--only` knows: the works, their first words, the predictions and the peers."""
     works = dict.fromkeys(spec.name for spec in all_works(DEVICES))
-    return [*dict.fromkeys(part for name in works for part in (name.split()[0], name)), PEERS]
+    return [*dict.fromkeys(part for name in works for part in (name.split()[0], name)), PREDICTED, PEERS]
 
 
 def _devices(text: str) -> tuple[int, ...]:
@@ -104,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="benchmarks/run.py",
-        description="Measure meshloom beside dense torch and DTensor, interleaved, best of many.",
+        description="Measure meshloom beside dense torch, DTensor and JAX, interleaved, best of many.",
         epilog="Ctrl-C stops, prints the table so far and writes what there is.",
     )
     made.add_argument(

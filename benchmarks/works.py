@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import meshloom as loom
-from benchmarks import goals
+from benchmarks import goals, moves
 from benchmarks.goals import Goal
 from benchmarks.timing import Work
 
@@ -55,7 +55,7 @@ class Spec:
 def all_works(devices: Sequence[int]) -> list[Spec]:
     """Every work on every number of devices, in the order of the table."""
     found = [spec for count in devices for spec in _on(count)]
-    order = [(spec.name, spec.detail) for spec in _on(max(devices))]
+    order = list(dict.fromkeys((spec.name, spec.detail) for count in sorted(devices)[::-1] for spec in _on(count)))
     return sorted(found, key=lambda spec: order.index((spec.name, spec.detail)))
 
 
@@ -65,6 +65,7 @@ def _on(devices: int) -> list[Spec]:
     listed += [_mesh_matmul(labels, devices) for labels in _MESH_MATMULS if devices > 1]
     listed += [_mlp(devices), _memory(devices)]
     listed += [_hot(call, devices) for call in _HOT]
+    listed += [_all_reduce(), _all_gather()] if devices == moves.DEVICES else []
     return [spec if spec.goal is None or devices >= spec.goal.from_devices else _free(spec) for spec in listed]
 
 
@@ -225,3 +226,27 @@ def _hot(call: str, devices: int) -> Spec:
         return Pair(lambda: function(a, v), lambda: function(x, w))
 
     return Spec("call", call, (devices,), make, None, "extra_us", seconds=0.4)
+
+
+def _all_reduce() -> Spec:
+    def make() -> Pair:
+        mesh = loom.open_mesh((moves.DEVICES,))
+        x = loom.randn(moves.DEVICES * moves.elements(), mesh=mesh, placements="S(0)")
+        out = loom.zeros(moves.elements(), mesh=mesh, placements="R")
+        parts = x.to_torch().view(moves.DEVICES, -1)
+        _check(loom.collectives.all_reduce(x, out=out), parts.sum(0), "all-reduce")
+        return Pair(lambda: loom.collectives.all_reduce(x, out=out), moves.reduce_traffic(parts))
+
+    return Spec(*moves.ALL_REDUCE, (moves.DEVICES,), make, goals.COLLECTIVE, seconds=5.0)
+
+
+def _all_gather() -> Spec:
+    def make() -> Pair:
+        mesh = loom.open_mesh((moves.DEVICES,))
+        x = loom.randn(moves.elements(), mesh=mesh, placements="S(0)")
+        out = loom.zeros(moves.elements(), mesh=mesh, placements="R")
+        whole = x.to_torch().clone()
+        _check(loom.collectives.all_gather(x, 0, out=out), whole, "all-gather")
+        return Pair(lambda: loom.collectives.all_gather(x, 0, out=out), moves.gather_traffic(whole))
+
+    return Spec(*moves.ALL_GATHER, (moves.DEVICES,), make, goals.COLLECTIVE, seconds=3.0)

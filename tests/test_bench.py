@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -76,10 +77,12 @@ def test_every_work_has_a_row_on_every_number_of_devices_and_2d_works_on_more_th
     meshes: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     for spec in works:
         meshes.setdefault((spec.name, spec.detail), []).append(spec.mesh)
+    special = {"matmul 2-D": [(2, 4), (4, 8), (8, 16)], "all-reduce": [(8,)], "all-gather": [(8,)]}
     for (name, _), found in meshes.items():
-        assert found == ([(2, 4), (4, 8), (8, 16)] if name == "matmul 2-D" else [(1,), (8,), (32,), (128,)])
+        assert found == special.get(name, [(1,), (8,), (32,), (128,)])
     assert {name for name, _ in meshes} >= {
-        "add", "matmul row", "matmul column", "matmul batch", "matmul inner", "MLP step", "memory",
+        "add", "matmul row", "matmul column", "matmul batch", "matmul inner", "MLP step", "memory", "all-reduce",
+        "all-gather",
     }  # fmt: skip
 
 
@@ -116,12 +119,81 @@ def test_a_goal_that_is_not_reached_is_a_miss_in_the_table(bench: Any) -> None:
     assert "+4.50 us" in text and "<= +4 us" in text and "MISS" in text
 
 
-def test_a_peer_that_is_missing_gives_rows_that_say_why(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives of 64 KB instead of 64 MB."""
+    monkeypatch.setattr(bench("moves"), "BYTES", 64 << 10)
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "all-gather"])
+def test_a_collective_is_measured_beside_a_copy_with_its_traffic(bench: Any, small: None, name: str) -> None:
+    [spec] = [spec for spec in bench("works").all_works((8,)) if spec.name == name]
+    pair = spec.make()
+    first = pair.ours()
+    assert pair.ours() is first, "both sides write into memory that is there"
+    row = bench("run").measure(spec, 0.0)
+    assert row.goal == "<= 1.5x" and row.ratio == pytest.approx(row.ours_us / row.dense_us, rel=0.05)
+
+
+def test_the_copy_reads_every_part_and_writes_one(bench: Any) -> None:
+    parts = torch.arange(12.0).view(3, 4)
+    out, total = bench("moves").reduce_traffic(parts)()
+    assert torch.equal(out, parts[0]) and total == parts[1:].sum()
+    assert out.data_ptr() != parts.data_ptr()
+    assert torch.equal(bench("moves").gather_traffic(parts)(), parts)
+
+
+def test_predictions_stand_beside_what_was_measured(bench: Any, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "results.json"
+    assert bench("run").main(["--quick", "--devices", "8", "--only", "predicted", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == bench("prediction").count(quick=True)
+    assert {row["work"] for row in rows} == {"predicted all-reduce", "predicted all-gather"}
+    for row in rows:
+        assert row["error"] == pytest.approx(row["predicted_us"] / row["ours_us"] - 1, abs=0.01)
+    shown = capsys.readouterr().out
+    assert "predicted with figures calibrated in this run" in shown and "all-gather, 64 KB" in shown
+
+
+def test_a_prediction_is_the_simulated_ring_on_the_calibrated_links(bench: Any) -> None:
+    from meshloom.fabric import Fabric
+
+    ring = Fabric.grid((8,), "ring", latency=1e-6, bandwidth=1e9)
+    once, twice = (bench("prediction").predicted("all_gather", size, ring) for size in (8 << 20, 16 << 20))
+    assert twice / once == pytest.approx(2, rel=0.01)
+    assert bench("prediction").predicted("all_reduce", 8 << 20, ring) == pytest.approx(2 * once, rel=0.01)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_peer_that_is_missing_gives_rows_that_say_why(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     peers = bench("peers")
-    monkeypatch.setattr(peers, "_lines", lambda command: iter(["ModuleNotFoundError: No module named 'localtensor'"]))
-    rows = list(peers.local_tensor(8, 1.0, ()))
-    assert [(row.work, row.detail) for row in rows] == list(peers.WORKS)
-    assert {row.missing for row in rows} == {"missing: ModuleNotFoundError: No module named 'localtensor'"}
+    monkeypatch.setattr(peers, "_lines", lambda command: iter(["ModuleNotFoundError: No module named 'x'\n"]))
+    peer = peers.ALL[number]
+    rows = list(peers.answers(peer, 8, 1.0, ()))
+    assert [(row.work, row.detail) for row in rows] == list(peer.works_on(8))
+    assert {row.missing for row in rows} == {f"missing: ModuleNotFoundError: No module named 'x'{peer.hint}"}
+    assert {bench("report").figure(row) for row in rows} == {"missing"}
+
+
+def test_a_peer_is_held_to_a_multiple_of_our_time_on_the_same_work(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, results = bench("peers"), bench("results")
+    lines = [json.dumps({"work": "all-reduce", "detail": "64 MB per device", "timing": [0.4, 0.01, 3]})]
+    monkeypatch.setattr(peers, "_lines", lambda command: iter(lines))
+    ours = results.Row("meshloom", "all-reduce", "64 MB per device", (8,), 8, "ratio", ours_us=100_000.0)
+    first = next(peers.answers(peers.ALL[1], 8, 1.0, [ours]))
+    assert (first.times_ours, first.goal, first.ok) == (4.0, ">= 5x ours", False)
+    assert bench("report").figure(first) == "4.0x ours"
+
+
+def test_jax_is_measured_where_it_is_installed() -> None:
+    pytest.importorskip("jax", reason="an optional extra")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.jaxdevices", "--ranks", "8", "--scale", "0"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert [json.loads(line)["work"] for line in done.stdout.splitlines()] == ["all-reduce", "all-gather"]
 
 
 def test_a_peer_process_that_fails_hands_over_its_last_line_without_paths(bench: Any) -> None:
@@ -133,7 +205,9 @@ def test_a_peer_process_that_fails_hands_over_its_last_line_without_paths(bench:
 
 def test_peers_and_their_process_name_the_same_works(bench: Any) -> None:
     pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensor mode")
-    assert list(bench("localtensor").WORKS) == list(bench("peers").WORKS)
+    [peer] = [peer for peer in bench("peers").ALL if peer.module == "benchmarks.localtensor"]
+    for ranks in peer.ranks:
+        assert tuple(bench("localtensor").works(ranks)) == peer.works_on(ranks)
 
 
 @pytest.mark.parametrize(

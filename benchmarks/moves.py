@@ -1,0 +1,40 @@
+"""Collectives of 64 MB on 8 devices, and copies that read and write the same bytes, into memory that is there."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.timing import Work
+
+DEVICES = 8
+BYTES = 64 << 20
+
+# What every system is asked for; `BYTES` is what each device holds, or what all of them hold together.
+ALL_REDUCE = ("all-reduce", "64 MB per device")
+ALL_GATHER = ("all-gather", "64 MB in all")
+WORKS = (ALL_REDUCE, ALL_GATHER)
+
+
+def elements() -> int:
+    """How many float32 values `BYTES` are."""
+    return BYTES // 4
+
+
+def reduce_traffic(parts: torch.Tensor) -> Work:
+    """Read every row once and write one: the first is copied, the others are only read (summed to one number)."""
+    out = torch.zeros_like(parts[0])
+    return lambda: (out.copy_(parts[0]), parts[1:].sum())
+
+
+def gather_traffic(whole: torch.Tensor) -> Work:
+    """Read the whole once and write it once."""
+    out = torch.zeros_like(whole)
+    return lambda: out.copy_(whole)
+
+
+def baselines() -> dict[tuple[str, str], Work]:
+    """The copies alone, for processes that hold their operands in another form."""
+    return {
+        ALL_REDUCE: reduce_traffic(torch.ones(DEVICES, elements())),
+        ALL_GATHER: gather_traffic(torch.ones(elements())),
+    }
