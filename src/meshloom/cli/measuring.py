@@ -2,7 +2,7 @@
 
 The devices are virtual and share the machine. All of them compute at once, in one call on the block, so each has its
 share of memory, bandwidth and FLOP/s. Latency and bandwidth of links are those with which the price of a collective
-comes nearest to the time that it takes on the block: least squares of the relative error, for every mesh axis.
+comes nearest to the time that it takes on the block, by least squares, for every mesh axis.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.creation import open_mesh, randn
 
 Tell = Callable[[str, int, int], None]
+FIT_ROUNDS = 30
+# What a figure is where the times show none: a nanosecond, a petabyte per second.
+LEAST_LATENCY, LEAST_PER_BYTE = 1e-9, 1e-15
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -38,7 +41,7 @@ class Effort:
     collectives: tuple[int, ...]
 
 
-FULL = Effort(seconds=0.6, copy=256 << 20, matmul=1024, collectives=(64 << 10, 16 << 20))
+FULL = Effort(seconds=0.6, copy=256 << 20, matmul=1024, collectives=(64 << 10, 32 << 20))
 QUICK = Effort(seconds=0.01, copy=1 << 20, matmul=64, collectives=(4 << 10, 256 << 10))
 
 
@@ -175,9 +178,10 @@ def collective_work(kind: str, mesh: Mesh, axis: str, size: int) -> Callable[[],
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:
-    """The latency and bandwidth with the least squares of relative errors; both above zero.
+    """The latency and bandwidth, above zero, whose prices are nearest to the times by ratio: half counts as twice.
 
-    A price is `steps * latency + bytes / bandwidth`: steps are the price at a latency of 1 and no time per byte.
+    A price is `steps * latency + bytes / bandwidth`: steps are the price at a latency of 1 and no time per byte. Least
+    squares of (price - time) / sqrt(price * time), with the prices of the round before in the root.
 
     >>> exact = Machine("m", latency=1e-6, bandwidth=1e9, flops=1.0, memory_bandwidth=1.0)
     >>> made = [Point("all_reduce", 8, size, Point("all_reduce", 8, size, 0).priced(exact)) for size in (800, 80000)]
@@ -185,21 +189,25 @@ def fit(points: Sequence[Point]) -> tuple[float, float]:
     >>> f"{latency:.2e} {bandwidth:.2e}"
     '1.00e-06 1.00e+09'
     """
-    steps = Machine("steps", latency=1.0, bandwidth=1e30, flops=1.0, memory_bandwidth=1.0)
-    sizes = Machine("bytes", latency=1e-30, bandwidth=1.0, flops=1.0, memory_bandwidth=1.0)
-    rows = [(each.priced(steps) / each.seconds, each.priced(sizes) / each.seconds) for each in points]
-    (aa, ab, bb), (a, b) = _products(rows)
-    determinant = aa * bb - ab * ab
-    latency = (a * bb - b * ab) / determinant if determinant > 0 else 0.0
-    per_byte = (b * aa - a * ab) / determinant if determinant > 0 else 0.0
-    if latency <= 0:
-        latency, per_byte = 1e-9, b / bb
-    elif per_byte <= 0:
-        latency, per_byte = a / aa, 1e-15
+    by_step = Machine("steps", latency=1.0, bandwidth=1e30, flops=1.0, memory_bandwidth=1.0)
+    by_byte = Machine("bytes", latency=1e-30, bandwidth=1.0, flops=1.0, memory_bandwidth=1.0)
+    rows = [(each.priced(by_step), each.priced(by_byte), each.seconds) for each in points]
+    priced = [seconds for _, _, seconds in rows]
+    for _ in range(FIT_ROUNDS):
+        roots = [math.sqrt(price * seconds) for price, (_, _, seconds) in zip(priced, rows, strict=True)]
+        latency, per_byte = _least([(s / r, b / r, t / r) for (s, b, t), r in zip(rows, roots, strict=True)])
+        priced = [s * latency + b * per_byte for s, b, _ in rows]
     return latency, 1 / per_byte
 
 
-def _products(rows: Sequence[tuple[float, float]]) -> tuple[tuple[float, float, float], tuple[float, float]]:
-    """The sums of products that the normal equations of `s * latency + b * per_byte = 1` are made of."""
-    squares = (sum(s * s for s, _ in rows), sum(s * b for s, b in rows), sum(b * b for _, b in rows))
-    return squares, (sum(s for s, _ in rows), sum(b for _, b in rows))
+def _least(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The x and y above zero with the least squares of `s * x + b * y - t`."""
+    ss, sb, bb = sum(s * s for s, _, _ in rows), sum(s * b for s, b, _ in rows), sum(b * b for _, b, _ in rows)
+    st, bt = sum(s * t for s, _, t in rows), sum(b * t for _, b, t in rows)
+    determinant = ss * bb - sb * sb
+    x, y = st * bb - bt * sb, bt * ss - st * sb
+    if determinant <= 0 or x <= 0:
+        return LEAST_LATENCY, bt / bb
+    if y <= 0:
+        return st / ss, LEAST_PER_BYTE
+    return x / determinant, y / determinant
