@@ -234,7 +234,7 @@ def all_reduce(
     Tensor i64[2](R) on Mesh(d=4)
     tensor([12, 16])
     """
-    call = Call("all_reduce", x, axis, mode, op, algorithm=algorithm, precise=precise)
+    call = Call("all_reduce", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
     return _reduced(call, "all_reduce", op, out=out)
 
 
@@ -338,7 +338,7 @@ def reduce_scatter(
     tensor([2., 2., 2., 2.])
     """
     place = _dim(x, dim)
-    call = Call("reduce_scatter", x, axis, mode, op, algorithm=algorithm, precise=precise)
+    call = Call("reduce_scatter", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
     pieces = _pieces(call.group, call.group.parts(_IDENTITY[op]), place)
     return _scattered(call, call.way.scatter("reduce_scatter", pieces, op, 0), place)
 
@@ -424,7 +424,7 @@ def reduce(
     precise: bool = False,
 ) -> Tensor:
     """Member `root` of each group holds the reduction, the others hold zero: P(sum)."""
-    call = Call("reduce", x, axis, mode, op, root, algorithm=algorithm, precise=precise)
+    call = Call("reduce", x, axis, mode, str(op), root, algorithm=algorithm, precise=precise)
     return _at_root(_reduced(call, "reduce", op, root), call.group, root)
 
 

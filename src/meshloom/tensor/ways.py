@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from meshloom.collectives.algorithms import algorithm, choose
-from meshloom.collectives.schedule import Schedule
-from meshloom.engines.sending import COMBINE, exchange_all, gather_all, reduce_all, scatter_all
+from meshloom.collectives.schedule import Schedule, Send
+from meshloom.engines.sending import COMBINE, exchange_all, gather_all, reduce_all, scatter_all, send_all
 from meshloom.errors import ArgumentError
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
@@ -181,13 +181,19 @@ class OverLinks(Direct):
         return self._run("all_to_all", pieces, run, lambda x: Direct().exchange(x).clone(), 0, 2)
 
     def rearrange(self, parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
-        """Hop by hop along the routes between the members."""
-        group = self._group()
-        hops = [self.fabric.route(group[o], group[to]) for to, o in enumerate(order) if o is not None]
-        lost = [pair for path in hops for pair in itertools.pairwise(path) if self.fabric.link(*pair) is None]
-        if lost:
-            raise ArgumentError(f"no link joins {lost[0][0]} and {lost[0][1]}", fabric=self.fabric)
-        return super().rearrange(parts, order)
+        """Hop by hop along the routes between the members; a link carries one message per step."""
+        schedule = routed(self._group(), tuple(order), self.fabric)
+        members = len(order)
+
+        def sent(x: torch.Tensor) -> torch.Tensor:
+            slots = x.new_zeros(members, members, x[0].numel())
+            for to, o in enumerate(order):
+                if o is not None:
+                    slots[o, to] = x[o].reshape(-1)
+            done = send_all(schedule, slots)
+            return torch.stack([done[to, to] for to in range(members)]).reshape(x.shape)
+
+        return Sent.apply(parts, sent, lambda x: Direct().rearrange(x, order))
 
     def _run(
         self,
@@ -238,6 +244,26 @@ def _averaged(total: torch.Tensor, op: str, members: int) -> torch.Tensor:
 
 def _is_first(place: Coordinate, axes: tuple[int, ...]) -> bool:
     return all(c == 0 for axis, c in enumerate(place) if axis not in axes)
+
+
+@lru_cache(maxsize=256)
+def routed(group: tuple[Coordinate, ...], order: tuple[int | None, ...], fabric: Fabric) -> Schedule:
+    """Messages along shortest routes, chunk i to member i; a hop waits until its link is free."""
+    steps: list[list[Send]] = []
+    busy: set[tuple[int, Coordinate, Coordinate]] = set()
+    for to, o in enumerate(order):
+        path = () if o is None else fabric.route(group[o], group[to])
+        if not set(path) <= set(group):
+            raise ArgumentError(f"the route from {path[0]} to {path[-1]} leaves the group", fabric=fabric)
+        step = 0
+        for source, destination in itertools.pairwise(path):
+            while (step, source, destination) in busy:
+                step += 1
+            busy.add((step, source, destination))
+            steps.extend([] for _ in range(step + 1 - len(steps)))
+            steps[step].append(Send(source, destination, to))
+            step += 1
+    return Schedule("send_recv", "routes", group, len(group), tuple(tuple(step) for step in steps))
 
 
 class Sent(torch.autograd.Function):
