@@ -237,3 +237,45 @@ def test_a_collective_does_what_plain_python_does_with_the_parts(name: str, mode
         check_collective(Draw(data.draw), name, mode)
 
     run()
+
+
+@pytest.mark.filterwarnings("ignore::meshloom.tensor.ways.HostTrafficWarning")
+@pytest.mark.parametrize("mode", ["direct", "host", "fabric"])
+@pytest.mark.parametrize("shape", [(8, 8), (7, 5)])
+@pytest.mark.parametrize("placements", ["S(0), S(1)", "S(0), S(0)", "R, S(1)"])
+def test_out_holds_what_would_have_been_returned(placements: str, shape: tuple[int, int], mode: str) -> None:
+    mesh = loom.open_mesh((2, 4), axes=("a", "b"))
+    x = loom.distribute(torch.randn(shape), mesh, placements)
+    calls: list[Callable[..., Tensor]] = [
+        lambda axis, **to: loom.collectives.all_gather(x, 1, axis, mode, **to),
+        *(lambda axis, op=op, **to: loom.collectives.all_reduce(x, axis, op, mode, **to) for op in PAIR),
+    ]
+    for axis in ("a", "b", None):
+        for call in calls:
+            found = call(axis)
+            room = loom.full_like(found, 7.0)
+            assert call(axis, out=room) is room
+            assert torch.equal(room.to_torch(), found.to_torch())
+
+
+def test_out_that_does_not_fit_shares_memory_or_loses_a_gradient_is_refused() -> None:
+    mesh = loom.open_mesh((4,), axes=("d",))
+    x = loom.ones(8, mesh=mesh, placements="S(0)")
+    room = loom.zeros(2, mesh=mesh, placements="R")
+    with pytest.raises(loom.ArgumentError, match="out= is not placed as the result"):
+        loom.collectives.all_reduce(x, out=loom.zeros(8, mesh=mesh, placements="R"))
+    with pytest.raises(loom.ArgumentError, match="shares memory"):
+        same = loom.ones(4, mesh=mesh, placements="R")
+        loom.collectives.all_reduce(same, out=same)
+    with pytest.raises(loom.GradientError, match="out= has no gradient"):
+        loom.collectives.all_reduce(x.requires_grad_(), out=room)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_writing_to_a_result_leaves_the_operand_as_it_was(devices: int) -> None:
+    mesh = loom.open_mesh((devices,), axes=("d",))
+    x = loom.ones(8, 8, mesh=mesh, placements="S(0)")
+    calls = loom.collectives
+    for found in (calls.all_gather(x, 0), calls.all_reduce(x), calls.all_to_all(x, 1, 0), calls.reduce_scatter(x, 0)):
+        found.add_(1)
+        assert torch.equal(x.to_torch(), torch.ones(8, 8))
