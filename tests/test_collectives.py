@@ -279,3 +279,10 @@ def test_writing_to_a_result_leaves_the_operand_as_it_was(devices: int) -> None:
     for found in (calls.all_gather(x, 0), calls.all_reduce(x), calls.all_to_all(x, 1, 0), calls.reduce_scatter(x, 0)):
         found.add_(1)
         assert torch.equal(x.to_torch(), torch.ones(8, 8))
+
+
+def test_explaining_a_collective_with_out_writes_nothing() -> None:
+    mesh = loom.open_mesh((4,), axes=("d",))
+    x, room = loom.ones(8, mesh=mesh, placements="S(0)"), loom.zeros(2, mesh=mesh, placements="R")
+    assert len(loom.explain(lambda: loom.collectives.all_reduce(x, out=room)).log) == 1
+    assert torch.equal(room.to_torch(), torch.zeros(2))
