@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshloom.engines.layout import expose, fill, move
+from meshloom.engines.layout import expose, fill, move, mover
 from meshloom.engines.torch_engine import FUNCTIONS, Local
 from meshloom.ops import Fill, Ref, find
 from meshloom.placement import Partial, Replicate, Topology
@@ -47,11 +47,11 @@ class Kernel:
         plan = self.plan
         source, target = plan.call.operands[operand], self.ins[operand]
         if self.trimmed and target.padded:
-            return lambda data: move(data, source, target.replicated)
+            return mover(source, target.replicated)
         fills = [each for each in _fills(plan) if each.operand == operand and target.padded]
         leads = self.leads
-        if source is target and not fills and not leads:
-            return None
+        if not fills and not leads:
+            return mover(source, target)
 
         def prepare(data: torch.Tensor) -> torch.Tensor:
             data = move(data, source, target)
@@ -67,14 +67,12 @@ class Kernel:
         arrived = _folded(raw, self.leads)
         arrived = arrived.replicated if self.trimmed and arrived.padded else arrived
         masked = arrived.padded and _needs_mask(plan)
-        if arrived is out and not masked:
-            return None
+        if not masked:
+            return mover(arrived, out)
 
         def finish(data: torch.Tensor) -> torch.Tensor:
             # the dtype is the engine's; topologies of layouts do not depend on it
-            if masked:
-                data = fill(data, arrived, 0)
-            return move(data, arrived, out)
+            return move(fill(data, arrived, 0), arrived, out)
 
         return finish
 

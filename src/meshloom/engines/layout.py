@@ -7,6 +7,7 @@ this is plain torch, so autograd goes through it by itself: the backward of a pa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -133,6 +134,28 @@ def move(data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor
         if here != there:
             data = pad(unpad(data, kept + dim, size, here), kept + dim, size, there)
     return _make_partial(data, source, target)
+
+
+def mover(source: Topology, target: Topology) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """`move` between two topologies, worked out beforehand: None where it does nothing, one call where it can be."""
+    if source.partial_axes or target.partial_axes:
+        return None if source is target else lambda data: move(data, source, target)
+    changed = [
+        (dim, size, source.shards[dim], target.shards[dim])
+        for dim, size in enumerate(source.shape)
+        if source.shards[dim] != target.shards[dim]
+        and (is_padded(size, source.shards[dim]) or is_padded(size, target.shards[dim]))
+    ]
+    if not changed:
+        return None
+    dim, size, here, there = changed[0]
+    if len(changed) == 1 and len(here) == 1 and not is_padded(size, there):
+        return lambda data: data.narrow(dim, 0, size)
+    if len(changed) == 1 and len(there) == 1 and not is_padded(size, here):
+        missing = there[0] * -(-size // there[0]) - size
+        amount = [0, 0] * (source.ndim - dim - 1) + [0, missing]
+        return lambda data: torch.constant_pad_nd(data, amount)
+    return lambda data: move(data, source, target)
 
 
 def _reduce(data: torch.Tensor, source: Topology, target: Topology) -> tuple[torch.Tensor, int]:
