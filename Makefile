@@ -27,7 +27,7 @@ test: $(STAMP) ## lint, types, doctests and tests
 	@$(BIN)/mypy
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --doctest-modules src/meshloom tests
 
-bench: $(STAMP) ## measure against dense torch and DTensor
+bench: $(STAMP) ## measure against dense torch, DTensor and (with the bench extra) JAX
 	@$(BIN)/python benchmarks/run.py
 
 soak: $(STAMP) ## the property suite with many more cases (CASES per op)

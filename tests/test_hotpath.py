@@ -332,3 +332,20 @@ def test_a_gradient_of_a_replicated_parameter_is_stored_once():
     w = loom.Parameter(torch.ones(16, 8), mesh, "R")
     (put(mesh, "S(0)", 256, 16) @ w).sum().backward()
     assert stored(w.grad._loom) == 16 * 8 * 4
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("devices", [2, 5, 32])
+def test_a_product_with_padded_rows_is_the_same_with_and_without_a_gradient(rows, devices):
+    torch.manual_seed(rows)
+    a, b = torch.randn(rows, 8), torch.randn(8, 6)
+    mesh = Mesh(d=devices)
+    left, right = loom.distribute(a, mesh, "S(0)"), loom.distribute(b, mesh, "R")
+    tracked = loom.distribute(a, mesh, "S(0)").requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (left @ right).dtype == torch.bfloat16
+    for found in (left @ right, loom.matmul(left, right), torch.mm(left, right), tracked @ right, (left @ right)):
+        torch.testing.assert_close(found.to_torch().detach(), a @ b)
+        assert not found._data.detach()[rows:].any()
+    (tracked @ right).sum().backward()
+    torch.testing.assert_close(tracked.grad.to_torch(), torch.ones(rows, 6) @ b.T)

@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 class Kernel:
     """What a plan does to arrays: `prepare` each operand, run the function, `finish` each result."""
 
-    __slots__ = ("bound", "finish", "ins", "leads", "local", "plan", "prepare", "presence", "simple", "trimmed")
+    __slots__ = ("bound", "finish", "ins", "leads", "local", "plan", "prepare", "presence", "room", "simple", "trimmed")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -41,6 +41,7 @@ class Kernel:
         )
         self.finish = tuple(self._finish(i) for i in range(len(plan.raw)))
         self.simple = not self.leads and not any(self.prepare) and not any(self.finish)
+        self.room = _room(plan) if self.trimmed else None
         self.bound = self._bound() if find(plan.call.op).signature is not None else None
 
     def _preparation(self, operand: int) -> Step | None:
@@ -81,6 +82,10 @@ class Kernel:
         if self.simple:
             return function(*datas)
         ready = self.prepared(datas)
+        if self.room is not None and not (torch.is_grad_enabled() and any(data.requires_grad for data in ready)):
+            padded = ready[0].new_zeros(self.room)
+            torch.mm(*ready, out=padded.narrow(0, 0, ready[0].shape[0]))
+            return padded
         for presence in reversed(self.presence):
             function = torch.vmap(function, in_dims=presence)
         results = function(*ready)
@@ -102,6 +107,19 @@ class Kernel:
         fixed = {name: each for name, each in arguments.items() if not isinstance(each, Ref)}
         places = [(name, each.index) for name, each in arguments.items() if isinstance(each, Ref)]
         return lambda *datas: function(*lead, **{name: datas[i] for name, i in places}, **fixed)
+
+
+def _room(plan: Plan) -> tuple[int, ...] | None:
+    """The shape of the padded result that a product of two matrices is written into, where only its rows are padded.
+
+    It saves the copy that padding the product would be; autograd and autocast have no `out=`.
+    """
+    call, out = plan.call, plan.outs[0]
+    matrices = call.op in ("matmul", "mm") and all(topology.ndim == 2 for topology in call.operands)
+    in_order = list(call.arguments.values()) == [Ref(0), Ref(1)]
+    rows_alone = out.padded_dims == (0,) and len(out.shards[0]) == 1 and not out.partial_axes
+    plain = matrices and in_order and rows_alone and not torch._C._is_any_autocast_enabled()
+    return out.stored_shape if plain else None
 
 
 def function_of(op: str) -> Function:
