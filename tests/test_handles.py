@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -176,9 +175,7 @@ def test_waiting_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(handles.collectives, "all_reduce", stuck)
     handle = loom.collectives.all_reduce_async(value(), axis="y")
-    begun = time.monotonic()
     with pytest.raises(TimeoutError):
         handle.wait(timeout=0.05)
-    assert time.monotonic() - begun < 5
     gate.set()
     handle.wait()
