@@ -682,3 +682,13 @@ def test_an_error_survives_pickling_with_its_details():
     error = loom.ShapeError("sizes differ", tensor="f32[4]", fix="pad")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is loom.ShapeError and str(copy) == str(error) and copy.headline == "sizes differ"
+
+
+def test_what_cannot_become_a_tensor_is_an_error_of_ours():
+    with pytest.raises(loom.ArgumentError) as caught:
+        loom.distribute("a", Mesh(d=2))
+    assert str(caught.value).splitlines() == [
+        "a str cannot become a tensor",
+        "  reason  new(): invalid data type 'str'",
+        "  fix     give a torch tensor, an array or numbers",
+    ]

@@ -96,13 +96,24 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
             tensor=value.topology,
             fix="x.redistribute(placements) moves it on its mesh; x.to_torch() makes it dense",
         )
-    data = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    data = value if isinstance(value, torch.Tensor) else _dense(value)
     made = place(data, mesh, placements)
     if state.shadows is not None:
         return state.shadows.of(made)
     if isinstance(value, (torch.Tensor, numpy.ndarray)) and same_storage(made._data, data):
         made._data = made._data.clone(memory_format=torch.contiguous_format)
     return made
+
+
+def _dense(value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"a {type(value).__name__} cannot become a tensor",
+            reason=error,
+            fix="give a torch tensor, an array or numbers",
+        ) from None
 
 
 Parts = Sequence[torch.Tensor] | Mapping[Coordinate, torch.Tensor]
