@@ -1,0 +1,71 @@
+"""Rules of contractions whose labels depend on the call: matmul by the ranks of its operands, einsum."""
+
+from __future__ import annotations
+
+import math
+
+from meshloom.errors import ShapeError
+from meshloom.ops.labels import contraction_rows, fresh_labels
+from meshloom.ops.rule import Call, Choices, with_none
+from meshloom.types import Shape
+
+
+def matmul_spec(call: Call) -> str:
+    """The labels of matmul for the ranks of its operands."""
+    left, right = len(call.shape("input")), len(call.shape("other"))
+    if not left or not right:
+        raise ShapeError("matmul needs operands of one dim or more", fix="multiply by a 0-d tensor with *")
+    vectors = {(True, True): "k, k -> ", (True, False): "k, ...kn -> ...n", (False, True): "...mk, k -> ...m"}
+    return vectors.get((left == 1, right == 1), "...mk, ...kn -> ...mn")
+
+
+def einsum_labels(call: Call) -> tuple[list[str], str]:
+    """The operands' labels and the result's, with `...` written out in capitals that the equation does not use."""
+    text = call.arguments["equation"].replace(" ", "")
+    left, arrow, output = text.partition("->")
+    inputs = left.split(",")
+    shapes = [topology.shape for topology in call.operands]
+    if len(inputs) != len(shapes):
+        raise ShapeError(f"the equation {text!r} names {len(inputs)} operands and got {len(shapes)}")
+    ranks = [len(shape) - len(t.replace("...", "")) for t, shape in zip(inputs, shapes, strict=True)]
+    deepest = max((rank for t, rank in zip(inputs, ranks, strict=True) if "..." in t), default=0)
+    batch = fresh_labels(max(deepest, 0), text)
+    spelled = [
+        t.replace("...", batch[len(batch) - rank :] if rank > 0 else "") for t, rank in zip(inputs, ranks, strict=True)
+    ]
+    if not arrow:
+        named = "".join(spelled)
+        output = batch + "".join(sorted(c for c in set(named) if named.count(c) == 1 and c not in batch))
+    return spelled, output.replace("...", batch)
+
+
+def einsum(call: Call) -> Choices:
+    """Any label that stands once in each operand may be sharded; sizes of 1 in a batch dim are left to the op."""
+    inputs, output = einsum_labels(call)
+    shapes = [topology.shape for topology in call.operands]
+    wide = _wide_labels(inputs, shapes)
+    unknown = [label for label in output if label not in wide]
+    if unknown:
+        raise ShapeError(f"the result's label {unknown[0]!r} stands in no operand")
+    rows = contraction_rows(inputs, output, range(len(shapes)), len(shapes))
+    narrow = {x for t, s in zip(inputs, shapes, strict=True) for x, n in zip(t, s, strict=True) if n != wide[x]}
+    rows = [row for row in rows if row.label not in narrow]
+    out = tuple(wide[label] for label in output)
+    return with_none(call, [out], rows, flops=2 * math.prod(wide.values()))
+
+
+def _wide_labels(inputs: list[str], shapes: list[Shape]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for text, shape in zip(inputs, shapes, strict=True):
+        if len(text) != len(shape):
+            raise ShapeError(f"labels {text!r} need {len(text)} dims and the operand has {list(shape)}")
+        for label, size in zip(text, shape, strict=True):
+            known = sizes.get(label, 1)
+            if 1 not in (known, size) and known != size:
+                raise ShapeError(
+                    f"label {label!r} has size {known} and size {size}",
+                    labels=", ".join(inputs),
+                    fix=f"make the dims called {label!r} equal",
+                )
+            sizes[label] = size if known == 1 else known
+    return sizes

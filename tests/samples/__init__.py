@@ -1,0 +1,19 @@
+"""Sample calls for every op of the table, the awkward ones included, by the table's families.
+
+A sample draws operands (shape, dtype, range of values) and gives a function that works on dense torch tensors and on
+ours alike. To add an op: one line in its family.
+"""
+
+from __future__ import annotations
+
+from samples.contractions import CONTRACTIONS
+from samples.drawing import Case, Draw, Operand, Sample
+from samples.lookup import LOOKUP
+from samples.pointwise import POINTWISE
+from samples.reductions import REDUCTIONS
+from samples.shape import SHAPE
+from samples.whole import WHOLE
+
+SAMPLES: dict[str, Sample] = {**POINTWISE, **CONTRACTIONS, **REDUCTIONS, **WHOLE, **LOOKUP, **SHAPE}
+
+__all__ = ["SAMPLES", "Case", "Draw", "Operand", "Sample"]

@@ -1,0 +1,82 @@
+"""Samples of contractions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from samples.drawing import FLOATS, Case, Draw, Operand, Sample
+
+
+def matmul(d: Draw) -> Case:
+    m, k, n = d.size(), d.size(), d.size()
+    batch = d.shape(0, 2)
+    dtype = d.pick(FLOATS)
+    kind = d.number(0, 5)
+    left, right = (m, k), (k, n)
+    if kind == 0:
+        left = (k,)
+    elif kind == 1:
+        right = (k,)
+    elif kind == 2:
+        left, right = (k,), (k,)
+    if len(left) == 2 and kind != 3:
+        left = d.broadcast_to(batch) + left
+    if len(right) == 2 and kind > 3:
+        right = batch + right
+    return Case((Operand(left, dtype), Operand(right, dtype)), torch.matmul)
+
+
+def bmm(d: Draw) -> Case:
+    b, m, k, n = (d.size() for _ in range(4))
+    dtype = d.pick(FLOATS)
+    return Case((Operand((b, m, k), dtype), Operand((b, k, n), dtype)), torch.bmm)
+
+
+def mm(d: Draw) -> Case:
+    m, k, n = (d.size() for _ in range(3))
+    return Case((Operand((m, k), torch.float32), Operand((k, n), torch.float32)), torch.mm)
+
+
+def mv(d: Draw) -> Case:
+    m, k = d.size(), d.size()
+    return Case((Operand((m, k), torch.float32), Operand((k,), torch.float32)), torch.mv)
+
+
+def dot(d: Draw) -> Case:
+    k = d.size()
+    return Case((Operand((k,), torch.float32), Operand((k,), torch.float32)), torch.dot)
+
+
+def linear(d: Draw) -> Case:
+    k, n, dtype = d.size(), d.size(), d.pick(FLOATS)
+    operands = [Operand((*d.shape(0, 2), k), dtype), Operand((n, k), dtype)]
+    if d.yes():
+        operands.append(Operand((n,), dtype))
+    return Case(tuple(operands), F.linear)
+
+
+def einsum(d: Draw) -> Case:
+    sizes = {label: d.size() for label in "abcde"}
+    text = d.pick(
+        ("ab,bc->ac", "abc,cd->abd", "abc,abd->acd", "ab,ab->", "ab,cb->ca", "aab->b", "abc->ca", "ab,bc,cd->ad",
+         "a,b->ab", "...ab,...bc->...ac", "ab->", "ab,b", "bca,cd->dab")
+    )  # fmt: skip
+    shapes = [_einsum_shape(part, sizes) for part in text.partition("->")[0].split(",")]
+    return Case(tuple(Operand(shape, torch.float32) for shape in shapes), lambda *xs: torch.einsum(text, *xs))
+
+
+def _einsum_shape(labels: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    batch = (sizes["e"],) if "..." in labels else ()
+    return batch + tuple(sizes[label] for label in labels.replace("...", ""))
+
+
+CONTRACTIONS: dict[str, Sample] = {
+    "matmul": matmul,
+    "mm": mm,
+    "bmm": bmm,
+    "mv": mv,
+    "dot": dot,
+    "linear": linear,
+    "einsum": einsum,
+}  # fmt: skip
