@@ -7,17 +7,16 @@ still gives the right number in one process; here it does not.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import meshloom as loom
+from forms import FORMS, Net, compute
 from meshloom import Mesh, Partial, Replicate, Shard, Topology
 from meshloom.engines.layout import short_name
-from meshloom.engines.torch_engine import FUNCTIONS, Local
-from meshloom.ops import OPS, Call, Choices, Ref, Row
+from meshloom.ops import OPS, Call, Choices, Row
 from meshloom.placement import can_be_partial
 from oracle import REDUCE, check_close, draw_values
 from samples import Case, Draw, Operand
@@ -41,25 +40,6 @@ def describe(case: Case, devices: int) -> Call:
     plans = loom.explain(lambda: case.run(*tensors)).plans
     assert plans, "the case made no planned call"
     return plans[-1].call
-
-
-class Net:
-    """The only way for devices to learn from each other: an all-reduce that is written down."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, tuple[int, ...]]] = []
-
-    def all_reduce(self, parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-        self.log.append((op, tuple(parts[0].shape)))
-        return REDUCE[op](torch.stack(list(parts)))
-
-    def best(self, values: Sequence[torch.Tensor], indices: Sequence[torch.Tensor], largest: bool) -> tuple[Any, Any]:
-        """The best value with its index; of equal values the first device's."""
-        self.log.append(("max", tuple(values[0].shape)))
-        stacked = torch.stack(list(values))
-        winner = (stacked.max(0) if largest else stacked.min(0)).indices
-        pick = winner.unsqueeze(0)
-        return stacked.gather(0, pick)[0], torch.stack(list(indices)).gather(0, pick)[0]
 
 
 class Operands:
@@ -104,24 +84,6 @@ def is_runnable(row: Row, operands: Sequence[Operand], choices: Choices, devices
         if isinstance(placement, Shard) and any(not extent for _, extent in chunks(shape, placement.dim, devices)):
             return False
     return True
-
-
-def compute(call: Call, datas: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
-    """The engine's function on what one device holds."""
-    function = FUNCTIONS[call.op]
-
-    def value(each: Any) -> Any:
-        if isinstance(each, Ref):
-            return datas[each.index]
-        return tuple(value(part) for part in each) if isinstance(each, tuple) else each
-
-    named = {name: value(each) for name, each in call.arguments.items()}
-    if OPS[call.op].signature is None:
-        result = function(*(value(each) for each in call.leaves), **named)
-    else:
-        lead = (Local(call, call.operands, tuple(shapes)),) if getattr(function, "is_aware", False) else ()
-        result = function(*lead, **named)
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
 def local_shapes(choices: Choices, row: Row, devices: int, device: int) -> list[tuple[int, ...]]:
@@ -184,168 +146,6 @@ def check_row_gradients(row: Row, made: Operands, dense: Any, results: Any, seed
         else:
             found = torch.cat(parts, wanted.dim) if isinstance(wanted, Shard) else parts[-1]
         check_close(found.to(expected.dtype), expected, f"{what}: gradient of operand {number}")
-
-
-Form = Callable[[Call, Row, list[list[torch.Tensor]], Net], list[torch.Tensor]]
-
-
-def _dim(row: Row, operand: int = 0) -> int:
-    placement = row.ins[operand]
-    assert isinstance(placement, Shard)
-    return placement.dim
-
-
-def softmax_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
-    dim = _dim(row)
-    high = net.all_reduce([x.amax(dim) for (x,) in held], "max").unsqueeze(dim)
-    exps = [(x - high).exp() for (x,) in held]
-    total = net.all_reduce([e.sum(dim) for e in exps], "sum").unsqueeze(dim)
-    if call.op == "log_softmax":
-        return [x - high - total.log() for (x,) in held]
-    return [e / total for e in exps]
-
-
-def layer_norm_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
-    tail = call.arguments["normalized_shape"]
-    dims = tuple(range(-len(tail), 0))
-    count = math.prod(tail)
-    total = net.all_reduce([h[0].sum(dims) for h in held], "sum")
-    square = net.all_reduce([h[0].square().sum(dims) for h in held], "sum")
-    mean = (total / count).reshape(total.shape + (1,) * len(tail))
-    scale = torch.rsqrt((square / count).reshape(mean.shape) - mean.square() + call.arguments["eps"])
-    return [_affine((h[0] - mean) * scale, *h[1:]) for h in held]
-
-
-def _affine(x: torch.Tensor, weight: Any = None, bias: Any = None) -> torch.Tensor:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
-
-
-def var_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
-    shape, dim = call.shape("input"), call.arguments["dim"]
-    dims = tuple(range(len(shape))) if dim is None else (dim % len(shape),)
-    count = math.prod(shape[d] for d in dims)
-    mean = net.all_reduce([x.sum(dims) for (x,) in held], "sum") / count
-    for d in dims:
-        mean = mean.unsqueeze(d)
-    spread = net.all_reduce([(x - mean).square().sum(dims) for (x,) in held], "sum")
-    found = spread / (count - call.arguments["correction"])
-    return [_kept(found, dims, call.arguments["keepdim"])] * len(held)
-
-
-def _kept(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
-    for d in sorted(dims) if keepdim else ():
-        x = x.unsqueeze(d)
-    return x
-
-
-def embedding_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
-    found, start = [], 0
-    for ids, weight in held:
-        mine = (ids >= start) & (ids < start + len(weight))
-        rows = weight[torch.where(mine, ids - start, 0)]
-        found.append(torch.where(mine.unsqueeze(-1), rows, 0))
-        start += len(weight)
-    return found
-
-
-def index_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[Any]:
-    shape, dim, largest = call.shape("input"), call.arguments["dim"], call.op in ("argmax", "max_dim")
-    keepdim, sharded = call.arguments["keepdim"], _dim(row)
-    dims = tuple(range(len(shape))) if dim is None else (dim % len(shape),)
-    positions = torch.arange(math.prod(shape)).view(shape)
-    if dim is not None:
-        positions = (
-            torch.arange(shape[dims[0]]).view([-1 if d == dims[0] else 1 for d in range(len(shape))]).expand(shape)
-        )
-    values, indices, start = [], [], 0
-    for (x,) in held:
-        place = positions.narrow(sharded, start, x.shape[sharded])
-        start += x.shape[sharded]
-        kept = [d for d in range(x.dim()) if d not in dims]
-        flat = x.permute(*kept, *dims).flatten(len(kept))
-        spots = place.permute(*kept, *dims).flatten(len(kept))
-        best = (flat.max(-1) if largest else flat.min(-1)).indices.unsqueeze(-1)
-        values.append(flat.gather(-1, best).squeeze(-1))
-        indices.append(spots.gather(-1, best).squeeze(-1))
-    value, index = (_kept(each, dims, keepdim) for each in net.best(values, indices, largest))
-    return [index if call.op.startswith("arg") else (value, index)] * len(held)
-
-
-def cross_entropy_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
-    classes = 1 if len(call.shape("input")) > 1 else 0
-    if row.ins[0] == Shard(classes):
-        return _by_classes(call, classes, held, net)
-    options = {**call.arguments, "reduction": "sum"}
-    described = Call(call.op, call.operands, options)
-    sums = net.all_reduce([compute(described, h, [()])[0] for h in held], "sum")
-    weights = [_weight(call, h) for h in held]
-    return [sums / net.all_reduce(weights, "sum")] * len(held)
-
-
-def _weight(call: Call, held: list[torch.Tensor]) -> torch.Tensor:
-    target = held[1]
-    if target.is_floating_point():
-        return torch.tensor(float(target.numel() // target.shape[1]))
-    kept = target != call.arguments["ignore_index"]
-    each = held[2][torch.where(kept, target, 0)] if len(held) > 2 else torch.ones(target.shape)
-    return torch.where(kept, each, 0).sum()
-
-
-def _by_classes(call: Call, classes: int, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
-    """Plain targets only: log of the sum of exps, minus the target's logit, weighted."""
-    target = held[0][1]
-    high = net.all_reduce([h[0].amax(classes) for h in held], "max")
-    total = net.all_reduce([(h[0] - high.unsqueeze(classes)).exp().sum(classes) for h in held], "sum")
-    found, start = [], 0
-    for h in held:
-        width = h[0].shape[classes]
-        mine = (target >= start) & (target < start + width)
-        local = torch.where(mine, target - start, 0)
-        logit = h[0].gather(classes, local.unsqueeze(classes)).squeeze(classes) - high - total.log()
-        weight = h[2][local] if len(h) > 2 else torch.ones(target.shape)
-        found.append(torch.stack([torch.where(mine, logit * weight, 0), torch.where(mine, weight, 0)]))
-        start += width
-    net.log.append(("sum", tuple(target.shape)))
-    losses, weights = torch.stack(found).sum(0)
-    kept = target != call.arguments["ignore_index"]
-    losses, weights = torch.where(kept, -losses, 0), torch.where(kept, weights, 0)
-    how = call.arguments["reduction"]
-    out = losses if how == "none" else losses.sum() if how == "sum" else losses.sum() / weights.sum()
-    return [out] * len(held)
-
-
-def attention_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
-    """Causal attention of a device's own queries: its mask starts at its own offset."""
-    found, start = [], 0
-    for query, key, value in held:
-        rows = torch.arange(query.shape[-2]).unsqueeze(-1) + start
-        mask = rows >= torch.arange(key.shape[-2])
-        found.append(torch.nn.functional.scaled_dot_product_attention(query, key, value, mask))
-        start += query.shape[-2]
-    return found
-
-
-FORMS: dict[str, Form] = {
-    "softmax": softmax_form,
-    "log_softmax": softmax_form,
-    "layer_norm": layer_norm_form,
-    "var": var_form,
-    "embedding": embedding_form,
-    "argmax": index_form,
-    "argmin": index_form,
-    "max_dim": index_form,
-    "min_dim": index_form,
-    "cross_entropy": cross_entropy_form,
-    "scaled_dot_product_attention": attention_form,
-}
-
-
-def has_form(call: Call, row: Row) -> bool:
-    """Smoothed and soft targets over sharded classes need sums of their own; the planner wants them even."""
-    if call.op != "cross_entropy" or row.ins[0] != Shard(1):
-        return True
-    return not call.arguments["label_smoothing"] and call.operands[1].dtype == "i64"
 
 
 def check_form(call: Call, choices: Choices, row: Row, case: Case, devices: int, seed: int) -> None:

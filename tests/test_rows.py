@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from devices import FORMS, check_form, check_row, describe, draw_seed, exact, has_form, is_runnable, rows_of
+from devices import check_form, check_row, describe, draw_seed, exact, is_runnable, rows_of
+from forms import FORMS, has_form
 from meshloom.engines import torch_engine
 from meshloom.ops import OPS, Op
 from meshloom.ops.labels import pointwise, reduction
