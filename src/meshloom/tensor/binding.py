@@ -1,30 +1,11 @@
-"""Reading a call's arguments: a cache key, the tensors in order of appearance, and arguments by name for the rule."""
+"""A call's arguments as a cache key."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
-from meshloom.errors import ArgumentError
-from meshloom.ops import Op, Ref
-
-# Other names of arguments: numpy's, and torch's where its functions and methods differ.
-_RENAMED = {
-    "axis": "dim",
-    "keepdims": "keepdim",
-    "self": "input",
-    "tensor": "input",
-    "x": "input",
-    "split_size_or_sections": "sections",
-    "split_size": "sections",
-    "chunks": "sections",
-    "mat2": "other",
-    "other": "mat2",
-}
 NUMBERS = (bool, int, float, complex)
 
 
@@ -47,44 +28,3 @@ def freeze(value: Any) -> Any:
         return (kind, int(value)) if hasattr(value, "__index__") else (kind, hash(value), value)
     except TypeError:
         raise Unhashable from None
-
-
-@cache
-def _signature(text: str) -> inspect.Signature:
-    return inspect.signature(eval(f"lambda {text}: None"))
-
-
-def bind(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, defaults filled in; `*shape` may come as numbers, as a tuple or by name."""
-    if op.signature is None:
-        return dict(kwargs)
-    signature = _signature(op.signature)
-    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None)
-    named = {_renamed(name, signature): value for name, value in kwargs.items()}
-    if rest is not None and rest in named:
-        args = (*args, named.pop(rest))
-    try:
-        bound = signature.bind(*args, **named)
-    except TypeError as error:
-        raise ArgumentError(f"{op.name}: {error}", fix=f"call it as {op.name}({op.signature})") from None
-    bound.apply_defaults()
-    found = dict(bound.arguments)
-    if rest is not None and len(found[rest]) == 1 and isinstance(found[rest][0], (tuple, list)):
-        found[rest] = tuple(found[rest][0])
-    return found
-
-
-def _renamed(name: str, signature: inspect.Signature) -> str:
-    if name in signature.parameters:
-        return name
-    return _RENAMED.get(name, name)
-
-
-def refer(value: Any, tensors: list[Any], kind: type) -> Any:
-    """The argument with a `Ref` for each tensor, numbered in order of appearance; lists become tuples."""
-    if value.__class__ is kind:
-        tensors.append(value)
-        return Ref(len(tensors) - 1)
-    if isinstance(value, (tuple, list)):
-        return tuple(refer(each, tensors, kind) for each in value)
-    return value

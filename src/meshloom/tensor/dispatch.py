@@ -19,11 +19,12 @@ from meshloom.engines.layout import short_name
 from meshloom.errors import GradientError, MeshError, MeshloomError, UnsupportedError
 from meshloom.mesh import Mesh
 from meshloom.ops import OPS, Call, Op
+from meshloom.ops.binding import bind, refer
 from meshloom.placement import Partial, Replicate, Topology, as_placements
 from meshloom.planner import Plan, plan, retyped
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.binding import NUMBERS, bind, freeze, refer
+from meshloom.tensor.binding import NUMBERS, freeze
 
 LIMIT = 1 << 14
 
