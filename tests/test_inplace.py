@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import meshloom as loom
 from meshloom.ops import OPS
-from meshloom.tensor.functions import is_written
+from meshloom.tensor.calling import is_written
 
 # mesh, placements of a (6, 5) tensor: 6 over 2 is even, over 4 uneven, over (2, 2) has padding inside
 TARGETS = [

@@ -45,7 +45,7 @@ _LAZY = {
         "empty_like randn_like rand_like".split(),
         "meshloom.tensor.creation",
     ),
-    **dict.fromkeys(("dropout",), "meshloom.tensor.functions"),
+    **dict.fromkeys(("dropout",), "meshloom.tensor.fronts.pointwise"),
     **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
     **dict.fromkeys(("simulate", "Simulation"), "meshloom.observe.simulate"),
     **dict.fromkeys(

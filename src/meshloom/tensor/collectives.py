@@ -27,7 +27,7 @@ from meshloom.ops.labels import normal_dim
 from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.functions import own
+from meshloom.tensor.calling import own
 from meshloom.tensor.moving import same_storage, shadowed
 from meshloom.tensor.ways import Direct, Host, OverLinks
 from meshloom.tensor.writing import check_writable

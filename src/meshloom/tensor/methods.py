@@ -19,9 +19,10 @@ from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written, own
 from meshloom.tensor.creation import place
 from meshloom.tensor.dispatch import CACHE, call, cotangent, refuse_partial_leaf, settle
-from meshloom.tensor.functions import FRONTS, INPLACE, invoke, is_written, on_torch, own
+from meshloom.tensor.functions import on_torch
 from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_torch
 
 _any_autocast = torch._C._is_any_autocast_enabled

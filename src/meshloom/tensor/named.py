@@ -7,7 +7,7 @@ from typing import Any
 
 from meshloom.runtime import state
 from meshloom.tensor import methods as _attached  # noqa: F401  (attaches the ops to Tensor)
-from meshloom.tensor.functions import invoke
+from meshloom.tensor.calling import invoke
 
 
 def named(name: str) -> Callable[..., Any]:

@@ -16,9 +16,10 @@ from meshloom.errors import ArgumentError
 from meshloom.mesh import Mesh
 from meshloom.placement import Placements, Topology
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import invoke, own, torch_function
 from meshloom.tensor.creation import distribute
 from meshloom.tensor.dispatch import refuse_partial_leaf, transforms_refused
-from meshloom.tensor.functions import KNOWN, invoke, on_torch, own, torch_function
+from meshloom.tensor.functions import KNOWN, on_torch
 from meshloom.tensor.methods import gradient_of, set_gradient
 
 _FORWARDED = (

@@ -1,0 +1,89 @@
+"""One way to call anything by name: a front, the op table, an in-place form, or the fallback.
+
+A *front* is a Python function that sorts out torch's overloads; `tensor.fronts` fills the table of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from meshloom.errors import ArgumentError
+from meshloom.ops import ALIASES, OPS
+from meshloom.tensor.binding import Unhashable
+from meshloom.tensor.dispatch import call, find_mesh
+from meshloom.tensor.fallback import fallback
+from meshloom.tensor.writing import write, write_out
+
+Front = Callable[..., Any]
+FRONTS: dict[str, Front] = {}
+
+
+def own(value: Any) -> Any:
+    """Our tensor inside a parameter or a gradient; anything else as it is."""
+    return getattr(value, "_loom", value) if isinstance(value, torch.Tensor) else value
+
+
+def table_call(name: str, *args: Any, output: Any = None, out: Any = None, **kwargs: Any) -> Any:
+    """An op of the table by name, with `output=` placements and torch's `out=`."""
+    result = call(ALIASES.get(name, name), args, kwargs, output)
+    return result if out is None else write_out(result, out)
+
+
+def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any] | None = None) -> Any:
+    """Call anything by name; `function` is torch's own for the fallback."""
+    try:
+        front = FRONTS.get(name)
+        if front is not None:
+            result = front(*args, **kwargs)
+        elif ALIASES.get(name, name) in OPS:
+            result = table_call(name, *args, **kwargs)
+        elif is_written(name) and find_mesh(args[:1]) is not None:
+            result = write(_written(name), own(args[0]), args[1:], kwargs)
+        else:
+            result = fallback(function or torch_function(name), args, kwargs, name)
+    except Unhashable:
+        return fallback(function or torch_function(name), args, kwargs, name)
+    # an in-place op returns what it was given, be it a parameter
+    return args[0] if args and result is not None and result is not args[0] and result is own(args[0]) else result
+
+
+INPLACE = {f"__i{name}__": op for name, op in {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
+    "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+}.items()}  # fmt: skip
+
+
+def _written(name: str) -> str:
+    bare = INPLACE.get(name) or name[:-1]
+    return ALIASES.get(bare, bare)
+
+
+def is_written(name: str) -> bool:
+    """Whether a name is the in-place form of a pointwise op of the table."""
+    if name not in INPLACE and (not name.endswith("_") or name.endswith("__")):
+        return False
+    op = OPS.get(_written(name))
+    return op is not None and op.signature is None and op.name not in ("where", "clone")
+
+
+_SPACES = {"special": torch.special, "linalg": torch.linalg}
+
+
+def spellings(name: str) -> list[tuple[Any, str]]:
+    """Where torch may have a function of that name; `special_ndtr` is `torch.special.ndtr`."""
+    space, _, bare = name.partition("_")
+    plain = [(torch.Tensor, name), (torch, name), (F, name), (torch.special, name)]
+    return [*plain, (_SPACES[space], bare)] if space in _SPACES else plain
+
+
+def torch_function(name: str) -> Callable[..., Any]:
+    """torch's own function of a name, for the fallback."""
+    for place, bare in spellings(name):
+        found = getattr(place, bare, None)
+        if callable(found):
+            return found
+    raise ArgumentError(f"torch has no function {name!r}")

@@ -1,0 +1,45 @@
+"""Fronts that make tensors like others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshloom.placement import Replicate
+from meshloom.tensor import creation
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import Front, own
+from meshloom.tensor.moving import shadowed
+
+
+def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda input, *args, **kwargs: make(shadowed(own(input)), *args, **kwargs)
+
+
+def _new(name: str) -> Callable[..., Any]:
+    """new_zeros and the like: replicated, since the shape says nothing about placement."""
+
+    def front(input: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = own(input)
+        sizes = (size,) if isinstance(size, int) and name != "full" else size
+        if isinstance(size, int) and args and name != "full":
+            sizes, args = (size, *args), ()
+        options = {"mesh": tensor.mesh, "placements": (Replicate(),) * tensor.mesh.ndim}
+        kept = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "requires_grad")}
+        return getattr(creation, name)(sizes, *args, **options, **{"dtype": tensor.dtype, **kept})
+
+    return front
+
+
+CREATING: dict[str, Front] = {
+    "zeros_like": _like(creation.zeros_like),
+    "ones_like": _like(creation.ones_like),
+    "full_like": _like(creation.full_like),
+    "empty_like": _like(creation.empty_like),
+    "randn_like": _like(creation.randn_like),
+    "rand_like": _like(creation.rand_like),
+    "new_zeros": _new("zeros"),
+    "new_ones": _new("ones"),
+    "new_empty": _new("zeros"),
+    "new_full": _new("full"),
+}
