@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
-from types import ModuleType
 
+from meshloom.engines.engine import Engine
 from meshloom.errors import ArgumentError, closest
 
-_ENGINES = {"torch": "meshloom.engines.torch_engine"}
+_ENGINES = {
+    "numpy": "meshloom.engines.numpy_engine:NumpyEngine",
+    "torch": "meshloom.engines.torch_distributed:TorchEngine",
+}
 
 
-def load(name: str) -> ModuleType:
-    """The engine of that name.
+def load(name: str) -> Engine:
+    """The engine of that name, always the same one. NumPy's starts without torch.
 
-    >>> sorted(load("torch").FUNCTIONS)[:2]
-    ['abs', 'add']
+    >>> load("torch").supports_distributed(), load("numpy").supports_distributed()
+    (True, False)
     """
     if name not in _ENGINES:
         raise ArgumentError(f"there is no engine {name!r}", fix=closest(name, _ENGINES))
-    return import_module(_ENGINES[name])
+    return _loaded(name)
 
 
-__all__ = ["load"]
+@cache
+def _loaded(name: str) -> Engine:
+    module, _, kind = _ENGINES[name].partition(":")
+    return getattr(import_module(module), kind)()
+
+
+__all__ = ["Engine", "load"]

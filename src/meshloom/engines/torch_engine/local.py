@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from meshloom.engines.engine import Function, aware
 from meshloom.engines.layout import mask_of, unpad
 from meshloom.ops import Call
 from meshloom.ops.labels import normal_dims
 from meshloom.placement import Topology
 from meshloom.types import Shape
 
-Function = Callable[..., Any]
+__all__ = ["Function", "Local", "aware", "dims_of", "wide_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,6 @@ class Local:
     def trimmed(self, name: str, data: torch.Tensor, dim: int) -> torch.Tensor:
         """The operand without its padding along a dim that is looked up by index: padding may be interior."""
         return unpad(data, dim, self.call.shape(name)[dim], self.ins[self.call.index(name)].shards[dim])
-
-
-def aware(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that gets the `Local` first."""
-    function.is_aware = True  # type: ignore[attr-defined]
-    return function
 
 
 def dims_of(input: torch.Tensor, dim: Any) -> tuple[int, ...]:

@@ -1,0 +1,16 @@
+"""What a function of the engine may know of its call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshloom.ops import Call
+from meshloom.types import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The call without data, and the shapes of its results."""
+
+    call: Call
+    shapes: tuple[Shape, ...]
