@@ -43,6 +43,8 @@ def draw_values(operand: Operand, seed: int, lead: tuple[int, ...] = ()) -> torc
             values = values.sign() * (values.abs() + 0.5) + (values == 0)
         if operand.values == "positive":
             values = values.abs() + 0.1
+        if operand.values == "unit":
+            values = values.sigmoid()
         return values.to(operand.dtype)
     values = torch.randint(-3, 4, shape, generator=generator)
     if operand.values == "nonzero":
@@ -76,7 +78,7 @@ class Made:
     """An operand made twice: dense and on the mesh; with a gradient where it can have one."""
 
     def __init__(self, d: Draw, mesh: Mesh, operand: Operand, gradients: bool) -> None:
-        given = operand.values.startswith("below:") or operand.values in ("nonzero", "mostly", "positive")
+        given = operand.values.startswith("below:") or operand.values in ("nonzero", "mostly", "positive", "unit")
         placements = draw_placements(d, mesh, operand.shape, operand.dtype, partial=not given)
         seed = d.number(0, 10_000)
         partial = any(isinstance(each, Partial) for each in placements)

@@ -46,6 +46,38 @@ def ternary(function: Callable[..., Any], dtypes: Sequence[torch.dtype] = FLOATS
     return sample
 
 
+def pair(function: Callable[..., Any], values: str = "any") -> Sample:
+    """Two float operands that broadcast."""
+
+    def sample(d: Draw) -> Case:
+        shape = d.shape()
+        shapes = [shape, d.broadcast_to(shape)]
+        return Case(tuple(Operand(each, torch.float32, values) for each in shapes), function)
+
+    return sample
+
+
+def with_options(function: Callable[..., Any], *options: dict[str, Any]) -> Sample:
+    def sample(d: Draw) -> Case:
+        chosen = d.pick(options)
+        return unary(lambda x: function(x, **chosen))(d)
+
+    return sample
+
+
+def prelu(d: Draw) -> Case:
+    shape = d.shape(1, 3)
+    slopes = d.pick((1, shape[1] if len(shape) > 1 else 1))
+    return Case((Operand(shape, torch.float32), Operand((slopes,), torch.float32)), F.prelu)
+
+
+def glu(d: Draw) -> Case:
+    shape = list(d.shape(1, 3))
+    dim = d.dim(shape)
+    shape[dim] *= 2
+    return Case((Operand(tuple(shape), torch.float32),), lambda x: F.glu(x, dim))
+
+
 def where(d: Draw) -> Case:
     shape, dtype = d.shape(), d.pick(ALL)
     cond = Operand(d.broadcast_to(shape), torch.bool)
@@ -149,4 +181,77 @@ POINTWISE: dict[str, Sample] = {
     "round": unary(torch.round),
     "to": cast,
     "clone": unary(torch.clone, ALL),
+    "positive": unary(torch.positive, NUMBERS),
+    "sgn": unary(torch.sgn, NUMBERS),
+    "angle": unary(torch.angle, (torch.float32, torch.int64)),
+    "conj_physical": unary(torch.conj_physical, NUMBERS),
+    "complex": pair(torch.complex),
+    "float_power": binary(torch.float_power, NUMBERS, scalars=(2, 0.5, -1, 0)),
+    "ldexp": without_gradients(binary(torch.ldexp, (torch.float32,), numbers=False)),
+    "fmax": binary(torch.fmax, NUMBERS, numbers=False),
+    "fmin": binary(torch.fmin, NUMBERS, numbers=False),
+    "gcd": binary(torch.gcd, (torch.int64,), numbers=False),
+    "lcm": binary(torch.lcm, (torch.int64,), numbers=False),
+    "copysign": binary(torch.copysign, (torch.float32, torch.int64)),
+    "nextafter": without_gradients(pair(torch.nextafter)),
+    "heaviside": without_gradients(pair(torch.heaviside)),
+    "hypot": pair(torch.hypot),
+    "atan2": binary(torch.atan2, (torch.float32, torch.int64), numbers=False),
+    "xlogy": binary(torch.xlogy, (torch.float32, torch.int64)),
+    "special_xlog1py": binary(torch.special.xlog1py, (torch.float32,)),
+    "logaddexp": pair(torch.logaddexp),
+    "logaddexp2": pair(torch.logaddexp2),
+    "igamma": without_gradients(pair(torch.igamma, "positive")),
+    "igammac": without_gradients(pair(torch.igammac, "positive")),
+    "special_zeta": without_gradients(pair(torch.special.zeta, "positive")),
+    "bitwise_left_shift": binary(torch.bitwise_left_shift, (torch.int64,), "below:5", scalars=(1, 3)),
+    "bitwise_right_shift": binary(torch.bitwise_right_shift, (torch.int64,), "below:5", scalars=(1, 3)),
+    "isclose": lambda d: pair(
+        (lambda options: lambda x, y: torch.isclose(x, y, **options))(
+            d.pick(({}, {"atol": 0.5}, {"rtol": 0.2, "equal_nan": True})))
+    )(d),
+    "signbit": unary(torch.signbit, ALL),
+    "isreal": unary(torch.isreal, ALL),
+    "isposinf": unary(torch.isposinf, ALL),
+    "isneginf": unary(torch.isneginf, ALL),
+    "clamp_min": binary(torch.clamp_min, NUMBERS, scalars=(1, -0.5)),
+    "clamp_max": binary(torch.clamp_max, NUMBERS, scalars=(-1, 0.5)),
+    "nan_to_num": lambda d: unary(
+        (lambda options: lambda x: torch.nan_to_num(x.log(), **options))(d.pick(({}, {"nan": 2.0, "neginf": 0.5})))
+    )(d),
+    "log2": unary(torch.log2),
+    "log10": unary(torch.log10),
+    "logit": lambda d: unary((lambda e: lambda x: torch.logit(x, e))(d.pick((None, 0.1))))(d),
+    **{
+        name: unary(getattr(torch, name))
+        for name in (
+            "exp2 tan asin acos atan sinh cosh asinh acosh atanh sinc deg2rad rad2deg trunc frac erfc erfinv lgamma "
+            "digamma i0"
+        ).split()
+    },
+    **{
+        f"special_{name}": unary(getattr(torch.special, name), (torch.float32,))
+        for name in "i0e i1 i1e entr erfcx ndtr ndtri log_ndtr".split()
+    },
+    **{
+        f"special_{name}": without_gradients(unary(getattr(torch.special, name), (torch.float32,)))
+        for name in (
+            "bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 "
+            "modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 airy_ai"
+        ).split()
+    },
+    **{
+        name: unary(getattr(F, name))
+        for name in "logsigmoid relu6 mish selu softsign tanhshrink hardsigmoid hardswish".split()
+    },
+    "elu": with_options(F.elu, {}, {"alpha": 2.0}),
+    "celu": with_options(F.celu, {}, {"alpha": 2.0}),
+    "leaky_relu": with_options(F.leaky_relu, {}, {"negative_slope": -0.5}),
+    "prelu": prelu,
+    "softplus": with_options(F.softplus, {}, {"beta": 2}, {"threshold": 1}),
+    "softshrink": with_options(F.softshrink, {}, {"lambd": 0.1}),
+    "hardshrink": with_options(F.hardshrink, {}, {"lambd": 0.1}),
+    "hardtanh": with_options(F.hardtanh, {}, {"min_val": 0.5, "max_val": 1.5}),
+    "threshold": with_options(F.threshold, {"threshold": 0.1, "value": 20}, {"threshold": -1, "value": 5}),
+    "glu": glu,
 }  # fmt: skip

@@ -9,7 +9,9 @@ from meshloom.ops.labels import table, unknown_op
 from meshloom.ops.rule import Op
 from meshloom.ops.table.contractions import CONTRACTIONS
 from meshloom.ops.table.lookup import LOOKUP
-from meshloom.ops.table.pointwise import POINTWISE
+from meshloom.ops.table.matrices import MATRICES
+from meshloom.ops.table.order import ORDER
+from meshloom.ops.table.pointwise import POINTWISE, POINTWISE_NAMES
 from meshloom.ops.table.reductions import REDUCTIONS
 from meshloom.ops.table.shape import SHAPE
 from meshloom.ops.table.whole import WHOLE
@@ -19,6 +21,7 @@ OPS: dict[str, Op] = table(*POINTWISE, *CONTRACTIONS, *REDUCTIONS, *WHOLE, *LOOK
 # Other names of the same ops, as torch and Python spell them.
 ALIASES: dict[str, str] = {
     "subtract": "sub",
+    **POINTWISE_NAMES,
     "multiply": "mul",
     "divide": "div",
     "true_divide": "div",

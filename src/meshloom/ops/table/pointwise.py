@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshloom.ops import activations
 from meshloom.ops.labels import pointwise
 from meshloom.ops.rule import Call, Op
 
@@ -13,6 +14,9 @@ def _true_division(call: Call) -> bool:
 def _plain_bounds(call: Call) -> bool:
     return len(call.operands) == 1
 
+
+_LINEAR = ("P(sum) -> P(sum)",)
+_MONOTONE = ("P(max) -> P(max)", "P(min) -> P(min)")  # f(max(a, b)) = max(f(a), f(b))
 
 POINTWISE: tuple[Op, ...] = (
     # arithmetic
@@ -26,11 +30,34 @@ POINTWISE: tuple[Op, ...] = (
     Op("pow", pointwise(), at_zero="singular"),  # x ** 0.5 and x ** -1 have no derivative at 0
     Op("neg", pointwise("P(sum) -> P(sum)", "P(max) -> P(min)", "P(min) -> P(max)")),  # -max(a, b) = min(-a, -b)
     Op("abs", pointwise()),
+    Op("positive", pointwise(*_LINEAR, *_MONOTONE)),
     Op("square", pointwise()),
-    Op("sign", pointwise()),
+    Op("sign", pointwise(*_MONOTONE)),
+    Op("sgn", pointwise()),
+    Op("angle", pointwise()),
+    Op("conj_physical", pointwise(*_LINEAR)),  # conj(a + b) = conj(a) + conj(b)
+    Op("complex", pointwise("P(sum), P(sum) -> P(sum)")),
     Op("reciprocal", pointwise(), at_zero="singular"),
+    Op("float_power", pointwise(), at_zero="singular"),
+    Op("ldexp", pointwise("P(sum), R -> P(sum)")),  # sum(a) * 2**b = sum(a * 2**b)
     Op("maximum", pointwise("P(max), P(max) -> P(max)", "P(max), R -> P(max)", "R, P(max) -> P(max)")),
     Op("minimum", pointwise("P(min), P(min) -> P(min)", "P(min), R -> P(min)", "R, P(min) -> P(min)")),
+    Op("fmax", pointwise()),
+    Op("fmin", pointwise()),
+    Op("gcd", pointwise()),
+    Op("lcm", pointwise()),
+    Op("copysign", pointwise()),
+    Op("nextafter", pointwise()),
+    Op("heaviside", pointwise()),
+    Op("hypot", pointwise(), at_zero="singular"),  # the derivative is x / hypot(x, y)
+    Op("atan2", pointwise(), at_zero="singular"),
+    Op("xlogy", pointwise(), at_zero="singular"),
+    Op("special_xlog1py", pointwise()),
+    Op("logaddexp", pointwise(), at_zero="finite"),
+    Op("logaddexp2", pointwise(), at_zero="finite"),
+    Op("igamma", pointwise(), at_zero="singular"),
+    Op("igammac", pointwise(), at_zero="singular"),
+    Op("special_zeta", pointwise(), at_zero="singular"),
     Op("lerp", pointwise()),
     Op("addcmul", pointwise()),
     Op("addcdiv", pointwise(), at_zero="singular"),
@@ -49,6 +76,13 @@ POINTWISE: tuple[Op, ...] = (
     Op("bitwise_or", pointwise()),
     Op("bitwise_xor", pointwise()),
     Op("bitwise_not", pointwise(), at_zero="finite"),
+    Op("bitwise_left_shift", pointwise()),
+    Op("bitwise_right_shift", pointwise()),
+    Op("isclose", pointwise(), at_zero="finite", result="bool"),
+    Op("signbit", pointwise(), result="bool"),
+    Op("isreal", pointwise(), at_zero="finite", result="bool"),
+    Op("isposinf", pointwise(), result="bool"),
+    Op("isneginf", pointwise(), result="bool"),
     Op("isnan", pointwise(), result="bool"),
     Op("isinf", pointwise(), result="bool"),
     Op("isfinite", pointwise(), at_zero="finite", result="bool"),
@@ -56,24 +90,106 @@ POINTWISE: tuple[Op, ...] = (
     Op("where", pointwise("R, P(sum), P(sum) -> P(sum)", "R, P(max), P(max) -> P(max)", "R, P(min), P(min) -> P(min)")),
     Op("masked_fill", pointwise()),
     Op("clamp", pointwise("P(max) -> P(max)", "P(min) -> P(min)", when=_plain_bounds), at_zero="finite"),  # monotone
+    Op("clamp_min", pointwise(*_MONOTONE, when=_plain_bounds), at_zero="finite"),
+    Op("clamp_max", pointwise(*_MONOTONE, when=_plain_bounds), at_zero="finite"),
+    Op("nan_to_num", pointwise()),
     # functions of one number; the monotone ones that are defined everywhere commute with max and min
-    Op("exp", pointwise("P(max) -> P(max)", "P(min) -> P(min)"), at_zero="finite"),
+    Op("exp", pointwise(*_MONOTONE), at_zero="finite"),
+    Op("exp2", pointwise(*_MONOTONE), at_zero="finite"),
+    Op("expm1", pointwise(*_MONOTONE)),
     Op("log", pointwise(), at_zero="singular"),
+    Op("log2", pointwise(), at_zero="singular"),
+    Op("log10", pointwise(), at_zero="singular"),
     Op("log1p", pointwise()),
-    Op("expm1", pointwise()),
+    Op("logit", pointwise(), at_zero="singular"),
     Op("sqrt", pointwise(), at_zero="singular"),  # its derivative at 0 is inf
     Op("rsqrt", pointwise(), at_zero="singular"),
     Op("sin", pointwise()),
     Op("cos", pointwise(), at_zero="finite"),
-    Op("tanh", pointwise("P(max) -> P(max)", "P(min) -> P(min)")),
-    Op("sigmoid", pointwise("P(max) -> P(max)", "P(min) -> P(min)"), at_zero="finite"),
-    Op("relu", pointwise("P(max) -> P(max)", "P(min) -> P(min)")),  # relu(max(a, b)) = max(relu(a), relu(b))
+    Op("tan", pointwise()),
+    Op("asin", pointwise()),
+    Op("acos", pointwise(), at_zero="finite"),
+    Op("atan", pointwise(*_MONOTONE)),
+    Op("sinh", pointwise(*_MONOTONE)),
+    Op("cosh", pointwise(), at_zero="finite"),
+    Op("tanh", pointwise(*_MONOTONE)),
+    Op("asinh", pointwise(*_MONOTONE)),
+    Op("acosh", pointwise(), at_zero="singular"),
+    Op("atanh", pointwise()),
+    Op("sinc", pointwise(), at_zero="finite"),
+    Op("deg2rad", pointwise(*_LINEAR, *_MONOTONE)),
+    Op("rad2deg", pointwise(*_LINEAR, *_MONOTONE)),
+    Op("floor", pointwise(*_MONOTONE)),
+    Op("ceil", pointwise(*_MONOTONE)),
+    Op("round", pointwise(*_MONOTONE)),
+    Op("trunc", pointwise(*_MONOTONE)),
+    Op("frac", pointwise()),
+    Op("erf", pointwise()),
+    Op("erfc", pointwise(), at_zero="finite"),
+    Op("erfinv", pointwise()),
+    Op("lgamma", pointwise(), at_zero="singular"),
+    Op("digamma", pointwise(), at_zero="singular"),
+    Op("i0", pointwise(), at_zero="finite"),
+    Op("special_i0e", pointwise(), at_zero="finite"),
+    Op("special_i1", pointwise()),
+    Op("special_i1e", pointwise()),
+    Op("special_entr", pointwise(), at_zero="singular"),
+    Op("special_erfcx", pointwise(), at_zero="finite"),
+    Op("special_ndtr", pointwise(*_MONOTONE), at_zero="finite"),
+    Op("special_ndtri", pointwise(), at_zero="singular"),
+    Op("special_log_ndtr", pointwise(), at_zero="finite"),
+    Op("special_bessel_j0", pointwise(), at_zero="finite"),
+    Op("special_bessel_j1", pointwise()),
+    Op("special_bessel_y0", pointwise(), at_zero="singular"),
+    Op("special_bessel_y1", pointwise(), at_zero="singular"),
+    Op("special_modified_bessel_i0", pointwise(), at_zero="finite"),
+    Op("special_modified_bessel_i1", pointwise()),
+    Op("special_modified_bessel_k0", pointwise(), at_zero="singular"),
+    Op("special_modified_bessel_k1", pointwise(), at_zero="singular"),
+    Op("special_scaled_modified_bessel_k0", pointwise(), at_zero="singular"),
+    Op("special_scaled_modified_bessel_k1", pointwise(), at_zero="singular"),
+    Op("special_spherical_bessel_j0", pointwise(), at_zero="finite"),
+    Op("special_airy_ai", pointwise(), at_zero="finite"),
+    # activations
+    Op("sigmoid", pointwise(*_MONOTONE), at_zero="finite"),
+    Op("logsigmoid", pointwise(*_MONOTONE), at_zero="finite"),
+    Op("relu", pointwise(*_MONOTONE)),  # relu(max(a, b)) = max(relu(a), relu(b))
+    Op("relu6", pointwise(*_MONOTONE)),
     Op("gelu", pointwise()),
     Op("silu", pointwise()),
-    Op("erf", pointwise()),
-    Op("floor", pointwise()),
-    Op("ceil", pointwise()),
-    Op("round", pointwise()),
+    Op("mish", pointwise()),
+    Op("elu", pointwise()),
+    Op("celu", pointwise()),
+    Op("selu", pointwise(*_MONOTONE)),
+    Op("leaky_relu", pointwise()),  # a negative slope is not monotone
+    Op("prelu", activations.prelu, "input, weight"),
+    Op("softplus", pointwise(), at_zero="finite"),
+    Op("softsign", pointwise(*_MONOTONE)),
+    Op("softshrink", pointwise()),
+    Op("hardshrink", pointwise()),
+    Op("tanhshrink", pointwise(*_MONOTONE)),
+    Op("hardtanh", pointwise(), at_zero="finite"),  # 0 may lie outside its bounds
+    Op("hardsigmoid", pointwise(*_MONOTONE), at_zero="finite"),
+    Op("hardswish", pointwise()),
+    Op("threshold", pointwise(), at_zero="finite"),
+    Op("glu", activations.glu, "input, dim=-1"),
+    # copies
     Op("to", pointwise(), "input, dtype"),
     Op("clone", pointwise("P(sum) -> P(sum)", "P(max) -> P(max)", "P(min) -> P(min)")),
 )
+
+# Other names of the same ops, as torch spells them.
+POINTWISE_NAMES: dict[str, str] = {
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "fix": "trunc",
+    "special_gammainc": "igamma",
+    "special_gammaincc": "igammac",
+    "special_gammaln": "lgamma",
+    "special_psi": "digamma",
+}

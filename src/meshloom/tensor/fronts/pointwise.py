@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from meshloom.errors import ArgumentError, DTypeError
 from meshloom.tensor import creation
@@ -14,6 +15,8 @@ from meshloom.tensor.calling import Front, invoke, own, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.moving import shadowed
 from meshloom.tensor.writing import write
+
+ACTIVATIONS = "relu silu mish elu celu selu relu6 leaky_relu hardtanh hardsigmoid hardswish threshold".split()
 
 
 def _swapped(name: str) -> Callable[..., Any]:
@@ -46,14 +49,40 @@ def _reverse(name: str) -> Callable[..., Any]:
 
 
 def _activation(name: str) -> Callable[..., Any]:
+    """An activation of `torch.nn.functional`, where `inplace` comes last."""
+
     def front(input: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], bool):
-            inplace, args = args[0], args[1:]
+        if args and isinstance(args[-1], bool):
+            inplace, args = args[-1], args[:-1]
         if inplace:
             return invoke(name + "_", (input, *args), kwargs)
         return table_call(name, input, *args, **kwargs)
 
     return front
+
+
+def _rrelu(
+    input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Any:
+    """Random slopes belong to training; without it their middle is the slope."""
+    if training:
+        return fallback(F.rrelu, (input, lower, upper, training, inplace), {}, "rrelu")
+    return _activation("leaky_relu")(input, (lower + upper) / 2, inplace=inplace)
+
+
+def _shift(symbol: str, name: str) -> Front:
+    """`<<` and `>>` on integers; of floats torch means a product with a power of two."""
+
+    def front(input: Any, other: Any) -> Any:
+        if any(_is_float(each) for each in (input, other)):
+            return fallback(getattr(torch.Tensor, symbol), (input, other), {}, symbol)
+        return invoke(name, (input, other), {})
+
+    return front
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float) or getattr(own(value), "dtype", torch.int64).is_floating_point
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -87,8 +116,12 @@ POINTWISE: dict[str, Front] = {
     "__rmod__": _reverse("remainder"),
     "__rfloordiv__": _reverse("floor_divide"),
     "__rmatmul__": _swapped("matmul"),
-    "relu": _activation("relu"),
-    "silu": _activation("silu"),
+    "__lshift__": _shift("__lshift__", "bitwise_left_shift"),
+    "__rshift__": _shift("__rshift__", "bitwise_right_shift"),
+    "__ilshift__": _shift("__ilshift__", "bitwise_left_shift_"),
+    "__irshift__": _shift("__irshift__", "bitwise_right_shift_"),
+    **{name: _activation(name) for name in ACTIVATIONS},
+    "rrelu": _rrelu,
     "dropout": dropout,
     "where": _where,
     "_method_where": lambda input, condition, other: _where(condition, input, other),
