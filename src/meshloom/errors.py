@@ -7,12 +7,21 @@
     ├── NotationError        ValueError           text that `parse` cannot read
     ├── FabricError          ValueError           links that cannot be, or a ring or line that they do not form
     ├── ModeError            ValueError           a way of carrying out a collective that does not exist
+    ├── BindingError         ValueError           ranks, hosts and devices that do not go together
     ├── BoundsError          IndexError           an index that the tensor does not have
     ├── DTypeError           TypeError            a dtype that the operation has no meaning for
     ├── ArgumentError        TypeError            a call with the wrong arguments
     ├── CommunicationError   RuntimeError         communication inside `communication("forbid")`
+    ├── DivergenceError      RuntimeError         processes of one run that do different things
     ├── GradientError        RuntimeError         a gradient that cannot be had that way
-    ├── RaceError            RuntimeError         a result used before the collective that makes it has ended
+    ├── LaunchError          RuntimeError         a run that cannot start, or a rank of it that failed
+    ├── LostError            RuntimeError         a process that is gone, never came, or does not answer in time
+    ├── RaceError            RuntimeError         two uses of one memory that nothing orders, or a result used too early
+    ├── OutOfMemoryError     MemoryError          a buffer or tensor that the devices have no room for
+    ├── ClosedError          RuntimeError         a mesh that was closed, a buffer freed, a trace released
+    ├── TraceError           RuntimeError         something that cannot be captured, or a trace that is not there
+    ├── DeviceError          RuntimeError         commands that failed on some devices
+    ├── DeviceTimeoutError   TimeoutError         a device or a queue that did not end in time
     ├── ScheduleError        RuntimeError         a schedule of sends that does not do what its collective means
     ├── ViewError            RuntimeError         an in-place write that would not reach its base
     └── UnsupportedError     NotImplementedError  something that needs values, or a transform we refuse
@@ -99,6 +108,10 @@ class ModeError(MeshloomError, ValueError):
     """A way of carrying out a collective that does not exist."""
 
 
+class BindingError(MeshloomError, ValueError):
+    """Ranks, hosts and devices that do not go together, or are told by halves."""
+
+
 class BoundsError(MeshloomError, IndexError):
     """An index that the tensor does not have."""
 
@@ -115,12 +128,44 @@ class CommunicationError(MeshloomError, RuntimeError):
     """Communication where it was forbidden."""
 
 
+class DivergenceError(MeshloomError, RuntimeError):
+    """Processes of one run that do different things where all must do the same."""
+
+
+class LaunchError(MeshloomError, RuntimeError):
+    """A run of several processes that cannot start, or one of whose ranks failed."""
+
+
+class LostError(MeshloomError, RuntimeError):
+    """A process that is gone, never came, or does not answer within the timeout."""
+
+
 class GradientError(MeshloomError, RuntimeError):
     """A gradient that cannot be had that way."""
 
 
 class RaceError(MeshloomError, RuntimeError):
-    """A result used before the collective that makes it has ended."""
+    """Two uses of one memory that nothing orders, a result used too early, or a read of what nothing has written."""
+
+
+class OutOfMemoryError(MeshloomError, MemoryError):
+    """A buffer or tensor that the devices have no room for."""
+
+
+class ClosedError(MeshloomError, RuntimeError):
+    """A mesh that was closed, a buffer that was freed, a trace that was released."""
+
+
+class TraceError(MeshloomError, RuntimeError):
+    """Something that cannot be captured, or a trace that is not there."""
+
+
+class DeviceError(MeshloomError, RuntimeError):
+    """Commands that failed on some devices."""
+
+
+class DeviceTimeoutError(MeshloomError, TimeoutError):
+    """A device or a queue that did not end in time."""
 
 
 class ScheduleError(MeshloomError, RuntimeError):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshloom.engines.layout import expose, fill, move, mover
+from meshloom.engines.layout import expose, fill, mover
 from meshloom.engines.torch_engine import FUNCTIONS, Local
 from meshloom.ops import Fill, Ref, find
 from meshloom.placement import Partial, Replicate, Topology
@@ -31,8 +31,8 @@ class Kernel:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.leads = _leads(plan)
-        self.trimmed = find(plan.call.op).at_zero == "trimmed" and not self.leads
-        self.ins = tuple(_folded(topology, self.leads) for topology in plan.ins)
+        self.trimmed = find(plan.call.op).at_zero == "trimmed" and not self.leads and not plan.mesh.is_split
+        self.ins = tuple(folded(topology, self.leads) for topology in plan.ins)
         shapes = tuple(raw.stored_shape[len(raw.partial_axes) :] for raw in plan.raw)
         self.local = Local(plan.call, self.ins, shapes)
         self.prepare = tuple(self._preparation(i) for i in range(len(self.ins)))
@@ -51,31 +51,44 @@ class Kernel:
             return mover(source, target.replicated)
         fills = [each for each in _fills(plan) if each.operand == operand and target.padded]
         leads = self.leads
+        bring = self._bring(operand)
         if not fills and not leads:
-            return mover(source, target)
+            return bring
 
         def prepare(data: torch.Tensor) -> torch.Tensor:
-            data = move(data, source, target)
+            data = data if bring is None else bring(data)
             for each in fills:
                 data = fill(data, target, each.value, each.dims)
             return expose(data, target, leads) if leads else data
 
         return prepare
 
+    def enter(self, operand: int, data: torch.Tensor) -> torch.Tensor:
+        """An operand as split work uses it; in one process there is nothing to do."""
+        return data
+
+    def _bring(self, operand: int) -> Step | None:
+        """An operand to where the rows want it."""
+        return mover(self.plan.call.operands[operand], self.ins[operand])
+
     def _finish(self, result: int) -> Step | None:
         plan = self.plan
-        raw, out = plan.raw[result], plan.outs[result]
-        arrived = _folded(raw, self.leads)
+        arrived = folded(plan.raw[result], self.leads)
         arrived = arrived.replicated if self.trimmed and arrived.padded else arrived
-        masked = arrived.padded and _needs_mask(plan)
-        if not masked:
-            return mover(arrived, out)
+        hand_over = self._hand_over(result, arrived)
+        if not (arrived.padded and _needs_mask(plan)):
+            return hand_over
 
         def finish(data: torch.Tensor) -> torch.Tensor:
             # the dtype is the engine's; topologies of layouts do not depend on it
-            return move(fill(data, arrived, 0), arrived, out)
+            data = fill(data, arrived, 0)
+            return data if hand_over is None else hand_over(data)
 
         return finish
+
+    def _hand_over(self, result: int, arrived: Topology) -> Step | None:
+        """A result from where the op left it to where it is wanted."""
+        return mover(arrived, self.plan.outs[result])
 
     def run(self, datas: Sequence[torch.Tensor], function: Function) -> Any:
         """The results' stored arrays, from the operands' and the function on prepared arrays."""
@@ -100,13 +113,18 @@ class Kernel:
 
     def _bound(self) -> Function:
         """The op's function with the call's own arguments, waiting for the arrays."""
-        function, arguments = function_of(self.plan.call.op), self.plan.call.arguments
+        function, arguments = self._function(), self.plan.call.arguments
         lead = (self.local,) if getattr(function, "is_aware", False) else ()
         if any(isinstance(each, tuple) and _has_ref(each) for each in arguments.values()):
             return lambda *datas: function(*lead, **_substitute(arguments, datas))
         fixed = {name: each for name, each in arguments.items() if not isinstance(each, Ref)}
         places = [(name, each.index) for name, each in arguments.items() if isinstance(each, Ref)]
         return lambda *datas: function(*lead, **{name: datas[i] for name, i in places}, **fixed)
+
+
+    def _function(self) -> Function:
+        """The function that computes the op on prepared arrays."""
+        return function_of(self.plan.call.op)
 
 
 def _room(plan: Plan) -> tuple[int, ...] | None:
@@ -163,7 +181,7 @@ def _is_carried(plan: Plan, axis: int) -> bool:
     return bool(split) and (kept or any(isinstance(source.placements[axis], Partial) for source in split))
 
 
-def _folded(raw: Topology, leads: tuple[int, ...]) -> Topology:
+def folded(raw: Topology, leads: tuple[int, ...]) -> Topology:
     """A topology as the folded op has it: only the axes that lead are partial, the others are reduced already."""
     return raw.with_placements(
         tuple(

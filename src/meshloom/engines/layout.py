@@ -17,7 +17,7 @@ from meshloom.errors import DTypeError, NotationError, closest
 from meshloom.placement import Partial, Replicate, Topology
 from meshloom.types import LONG_NAME, Shape, short_dtype
 
-_REDUCE = {
+REDUCE = {
     "sum": lambda x, dim: x.sum(dim, dtype=x.dtype),
     "mean": lambda x, dim: x.mean(dim),
     "max": lambda x, dim: x.amax(dim),
@@ -91,9 +91,20 @@ def _valid(topology: Topology, dims: tuple[int, ...], device: str) -> torch.Tens
     for dim in dims:
         if dim in topology.padded_dims:
             line = pad(torch.ones(topology.shape[dim], dtype=torch.bool), 0, topology.shape[dim], topology.shards[dim])
-            line = line.view((-1,) + (1,) * (topology.ndim - dim - 1))
+            line = box(line, topology, dim, 0).view((-1,) + (1,) * (topology.ndim - dim - 1))
             mask = line if mask is None else mask & line
     return None if mask is None else mask.to(device)
+
+
+def box(data: torch.Tensor, topology: Topology, dim: int, place: int) -> torch.Tensor:
+    """Of an array that is stored whole along a dim (at `place`), what this process holds."""
+    mesh, axes = topology.mesh, topology.axes_of[dim]
+    if not topology.crosses(dim):
+        return data
+    data = data.unflatten(place, (*(mesh.shape[axis] for axis in axes), topology.local_shape[dim]))
+    for i, axis in enumerate(axes):
+        data = data.narrow(place + i, mesh.local_offset[axis], mesh.local_shape[axis])
+    return data.flatten(place, place + len(axes))
 
 
 def mask_of(topology: Topology, device: torch.device, dims: tuple[int, ...] | None = None) -> torch.Tensor | None:
@@ -166,7 +177,7 @@ def _reduce(data: torch.Tensor, source: Topology, target: Topology) -> tuple[tor
             kept += 1
         else:
             assert isinstance(placement, Partial)
-            data = _REDUCE[placement.op](data, kept)
+            data = REDUCE[placement.op](data, kept)
     return data, kept
 
 
@@ -199,14 +210,14 @@ def dense(data: torch.Tensor, topology: Topology) -> torch.Tensor:
 
 def _split(topology: Topology) -> tuple[Shape, dict[int, int], list[int]]:
     """The stored array with every mesh axis as a dim of its own: its shape, where each axis and each local dim is."""
-    mesh = topology.mesh
-    split = [mesh.shape[axis] for axis in topology.partial_axes]
+    sizes = topology.mesh.local_shape
+    split = [sizes[axis] for axis in topology.partial_axes]
     places = {axis: place for place, axis in enumerate(topology.partial_axes)}
     local = []
     for dim, axes in enumerate(topology.axes_of):
         for axis in axes:
             places[axis] = len(split)
-            split.append(mesh.shape[axis])
+            split.append(sizes[axis])
         local.append(len(split))
         split.append(topology.local_shape[dim])
     return tuple(split), places, local

@@ -2,7 +2,10 @@
 
 A *virtual* coordinate is a place in this mesh; its *home* is the coordinate of a physical device and a lane on it. A
 mesh of 4x4 virtual devices on 2x2 physical ones has four lanes per device. Homes travel with the devices through
-`reshape` and `submesh`, so `virtual_to_physical` keeps its answer. Meshes are equal by names, sizes and device ids.
+`reshape` and `submesh`, so `virtual_to_physical` keeps its answer.
+
+Several processes may split a mesh: `processes` is their grid, one number per axis, and each holds the box of coordinates
+at its place in it. Meshes are equal by names, sizes, device ids and that grid.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshloom.errors import MeshError, closest
+from meshloom.mesh.process import HERE, check_grid, divided, place_of
 
 Coordinate = tuple[int, ...]
 Home = tuple[Coordinate, int]
@@ -27,13 +31,18 @@ class Mesh:
     Mesh(dp=2, tp=4)
     """
 
-    __slots__ = ("__weakref__", "_hash", "_index", "axes", "device_ids", "homes", "shape", "size")
+    __slots__ = (
+        "__weakref__", "_hash", "_index", "_local", "axes", "device_ids", "homes", "is_split", "processes", "shape", "size",
+    )  # fmt: skip
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     size: int
     device_ids: tuple[int, ...]
     homes: tuple[Home, ...]
+    processes: tuple[int, ...]
+    is_split: bool
+    _local: Mesh | None
     _index: dict[str, int]
     _hash: int
 
@@ -49,6 +58,7 @@ class Mesh:
         axes: Sequence[str] | None = None,
         device_ids: Sequence[int] | None = None,
         physical: Sequence[int] | None = None,
+        processes: Sequence[int] | None = None,
     ) -> Mesh:
         """A mesh from a shape and names; axes without names are called x0, x1, ...
 
@@ -64,10 +74,17 @@ class Mesh:
         ids = tuple(device_ids) if device_ids is not None else tuple(range(math.prod(shape)))
         _check_ids(ids, tuple(shape))
         homes = None if physical is None else _homes(tuple(shape), tuple(physical))
-        return _made(names, tuple(shape), ids, homes)
+        if processes is not None:
+            check_grid(tuple(processes), tuple(shape))
+        return _made(names, tuple(shape), ids, homes, None if processes is None else tuple(processes))
 
     def _fill(
-        self, axes: tuple[str, ...], shape: tuple[int, ...], ids: tuple[int, ...], homes: tuple[Home, ...] | None
+        self,
+        axes: tuple[str, ...],
+        shape: tuple[int, ...],
+        ids: tuple[int, ...],
+        homes: tuple[Home, ...] | None,
+        processes: tuple[int, ...] | None = None,
     ) -> None:
         put = object.__setattr__
         put(self, "axes", axes)
@@ -76,7 +93,10 @@ class Mesh:
         put(self, "device_ids", ids)
         put(self, "homes", homes if homes is not None else tuple((c, 0) for c in _grid(shape)))
         put(self, "_index", {name: i for i, name in enumerate(axes)})
-        put(self, "_hash", hash((axes, shape, ids)))
+        put(self, "processes", processes or (1,) * len(shape))
+        put(self, "is_split", math.prod(self.processes) > 1)
+        put(self, "_local", None)
+        put(self, "_hash", hash(self._key()))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Mesh is a value and cannot change: {name} = {value!r}")
@@ -85,7 +105,7 @@ class Mesh:
         raise AttributeError(f"a Mesh is a value and cannot change: del {name}")
 
     def _key(self) -> tuple[object, ...]:
-        return self.axes, self.shape, self.device_ids
+        return self.axes, self.shape, self.device_ids, self.processes
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -109,12 +129,66 @@ class Mesh:
         return self.device_ids == tuple(range(self.size))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _made, (self.axes, self.shape, self.device_ids, self.homes)
+        return _made, (self.axes, self.shape, self.device_ids, self.homes, self.processes)
 
     @property
     def ndim(self) -> int:
         """The number of axes."""
         return len(self.shape)
+
+    @property
+    def place(self) -> Coordinate:
+        """The position of this process in the grid of processes."""
+        return place_of(HERE.rank, self.processes) if self.is_split else (0,) * self.ndim
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the box of coordinates that one process holds.
+
+        >>> Mesh.of((2, 4), processes=(1, 2)).local_shape
+        (2, 2)
+        """
+        return tuple(size // parts for size, parts in zip(self.shape, self.processes, strict=True))
+
+    @property
+    def local_offset(self) -> Coordinate:
+        """The first coordinate of this process's box."""
+        return tuple(place * size for place, size in zip(self.place, self.local_shape, strict=True))
+
+    @property
+    def local(self) -> Mesh:
+        """This process's box as a mesh of its own: the same for every process."""
+        if not self.is_split:
+            return self
+        if self._local is None:
+            object.__setattr__(self, "_local", Mesh.of(self.local_shape, self.axes))
+        assert self._local is not None
+        return self._local
+
+    def is_here(self, coordinate: Sequence[int]) -> bool:
+        """Whether this process holds a coordinate."""
+        box = zip(coordinate, self.local_offset, self.local_shape, strict=True)
+        return all(start <= c < start + size for c, start, size in box)
+
+    def local_coordinates(self) -> Iterator[Coordinate]:
+        """The coordinates that this process holds, row-major."""
+        box = zip(self.local_offset, self.local_shape, strict=True)
+        return itertools.product(*(range(start, start + size) for start, size in box))
+
+    def owner(self, coordinate: Sequence[int]) -> int:
+        """The rank of the process that holds a coordinate (the first, where all of them hold it)."""
+        rank = 0
+        for c, size, parts in zip(self.check(coordinate), self.local_shape, self.processes, strict=True):
+            rank = rank * parts + c // size
+        return rank
+
+    def split(self, count: int) -> Mesh:
+        """The same mesh, split into equal boxes over a number of processes; as it is where that cannot be.
+
+        >>> Mesh(dp=2, tp=4).split(4).processes
+        (2, 2)
+        """
+        return _made(self.axes, self.shape, self.device_ids, self.homes, divided(self.shape, count))
 
     def axis(self, name: str | int) -> int:
         """The position of an axis given by name or by position.
@@ -191,7 +265,7 @@ class Mesh:
                 asked=", ".join(f"{name}={size}" for name, size in axes.items()),
                 fix=f"use sizes whose product is {self.size}",
             )
-        return _made(tuple(axes), shape, self.device_ids, self.homes)
+        return _made(tuple(axes), shape, self.device_ids, self.homes).split(math.prod(self.processes))
 
     def submesh(self, where: Mapping[str, int | slice] | None = None, /, **ranges: int | slice) -> Mesh:
         """The devices at the given places: an int drops the axis, a slice keeps a part of it.
@@ -208,7 +282,7 @@ class Mesh:
             tuple(len(picks[i]) for i in kept),
             tuple(self.device_ids[i] for i in indices),
             tuple(self.homes[i] for i in indices),
-        )
+        ).split(math.prod(self.processes))
 
     def _places(self, name: str, place: int | slice) -> Sequence[int]:
         size = self.shape[self.axis(name)]
@@ -227,10 +301,14 @@ class Mesh:
 
 
 def _made(
-    axes: tuple[str, ...], shape: tuple[int, ...], device_ids: tuple[int, ...], homes: tuple[Home, ...] | None
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    device_ids: tuple[int, ...],
+    homes: tuple[Home, ...] | None,
+    processes: tuple[int, ...] | None = None,
 ) -> Mesh:
     mesh = Mesh.__new__(Mesh)
-    mesh._fill(axes, shape, device_ids, homes)
+    mesh._fill(axes, shape, device_ids, homes, processes)
     return mesh
 
 

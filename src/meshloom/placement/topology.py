@@ -7,6 +7,9 @@ shape is the same elements in the order of the dims: each mesh axis stands direc
 merged with it, replicated axes are gone, partial axes lead. A block is always a view of the stored array, and where
 nothing is padded the stored array of a sharded tensor is the dense tensor, which is what makes a fold free.
 
+Where processes split the mesh, both are what one process holds: the stored array of `held`, the tensor's part in the box
+as a topology of its own. What a process lacks at the end of its box is padding there, as on a device.
+
 Topologies are interned: equal ones are the same object, so that a cache can look them up by identity.
 """
 
@@ -126,24 +129,52 @@ class Topology:
         return tuple(_innermost(size, shards) for size, shards in zip(self.shape, self.shards, strict=True))
 
     @cached_property
+    def held(self) -> Topology:
+        """What one process holds, as a topology on its own box; the same for every process.
+
+        >>> mesh = Mesh.of((4, 2), ("dp", "tp"), processes=(2, 1))
+        >>> str(Topology(mesh, (Shard(0), Replicate()), (10, 3), "f32").held)
+        'f32[6, 3](S(0), R) on Mesh(dp=2, tp=2)'
+        """
+        if not self.mesh.is_split:
+            return self
+        sizes = tuple(self._held_size(dim) for dim in range(self.ndim))
+        return Topology(self.mesh.local, self.placements, sizes, self.dtype)
+
+    def _held_size(self, dim: int) -> int:
+        """The size of a dim in the box: down to the last axis that crosses processes boxes are cut evenly."""
+        size, boxes, kept = self.shape[dim], 1, self.shape[dim]
+        for axis in self.axes_of[dim]:
+            size = _ceil(size, self.mesh.shape[axis])
+            boxes *= self.mesh.local_shape[axis]
+            if self.mesh.processes[axis] > 1:
+                kept = boxes * size
+        return kept
+
+    def crosses(self, dim: int) -> bool:
+        """Whether the chunks of a dim lie on several processes."""
+        return any(self.mesh.processes[axis] > 1 for axis in self.axes_of[dim])
+
+    @cached_property
     def block_shape(self) -> Shape:
-        """Mesh axes (size 1 where replicated), then the local shape."""
+        """Mesh axes (size 1 where replicated), then the local shape; the axes of the box where processes split them."""
         replicated = (isinstance(placement, Replicate) for placement in self.placements)
-        lead = tuple(1 if same else size for same, size in zip(replicated, self.mesh.shape, strict=True))
+        lead = tuple(1 if same else size for same, size in zip(replicated, self.mesh.local_shape, strict=True))
         return lead + self.local_shape
 
     @cached_property
     def stored_shape(self) -> Shape:
         """Partial axes, then every dim with its padding."""
-        lead = tuple(self.mesh.shape[axis] for axis in self.partial_axes)
-        dims = (local * math.prod(shards) for local, shards in zip(self.local_shape, self.shards, strict=True))
-        return lead + tuple(dims)
+        local = self.mesh.local_shape
+        lead = tuple(local[axis] for axis in self.partial_axes)
+        parts = (math.prod(local[axis] for axis in axes) for axes in self.axes_of)
+        return lead + tuple(size * count for size, count in zip(self.local_shape, parts, strict=True))
 
     @cached_property
     def padded_dims(self) -> tuple[int, ...]:
         """The dims whose chunks do not all have the same size."""
-        lead = len(self.partial_axes)
-        return tuple(d for d, size in enumerate(self.shape) if self.stored_shape[lead + d] != size)
+        full = (size * math.prod(shards) for size, shards in zip(self.local_shape, self.shards, strict=True))
+        return tuple(d for d, (size, all_of_it) in enumerate(zip(self.shape, full, strict=True)) if all_of_it != size)
 
     @property
     def padded(self) -> bool:

@@ -4,7 +4,7 @@ Start with `plan`. Everything here is a pure function of frozen values, so that 
 """
 
 from meshloom.planner.plan import Considered, Plan, considered, plan, retyped
-from meshloom.planner.redistribution import moves, route
+from meshloom.planner.redistribution import moves, route, stations
 from meshloom.planner.strategies import STRATEGIES, Strategy, strategy_of
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "plan",
     "retyped",
     "route",
+    "stations",
     "strategy_of",
 ]

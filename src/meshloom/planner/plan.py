@@ -24,7 +24,7 @@ from meshloom.collectives import KINDS, Collective, price
 from meshloom.errors import ArgumentError, MeshError
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
-from meshloom.ops import Call, Choices, Inner, Row, find
+from meshloom.ops import ACROSS, Call, Choices, Inner, Row, find
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, can_be_partial, reduce_together
 from meshloom.planner.redistribution import route
 from meshloom.types import is_floating, itemsize, numel, short_dtype
@@ -134,7 +134,9 @@ def _candidates(
         return _chosen_row(choices, chosen[name], name)
     now = [topology.placements[axis] for topology in call.operands]
     open_ended = wanted is not None and not isinstance(wanted, Replicate)
+    crosses = call.operands[0].mesh.processes[axis] > 1
     rows = (row for row in choices.rows if open_ended or _is_called_for(row, now))
+    rows = (row for row in rows if row.local or not crosses or call.op in ACROSS)
     return tuple(row for row in rows if _fits(row, call) and (isinstance(wanted, Partial) or not _carries(row)))
 
 

@@ -34,17 +34,37 @@ def route(source: Topology, target: _Placements, machine: Machine) -> tuple[tupl
     >>> [str(step) for step in route(t, (Replicate(),), VIRTUAL)[0]]
     ['all_gather over tp of 4: 96 B']
     """
-    # what becomes partial does so at the end and for nothing, so R is where the path has to lead
-    stop = tuple(
-        Replicate() if isinstance(wanted, Partial) and wanted != now else wanted
-        for now, wanted in zip(source.placements, target, strict=True)
-    )
+    stop = _stop(source, target)
     if stop == source.placements:
         return (), 0.0
     best, came = _search(source, _options(source, stop), machine)
     if stop not in best:
         raise PlacementError(f"there is no way from {spell(source.placements)} to {spell(target)}", tensor=source)
     return tuple(_walk(came, stop)), best[stop][0]
+
+
+@lru_cache(maxsize=65536)
+def stations(source: Topology, target: _Placements, machine: Machine) -> tuple[_Placements, ...]:
+    """The placements on the way of `route`, the source's first and the target's last; each differs by one axis."""
+    stop = _stop(source, target)
+    came = _search(source, _options(source, stop), machine)[1] if stop != source.placements else {}
+    found, here = [stop], stop
+    while here in came:
+        here = came[here][0]
+        found.append(here)
+    found.reverse()
+    for axis, wanted in enumerate(target):  # what becomes partial does so at the end
+        if found[-1][axis] != wanted:
+            found.append(found[-1][:axis] + (wanted,) + found[-1][axis + 1 :])
+    return tuple(found)
+
+
+def _stop(source: Topology, target: _Placements) -> _Placements:
+    """Where the path has to lead: what becomes partial does so at the end and for nothing, so R is its station."""
+    return tuple(
+        Replicate() if isinstance(wanted, Partial) and wanted != now else wanted
+        for now, wanted in zip(source.placements, target, strict=True)
+    )
 
 
 def _options(source: Topology, stop: _Placements) -> tuple[tuple[Placement, ...], ...]:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshloom.engines.layout import dense, mask_of, to_block
+from meshloom.backends import dense
+from meshloom.engines.layout import mask_of, to_block
+from meshloom.errors import PlacementError
 from meshloom.mesh import Mesh
-from meshloom.placement import Placement, Topology
+from meshloom.placement import Placement, Replicate, Topology
 
 
 class Tensor:
@@ -88,8 +90,17 @@ class Tensor:
         tensor([4, 5, 6])
         """
         place = self.mesh.check(coordinate)
-        block = self.block
-        part = block[tuple(c if size > 1 else 0 for c, size in zip(place, block.shape, strict=False))]
+        kept = tuple(0 if isinstance(p, Replicate) else c for c, p in zip(place, self.placements, strict=True))
+        start = self.mesh.local_offset
+        inside = tuple(0 if isinstance(p, Replicate) else c - s for c, s, p in zip(kept, start, self.placements, strict=True))
+        if any(not 0 <= i < size for i, size in zip(inside, self.topology.block_shape, strict=False)):
+            raise PlacementError(
+                f"the shard at {place} is held by rank {self.mesh.owner(place)} and not by this one",
+                tensor=self.topology,
+                here=f"{start} and on, a box of {self.mesh.local_shape}",
+                fix="x.to_torch() gathers the whole tensor; loom.current_mesh().local_coordinates() lists what is here",
+            )
+        part = self.block[inside]
         for dim, extent in enumerate(self.topology.extent(place)):
             part = part.narrow(dim, 0, extent)
         return part

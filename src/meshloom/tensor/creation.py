@@ -7,15 +7,19 @@ goes to the mesh that was opened last.
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 
-from meshloom.engines.layout import from_block, move, short_name, torch_dtype
+from meshloom.backends import WORLD, join, move
+from meshloom.engines.layout import from_block, short_name, torch_dtype
 from meshloom.errors import ArgumentError, MeshError, PlacementError, ShapeError
-from meshloom.mesh import Coordinate, Mesh
+from meshloom.mesh import HERE, Coordinate, Mesh
+from meshloom.mesh.process import counts
 from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
 from meshloom.runtime import state
 from meshloom.tensor import random
@@ -33,18 +37,46 @@ def open_mesh(
     *,
     device_ids: Sequence[int] | None = None,
     physical: Sequence[int] | None = None,
+    processes: Sequence[int] | None = None,
+    timeout: float | None = None,
+    check: str | None = None,
 ) -> Mesh:
-    """A mesh of virtual devices in this process: any shape, any size, any time.
+    """A mesh of virtual devices: any shape, any size, any time.
 
     `physical` gives the shape of the physical devices under it: a program for 4x4 virtual devices runs on 2x2.
+
+    Under `torchrun` or `meshloom run` the processes split the mesh into equal boxes, left axis first; `processes` gives
+    another grid, one number per axis. `timeout` is how many seconds a collective may take before it is reported as hung,
+    `check` how often processes compare what they do: "always", "sample" or "off".
 
     >>> open_mesh((2, 4), axes=("dp", "tp"))
     Mesh(dp=2, tp=4)
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    mesh = Mesh.of(sizes, axes, device_ids, physical)
-    _opened[:] = [mesh]
-    return mesh
+    join(timeout, check)
+    mesh = Mesh.of(sizes, axes, device_ids, physical, processes)
+    _opened[:] = [_split(mesh, processes)]
+    return _opened[0]
+
+
+def _split(mesh: Mesh, processes: Sequence[int] | None) -> Mesh:
+    if processes is not None and math.prod(processes) not in (1, HERE.count):
+        raise MeshError(
+            f"a grid of {tuple(processes)} processes needs {math.prod(processes)} of them and there are {HERE.count}",
+            mesh=mesh,
+            fix="start as many with torchrun or `meshloom run --nproc`, or leave processes= out",
+        )
+    if processes is not None or HERE.count == 1:
+        return mesh
+    split = mesh.split(HERE.count)
+    if not split.is_split:
+        fitting = ", ".join(map(str, counts(mesh.shape)))
+        warnings.warn(
+            f"{HERE.count} processes cannot split {mesh} into equal boxes, so each of them computes all of it; "
+            f"these numbers of processes would split it: {fitting}",
+            stacklevel=3,
+        )
+    return split
 
 
 def current_mesh() -> Mesh:
@@ -80,6 +112,8 @@ def _topology(shape: Shape, dtype: torch.dtype, mesh: Mesh | None, placements: P
 def place(data: torch.Tensor, mesh: Mesh | None, placements: Placements | None) -> Tensor:
     """A dense torch tensor on a mesh; may share memory with it."""
     topology = _topology(tuple(data.shape), data.dtype, mesh, placements)
+    if topology.mesh.is_split and not data.is_meta:
+        data = data.to(WORLD.device)
     return Tensor(topology, move(data, topology.replicated, topology))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 
+from meshloom.backends import kernel_of
 from meshloom.collectives import Collective
 from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
@@ -205,7 +206,7 @@ class Resolved:
             decided = plan_call(Call(self.op.name, operands, arguments, leaves), request)
         except MeshloomError as error:
             raise located(error, self.op.name, operands) from None
-        return Entry(decided, Kernel(decided), None)
+        return Entry(decided, kernel_of(decided), None)
 
     def perform(self) -> Any:
         """The wrapped result of the call."""
@@ -351,7 +352,7 @@ class Watched:
     """One call while somebody is watching: its events, and taps where its gradient will communicate."""
 
     def __init__(self, entry: Entry, tensors: list[Tensor]) -> None:
-        self.plan, self.tensors = entry.plan, tensors
+        self.plan, self.kernel, self.tensors = entry.plan, entry.kernel, tensors
         self.where = where()
 
     @property
@@ -375,7 +376,11 @@ class Watched:
         return [self._tap_operand(i, data) if is_tracked(data) else data for i, data in enumerate(datas)]
 
     def _tap_operand(self, index: int, data: torch.Tensor) -> torch.Tensor:
-        return tap(data, self.events(self.plan.backward(index), "backward"), self.tensors[index])
+        data = self.kernel.enter(index, data)
+        tapped = tap(data, self.events(self.plan.backward(index), "backward"), self.tensors[index])
+        if getattr(data, "_entered", False):
+            tapped._entered = True  # type: ignore[attr-defined]
+        return tapped
 
     def tap_results(self, results: Any) -> Any:
         """The results, the first that has a gradient tapped for what backward does before it reaches the operands."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from meshloom.engines.layout import move, short_name
+from meshloom.backends import move
+from meshloom.engines.layout import short_name
 from meshloom.errors import MeshloomError, ShapeError, UnsupportedError
 from meshloom.mesh import Mesh
 from meshloom.placement import Replicate, Topology

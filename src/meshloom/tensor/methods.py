@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from meshloom.backends import collect, drop
 from meshloom.engines.kernel import function_of
 from meshloom.engines.layout import fill
 from meshloom.errors import ArgumentError, GradientError
@@ -173,6 +174,8 @@ def _set_requires_grad(self: Tensor, value: bool) -> None:
 def gradient_of(tensor: Tensor) -> Tensor | None:
     """The gradient of a leaf, placed as the leaf is, its padding zero; reading it is when it is reduced."""
     tensor = shadowed(tensor)
+    if tensor.mesh.is_split:
+        collect()
     found = tensor._data.grad
     if found is None:
         return None
@@ -200,6 +203,7 @@ def set_gradient(tensor: Tensor, value: Any) -> None:
     """Replace a leaf's gradient; None takes it away."""
     tensor = shadowed(tensor)
     tensor._pending = None
+    drop(tensor._data)
     if value is None:
         tensor._data.grad = None
         return

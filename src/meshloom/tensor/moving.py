@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from meshloom.engines.layout import move
+from meshloom.backends import move
 from meshloom.errors import UnsupportedError
 from meshloom.placement import Placements, Topology, as_placements
 from meshloom.planner import moves
@@ -54,11 +54,11 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     """The stored array of a tensor at another topology; may share memory with it."""
     source = tensor.topology
     if source is target or not state.watching:
-        return move(tensor._data, source, target)
+        return move(tensor._data, source, target, state.machine)
     line = where()
     events = [Event(each, call, line) for each in moves(source, target, state.machine)]
     state.check(events)
-    data = move(_tapped(tensor, target, call, line), source, target)
+    data = move(_tapped(tensor, target, call, line), source, target, state.machine)
     state.log(events)
     return data
 

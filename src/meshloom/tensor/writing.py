@@ -148,7 +148,8 @@ def write_item(target: Tensor, index: Any, value: Any) -> None:
     given = value if isinstance(value, Tensor) or not isinstance(value, torch.Tensor) else as_tensor(value, tensor.mesh)
     content = to_dense(shadowed(given), "setitem") if isinstance(given, Tensor) else given
     where = _stored_index(index, topology)
-    if topology.partial_axes or any(len(topology.axes_of[dim]) > 1 for dim in topology.padded_dims):
+    crosses = any(topology.crosses(dim) for dim in range(topology.ndim))
+    if crosses or topology.partial_axes or any(len(topology.axes_of[dim]) > 1 for dim in topology.padded_dims):
         whole = to_dense(tensor, "setitem").clone()
         _put(whole, where, content, topology)
         assign(target, Tensor(topology.replicated, whole), "setitem")

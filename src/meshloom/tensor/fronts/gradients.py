@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from meshloom.backends import summed, twins
 from meshloom.engines.layout import fill as fill_padding
 from meshloom.errors import GradientError
 from meshloom.tensor import creation
@@ -20,8 +21,18 @@ def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: A
     ins = _listed(inputs)
     start, seeded = _starts(outputs, grad_outputs)
     held = [_array_of(own(each)) for each in ins]
-    found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
-    return tuple(_dual(own(value), each) for value, each in zip(ins, found, strict=True))
+    others = [[twin.array for twin in twins(array)] for array in held]
+    if not any(others):
+        found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
+        return tuple(_dual(own(value), each) for value, each in zip(ins, found, strict=True))
+    flat = [*held, *(twin for each in others for twin in each)]
+    parts = iter(torch.autograd.grad(start, flat, seeded, *args, **{**kwargs, "allow_unused": True}))
+    firsts = [next(parts) for _ in held]
+    sums = [
+        summed(array, first, [next(parts) for _ in each])
+        for array, first, each in zip(held, firsts, others, strict=True)
+    ]
+    return tuple(_dual(own(value), each) for value, each in zip(ins, sums, strict=True))
 
 
 def _listed(values: Any) -> list[Any]:
@@ -93,6 +104,8 @@ def _autograd_backward(
 ) -> None:
     roots, seeds = _starts(tensors, grad_tensors)
     leaves = None if inputs is None else [_array_of(own(each)) for each in _listed(inputs)]
+    if leaves is not None:
+        leaves = [*leaves, *(twin.array for leaf in leaves for twin in twins(leaf))]
     torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
 
 

@@ -1,0 +1,250 @@
+"""Movement of a tensor between topologies: within the process by array operations, between processes by one collective
+per step.
+
+A step changes one mesh axis. Where the axis stays in the process, `engines.layout` does it on what the process holds.
+Where it crosses processes, the local part of the axis is an array operation and the rest is one collective, so that
+each byte crosses once. Sums over several axes are reduced together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from meshloom.backends.nodes import Cut, Enter, Join, Leave, Scatter, Swap, combined
+from meshloom.backends.world import Group, group_of
+from meshloom.engines import layout
+from meshloom.fabric import VIRTUAL, Machine
+from meshloom.mesh import Mesh
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
+from meshloom.planner import stations
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def move(data: torch.Tensor, source: Topology, target: Topology, machine: Machine = VIRTUAL) -> torch.Tensor:
+    """The stored array of `source` laid out as `target` wants it, wherever its parts are."""
+    if not source.mesh.is_split:
+        return layout.move(data, source, target)
+    step = _known(source, target, machine)
+    return data if step is None else step(data)
+
+
+def dense(data: torch.Tensor, topology: Topology) -> torch.Tensor:
+    """The tensor as one dense array; shares storage where nothing had to move."""
+    return move(data, topology, topology.replicated)
+
+
+@lru_cache(maxsize=4096)
+def _known(source: Topology, target: Topology, machine: Machine) -> Step | None:
+    return mover(source, target, machine)
+
+
+def mover(
+    source: Topology, target: Topology, machine: Machine, merged: tuple[int, ...] = (), own: bool = False
+) -> Step | None:
+    """`move`, worked out beforehand; None where nothing is to be done.
+
+    On `merged` axes the source is partial between processes only: what is local has been summed already, and the array
+    has no dim for the axis. `own` says that the array is nobody else's and may be written to.
+    """
+    if not source.mesh.is_split:
+        return layout.mover(source, target)
+    steps = _steps(source, target, machine, merged, own)
+    if not steps:
+        return None
+    if len(steps) == 1:
+        return steps[0]
+
+    def run(data: torch.Tensor) -> torch.Tensor:
+        for step in steps:
+            data = step(data)
+        return data
+
+    return run
+
+
+def _steps(source: Topology, target: Topology, machine: Machine, merged: tuple[int, ...], own: bool) -> list[Step]:
+    way = stations(source, target.placements, machine)
+    here, together = source, _reduced_together(way, merged, source.mesh)
+    left = [axis for axis in source.partial_axes if axis not in together or axis not in merged]
+    steps = [_lead(left.index(axis)) for axis in left if axis in merged]
+    if together:
+        here = _with(source, dict.fromkeys(together, Replicate()))
+        dims = tuple(place for place, axis in enumerate(left) if axis in together)
+        steps.append(_sum(group_of(source.mesh, together), dims, own))
+    for before, after in itertools.pairwise(way):
+        axis = next(a for a, (p, q) in enumerate(zip(before, after, strict=True)) if p != q)
+        there = _with(here, {axis: after[axis]})
+        if there is here:
+            continue
+        step = _step(here, there, axis)
+        if step is not None:
+            steps.append(step)
+        here = there
+    return steps
+
+
+def _with(topology: Topology, changed: dict[int, Placement]) -> Topology:
+    return topology.with_placements(tuple(changed.get(axis, p) for axis, p in enumerate(topology.placements)))
+
+
+def _reduced_together(way: Sequence[tuple[Placement, ...]], merged: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+    """The axes whose sums become replicated: one all-reduce for all of them."""
+    found = []
+    for axis in range(mesh.ndim):
+        line = [placements[axis] for placements in way]
+        following = next((p for p in line if p != line[0]), None)
+        crossing = mesh.processes[axis] > 1
+        if line[0] == Partial("sum") and isinstance(following, Replicate) and (crossing or axis in merged):
+            found.append(axis)
+    return tuple(found)
+
+
+def _lead(place: int) -> Step:
+    """A merged axis that does not go at once gets a dim of its own."""
+    return lambda data: data.unsqueeze(place)
+
+
+def _sum(group: Group | None, dims: tuple[int, ...], own: bool) -> Step:
+    def run(data: torch.Tensor) -> torch.Tensor:
+        local = data.sum(dims, dtype=data.dtype) if dims else data
+        return local if group is None else Leave.apply(local, group, own or bool(dims))
+
+    return run
+
+
+def _step(before: Topology, after: Topology, axis: int) -> Step | None:
+    now, wanted = before.placements[axis], after.placements[axis]
+    group = group_of(before.mesh, (axis,))
+    if group is None:
+        return layout.mover(before.held, after.held)
+    if isinstance(now, Partial):
+        reduce, finish = _local_part(before, axis, now.op), _reduction(before, after, axis, now.op, wanted, group)
+        return lambda data: finish(reduce(data))
+    if isinstance(now, Replicate):
+        return _into_shards(before, after, wanted.dim, group) if isinstance(wanted, Shard) else _split_up(
+            before, after, axis, group
+        )
+    assert isinstance(now, Shard)
+    if isinstance(wanted, Replicate):
+        return _together(before, after, now.dim, group)
+    assert isinstance(wanted, Shard)
+    return _exchange(before, after, now.dim, wanted.dim, group)
+
+
+def _local_part(before: Topology, axis: int, op: str) -> Step:
+    place = before.partial_axes.index(axis)
+    return lambda data: layout.REDUCE[op](data, place)
+
+
+def _reduction(
+    before: Topology, after: Topology, axis: int, op: str, wanted: Placement, group: Group
+) -> Step:
+    if isinstance(wanted, Replicate):
+        return (lambda data: Leave.apply(data, group)) if op == "sum" else lambda data: combined(data, group, op)
+    assert isinstance(wanted, Shard)
+    if op != "sum":
+        whole = _with(before, {axis: Replicate()})
+        slices = _into_shards(whole, after, wanted.dim, group)
+        return lambda data: slices(combined(data, group, op))
+    cut = Pieces(after, wanted.dim, group)
+    return lambda data: cut.merged(Scatter.apply(cut.apart(data), group))
+
+
+def _together(before: Topology, after: Topology, dim: int, group: Group) -> Step:
+    cut = Pieces(before, dim, group)
+    return lambda data: cut.whole(Join.apply(data, group))
+
+
+def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> Step:
+    cut = Pieces(after, dim, group)
+
+    def run(data: torch.Tensor) -> torch.Tensor:
+        pieces = cut.apart(data)
+        if torch.is_grad_enabled() and data.requires_grad:
+            return cut.merged(Cut.apply(pieces, group))
+        return cut.merged(pieces[group.index]).contiguous()
+
+    return run
+
+
+def _exchange(before: Topology, after: Topology, here: int, there: int, group: Group) -> Step:
+    source, target = Pieces(before, here, group), Pieces(after, there, group)
+    return lambda data: source.whole(target.merged(Swap.apply(target.apart(data), group), 1))
+
+
+def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Step:
+    """R->P: the first coordinate keeps the value, the others hold what does not change it."""
+    placement = after.placements[axis]
+    assert isinstance(placement, Partial)
+    made = layout.mover(before.held, after.held)
+    first = group.index == 0
+    place = after.partial_axes.index(axis)
+
+    def run(data: torch.Tensor) -> torch.Tensor:
+        if placement.op == "sum":
+            return _Alone.apply(data, place, after.mesh.local_shape[axis], first)
+        data = Enter.apply(data, group)
+        if placement.op == "prod" and not first:
+            data = torch.where(data.new_zeros((), dtype=torch.bool), data, torch.ones_like(data))
+        return layout.fill(data if made is None else made(data), after, 0)
+
+    return run
+
+
+class _Alone(torch.autograd.Function):
+    """A value that one coordinate keeps for all; the gradient of a partial sum is the same on each."""
+
+    @staticmethod
+    def forward(ctx: object, data: torch.Tensor, place: int, devices: int, first: bool) -> torch.Tensor:
+        ctx.place = place  # type: ignore[attr-defined]
+        parts = data.new_zeros((*data.shape[:place], devices, *data.shape[place:]))
+        if first:
+            parts.select(place, 0).copy_(data)
+        return parts
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        return gradient.select(ctx.place, 0), None, None, None  # type: ignore[attr-defined]
+
+
+class Pieces:
+    """How the processes of a group cut a dim, of which their axis is the innermost.
+
+    In the array of one process the dim is (outer boxes, own box, chunk), merged. `whole` is what the outer axes alone
+    leave: (outer boxes, size).
+    """
+
+    def __init__(self, sharded: Topology, dim: int, group: Group) -> None:
+        mesh, axes = sharded.mesh, sharded.axes_of[dim]
+        self.place = len(sharded.partial_axes) + dim
+        self.group = group
+        self.outer = math.prod(mesh.local_shape[axis] for axis in axes[:-1])
+        self.own = mesh.local_shape[axes[-1]] * sharded.local_shape[dim]
+        self.size = _with(sharded, {axes[-1]: Replicate()}).local_shape[dim]
+
+    def apart(self, data: torch.Tensor) -> torch.Tensor:
+        """The whole dim as pieces for the processes, which lead: (processes, ..., own piece, ...)."""
+        place, full = self.place, self.group.size * self.own
+        data = data.unflatten(place, (self.outer, self.size)) if self.outer != 1 else data.unsqueeze(place)
+        if full != self.size:
+            data = torch.constant_pad_nd(data, [0, 0] * (data.dim() - place - 2) + [0, full - self.size])
+        return data.unflatten(place + 1, (self.group.size, self.own)).movedim(place + 1, 0)
+
+    def merged(self, piece: torch.Tensor, shift: int = 0) -> torch.Tensor:
+        """A piece (..., outer boxes, own piece, ...) with its dim merged."""
+        return piece.flatten(self.place + shift, self.place + shift + 1)
+
+    def whole(self, pieces: torch.Tensor) -> torch.Tensor:
+        """Pieces of every process, which lead, as the whole dim."""
+        place = self.place
+        if self.outer == 1:
+            joined = pieces.movedim(0, place).flatten(place, place + 1)
+            return joined if joined.shape[place] == self.size else joined.narrow(place, 0, self.size)
+        split = pieces.unflatten(place + 1, (self.outer, self.own)).movedim(0, place + 1)
+        return split.flatten(place + 1, place + 2).narrow(place + 1, 0, self.size).flatten(place, place + 1)

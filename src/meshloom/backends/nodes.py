@@ -1,0 +1,131 @@
+"""How gradients cross processes: a collective and its counterpart, as nodes of torch's graph.
+
+A gradient has the dual placement of its value: that of a replicated value is the same on every process, that of a
+partial sum is the same on every process, that of a shard is a shard.
+
+| node      | forward                          | backward                                    |
+|-----------|----------------------------------|---------------------------------------------|
+| `Enter`   | nothing: a replicated value is used by work that is split | the parts of its gradient add up: all-reduce |
+| `Leave`   | all-reduce of partial sums       | nothing                                     |
+| `Join`    | all-gather of shards             | a slice                                     |
+| `Cut`     | a slice of a replicated value    | all-gather                                  |
+| `Scatter` | reduce-scatter of partial sums   | all-gather                                  |
+| `Swap`    | all-to-all                       | the reverse all-to-all                      |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshloom.backends import wire
+from meshloom.backends.world import Group
+
+
+class Enter(torch.autograd.Function):
+    """A replicated value at the door of split work."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Leave.apply(gradient, ctx.group), None
+
+
+class Leave(torch.autograd.Function):
+    """Partial sums become one value."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, group: Group, own: bool = False) -> torch.Tensor:
+        ctx.group = group
+        return wire.all_reduce(data.detach(), group, own=own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return Enter.apply(gradient, ctx.group), None, None
+
+
+class Join(torch.autograd.Function):
+    """Shards become one value: (...) to (processes, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return wire.all_gather(data, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Cut.apply(gradient, ctx.group), None
+
+
+class Cut(torch.autograd.Function):
+    """One value becomes shards: (processes, ...) to (...)."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return data[group.index].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Join.apply(gradient, ctx.group), None
+
+
+class Scatter(torch.autograd.Function):
+    """Partial sums of (processes, ...) become shards (...)."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return wire.reduce_scatter(data, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Collect.apply(gradient, ctx.group), None
+
+
+class _Collect(torch.autograd.Function):
+    """The gradient of partial sums from those of their shards; its own gradient adds up again."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return wire.all_gather(data, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Scatter.apply(gradient, ctx.group), None
+
+
+class Swap(torch.autograd.Function):
+    """Shards of one dim become shards of another: piece i of (processes, ...) goes to process i."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return wire.all_to_all(data, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Swap.apply(gradient, ctx.group), None
+
+
+def statistic(data: torch.Tensor, group: Group) -> torch.Tensor:
+    """A sum over all processes that split work goes on with: its gradient adds up on the way back."""
+    return Enter.apply(Leave.apply(data, group), group)
+
+
+def combined(data: torch.Tensor, group: Group, op: str) -> torch.Tensor:
+    """The reduction of every process's array by another op than sum, as one value; its gradient is that of the op."""
+    if op == "mean":
+        return Leave.apply(data, group) / group.size
+    if not (torch.is_grad_enabled() and data.requires_grad):
+        return wire.all_reduce(data.detach(), group, op)
+    parts = list(wire.all_gather(data.detach(), group))
+    parts[group.index] = data
+    stacked = torch.stack(parts)
+    return stacked.prod(0) if op == "prod" else stacked.amax(0) if op == "max" else stacked.amin(0)

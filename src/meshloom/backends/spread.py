@@ -1,0 +1,90 @@
+"""A plan carried out by several processes: each computes on its own box, and collectives join what rows leave apart.
+
+The decision is the plan's, row by row, the same on every process. Locally it is the kernel of one process: devices of
+the box are folded into one array call. What is added: operands and results cross processes (`moving`), a result that
+rows leave partial is summed over the processes, an op that needs statistics of a dim which several processes hold
+takes its distributed form (`forms`), and a replicated operand of split work gets its gradient summed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshloom.backends.forms import FORMS, Across
+from meshloom.backends.leaves import entered
+from meshloom.backends.moving import mover
+from meshloom.backends.world import Group, group_of
+from meshloom.engines.kernel import Function, Kernel, Step
+from meshloom.placement import Partial, Replicate, Shard, Topology
+from meshloom.planner import Plan
+
+# ops whose result nobody else holds or has saved for backward: its memory may take the sum
+_FRESH = frozenset("matmul mm bmm mv dot linear einsum sum mean".split())
+
+_EXTREMES = ("amax", "amin")  # their form reduces at once: equal elements share a gradient across processes
+
+
+class Spread(Kernel):
+    """The kernel of a plan on a mesh that processes split."""
+
+    __slots__ = ()
+
+    def _crossing(self) -> list[int]:
+        return [axis for axis, parts in enumerate(self.plan.mesh.processes) if parts > 1]
+
+    def _bring(self, operand: int) -> Step | None:
+        bring, group = self._move(operand), self._entry(operand)
+        if group is None:
+            return bring
+        if bring is None:
+            return lambda data: entered(data, group)
+        return lambda data: entered(bring(data), group)
+
+    def _move(self, operand: int) -> Step | None:
+        plan = self.plan
+        return mover(plan.call.operands[operand], self.ins[operand], plan.machine)
+
+    def enter(self, operand: int, data: torch.Tensor) -> torch.Tensor:
+        """An operand that nothing moves, ready to be used by split work."""
+        group = None if self._move(operand) is not None else self._entry(operand)
+        return data if group is None else entered(data, group)
+
+    def _hand_over(self, result: int, arrived: Topology) -> Step | None:
+        plan = self.plan
+        raw, out = plan.raw[result], plan.outs[result]
+        apart = tuple(axis for axis in self._crossing() if self._is_apart(axis, raw))
+        placements = tuple(raw.placements[a] if a in apart else p for a, p in enumerate(arrived.placements))
+        own = plan.call.op in _FRESH
+        return mover(arrived.with_placements(placements), out, plan.machine, merged=apart, own=own)
+
+    def _is_apart(self, axis: int, raw: Topology) -> bool:
+        """Whether processes hold parts of a sum: the row cuts an operand on an axis that nobody keeps partial."""
+        split = any(isinstance(placement, Shard) for placement in self.plan.rows[axis].ins)
+        apart = isinstance(raw.placements[axis], Partial) and axis not in self.leads and split
+        return apart and not (self.plan.call.op in _EXTREMES and self._has_form(axis))
+
+    def _has_form(self, axis: int) -> bool:
+        """Whether the op takes its distributed form on an axis."""
+        row = self.plan.rows[axis]
+        extreme = self.plan.call.op in _EXTREMES and isinstance(row.outs[0], Partial) and axis not in self.leads
+        return not row.local or (extreme and any(isinstance(placement, Shard) for placement in row.ins))
+
+    def _entry(self, operand: int) -> Group | None:
+        """The processes over which the gradient of a replicated operand is summed."""
+        axes = [axis for axis in self._crossing() if self._is_entered(axis, operand)]
+        return group_of(self.plan.mesh, axes)
+
+    def _is_entered(self, axis: int, operand: int) -> bool:
+        row, placement = self.plan.rows[axis], self.ins[operand].placements[axis]
+        split = any(not isinstance(out, Replicate) for out in row.outs) or bool(row.inner)
+        # what is partial only to be summed again stays whole on every process
+        whole = not any(isinstance(each, Shard) for each in row.ins) and axis not in self.leads
+        return isinstance(placement, Replicate) and split and not whole
+
+    def _function(self) -> Function:
+        axes = [axis for axis in self._crossing() if self._has_form(axis)]
+        if not axes:
+            return super()._function()
+        form = FORMS[self.plan.call.op]
+        across = Across(self.local, self.plan, group_of(self.plan.mesh, axes))
+        return lambda *_, **arguments: form(across, **arguments)

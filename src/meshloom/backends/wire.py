@@ -1,0 +1,140 @@
+"""Collectives between processes: one call of `torch.distributed` each, straight to its groups.
+
+Arrays without data (`meta`) only change their shape here: what is explained never reaches another process. Every call
+goes through `perform`, which numbers it, compares it with what the other processes do (`checks`) and waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshloom.backends.checks import compare
+from meshloom.backends.world import WORLD, Group
+
+SLICE = timedelta(seconds=0.25)  # how long a wait lasts before it looks whether another process has failed
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+# what Gloo cannot carry as it is, and what carries it instead
+_CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
+def perform(kind: str, group: Group, data: torch.Tensor, start: Callable[[], Any]) -> None:
+    """Run one collective to its end, or raise with the story of all processes."""
+    watch = WORLD.watch
+    watch.enter(kind, group, data)
+    try:
+        compare(kind, group, data)
+        wait(start(), watch)
+    except RuntimeError as error:
+        raise watch.explained(error) from error
+    watch.leave()
+
+
+def wait(work: Any, watch: Any) -> None:
+    """Wait for the end of a collective, a slice at a time, for as long as nobody has failed."""
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError as error:
+            if work.is_completed() and "timed out" not in str(error).lower():
+                raise
+            if work.is_completed():
+                work.wait()
+                return
+            watch.look()
+
+
+def _options(op: str) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    return options
+
+
+_OPTIONS = {op: _options(op) for op in _OPS}
+
+
+def _carried(data: torch.Tensor) -> torch.Tensor:
+    """The array as the wire takes it: contiguous, in a dtype that it knows."""
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    carrier = _CARRIERS.get(data.dtype)
+    return data.contiguous() if carrier is None else data.to(carrier).contiguous()
+
+
+def _restored(carried: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(carried)
+    return carried if carried.dtype == dtype else carried.to(dtype)
+
+
+def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool = False) -> torch.Tensor:
+    """The reduction of every process's array; into the same memory where it is `own`."""
+    if data.is_meta or data.numel() == 0:
+        return data
+    if data.is_complex() and op not in ("sum", "mean"):
+        return _REDUCE[op](all_gather(data, group))
+    sent = _carried(data)
+    if not own and sent.data_ptr() == data.data_ptr():
+        sent = sent.clone()
+    perform("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]))
+    found = _restored(sent, data.dtype)
+    return found / group.size if op == "mean" else found
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"prod": lambda parts: parts.prod(0)}
+
+
+def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
+    """Every process's array, stacked in the order of the group."""
+    if data.is_meta or data.numel() == 0:
+        return data.new_empty((group.size, *data.shape))
+    sent = _carried(data)
+    room = sent.new_empty((group.size, *sent.shape))
+    perform("all_gather", group, sent, lambda: group.handle._allgather_base(room.view(-1), sent.view(-1)))
+    return _restored(room, data.dtype)
+
+
+def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
+    """Piece i of every process, reduced, at process i."""
+    if pieces.is_meta or pieces.numel() == 0:
+        return pieces.new_empty(pieces.shape[1:])
+    sent = _carried(pieces)
+    room = sent.new_empty(sent.shape[1:])
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _OPS[op]
+    perform("reduce_scatter", group, sent, lambda: group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options))
+    found = _restored(room, pieces.dtype)
+    return found / group.size if op == "mean" else found
+
+
+def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:
+    """Piece i goes to process i: what comes back is a piece from each."""
+    if pieces.is_meta or pieces.numel() == 0:
+        return torch.empty_like(pieces)
+    sent = _carried(pieces)
+    room = torch.empty_like(sent)
+    perform("all_to_all", group, sent, lambda: group.handle.alltoall_base(room.view(-1), sent.view(-1), [], []))
+    return _restored(room, pieces.dtype)
+
+
+def broadcast(data: torch.Tensor, group: Group, root: int) -> torch.Tensor:
+    """The array of process `root` of the group."""
+    if data.is_meta or data.numel() == 0:
+        return data
+    sent = _carried(data).clone()
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    perform("broadcast", group, sent, lambda: group.handle.broadcast([sent], options))
+    return _restored(sent, data.dtype)

@@ -1,0 +1,197 @@
+"""The processes that run this program together: who they are, and the groups of them along mesh axes.
+
+`join` is called by `open_mesh` and does nothing outside of torchrun's environment. Inside it, the processes meet once
+through `torch.distributed`: Gloo on CPU, NCCL beside it where this process has a GPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshloom.backends.watch import Watch, meeting
+from meshloom.errors import ArgumentError, LostError, closest
+from meshloom.mesh import HERE, Mesh
+
+CHECKS = ("always", "sample", "off")
+TIMEOUT = 300.0
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Processes that communicate: their ranks in order, torch's group of them, and this process's number among them."""
+
+    ranks: tuple[int, ...]
+    handle: Any
+    index: int
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return len(self.ranks)
+
+
+@dataclass
+class World:
+    """All processes of this run, and how they look after each other."""
+
+    timeout: float = TIMEOUT
+    check: str = "sample"
+    device: torch.device = torch.device("cpu")
+    control: Group | None = None
+    watch: Any = None
+    groups: dict[Any, Group] = field(default_factory=dict)
+    handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether there are other processes."""
+        return self.control is not None
+
+
+WORLD = World()
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or something like it, started this process together with others."""
+    given = [name for name in VARIABLES if os.environ.get(name)]
+    if "RANK" not in given and "WORLD_SIZE" not in given:
+        return False
+    if len(given) < len(VARIABLES):
+        missing = ", ".join(name for name in VARIABLES if name not in given)
+        raise ArgumentError(
+            f"the environment of a rank is set in part: {missing} missing",
+            given=", ".join(given),
+            fix="start the script with torchrun or `meshloom run`, or unset RANK and WORLD_SIZE",
+        )
+    return int(os.environ["WORLD_SIZE"]) > 1
+
+
+def join(timeout: float | None = None, check: str | None = None) -> World:
+    """Meet the other processes of this run, once; alone, nothing happens."""
+    if timeout is not None or not WORLD.is_joined:
+        WORLD.timeout = _seconds(timeout if timeout is not None else os.environ.get("MESHLOOM_TIMEOUT", TIMEOUT))
+    if check is not None or not WORLD.is_joined:
+        WORLD.check = _check(check if check is not None else os.environ.get("MESHLOOM_CHECK", "sample"))
+    if not WORLD.is_joined and (dist.is_initialized() or is_launched()):
+        _meet()
+    return WORLD
+
+
+def _seconds(value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds > 0:
+        raise ArgumentError(f"timeout {value!r} is not a number of seconds", fix="give seconds above 0, such as 60")
+    return seconds
+
+
+def _check(value: str) -> str:
+    if value not in CHECKS:
+        raise ArgumentError(f"check {value!r} is not known", fix=closest(value, CHECKS))
+    return value
+
+
+def _meet() -> None:
+    WORLD.device = _device()
+    patience = timedelta(seconds=WORLD.timeout)
+    if not dist.is_initialized():
+        with meeting(WORLD.timeout):
+            dist.init_process_group(_backend(WORLD.device), timeout=patience)
+        atexit.register(_leave)
+    HERE.rank, HERE.count = dist.get_rank(), dist.get_world_size()
+    if HERE.count == 1:
+        return
+    ranks = tuple(range(HERE.count))
+    WORLD.handles[ranks] = dist.group.WORLD
+    with meeting(WORLD.timeout):
+        WORLD.control = Group(ranks, dist.new_group(list(ranks), timeout=10 * patience, backend="gloo"), HERE.rank)
+    dist.distributed_c10d._set_pg_timeout(10 * patience, dist.group.WORLD)  # ours is the one that reports
+    WORLD.watch = Watch(WORLD)
+    WORLD.watch.start()
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _device() -> torch.device:
+    """Where this process holds its blocks: its own GPU if it has one, else the CPU."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    wanted = os.environ.get("MESHLOOM_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cpu" or local >= torch.cuda.device_count():
+        return torch.device("cpu")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _leave() -> None:
+    if WORLD.watch is not None:
+        WORLD.watch.stop()
+    if dist.is_initialized() and not (WORLD.watch is not None and WORLD.watch.failure):
+        dist.destroy_process_group()
+
+
+def group_of(mesh: Mesh, axes: Sequence[int]) -> Group | None:
+    """The group of this process along some axes of a mesh; None where they do not leave the process.
+
+    Every process makes the groups of all processes, in the same order, when the first plan needs them.
+    """
+    crossing = tuple(axis for axis in axes if mesh.processes[axis] > 1)
+    if not crossing:
+        return None
+    key = (mesh.processes, crossing)
+    if key not in WORLD.groups:
+        WORLD.groups[key] = _made(mesh.processes, crossing)
+    return WORLD.groups[key]
+
+
+def _made(grid: tuple[int, ...], crossing: tuple[int, ...]) -> Group:
+    if math.prod(grid) != HERE.count or not WORLD.is_joined:
+        raise LostError(
+            f"a mesh over {math.prod(grid)} processes is used by {HERE.count}",
+            fix="open it in the processes that use it: loom.open_mesh(...)",
+        )
+    handles = {ranks: _handle(ranks) for ranks in partition(grid, crossing)}
+    ranks = next(ranks for ranks in handles if HERE.rank in ranks)
+    return Group(ranks, handles[ranks], ranks.index(HERE.rank))
+
+
+def partition(grid: tuple[int, ...], crossing: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The groups along some axes: one for every place on the others, members in row-major order.
+
+    >>> partition((2, 2), (0,))
+    [(0, 2), (1, 3)]
+    """
+    fixed = [range(1) if axis in crossing else range(size) for axis, size in enumerate(grid)]
+    moving = [range(size) if axis in crossing else range(1) for axis, size in enumerate(grid)]
+    return [
+        tuple(_rank([b + m for b, m in zip(base, move, strict=True)], grid) for move in itertools.product(*moving))
+        for base in itertools.product(*fixed)
+    ]
+
+
+def _rank(place: Sequence[int], grid: Sequence[int]) -> int:
+    rank = 0
+    for c, parts in zip(place, grid, strict=True):
+        rank = rank * parts + c
+    return rank
+
+
+def _handle(ranks: tuple[int, ...]) -> Any:
+    """torch's group of these ranks, made once."""
+    if ranks not in WORLD.handles:
+        WORLD.handles[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=10 * WORLD.timeout))
+    return WORLD.handles[ranks]
