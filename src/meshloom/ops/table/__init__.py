@@ -9,8 +9,6 @@ from meshloom.ops.labels import table, unknown_op
 from meshloom.ops.rule import Op
 from meshloom.ops.table.contractions import CONTRACTIONS
 from meshloom.ops.table.lookup import LOOKUP
-from meshloom.ops.table.matrices import MATRICES
-from meshloom.ops.table.order import ORDER
 from meshloom.ops.table.pointwise import POINTWISE, POINTWISE_NAMES
 from meshloom.ops.table.reductions import REDUCTIONS
 from meshloom.ops.table.shape import SHAPE
