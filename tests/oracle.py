@@ -35,21 +35,40 @@ def draw_values(operand: Operand, seed: int, lead: tuple[int, ...] = ()) -> torc
     shape = lead + operand.shape
     if operand.values.startswith("below:"):
         return torch.randint(0, int(operand.values[6:]), shape, generator=generator)
+    if operand.values.startswith("distinct:"):
+        return torch.randperm(int(operand.values[9:]), generator=generator)[: shape[0]]
+    if operand.values in ("regular", "definite"):
+        return draw_matrices(operand, generator)
+    if operand.values == "sorted":
+        return draw_values(Operand(operand.shape, operand.dtype), seed).sort().values
     if operand.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < (0.9 if operand.values == "mostly" else 0.5)
     if operand.dtype.is_floating_point:
         values = torch.randn(shape, generator=generator)
         if operand.values == "nonzero":
             values = values.sign() * (values.abs() + 0.5) + (values == 0)
+        if operand.values == "small":
+            values = values / 4
         if operand.values == "positive":
             values = values.abs() + 0.1
         if operand.values == "unit":
             values = values.sigmoid()
+        if operand.values == "wild":
+            values = (values / (values.abs() > 0.5)).where(values.abs() > 0.2, torch.nan)
         return values.to(operand.dtype)
     values = torch.randint(-3, 4, shape, generator=generator)
     if operand.values == "nonzero":
         values = torch.where(values == 0, 1, values)
     return values.to(operand.dtype)
+
+
+def draw_matrices(operand: Operand, generator: torch.Generator) -> torch.Tensor:
+    """Matrices that are far from singular: with a heavy diagonal, or symmetric and positive."""
+    values = torch.randn(operand.shape, generator=generator)
+    m, n = operand.shape[-2:]
+    if operand.values == "definite":
+        return values @ values.mT + torch.diag(torch.arange(1.0, n + 1))
+    return values + 3 * torch.eye(m, n) * torch.arange(1.0, n + 1)
 
 
 def partial_ops(dtype: torch.dtype) -> tuple[str, ...]:
@@ -78,7 +97,7 @@ class Made:
     """An operand made twice: dense and on the mesh; with a gradient where it can have one."""
 
     def __init__(self, d: Draw, mesh: Mesh, operand: Operand, gradients: bool) -> None:
-        given = operand.values.startswith("below:") or operand.values in ("nonzero", "mostly", "positive", "unit")
+        given = operand.values.startswith("below:") or operand.values in ("nonzero", "mostly", "positive", "unit", "wild")
         placements = draw_placements(d, mesh, operand.shape, operand.dtype, partial=not given)
         seed = d.number(0, 10_000)
         partial = any(isinstance(each, Partial) for each in placements)

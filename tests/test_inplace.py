@@ -103,9 +103,17 @@ ARGUMENTS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "clamp": [((0.8, 1.2), {}), ((), {"min": 1.0}), ((drawn(seed=1),), {})],
     "masked_fill": [((drawn(seed=1) > 1, 7.0), {}), ((drawn((5,), 1) > 1, torch.tensor(3.0)), {})],
     **{name: [((drawn(seed=1),), {}), ((1.0,), {})] for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: [((drawn(seed=1),), {})] for name in "atan2 hypot nextafter heaviside ldexp igamma igammac".split()},
+    **{name: [((drawn(seed=1),), {}), ((1,), {})] for name in "clamp_min clamp_max copysign xlogy".split()},
+    "float_power": [],  # gives float64, which a float32 target refuses, as in torch
+    "nan_to_num": [((), {"nan": 1.0})],
+    "logit": [((0.1,), {})],
     **{name: [((drawn(seed=1).round() > 1,), {})] for name in ("logical_and", "logical_or", "logical_xor")},
 }
-INTEGERS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")
+INTEGERS = (
+    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "gcd",
+    "lcm",
+)  # fmt: skip
 
 
 def test_the_in_place_forms_are_those_of_the_pointwise_ops() -> None:

@@ -34,10 +34,20 @@ less_equal linear log log1p log_softmax logical_and logical_not logical_or logic
 mean min minimum mm mul multiply mv narrow ne neg negative not_equal permute pow prod reciprocal relu remainder reshape
 round rsqrt scaled_dot_product_attention sigmoid sign silu sin softmax special_expit split sqrt square squeeze stack sub
 subtract sum swapaxes swapdims tanh to transpose true_divide unsqueeze var view where
+acos acosh angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh bitwise_left_shift
+bitwise_right_shift celu clamp_max clamp_min complex conj_physical copysign cosh deg2rad digamma elu erfc erfinv exp2
+fix float_power fmax fmin frac gcd glu hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac
+isclose isneginf isposinf isreal lcm ldexp leaky_relu lgamma log10 log2 logaddexp logaddexp2 logit logsigmoid mish
+nan_to_num nextafter positive prelu rad2deg relu6 selu sgn signbit sinc sinh softplus softshrink softsign
+special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx
+special_gammainc special_gammaincc special_gammaln special_i0e special_i1 special_i1e special_log_ndtr
+special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+special_ndtr special_ndtri special_psi special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+special_spherical_bessel_j0 special_xlog1py special_zeta tan tanhshrink threshold trunc xlogy
 """.split()
 
 # Public, but not taken along by `from meshloom import *`, which would hide Python's own.
-AS_BUILTINS = "abs all any max min pow round sum".split()
+AS_BUILTINS = "abs all any complex max min pow round sum".split()
 
 # Ops of the table without a public name: max and min are reached by their own names, which sort out the overloads.
 NO_FUNCTION = {"max_dim", "min_dim"}
@@ -113,16 +123,28 @@ def given(*args: Any, **kwargs: Any) -> Arguments:
 
 UNARY = (
     "abs ceil clone cos erf exp expm1 floor gelu isfinite isinf isnan log log1p logical_not neg reciprocal relu round "
-    "rsqrt sigmoid sign silu sin sqrt square tanh"
+    "rsqrt sigmoid sign silu sin sqrt square tanh acos acosh angle asin asinh atan atanh celu conj_physical cosh "
+    "deg2rad digamma elu erfc erfinv exp2 frac glu hardshrink hardsigmoid hardswish hardtanh i0 isneginf isposinf "
+    "isreal leaky_relu lgamma log10 log2 logit logsigmoid mish nan_to_num positive rad2deg relu6 selu sgn signbit sinc "
+    "sinh softplus softshrink softsign special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 "
+    "special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr "
+    "special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 "
+    "special_ndtr special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+    "special_spherical_bessel_j0 tan tanhshrink trunc"
 ).split()
 BINARY = (
     "add sub mul div floor_divide remainder fmod pow maximum minimum eq ne lt le gt ge logical_and logical_or "
-    "logical_xor"
+    "logical_xor atan2 clamp_max clamp_min complex copysign float_power fmax fmin heaviside hypot igamma igammac "
+    "isclose ldexp logaddexp logaddexp2 nextafter special_xlog1py special_zeta xlogy"
 ).split()
+SHIFTS = ("bitwise_left_shift", "bitwise_right_shift")
 SAMPLES: dict[str, Callable[[], Arguments]] = {
     **{name: lambda: given(x()) for name in UNARY},
     **{name: lambda: given(x(), y()) for name in BINARY},
-    **{name: lambda: given(integers(), 3) for name in ("bitwise_and", "bitwise_or", "bitwise_xor")},
+    **{name: lambda: given(integers(), 3) for name in ("bitwise_and", "bitwise_or", "bitwise_xor", *SHIFTS)},
+    **{name: lambda: given(integers(), integers()) for name in ("gcd", "lcm")},
+    "prelu": lambda: given(x(), put("R, S(0)", 4)),
+    "threshold": lambda: given(x(), 0.1, 3.0),
     "bitwise_not": lambda: given(integers()),
     "lerp": lambda: given(x(), y(), 0.5),
     "addcmul": lambda: given(x(), y(), y()),
@@ -181,6 +203,10 @@ def ways(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"torch.{public}", getattr(torch, public)
     if hasattr(F, public):
         yield f"F.{public}", getattr(F, public)
+    for space in (torch.special, torch.linalg):
+        bare = public.removeprefix(f"{space.__name__.split('.')[-1]}_")
+        if bare != public and hasattr(space, bare):
+            yield f"{space.__name__}.{bare}", getattr(space, bare)
 
 
 def told(log: Log) -> list[Any]:
@@ -244,6 +270,8 @@ OPERATORS = {
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_xor": operator.xor,
+    "bitwise_left_shift": operator.lshift,
+    "bitwise_right_shift": operator.rshift,
     "bitwise_not": operator.invert,
     "neg": operator.neg,
     "abs": operator.abs,

@@ -57,10 +57,10 @@ def pair(function: Callable[..., Any], values: str = "any") -> Sample:
     return sample
 
 
-def with_options(function: Callable[..., Any], *options: dict[str, Any]) -> Sample:
+def with_options(function: Callable[..., Any], *options: dict[str, Any], values: str = "any") -> Sample:
     def sample(d: Draw) -> Case:
         chosen = d.pick(options)
-        return unary(lambda x: function(x, **chosen))(d)
+        return unary(lambda x: function(x, **chosen), FLOATS, values)(d)
 
     return sample
 
@@ -216,9 +216,7 @@ POINTWISE: dict[str, Sample] = {
     "isneginf": unary(torch.isneginf, ALL),
     "clamp_min": binary(torch.clamp_min, NUMBERS, scalars=(1, -0.5)),
     "clamp_max": binary(torch.clamp_max, NUMBERS, scalars=(-1, 0.5)),
-    "nan_to_num": lambda d: unary(
-        (lambda options: lambda x: torch.nan_to_num(x.log(), **options))(d.pick(({}, {"nan": 2.0, "neginf": 0.5})))
-    )(d),
+    "nan_to_num": with_options(torch.nan_to_num, {}, {"nan": 2.0, "neginf": 0.5, "posinf": -1.0}, values="wild"),
     "log2": unary(torch.log2),
     "log10": unary(torch.log10),
     "logit": lambda d: unary((lambda e: lambda x: torch.logit(x, e))(d.pick((None, 0.1))))(d),

@@ -210,7 +210,7 @@ def _needs_mask(plan: Plan) -> bool:
     if op.signature is not None:
         return False
     out = plan.raw[0]
-    if len(plan.call.operands) < len(plan.call.leaves):
+    if len(plan.call.operands) < len(plan.call.leaves) + len(plan.call.arguments):
         return True
     for dim in out.padded_dims:
         for topology in plan.ins:

@@ -54,6 +54,7 @@ def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: C
 INPLACE = {f"__i{name}__": op for name, op in {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
     "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
 }.items()}  # fmt: skip
 
 

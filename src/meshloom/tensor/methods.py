@@ -96,11 +96,10 @@ def _unary(name: str) -> Callable[..., Any]:
 
 def _attach() -> None:
     binary = {dunder: name for dunder, name in ALIASES.items() if dunder.startswith("__") and dunder not in _OWN}
-    reverse = ("__rsub__", "__rtruediv__", "__rpow__", "__rmod__", "__rfloordiv__", "__rmatmul__")
-    shift = ("__lshift__", "__rshift__", "__ilshift__", "__irshift__", "__rlshift__", "__rrshift__")
+    reverse = "__rsub__ __rtruediv__ __rpow__ __rmod__ __rfloordiv__ __rmatmul__ __rlshift__ __rrshift__".split()
     for dunder, name in binary.items():
         setattr(Tensor, dunder, _binary(name))
-    for dunder in (*reverse, *shift, *INPLACE):
+    for dunder in (*reverse, *INPLACE):
         setattr(Tensor, dunder, _operator(dunder))
     for name in {*OPS, *ALIASES, *FRONTS, *(op + "_" for op in OPS if is_written(op + "_"))}:
         if not name.startswith("_") and name not in ("getitem", "where", "einsum", "max_dim", "min_dim"):

@@ -188,6 +188,8 @@ POINTWISE_NAMES: dict[str, str] = {
     "arctan2": "atan2",
     "arctanh": "atanh",
     "fix": "trunc",
+    "__lshift__": "bitwise_left_shift",
+    "__rshift__": "bitwise_right_shift",
     "special_gammainc": "igamma",
     "special_gammaincc": "igammac",
     "special_gammaln": "lgamma",

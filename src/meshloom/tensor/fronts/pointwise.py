@@ -70,21 +70,6 @@ def _rrelu(
     return _activation("leaky_relu")(input, (lower + upper) / 2, inplace=inplace)
 
 
-def _shift(symbol: str, name: str) -> Front:
-    """`<<` and `>>` on integers; of floats torch means a product with a power of two."""
-
-    def front(input: Any, other: Any) -> Any:
-        if any(_is_float(each) for each in (input, other)):
-            return fallback(getattr(torch.Tensor, symbol), (input, other), {}, symbol)
-        return invoke(name, (input, other), {})
-
-    return front
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, float) or getattr(own(value), "dtype", torch.int64).is_floating_point
-
-
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Zero each element with probability p and scale the rest; the same elements for any placements.
 
@@ -115,11 +100,9 @@ POINTWISE: dict[str, Front] = {
     "__rpow__": _reverse("pow"),
     "__rmod__": _reverse("remainder"),
     "__rfloordiv__": _reverse("floor_divide"),
+    "__rlshift__": _reverse("bitwise_left_shift"),
+    "__rrshift__": _reverse("bitwise_right_shift"),
     "__rmatmul__": _swapped("matmul"),
-    "__lshift__": _shift("__lshift__", "bitwise_left_shift"),
-    "__rshift__": _shift("__rshift__", "bitwise_right_shift"),
-    "__ilshift__": _shift("__ilshift__", "bitwise_left_shift_"),
-    "__irshift__": _shift("__irshift__", "bitwise_right_shift_"),
     **{name: _activation(name) for name in ACTIVATIONS},
     "rrelu": _rrelu,
     "dropout": dropout,
