@@ -13,6 +13,7 @@ from importlib import import_module
 from meshloom.errors import MeshloomError
 
 COMMANDS = {
+    "run": "run a script as several processes, on one host or on several",
     "calibrate": "measure this machine and write its figures as a preset",
 }
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MeshloomError, OSError) as error:
         print(f"meshloom {options.command}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"meshloom {options.command}: stopped, nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"meshloom {options.command}: stopped, {str(stop) or 'nothing was written'}", file=sys.stderr)
         return 130
     return 0

@@ -1,0 +1,156 @@
+"""What several ranks say, as one text: a line that all of them say is shown once. Pure: time is an argument.
+
+`Lines` cuts one rank's bytes into lines; `Merger` brings the lines of all ranks together. A line is held until every
+rank has said it, has gone past it or has ended, or until `wait` seconds are over; lines of a rank keep their order.
+"""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+WAIT = 0.5  # seconds that a line waits for the other ranks, and half a line for its end
+LIMIT = 10_000  # lines that are held at most
+
+
+@dataclass(slots=True)
+class Said:
+    """A line, the ranks that said it, and when the first of them did."""
+
+    line: str
+    ranks: set[int]
+    since: float
+
+
+class Merger:
+    """Lines of several ranks in one order.
+
+    >>> merger = Merger([0, 1])
+    >>> for rank, line in [(0, "start"), (1, "start"), (0, "mine"), (0, "end"), (1, "end")]:
+    ...     for said in merger.say(rank, line, now=0.0):
+    ...         print(sorted(said.ranks), said.line)
+    [0, 1] start
+    [0] mine
+    [0, 1] end
+    """
+
+    def __init__(self, ranks: Iterable[int], wait: float = WAIT) -> None:
+        self._wait = wait
+        self._held: deque[Said] = deque()
+        self._first = 0  # the number of the line at the head; lines are numbered through
+        self._at = dict.fromkeys(ranks, -1)  # the number of the last line of every rank that still runs
+        self._numbers: dict[str, list[int]] = {}  # the numbers of held lines by text
+
+    def say(self, rank: int, line: str, now: float) -> list[Said]:
+        """A rank says a line: what can be shown now."""
+        numbers = self._numbers.setdefault(line, [])
+        later = bisect_right(numbers, self._at[rank])
+        if later == len(numbers):
+            numbers.append(self._first + len(self._held))
+            self._held.append(Said(line, {rank}, now))
+        else:
+            self._held[numbers[later] - self._first].ranks.add(rank)
+        self._at[rank] = numbers[later]
+        return list(self._ready(now))
+
+    def leave(self, rank: int, now: float) -> list[Said]:
+        """A rank has ended and says no more."""
+        self._at.pop(rank, None)
+        return list(self._ready(now))
+
+    def tick(self, now: float) -> list[Said]:
+        """What has waited long enough."""
+        return list(self._ready(now))
+
+    @property
+    def due(self) -> float | None:
+        """When the line at the head has waited long enough."""
+        return self._held[0].since + self._wait if self._held else None
+
+    def _ready(self, now: float) -> Iterator[Said]:
+        while self._held:
+            head = self._held[0]
+            passed = all(at > self._first or rank in head.ranks for rank, at in self._at.items())
+            if not passed and now < head.since + self._wait and len(self._held) <= LIMIT:
+                return
+            self._take()
+            yield head
+
+    def _take(self) -> None:
+        head = self._held.popleft()
+        numbers = self._numbers[head.line]
+        numbers.pop(0)
+        if not numbers:
+            del self._numbers[head.line]
+        self._first += 1
+
+
+class Lines:
+    """One rank's bytes as lines; half a line that waits too long, or is the last, is a line.
+
+    >>> lines = Lines()
+    >>> lines.feed(b"one\\nt", now=0.0), lines.feed(b"wo\\n", now=0.1)
+    (['one'], ['two'])
+    """
+
+    def __init__(self, wait: float = WAIT) -> None:
+        self._wait = wait
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = ""
+        self._since = 0.0
+
+    def feed(self, data: bytes, now: float) -> list[str]:
+        """The lines that these bytes complete."""
+        waited = bool(self._rest)
+        *whole, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
+        if whole or not waited:
+            self._since = now
+        return [_seen(line) for line in whole]
+
+    def tick(self, now: float) -> list[str]:
+        """Half a line that has waited long enough."""
+        return self._cut() if self._rest and now >= self._since + self._wait else []
+
+    def end(self) -> list[str]:
+        """What is left at the end."""
+        self._rest += self._decoder.decode(b"", final=True)
+        return self._cut() if self._rest else []
+
+    @property
+    def due(self) -> float | None:
+        """When half a line has waited long enough."""
+        return self._since + self._wait if self._rest else None
+
+    def _cut(self) -> list[str]:
+        rest, self._rest = self._rest, ""
+        return [_seen(rest)]
+
+
+def _seen(line: str) -> str:
+    """What a terminal leaves of a line: a progress bar goes back with \\r and writes over itself."""
+    return next((part for part in reversed(line.split("\r")) if part), "")
+
+
+def tag(ranks: Iterable[int], world: int) -> str:
+    """Who said it, in brackets.
+
+    >>> tag([1], 4), tag([0, 1, 3], 4), tag(range(4), 4)
+    ('[rank 1]', '[ranks 0-1,3]', '[all 4]')
+    """
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"[rank {numbers[0]}]"
+    return f"[all {world}]" if len(numbers) == world else f"[ranks {_runs(numbers)}]"
+
+
+def _runs(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,87 @@
+"""What a rank runs first: a line to the launcher, then the user's script as `python script.py` would run it.
+
+Started by its path, so that it costs no import of the package. On the line it says its process id, then how the script
+ended, before the interpreter winds down; the system closes the line when the process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from types import TracebackType
+from typing import Any
+
+LIFELINE = "MESHLOOM_LIFELINE"
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script, or with `-m` a module, and tell the launcher how it ended."""
+    end_with(os.getppid())
+    tell = open_line(os.environ.pop(LIFELINE))
+    try:
+        run(arguments)
+    except BaseException as error:
+        code = exit_code(error)
+        if isinstance(error, SystemExit):
+            tell(has_failed=code != 0)
+            raise
+        tell(has_failed=True, error=f"{type(error).__name__}: {error}")
+        trace = of_script(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(code)
+
+
+def run(arguments: list[str]) -> None:
+    """Give the script the arguments and the import path that it would have alone."""
+    if arguments[0] == "-m":
+        sys.argv, sys.path[0] = arguments[1:], os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def exit_code(error: BaseException) -> int:
+    """What the process ends with: 0 only for an exit that says so."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def open_line(path: str) -> Any:
+    """A function that sends what it is given to the launcher; children of this process do not hold the line open."""
+    line = os.open(path, os.O_WRONLY)
+    os.register_at_fork(after_in_child=lambda: os.close(line))
+
+    def tell(**facts: Any) -> None:
+        os.write(line, json.dumps(facts).encode()[:4000] + b"\n")
+
+    tell(pid=os.getpid())
+    return tell
+
+
+def of_script(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script on, without the frames that started it."""
+    own = (__file__, runpy.__file__, "<frozen runpy>")
+    found = trace
+    while found is not None and found.tb_frame.f_code.co_filename in own:
+        found = found.tb_next
+    return found or trace
+
+
+def end_with(launcher: int) -> None:
+    """Let the system end this process when the launcher dies, even by kill -9 (Linux only)."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher:
+        sys.exit("the launcher is gone")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,272 @@
+"""Run a script as several processes, on one host or on several; inside it `open_mesh` splits its mesh over them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshloom.errors import LaunchError, message
+
+if TYPE_CHECKING:
+    from meshloom.backends.bindings import Binding, Bindings
+
+PORT = 29500  # torchrun's own
+ENTRY = str(Path(__file__).with_name("rank.py"))
+
+EXAMPLES = """
+examples:
+  meshloom run --nproc 4 train.py --lr 0.1           four processes on this host
+  meshloom run --nproc 4 -m package.train            a module instead of a file
+  meshloom run --hosts a:4,b:4 --node-rank 0 train.py     on host a
+  meshloom run --hosts a:4,b:4 --node-rank 1 train.py     on host b: they meet at a, port 29500
+  meshloom run --bindings ranks.yaml train.py        ranks, meshes, devices and variables from a file
+  meshloom run --nproc 4 --dry-run train.py          print what would run
+
+The output of the ranks is shown as they speak: [rank 1] before what one says, [all 4] before what all say. Options of
+the launcher stand before the script; what follows it belongs to the script. Exit code: 0, 1 if a rank failed, 130
+after Ctrl-C.
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What `meshloom run` takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    where = parser.add_argument_group("where")
+    where.add_argument("--nproc", type=_positive, help="the number of processes on this host")
+    where.add_argument("--hosts", help="every host with its number of processes, as a:4,b:4, the same on each of them")
+    where.add_argument("--node-rank", type=_natural, help="which of the hosts this is (default: found by its name)")
+    where.add_argument("--bindings", type=Path, help="a YAML file: rank, mesh id, host rank, devices, variables")
+    meeting = parser.add_argument_group("how hosts meet (as in torchrun)")
+    meeting.add_argument("--rdzv-endpoint", help=f"host:port of the meeting point (default: the first host, {PORT})")
+    meeting.add_argument("--rdzv-backend", choices=("static", "c10d"), help="default: static; c10d on one host")
+    meeting.add_argument("--rdzv-id", help="a name for this run, the same on every host")
+    meeting.add_argument("--start-timeout", type=_positive, default=300, help="seconds to wait for hosts (%(default)s)")
+    how = parser.add_argument_group("how it runs")
+    how.add_argument("--timeout", type=_seconds, help="seconds that a collective may take (MESHLOOM_TIMEOUT)")
+    how.add_argument("--check", choices=("always", "sample", "off"), help="compare what ranks do (MESHLOOM_CHECK)")
+    how.add_argument("--log-dir", type=Path, help="a folder for the output of every rank, one file per stream")
+    how.add_argument("--dry-run", action="store_true", help="print the ranks, their environment and commands, and end")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="the file to run")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what would run, or run it."""
+    plan = planned(options)
+    if options.dry_run:
+        print(plan)
+        return
+    _check_script(options)
+    if plan.log_dir is not None:
+        _check_folder(plan.log_dir)
+    with _quiet_start():
+        from meshloom.cli.launching import launch  # loads torch
+
+    launch(plan)
+
+
+@contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Load torch such that its C++ code does not log in this process; ranks do not inherit that."""
+    name, before = "TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ.setdefault(name, "FATAL")
+    yield
+    if before is None:
+        del os.environ[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Everything that is decided before the first rank starts."""
+
+    bindings: Bindings
+    node: int
+    command: tuple[str, ...]
+    settings: tuple[tuple[str, str], ...]
+    backend: str
+    endpoint: str
+    run_id: str
+    start_timeout: int
+    log_dir: Path | None
+
+    @property
+    def local(self) -> tuple[Binding, ...]:
+        """The ranks of this host."""
+        host, _ = self.bindings.hosts[self.node]
+        return tuple(binding for binding in self.bindings if binding.host == host)
+
+    def environment_of(self, rank: int) -> dict[str, str]:
+        """What the launcher adds to a rank's environment, beside torchrun's own variables."""
+        return {**dict(self.settings), **self._threads(rank), **self.bindings[rank].environment()}
+
+    def _threads(self, rank: int) -> dict[str, str]:
+        """The cores of a host shared out to its ranks, unless the user has said otherwise."""
+        if "OMP_NUM_THREADS" in os.environ:
+            return {}
+        ranks = dict(self.bindings.hosts)[self.bindings[rank].host]
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+
+    def __str__(self) -> str:
+        hosts = self.bindings.hosts
+        head = f"{_count(len(self.bindings), 'rank')} on {_count(len(hosts), 'host')}, meeting at {self.endpoint}"
+        ranks = "\n\n".join(self._told(binding) for binding in self.bindings)
+        return f"{head} ({self.backend})\n\n{self.bindings}\n\n{ranks}"
+
+    def _told(self, binding: Binding) -> str:
+        told = {**self._torchruns(binding), **self.environment_of(binding.rank)}
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
+        command = shlex.join(self.command)
+        return message(f"rank {binding.rank} on {binding.host}", environment=variables, command=command)
+
+    def _torchruns(self, binding: Binding) -> dict[str, str]:
+        """The variables that torchrun sets and that are known beforehand."""
+        names = [host for host, _ in self.bindings.hosts]
+        found = {
+            "RANK": binding.rank,
+            "WORLD_SIZE": len(self.bindings),
+            "LOCAL_RANK": binding.local_rank,
+            "LOCAL_WORLD_SIZE": dict(self.bindings.hosts)[binding.host],
+            "GROUP_RANK": names.index(binding.host),
+        }
+        if self.backend == "static":
+            address, _, port = self.endpoint.rpartition(":")
+            found |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+        return {name: str(value) for name, value in found.items()}
+
+
+def planned(options: argparse.Namespace) -> Launch:
+    """The launch that the command line asks for."""
+    bindings = _bindings(options)
+    hosts = bindings.hosts
+    backend = options.rdzv_backend or ("static" if len(hosts) > 1 or options.rdzv_endpoint else "c10d")
+    if backend == "c10d" and len(hosts) > 1 and options.bindings:
+        raise LaunchError(
+            "c10d hands out ranks as hosts arrive, so bindings cannot hold", fix="leave out --rdzv-backend"
+        )
+    return Launch(
+        bindings=bindings,
+        node=_node(options, hosts),
+        command=(sys.executable, "-u", ENTRY, *(["-m"] if options.module else []), options.script, *options.args),
+        settings=_settings(options),
+        backend=backend,
+        endpoint=_endpoint(options.rdzv_endpoint, backend, hosts),
+        run_id=options.rdzv_id or ("meshloom" if len(hosts) > 1 else uuid.uuid4().hex),
+        start_timeout=options.start_timeout,
+        log_dir=options.log_dir,
+    )
+
+
+def _bindings(options: argparse.Namespace) -> Bindings:
+    from meshloom.backends.bindings import ALONE, Bindings, read_hosts
+    from meshloom.backends.rank_file import read_bindings
+
+    hosts = read_hosts(options.hosts) if options.hosts else None
+    if options.bindings:
+        found = read_bindings(options.bindings)
+        bindings = found if hosts is None else found.placed(hosts)
+    elif hosts is not None:
+        bindings = Bindings.on(hosts)
+    elif options.nproc is None:
+        raise LaunchError("the number of ranks is not given", fix="add --nproc 4, --hosts a:4,b:4 or --bindings FILE")
+    else:
+        return Bindings.on([(ALONE, options.nproc)])
+    wrong = next((host for host in bindings.hosts if options.nproc not in (None, host[1])), None)
+    if wrong is not None:
+        raise LaunchError(
+            f"--nproc {options.nproc} contradicts {wrong[1]} ranks on {wrong[0]}", fix="leave out --nproc"
+        )
+    return bindings
+
+
+def _node(options: argparse.Namespace, hosts: tuple[tuple[str, int], ...]) -> int:
+    names = [name for name, _ in hosts]
+    if options.node_rank is not None:
+        if options.node_rank >= len(names):
+            raise LaunchError(
+                f"--node-rank {options.node_rank} is out of range for {_count(len(names), 'host')}",
+                fix=f"it goes from 0 to {len(names) - 1}",
+            )
+        return int(options.node_rank)
+    if len(names) == 1 or options.dry_run:
+        return 0
+    own = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    found = [index for index, name in enumerate(names) if name in own]
+    if not found:
+        raise LaunchError(
+            f"this host ({socket.gethostname()}) is none of {', '.join(names)}",
+            missing="--node-rank",
+            fix="say which of the hosts this is: --node-rank 0 for the first",
+        )
+    return found[0]
+
+
+def _endpoint(given: str | None, backend: str, hosts: tuple[tuple[str, int], ...]) -> str:
+    if given is None:
+        return "localhost:0" if backend == "c10d" and len(hosts) == 1 else f"{hosts[0][0]}:{PORT}"
+    name, _, port = given.rpartition(":")
+    name, port = (name, port) if name else (given, str(PORT))
+    if not port.isdecimal() or int(port) > 65535:
+        raise LaunchError(f"--rdzv-endpoint {given} has no port", fix=f"write host:port, as in {hosts[0][0]}:{PORT}")
+    return f"{name}:{port}"
+
+
+def _settings(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    given = {"MESHLOOM_TIMEOUT": options.timeout, "MESHLOOM_CHECK": options.check}
+    return tuple((name, str(value)) for name, value in given.items() if value is not None)
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    if not options.module and not Path(options.script).exists():
+        raise LaunchError(
+            f"there is no script {options.script}", folder=Path.cwd(), fix="for a module, put -m before it"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    """An error before anything starts if the logs could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        raise LaunchError(
+            f"the log folder {folder} cannot be written: {error.strerror}", fix="give another --log-dir"
+        ) from error
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 1, 2, 4")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 0, 1, 2")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
