@@ -48,12 +48,21 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """A collective inside a row: an all-reduce of a statistic that has dims `dims` of operand `operand`."""
+    """A collective inside a row, of a statistic that has dims `dims` of operand `operand`, `times` over.
+
+    `kind` is `all_reduce` with `op`, `all_gather` (every device learns what each one has), or `shift` (what a device
+    holds goes once around the ring: one shift less than there are devices).
+    """
 
     op: str
     dims: tuple[int, ...]
     operand: int = 0
     indexed: bool = False  # an int64 index travels with each element
+    kind: str = "all_reduce"
+    times: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.op})" if self.kind == "all_reduce" else self.kind
 
 
 @dataclass(frozen=True, slots=True)

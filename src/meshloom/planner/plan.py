@@ -24,7 +24,7 @@ from meshloom.collectives import KINDS, Collective, price
 from meshloom.errors import ArgumentError, MeshError
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
-from meshloom.ops import ACROSS, Call, Choices, Inner, Row, find
+from meshloom.ops import Call, Choices, Inner, Row, find, works_across
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, can_be_partial, reduce_together
 from meshloom.planner.redistribution import route
 from meshloom.types import is_floating, itemsize, numel, short_dtype
@@ -89,7 +89,7 @@ class Plan:
             if is_floating(out.dtype):
                 found += route(out.reduced, raw.reduced.placements, self.machine)[0]
         for axis, row in enumerate(self.rows):
-            found += [_statistic(self.ins, axis, inner) for inner in row.backward if self.mesh.shape[axis] > 1]
+            found += _statistics(self.ins, axis, row.backward)
         return tuple(found)
 
 
@@ -136,7 +136,7 @@ def _candidates(
     open_ended = wanted is not None and not isinstance(wanted, Replicate)
     crosses = call.operands[0].mesh.processes[axis] > 1
     rows = (row for row in choices.rows if open_ended or _is_called_for(row, now))
-    rows = (row for row in rows if row.local or not crosses or call.op in ACROSS)
+    rows = (row for row in rows if not crosses or works_across(call.op, row))
     return tuple(row for row in rows if _fits(row, call) and (isinstance(wanted, Partial) or not _carries(row)))
 
 
@@ -253,8 +253,8 @@ def _price(
     ins = _moved(call, rows)
     cost = sum(route(src, dst.placements, machine)[1] for src, dst in zip(call.operands, ins, strict=True))
     for axis, row in enumerate(rows):
-        if axis not in free and ins[0].mesh.shape[axis] > 1:
-            cost += sum(price(_statistic(ins, axis, inner), machine) for inner in row.inner)
+        if axis not in free:
+            cost += sum(price(each, machine) for each in _statistics(ins, axis, row.inner))
     for raw in _raw(call, choices, rows, None):
         start = tuple(_settle(each, None) if axis in free else each for axis, each in enumerate(raw.placements))
         cost += route(raw.with_placements(start), _settled(start, wanted), machine)[1]
@@ -268,13 +268,22 @@ def _compute(call: Call, choices: Choices, rows: Iterable[Row], machine: Machine
     return machine.compute(choices.flops / parts, size / parts)
 
 
+def _statistics(ins: Sequence[Topology], axis: int, inners: Iterable[Inner]) -> list[Collective]:
+    """What a row communicates inside, on one axis."""
+    devices = ins[0].mesh.shape[axis]
+    rounds = {"shift": devices - 1}
+    return [_statistic(ins, axis, each) for each in inners for _ in range(rounds.get(each.kind, 1)) if devices > 1]
+
+
 def _statistic(ins: Sequence[Topology], axis: int, inner: Inner) -> Collective:
     topology = ins[inner.operand]
     shape = tuple(topology.local_shape[dim] for dim in inner.dims)
-    each = itemsize(topology.dtype) + (8 if inner.indexed else 0)
+    held = numel(shape) * inner.times * (itemsize(topology.dtype) + (8 if inner.indexed else 0))
     devices = topology.mesh.shape[axis]
-    size = KINDS["all_reduce"].size(numel(shape) * each, numel(shape) * each, devices)
-    return Collective("all_reduce", topology.mesh.axes[axis], devices, size, topology.dtype, shape, inner.op)
+    after = held * devices if inner.kind == "all_gather" else held
+    size = KINDS[inner.kind].size(held, after, devices)
+    op = inner.op if inner.kind == "all_reduce" else None
+    return Collective(inner.kind, topology.mesh.axes[axis], devices, size, topology.dtype, shape, op)
 
 
 _NUMBERS: dict[type, str] = {bool: "bool", int: "i64", float: "f32", complex: "c64"}
@@ -331,8 +340,7 @@ def _assemble(
     for source, target in zip(call.operands, ins, strict=True):
         forward += route(source, target.placements, machine)[0]
     for axis, row in enumerate(rows):
-        if call.operands[0].mesh.shape[axis] > 1:
-            forward += [_statistic(ins, axis, inner) for inner in row.inner]
+        forward += _statistics(ins, axis, row.inner)
     for source, target in zip(raw, outs, strict=True):
         forward += route(source, target.placements, machine)[0]
     return Plan(call, rows, ins, raw, outs, tuple(forward), cost, machine, wanted)
