@@ -32,7 +32,12 @@ Inner code raises facts; the boundary in `tensor.dispatch` adds the call and its
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Iterable
+from types import FrameType
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def message(headline: str, **details: object) -> str:
@@ -60,6 +65,25 @@ def closest(name: object, known: Iterable[object]) -> str:
     shown = names if len(names) <= 12 else near or names[:12]
     listing = "known: " + (", ".join(repr(each) for each in shown) or "none")
     return f"did you mean {near[0]!r}? {listing}" if near else listing
+
+
+def where() -> str:
+    """The line of the program that is calling, outside of meshloom and torch: `train.py:12`."""
+    return line_of(sys._getframe(1)) or "unknown line"
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The innermost line of the program from a frame on outwards; empty where there is none."""
+    while frame is not None:
+        if is_program(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def is_program(file: str) -> bool:
+    """Whether a file belongs to the program, not to meshloom, torch or the interpreter."""
+    return not file.startswith(_HERE) and f"{os.sep}torch{os.sep}" not in file and not file.startswith("<frozen")
 
 
 class MeshloomError(Exception):

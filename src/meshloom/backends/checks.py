@@ -1,2 +1,130 @@
-"""TEMP"""
-def compare(kind, group, data): pass
+"""One program on every process: ranks compare what they do before they do it together.
+
+Every call adds to a running hash: the number of the collective, the op, its operands, the random key, the line. Before
+a collective that is checked, all processes exchange a frame of fixed size with that hash; the data of a small collective
+travels in the same frame, so that the check costs no call of its own. Different hashes are a `DivergenceError` on every
+process that shows both sides. `check="always"` compares every collective, "sample" the first ones and then some.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import Any
+
+import torch
+
+from meshloom.backends.world import WORLD, Group, World
+from meshloom.errors import DivergenceError
+from meshloom.mesh import HERE
+
+FIRST = 64  # collectives that "sample" compares one by one
+EVERY = 64  # and then one of so many
+ROOM = 1024  # bytes of data that a frame has room for
+_HEAD = 16
+
+
+class Story:
+    """The running hash of what this process has done."""
+
+    def __init__(self) -> None:
+        self.hash = bytes(8)
+        self.changed = False
+
+    def add(self, text: str) -> None:
+        """One more thing that all processes do alike."""
+        self.hash = hashlib.blake2b(self.hash + text.encode(), digest_size=8).digest()
+
+
+STORY = Story()
+
+
+def is_listening(world: World = WORLD) -> bool:
+    """Whether calls that do not communicate are written down too."""
+    if world.watch is None or world.check == "off":
+        return False
+    return world.check == "always" or world.watch.number < FIRST
+
+
+def note(text: str) -> None:
+    """Write down something that all processes must do alike; the next check compares it."""
+    STORY.add(text)
+    WORLD.watch.story.append((WORLD.watch.number, text))
+
+
+def note_data(what: str, data: torch.Tensor, line: str) -> None:
+    """Write down a plain tensor, which counts as replicated: its values must be the same everywhere."""
+    if data.device.type == "cpu" and data.layout == torch.strided:
+        values = data.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
+        note(f"{PLAIN} {what} {tuple(data.shape)} {zlib.crc32(values):08x} at {line}")
+
+
+PLAIN = "plain tensor"
+
+
+def is_checked(watch: Any) -> bool:
+    """Whether the collective that begins is compared."""
+    if WORLD.check == "sample":
+        return watch.number <= FIRST or watch.number % EVERY == 0
+    return WORLD.check == "always"
+
+
+class Frame:
+    """What processes exchange before a checked collective: the hash, and the data itself where it is small."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        size = data.numel() * data.element_size()
+        self.carries = data.device.type == "cpu" and size <= ROOM
+        self.like, self.size = data, size
+        self.sent = torch.zeros(_HEAD + ROOM, dtype=torch.uint8)
+        self.sent[:8] = torch.frombuffer(bytearray(STORY.hash), dtype=torch.uint8)
+        self.sent[8] = self.carries
+        if self.carries:
+            self.sent[_HEAD : _HEAD + size] = data.contiguous().view(-1).view(torch.uint8)
+        self.room = torch.empty(HERE.count, _HEAD + ROOM, dtype=torch.uint8)
+
+    def start(self) -> Any:
+        """Begin the exchange."""
+        assert WORLD.control is not None
+        return WORLD.control.handle._allgather_base(self.room.view(-1), self.sent)
+
+    def compare(self) -> None:
+        """An error on every process unless all do the same."""
+        heads = {bytes(row[:9].tolist()) for row in self.room}
+        if len(heads) > 1:
+            raise _divergence([bytes(row[:8].tolist()) for row in self.room])
+
+    def parts(self, group: Group) -> torch.Tensor:
+        """The data of every process of a group, stacked."""
+        held = [self.room[rank, _HEAD : _HEAD + self.size].clone().view(self.like.dtype) for rank in group.ranks]
+        return torch.stack(held).view(group.size, *self.like.shape)
+
+
+def _divergence(hashes: list[bytes]) -> DivergenceError:
+    watch = WORLD.watch
+    stories = watch.stories()
+    sides = _sides(stories)
+    if any(PLAIN in text for text in sides.values()):
+        headline = "a plain tensor differs between processes, and counts as replicated"
+        fix = "give what each process holds to loom.from_local, or make it the same everywhere"
+    else:
+        headline = "the processes do different things where all must do the same"
+        fix = "every rank runs the same calls in the same order; branch on values that all of them share"
+    shown = "\n".join(f"rank {rank}: {sides.get(rank, 'silent')}" for rank in range(HERE.count))
+    groups = sorted({hashes.index(each) for each in hashes})
+    apart = " against ".join(
+        "rank " + ", ".join(str(r) for r, each in enumerate(hashes) if each == hashes[first]) for first in groups
+    )
+    error: DivergenceError = watch.diverged(headline, sides=apart, calls=shown, fix=fix)
+    return error
+
+
+def _sides(stories: dict[int, list[tuple[int, str]]]) -> dict[int, str]:
+    """For each process the first call in which the stories differ."""
+    texts = {rank: [text for _, text in story] for rank, story in stories.items()}
+    longest = max((len(each) for each in texts.values()), default=0)
+    for i in range(longest):
+        here = {rank: each[i] if i < len(each) else "nothing more" for rank, each in texts.items()}
+        if len(set(here.values())) > 1:
+            return here
+    return {rank: each[-1] if each else "nothing" for rank, each in texts.items()}

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from meshloom.backends.nodes import Cut, Enter, Join, Leave, Scatter, Swap, combined
-from meshloom.backends.world import Group, group_of
+from meshloom.backends.world import WORLD, Group, group_of
 from meshloom.engines import layout
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
@@ -26,11 +26,15 @@ from meshloom.planner import stations
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-def move(data: torch.Tensor, source: Topology, target: Topology, machine: Machine = VIRTUAL) -> torch.Tensor:
+def move(
+    data: torch.Tensor, source: Topology, target: Topology, machine: Machine = VIRTUAL, call: str = "redistribute"
+) -> torch.Tensor:
     """The stored array of `source` laid out as `target` wants it, wherever its parts are."""
     if not source.mesh.is_split:
         return layout.move(data, source, target)
     step = _known(source, target, machine)
+    if WORLD.watch is not None:
+        WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
     return data if step is None else step(data)
 
 

@@ -20,7 +20,16 @@ from typing import Any
 import torch
 
 from meshloom.backends import wire
-from meshloom.backends.world import Group
+from meshloom.backends.world import WORLD, Group
+
+
+def _keep(ctx: Any, group: Group) -> None:
+    """What backward needs: the group, and which call it belongs to."""
+    ctx.group, ctx.call = group, WORLD.watch.call
+
+
+def _resume(ctx: Any) -> None:
+    WORLD.watch.call = ctx.call if ctx.call.endswith(" backward") else f"{ctx.call} backward"
 
 
 class Enter(torch.autograd.Function):
@@ -28,11 +37,12 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+        _keep(ctx, group)
         return data.view_as(data)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _resume(ctx)
         return Leave.apply(gradient, ctx.group), None
 
 
@@ -41,11 +51,12 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: Group, own: bool = False) -> torch.Tensor:
-        ctx.group = group
+        _keep(ctx, group)
         return wire.all_reduce(data.detach(), group, own=own)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        _resume(ctx)
         return Enter.apply(gradient, ctx.group), None, None
 
 
@@ -54,11 +65,12 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+        _keep(ctx, group)
         return wire.all_gather(data, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _resume(ctx)
         return Cut.apply(gradient, ctx.group), None
 
 
@@ -67,11 +79,12 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+        _keep(ctx, group)
         return data[group.index].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _resume(ctx)
         return Join.apply(gradient, ctx.group), None
 
 
@@ -80,11 +93,12 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+        _keep(ctx, group)
         return wire.reduce_scatter(data, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _resume(ctx)
         return _Collect.apply(gradient, ctx.group), None
 
 
@@ -93,11 +107,12 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+        _keep(ctx, group)
         return wire.all_gather(data, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _resume(ctx)
         return Scatter.apply(gradient, ctx.group), None
 
 
@@ -106,11 +121,12 @@ class Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+        _keep(ctx, group)
         return wire.all_to_all(data, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _resume(ctx)
         return Swap.apply(gradient, ctx.group), None
 
 

@@ -8,13 +8,18 @@ takes its distributed form (`forms`), and a replicated operand of split work get
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
+from meshloom.backends.checks import is_listening, note
 from meshloom.backends.forms import FORMS, Across
 from meshloom.backends.leaves import entered
 from meshloom.backends.moving import mover
-from meshloom.backends.world import Group, group_of
+from meshloom.backends.world import WORLD, Group, group_of
 from meshloom.engines.kernel import Function, Kernel, Step
+from meshloom.errors import where
 from meshloom.placement import Partial, Replicate, Shard, Topology
 from meshloom.planner import Plan
 
@@ -27,7 +32,18 @@ _EXTREMES = ("amax", "amin")  # their form reduces at once: equal elements share
 class Spread(Kernel):
     """The kernel of a plan on a mesh that processes split."""
 
-    __slots__ = ()
+    __slots__ = ("told",)
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.told = f"{plan.call.op}({', '.join(topology.notation for topology in plan.call.operands)})"
+
+    def run(self, datas: Sequence[torch.Tensor], function: Function) -> Any:
+        """The results' stored arrays; what is done is said before it is done."""
+        WORLD.watch.begin(self.told, self.plan.mesh)
+        if is_listening():
+            note(f"{self.told} at {where()}")
+        return super().run(datas, function)
 
     def _crossing(self) -> list[int]:
         return [axis for axis, parts in enumerate(self.plan.mesh.processes) if parts > 1]

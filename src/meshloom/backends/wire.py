@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.backends.checks import compare
+from meshloom.backends.checks import Frame, is_checked, note
 from meshloom.backends.world import WORLD, Group
 
 SLICE = timedelta(seconds=0.25)  # how long a wait lasts before it looks whether another process has failed
@@ -29,15 +29,29 @@ _OPS = {
 _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
-def perform(kind: str, group: Group, data: torch.Tensor, start: Callable[[], Any]) -> None:
-    """Run one collective to its end, or raise with the story of all processes."""
+def perform(
+    kind: str, group: Group, sent: torch.Tensor, start: Callable[[], Any], combine: Callable[[torch.Tensor], None]
+) -> None:
+    """Run one collective to its end, or raise with the story of all processes.
+
+    `start` begins it in torch. A small one that is checked travels with the check: `combine` then makes the result of
+    what every process of the group sent.
+    """
     watch = WORLD.watch
-    watch.enter(kind, group, data)
+    watch.enter(kind)
     try:
-        compare(kind, group, data)
+        if is_checked(watch):
+            note(f"{kind} {watch.number} of {watch.call}: {sent.dtype} {tuple(sent.shape)} at {watch.line}")
+            frame = Frame(sent)
+            wait(frame.start(), watch)
+            frame.compare()
+            if frame.carries:
+                combine(frame.parts(group))
+                watch.leave()
+                return
         wait(start(), watch)
     except RuntimeError as error:
-        raise watch.explained(error) from error
+        raise watch.explained(error) from None
     watch.leave()
 
 
@@ -88,12 +102,22 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
     sent = _carried(data)
     if not own and sent.data_ptr() == data.data_ptr():
         sent = sent.clone()
-    perform("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]))
+
+    def combine(parts: torch.Tensor) -> None:
+        sent.copy_(_REDUCE[op](parts))
+
+    perform("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]), combine)
     found = _restored(sent, data.dtype)
     return found / group.size if op == "mean" else found
 
 
-_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"prod": lambda parts: parts.prod(0)}
+_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
+    "mean": lambda parts: parts.sum(0, dtype=parts.dtype),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+    "prod": lambda parts: parts.prod(0, dtype=parts.dtype),
+}
 
 
 def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
@@ -102,7 +126,11 @@ def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
         return data.new_empty((group.size, *data.shape))
     sent = _carried(data)
     room = sent.new_empty((group.size, *sent.shape))
-    perform("all_gather", group, sent, lambda: group.handle._allgather_base(room.view(-1), sent.view(-1)))
+
+    def start() -> Any:
+        return group.handle._allgather_base(room.view(-1), sent.view(-1))
+
+    perform("all_gather", group, sent, start, room.copy_)
     return _restored(room, data.dtype)
 
 
@@ -114,7 +142,14 @@ def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch
     room = sent.new_empty(sent.shape[1:])
     options = dist.ReduceScatterOptions()
     options.reduceOp = _OPS[op]
-    perform("reduce_scatter", group, sent, lambda: group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options))
+
+    def start() -> Any:
+        return group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options)
+
+    def combine(parts: torch.Tensor) -> None:
+        room.copy_(_REDUCE[op](parts[:, group.index]))
+
+    perform("reduce_scatter", group, sent, start, combine)
     found = _restored(room, pieces.dtype)
     return found / group.size if op == "mean" else found
 
@@ -125,7 +160,14 @@ def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:
         return torch.empty_like(pieces)
     sent = _carried(pieces)
     room = torch.empty_like(sent)
-    perform("all_to_all", group, sent, lambda: group.handle.alltoall_base(room.view(-1), sent.view(-1), [], []))
+
+    def start() -> Any:
+        return group.handle.alltoall_base(room.view(-1), sent.view(-1), [], [])
+
+    def combine(parts: torch.Tensor) -> None:
+        room.copy_(parts[:, group.index])
+
+    perform("all_to_all", group, sent, start, combine)
     return _restored(room, pieces.dtype)
 
 
@@ -136,5 +178,9 @@ def broadcast(data: torch.Tensor, group: Group, root: int) -> torch.Tensor:
     sent = _carried(data).clone()
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
-    perform("broadcast", group, sent, lambda: group.handle.broadcast([sent], options))
+
+    def combine(parts: torch.Tensor) -> None:
+        sent.copy_(parts[root])
+
+    perform("broadcast", group, sent, lambda: group.handle.broadcast([sent], options), combine)
     return _restored(sent, data.dtype)

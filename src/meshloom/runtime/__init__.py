@@ -1,5 +1,6 @@
 """What is going on in this thread: who is watching, what may be communicated, what the next op was asked for."""
 
-from meshloom.runtime.records import Event, Log, Policy, State, state, where
+from meshloom.errors import where
+from meshloom.runtime.records import Event, Log, Policy, State, state
 
 __all__ = ["Event", "Log", "Policy", "State", "state", "where"]

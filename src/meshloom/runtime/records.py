@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from meshloom.collectives import Collective
@@ -21,7 +18,6 @@ from meshloom.errors import ArgumentError, CommunicationError, closest
 from meshloom.fabric import VIRTUAL, Fabric, Machine
 from meshloom.placement import Placements
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 LEVELS = ("allow", "warn", "forbid")
 
 
@@ -144,6 +140,7 @@ class State(threading.local):
     machine: Machine = VIRTUAL
     fabric: Fabric | None = None
     stress: Any = None
+    checked = False  # every call is compared with those of the other processes
 
     @property
     def watching(self) -> bool:
@@ -164,7 +161,7 @@ class State(threading.local):
         for name, value in values.items():
             setattr(self, name, value)
         special = self.watching or self.shadows is not None or self.output is not None or bool(self.chosen)
-        self.plain = not special and self.machine is VIRTUAL
+        self.plain = not special and self.machine is VIRTUAL and not self.checked
 
     def check(self, events: Iterable[Event]) -> None:
         """Let the policy object before anything is done."""
@@ -179,14 +176,3 @@ class State(threading.local):
 
 
 state = State()
-
-
-def where() -> str:
-    """The line of the program that is calling, outside of meshloom and torch: `train.py:12`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_HERE) and f"{os.sep}torch{os.sep}" not in name and not name.startswith("<frozen"):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown line"

@@ -16,8 +16,9 @@ import numpy
 import torch
 
 from meshloom.backends import WORLD, join, move
+from meshloom.backends.checks import is_listening, note_data
 from meshloom.engines.layout import from_block, short_name, torch_dtype
-from meshloom.errors import ArgumentError, MeshError, PlacementError, ShapeError
+from meshloom.errors import ArgumentError, MeshError, PlacementError, ShapeError, where
 from meshloom.mesh import HERE, Coordinate, Mesh
 from meshloom.mesh.process import counts
 from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
@@ -53,7 +54,8 @@ def open_mesh(
     Mesh(dp=2, tp=4)
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    join(timeout, check)
+    if join(timeout, check).is_joined:
+        state._set({"checked": WORLD.check == "always"})
     mesh = Mesh.of(sizes, axes, device_ids, physical, processes)
     _opened[:] = [_split(mesh, processes)]
     return _opened[0]
@@ -131,6 +133,8 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
             fix="x.redistribute(placements) moves it on its mesh; x.to_torch() makes it dense",
         )
     data = value if isinstance(value, torch.Tensor) else _dense(value)
+    if _chosen(mesh).is_split and is_listening() and not data.is_meta:
+        note_data("given to distribute", data, where())
     made = place(data, mesh, placements)
     if state.shadows is not None:
         return state.shadows.of(made)

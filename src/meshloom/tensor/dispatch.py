@@ -14,6 +14,7 @@ import numpy
 import torch
 
 from meshloom.backends import kernel_of
+from meshloom.backends.checks import is_listening, note_data
 from meshloom.collectives import Collective
 from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
@@ -121,6 +122,8 @@ def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
     if own is not None:
         return state.shadows.of(own) if state.shadows is not None else own
     refuse_transforms(value)
+    if mesh.is_split and is_listening() and not value.is_meta:
+        note_data("operand", value, where())
     shape = tuple(value.shape)
     made = Tensor(Topology(mesh, (Replicate(),) * mesh.ndim, shape, short_name(value.dtype)), value)
     return state.shadows.of(made) if state.shadows is not None else made

@@ -54,11 +54,11 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     """The stored array of a tensor at another topology; may share memory with it."""
     source = tensor.topology
     if source is target or not state.watching:
-        return move(tensor._data, source, target, state.machine)
+        return move(tensor._data, source, target, state.machine, call)
     line = where()
     events = [Event(each, call, line) for each in moves(source, target, state.machine)]
     state.check(events)
-    data = move(_tapped(tensor, target, call, line), source, target, state.machine)
+    data = move(_tapped(tensor, target, call, line), source, target, state.machine, call)
     state.log(events)
     return data
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from meshloom.backends.checks import is_listening, note
+from meshloom.errors import where
 from meshloom.types import Shape, numel
 
 TILE = 1 << 16
@@ -21,7 +23,10 @@ Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 def draw_key(generator: torch.Generator | None = None) -> int:
     """One 64-bit key from torch's default generator, or from a given one."""
-    return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, generator=generator).item()) & _MASK
+    key = int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, generator=generator).item()) & _MASK
+    if is_listening():
+        note(f"random key {key:016x} at {where()}")
+    return key
 
 
 def seed_of(key: int, tile: int) -> int:
