@@ -8,7 +8,8 @@ import torch
 
 import meshloom as loom
 from meshloom import Mesh, Partial, Placement, Replicate, Shard, Tensor, Topology
-from meshloom.engines.layout import mask_of, move, short_name
+from meshloom.backends import move
+from meshloom.engines.layout import mask_of, short_name
 from meshloom.placement import can_be_partial
 from samples import Case, Draw, Operand
 
@@ -97,7 +98,7 @@ class Made:
     """An operand made twice: dense and on the mesh; with a gradient where it can have one."""
 
     def __init__(self, d: Draw, mesh: Mesh, operand: Operand, gradients: bool) -> None:
-        given = operand.values.startswith("below:") or operand.values in ("nonzero", "mostly", "positive", "unit", "wild")
+        given = operand.values != "any"
         placements = draw_placements(d, mesh, operand.shape, operand.dtype, partial=not given)
         seed = d.number(0, 10_000)
         partial = any(isinstance(each, Partial) for each in placements)
@@ -122,6 +123,8 @@ def _from_parts(operand: Operand, seed: int, topology: Topology) -> tuple[torch.
     for axis in axes:
         dense = REDUCE[topology.placements[axis].op](dense)
     whole = topology.with_placements(tuple(p if isinstance(p, Partial) else Replicate() for p in topology.placements))
+    for place, axis in enumerate(axes):  # where processes split the mesh, those of this one's box
+        parts = parts.narrow(place, topology.mesh.local_offset[axis], topology.mesh.local_shape[axis])
     return dense, Tensor(topology, move(parts, whole, topology).clone())
 
 
@@ -190,9 +193,9 @@ def draw_request(d: Draw, made: list[Made], results: tuple[torch.Tensor, ...]) -
     return asked or None
 
 
-def check_case(d: Draw, case: Case) -> None:
+def check_case(d: Draw, case: Case, mesh: Mesh | None = None) -> None:
     """Draw a mesh, placements and values; run the case on both; compare values, gradients, padding, placements."""
-    mesh = draw_mesh(d)
+    mesh = draw_mesh(d) if mesh is None else mesh
     made = [Made(d, mesh, operand, case.gradients) for operand in case.operands]
     dense = _listed(case.run(*(each.dense for each in made)))
     request = draw_request(d, made, dense)

@@ -62,6 +62,8 @@ def _softmax(logarithm: bool) -> Callable[..., torch.Tensor]:
         dim = softmax_dim(across.plan.call)
         kept = dtype or input.dtype
         x = input.to(wide_dtype(kept))
+        if x.numel() == 0:
+            return x.to(kept)
         high = wire.all_reduce(x.detach().amax(dim, keepdim=True), across.group, "max")
         weights = (x - high).exp()
         total = statistic(weights.sum(dim, keepdim=True), across.group)
