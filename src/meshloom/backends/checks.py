@@ -54,9 +54,20 @@ def note(text: str) -> None:
 
 def note_data(what: str, data: torch.Tensor, line: str) -> None:
     """Write down a plain tensor, which counts as replicated: its values must be the same everywhere."""
-    if data.device.type == "cpu" and data.layout == torch.strided:
-        values = data.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
-        note(f"{PLAIN} {what} {tuple(data.shape)} {zlib.crc32(values):08x} at {line}")
+    note(f"{PLAIN} {what} {tuple(data.shape)} {checksum(data):08x} at {line}")
+
+
+def checksum(data: torch.Tensor) -> int:
+    """A number that equal values share; 0.0 and -0.0 are equal.
+
+    >>> checksum(torch.tensor([0.0])) == checksum(torch.tensor([-0.0]))
+    True
+    """
+    if data.is_meta or data.layout != torch.strided:
+        return 0
+    values = data.detach().cpu().resolve_conj()
+    values = values + 0.0 if values.is_floating_point() or values.is_complex() else values
+    return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 PLAIN = "plain tensor"

@@ -52,6 +52,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="meshloom watch", daemon=True)
         self._beats = 0
         self._state = "running"
+        self._holds_store = HERE.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def start(self) -> None:
         """Begin, and take note of exceptions and of SIGTERM, unless the program has handlers of its own."""
@@ -66,8 +67,24 @@ class Watch:
     def stop(self) -> None:
         """Say that this process leaves."""
         self._state = "left"
+        if self._holds_store and self.failure is None:
+            self._store.set("closed", "")
         self._done.set()
         self._thread.join(timeout=2 * GRACE)
+        self._linger(GRACE)
+
+    def _linger(self, seconds: float) -> None:
+        """The process that holds the store gives the others time to read why, or that, it leaves."""
+        deadline = time.monotonic() + seconds
+        before: dict[int, Any] = {}
+        while self._holds_store and time.monotonic() < deadline:
+            now = self._statuses()
+            silent = (now[rank] == before.get(rank) for rank in now if rank != HERE.rank)
+            ended = (now[rank]["state"] in ("raised", "left") for rank in now if rank != HERE.rank)
+            if all(done or quiet for done, quiet in zip(ended, silent, strict=True)):
+                return
+            before = now
+            time.sleep(4 * BEAT)
 
     # one collective
 
@@ -155,6 +172,7 @@ class Watch:
         self._hook(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
+        self._linger(3 * GRACE)
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)  # collectives under way would keep it alive
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
@@ -177,6 +195,8 @@ class Watch:
             try:
                 self._publish()
                 self._read_failure()
+                if self._store.check(["closed"]):
+                    return
             except RuntimeError as error:
                 if not self._done.is_set() and self.failure is None:
                     reason = str(error).splitlines()[0]
@@ -277,7 +297,7 @@ def where_raised(trace: Any) -> str:
 
 
 @contextmanager
-def meeting(seconds: float) -> Iterator[None]:
+def meeting(seconds: float, line: str) -> Iterator[None]:
     """Processes meet; if some never come, the error says how many were waited for."""
     start = time.monotonic()
     try:
@@ -287,7 +307,7 @@ def meeting(seconds: float) -> Iterator[None]:
         address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         raise LostError(
             f"rank {rank} waited {time.monotonic() - start:.1f} s for {count} processes to meet, and some never came",
-            call=f"open_mesh at {where()}",
+            call=f"open_mesh at {line}",
             meeting_point=address,
             timeout=f"{seconds:g} s",
             reason=str(error).splitlines()[0],

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from meshloom.backends.watch import Watch, meeting
-from meshloom.errors import ArgumentError, LostError, closest
+from meshloom.errors import ArgumentError, LostError, closest, where
 from meshloom.mesh import HERE, Mesh
 
 CHECKS = ("always", "sample", "off")
@@ -108,7 +108,7 @@ def _meet() -> None:
     WORLD.device = _device()
     patience = timedelta(seconds=WORLD.timeout)
     if not dist.is_initialized():
-        with meeting(WORLD.timeout):
+        with meeting(WORLD.timeout, where()):
             dist.init_process_group(_backend(WORLD.device), timeout=patience)
         atexit.register(_leave)
     HERE.rank, HERE.count = dist.get_rank(), dist.get_world_size()
@@ -116,7 +116,7 @@ def _meet() -> None:
         return
     ranks = tuple(range(HERE.count))
     WORLD.handles[ranks] = dist.group.WORLD
-    with meeting(WORLD.timeout):
+    with meeting(WORLD.timeout, where()):
         WORLD.control = Group(ranks, dist.new_group(list(ranks), timeout=10 * patience, backend="gloo"), HERE.rank)
     dist.distributed_c10d._set_pg_timeout(10 * patience, dist.group.WORLD)  # ours is the one that reports
     WORLD.watch = Watch(WORLD)

@@ -170,10 +170,11 @@ class Mesh:
         box = zip(coordinate, self.local_offset, self.local_shape, strict=True)
         return all(start <= c < start + size for c, start, size in box)
 
-    def local_coordinates(self) -> Iterator[Coordinate]:
-        """The coordinates that this process holds, row-major."""
-        box = zip(self.local_offset, self.local_shape, strict=True)
-        return itertools.product(*(range(start, start + size) for start, size in box))
+    def local_coordinates(self, rank: int | None = None) -> Iterator[Coordinate]:
+        """The coordinates that this process holds, or that of another rank, row-major."""
+        place = self.place if rank is None else place_of(rank, self.processes)
+        box = zip(place, self.local_shape, strict=True)
+        return itertools.product(*(range(start * size, start * size + size) for start, size in box))
 
     def owner(self, coordinate: Sequence[int]) -> int:
         """The rank of the process that holds a coordinate (the first, where all of them hold it)."""

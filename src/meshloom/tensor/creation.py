@@ -17,6 +17,7 @@ import torch
 
 from meshloom.backends import WORLD, join, move
 from meshloom.backends.checks import is_listening, note_data
+from meshloom.backends.parts import Part, described
 from meshloom.engines.layout import from_block, short_name, torch_dtype
 from meshloom.errors import ArgumentError, MeshError, PlacementError, ShapeError, where
 from meshloom.mesh import HERE, Coordinate, Mesh
@@ -160,54 +161,57 @@ Parts = Sequence[torch.Tensor] | Mapping[Coordinate, torch.Tensor]
 def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | None = None) -> Tensor:
     """A tensor from what each device already holds: a list in row-major order of coordinates, or a dict by coordinate.
 
-    The parts must have exactly the shapes that the placements give them, and agree where they are replicated.
+    The parts must have exactly the shapes that the placements give them, and agree where they are replicated. Where
+    processes split the mesh, each gives the parts of its own devices; one device alone may give its tensor as it is.
 
     >>> mesh = open_mesh((2,), axes=("dp",))
     >>> from_local([torch.tensor([1., 2.]), torch.tensor([3.])], mesh, "S(0)").to_torch()
     tensor([1., 2., 3.])
     """
-    where = _chosen(mesh)
-    held = _by_coordinate(parts, where)
-    first = held[(0,) * where.ndim]
-    placed = as_placements(placements, where, first.dim())
-    shape = _global_shape(held, where, placed)
-    topology = Topology(where, placed, shape, short_name(first.dtype))
-    for coordinate, part in held.items():
-        _check_part(coordinate, part, topology, held)
+    chosen = _chosen(mesh)
+    held = _by_coordinate(parts, chosen)
+    first = next(iter(held.values()))
+    placed = as_placements(placements, chosen, first.dim())
+    known = described(held, chosen, any(isinstance(each, Replicate) for each in placed))
+    shape = _global_shape(known, chosen, placed, first.dim())
+    topology = Topology(chosen, placed, shape, short_name(first.dtype))
+    for coordinate, part in known.items():
+        _check_part(coordinate, part, topology, known)
     blocks = [_padded(held[c], topology.local_shape) for c in _distinct(topology)]
     block = torch.stack(blocks).view(topology.block_shape)
     return Tensor(topology, from_block(block, topology))
 
 
 def _by_coordinate(parts: Parts, mesh: Mesh) -> dict[Coordinate, torch.Tensor]:
+    """The parts that this process holds."""
+    here = list(mesh.local_coordinates())
     if isinstance(parts, Mapping):
         held = {mesh.check(c): torch.as_tensor(part) for c, part in parts.items()}
     else:
-        listed = list(parts)
-        if len(listed) != mesh.size:
-            raise ShapeError(f"{len(listed)} parts for {mesh.size} devices", mesh=mesh, fix="give one part per device")
-        held = dict(zip(mesh.coordinates(), (torch.as_tensor(part) for part in listed), strict=True))
-    missing = [c for c in mesh.coordinates() if c not in held]
+        alone = isinstance(parts, torch.Tensor) and len(here) == 1 and mesh.is_split
+        listed = [parts] if alone else list(parts)
+        if len(listed) != len(here):
+            fix = "give one part per device" + (" of this process" if mesh.is_split else "")
+            raise ShapeError(f"{len(listed)} parts for {len(here)} devices", mesh=mesh, fix=fix)
+        held = dict(zip(here, (torch.as_tensor(part) for part in listed), strict=True))
+    missing = [c for c in here if c not in held]
     if missing:
         raise ShapeError(f"there is no part for coordinate {missing[0]}", mesh=mesh, fix="give one part per device")
-    return held
+    return {c: held[c] for c in here}
 
 
-def _global_shape(held: Mapping[Coordinate, torch.Tensor], mesh: Mesh, placements: Sequence[Placement]) -> Shape:
+def _global_shape(known: Mapping[Coordinate, Part], mesh: Mesh, placements: Sequence[Placement], dims: int) -> Shape:
     """Sizes add up along the axes that shard a dim, seen from coordinate (0, ..., 0)."""
-    first = held[(0,) * mesh.ndim]
-    sizes = list(first.shape)
-    for dim in range(first.dim()):
+    sizes = list(known[(0,) * mesh.ndim].shape)
+    for dim in range(dims):
         axes = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
         places = itertools.product(*(range(size) if axis in axes else (0,) for axis, size in enumerate(mesh.shape)))
-        parts = [held[place] for place in places]
-        sizes[dim] = sum(part.shape[dim] if part.dim() > dim else 0 for part in parts)
+        parts = [known[place] for place in places]
+        sizes[dim] = sum(part.shape[dim] if len(part.shape) > dim else 0 for part in parts)
     return tuple(sizes)
 
 
-def _check_part(
-    coordinate: Coordinate, part: torch.Tensor, topology: Topology, held: Mapping[Coordinate, torch.Tensor]
-) -> None:
+def _check_part(coordinate: Coordinate, part: Part, topology: Topology, known: Mapping[Coordinate, Part]) -> None:
     expected = topology.extent(coordinate)
     if tuple(part.shape) != expected:
         shapes = ", ".join(f"{c}: {list(topology.extent(c))}" for c in itertools.islice(topology.mesh.coordinates(), 8))
@@ -218,14 +222,14 @@ def _check_part(
             fix="cut the parts as shown (chunks are as large as the first, the last ones smaller), "
             "or concatenate them and use loom.distribute",
         )
-    if short_name(part.dtype) != topology.dtype:
+    if part.dtype != topology.dtype:
         raise PlacementError(
-            f"the part at {coordinate} is {short_name(part.dtype)} and the first is {topology.dtype}",
+            f"the part at {coordinate} is {part.dtype} and the first is {topology.dtype}",
             tensor=topology,
             fix="cast the parts to one dtype",
         )
     twin = tuple(0 if isinstance(p, Replicate) else c for c, p in zip(coordinate, topology.placements, strict=True))
-    if twin != coordinate and not _same(part, held[twin]):
+    if twin != coordinate and part.checksum != known[twin].checksum:
         raise PlacementError(
             f"the parts at {twin} and {coordinate} differ and the placements say they are the same",
             tensor=topology,
@@ -234,14 +238,10 @@ def _check_part(
         )
 
 
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first is second or bool(torch.allclose(first, second, rtol=0, atol=0, equal_nan=True))
-
-
 def _distinct(topology: Topology) -> list[Coordinate]:
     """The coordinates whose parts a block stores."""
-    ranges = (range(size) for size in topology.block_shape[: topology.mesh.ndim])
-    return list(itertools.product(*ranges))
+    box = zip(topology.mesh.local_offset, topology.block_shape, strict=False)
+    return list(itertools.product(*(range(start, start + size) for start, size in box)))
 
 
 def _padded(part: torch.Tensor, shape: Shape) -> torch.Tensor:
