@@ -18,11 +18,11 @@ from meshloom.planner import Plan
 from meshloom.runtime import Log
 
 NAMES = """
-ArgumentError BoundsError CommunicationError CommunicationWarning DTypeError Explanation FabricError Gradient
-GradientError Machine Mesh MeshError MeshloomError ModeError NotationError Parameter Partial Placement PlacementError
+ArgumentError BoundsError CommunicationError CommunicationWarning DTypeError DivergenceError Explanation FabricError Gradient
+GradientError LostError Machine Mesh MeshError MeshloomError ModeError NotationError Parameter Partial Placement PlacementError
 RaceError Replicate ScheduleError ShapeError Shard Simulation Tensor Topology UnsupportedError ViewError arange choose
-collectives communication communication_table current_mesh distribute draw draw_mesh dropout empty_like explain fabric
-from_local full full_like ones ones_like open_mesh parse rand rand_like randn randn_like record simulate stress
+collectives communication communication_table current_mesh distribute draw draw_mesh dropout empty_like engines explain
+fabric from_local full full_like ones ones_like open_mesh parse process rand rand_like randn randn_like record simulate stress
 use_fabric use_machine with_output zeros zeros_like
 """.split()
 

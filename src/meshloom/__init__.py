@@ -10,27 +10,34 @@ import builtins
 from importlib import import_module
 from typing import Any
 
-from meshloom import collectives, fabric
+from meshloom import collectives, engines, fabric
 from meshloom.errors import (
     ArgumentError,
     BoundsError,
+    ClosedError,
     CommunicationError,
+    DeviceError,
+    DeviceTimeoutError,
+    DivergenceError,
     DTypeError,
     FabricError,
     GradientError,
+    LostError,
     MeshError,
     MeshloomError,
     ModeError,
     NotationError,
+    OutOfMemoryError,
     PlacementError,
     RaceError,
     ScheduleError,
     ShapeError,
+    TraceError,
     UnsupportedError,
     ViewError,
 )
 from meshloom.fabric import Machine
-from meshloom.mesh import Mesh
+from meshloom.mesh import Mesh, process
 from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, parse
 
@@ -63,8 +70,10 @@ __all__ = [
     "BoundsError",
     "CommunicationError",
     "DTypeError",
+    "DivergenceError",
     "FabricError",
     "GradientError",
+    "LostError",
     "Machine",
     "Mesh",
     "MeshError",
@@ -83,8 +92,10 @@ __all__ = [
     "UnsupportedError",
     "ViewError",
     "collectives",
+    "engines",
     "fabric",
     "parse",
+    "process",
     *_LAZY,
     *(name for name in _OPS if not hasattr(builtins, name)),  # `import *` must not hide sum, any, max...
 ]

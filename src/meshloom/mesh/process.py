@@ -23,6 +23,15 @@ class Process:
 HERE = Process()
 
 
+def process() -> Process:
+    """This process: its rank, and how many run the program together.
+
+    >>> process()
+    Process(rank=0, count=1)
+    """
+    return HERE
+
+
 def divided(shape: Sequence[int], count: int) -> tuple[int, ...] | None:
     """The grid in which `count` processes split a mesh into equal boxes, left axis first; None where they cannot.
 
