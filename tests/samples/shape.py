@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from samples.drawing import ALL, NUMBERS, Case, Draw, Operand, Sample
+from samples.drawing import ALL, FLOATS, NUMBERS, Case, Draw, Operand, Sample
 
 
 def _factored(d: Draw, count: int) -> tuple[int, ...]:
@@ -137,6 +138,136 @@ def stack(d: Draw) -> Case:
     return Case((Operand(shape, torch.float32),) * d.number(1, 3), lambda *xs: torch.stack(xs, dim))
 
 
+def unflatten(d: Draw) -> Case:
+    shape = d.shape(1, 3, empty=False)
+    dim = d.dim(shape)
+    sizes = _factored(d, shape[dim])
+    if d.yes():
+        sizes = (*sizes[:-1], -1)
+    return Case((Operand(shape, d.pick(ALL)),), lambda x: torch.unflatten(x, dim, sizes))
+
+
+def movedim(d: Draw) -> Case:
+    shape = d.shape(1, 3)
+    if d.yes():
+        source, target = d.dim(shape), d.dim(shape)
+        return Case((Operand(shape, torch.float32),), lambda x: torch.movedim(x, source, target))
+    left, right = list(range(len(shape))), list(range(len(shape)))
+    count = d.number(1, len(shape))
+    sources = tuple(left.pop(d.number(0, len(left) - 1)) for _ in range(count))
+    targets = tuple(right.pop(d.number(0, len(right) - 1)) for _ in range(count))
+    return Case((Operand(shape, torch.float32),), lambda x: torch.movedim(x, sources, targets))
+
+
+def unbind(d: Draw) -> Case:
+    shape = d.shape(1, 3, empty=False)
+    dim = d.dim(shape)
+    return Case((Operand(shape, torch.float32),), lambda x: torch.unbind(x, dim))
+
+
+def unfold(d: Draw) -> Case:
+    shape = d.shape(1, 3, empty=False)
+    dim = d.dim(shape)
+    size, step = d.number(1, shape[dim]), d.number(1, 3)
+    return Case((Operand(shape, torch.float32),), lambda x: x.unfold(dim, size, step))
+
+
+def diagonal(d: Draw) -> Case:
+    shape = d.shape(2, 3)
+    first = d.number(0, len(shape) - 1)
+    second = d.pick([k for k in range(len(shape)) if k != first]) - len(shape)
+    offset = d.number(-2, 2)
+    return Case((Operand(shape, torch.float32),), lambda x: torch.diagonal(x, offset, first, second))
+
+
+def diag_embed(d: Draw) -> Case:
+    shape = d.shape(1, 3)
+    first = d.number(0, len(shape))
+    second = d.pick([k for k in range(len(shape) + 1) if k != first])
+    offset = d.number(-2, 2)
+    return Case((Operand(shape, torch.float32),), lambda x: torch.diag_embed(x, offset, first, second))
+
+
+def triangle(function: Callable[..., Any]) -> Sample:
+    def sample(d: Draw) -> Case:
+        diagonal = d.number(-3, 3)
+        return Case((Operand(d.shape(2, 3), d.pick(ALL)),), lambda x: function(x, diagonal))
+
+    return sample
+
+
+def repeat(d: Draw) -> Case:
+    shape = d.shape(0, 3)
+    counts = tuple(d.pick((1, 1, 2, 3, 0)) for _ in range(len(shape) + d.number(0, 1)))
+    return Case((Operand(shape, d.pick(ALL)),), lambda x: x.repeat(counts))
+
+
+def tile(d: Draw) -> Case:
+    shape = d.shape(1, 3)
+    counts = tuple(d.pick((1, 1, 2, 3)) for _ in range(d.number(1, len(shape) + 1)))
+    return Case((Operand(shape, d.pick(ALL)),), lambda x: torch.tile(x, counts))
+
+
+def repeat_interleave(d: Draw) -> Case:
+    shape, count = d.shape(1, 3), d.number(0, 3)
+    dim = d.pick((None, d.dim(shape)))
+    return Case((Operand(shape, d.pick(ALL)),), lambda x: torch.repeat_interleave(x, count, dim))
+
+
+def roll(d: Draw) -> Case:
+    shape = d.shape(1, 3)
+    if d.number(0, 4) == 0:
+        shift = d.number(-3, 9)
+        return Case((Operand(shape, torch.float32),), lambda x: torch.roll(x, shift))
+    dims = tuple(k for k in range(len(shape)) if d.yes()) or (d.dim(shape),)
+    shifts = tuple(d.number(-3, 9) for _ in dims)
+    return Case((Operand(shape, d.pick(ALL)),), lambda x: torch.roll(x, shifts, dims))
+
+
+def flip(d: Draw) -> Case:
+    shape = d.shape(1, 3)
+    dims = tuple(d.pick((k, k - len(shape))) for k in range(len(shape)) if d.yes())
+    return Case((Operand(shape, d.pick(ALL)),), lambda x: torch.flip(x, dims))
+
+
+def rot90(d: Draw) -> Case:
+    shape, turns = d.shape(2, 3), d.number(-4, 5)
+    first = d.number(0, len(shape) - 1)
+    second = d.pick([k for k in range(len(shape)) if k != first])
+    return Case((Operand(shape, torch.float32),), lambda x: torch.rot90(x, turns, (first, second)))
+
+
+def pad(d: Draw) -> Case:
+    if d.number(0, 2) == 0:
+        mode = d.pick(("reflect", "replicate", "circular"))
+        shape = (d.size(empty=False), d.size(empty=False), d.number(2, 6))
+        amounts = (d.number(0, 1), d.number(0, 1))
+        return Case((Operand(shape, torch.float32),), lambda x: F.pad(x, amounts, mode))
+    shape = d.shape(1, 3, empty=False)
+    amounts = tuple(d.pick((0, 0, 1, 2, -1)) for _ in range(2 * d.number(0, len(shape))))
+    shape = tuple(size + 2 for size in shape)
+    value = d.pick((None, 0.0, 1.5, float("-inf")))
+    return Case((Operand(shape, d.pick(FLOATS)),), lambda x: F.pad(x, amounts, "constant", value))
+
+
+def meshgrid(d: Draw) -> Case:
+    indexing = d.pick(("ij", "xy"))
+    operands = tuple(Operand((d.size(),), torch.float32) for _ in range(d.number(1, 3)))
+    return Case(operands, lambda *lines: torch.meshgrid(*lines, indexing=indexing))
+
+
+def pixel_shuffle(d: Draw) -> Case:
+    factor = d.number(1, 2)
+    shape = (*d.shape(0, 2, empty=False), d.number(1, 4) * factor * factor, d.number(1, 4), d.number(1, 4))
+    return Case((Operand(shape, torch.float32),), lambda x: F.pixel_shuffle(x, factor))
+
+
+def pixel_unshuffle(d: Draw) -> Case:
+    factor = d.number(1, 2)
+    shape = (*d.shape(0, 2, empty=False), d.number(1, 4), d.number(1, 4) * factor, d.number(1, 4) * factor)
+    return Case((Operand(shape, torch.float32),), lambda x: F.pixel_unshuffle(x, factor))
+
+
 SHAPE: dict[str, Sample] = {
     "reshape": reshape(torch.reshape),
     "view": reshape(lambda x, shape: x.view(shape)),
@@ -152,4 +283,23 @@ SHAPE: dict[str, Sample] = {
     "chunk": chunk,
     "cat": cat,
     "stack": stack,
+    "unflatten": unflatten,
+    "movedim": movedim,
+    "unbind": unbind,
+    "unfold": unfold,
+    "diagonal": diagonal,
+    "diag_embed": diag_embed,
+    "repeat": repeat,
+    "tile": tile,
+    "repeat_interleave": repeat_interleave,
+    "roll": roll,
+    "flip": flip,
+    "rot90": rot90,
+    "pad": pad,
+    "meshgrid": meshgrid,
+    "pixel_shuffle": pixel_shuffle,
+    "pixel_unshuffle": pixel_unshuffle,
+    "ravel": lambda d: Case((Operand(d.shape(), d.pick(ALL)),), torch.ravel),
+    "tril": triangle(torch.tril),
+    "triu": triangle(torch.triu),
 }  # fmt: skip

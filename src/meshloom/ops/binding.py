@@ -17,6 +17,8 @@ _RENAMED = {
     "self": "input",
     "tensor": "input",
     "x": "input",
+    "A": "input",
+    "B": "other",
     "split_size_or_sections": "sections",
     "split_size": "sections",
     "chunks": "sections",

@@ -155,3 +155,20 @@ def replicated(operands: int, results: int = 1) -> Row:
 def with_none(call: Call, shapes: Sequence[Shape], rows: Sequence[Row], flops: int = 0) -> Choices:
     """Choices with the replicated row at the end."""
     return Choices(tuple(shapes), (*rows, replicated(len(call.operands), len(shapes))), flops)
+
+
+def named_row(
+    call: Call,
+    label: str,
+    outs: Sequence[Placement],
+    *,
+    local: bool = True,
+    even: Sequence[Even] = (),
+    **ins: Placement,
+) -> Row:
+    """A row with the operands' placements by argument name; those without a name here are R, absent ones left out."""
+    found: list[Placement] = [Replicate()] * len(call.operands)
+    for name, placement in ins.items():
+        if call.has(name):
+            found[call.index(name)] = placement
+    return Row(label, tuple(found), tuple(outs), even=tuple(even), local=local)

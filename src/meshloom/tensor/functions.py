@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from meshloom.ops import ALIASES, OPS
 from meshloom.tensor.base import Tensor
@@ -24,6 +25,8 @@ def _known_functions() -> dict[Any, str]:
                 found.setdefault(function, name)
     # torch's names that mean something else than ours, or take their arguments in another order
     for odd in (torch.embedding, torch.layer_norm, torch.Tensor.where, torch.dropout, torch.relu_):
+        found.pop(odd, None)
+    for odd in (F.unfold, torch.adaptive_max_pool1d):  # columns of windows; values with indices
         found.pop(odd, None)
     found[torch.Tensor.where] = "_method_where"
     found[torch.autograd.grad] = "_autograd_grad"

@@ -62,6 +62,15 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     return target
 
 
+def rewrite(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """An op of the table that changes some elements of its first operand, in place: `scatter_`, `index_put_`."""
+    check_writable(target)
+    tensor = shadowed(target)
+    # backward may need the value that is about to be overwritten
+    source = Tensor(tensor.topology, tensor._data.clone()) if torch.is_grad_enabled() else tensor
+    return assign(target, call(name, (source, *args), kwargs, tensor.topology.reduced.placements), f"{name}_")
+
+
 def _write_result(found: Resolved, tensor: Tensor, tracked: bool) -> None:
     """Compute the op beside its target, then copy the result in."""
     if tracked:  # backward may need the value that is about to be overwritten

@@ -9,11 +9,24 @@ from __future__ import annotations
 from meshloom.engines.torch_engine.contractions import CONTRACTIONS
 from meshloom.engines.torch_engine.local import Function, Local, aware
 from meshloom.engines.torch_engine.lookup import LOOKUP
+from meshloom.engines.torch_engine.matrices import MATRICES
+from meshloom.engines.torch_engine.order import ORDER
 from meshloom.engines.torch_engine.pointwise import POINTWISE
 from meshloom.engines.torch_engine.reductions import REDUCTIONS
 from meshloom.engines.torch_engine.shape import SHAPE
 from meshloom.engines.torch_engine.whole import WHOLE
+from meshloom.engines.torch_engine.windows import WINDOWS
 
-FUNCTIONS: dict[str, Function] = {**POINTWISE, **CONTRACTIONS, **REDUCTIONS, **WHOLE, **LOOKUP, **SHAPE}
+FUNCTIONS: dict[str, Function] = {
+    **POINTWISE,
+    **CONTRACTIONS,
+    **REDUCTIONS,
+    **WHOLE,
+    **LOOKUP,
+    **SHAPE,
+    **ORDER,
+    **WINDOWS,
+    **MATRICES,
+}
 
 __all__ = ["FUNCTIONS", "Function", "Local", "aware"]

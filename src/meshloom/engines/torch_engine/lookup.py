@@ -1,12 +1,18 @@
-"""Look-ups: an index counts elements, so padding of the dim it counts is taken off."""
+"""Look-ups: an index counts elements, so padding of the dim it counts is taken off.
+
+In one process these ops run without padding. While an axis leads (the result stays partial), and where processes split
+the mesh, arrays come with theirs; then `_whole` takes it off the dim that is looked up, and `_back` puts it back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from meshloom.engines.layout import pad
 from meshloom.engines.torch_engine.local import Function, Local, aware
 
 
@@ -17,6 +23,94 @@ def _embedding(local: Local, input: Any, weight: Any, padding_idx: int | None) -
     return F.embedding(input, local.trimmed("weight", weight, 0), padding_idx)
 
 
+def _is_padded(local: Local, data: torch.Tensor, dim: int) -> bool:
+    return bool(data.dim()) and data.shape[dim] > local.call.shape("input")[dim]
+
+
+def _whole(local: Local, data: torch.Tensor, dim: int) -> torch.Tensor:
+    return local.trimmed("input", data, dim) if _is_padded(local, data, dim) else data
+
+
+def _all_whole(local: Local, data: torch.Tensor) -> torch.Tensor:
+    for dim in range(data.dim()):
+        data = _whole(local, data, dim)
+    return data
+
+
+def _back(local: Local, result: torch.Tensor, dim: int) -> torch.Tensor:
+    return pad(result, dim, local.call.shape("input")[dim], local.ins[local.call.index("input")].shards[dim])
+
+
+def _finding(function: Callable[..., torch.Tensor]) -> Function:
+    """An op that looks elements of the input up along `dim`."""
+
+    @aware
+    def find(local: Local, input: torch.Tensor, dim: int | None = None, **others: Any) -> torch.Tensor:
+        if dim is None:
+            return function(_all_whole(local, input).contiguous(), **others)
+        return function(_whole(local, input, dim % max(input.dim(), 1)), dim=dim, **others)
+
+    return find
+
+
+def _writing(function: Callable[..., torch.Tensor]) -> Function:
+    """An op that writes into the input along `dim`."""
+
+    @aware
+    def write(local: Local, input: torch.Tensor, dim: int, **others: Any) -> torch.Tensor:
+        place = dim % max(input.dim(), 1)
+        result = function(_whole(local, input, place), dim=place, **others)
+        return _back(local, result, place) if _is_padded(local, input, place) else result
+
+    return write
+
+
+def _scatter(input: Any, dim: int, index: Any, src: Any, value: Any, reduce: str | None) -> torch.Tensor:
+    content = value if src is None else src
+    return torch.scatter(input, dim, index, content, **({} if reduce is None else {"reduce": reduce}))
+
+
+def _indexed_dims(indices: tuple[Any, ...]) -> list[int]:
+    return [dim for dim, each in enumerate(indices) if each is not None]
+
+
+def _entries(indices: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(slice(None) if each is None else each for each in indices)
+
+
+@aware
+def _index(local: Local, input: torch.Tensor, indices: tuple[Any, ...]) -> torch.Tensor:
+    for dim in _indexed_dims(indices):
+        input = _whole(local, input, dim)
+    return input[_entries(indices)]
+
+
+@aware
+def _index_put(
+    local: Local, input: torch.Tensor, indices: tuple[Any, ...], values: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    result, dims = input, _indexed_dims(indices)
+    for dim in dims:
+        result = _whole(local, result, dim)
+    result = torch.ops.aten.index_put(result, indices, values, accumulate)
+    for dim in dims:
+        result = _back(local, result, dim) if _is_padded(local, input, dim) else result
+    return result
+
+
 LOOKUP: dict[str, Function] = {
     "embedding": _embedding,
+    "gather": _finding(torch.gather),
+    "take_along_dim": _finding(torch.take_along_dim),
+    "take": _finding(torch.take),
+    "index_select": _finding(torch.index_select),
+    "index": _index,
+    "index_put": _index_put,
+    "index_add": _writing(torch.index_add),
+    "index_copy": _writing(torch.index_copy),
+    "index_fill": _writing(torch.index_fill),
+    "scatter": _writing(_scatter),
+    "scatter_add": _writing(torch.scatter_add),
+    "scatter_reduce": _writing(torch.scatter_reduce),
+    "one_hot": lambda input, num_classes: F.one_hot(input, num_classes),
 }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from meshloom.engines.layout import pad
 from meshloom.engines.torch_engine.local import Function, Local, aware
 from meshloom.ops.shapes import indexed_dims, is_whole, section_sizes, squeezed_dims
 from meshloom.types import Shape
@@ -53,6 +56,39 @@ def _split(local: Local, input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, .
     return input.split(sizes, dim)
 
 
+def _triangle(function: Callable[..., torch.Tensor]) -> Function:
+    """Keep a triangle. Positions count elements: where rows or columns are padded, each says its own number."""
+
+    @aware
+    def keep(local: Local, input: torch.Tensor, diagonal: int) -> torch.Tensor:
+        shape = local.call.shape("input")
+        if tuple(input.shape[-2:]) == shape[-2:]:
+            return function(input, diagonal)
+        rows, columns = (_numbered(local, dim) for dim in (input.dim() - 2, input.dim() - 1))
+        offset = (columns - rows.unsqueeze(-1)).to(input.device)
+        return input.masked_fill(offset > diagonal if function is torch.tril else offset < diagonal, 0)
+
+    return keep
+
+
+def _numbered(local: Local, dim: int) -> torch.Tensor:
+    """The global position of each stored element along a dim of the input."""
+    size, shards = local.call.shape("input")[dim], local.ins[local.call.index("input")].shards[dim]
+    return pad(torch.arange(size), 0, size, shards)
+
+
+def _meshgrid(tensors: tuple[torch.Tensor, ...], indexing: str | None) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.meshgrid(*tensors, indexing=indexing or "ij"))
+
+
+def _roll(input: torch.Tensor, shifts: Any, dims: Any) -> torch.Tensor:
+    return torch.roll(input, shifts, dims if dims is not None else ())
+
+
+def _interleave(input: torch.Tensor, repeats: int, dim: int | None, output_size: int | None) -> torch.Tensor:
+    return torch.repeat_interleave(input, repeats, dim)
+
+
 SHAPE: dict[str, Function] = {
     "reshape": _reshape,
     "view": _reshape,
@@ -68,4 +104,23 @@ SHAPE: dict[str, Function] = {
     "chunk": _split,
     "cat": torch.cat,
     "stack": torch.stack,
+    "unflatten": _reshape,
+    "ravel": _reshape,
+    "movedim": torch.movedim,
+    "unbind": torch.unbind,
+    "unfold": lambda input, dimension, size, step: input.unfold(dimension, size, step),
+    "diagonal": torch.diagonal,
+    "diag_embed": torch.diag_embed,
+    "tril": _triangle(torch.tril),
+    "triu": _triangle(torch.triu),
+    "repeat": lambda input, repeats: input.repeat(repeats),
+    "tile": lambda input, repeats: input.tile(repeats),
+    "repeat_interleave": _interleave,
+    "roll": _roll,
+    "flip": torch.flip,
+    "rot90": torch.rot90,
+    "pad": F.pad,
+    "meshgrid": _meshgrid,
+    "pixel_shuffle": lambda input, upscale_factor: F.pixel_shuffle(input, upscale_factor),
+    "pixel_unshuffle": lambda input, downscale_factor: F.pixel_unshuffle(input, downscale_factor),
 }

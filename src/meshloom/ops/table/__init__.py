@@ -9,17 +9,20 @@ from meshloom.ops.labels import table, unknown_op
 from meshloom.ops.rule import Op
 from meshloom.ops.table.contractions import CONTRACTIONS
 from meshloom.ops.table.lookup import LOOKUP
+from meshloom.ops.table.matrices import MATRICES
+from meshloom.ops.table.order import ORDER
 from meshloom.ops.table.pointwise import POINTWISE, POINTWISE_NAMES
 from meshloom.ops.table.reductions import REDUCTIONS
 from meshloom.ops.table.shape import SHAPE
 from meshloom.ops.table.whole import WHOLE
+from meshloom.ops.table.windows import WINDOWS
 
-OPS: dict[str, Op] = table(*POINTWISE, *CONTRACTIONS, *REDUCTIONS, *WHOLE, *LOOKUP, *SHAPE)
+OPS: dict[str, Op] = table(*POINTWISE, *CONTRACTIONS, *REDUCTIONS, *WHOLE, *LOOKUP, *SHAPE, *ORDER, *WINDOWS, *MATRICES)
 
 # Other names of the same ops, as torch and Python spell them.
 ALIASES: dict[str, str] = {
-    "subtract": "sub",
     **POINTWISE_NAMES,
+    "subtract": "sub",
     "multiply": "mul",
     "divide": "div",
     "true_divide": "div",
@@ -36,6 +39,13 @@ ALIASES: dict[str, str] = {
     "swapaxes": "transpose",
     "swapdims": "transpose",
     "special_expit": "sigmoid",
+    "moveaxis": "movedim",
+    "broadcast_to": "expand",
+    "inverse": "linalg_inv",
+    "det": "linalg_det",
+    "slogdet": "linalg_slogdet",
+    "matrix_power": "linalg_matrix_power",
+    "matrix_exp": "linalg_matrix_exp",
     "__add__": "add",
     "__radd__": "add",
     "__sub__": "sub",

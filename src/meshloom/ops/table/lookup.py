@@ -1,8 +1,23 @@
-"""Ops that find elements by index."""
+"""Ops that find elements by index, or put them there."""
 
 from __future__ import annotations
 
 from meshloom.ops import lookup
 from meshloom.ops.rule import Op
 
-LOOKUP: tuple[Op, ...] = (Op("embedding", lookup.embedding, "input, weight, padding_idx=None", "finite"),)
+LOOKUP: tuple[Op, ...] = (
+    Op("embedding", lookup.embedding, "input, weight, padding_idx=None", "finite"),
+    Op("gather", lookup.gather, "input, dim, index, *, sparse_grad=False", "trimmed"),
+    Op("take_along_dim", lookup.take_along_dim, "input, indices, dim=None", "trimmed"),
+    Op("take", lookup.take, "input, index", "trimmed"),
+    Op("index_select", lookup.index_select, "input, dim, index", "trimmed"),
+    Op("index", lookup.index, "input, indices", "trimmed"),
+    Op("index_put", lookup.index_put, "input, indices, values, accumulate=False", "trimmed"),
+    Op("index_add", lookup.index_add, "input, dim, index, source, *, alpha=1", "trimmed"),
+    Op("index_copy", lookup.index_write, "input, dim, index, source", "trimmed"),
+    Op("index_fill", lookup.index_write, "input, dim, index, value", "trimmed"),
+    Op("scatter", lookup.scatter, "input, dim, index, src=None, *, value=None, reduce=None", "trimmed"),
+    Op("scatter_add", lookup.scatter_add, "input, dim, index, src", "trimmed"),
+    Op("scatter_reduce", lookup.scatter, "input, dim, index, src, reduce, *, include_self=True", "trimmed"),
+    Op("one_hot", lookup.one_hot, "input, num_classes=-1", "finite", result="i64"),
+)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from meshloom.ops import reductions
-from meshloom.ops.labels import identity_fill, reduction
+from meshloom.ops.labels import SUM, identity_fill, reduction
 from meshloom.ops.rule import Op
 
 _OVER = "input, dim=None, keepdim=False"
+_SCAN = "input, dim"
 
 REDUCTIONS: tuple[Op, ...] = (
     Op("sum", reduction("sum", "P(sum) -> P(sum)"), _OVER + ", *, dtype=None", result="accumulate"),
@@ -24,8 +27,37 @@ REDUCTIONS: tuple[Op, ...] = (
     Op("any", reduction("max"), _OVER, result="bool"),
     Op("all", reduction("min"), _OVER, "finite", identity_fill("prod"), result="bool"),
     Op("var", reductions.var, "input, dim=None, unbiased=None, keepdim=False, *, correction=None", "finite"),
+    Op("std", reductions.var, "input, dim=None, unbiased=None, keepdim=False, *, correction=None", "finite"),
+    Op("nansum", reduction("sum"), _OVER + ", *, dtype=None", result="accumulate"),
+    Op("nanmean", reductions.with_statistics("sum", "sum"), _OVER + ", *, dtype=None"),
+    Op("count_nonzero", reduction("sum"), "input, dim=None", result="i64"),
+    Op(
+        "logsumexp",
+        reductions.with_statistics("max", "sum"),
+        "input, dim, keepdim=False",
+        "finite",
+        reductions.lowest_fill,
+    ),
+    Op(
+        "linalg_vector_norm",
+        reductions.vector_norm,
+        "input, ord=2, dim=None, keepdim=False, *, dtype=None",
+        "finite",
+        reductions.norm_fill,
+    ),
     Op("argmax", reductions.arg_reduction, _OVER, result="i64"),
     Op("argmin", reductions.arg_reduction, _OVER, result="i64"),
     Op("max_dim", reductions.value_and_index, "input, dim, keepdim=False"),
     Op("min_dim", reductions.value_and_index, "input, dim, keepdim=False"),
+    # the dim whole
+    Op("median", reductions.along_one_dim, "input, dim, keepdim=False", "finite"),
+    Op("nanmedian", reductions.along_one_dim, "input, dim, keepdim=False", "finite"),
+    Op("mode", reductions.along_one_dim, "input, dim=-1, keepdim=False", "finite"),
+    Op("kthvalue", reductions.along_one_dim, "input, k, dim=-1, keepdim=False", "finite"),
+    # scans
+    Op("cumsum", reductions.scan(SUM), _SCAN + ", *, dtype=None", "finite", result="accumulate"),  # linear
+    Op("cumprod", reductions.scan(), _SCAN + ", *, dtype=None", "finite", reductions.scan_fill(1), "accumulate"),
+    Op("logcumsumexp", reductions.scan(), _SCAN, "finite", reductions.scan_fill(-math.inf)),
+    Op("cummax", reductions.scan(indexed=True), _SCAN, "finite"),
+    Op("cummin", reductions.scan(indexed=True), _SCAN, "finite"),
 )

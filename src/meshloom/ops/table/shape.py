@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshloom.ops import shapes
+from meshloom.ops import arranging, shapes
 from meshloom.ops.rule import Op
 
 SHAPE: tuple[Op, ...] = (
@@ -20,4 +20,23 @@ SHAPE: tuple[Op, ...] = (
     Op("chunk", shapes.split, "input, sections, dim=0", is_view=True),
     Op("cat", shapes.cat, "tensors, dim=0"),
     Op("stack", shapes.stack, "tensors, dim=0"),
+    Op("unflatten", arranging.unflatten, "input, dim, sizes", is_view=True),
+    Op("ravel", arranging.ravel, "input", is_view=True),
+    Op("movedim", arranging.movedim, "input, source, destination", is_view=True),
+    Op("unbind", arranging.unbind, "input, dim=0", is_view=True),
+    Op("unfold", arranging.unfold, "input, dimension, size, step", is_view=True),
+    Op("diagonal", arranging.diagonal, "input, offset=0, dim1=0, dim2=1", is_view=True),
+    Op("diag_embed", arranging.diag_embed, "input, offset=0, dim1=-2, dim2=-1"),
+    Op("tril", arranging.triangle, "input, diagonal=0"),
+    Op("triu", arranging.triangle, "input, diagonal=0"),
+    Op("repeat", arranging.repeat, "input, *repeats"),
+    Op("tile", arranging.repeat, "input, *repeats"),
+    Op("repeat_interleave", arranging.repeat_interleave, "input, repeats, dim=None, *, output_size=None"),
+    Op("roll", arranging.roll, "input, shifts, dims=None"),
+    Op("flip", arranging.flip, "input, *dims"),
+    Op("rot90", arranging.rot90, "input, k=1, dims=(0, 1)"),
+    Op("pad", arranging.pad, "input, pad, mode='constant', value=None", "finite"),
+    Op("meshgrid", arranging.meshgrid, "*tensors, indexing=None", "finite"),
+    Op("pixel_shuffle", arranging.pixel_shuffle, "input, upscale_factor"),
+    Op("pixel_unshuffle", arranging.pixel_shuffle, "input, downscale_factor"),
 )

@@ -5,19 +5,66 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from meshloom.errors import ArgumentError
+from meshloom.ops.labels import normal_dim
+from meshloom.ops.shapes import spelled_index
+from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, own, table_call
+from meshloom.tensor.calling import Front, invoke, own, table_call
 from meshloom.tensor.fallback import fallback
-from meshloom.tensor.writing import assign, fill, write_item, zero
+from meshloom.tensor.writing import assign, fill, rewrite, write, write_item, zero
+
+_REWRITING = "scatter scatter_add scatter_reduce index_add index_copy index_fill tril triu".split()
+_COUNTING = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _getitem(input: Any, index: Any) -> Any:
     if _is_basic(index):
         return table_call("getitem", input, index)
-    return fallback(torch.Tensor.__getitem__, (input, index), {}, "getitem")
+    found = _by_tensors(index, own(input).ndim)
+    if found is None:
+        return fallback(torch.Tensor.__getitem__, (input, index), {}, "getitem")
+    basic, indices = found
+    return table_call("index", input if basic is None else _cut(input, basic), indices)
+
+
+def _cut(input: Any, basic: tuple[Any, ...]) -> Any:
+    """The basic part of an index, which torch takes first; what was asked of the result does not concern it."""
+    with state.changed(output=None):
+        return table_call("getitem", input, basic)
+
+
+def _by_tensors(index: Any, ndim: int) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | None:
+    """An index with tensors of whole numbers as its basic part (None: takes everything) and one entry per dim left.
+
+    None for what has no rule: boolean masks, whose result depends on values, and 0-d tensors among others.
+    """
+    parts = [_as_index(each) for each in (index if isinstance(index, tuple) else (index,))]
+    if not all(_is_tensor(each) or _is_basic(each) for each in parts):
+        return None
+    counted = [own(each) for each in parts if _is_tensor(each)]
+    if any(each.dtype not in _COUNTING or (not each.ndim and len(counted) > 1) for each in counted):
+        return None
+    spelled = spelled_index(tuple(parts), ndim)
+    basic = tuple(slice(None) if _is_tensor(each) else each for each in spelled)
+    indices = [each if _is_tensor(each) else None for each in spelled if not _is_int(each)]
+    while indices[-1] is None:
+        indices.pop()
+    return (None if all(each == slice(None) for each in basic) else basic), tuple(indices)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (Tensor, torch.Tensor))
+
+
+def _as_index(value: Any) -> Any:
+    """A list of whole numbers or an array counts as a tensor."""
+    if isinstance(value, numpy.ndarray) or (isinstance(value, list) and value and all(map(_is_int, value))):
+        return torch.as_tensor(value)
+    return value
 
 
 def _copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
@@ -33,10 +80,73 @@ def _fill_(input: Any, value: Any) -> Any:
 
 
 def _setitem(input: Any, index: Any, value: Any) -> None:
-    if _is_basic(index) and isinstance(own(input), Tensor):
-        write_item(own(input), index, own(value))
-    else:
+    target = own(input)
+    if not isinstance(target, Tensor):
         fallback(torch.Tensor.__setitem__, (input, index, value), {}, "setitem")
+    elif _is_basic(index):
+        write_item(target, index, own(value))
+    elif _is_mask(index, target) and _is_held(value, target.dtype):
+        wide = (..., *(None,) * (target.ndim - own(index).ndim))
+        write("masked_fill", target, (index[wide], value), {})
+    else:
+        _set_by_tensors(target, index, value)
+
+
+def _set_by_tensors(target: Tensor, index: Any, value: Any) -> None:
+    found = _by_tensors(index, target.ndim)
+    if found is None or found[0] is not None or not (_is_tensor(value) or _is_held(value, target.dtype)):
+        fallback(torch.Tensor.__setitem__, (target, index, value), {}, "setitem")
+        return
+    content = invoke("to", (value, target.dtype), {}) if _is_tensor(value) else torch.tensor(value, dtype=target.dtype)
+    rewrite("index_put", target, (found[1], content), {})
+
+
+def _is_mask(index: Any, target: Tensor) -> bool:
+    """Whether an index is a boolean tensor over the target's first dims."""
+    mask = own(index)
+    return _is_tensor(mask) and mask.dtype == torch.bool and mask.ndim > 0 and mask.shape == target.shape[: mask.ndim]
+
+
+def _is_held(value: Any, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds a number as it is."""
+    return (type(value) is int and dtype != torch.bool) or (type(value) is float and dtype.is_floating_point)
+
+
+def _rewriting(name: str) -> Front:
+    """The in-place form of an op that changes some elements."""
+
+    def front(input: Any, *args: Any, **kwargs: Any) -> Any:
+        target = own(input)
+        if not isinstance(target, Tensor):
+            return fallback(getattr(torch.Tensor, f"{name}_"), (input, *args), kwargs, f"{name}_")
+        return rewrite(name, target, args, kwargs)
+
+    return front
+
+
+def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False, **kwargs: Any) -> Any:
+    """Boolean masks have no rule: how many values they take depends on theirs."""
+    if any(each is not None and own(each).dtype not in _COUNTING for each in indices):
+        return fallback(torch.index_put, (input, indices, values, accumulate), {}, "index_put")
+    return table_call("index_put", input, indices, values, accumulate, **kwargs)
+
+
+def _index_put_(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    if not isinstance(own(input), Tensor) or any(own(each).dtype not in _COUNTING for each in indices):
+        return fallback(torch.Tensor.index_put_, (input, indices, values, accumulate), {}, "index_put_")
+    return rewrite("index_put", own(input), (indices, values, accumulate), {})
+
+
+def _one_hot(tensor: Any, num_classes: int = -1, **kwargs: Any) -> Any:
+    """Without a number of classes the largest value says it: one small reduction, and a read."""
+    if num_classes == -1 and own(tensor).numel():
+        num_classes = int(invoke("amax", (tensor,), {})) + 1
+    return table_call("one_hot", tensor, num_classes, **kwargs)
+
+
+def _select(input: Any, dim: int, index: int) -> Any:
+    place = normal_dim(dim, own(input).ndim)
+    return table_call("getitem", input, (slice(None),) * place + (index,))
 
 
 def _is_basic(index: Any) -> bool:
@@ -81,4 +191,9 @@ INDEXING: dict[str, Front] = {
     "copy_": _copy_,
     "fill_": _fill_,
     "zero_": lambda input: zero(own(input)),
+    "select": _select,
+    "one_hot": _one_hot,
+    "index_put": _index_put,
+    "index_put_": _index_put_,
+    **{f"{name}_": _rewriting(name) for name in _REWRITING},
 }
