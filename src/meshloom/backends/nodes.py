@@ -10,6 +10,7 @@ partial sum is the same on every process, that of a shard is a shard.
 | `Join`    | all-gather of shards             | a slice                                     |
 | `Cut`     | a slice of a replicated value    | all-gather                                  |
 | `Scatter` | reduce-scatter of partial sums   | all-gather                                  |
+| `Once`    | one process keeps a value that a sum counts | nothing: the sum's gradient is the same everywhere |
 | `Swap`    | all-to-all                       | the reverse all-to-all                      |
 """
 
@@ -114,6 +115,18 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         _resume(ctx)
         return Scatter.apply(gradient, ctx.group), None
+
+
+class Once(torch.autograd.Function):
+    """A value of which a sum over processes counts one: the first process keeps it, the others hold zero."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
+        return data.view_as(data) if group.index == 0 else torch.zeros_like(data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 class Swap(torch.autograd.Function):

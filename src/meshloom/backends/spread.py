@@ -17,9 +17,11 @@ from meshloom.backends.checks import is_listening, note
 from meshloom.backends.forms import FORMS, Across
 from meshloom.backends.leaves import entered
 from meshloom.backends.moving import mover
+from meshloom.backends.nodes import Once
 from meshloom.backends.world import WORLD, Group, group_of
 from meshloom.engines.kernel import Function, Kernel, Step
 from meshloom.errors import where
+from meshloom.ops import Row
 from meshloom.placement import Partial, Replicate, Shard, Topology
 from meshloom.planner import Plan
 
@@ -49,12 +51,16 @@ class Spread(Kernel):
         return [axis for axis, parts in enumerate(self.plan.mesh.processes) if parts > 1]
 
     def _bring(self, operand: int) -> Step | None:
-        bring, group = self._move(operand), self._entry(operand)
-        if group is None:
+        bring, group, alone = self._move(operand), self._entry(operand), self._alone(operand)
+        if group is None and alone is None:
             return bring
-        if bring is None:
-            return lambda data: entered(data, group)
-        return lambda data: entered(bring(data), group)
+
+        def run(data: torch.Tensor) -> torch.Tensor:
+            data = data if bring is None else bring(data)
+            data = data if group is None else entered(data, group)
+            return data if alone is None else Once.apply(data, alone)
+
+        return run
 
     def _move(self, operand: int) -> Step | None:
         plan = self.plan
@@ -75,15 +81,24 @@ class Spread(Kernel):
 
     def _is_apart(self, axis: int, raw: Topology) -> bool:
         """Whether processes hold parts of a sum: the row cuts an operand on an axis that nobody keeps partial."""
-        split = any(isinstance(placement, Shard) for placement in self.plan.rows[axis].ins)
-        apart = isinstance(raw.placements[axis], Partial) and axis not in self.leads and split
+        apart = isinstance(raw.placements[axis], Partial) and axis not in self.leads and _is_cut(self.plan.rows[axis])
         return apart and not (self.plan.call.op in _EXTREMES and self._has_form(axis))
 
     def _has_form(self, axis: int) -> bool:
         """Whether the op takes its distributed form on an axis."""
         row = self.plan.rows[axis]
         extreme = self.plan.call.op in _EXTREMES and isinstance(row.outs[0], Partial) and axis not in self.leads
-        return not row.local or (extreme and any(isinstance(placement, Shard) for placement in row.ins))
+        return not row.local or (extreme and _is_cut(row))
+
+    def _alone(self, operand: int) -> Group | None:
+        """The processes of which one takes an operand that a sum counts once, such as the bias of a split product."""
+        rows = self.plan.rows
+        axes = [
+            axis
+            for axis in self._crossing()
+            if isinstance(rows[axis].ins[operand], Partial) and axis not in self.leads and _is_cut(rows[axis])
+        ]
+        return group_of(self.plan.mesh, axes)
 
     def _entry(self, operand: int) -> Group | None:
         """The processes over which the gradient of a replicated operand is summed."""
@@ -91,11 +106,11 @@ class Spread(Kernel):
         return group_of(self.plan.mesh, axes)
 
     def _is_entered(self, axis: int, operand: int) -> bool:
-        row, placement = self.plan.rows[axis], self.ins[operand].placements[axis]
+        row = self.plan.rows[axis]
         split = any(not isinstance(out, Replicate) for out in row.outs) or bool(row.inner)
         # what is partial only to be summed again stays whole on every process
-        whole = not any(isinstance(each, Shard) for each in row.ins) and axis not in self.leads
-        return isinstance(placement, Replicate) and split and not whole
+        whole = not _is_cut(row) and axis not in self.leads
+        return isinstance(row.ins[operand], Replicate) and split and not whole
 
     def _function(self) -> Function:
         axes = [axis for axis in self._crossing() if self._has_form(axis)]
@@ -104,3 +119,8 @@ class Spread(Kernel):
         form = FORMS[self.plan.call.op]
         across = Across(self.local, self.plan, group_of(self.plan.mesh, axes))
         return lambda *_, **arguments: form(across, **arguments)
+
+
+def _is_cut(row: Row) -> bool:
+    """Whether a row shards an operand."""
+    return any(isinstance(placement, Shard) for placement in row.ins)
