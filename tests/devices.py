@@ -16,12 +16,12 @@ import meshloom as loom
 from forms import FORMS, Net, compute
 from meshloom import Mesh, Partial, Replicate, Shard, Topology
 from meshloom.engines.layout import short_name
-from meshloom.ops import OPS, Call, Choices, Row
+from meshloom.ops import OPS, Call, Choices, Inner, Row
 from meshloom.placement import can_be_partial
 from oracle import REDUCE, check_close, draw_values
 from samples import Case, Draw, Operand
 
-_INDEXED = ("argmax", "argmin", "max_dim", "min_dim")
+_INDEXED = "argmax argmin max_dim min_dim median nanmedian mode kthvalue cummax cummin".split()
 
 
 def exact(case: Case, name: str) -> Case:
@@ -158,9 +158,16 @@ def check_form(call: Call, choices: Choices, row: Row, case: Case, devices: int,
     for number, placement in enumerate(row.outs):
         parts = [part[number] if isinstance(part, tuple) else part for part in found]
         check_close(assemble(parts, placement, what).to(dense[number].dtype), dense[number], what)
-    shape = case.operands[0].shape
-    claimed = [(inner.op, tuple(shape[dim] for dim in inner.dims)) for inner in row.inner]
+    claimed = [each for inner in row.inner for each in expected_log(inner, made.held[0], devices)]
     assert net.log == claimed, f"{what}: used {net.log}, the row names {claimed}"
+
+
+def expected_log(inner: Inner, held: Sequence[torch.Tensor], devices: int) -> list[tuple[str, tuple[int, ...]]]:
+    """What a net writes down for one collective of a row; `times` counts elements and is checked as such."""
+    shape = tuple(held[inner.operand].shape[dim] for dim in inner.dims) + ((inner.times,) if inner.times > 1 else ())
+    if inner.kind == "all_reduce":
+        return [(inner.op, shape)]
+    return [(inner.kind, shape)] * (devices - 1 if inner.kind == "shift" else 1)
 
 
 def rows_of(call: Call) -> Choices:

@@ -23,6 +23,16 @@ class Net:
         self.log.append((op, tuple(parts[0].shape)))
         return REDUCE[op](torch.stack(list(parts)))
 
+    def all_gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What every device has, in their order, for all to see."""
+        self.log.append(("all_gather", tuple(parts[0].shape)))
+        return list(parts)
+
+    def shift(self, parts: list[Any]) -> list[Any]:
+        """What each device has goes to the next one, the last one's to the first."""
+        self.log.append(("shift", tuple(parts[0].shape)))
+        return [parts[-1], *parts[:-1]]
+
     def best(self, values: Sequence[torch.Tensor], indices: Sequence[torch.Tensor], largest: bool) -> tuple[Any, Any]:
         """The best value with its index; of equal values the first device's."""
         self.log.append(("max", tuple(values[0].shape)))

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from forms.net import Form, Net, sharded_dim, with_dims
+from forms.net import Form, Net, compute, sharded_dim, with_dims
 from meshloom.ops import Call, Row
+from meshloom.ops.labels import normal_dims
 
 
 def var_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
@@ -20,6 +21,7 @@ def var_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> 
         mean = mean.unsqueeze(d)
     spread = net.all_reduce([(x - mean).square().sum(dims) for (x,) in held], "sum")
     found = spread / (count - call.arguments["correction"])
+    found = found.sqrt() if call.op == "std" else found
     return [with_dims(found, dims, call.arguments["keepdim"])] * len(held)
 
 
@@ -46,8 +48,73 @@ def index_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -
     return [index if call.op.startswith("arg") else (value, index)] * len(held)
 
 
+def _dims(call: Call) -> tuple[int, ...]:
+    return normal_dims(call.arguments["dim"], len(call.shape("input")))
+
+
+def nanmean_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
+    dims = _dims(call)
+    total = net.all_reduce([x.nansum(dims) for (x,) in held], "sum")
+    count = net.all_reduce([(~x.isnan()).sum(dims) for (x,) in held], "sum")
+    return [with_dims(total / count, dims, call.arguments["keepdim"])] * len(held)
+
+
+def logsumexp_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
+    dims = _dims(call)
+    high = net.all_reduce([x.amax(dims) for (x,) in held], "max")
+    total = net.all_reduce([(x - with_dims(high, dims, True)).exp().sum(dims) for (x,) in held], "sum")
+    return [with_dims(high + total.log(), dims, call.arguments["keepdim"])] * len(held)
+
+
+def norm_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
+    dims, order = _dims(call), call.arguments["ord"]
+    total = net.all_reduce([x.abs().pow(order).sum(dims) for (x,) in held], "sum")
+    return [with_dims(total.pow(1 / order), dims, call.arguments["keepdim"])] * len(held)
+
+
+_COMBINE: dict[str, Any] = {"cumsum": torch.add, "cumprod": torch.mul, "logcumsumexp": torch.logaddexp}
+
+
+def scan_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
+    """Each device scans what it holds, and then adds the totals of those before it."""
+    dim, combine = sharded_dim(row), _COMBINE[call.op]
+    scans = [compute(call, h, [h[0].shape])[0] for h in held]
+    totals = net.all_gather([each.select(dim, -1) for each in scans])
+    found, before = [], None
+    for mine, total in zip(scans, totals, strict=True):
+        found.append(mine if before is None else combine(mine, before.unsqueeze(dim)))
+        before = total if before is None else combine(before, total)
+    return found
+
+
+def indexed_scan_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[Any]:
+    """The best value so far of the devices before, with its index, where nothing better is held."""
+    dim, better = sharded_dim(row), torch.ge if call.op == "cummax" else torch.le
+    function, found, start = getattr(torch, call.op), [], 0
+    scans = [function(x, dim) for (x,) in held]
+    net.all_gather([each.values.select(dim, -1) for each in scans])
+    before: Any = None
+    for values, indices in scans:
+        indices, start = indices + start, start + values.shape[dim]
+        if before is not None:
+            mine = better(values, before[0])
+            values, indices = torch.where(mine, values, before[0]), torch.where(mine, indices, before[1])
+        found.append((values, indices))
+        before = (values.narrow(dim, -1, 1), indices.narrow(dim, -1, 1))
+    return found
+
+
 REDUCTIONS: dict[str, Form] = {
     "var": var_form,
+    "std": var_form,
+    "nanmean": nanmean_form,
+    "logsumexp": logsumexp_form,
+    "linalg_vector_norm": norm_form,
+    "cumsum": scan_form,
+    "cumprod": scan_form,
+    "logcumsumexp": scan_form,
+    "cummax": indexed_scan_form,
+    "cummin": indexed_scan_form,
     "argmax": index_form,
     "argmin": index_form,
     "max_dim": index_form,

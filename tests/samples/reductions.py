@@ -27,11 +27,66 @@ def reduction(
     return sample
 
 
-def var(d: Draw) -> Case:
-    shape, correction, keep = d.shape(1, 3, empty=False), d.pick((0, 1)), d.yes()
+def wild(function: Callable[..., Any]) -> Sample:
+    """A reduction of elements that nan and infinity are among."""
+
+    def sample(d: Draw) -> Case:
+        case = reduction(function, (torch.float32,))(d)
+        return Case(tuple(Operand(each.shape, each.dtype, "wild") for each in case.operands), case.run)
+
+    return sample
+
+
+def spread(function: Callable[..., Any]) -> Sample:
+    def sample(d: Draw) -> Case:
+        shape, correction, keep = d.shape(1, 3, empty=False), d.pick((0, 1)), d.yes()
+        dim = d.pick((None, d.dim(shape)))
+        shape = tuple(size + 2 for size in shape)
+        return Case((Operand(shape, torch.float32),), lambda x: function(x, dim, correction=correction, keepdim=keep))
+
+    return sample
+
+
+def logsumexp(d: Draw) -> Case:
+    shape, keep = d.shape(1, 3), d.yes()
+    dim = d.pick((d.dim(shape), tuple(range(len(shape)))))
+    return Case((Operand(shape, d.pick(FLOATS)),), lambda x: torch.logsumexp(x, dim, keep))
+
+
+def vector_norm(d: Draw) -> Case:
+    shape, keep = d.shape(1, 3, empty=False), d.yes()
+    order = d.pick((2, 2, 1, 3, 0, 0.5, -2, float("inf"), float("-inf")))
     dim = d.pick((None, d.dim(shape)))
-    shape = tuple(size + 2 for size in shape)
-    return Case((Operand(shape, torch.float32),), lambda x: torch.var(x, dim, correction=correction, keepdim=keep))
+    run = (lambda x: torch.norm(x, order, dim, keep)) if d.yes() and dim is not None else (
+        lambda x: torch.linalg.vector_norm(x, order, dim, keep)
+    )  # fmt: skip
+    return Case((Operand(shape, torch.float32),), run)
+
+
+def count_nonzero(d: Draw) -> Case:
+    shape = d.shape(0, 3)
+    dim = d.pick((None, d.dim(shape))) if shape else None
+    return Case((Operand(shape, d.pick(ALL)),), lambda x: torch.count_nonzero(x, dim))
+
+
+def kthvalue(d: Draw) -> Case:
+    shape, keep = d.shape(1, 3, empty=False), d.yes()
+    dim = d.dim(shape)
+    k = d.number(1, shape[dim])
+    return Case((Operand(shape, torch.float32),), lambda x: tuple(torch.kthvalue(x, k, dim, keep)))
+
+
+def scan(function: Callable[..., Any], dtypes: Sequence[torch.dtype] = (torch.float32, torch.int64)) -> Sample:
+    def sample(d: Draw) -> Case:
+        shape = d.shape(0, 3)
+        dim = d.dim(shape) if shape else d.pick((0, -1))
+        return Case((Operand(shape, d.pick(dtypes)),), lambda x: _listed(function(x, dim)))
+
+    return sample
+
+
+def _listed(found: Any) -> Any:
+    return tuple(found) if isinstance(found, tuple) else found
 
 
 def along(function: Callable[..., Any], dtypes: Sequence[torch.dtype] = NUMBERS) -> Sample:
@@ -62,7 +117,22 @@ REDUCTIONS: dict[str, Sample] = {
     "prod": reduction(torch.prod, NUMBERS, several=False),
     "any": reduction(torch.any, ALL),
     "all": reduction(torch.all, ALL),
-    "var": var,
+    "var": spread(torch.var),
+    "std": spread(torch.std),
+    "nansum": wild(torch.nansum),
+    "nanmean": wild(torch.nanmean),
+    "count_nonzero": count_nonzero,
+    "logsumexp": logsumexp,
+    "linalg_vector_norm": vector_norm,
+    "median": along(torch.median, (torch.float32, torch.int64)),
+    "nanmedian": along(torch.nanmedian, (torch.float32, torch.int64)),
+    "mode": along(torch.mode, (torch.float32, torch.int64)),
+    "kthvalue": kthvalue,
+    "cumsum": scan(torch.cumsum, ALL),
+    "cumprod": scan(torch.cumprod),
+    "logcumsumexp": scan(torch.logcumsumexp, (torch.float32,)),
+    "cummax": scan(torch.cummax),
+    "cummin": scan(torch.cummin),
     "argmax": arg(torch.argmax),
     "argmin": arg(torch.argmin),
     "max_dim": along(torch.max),

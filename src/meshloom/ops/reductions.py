@@ -1,12 +1,13 @@
-"""Rules of reductions that are more than one partial result: a value with its index, a variance."""
+"""Rules of reductions that are more than one partial result (an index too, a variance, a norm), and of scans."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from meshloom.ops.labels import R, kept_rows, normal_dim, normal_dims, others, reduced_dims, reduced_shape
-from meshloom.ops.rule import Call, Choices, Even, Inner, Row, with_none
-from meshloom.placement import Shard
+from meshloom.ops.labels import SUM, R, kept_rows, normal_dim, normal_dims, others, reduced_dims, reduced_shape
+from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, Rule, with_none
+from meshloom.placement import Partial, Shard
 from meshloom.types import Shape
 
 
@@ -45,3 +46,81 @@ def var(call: Call) -> Choices:
     rows = kept_rows(call, dims, keepdim)
     rows += [Row(f"dim {dim}", (Shard(dim),), (R,), stats, local=False) for dim in dims]
     return with_none(call, [reduced_shape(shape, dims, keepdim)], rows, flops=4 * math.prod(shape))
+
+
+def with_statistics(*ops: str) -> Rule:
+    """The rule of a reduction that all-reduces statistics of a sharded dim: its result is replicated."""
+
+    def rule(call: Call) -> Choices:
+        shape, dims = call.shape("input"), reduced_dims(call)
+        keepdim = bool(call.arguments["keepdim"])
+        stats = tuple(Inner(op, others(len(shape), *dims)) for op in ops)
+        rows = kept_rows(call, dims, keepdim)
+        rows += [Row(f"dim {dim}", (Shard(dim),), (R,), stats, local=False) for dim in dims]
+        return with_none(call, [reduced_shape(shape, dims, keepdim)], rows, flops=4 * math.prod(shape))
+
+    return rule
+
+
+def lowest_fill(call: Call) -> tuple[Fill, ...]:
+    """Padding of the reduced dims must not weigh: exp(-inf) = 0."""
+    return (Fill(call.index("input"), -math.inf, reduced_dims(call)),)
+
+
+# |x|_1, |x|_0 and the extreme norms of parts make up the norm of the whole
+_NORMS = {0: SUM, 1: SUM, math.inf: Partial("max"), -math.inf: Partial("min")}
+
+
+def vector_norm(call: Call) -> Choices:
+    """Norms that are sums, counts or extremes are partial over a sharded dim; others all-reduce a sum of powers."""
+    shape, dims = call.shape("input"), reduced_dims(call)
+    keepdim, partial = bool(call.arguments["keepdim"]), _NORMS.get(call.arguments["ord"])
+    stat = Inner("sum", others(len(shape), *dims))
+    rows = kept_rows(call, dims, keepdim)
+    for dim in dims:
+        if partial is None:
+            rows.append(Row(f"dim {dim}", (Shard(dim),), (R,), (stat,), local=False))
+        else:  # elements of equal size share the gradient of an extreme norm
+            rows.append(Row(f"dim {dim}", (Shard(dim),), (partial,), backward=() if partial == SUM else (stat,)))
+    return with_none(call, [reduced_shape(shape, dims, keepdim)], rows, flops=2 * math.prod(shape))
+
+
+def norm_fill(call: Call) -> tuple[Fill, ...]:
+    """Zeros do not count in a norm, but for negative orders, where infinity does not."""
+    if call.arguments["ord"] >= 0:
+        return ()
+    return (Fill(call.index("input"), "highest", reduced_dims(call)),)
+
+
+def along_one_dim(call: Call) -> Choices:
+    """median, mode and their kind: the dim must be whole, all others may be sharded; values and indices."""
+    shape = call.shape("input")
+    dim = normal_dim(call.arguments["dim"], len(shape))
+    dims = (dim,) if shape else ()
+    keepdim = bool(call.arguments["keepdim"])
+    out = reduced_shape(shape, dims, keepdim)
+    return with_none(call, [out, out], kept_rows(call, dims, keepdim, results=2), flops=4 * math.prod(shape))
+
+
+def scan(*partials: Partial, indexed: bool = False) -> Rule:
+    """The rule of a scan along a dim: where it is sharded, each device learns the totals of those before it."""
+    results = 2 if indexed else 1
+
+    def rule(call: Call) -> Choices:
+        shape = call.shape("input")
+        dim = normal_dim(call.arguments["dim"], len(shape))
+        rows = [Row(f"dim {d}", (Shard(d),), (Shard(d),) * results) for d in others(len(shape), dim)]
+        if shape:
+            totals = (Inner("", others(len(shape), dim), indexed=indexed, kind="all_gather"),)
+            rows.append(Row(f"dim {dim}", (Shard(dim),), (Shard(dim),) * results, totals, totals, local=False))
+        rows += [Row(str(each), (each,), (each,) * results) for each in partials]
+        return with_none(call, [shape] * results, rows, flops=math.prod(shape))
+
+    return rule
+
+
+def scan_fill(value: float) -> Callable[[Call], tuple[Fill, ...]]:
+    """Padding along the scanned dim holds what does not change a total."""
+    return lambda call: (
+        Fill(call.index("input"), value, (normal_dim(call.arguments["dim"], len(call.shape("input"))),)),
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from meshloom.engines.layout import pad
 from meshloom.engines.torch_engine.local import Function, Local, aware, dims_of, wide_dtype
 
 
@@ -36,20 +37,78 @@ def _over_dims(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return reduce
 
 
+def _correction(unbiased: Any, correction: Any) -> Any:
+    if correction is not None:
+        return correction
+    return 1 if unbiased is None else int(unbiased)
+
+
+def _plain(function: Any, input: torch.Tensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> torch.Tensor:
+    """var or std of an array without padding."""
+    return function(input, dims_of(input, dim) or None, correction=_correction(unbiased, correction), keepdim=keepdim)
+
+
 @aware
 def _var(local: Local, input: torch.Tensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> torch.Tensor:
     dims = dims_of(input, dim)
-    if correction is None:
-        correction = 1 if unbiased is None else int(unbiased)
     mask = local.mask(input, dims)
     if mask is None or not (input.is_floating_point() or input.is_complex()):
-        return torch.var(input, dims or None, correction=correction, keepdim=keepdim)
+        return _plain(torch.var, input, dim, unbiased, keepdim, correction)
+    correction = _correction(unbiased, correction)
     count = local.count(dims)
     wide = input.to(wide_dtype(input.dtype))
     centred = torch.where(mask, wide - wide.sum(dims, keepdim=True) / count, 0)
     squares = (centred * centred.conj()).real if centred.is_complex() else centred.square()
     spread = squares.sum(dims, keepdim) / max(count - correction, 0)
     return spread if input.is_complex() else spread.to(input.dtype)
+
+
+@aware
+def _std(local: Local, input: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The root of the variance; where that is zero it has no gradient, as in torch."""
+    if local.mask(input, dims_of(input, options["dim"])) is None:
+        return _plain(torch.std, input, **options)
+    spread = _var(local, input, **options)
+    none = spread == 0
+    return torch.where(none, 0, torch.where(none, 1, spread).sqrt())
+
+
+@aware
+def _nanmean(local: Local, input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+    dims = dims_of(input, dim)
+    mask = local.mask(input, dims)
+    if mask is None or not input.is_floating_point():
+        return torch.nanmean(input, dims or None, keepdim, dtype=dtype)
+    kind = dtype or input.dtype
+    total = torch.nansum(torch.where(mask, input, 0), dims, keepdim, dtype=wide_dtype(kind))
+    return (total / (mask & ~input.isnan()).sum(dims, keepdim)).to(kind)
+
+
+def _count_nonzero(input: torch.Tensor, dim: Any) -> torch.Tensor:
+    return torch.count_nonzero(input, dims_of(input, dim) or None)
+
+
+def _nansum(input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+    return torch.nansum(input, dims_of(input, dim) or None, keepdim, dtype=dtype)
+
+
+def _vector_norm(input: torch.Tensor, ord: float, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+    return torch.linalg.vector_norm(input, ord, dims_of(input, dim) or None, keepdim, dtype=dtype)
+
+
+def _indexed_scan(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An index counts elements, so padding is taken off first and put back after."""
+
+    @aware
+    def scan(local: Local, input: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+        if not input.dim():
+            return tuple(function(input, 0))
+        dim = dim % input.dim()
+        topology = local.ins[local.call.index("input")]
+        found = function(local.trimmed("input", input, dim), dim)
+        return tuple(pad(each, dim, topology.shape[dim], topology.shards[dim]) for each in found)
+
+    return scan
 
 
 REDUCTIONS: dict[str, Function] = {
@@ -63,6 +122,21 @@ REDUCTIONS: dict[str, Function] = {
     "var": _var,
     "argmax": torch.argmax,
     "argmin": torch.argmin,
+    "std": _std,
+    "nansum": _nansum,
+    "nanmean": _nanmean,
+    "count_nonzero": _count_nonzero,
+    "logsumexp": torch.logsumexp,
+    "linalg_vector_norm": _vector_norm,
+    "median": torch.median,
+    "nanmedian": torch.nanmedian,
+    "mode": torch.mode,
+    "kthvalue": torch.kthvalue,
+    "cumsum": torch.cumsum,
+    "cumprod": torch.cumprod,
+    "logcumsumexp": torch.logcumsumexp,
+    "cummax": _indexed_scan(torch.cummax),
+    "cummin": _indexed_scan(torch.cummin),
     "max_dim": torch.max,
     "min_dim": torch.min,
 }

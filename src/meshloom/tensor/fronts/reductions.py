@@ -1,4 +1,4 @@
-"""Fronts of reductions."""
+"""Fronts of reductions, and what is made of them: norms, distances, similarities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, table_call
+from meshloom.tensor.calling import Front, invoke, own, table_call
+from meshloom.tensor.dispatch import PACKED
+from meshloom.tensor.fallback import fallback
 
 
 def _max(name: str) -> Callable[..., Any]:
@@ -26,14 +28,120 @@ def _max(name: str) -> Callable[..., Any]:
     return front
 
 
-def _var(input: Any, *args: Any, **kwargs: Any) -> Any:
-    if args and isinstance(args[0], bool):
-        return table_call("var", input, None, *args, **kwargs)
-    return table_call("var", input, *args, **kwargs)
+def _spread(name: str) -> Front:
+    """var and std, whose second argument may be `unbiased`."""
 
+    def front(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], bool):
+            args = (None, *args)
+        return table_call(name, input, *args, **kwargs)
+
+    return front
+
+
+def _with_mean(name: str) -> Front:
+    """var_mean and std_mean: two ops over the same dims."""
+
+    def front(input: Any, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("dim", args[0] if args and not isinstance(args[0], bool) else None)
+        keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+        return invoke(name, (input, *args), kwargs), table_call("mean", input, dim, keepdim)
+
+    return front
+
+
+def _aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    found = (table_call(name, input, dim, keepdim) for name in ("amin", "amax"))
+    return torch.return_types.aminmax(tuple(found))
+
+
+def _along_one_dim(name: str) -> Front:
+    """median of all elements shares its gradient between equal ones, as only torch's own does."""
+
+    def front(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return table_call(name, input, *args, **kwargs)
+        return fallback(getattr(torch, name), (input,), {}, name)
+
+    return front
+
+
+def _norm(
+    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> Any:
+    """torch.norm: the p-norm of the elements, over some dims or all."""
+    if p == "nuc":
+        return fallback(torch.norm, (input, p, dim, keepdim, out, dtype), {}, "norm")
+    order = 2 if p in ("fro", None) else p
+    return table_call("linalg_vector_norm", input, order, dim, keepdim, dtype=dtype, out=out)
+
+
+def _linalg_norm(
+    A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
+) -> Any:
+    """torch.linalg.norm: of a vector, or of a matrix where that is the norm of its elements."""
+    dims = (dim,) if isinstance(dim, int) else dim if dim is not None else tuple(range(own(A).ndim))
+    of_elements = ord is None or (len(dims) == 1 and not isinstance(ord, str)) or (len(dims) == 2 and ord == "fro")
+    if not of_elements:
+        return fallback(torch.linalg.norm, (A, ord, dim, keepdim), {"out": out, "dtype": dtype}, "linalg_norm")
+    order = 2 if ord in (None, "fro") else ord
+    return table_call("linalg_vector_norm", A, order, dim, keepdim, dtype=dtype, out=out)
+
+
+def _matrix_norm(
+    A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, out: Any = None, dtype: Any = None
+) -> Any:
+    if ord != "fro":
+        return fallback(
+            torch.linalg.matrix_norm, (A, ord, dim, keepdim), {"out": out, "dtype": dtype}, "linalg_matrix_norm"
+        )
+    return table_call("linalg_vector_norm", A, 2, dim, keepdim, dtype=dtype, out=out)
+
+
+def _dist(input: Any, other: Any, p: float = 2) -> Any:
+    return table_call("linalg_vector_norm", table_call("sub", input, other), p)
+
+
+def _normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    size = table_call("linalg_vector_norm", input, p, dim, True)
+    return table_call("div", input, table_call("clamp_min", size, eps), out=out)
+
+
+def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    product = table_call("mul", *(_normalize(each, 2.0, dim, eps) for each in (x1, x2)))
+    return table_call("sum", product, dim)
+
+
+def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    apart = table_call("add", table_call("sub", x1, x2), eps)
+    return table_call("linalg_vector_norm", apart, p, -1, keepdim)
+
+
+_PAIRED = "median nanmedian mode kthvalue cummax cummin".split()
+
+
+def _packed(name: str) -> Callable[[list[Any]], Any]:
+    kind = getattr(torch.return_types, name)
+    return lambda results: kind((results[0], results[1]))
+
+
+PACKED.update({name: _packed(name) for name in _PAIRED})
 
 REDUCTIONS: dict[str, Front] = {
     "max": _max("max"),
     "min": _max("min"),
-    "var": _var,
+    "var": _spread("var"),
+    "std": _spread("std"),
+    "var_mean": _with_mean("var"),
+    "std_mean": _with_mean("std"),
+    "aminmax": _aminmax,
+    "median": _along_one_dim("median"),
+    "nanmedian": _along_one_dim("nanmedian"),
+    "norm": _norm,
+    "linalg_norm": _linalg_norm,
+    "linalg_matrix_norm": _matrix_norm,
+    "dist": _dist,
+    "normalize": _normalize,
+    "cosine_similarity": _cosine_similarity,
+    "pairwise_distance": _pairwise_distance,
 }
