@@ -44,18 +44,9 @@ special_gammainc special_gammaincc special_gammaln special_i0e special_i1 specia
 special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
 special_ndtr special_ndtri special_psi special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
 special_spherical_bessel_j0 special_xlog1py special_zeta tan tanhshrink threshold trunc xlogy
-""".split()
 count_nonzero cummax cummin cumprod cumsum kthvalue linalg_vector_norm logcumsumexp logsumexp median mode nanmean
 nanmedian nansum std
-adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-argsort avg_pool1d avg_pool2d avg_pool3d broadcast_to bucketize cholesky_inverse cholesky_solve conv1d conv2d conv3d
-conv_transpose1d conv_transpose2d conv_transpose3d det diag_embed diagonal flip gather index index_add index_copy
-index_fill index_put index_select interpolate inverse linalg_cholesky linalg_cross linalg_det linalg_eigh
-linalg_eigvalsh linalg_inv linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr
-linalg_slogdet linalg_solve linalg_solve_triangular linalg_svd linalg_svdvals logdet matrix_exp matrix_power
-max_pool1d max_pool2d max_pool3d meshgrid moveaxis movedim one_hot pad pixel_shuffle pixel_unshuffle ravel repeat
-repeat_interleave roll rot90 scatter scatter_add scatter_reduce searchsorted slogdet sort take take_along_dim tile topk
-tril triu unbind unflatten unfold
+""".split()
 
 # Public, but not taken along by `from meshloom import *`, which would hide Python's own.
 AS_BUILTINS = "abs all any complex max min pow round sum".split()
@@ -173,6 +164,13 @@ SAMPLES: dict[str, Callable[[], Arguments]] = {
     "einsum": lambda: given("ij,kj->ik", x(), y()),
     **{name: lambda: given(x(), 0) for name in ("sum", "mean", "amax", "amin", "prod", "any", "all", "var", "argmax")},
     "argmin": lambda: given(x(), 0),
+    **{
+        name: lambda: given(x(), 0)
+        for name in "std nansum nanmean count_nonzero logsumexp median nanmedian mode cumsum cumprod".split()
+    },
+    **{name: lambda: given(x(), 0) for name in "logcumsumexp cummax cummin".split()},
+    "kthvalue": lambda: given(x(), 2, 0),
+    "linalg_vector_norm": lambda: given(x(), 3, 0),
     "max_dim": lambda: given(x(), 0),
     "min_dim": lambda: given(x(), 0),
     "softmax": lambda: given(x(), 0),
@@ -199,13 +197,6 @@ SAMPLES: dict[str, Callable[[], Arguments]] = {
 
 
 def ways(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    **{
-        name: lambda: given(x(), 0)
-        for name in "std nansum nanmean count_nonzero logsumexp median nanmedian mode cumsum cumprod".split()
-    },
-    **{name: lambda: given(x(), 0) for name in "logcumsumexp cummax cummin".split()},
-    "kthvalue": lambda: given(x(), 2, 0),
-    "linalg_vector_norm": lambda: given(x(), 3, 0),
     """Every spelling of an op: as a function of loom, torch and F, and as a method."""
     public = {"max_dim": "max", "min_dim": "min"}.get(name, name)
     if public in {*loom.__all__, *AS_BUILTINS}:
