@@ -18,12 +18,14 @@ from meshloom.planner import Plan
 from meshloom.runtime import Log
 
 NAMES = """
-ArgumentError BoundsError CommunicationError CommunicationWarning DTypeError DivergenceError Explanation FabricError Gradient
-GradientError LostError Machine Mesh MeshError MeshloomError ModeError NotationError Parameter Partial Placement PlacementError
-RaceError Replicate ScheduleError ShapeError Shard Simulation Tensor Topology UnsupportedError ViewError arange choose
-collectives communication communication_table current_mesh distribute draw draw_mesh dropout empty_like engines explain
-fabric from_local full full_like ones ones_like open_mesh parse process rand rand_like randn randn_like record simulate stress
-use_fabric use_machine with_output zeros zeros_like
+ArgumentError BoundsError ClosedError CommunicationError CommunicationWarning DTypeError DeviceError
+DeviceTimeoutError DivergenceError Explanation FabricError Gradient GradientError LostError Machine Mesh MeshError
+MeshloomError ModeError NotationError OutOfMemoryError Parameter Partial Placement PlacementError RaceError Replicate
+ScheduleError ShapeError Shard Simulation Tensor Topology TraceError UnsupportedError ViewError arange bernoulli
+choose collectives communication communication_table current_mesh distribute draw draw_mesh dropout empty empty_like
+engines explain eye fabric from_local full full_like linspace logspace multinomial normal ones ones_like open_mesh
+parse process rand rand_like randint randint_like randn randn_like randperm record runtime simulate stress use_fabric
+use_machine with_output zeros zeros_like
 """.split()
 
 OP_NAMES = """
@@ -46,6 +48,15 @@ special_ndtr special_ndtri special_psi special_scaled_modified_bessel_k0 special
 special_spherical_bessel_j0 special_xlog1py special_zeta tan tanhshrink threshold trunc xlogy
 count_nonzero cummax cummin cumprod cumsum kthvalue linalg_vector_norm logcumsumexp logsumexp median mode nanmean
 nanmedian nansum std
+adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+argsort avg_pool1d avg_pool2d avg_pool3d broadcast_to bucketize cholesky_inverse cholesky_solve conv1d conv2d conv3d
+conv_transpose1d conv_transpose2d conv_transpose3d det diag_embed diagonal flip gather index index_add index_copy
+index_fill index_put index_select interpolate inverse linalg_cholesky linalg_cross linalg_det linalg_eigh
+linalg_eigvalsh linalg_inv linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr
+linalg_slogdet linalg_solve linalg_solve_triangular linalg_svd linalg_svdvals logdet matrix_exp matrix_power
+max_pool1d max_pool2d max_pool3d meshgrid moveaxis movedim one_hot pad pixel_shuffle pixel_unshuffle ravel repeat
+repeat_interleave roll rot90 scatter scatter_add scatter_reduce searchsorted slogdet sort take take_along_dim tile topk
+tril triu unbind unflatten unfold
 """.split()
 
 # Public, but not taken along by `from meshloom import *`, which would hide Python's own.
@@ -53,6 +64,8 @@ AS_BUILTINS = "abs all any complex max min pow round sum".split()
 
 # Ops of the table without a public name: max and min are reached by their own names, which sort out the overloads.
 NO_FUNCTION = {"max_dim", "min_dim"}
+# Ops whose first operand is not the tensor that torch has the method on, or that take several.
+NOT_FIRST = ("embedding", "cat", "stack", "where", "cross_entropy", "meshgrid")
 # Ops without a method, as in torch: indexing is x[...], einsum starts with its equation.
 NO_METHOD = {"getitem", "einsum", "max_dim", "min_dim"}
 
@@ -116,11 +129,34 @@ def integers() -> loom.Tensor:
     return loom.distribute(torch.arange(24).view(6, 4), MESH, "S(0), R")
 
 
+def places(*shape: int) -> loom.Tensor:
+    return loom.distribute(torch.arange(torch.Size(shape).numel()).view(shape) % 4, MESH, "R, R")
+
+
+def image(dims: int) -> loom.Tensor:
+    return put("S(0), R", 6, 4, *(4,) * dims)
+
+
+def batch() -> loom.Tensor:
+    """Positive definite matrices."""
+    return loom.distribute(torch.eye(3).expand(6, 3, 3) * torch.arange(1.0, 4.0), MESH, "S(0), R")
+
+
+ON_MATRICES = "inv pinv det slogdet matrix_rank matrix_exp cholesky qr svd svdvals eigh eigvalsh".split()
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def given(*args: Any, **kwargs: Any) -> Arguments:
     return args, kwargs
+
+
+def convolved(dims: int, placements: str, *channels: int) -> Callable[[], Arguments]:
+    return lambda: given(image(dims), put(placements, *channels, *(3,) * dims))
+
+
+def pooled(dims: int) -> Callable[[], Arguments]:
+    return lambda: given(image(dims), 2)
 
 
 UNARY = (
@@ -186,13 +222,62 @@ SAMPLES: dict[str, Callable[[], Arguments]] = {
     "unsqueeze": lambda: given(x(), 0),
     "permute": lambda: given(x(), (1, 0)),
     "transpose": lambda: given(x(), 0, 1),
-    "expand": lambda: given(x(), 2, 6, 4),
+    "expand": lambda: given(x(), (2, 6, 4)),
     "narrow": lambda: given(x(), 0, 1, 3),
     "getitem": lambda: given(x(), slice(1, 3)),
     "split": lambda: given(x(), 2),
     "chunk": lambda: given(x(), 2),
     "cat": lambda: given([x(), y()]),
     "stack": lambda: given([x(), y()]),
+    "gather": lambda: given(x(), 1, places(6, 2)),
+    "take_along_dim": lambda: given(x(), places(6, 2), 1),
+    "take": lambda: given(x(), places(5)),
+    "index_select": lambda: given(x(), 1, places(3)),
+    "index": lambda: given(x(), (None, places(3))),
+    "index_put": lambda: given(x(), (places(3),), torch.zeros(3, 4)),
+    "index_add": lambda: given(x(), 0, places(3), put("R, R", 3, 4)),
+    "index_copy": lambda: given(x(), 0, places(3), put("R, R", 3, 4)),
+    "index_fill": lambda: given(x(), 0, places(3), 2.0),
+    "scatter": lambda: given(x(), 1, places(6, 2), put("S(0), R", 6, 2)),
+    "scatter_add": lambda: given(x(), 1, places(6, 2), put("S(0), R", 6, 2)),
+    "scatter_reduce": lambda: given(x(), 1, places(6, 2), put("S(0), R", 6, 2), "sum"),
+    "one_hot": lambda: given(places(6, 2), 4),
+    "sort": lambda: given(x(), 1),
+    "argsort": lambda: given(x(), 1),
+    "topk": lambda: given(x(), 2, 1),
+    "searchsorted": lambda: given(x(), x()),
+    "bucketize": lambda: given(x(), torch.arange(3.0)),
+    "unflatten": lambda: given(x(), 0, (3, 2)),
+    "ravel": lambda: given(x()),
+    "movedim": lambda: given(x(), 0, 1),
+    "unbind": lambda: given(x(), 1),
+    "unfold": lambda: given(x(), 1, 2, 1),
+    "diagonal": lambda: given(x()),
+    "diag_embed": lambda: given(x()),
+    "tril": lambda: given(x(), 1),
+    "triu": lambda: given(x(), 1),
+    "repeat": lambda: given(x(), 2, 1),
+    "tile": lambda: given(x(), (2, 1)),
+    "repeat_interleave": lambda: given(x(), 2, 0),
+    "roll": lambda: given(x(), 1, 1),
+    "flip": lambda: given(x(), (1,)),
+    "rot90": lambda: given(x(), 1, (0, 1)),
+    "pad": lambda: given(x(), (1, 1)),
+    "meshgrid": lambda: given(put("S(0), R", 4), put("R, S(0)", 3), indexing="ij"),
+    "pixel_shuffle": lambda: given(put("S(0), R", 2, 4, 3, 3), 2),
+    "pixel_unshuffle": lambda: given(put("S(0), R", 2, 1, 4, 4), 2),
+    **{f"conv{n}d": convolved(n, "R, S(0)", 5, 4) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": convolved(n, "R, S(1)", 4, 5) for n in (1, 2, 3)},
+    **{f"{kind}_pool{n}d": pooled(n) for n in (1, 2, 3) for kind in ("max", "avg", "adaptive_max", "adaptive_avg")},
+    "interpolate": lambda: given(image(2), scale_factor=2),
+    **{f"linalg_{name}": lambda: given(batch()) for name in ON_MATRICES},
+    "linalg_matrix_power": lambda: given(batch(), 2),
+    "linalg_solve": lambda: given(batch(), put("S(0), R", 6, 3, 2)),
+    "linalg_solve_triangular": lambda: given(batch(), put("S(0), R", 6, 3, 2), upper=True),
+    "linalg_cross": lambda: given(put("S(0), R", 6, 3), put("S(0), R", 6, 3)),
+    "cholesky_solve": lambda: given(put("S(0), R", 6, 3, 2), batch()),
+    "cholesky_inverse": lambda: given(batch()),
+    "logdet": lambda: given(batch()),
 }
 
 
@@ -203,14 +288,15 @@ def ways(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"loom.{public}", getattr(loom, public)
     if name == "getitem":
         yield "x[...]", operator.getitem
-    elif public not in NO_METHOD and name not in ("embedding", "cat", "stack", "where", "cross_entropy"):
+    elif public not in NO_METHOD and name not in NOT_FIRST:
         yield f"x.{public}", lambda first, *args, **kwargs: getattr(first, public)(*args, **kwargs)
     elif name == "where":
         yield "x.where", lambda condition, first, other: first.where(condition, other)
-    odd = ("embedding", "layer_norm")  # torch.embedding and torch.layer_norm take other arguments
+    # torch.embedding and torch.layer_norm take other arguments, torch.adaptive_max_pool1d gives indices too
+    odd = ("embedding", "layer_norm", "adaptive_max_pool1d")
     if hasattr(torch, public) and public not in odd:
         yield f"torch.{public}", getattr(torch, public)
-    if hasattr(F, public):
+    if hasattr(F, public) and public != "unfold":  # F.unfold gives columns of windows
         yield f"F.{public}", getattr(F, public)
     for space in (torch.special, torch.linalg):
         bare = public.removeprefix(f"{space.__name__.split('.')[-1]}_")

@@ -10,7 +10,7 @@ import builtins
 from importlib import import_module
 from typing import Any
 
-from meshloom import collectives, engines, fabric
+from meshloom import collectives, engines, fabric, runtime
 from meshloom.errors import (
     ArgumentError,
     BoundsError,
@@ -52,6 +52,10 @@ _LAZY = {
         "empty_like randn_like rand_like".split(),
         "meshloom.tensor.creation",
     ),
+    **dict.fromkeys(
+        "bernoulli empty eye linspace logspace multinomial normal randint randint_like randperm".split(),
+        "meshloom.tensor.drawing",
+    ),
     **dict.fromkeys(("dropout",), "meshloom.tensor.fronts.pointwise"),
     **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
     **dict.fromkeys(("simulate", "Simulation"), "meshloom.observe.simulate"),
@@ -68,8 +72,11 @@ _OPS = sorted({name for name in {*OPS, *ALIASES, "max", "min"} if not name.start
 __all__ = [
     "ArgumentError",
     "BoundsError",
+    "ClosedError",
     "CommunicationError",
     "DTypeError",
+    "DeviceError",
+    "DeviceTimeoutError",
     "DivergenceError",
     "FabricError",
     "GradientError",
@@ -80,6 +87,7 @@ __all__ = [
     "MeshloomError",
     "ModeError",
     "NotationError",
+    "OutOfMemoryError",
     "Partial",
     "Placement",
     "PlacementError",
@@ -89,6 +97,7 @@ __all__ = [
     "Shard",
     "ShapeError",
     "Topology",
+    "TraceError",
     "UnsupportedError",
     "ViewError",
     "collectives",
@@ -96,6 +105,7 @@ __all__ = [
     "fabric",
     "parse",
     "process",
+    "runtime",
     *_LAZY,
     *(name for name in _OPS if not hasattr(builtins, name)),  # `import *` must not hide sum, any, max...
 ]

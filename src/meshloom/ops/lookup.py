@@ -7,6 +7,7 @@ may a dim that is written to: each device takes the writes that fall into its ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshloom.errors import ArgumentError, ShapeError
 from meshloom.ops.labels import SUM, R, broadcast, carried_placement, normal_dim, others
@@ -35,6 +36,11 @@ def embedding(call: Call) -> Choices:
 def looked_up(call: Call) -> Placement:
     """What a masked look-up leaves: a sum of one value and zeros; for bool, which has no sum, the largest."""
     return Partial("max") if call.operands[call.index("input")].dtype == "bool" else SUM
+
+
+def masked_row(call: Call, dim: int) -> Row:
+    """A look-up in a sharded dim: each device finds its own, and must know its offset."""
+    return replace(named_row(call, f"dim {dim}", (looked_up(call),), input=Shard(dim)), local=False)
 
 
 def picked_partials(call: Call) -> list[Row]:
@@ -79,7 +85,7 @@ def gather(call: Call) -> Choices:
         for d in shared_dims(call, dim, "index")
     ]
     rows.append(named_row(call, "index", (Shard(dim),), index=Shard(dim)))
-    rows.append(named_row(call, f"dim {dim}", (looked_up(call),), input=Shard(dim), local=False))
+    rows.append(masked_row(call, dim))
     return with_none(call, [index], [*rows, *picked_partials(call)])
 
 
@@ -99,7 +105,7 @@ def take_along_dim(call: Call) -> Choices:
         both = (carried_placement(shape, found, d), carried_placement(index, found, d))
         rows.append(named_row(call, f"dim {d}", (Shard(d),), input=both[0], indices=both[1]))
     rows.append(named_row(call, "index", (Shard(dim),), indices=Shard(dim)))
-    rows.append(named_row(call, f"dim {dim}", (looked_up(call),), input=Shard(dim), local=False))
+    rows.append(masked_row(call, dim))
     return with_none(call, [found], [*rows, *picked_partials(call)])
 
 
@@ -109,7 +115,7 @@ def take(call: Call, name: str = "index", out: Shape | None = None) -> Choices:
     result = index if out is None else out
     kept = range(len(index)) if result == index else ()
     rows = [named_row(call, f"index {d}", (Shard(d),), **{name: Shard(d)}) for d in kept]
-    rows += [named_row(call, f"dim {d}", (looked_up(call),), input=Shard(d), local=False) for d in range(ndim)]
+    rows += [masked_row(call, d) for d in range(ndim)]
     return with_none(call, [result], rows)
 
 
@@ -129,7 +135,7 @@ def index_select(call: Call) -> Choices:
     rows = [named_row(call, f"dim {d}", (Shard(d),), input=Shard(d)) for d in others(len(shape), dim)]
     if call.shape("index"):
         rows.append(named_row(call, "index", (Shard(dim),), index=Shard(0)))
-    rows.append(named_row(call, f"dim {dim}", (looked_up(call),), input=Shard(dim), local=False))
+    rows.append(masked_row(call, dim))
     return with_none(call, [shape[:dim] + (count,) + shape[dim + 1 :]], [*rows, *picked_partials(call)])
 
 
@@ -153,7 +159,8 @@ def _placed(shapes: dict[str, Shape], dim: int) -> dict[str, Placement]:
 
 def _owned(call: Call, shape: Shape, dim: int) -> list[Row]:
     """Each device takes the writes that fall into its chunk."""
-    return [named_row(call, f"dim {dim}", (Shard(dim),), input=Shard(dim), local=False)] if shape else []
+    row = named_row(call, f"dim {dim}", (Shard(dim),), input=Shard(dim))
+    return [replace(row, local=False)] if shape else []
 
 
 def index_add(call: Call) -> Choices:
@@ -237,9 +244,7 @@ def index(call: Call) -> Choices:
     spread, start, places, out = indexed_places(call)
     rows = [named_row(call, f"dim {d}", (Shard(place),), input=Shard(d)) for d, place in places.items()]
     rows += [_index_row(call, f"index {i}", (Shard(start + i),), i, spread) for i in range(len(spread))]
-    rows += [
-        named_row(call, f"dim {d}", (looked_up(call),), input=Shard(d), local=False) for d in sorted(index_refs(call))
-    ]
+    rows += [masked_row(call, d) for d in sorted(index_refs(call))]
     return with_none(call, [out], [*rows, *picked_partials(call)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from meshloom.errors import ShapeError
 from meshloom.ops.labels import SUM, normal_dim, others
@@ -58,7 +59,7 @@ def searchsorted(call: Call) -> Choices:
     first = len(line) - 1 if len(line) > 1 else 0
     rows += [named_row(call, f"values {d}", (Shard(d),), input=Shard(d)) for d in range(first, len(values))]
     if not call.has("sorter"):
-        rows.append(named_row(call, "line", (SUM,), sorted_sequence=Shard(len(line) - 1), local=False))
+        rows.append(replace(named_row(call, "line", (SUM,), sorted_sequence=Shard(len(line) - 1)), local=False))
     return with_none(call, [values], rows)
 
 
@@ -68,5 +69,5 @@ def bucketize(call: Call) -> Choices:
     if len(line) != 1:
         raise ShapeError(f"bucketize needs boundaries of one dim and got {list(line)}")
     rows = [named_row(call, f"dim {d}", (Shard(d),), input=Shard(d)) for d in range(len(values))]
-    rows.append(named_row(call, "line", (SUM,), boundaries=Shard(0), local=False))
+    rows.append(replace(named_row(call, "line", (SUM,), boundaries=Shard(0)), local=False))
     return with_none(call, [values], rows)

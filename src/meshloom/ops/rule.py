@@ -157,18 +157,10 @@ def with_none(call: Call, shapes: Sequence[Shape], rows: Sequence[Row], flops: i
     return Choices(tuple(shapes), (*rows, replicated(len(call.operands), len(shapes))), flops)
 
 
-def named_row(
-    call: Call,
-    label: str,
-    outs: Sequence[Placement],
-    *,
-    local: bool = True,
-    even: Sequence[Even] = (),
-    **ins: Placement,
-) -> Row:
+def named_row(call: Call, label: str, outs: Sequence[Placement], **ins: Placement) -> Row:
     """A row with the operands' placements by argument name; those without a name here are R, absent ones left out."""
     found: list[Placement] = [Replicate()] * len(call.operands)
     for name, placement in ins.items():
         if call.has(name):
             found[call.index(name)] = placement
-    return Row(label, tuple(found), tuple(outs), even=tuple(even), local=local)
+    return Row(label, tuple(found), tuple(outs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshloom.errors import ArgumentError, ShapeError
@@ -129,12 +130,13 @@ def _channel_rows(call: Call, place: int, groups: int, out_dim: int, in_dim: int
         rows.append(named_row(call, "in", (SUM,), input=channels, weight=Shard(in_dim), bias=SUM))
     else:
         even = (Even(call.index("input"), place, groups),)
-        rows.append(named_row(call, "groups", (channels,), input=channels, weight=Shard(0), bias=Shard(0), even=even))
+        row = named_row(call, "groups", (channels,), input=channels, weight=Shard(0), bias=Shard(0))
+        rows.append(replace(row, even=even))
     return rows
 
 
 def _slid_row(call: Call, dim: int, even: Sequence[Even]) -> Row:
-    return named_row(call, f"dim {dim}", (Shard(dim),), input=Shard(dim), even=even)
+    return replace(named_row(call, f"dim {dim}", (Shard(dim),), input=Shard(dim)), even=tuple(even))
 
 
 def _linear(call: Call) -> list[Row]:

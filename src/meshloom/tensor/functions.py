@@ -26,8 +26,8 @@ def _known_functions() -> dict[Any, str]:
     # torch's names that mean something else than ours, or take their arguments in another order
     for odd in (torch.embedding, torch.layer_norm, torch.Tensor.where, torch.dropout, torch.relu_):
         found.pop(odd, None)
-    for odd in (F.unfold, torch.adaptive_max_pool1d):  # columns of windows; values with indices
-        found.pop(odd, None)
+    found.pop(F.unfold, None)  # columns of windows
+    found.pop(torch.adaptive_max_pool1d, None)  # values with indices
     found[torch.Tensor.where] = "_method_where"
     found[torch.autograd.grad] = "_autograd_grad"
     found[torch.autograd.backward] = "_autograd_backward"

@@ -67,7 +67,9 @@ def _writing(function: Callable[..., torch.Tensor]) -> Function:
 
 def _scatter(input: Any, dim: int, index: Any, src: Any, value: Any, reduce: str | None) -> torch.Tensor:
     content = value if src is None else src
-    return torch.scatter(input, dim, index, content, **({} if reduce is None else {"reduce": reduce}))
+    if reduce is None:
+        return torch.scatter(input, dim, index, content)
+    return torch.scatter(input, dim, index, content, reduce=reduce)
 
 
 def _indexed_dims(indices: tuple[Any, ...]) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshloom.placement import Replicate
-from meshloom.tensor import creation
+from meshloom.tensor import creation, drawing
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, own
 from meshloom.tensor.moving import shadowed
@@ -38,6 +38,10 @@ CREATING: dict[str, Front] = {
     "empty_like": _like(creation.empty_like),
     "randn_like": _like(creation.randn_like),
     "rand_like": _like(creation.rand_like),
+    "randint_like": _like(drawing.randint_like),
+    "bernoulli": drawing.bernoulli,
+    "multinomial": drawing.multinomial,
+    "normal": drawing.normal,
     "new_zeros": _new("zeros"),
     "new_ones": _new("ones"),
     "new_empty": _new("zeros"),

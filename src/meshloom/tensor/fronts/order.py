@@ -11,7 +11,6 @@ from meshloom.tensor.calling import Front, table_call
 from meshloom.tensor.dispatch import PACKED
 
 
-
 def _packed(kind: type) -> Callable[[list[Any]], Any]:
     return lambda results: kind(tuple(results))
 

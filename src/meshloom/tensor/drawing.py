@@ -1,0 +1,226 @@
+"""More ways to make tensors: grids of numbers, whole random numbers, and draws whose chances are tensors.
+
+As everywhere, random values come from tiles of the global index, so they do not depend on placements. Draws whose
+chances are on a mesh stay where these are: a batch that is sharded is drawn from without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshloom.engines.layout import torch_dtype
+from meshloom.errors import ArgumentError, ShapeError
+from meshloom.mesh import Mesh
+from meshloom.placement import Placements, Replicate, Shard
+from meshloom.runtime import state
+from meshloom.tensor import creation, random
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import own, table_call
+from meshloom.tensor.moving import shadowed
+
+Dense = Callable[[torch.dtype | None, Any], torch.Tensor]
+
+
+def _make(
+    dense: Dense,
+    mesh: Mesh | None = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A dense tensor, made with a dtype and a device, on a mesh."""
+    kind = torch_dtype(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    made = creation.place(dense(kind, "meta" if state.shadows is not None else device), mesh, placements)
+    return made.requires_grad_() if requires_grad else made
+
+
+def empty(*size: Any, **options: Any) -> Tensor:
+    """A tensor whose values do not matter; zeros, since padding must be zero anyway.
+
+    >>> empty(3, 2, mesh=creation.open_mesh((2,))).topology.notation
+    'f32[3, 2](S(0))'
+    """
+    return creation.zeros(*size, **options)
+
+
+def eye(n: int, m: int | None = None, **options: Any) -> Tensor:
+    """Ones on the diagonal, zeros elsewhere.
+
+    >>> eye(2, mesh=creation.open_mesh((2,))).to_torch()
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    columns = n if m is None else m
+    return _make(lambda dtype, device: torch.eye(n, columns, dtype=dtype, device=device), **options)
+
+
+def linspace(start: Any, end: Any, steps: int, **options: Any) -> Tensor:
+    """Evenly spaced numbers, both ends included.
+
+    >>> linspace(0, 1, 3, mesh=creation.open_mesh((2,))).to_torch()
+    tensor([0.0000, 0.5000, 1.0000])
+    """
+    return _make(lambda dtype, device: torch.linspace(start, end, steps, dtype=dtype, device=device), **options)
+
+
+def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: Any) -> Tensor:
+    """Powers of a base, evenly spaced in the exponent.
+
+    >>> logspace(0, 2, 3, mesh=creation.open_mesh((2,))).to_torch()
+    tensor([  1.,  10., 100.])
+    """
+    return _make(lambda dtype, device: torch.logspace(start, end, steps, base, dtype=dtype, device=device), **options)
+
+
+def _tiled(size: Any, dtype: torch.dtype, device: Any, draw: random.Draw, generator: Any) -> torch.Tensor:
+    if str(device) == "meta":
+        return torch.empty(tuple(size), dtype=dtype, device="meta")
+    return random.fill_tiles(tuple(size), dtype, draw, random.draw_key(generator)).to(device or "cpu")
+
+
+def randint(*bounds: Any, size: Any = None, generator: torch.Generator | None = None, **options: Any) -> Tensor:
+    """Whole numbers from low (0 if left out) to below high: `randint(low, high, size)` or `randint(high, size)`.
+
+    >>> _ = torch.manual_seed(0)
+    >>> a = randint(10, (5,), mesh=creation.open_mesh((2,)))
+    >>> _ = torch.manual_seed(0)
+    >>> a.tolist() == randint(0, 10, (5,), mesh=creation.open_mesh((3,))).tolist()
+    True
+    """
+    *ends, shape = bounds if size is None else (*bounds, size)
+    if not 1 <= len(ends) <= 2 or isinstance(shape, int):
+        raise ArgumentError("randint takes (high, size) or (low, high, size)", fix="write randint(0, 10, (3,))")
+    low, high = (0, ends[0]) if len(ends) == 1 else ends
+    if low >= high:
+        raise ArgumentError(f"randint needs low below high, not {low} and {high}")
+
+    def draw(out: torch.Tensor, tile: torch.Generator) -> torch.Tensor:
+        return out.random_(low, high, generator=tile)
+
+    def dense(dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+        return _tiled(shape, dtype or torch.int64, device, draw, generator)
+
+    return _make(dense, **options)
+
+
+def randint_like(input: Tensor, *bounds: int, **options: Any) -> Tensor:
+    """Whole numbers with the shape, dtype, mesh and placements of a tensor.
+
+    >>> randint_like(creation.zeros(4, mesh=creation.open_mesh((2,))), 3).topology.notation
+    'f32[4](S(0))'
+    """
+    return randint(*bounds, size=input.topology.shape, **creation.like(input, options))
+
+
+def randperm(n: int, *, generator: torch.Generator | None = None, **options: Any) -> Tensor:
+    """The numbers below n in random order.
+
+    >>> sorted(randperm(5, mesh=creation.open_mesh((2,))).tolist())
+    [0, 1, 2, 3, 4]
+    """
+
+    def dense(dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+        kind = dtype or torch.int64
+        if str(device) == "meta":
+            return torch.empty(n, dtype=kind, device="meta")
+        drawn = torch.Generator().manual_seed(random.seed_of(random.draw_key(generator), 0))
+        return torch.randperm(n, generator=drawn, dtype=kind).to(device or "cpu")
+
+    return _make(dense, **options)
+
+
+def _noise(like: Tensor, make: Callable[..., Tensor], generator: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Random values placed as a tensor is."""
+    kept = creation.like(like, {"generator": generator, "dtype": dtype})
+    return make(like.topology.shape, **kept)
+
+
+def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, **options: Any) -> Tensor:
+    """Normal values; mean and std may be tensors, and then the values lie as these do.
+
+    >>> normal(2.0, 0.0, (3,), mesh=creation.open_mesh((2,))).tolist()
+    [2.0, 2.0, 2.0]
+    """
+    if size is not None:
+        drawn = creation.randn(size, generator=generator, **options)
+        return table_call("add", table_call("mul", drawn, std), mean)
+    drawn = _noise(_spread(mean, std), creation.randn, generator)
+    return table_call("add", table_call("mul", drawn, std), mean)
+
+
+def _spread(mean: Any, std: Any) -> Tensor:
+    """A tensor with the shape that mean and std broadcast to."""
+    tensors = [own(each) for each in (mean, std) if isinstance(own(each), (Tensor, torch.Tensor))]
+    if not tensors:
+        raise ArgumentError("normal takes a size where neither mean nor std is a tensor", fix="normal(0, 1, (3,))")
+    return shadowed(tensors[0] if len(tensors) == 1 else table_call("mul", *tensors))
+
+
+def bernoulli(input: Any, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:
+    """1 with the chance that each element says, else 0; placed as the chances are.
+
+    >>> bernoulli(creation.ones(3, mesh=creation.open_mesh((2,)))).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    chances = shadowed(own(input))
+    wide = torch.float64 if chances.dtype == torch.float64 else torch.float32
+    drawn = _noise(chances, creation.rand, generator, wide)
+    return table_call("to", table_call("lt", drawn, chances if p is None else own(p)), chances.dtype)
+
+
+def multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Tensor:
+    """Indices drawn with the chances that each line says; a sharded batch is drawn from without communication.
+
+    >>> chances = creation.distribute([[0.0, 1.0], [3.0, 0.0]], creation.open_mesh((2,)))
+    >>> multinomial(chances, 1).tolist()
+    [[1], [0]]
+    """
+    chances = shadowed(own(input))
+    _check_chances(chances, num_samples, replacement)
+    if replacement and num_samples != 1:
+        return _drawn_again(chances, num_samples, generator)
+    # the first to arrive: p / exponential is largest with chance p / sum(p)
+    waits = _noise(chances, _exponential, generator, torch.float32)
+    return table_call("topk", table_call("div", chances, waits), num_samples, -1)[1]
+
+
+def _check_chances(chances: Tensor, count: int, replacement: bool) -> None:
+    shape = chances.topology.shape
+    if not 1 <= len(shape) <= 2 or not chances._data.is_floating_point():
+        raise ShapeError(f"multinomial needs lines of chances and got {chances.topology.notation}")
+    if count < 1 or (not replacement and count > shape[-1]):
+        raise ArgumentError(
+            f"{count} draws from {shape[-1]} without replacement", fix="draw fewer, or replacement=True"
+        )
+    if chances._data.is_meta:
+        return
+    good = table_call("logical_and", table_call("isfinite", chances), table_call("ge", chances, 0))
+    if not bool(table_call("all", good)) or not bool(table_call("all", table_call("gt", chances.sum(-1), 0))):
+        raise ArgumentError("chances must be finite, not negative, and some of each line above zero")
+
+
+def _exponential(size: Any, **options: Any) -> Tensor:
+    generator = options.pop("generator")
+
+    def draw(out: torch.Tensor, tile: torch.Generator) -> torch.Tensor:
+        return out.exponential_(generator=tile)
+
+    return _make(lambda dtype, device: _tiled(size, dtype or torch.float32, device, draw, generator), **options)
+
+
+def _drawn_again(chances: Tensor, count: int, generator: Any) -> Tensor:
+    """With replacement: where a number below the total falls among the running sums."""
+    sums = table_call("cumsum", table_call("to", chances, torch.float64), -1)
+    last = len(chances.topology.shape) - 1
+    placed = tuple(Replicate() if each == Shard(last) else each for each in chances.topology.reduced.placements)
+    size = (*chances.topology.shape[:-1], count)
+    numbers = creation.rand(
+        size, mesh=chances.mesh, placements=placed, dtype=torch.float64, device=chances.device, generator=generator
+    )
+    total = table_call("narrow", sums, -1, chances.topology.shape[-1] - 1, 1)
+    found = table_call("searchsorted", sums, table_call("mul", numbers, total), right=True)
+    return table_call("clamp", found, max=chances.topology.shape[-1] - 1)
