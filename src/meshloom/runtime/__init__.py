@@ -1,6 +1,58 @@
-"""What is going on in this thread: who is watching, what may be communicated, what the next op was asked for."""
+"""The explicit layer under the tensors: devices, memory, buffers, workloads, queues, events, traces.
+
+    open_mesh_device((2, 4))          a MeshDevice: cards, memory, queues; it has a Mesh (a value) and is closed
+      create_mesh_buffer(...)         a MeshBuffer: one address on all devices, replicated or sharded; it is a block
+      Program(kernel, reads, writes)  a Python kernel over what one device holds
+      MeshWorkload().add_program      programs on ranges of coordinates
+      mesh.queue(0).enqueue_...       in order on one queue; queues are ordered by events only
+      mesh.capture()                  a Trace: replayed at the same addresses
+
+Data goes down one way: `queue` takes a command (`commands`), the race detector (`races`) looks at it, a runner
+(`runners`) runs it on the queue's thread, and `transfers` or `program` act: one array call on the block for all cards
+where that is the same, else card by card through the protocol in `card`. `docs/runtime.md` tells it with pictures.
+
+`records` is the other half of the room: what is going on in this thread, for whoever watches. It needs no torch, so the
+names above load on first use.
+"""
+
+from importlib import import_module
+from typing import Any
 
 from meshloom.errors import where
 from meshloom.runtime.records import Event, Log, Policy, State, state
 
-__all__ = ["Event", "Log", "Policy", "State", "state", "where"]
+_LAZY = {
+    "MeshShape": "geometry",
+    "MeshCoordinate": "geometry",
+    "MeshCoordinateRange": "geometry",
+    "MeshType": "geometry",
+    "MeshDevice": "device",
+    "enqueue_mesh_workload": "device",
+    "synchronize_mesh_device": "device",
+    "close_mesh_device": "device",
+    "open_mesh_device": "opening",
+    "MeshBuffer": "buffer",
+    "create_mesh_buffer": "buffer",
+    "ReplicatedBufferConfig": "layouts",
+    "ShardedBufferConfig": "layouts",
+    "Program": "program",
+    "MeshWorkload": "workload",
+    "MeshCommandQueue": "queue",
+    "MeshEvent": "events",
+    "Trace": "trace",
+    "capture": "trace",
+    "VirtualDriver": "virtual",
+    "VirtualCard": "virtual",
+    "Fault": "virtual",
+    "Usage": "memory",
+}
+
+__all__ = ["Event", "Log", "Policy", "State", "state", "where", *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'meshloom.runtime' has no attribute {name!r}")
+    found = getattr(import_module(f"meshloom.runtime.{_LAZY[name]}"), name)
+    globals()[name] = found
+    return found

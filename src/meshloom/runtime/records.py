@@ -140,6 +140,7 @@ class State(threading.local):
     machine: Machine = VIRTUAL
     fabric: Fabric | None = None
     stress: Any = None
+    capture: Any = None  # the trace that array calls of this thread go into
     checked = False  # every call is compared with those of the other processes
 
     @property

@@ -95,7 +95,7 @@ def current_mesh() -> Mesh:
 
 
 def _chosen(mesh: Mesh | None) -> Mesh:
-    found = mesh if mesh is not None else current_mesh()
+    found = getattr(mesh, "mesh", mesh) if mesh is not None else current_mesh()  # a MeshDevice has a mesh
     if not isinstance(found, Mesh):
         raise MeshError(f"mesh= takes a mesh, not {found!r}", fix="open one with loom.open_mesh((2, 4))")
     return found

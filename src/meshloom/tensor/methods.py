@@ -21,6 +21,7 @@ from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written, own
+from meshloom.tensor.buffers import array_of
 from meshloom.tensor.creation import place
 from meshloom.tensor.dispatch import CACHE, call, cotangent, refuse_partial_leaf, settle
 from meshloom.tensor.functions import on_torch
@@ -246,6 +247,8 @@ def _set_data(self: Tensor, value: Any) -> None:
 
 def _getattr(self: Tensor, name: str) -> Any:
     """Methods of torch.Tensor that have no rule of their own go through the fallback."""
+    if name == "_data":  # a tensor over a buffer that a queue has been using
+        return array_of(self)
     found = getattr(torch.Tensor, name, None)
     if name.startswith("__") or found is None:
         raise AttributeError(f"meshloom.Tensor has no attribute {name!r}")

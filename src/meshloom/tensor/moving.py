@@ -92,4 +92,6 @@ def read(tensor: Tensor, call: str) -> torch.Tensor:
             tensor=tensor.topology,
             fix="explain and meta tensors know shapes only: keep value-dependent code outside",
         )
+    if state.capture is not None:
+        raise state.capture.refuse(f"{call}() needs values, and while a trace is captured nothing is computed")
     return to_dense(tensor, call).detach()

@@ -1,0 +1,217 @@
+"""Buffers on a mesh: an address, a layout, and memory on every device."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from meshloom.errors import ArgumentError, ClosedError, closest, where
+from meshloom.mesh import Coordinate
+from meshloom.placement import Topology
+from meshloom.runtime.layouts import (
+    LAYOUTS,
+    Config,
+    ReplicatedBufferConfig,
+    ShardedBufferConfig,
+    layout_of,
+    need_topology,
+)
+from meshloom.runtime.memory import Allocator, Region
+from meshloom.runtime.storage import Block, Scattered
+from meshloom.types import short_dtype
+
+if TYPE_CHECKING:
+    from meshloom.runtime.device import MeshDevice
+    from meshloom.runtime.queue import MeshCommandQueue
+
+MEMORIES = ("dram", "l1")
+_numbers = count()
+
+
+class MeshBuffer:
+    """Memory on every device of a mesh, at one address. It is freed by `free()`, or when nobody refers to it."""
+
+    def __init__(
+        self,
+        device: MeshDevice,
+        config: Config,
+        *,
+        buffer_type: str = "dram",
+        address: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        device.check_open()
+        if buffer_type not in MEMORIES:
+            raise ArgumentError(f"there is no memory {buffer_type!r}", fix=closest(buffer_type, MEMORIES))
+        self.device, self.config = device, config
+        self.layout = layout_of(config, device.mesh)
+        self.buffer_type = buffer_type
+        self.name = name or f"buffer{next(_numbers)}"
+        self.where = where()
+        system, self._allocator = device.system, device.system.memory[buffer_type]
+        self._lock = threading.Lock()
+        self._last: dict[MeshCommandQueue, int] = {}
+        self._watchers: list[Callable[[], bool]] = []
+        size = self.layout.local_bytes
+        self.region = self._allocator.allocate(size, device.mask, f"buffer {self.name}", self.where, address)
+        self._release = weakref.finalize(self, _drop, self._allocator, self.region)
+        self._release.atexit = False
+        if system.races is not None:
+            system.races.allocated(self.region)
+        self.storage: Block | Scattered = (
+            Block(self.layout, system.races is not None)
+            if system.driver.shares_memory
+            else Scattered(self.layout, device.cards, self.region.address)
+        )
+        device.adopt(self)
+
+    @property
+    def address(self) -> int:
+        """Where it is, on every device."""
+        return self.region.address
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return self.layout.shape
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what one device holds."""
+        return self.layout.local_shape
+
+    @property
+    def dtype(self) -> str:
+        """The dtype by its short name."""
+        return self.layout.dtype
+
+    @property
+    def size(self) -> int:
+        """The bytes that one device holds."""
+        return self.layout.local_bytes
+
+    @property
+    def topology(self) -> Topology:
+        """The placements that say the same as the layout, or an error if none do."""
+        return need_topology(self.layout)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether it still has memory."""
+        return self._release.alive and not self.device.closed
+
+    def free(self) -> None:
+        """Give the memory back; a second time does nothing. What a live trace uses keeps its place until release."""
+        if self._release.alive:
+            if self.device.is_held(self):
+                self._release.detach()
+                self.device.free_later(self)
+            else:
+                self._release()
+            if isinstance(self.storage, Scattered):
+                self.storage.free()
+
+    deallocate = free
+
+    def handle(self, *place: Any) -> Any:
+        """What the card at a coordinate calls its part: `handle(r, c)`."""
+        self.check()
+        return self.storage.at(self.device.mesh.check(place[0] if len(place) == 1 and not _is_int(place[0]) else place))
+
+    def check(self) -> None:
+        """An error if it has been freed or its mesh closed."""
+        self.device.check_open()
+        if not self._release.alive:
+            raise ClosedError(
+                f"{self.name} has been freed",
+                buffer=self,
+                allocated=self.where,
+                fix="keep the buffer until its last use, or allocate another",
+            )
+
+    def cards(self, places: Iterable[Coordinate]) -> dict[int, Coordinate]:
+        """The numbers of the cards at some coordinates."""
+        device = self.device
+        return {device.numbers[device.mesh.index(place)]: place for place in places}
+
+    # who waits for whom
+
+    def used(self, queue: MeshCommandQueue, number: int) -> None:
+        """A queue has been given a command that uses it."""
+        with self._lock:
+            self._last[queue] = number
+        if self._watchers:
+            self._watchers = [watcher for watcher in self._watchers if watcher()]
+
+    def watch(self, watcher: Callable[[], bool]) -> None:
+        """Call somebody whenever a queue is given a command that uses the buffer, as long as he answers True."""
+        self._watchers.append(watcher)
+
+    def wait(self) -> None:
+        """Wait for all commands so far that use it, on every queue; their errors are raised here."""
+        with self._lock:
+            pending, self._last = self._last, {}
+        for queue, number in pending.items():
+            queue.settle(number)
+
+    def take(self) -> None:
+        """Let the host have it: wait for all commands that use it; what comes after is ordered after the host."""
+        self.check()
+        self.wait()
+        if self.device.system.races is not None:
+            self.device.system.races.touched(self.region, self.device.numbers)
+
+    def __repr__(self) -> str:
+        state = f"at {self.address:#x}" if self.is_allocated else "freed"
+        return f"MeshBuffer({self.name}: {self.layout}, {state} in {self.buffer_type})"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+def _drop(allocator: Allocator, region: Region) -> None:
+    allocator.drop(region)
+
+
+def create_mesh_buffer(
+    mesh: MeshDevice,
+    layout: str | Config = "replicated",
+    global_shape: Sequence[int] | None = None,
+    shard_shape: Sequence[int] | None = None,
+    *,
+    dtype: Any = None,
+    orientation: str = "row_major",
+    global_size: int | None = None,
+    buffer_type: str = "dram",
+    address: int | None = None,
+    name: str | None = None,
+) -> MeshBuffer:
+    """A buffer on every device of a mesh: `layout="replicated"`, `layout="sharded"`, or a config.
+
+    >>> from meshloom.runtime import open_mesh_device
+    >>> with open_mesh_device((2, 2)) as mesh:
+    ...     create_mesh_buffer(mesh, layout="sharded", global_shape=(4, 4), shard_shape=(2, 2), name="x")
+    MeshBuffer(x: f32[4, 4] shards [2, 2], at 0x0 in dram)
+    """
+    if isinstance(layout, (ReplicatedBufferConfig, ShardedBufferConfig)):
+        config: Config = layout
+    else:
+        kind = "" if dtype is None else short_dtype(str(dtype))
+        config = _config(layout, global_shape, shard_shape, kind, orientation, global_size)
+    return MeshBuffer(mesh, config, buffer_type=buffer_type, address=address, name=name)
+
+
+def _config(layout: str, whole: Any, shard: Any, dtype: str, orientation: str, size: int | None) -> Config:
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"there is no layout {layout!r}", fix=closest(layout, LAYOUTS))
+    if layout == "replicated":
+        if shard is not None:
+            raise ArgumentError("a replicated buffer has no shard_shape", fix='use layout="sharded", or leave it out')
+        return ReplicatedBufferConfig(size, None if whole is None else tuple(whole), dtype)
+    if whole is None or shard is None:
+        raise ArgumentError("a sharded buffer needs global_shape and shard_shape")
+    return ShardedBufferConfig(size, tuple(whole), tuple(shard), orientation, dtype)

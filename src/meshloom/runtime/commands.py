@@ -1,0 +1,245 @@
+"""Commands: what a queue is given. Each knows what it touches, runs once, and leaves a note of how it went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshloom.errors import DeviceTimeoutError, where
+from meshloom.mesh import Coordinate
+from meshloom.runtime import transfers
+from meshloom.runtime.buffer import MeshBuffer
+from meshloom.runtime.events import MeshEvent
+from meshloom.runtime.program import Launch, places_of, total
+from meshloom.runtime.races import Access
+from meshloom.runtime.system import Failures, System
+
+if TYPE_CHECKING:
+    from meshloom.runtime.queue import MeshCommandQueue
+    from meshloom.runtime.trace import Trace
+
+
+class Note:
+    """What a queue remembers of a command: enough for the story, nothing that keeps memory alive."""
+
+    __slots__ = ("number", "status", "text", "where")
+
+    def __init__(self, text: str, where: str) -> None:
+        self.number, self.text, self.where, self.status = 0, text, where, "waiting"
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.text} at {self.where}: {self.status}"
+
+
+class Command:
+    """The root of all commands."""
+
+    buffers: Sequence[MeshBuffer] = ()
+    captured = ""  # why it cannot be captured; empty if it can
+
+    def __init__(self, text: str) -> None:
+        self.note = Note(text, where())
+        self.queue: MeshCommandQueue | None = None
+
+    @property
+    def number(self) -> int:
+        """Its place on its queue."""
+        return self.note.number
+
+    @property
+    def text(self) -> str:
+        """What it does, and where it was enqueued."""
+        return f"{self.note.text} at {self.note.where}"
+
+    def accesses(self) -> Iterable[Access]:
+        """What it reads and writes."""
+        return ()
+
+    def is_ready(self) -> bool:
+        """Whether it could go on without waiting for another queue."""
+        return True
+
+    def perform(self) -> None:
+        """Run it, unless the queue has failed; what goes wrong is told to the queue."""
+        assert self.queue is not None
+        if self.queue.has_failed:
+            self.note.status = "not run"
+            self.skip()
+            return
+        self.note.status = "running"
+        try:
+            self.run(self.queue.id)
+        except (Exception, SystemExit) as error:
+            self.note.status = "failed"
+            self.queue.fail(self, error)
+            self.skip()
+        else:
+            self.note.status = "done"
+
+    def run(self, queue: int) -> None:
+        """Do it."""
+        raise NotImplementedError
+
+    def skip(self) -> None:
+        """It will not be done."""
+
+
+def _access(buffer: MeshBuffer, places: Iterable[Coordinate], writes: bool) -> Access:
+    return Access(buffer.region, buffer.name, buffer.cards(places), writes)
+
+
+def _held(buffer: MeshBuffer) -> list[Coordinate]:
+    return [place for place in buffer.device.coordinates() if buffer.layout.part(place) is not None]
+
+
+class Write(Command):
+    """Host data into a buffer, all of it or at one coordinate."""
+
+    captured = "writes from the host are not captured"
+
+    def __init__(self, buffer: MeshBuffer, value: torch.Tensor, place: Coordinate | None, index: Any) -> None:
+        super().__init__(f"write {buffer.name}" + ("" if place is None else f" at {place}"))
+        self.buffers = (buffer,)
+        self._value, self._place, self._index = value, place, index
+
+    def accesses(self) -> Iterable[Access]:
+        (buffer,) = self.buffers
+        return (_access(buffer, _held(buffer) if self._place is None else (self._place,), True),)
+
+    def run(self, queue: int) -> None:
+        (buffer,) = self.buffers
+        if self._place is None:
+            transfers.write_all(buffer, self._value, queue)
+        else:
+            transfers.write_at(buffer, self._place, self._value, self._index, queue)
+
+
+class Read(Command):
+    """A buffer to the host, all of it or one coordinate's part."""
+
+    captured = "reads to the host are not captured"
+
+    def __init__(self, buffer: MeshBuffer, place: Coordinate | None, index: Any, out: torch.Tensor | None) -> None:
+        super().__init__(f"read {buffer.name}" + ("" if place is None else f" at {place}"))
+        self.buffers = (buffer,)
+        self._place, self._index, self._out = place, index, out
+        self.result: torch.Tensor | None = None
+
+    def accesses(self) -> Iterable[Access]:
+        (buffer,) = self.buffers
+        return (_access(buffer, _held(buffer) if self._place is None else (self._place,), False),)
+
+    def run(self, queue: int) -> None:
+        (buffer,) = self.buffers
+        if self._place is None:
+            found = transfers.read_all(buffer, queue)
+        else:
+            found = transfers.read_at(buffer, self._place, self._index, queue)
+        self.result = found if self._out is None else self._out.copy_(found)
+
+
+class Run(Command):
+    """A workload: every program on its range."""
+
+    def __init__(self, name: str, launches: Sequence[Launch], system: System) -> None:
+        super().__init__(f"workload {name}")
+        self.launches, self._system = launches, system
+        self.buffers = tuple(dict.fromkeys(buffer for launch in launches for buffer in launch.program.buffers))
+
+    def accesses(self) -> Iterable[Access]:
+        for launch in self.launches:
+            program, places = launch.program, list(launch.where)
+            for buffer in dict.fromkeys((*program.reads, *program.updates)):
+                yield _access(buffer, places, False)
+            for buffer in dict.fromkeys((*program.writes, *program.updates)):
+                yield _access(buffer, places, True)
+
+    def run(self, queue: int) -> None:
+        system, left = self._system, []
+        for launch in self.launches:
+            launch.prepare(system, per_card=False)
+            function = launch.block_function(system)
+            if function is None:
+                launch.prepare(system, per_card=True)
+                left.append(launch)
+            else:
+                launch.run_on_block(function)
+                system.tell("launch", launch.where, 0, queue, total([launch]))
+        if left:
+            self._launch_each(left, queue)
+
+    def _launch_each(self, launches: Sequence[Launch], queue: int) -> None:
+        """Start all of them in row-major order, then wait for all: one that fails does not stop the others."""
+        assert self.queue is not None
+        device, system = self.queue.device, self._system
+        tickets, failed = [], []
+        for place, launch in places_of(launches):
+            card = device.card(place)
+            try:
+                handles = [buffer.storage.at(place) for buffer in launch.program.buffers]
+                ticket = card.launch(launch.program.loaded(card, system), handles, launch.args_at(place))
+                tickets.append((place, card, ticket))
+            except (Exception, SystemExit) as error:
+                failed.append((place, error))
+            system.tell("launch", [place], 0, queue, 1)
+        end = None if system.timeout is None else time.monotonic() + system.timeout
+        for place, card, ticket in tickets:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not card.wait(ticket, left):
+                failed.append((place, DeviceTimeoutError(f"did not end within {system.timeout:g} s")))
+        if failed:
+            raise Failures(sorted(failed, key=lambda pair: pair[0]))
+
+
+class Record(Command):
+    """An event comes about."""
+
+    captured = "events are not captured"
+
+    def __init__(self, event: MeshEvent) -> None:
+        super().__init__(f"record event {event.id}")
+        self._event = event
+
+    def run(self, queue: int) -> None:
+        self._event.happen()
+
+    def skip(self) -> None:
+        self._event.happen(failed=True)
+
+
+class Wait(Command):
+    """The queue waits for another's event."""
+
+    captured = "events are not captured"
+
+    def __init__(self, event: MeshEvent) -> None:
+        super().__init__(f"wait for event {event.id}")
+        self._event = event
+
+    def is_ready(self) -> bool:
+        return self._event.is_done
+
+    def run(self, queue: int) -> None:
+        self._event.wait()
+        if self._event.failed:
+            raise RuntimeError(f"event {self._event.id} of queue {self._event.queue.id} failed")
+
+
+class Replay(Command):
+    """All of a trace."""
+
+    captured = "a trace cannot be captured into another"
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(f"replay trace {trace.id}")
+        self.buffers = trace.buffers
+        self._trace = trace
+
+    def accesses(self) -> Iterable[Access]:
+        return self._trace.accesses()
+
+    def run(self, queue: int) -> None:
+        self._trace.run(queue)

@@ -1,0 +1,141 @@
+"""Kernels compiled once: a binary by the fingerprint of the kernel's code, in memory or in a directory that is shared.
+
+Without a directory the cache is this process's own. With one (an argument, or MESHLOOM_CACHE), processes share it: a
+binary is written beside its place and renamed onto it, so that nobody ever reads half of one, and whoever finds a
+broken one (its checksum tells) compiles again. Two that compile the same kernel at once write the same file twice.
+
+A binary of a virtual card is the kernel's code object; what it closes over stays with the kernel itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import marshal
+import os
+import tempfile
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshloom.errors import ArgumentError
+
+VARIABLE = "MESHLOOM_CACHE"
+_MAGIC = b"loom1\n"
+_DIGEST = hashlib.sha256().digest_size
+Kernel = Callable[..., Any]
+
+
+def code_of(kernel: Kernel) -> types.CodeType:
+    """The code of a kernel, or an error that says what a kernel is."""
+    code = getattr(kernel, "__code__", None)
+    if not isinstance(code, types.CodeType):
+        raise ArgumentError(f"a kernel is a Python function, not {kernel!r}", fix="wrap it: def kernel(x, y): ...")
+    return code
+
+
+def fingerprint(kernel: Kernel) -> str:
+    """A name for what a kernel does: equal for equal code, in every process.
+
+    >>> fingerprint(lambda x: x + 1) == fingerprint(lambda x: x + 1), fingerprint(lambda x: x) == fingerprint(print_it)
+    (True, False)
+    """
+    text = repr((importlib.util.MAGIC_NUMBER, _described(code_of(kernel))))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def print_it(x: object) -> None:
+    """A kernel for the example above."""
+    print(x)
+
+
+def _described(code: types.CodeType) -> tuple[Any, ...]:
+    constants = tuple(_constant(each) for each in code.co_consts)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    return code.co_code, constants, names, code.co_flags, code.co_argcount, code.co_kwonlyargcount
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, types.CodeType):
+        return _described(value)
+    if isinstance(value, frozenset):  # its order differs between processes
+        return "frozenset", sorted(map(repr, value))
+    return type(value).__name__, repr(value)
+
+
+def translate(kernel: Kernel) -> bytes:
+    """A kernel as bytes."""
+    return marshal.dumps(code_of(kernel))
+
+
+def link(binary: bytes, kernel: Kernel) -> Kernel:
+    """A function that runs the code of a binary, with the globals, defaults and closure of its kernel."""
+    code: types.CodeType = marshal.loads(binary)
+    made = types.FunctionType(code, kernel.__globals__, kernel.__name__, kernel.__defaults__, kernel.__closure__)
+    made.__kwdefaults__ = kernel.__kwdefaults__
+    return made
+
+
+def sealed(binary: bytes) -> bytes:
+    """A binary with what it takes to notice that it is broken."""
+    return _MAGIC + hashlib.sha256(binary).digest() + binary
+
+
+def opened(content: bytes) -> bytes | None:
+    """The binary of a file's content; None if it is not whole.
+
+    >>> opened(sealed(b"code")), opened(sealed(b"code")[:-1])
+    (b'code', None)
+    """
+    head = len(_MAGIC) + _DIGEST
+    binary = content[head:]
+    whole = content[:head] == _MAGIC + hashlib.sha256(binary).digest()
+    return binary if whole else None
+
+
+class CompileCache:
+    """Binaries by fingerprint. `compiles` counts how many this process had to make, `hits` how many it found."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        named = directory if directory is not None else os.environ.get(VARIABLE) or None
+        self.directory = None if named is None else Path(named)
+        self.compiles = self.hits = 0
+        self._known: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def binary(self, kernel: Kernel, compile: Callable[[Kernel], bytes]) -> bytes:
+        """The kernel's binary, compiled if nobody has."""
+        name = fingerprint(kernel)
+        with self._lock:
+            found = self._known.get(name) or self._read(name)
+            if found is None:
+                self.compiles += 1
+                found = compile(kernel)
+                self._write(name, found)
+            else:
+                self.hits += 1
+            self._known[name] = found
+            return found
+
+    def _read(self, name: str) -> bytes | None:
+        if self.directory is None:
+            return None
+        try:
+            return opened((self.directory / name).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def _write(self, name: str, binary: bytes) -> None:
+        if self.directory is None:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=f".{name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(sealed(binary))
+            os.replace(temporary, self.directory / name)
+        except BaseException:
+            os.unlink(temporary)
+            raise

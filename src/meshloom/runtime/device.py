@@ -1,0 +1,345 @@
+"""The mesh device: a grid of cards with memory and queues, seen as one."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from meshloom.errors import ArgumentError, ClosedError, DeviceTimeoutError, MeshError, TraceError
+from meshloom.fabric import VIRTUAL, Fabric
+from meshloom.mesh import Coordinate, Mesh
+from meshloom.runtime import accounts
+from meshloom.runtime.buffer import MeshBuffer
+from meshloom.runtime.card import Card
+from meshloom.runtime.chips import Grid
+from meshloom.runtime.geometry import MeshShape, MeshType
+from meshloom.runtime.memory import Region, Usage
+from meshloom.runtime.queue import MeshCommandQueue
+from meshloom.runtime.records import state
+from meshloom.runtime.runners import Runner
+from meshloom.runtime.system import Entry, System
+from meshloom.runtime.trace import Capture, Trace
+from meshloom.runtime.workload import MeshWorkload
+
+CLOSING_SECONDS = 60.0
+_ids = count()
+
+
+class MeshDevice:
+    """A grid of cards. It *has* a mesh (a value), memory and queues, and is closed.
+
+    >>> from meshloom.runtime import open_mesh_device
+    >>> with open_mesh_device((2, 4)) as mesh:
+    ...     mesh, mesh.get_device_ids(), mesh.mesh
+    (MeshDevice(2x4, 8 devices), [0, 1, 2, 3, 4, 5, 6, 7], Mesh(x0=2, x1=4))
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        numbers: Sequence[int],
+        system: System,
+        queues: int,
+        mesh_type: MeshType | None,
+        parent: MeshDevice | None = None,
+    ) -> None:
+        self.id = next(_ids)
+        self.mesh, self.system, self.numbers, self.parent = mesh, system, tuple(numbers), parent
+        self.mesh_type = mesh_type
+        self.mask = sum(1 << number for number in self.numbers)
+        self.closed = False
+        self._children: weakref.WeakSet[MeshDevice] = weakref.WeakSet()
+        self._buffers: weakref.WeakSet[MeshBuffer] = weakref.WeakSet()
+        self._traces: dict[int, Trace] = {}
+        self._later: list[tuple[MeshBuffer, Region]] = []
+        self.queues = tuple(MeshCommandQueue(self, cq_id) for cq_id in range(queues))
+        runners = [queue.runner for queue in self.queues]
+        self._stop = weakref.finalize(self, _stop, runners)
+
+    # the grid
+
+    @property
+    def shape(self) -> MeshShape:
+        """The shape of the grid."""
+        return MeshShape(*self.mesh.shape)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are."""
+        return self.mesh.size
+
+    def get_num_devices(self) -> int:
+        """How many devices there are."""
+        return self.mesh.size
+
+    def coordinates(self) -> Iterator[Coordinate]:
+        """Every coordinate, row-major."""
+        return self.mesh.coordinates()
+
+    @property
+    def cards(self) -> list[Card]:
+        """The cards, row-major."""
+        return [self.system.cards[number] for number in self.numbers]
+
+    def card(self, place: Coordinate) -> Card:
+        """The card at a coordinate."""
+        return self.system.cards[self.numbers[self.mesh.index(place)]]
+
+    def members(self) -> Iterator[tuple[Coordinate, Card]]:
+        """Every coordinate with its card, row-major."""
+        return zip(self.coordinates(), self.cards, strict=True)
+
+    def get_device(self, *place: Any) -> Card:
+        """The card at a coordinate: `get_device(0, 1)` or `get_device((0, 1))`."""
+        listed = place[0] if len(place) == 1 and not isinstance(place[0], int) else place
+        return self.card(self.mesh.check(listed))
+
+    def get_device_id(self, place: Sequence[int]) -> int:
+        """The id of the device at a coordinate."""
+        return self.mesh.device_ids[self.mesh.index(place)]
+
+    def get_device_ids(self) -> list[int]:
+        """The ids of the devices, row-major."""
+        return list(self.mesh.device_ids)
+
+    def virtual_to_physical(self, place: Sequence[int]) -> tuple[Coordinate, int]:
+        """Where the device at a coordinate really is; the answer survives a reshape."""
+        return self.mesh.virtual_to_physical(place)
+
+    def dram_grid_size(self) -> Grid:
+        """The banks of DRAM of one card, as a grid that serves as a core grid."""
+        return self.system.chip.dram_grid
+
+    def compute_with_storage_grid_size(self) -> Grid:
+        """The cores of one card."""
+        return self.system.chip.cores
+
+    @property
+    def fabric(self) -> Fabric:
+        """The links between the devices, by the mesh's type: lines, unless it was opened as a ring."""
+        kinds = (self.mesh_type or MeshType.Mesh).kinds(self.mesh.shape)
+        return Fabric.grid(self.mesh.shape, kinds, VIRTUAL.latency, VIRTUAL.bandwidth, name="virtual")
+
+    def reshape(self, *shape: Any, axes: Sequence[str] | None = None) -> None:
+        """The same devices in another shape; each keeps its id and its home. Buffers must be freed before."""
+        self.check_open()
+        sizes = MeshShape(*shape)
+        held = [buffer for buffer in self._buffers if buffer.is_allocated]
+        if held:
+            listed = ", ".join(sorted(buffer.name for buffer in held))
+            raise MeshError(f"{len(held)} buffers lie on the mesh as it is: {listed}", fix="free them first")
+        names = tuple(axes) if axes is not None else tuple(f"x{i}" for i in range(len(sizes)))
+        before, self.mesh = self.mesh, self.mesh.reshape(**dict(zip(names, sizes, strict=True)))
+        accounts.moved(before, self)
+
+    def create_submesh(self, shape: Sequence[int], offset: Sequence[int] | None = None) -> MeshDevice:
+        """A mesh of some of the devices, with queues of its own; memory is one account, so they may overlap safely."""
+        self.check_open()
+        sizes, start = tuple(shape), tuple(offset) if offset is not None else (0,) * self.mesh.ndim
+        if len(sizes) != self.mesh.ndim or len(start) != self.mesh.ndim or min(sizes) < 1:
+            raise MeshError(f"a submesh of shape {sizes} at {start}", mesh=self.mesh, fix="give a size for every axis")
+        if any(a < 0 or a + n > size for a, n, size in zip(start, sizes, self.mesh.shape, strict=True)):
+            raise MeshError(f"a submesh of shape {sizes} at {start} does not fit", mesh=self.mesh)
+        box = {axis: slice(a, a + n) for axis, a, n in zip(self.mesh.axes, start, sizes, strict=True)}
+        places = self.mesh.submesh(box)
+        by_id = dict(zip(self.mesh.device_ids, self.numbers, strict=True))
+        numbers = [by_id[each] for each in places.device_ids]
+        made = MeshDevice(places, numbers, self.system, len(self.queues), self.mesh_type, self)
+        self._children.add(made)
+        return made
+
+    def create_submeshes(self, shape: Sequence[int]) -> list[MeshDevice]:
+        """The whole mesh cut into submeshes of one shape, row-major."""
+        sizes = tuple(shape)
+        for axis, (size, part) in enumerate(zip(self.mesh.shape, sizes, strict=True)):
+            if part < 1 or size % part:
+                raise MeshError(f"{part} does not divide axis {axis} of size {size}", mesh=self.mesh, asked=sizes)
+        steps = Mesh.of([size // part for size, part in zip(self.mesh.shape, sizes, strict=True)])
+        offsets = [tuple(c * n for c, n in zip(place, sizes, strict=True)) for place in steps.coordinates()]
+        return [self.create_submesh(sizes, offset) for offset in offsets]
+
+    def get_submeshes(self) -> list[MeshDevice]:
+        """The submeshes that are open."""
+        return sorted((child for child in self._children if not child.closed), key=lambda child: child.id)
+
+    # memory
+
+    def memory_usage(self, buffer_type: str = "dram") -> dict[Coordinate, Usage]:
+        """The memory of every device: used, free, peak, largest free piece."""
+        usage = self.system.memory[buffer_type].usage()
+        return {place: usage[number] for place, number in zip(self.coordinates(), self.numbers, strict=True)}
+
+    def check_batch(self, size: int, per_device: int) -> None:
+        """An error unless a batch is so many rows on every device: `size == per_device * num_devices`."""
+        if size != per_device * self.num_devices:
+            raise ArgumentError(
+                f"a batch of {size} is not {per_device} on each of {self.num_devices} devices",
+                fix=f"use a batch of {per_device * self.num_devices}",
+            )
+
+    def adopt(self, buffer: MeshBuffer) -> None:
+        """A buffer has been allocated here."""
+        self._buffers.add(buffer)
+
+    def check_buffer(self, buffer: MeshBuffer) -> None:
+        """An error unless a buffer is here and has memory."""
+        if not isinstance(buffer, MeshBuffer):
+            raise ArgumentError(f"{buffer!r} is not a MeshBuffer", fix="create_mesh_buffer(mesh, ...)")
+        buffer.check()
+        if buffer.device is not self:
+            raise MeshError(f"{buffer.name} is on {buffer.device}, not on {self}", fix="use the mesh it was made on")
+
+    # queues
+
+    def queue(self, cq_id: int = 0) -> MeshCommandQueue:
+        """The command queue of that number."""
+        self.check_open()
+        if not 0 <= cq_id < len(self.queues):
+            raise MeshError(
+                f"there is no queue {cq_id}: {len(self.queues)} were opened",
+                fix=f"open_mesh_device(..., num_command_queues={cq_id + 1})",
+            )
+        return self.queues[cq_id]
+
+    def synchronize(self, cq_id: int | None = None, timeout: float | None = None) -> None:
+        """Wait for one queue, or for all of them, those of submeshes included."""
+        self.check_open()
+        for queue in self.queues if cq_id is None else (self.queue(cq_id),):
+            queue.finish(timeout)
+        if cq_id is None:
+            for child in self.get_submeshes():
+                child.synchronize(timeout=timeout)
+
+    def logged(self) -> contextlib.AbstractContextManager[list[Entry]]:
+        """Everything that cards are told to do inside, in order of dispatch."""
+        return self.system.logged()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many writes, reads and launches cards were told to do, and how many kernels were compiled."""
+        return self.system.counts
+
+    # traces
+
+    def begin_trace_capture(self, cq_id: int = 0) -> Trace:
+        """From now on, write down what is enqueued on a queue, and tensor ops of this thread, without running it."""
+        queue = self.queue(cq_id)
+        trace = Trace(self)
+        Capture(trace, queue)
+        return trace
+
+    def end_trace_capture(self, trace: Trace) -> None:
+        """The trace can be replayed from now on."""
+        taken = state.capture
+        if taken is None or taken.trace is not trace:
+            raise TraceError(f"trace {trace.id} is not being captured in this thread")
+        taken.end()
+        self._traces[trace.id] = trace
+
+    @contextlib.contextmanager
+    def capture(self, cq_id: int = 0) -> Iterator[Trace]:
+        """Capture what is inside."""
+        trace = self.begin_trace_capture(cq_id)
+        try:
+            yield trace
+        except BaseException:
+            state.capture.end(keep=False)
+            raise
+        self.end_trace_capture(trace)
+
+    def execute_trace(self, trace: Trace, cq_id: int = 0, *, blocking: bool = True) -> None:
+        """Replay a trace on a queue."""
+        self.queue(cq_id).enqueue_trace(trace, blocking=blocking)
+
+    def release_trace(self, trace: Trace) -> None:
+        """Let a trace's memory go."""
+        trace.release()
+
+    def is_held(self, buffer: MeshBuffer) -> bool:
+        """Whether a live trace, or one being captured, uses a buffer."""
+        taken = state.capture
+        capturing = taken is not None and taken.queue is not None and taken.queue.device is self
+        return capturing or any(buffer in trace.buffers for trace in self._traces.values())
+
+    def free_later(self, buffer: MeshBuffer) -> None:
+        """A buffer was freed that a trace still uses: its place stays taken until the trace is released."""
+        names = ", ".join(str(trace.id) for trace in self._traces.values() if buffer in trace.buffers)
+        buffer.region.owner += f" (freed, kept by trace {names or 'under capture'})"
+        self._later.append((buffer, buffer.region))
+
+    def let_go(self, trace: Trace) -> None:
+        """A trace was released: what only it kept is freed."""
+        self._traces.pop(trace.id, None)
+        for buffer, region in [pair for pair in self._later if not self.is_held(pair[0])]:
+            self._later.remove((buffer, region))
+            self.system.memory[buffer.buffer_type].release(region)
+
+    # the end
+
+    def check_open(self) -> None:
+        """An error if it has been closed."""
+        if self.closed:
+            raise ClosedError(f"{self} has been closed", fix="open it again: open_mesh_device(...)")
+
+    def close(self, timeout: float | None = CLOSING_SECONDS) -> None:
+        """Wait for all queues, then let everything go. Twice is harmless. Errors nobody was told of are raised."""
+        if self.closed:
+            return
+        for child in self.get_submeshes():
+            child.close(timeout)
+        stopped = [queue.runner.stop(timeout) for queue in self.queues]
+        self._stop.detach()
+        errors = [error for queue in self.queues if (error := queue.forget()) is not None]
+        for trace in list(self._traces.values()):
+            trace.release()
+        for buffer in list(self._buffers):
+            buffer.free()
+        self.closed = True
+        accounts.closed(self)
+        if self.parent is None:
+            for card in self.system.cards:
+                card.close()
+        if not all(stopped):
+            late = [queue.cq_id for queue, ended in zip(self.queues, stopped, strict=True) if not ended]
+            raise DeviceTimeoutError(
+                f"queue {late[0]} of {self} did not end within {timeout} s", story=self.queues[late[0]].story()
+            )
+        if errors:
+            raise errors[0]
+
+    def __enter__(self) -> MeshDevice:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+        else:  # what went wrong inside is what matters
+            with contextlib.suppress(Exception):
+                self.close()
+
+    def __repr__(self) -> str:
+        grid = "x".join(map(str, self.mesh.shape))
+        return f"MeshDevice({grid}, {self.num_devices} device{'s' if self.num_devices != 1 else ''})"
+
+
+def _stop(runners: Sequence[Runner]) -> None:
+    for runner in runners:
+        runner.stop(0.0)
+
+
+def enqueue_mesh_workload(mesh: MeshDevice, workload: MeshWorkload, blocking: bool = True, *, cq_id: int = 0) -> None:
+    """Launch every program of a workload on its range; with `blocking`, return when all devices are done."""
+    mesh.queue(cq_id).enqueue_workload(workload, blocking=blocking)
+
+
+def synchronize_mesh_device(mesh: MeshDevice) -> None:
+    """Return only after all that was queued on every device."""
+    mesh.synchronize()
+
+
+def close_mesh_device(mesh: MeshDevice) -> None:
+    """Close a mesh device; twice is harmless."""
+    mesh.close()

@@ -1,0 +1,160 @@
+"""Words for places on a grid of devices, as TTNN spells them: shape, coordinate, range, kind of links.
+
+All of them are tuples or frozen values, so they go wherever a plain tuple goes.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.errors import MeshError
+from meshloom.mesh import Coordinate, Mesh
+
+
+def _numbers(what: str, given: tuple[Any, ...]) -> tuple[int, ...]:
+    listed = given[0] if len(given) == 1 and isinstance(given[0], Sequence) else given
+    if not listed or not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
+        raise MeshError(f"{what} takes whole numbers, not {given!r}", fix=f"write {what}(2, 4) or {what}([2, 4])")
+    return tuple(listed)
+
+
+class MeshShape(tuple[int, ...]):
+    """The shape of a mesh.
+
+    >>> MeshShape(2, 4), MeshShape([2, 4]).mesh_size(), MeshShape(2, 4) == (2, 4)
+    (MeshShape([2, 4]), 8, True)
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *sizes: Any) -> MeshShape:
+        return super().__new__(cls, _numbers("MeshShape", sizes))
+
+    def dims(self) -> int:
+        """The number of axes."""
+        return len(self)
+
+    def mesh_size(self) -> int:
+        """The number of devices."""
+        return math.prod(self)
+
+    def __repr__(self) -> str:
+        return f"MeshShape({list(self)})"
+
+
+class MeshCoordinate(tuple[int, ...]):
+    """A place on a mesh.
+
+    >>> MeshCoordinate(1, 2), MeshCoordinate([1, 2]) == (1, 2)
+    (MeshCoordinate([1, 2]), True)
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *places: Any) -> MeshCoordinate:
+        return super().__new__(cls, _numbers("MeshCoordinate", places))
+
+    def dims(self) -> int:
+        """The number of axes."""
+        return len(self)
+
+    def __repr__(self) -> str:
+        return f"MeshCoordinate({list(self)})"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class MeshCoordinateRange:
+    """A box of coordinates, both corners included; of a shape alone, all of it.
+
+    >>> list(MeshCoordinateRange((0, 1), (1, 2)))
+    [(0, 1), (0, 2), (1, 1), (1, 2)]
+    >>> MeshCoordinateRange(MeshShape(2, 4)).end
+    (1, 3)
+    """
+
+    start: Coordinate
+    end: Coordinate
+
+    def __init__(self, start: Sequence[int], end: Sequence[int] | None = None) -> None:
+        last = tuple(size - 1 for size in start) if end is None else tuple(end)
+        first = (0,) * len(start) if end is None else tuple(start)
+        if len(first) != len(last) or any(a > b for a, b in zip(first, last, strict=False)):
+            raise MeshError(f"a range cannot go from {first} to {last}", fix="give the lower corner first")
+        object.__setattr__(self, "start", first)
+        object.__setattr__(self, "end", last)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of places along each axis."""
+        return tuple(b - a + 1 for a, b in zip(self.start, self.end, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of an array whose dims are the mesh axes."""
+        return tuple(slice(a, b + 1) for a, b in zip(self.start, self.end, strict=True))
+
+    def __iter__(self) -> Iterator[Coordinate]:
+        return itertools.product(*(range(a, b + 1) for a, b in zip(self.start, self.end, strict=True)))
+
+    def __len__(self) -> int:
+        return math.prod(self.shape)
+
+    def __contains__(self, place: object) -> bool:
+        return (
+            isinstance(place, tuple)
+            and len(place) == len(self.start)
+            and all(a <= c <= b for a, c, b in zip(self.start, place, self.end, strict=True))
+        )
+
+    def intersects(self, other: MeshCoordinateRange) -> bool:
+        """Whether some coordinate is in both."""
+        pairs = zip(self.start, self.end, other.start, other.end, strict=True)
+        return all(a <= d and c <= b for a, b, c, d in pairs)
+
+    def __str__(self) -> str:
+        return f"{self.start}..{self.end}"
+
+
+def range_of(given: Any) -> MeshCoordinateRange:
+    """A range from a range, one coordinate or a pair of corners.
+
+    >>> print(range_of((0, 1)), range_of([(0, 1), (1, 3)]))
+    (0, 1)..(0, 1) (0, 1)..(1, 3)
+    """
+    if isinstance(given, MeshCoordinateRange):
+        return given
+    corners = tuple(given)
+    pair = bool(corners) and not isinstance(corners[0], int)
+    return MeshCoordinateRange(*corners) if pair else MeshCoordinateRange(corners, corners)
+
+
+def check_range(given: MeshCoordinateRange | None, mesh: Mesh) -> MeshCoordinateRange:
+    """A range on a mesh, all of it for None; an error for coordinates that the mesh does not have."""
+    if given is None:
+        return MeshCoordinateRange(mesh.shape)
+    mesh.check(given.start)
+    mesh.check(given.end)
+    return given
+
+
+class MeshType(enum.Enum):
+    """How the devices along an axis are linked: the kinds of links of each axis follow from it.
+
+    >>> MeshType.Ring.kinds((2, 4))
+    ('ring', 'ring')
+    """
+
+    Line = "line"
+    Ring = "ring"
+    Mesh = "mesh"
+    Torus = "torus"
+
+    def kinds(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """The kind of links of every axis: a mesh is lines, a torus is rings."""
+        kind = "ring" if self in (MeshType.Ring, MeshType.Torus) else "line"
+        return (kind,) * len(shape)

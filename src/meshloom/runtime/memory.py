@@ -1,0 +1,298 @@
+"""Memory of the devices: one address on all of them, first fit, freed pieces joined again.
+
+An address is an offset in every bank: a buffer of n bytes on a chip with b banks takes ceil(n / b) bytes of each, from
+the same offset (pages go round the banks). Lock-step means that it also has the same address on every device it is on.
+Which devices those are is a bit mask, so submeshes that overlap share one account and can never be given the same
+bytes. The lowest address that is free on all of them wins: the same calls give the same addresses, always.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy
+
+from meshloom.errors import ArgumentError, OutOfMemoryError
+from meshloom.runtime.chips import ALIGNMENT
+
+LISTED = 5  # how many owners an error names
+_numbers = count()
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """Bytes that somebody has: `size` in each bank from `address` on, on the devices of `mask`."""
+
+    address: int
+    size: int
+    mask: int
+    owner: str
+    where: str
+    number: int = field(default_factory=_numbers.__next__)
+    freed: bool = False
+
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + self.size
+
+    def __lt__(self, other: Region) -> bool:
+        return (self.address, self.number) < (other.address, other.number)
+
+    def overlaps(self, other: Region) -> bool:
+        """Whether some device has bytes of both."""
+        return bool(self.mask & other.mask) and self.address < other.end and other.address < self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The memory of one device in bytes: in use, free, the most that ever was in use, the largest free piece.
+
+    >>> print(Usage(used=1 << 20, free=3 << 20, peak=2 << 20, largest_free=3 << 20))
+    1.0 MiB used, 3.0 MiB free, 2.0 MiB at most, largest free piece 3.0 MiB
+    """
+
+    used: int
+    free: int
+    peak: int
+    largest_free: int
+
+    def __str__(self) -> str:
+        used, free, peak, largest = map(size_text, (self.used, self.free, self.peak, self.largest_free))
+        return f"{used} used, {free} free, {peak} at most, largest free piece {largest}"
+
+
+def size_text(size: float) -> str:
+    """Bytes for people.
+
+    >>> size_text(100), size_text(1536), size_text(12 * 10**9)
+    ('100 B', '1.5 KiB', '11.2 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def aligned(size: int) -> int:
+    """The size rounded up to the alignment; nothing takes a whole piece too, so that addresses differ.
+
+    >>> aligned(1), aligned(64), aligned(0)
+    (64, 64, 64)
+    """
+    return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
+
+
+class Gaps:
+    """The free pieces between regions, sorted and never adjacent: freeing joins neighbours.
+
+    >>> gaps = Gaps(256)
+    >>> gaps.fit(100), gaps.take(0, 128), gaps.fit(100)
+    (0, None, 128)
+    >>> gaps.give(0, 128); gaps.pieces
+    [(0, 256)]
+    """
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, capacity: int) -> None:
+        self.pieces: list[tuple[int, int]] = [(0, capacity)] if capacity else []
+
+    def fit(self, size: int) -> int | None:
+        """The lowest address with that much room."""
+        return next((start for start, end in self.pieces if end - start >= size), None)
+
+    def holds(self, start: int, end: int) -> bool:
+        """Whether all of a piece is free."""
+        place = bisect_left(self.pieces, (start + 1,)) - 1
+        return place >= 0 and self.pieces[place][1] >= end
+
+    def take(self, start: int, end: int) -> None:
+        """Cut a piece out; what of it is not free stays so."""
+        first = max(0, bisect_left(self.pieces, (start,)) - 1)
+        last = bisect_left(self.pieces, (end,))
+        left = []
+        for low, high in self.pieces[first:last]:
+            left += [(a, b) for a, b in ((low, min(high, start)), (max(low, end), high)) if a < b]
+        self.pieces[first:last] = left
+
+    def give(self, start: int, end: int) -> None:
+        """Put a piece back and join it with its neighbours."""
+        place = bisect_left(self.pieces, (start,))
+        if place < len(self.pieces) and self.pieces[place][0] == end:
+            end = self.pieces.pop(place)[1]
+        if place and self.pieces[place - 1][1] == start:
+            place -= 1
+            start = self.pieces.pop(place)[0]
+        self.pieces.insert(place, (start, end))
+
+    @property
+    def largest(self) -> int:
+        """The size of the largest piece."""
+        return max((end - start for start, end in self.pieces), default=0)
+
+
+class Allocator:
+    """First fit over devices in lock-step. `drop` may be called from anywhere, even a finalizer: it only makes a note.
+
+    >>> memory = Allocator("DRAM", 4096, banks=1, devices=2)
+    >>> a, b = memory.allocate(1000, 0b11, "a"), memory.allocate(100, 0b01, "b")
+    >>> a.address, b.address, memory.allocate(64, 0b10, "c").address
+    (0, 1024, 1024)
+    >>> memory.release(a); memory.allocate(64, 0b11, "d").address
+    0
+    """
+
+    def __init__(self, kind: str, capacity: int, banks: int, devices: int) -> None:
+        self.kind, self.banks, self.devices = kind, banks, devices
+        self.bank_size = capacity // banks // ALIGNMENT * ALIGNMENT
+        self.regions: list[Region] = []
+        self._lock = threading.Lock()
+        self._dropped: deque[Region] = deque()
+        self._gaps: dict[int, Gaps] = {}
+        self._members: dict[int, numpy.ndarray] = {}
+        self._used = numpy.zeros(devices, dtype=numpy.int64)
+        self._peak = numpy.zeros(devices, dtype=numpy.int64)
+
+    def allocate(self, nbytes: int, mask: int, owner: str, where: str = "", address: int | None = None) -> Region:
+        """Room for `nbytes` on every device of the mask, at the lowest address or at the one that was asked for."""
+        size = aligned(-(-nbytes // self.banks))
+        with self._lock:
+            self._drain()
+            gaps = self._gaps_of(mask)
+            found = gaps.fit(size) if address is None else self._checked(address, size, mask, owner, gaps)
+            if found is None:
+                raise self._full(nbytes, mask, owner, where, gaps)
+            return self._put(Region(found, size, mask, owner, where))
+
+    def resize(self, region: Region, nbytes: int) -> Region:
+        """The region with another size: in place if what follows is free, else moved to the first fit."""
+        size = aligned(-(-nbytes // self.banks))
+        with self._lock:
+            self._drain()
+            if size > region.size and not self._gaps_of(region.mask).holds(region.end, region.address + size):
+                place = None
+            else:
+                place = region.address
+        if place is None:
+            made = self.allocate(nbytes, region.mask, region.owner, region.where)
+            self.release(region)
+            return made
+        self.release(region)
+        return self.allocate(nbytes, region.mask, region.owner, region.where, place)
+
+    def release(self, region: Region) -> None:
+        """Free a region; a second time does nothing."""
+        self.drop(region)
+        with self._lock:
+            self._drain()
+
+    def drop(self, region: Region) -> None:
+        """Free a region at the next call: what a finalizer may do, wherever it happens to run."""
+        self._dropped.append(region)
+
+    def usage(self) -> list[Usage]:
+        """The memory of every device."""
+        with self._lock:
+            self._drain()
+            total = self.bank_size * self.banks
+            largest = [self._gaps_of(1 << device).largest * self.banks for device in range(self.devices)]
+            return [
+                Usage(used, total - used, peak, free)
+                for used, peak, free in zip(self._used.tolist(), self._peak.tolist(), largest, strict=True)
+            ]
+
+    def live(self) -> list[Region]:
+        """The regions that are in use, by address."""
+        with self._lock:
+            self._drain()
+            return list(self.regions)
+
+    def _put(self, region: Region) -> Region:
+        insort(self.regions, region)
+        for mask, gaps in self._gaps.items():
+            if mask & region.mask:
+                gaps.take(region.address, region.end)
+        members = self._members_of(region.mask)
+        self._used[members] += region.size * self.banks
+        numpy.maximum(self._peak, self._used, out=self._peak)
+        return region
+
+    def _drain(self) -> None:
+        while self._dropped:
+            region = self._dropped.popleft()
+            if not region.freed:
+                region.freed = True
+                self._take_back(region)
+
+    def _take_back(self, region: Region) -> None:
+        del self.regions[bisect_left(self.regions, region)]
+        self._used[self._members_of(region.mask)] -= region.size * self.banks
+        for mask in [mask for mask in self._gaps if mask & region.mask]:
+            if mask & ~region.mask:  # another region may still be there on the other devices
+                del self._gaps[mask]
+            else:
+                self._gaps[mask].give(region.address, region.end)
+
+    def _gaps_of(self, mask: int) -> Gaps:
+        found = self._gaps.get(mask)
+        if found is None:
+            found = self._gaps[mask] = Gaps(self.bank_size)
+            for region in self._on(mask):
+                found.take(region.address, region.end)
+        return found
+
+    def _on(self, mask: int) -> Iterable[Region]:
+        return (region for region in self.regions if region.mask & mask)
+
+    def _members_of(self, mask: int) -> numpy.ndarray:
+        found = self._members.get(mask)
+        if found is None:
+            listed = [device for device in range(self.devices) if mask >> device & 1]
+            found = self._members[mask] = numpy.array(listed, dtype=numpy.intp)
+        return found
+
+    def _checked(self, address: int, size: int, mask: int, owner: str, gaps: Gaps) -> int:
+        if address < 0 or address % ALIGNMENT or address + size > self.bank_size:
+            raise ArgumentError(
+                f"address {address:#x} is not one of {self.kind}",
+                fix=f"addresses are multiples of {ALIGNMENT} from 0 to {self.bank_size - size:#x}",
+            )
+        if not gaps.holds(address, address + size):
+            wanted = Region(address, size, mask, owner, "")
+            taken = next(region for region in self._on(mask) if region.overlaps(wanted))
+            raise OutOfMemoryError(
+                f"{owner} cannot have address {address:#x}: {taken.owner} is there",
+                held=f"{taken.address:#x} to {taken.end:#x}, since {taken.where or 'unknown line'}",
+                fix="leave address= out, or free what is there first",
+            )
+        return address
+
+    def _full(self, nbytes: int, mask: int, owner: str, where: str, gaps: Gaps) -> OutOfMemoryError:
+        held = sorted(self._on(mask), key=lambda region: (-region.size, region.address))
+        used = int(self._used[self._members_of(mask)].max())
+        total = self.bank_size * self.banks
+        lines = [f"{size_text(r.size * self.banks):>10}  {r.owner}, since {r.where or 'unknown line'}" for r in held]
+        more = [f"{'':>10}  and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
+        return OutOfMemoryError(
+            f"{owner} of {size_text(nbytes)} does not fit into {self.kind} of {size_text(total)} per device",
+            where=where or None,
+            memory=f"{size_text(used)} in use, {size_text(total - used)} free, "
+            f"largest free piece {size_text(gaps.largest * self.banks)}",
+            owners="\n".join([*lines[:LISTED], *more]) or "nobody holds any of it",
+            fix=_advice(nbytes, total, total - used),
+        )
+
+
+def _advice(nbytes: int, total: int, free: int) -> str:
+    if nbytes > total:
+        return f"shard it over {-(-nbytes // total)} devices or more: no single one can hold it"
+    if nbytes <= free:
+        return "free memory is in pieces: free a neighbour of the largest one, or allocate large buffers first"
+    return "free an owner, or shard over more devices"

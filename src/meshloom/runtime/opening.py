@@ -1,0 +1,141 @@
+"""Opening a mesh device: every spelling that the documents use, told apart by type."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from meshloom.backends.control import discover
+from meshloom.errors import ArgumentError, MeshError
+from meshloom.fabric.catalogue import Preset
+from meshloom.mesh import Mesh
+from meshloom.runtime import accounts
+from meshloom.runtime.card import Driver
+from meshloom.runtime.chips import chip_of
+from meshloom.runtime.device import MeshDevice
+from meshloom.runtime.geometry import MeshShape, MeshType
+from meshloom.runtime.system import System
+from meshloom.runtime.virtual import VirtualDriver
+
+DISPATCH = "MESHLOOM_DISPATCH"
+TIMEOUT = 60.0
+
+
+def open_mesh_device(
+    mesh_shape: Any = None,
+    device_ids: Any = None,
+    *,
+    mesh_type: MeshType | str | None = None,
+    axes: Sequence[str] | None = None,
+    physical: Sequence[int] | None = None,
+    num_command_queues: int = 1,
+    memory: float | None = None,
+    preset: str | Preset | None = None,
+    driver: Driver | None = None,
+    check: str | None = None,
+    dispatch: str | None = None,
+    stress: int | None = None,
+    timeout: float | None = TIMEOUT,
+    cache: str | os.PathLike[str] | None = None,
+) -> MeshDevice:
+    """A mesh of cards: `(MeshShape(2, 4))`, `((2, 4), device_ids)`, or `(paths_or_ids, (2, 4))`.
+
+    Without ids it takes all visible devices in order; without a shape, all of them in a row. With `memory` (bytes per
+    device) or a machine `preset`, tensors on its mesh are accounted for. `check="races"` watches every queue.
+    `dispatch="slow"` (or MESHLOOM_DISPATCH) runs every command at once, card by card. `stress` is a seed that shuffles
+    the queues. `timeout` is how long a launch may take.
+
+    >>> with open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2)) as mesh:
+    ...     mesh.get_device_ids()
+    [3, 1]
+    """
+    shape, ids = _sorted_out(mesh_shape, device_ids)
+    chip = chip_of(preset, memory)
+    rack = driver if driver is not None else VirtualDriver(_declared(), chip)
+    sizes, chosen = _fitted(shape, ids, rack)
+    if isinstance(num_command_queues, bool) or not isinstance(num_command_queues, int) or num_command_queues < 1:
+        raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="give 1 or more")
+    mesh = Mesh.of(sizes, axes, chosen, physical)
+    system = System(
+        rack,
+        [rack.open(index) for index in chosen],
+        check=check,
+        dispatch=dispatch or os.environ.get(DISPATCH) or "fast",
+        stress=stress,
+        timeout=timeout,
+        cache=cache,
+    )
+    kind = MeshType[mesh_type] if isinstance(mesh_type, str) else mesh_type
+    made = MeshDevice(mesh, range(mesh.size), system, num_command_queues, kind)
+    if memory is not None or preset is not None:
+        accounts.opened(made)
+    return made
+
+
+def _declared() -> list[int] | None:
+    """The ids of the virtual devices that the control plane sees; None if nobody declared any."""
+    return [device.id for device in discover() if device.kind == "virtual"] or None
+
+
+def _sorted_out(first: Any, second: Any) -> tuple[tuple[int, ...] | None, list[int] | None]:
+    """Shape and ids, whichever came first."""
+    if second is not None and _is_ids(first, second):
+        first, second = second, first
+    shape = None if first is None else MeshShape(first) if not isinstance(first, MeshShape) else first
+    return shape, None if second is None else [_id(each) for each in second]
+
+
+def _is_ids(first: Any, second: Any) -> bool:
+    """Whether the first argument lists devices and the second is the shape."""
+    if isinstance(first, MeshShape) or first is None:
+        return False
+    if isinstance(second, MeshShape) or any(isinstance(each, (str, os.PathLike)) for each in first):
+        return True
+    as_written = math.prod(first) == len(second)
+    turned = math.prod(second) == len(first)
+    if as_written != turned:
+        return turned
+    return isinstance(first, list) and isinstance(second, tuple)
+
+
+def _id(given: Any) -> int:
+    """A device id from a number or a path that ends with one."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        return given
+    found = re.search(r"(\d+)$", os.fspath(given))
+    if found is None:
+        raise ArgumentError(f"{given!r} names no device", fix="give an id, or a path such as /dev/tenstorrent/0")
+    return int(found[1])
+
+
+def _fitted(shape: tuple[int, ...] | None, ids: list[int] | None, rack: Driver) -> tuple[tuple[int, ...], list[int]]:
+    """The shape and the ids of exactly as many devices, or an error."""
+    visible = rack.enumerate()
+    if ids is None and shape is None:
+        if not visible:
+            raise MeshError("no shape was given and there is no telling how many devices to take", fix="give a shape")
+        shape = (len(visible),)
+    if ids is None:
+        assert shape is not None
+        wanted = math.prod(shape)
+        ids = list(range(wanted)) if visible is None else list(visible)[:wanted]
+        if len(ids) < wanted:
+            raise MeshError(
+                f"a mesh of shape {tuple(shape)} needs {wanted} devices and there are {len(ids)}",
+                devices=list(visible or ()),
+                fix=f"open a smaller mesh, such as (1, {len(ids)})" if ids else "there is none to open",
+            )
+    missing = [each for each in ids if visible is not None and each not in visible]
+    if missing:
+        raise MeshError(f"there is no device {missing[0]}", devices=list(visible or ()))
+    shape = shape if shape is not None else (len(ids),)
+    if math.prod(shape) != len(ids):
+        raise MeshError(
+            f"a mesh of shape {tuple(shape)} needs {math.prod(shape)} devices and {len(ids)} were given",
+            devices=ids,
+            fix=f"give {math.prod(shape)} ids, or a shape of {len(ids)} devices",
+        )
+    return tuple(shape), ids

@@ -1,0 +1,124 @@
+"""What a mesh device and its submeshes share: cards, memory, compiled kernels, clocks, counters and how work is run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from meshloom.errors import ArgumentError, DeviceTimeoutError, closest
+from meshloom.mesh import Coordinate
+from meshloom.runtime.card import Card, Driver
+from meshloom.runtime.compile_cache import CompileCache
+from meshloom.runtime.memory import Allocator
+from meshloom.runtime.races import Races
+from meshloom.runtime.runners import Inline, Runner, Shuffle, Shuffled, Threaded
+
+CHECKS = ("races",)
+DISPATCH = ("fast", "slow")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing that happened on one card, in the order in which it was dispatched."""
+
+    kind: str
+    coordinate: Coordinate
+    nbytes: int
+    queue: int
+
+
+class Failures(Exception):
+    """What went wrong on which devices, in one command."""
+
+    def __init__(self, found: Sequence[tuple[Coordinate, BaseException]]) -> None:
+        super().__init__(f"{len(found)} devices failed")
+        self.found = list(found)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether all that went wrong is that a device did not end."""
+        return all(isinstance(error, DeviceTimeoutError) for _, error in self.found)
+
+
+class System:
+    """The cards of one `open_mesh_device` and all that belongs to them."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        cards: Sequence[Card],
+        *,
+        check: str | None,
+        dispatch: str,
+        stress: int | None,
+        timeout: float | None,
+        cache: Any,
+    ) -> None:
+        self.driver, self.cards, self.timeout = driver, tuple(cards), timeout
+        self.dispatch = _known("dispatch", dispatch, DISPATCH)
+        self.races = Races() if check is not None and _known("check", check, CHECKS) else None
+        chip = cards[0].info().chip
+        self.chip = chip
+        self.memory = {
+            "dram": Allocator("DRAM", chip.dram, chip.banks, len(cards)),
+            "l1": Allocator("L1", chip.l1 * chip.cores.num_cores, chip.cores.num_cores, len(cards)),
+        }
+        self.cache = CompileCache(cache)
+        self.counts: Counter[str] = Counter()
+        self.logs: list[list[Entry]] = []
+        self._shuffle = None if stress is None else Shuffle(stress)
+        self._ids = count()
+
+    def next_queue(self) -> int:
+        """A number for a queue: every queue of the cards has another."""
+        return next(self._ids)
+
+    def runner(self, name: str) -> Runner:
+        """Who runs a queue."""
+        if self.dispatch == "slow":
+            return Inline()
+        return Threaded(name) if self._shuffle is None else Shuffled(self._shuffle)
+
+    @property
+    def is_vectorised(self) -> bool:
+        """Whether one array call may stand for all cards."""
+        return self.dispatch == "fast" and self.driver.shares_memory and self.driver.is_plain()
+
+    def tell(self, kind: str, places: Iterable[Coordinate], nbytes: int, queue: int, number: int) -> None:
+        """Count what `number` cards were told to do, and write it down for who asked."""
+        self.counts[kind] += number
+        if self.logs:
+            entries = [Entry(kind, place, nbytes, queue) for place in places]
+            for log in self.logs:
+                log.extend(entries)
+
+    @contextmanager
+    def logged(self) -> Iterator[list[Entry]]:
+        """Everything that cards are told to do inside, in order."""
+        log: list[Entry] = []
+        self.logs.append(log)
+        try:
+            yield log
+        finally:
+            self.logs.remove(log)
+
+    def each(self, members: Iterable[tuple[Coordinate, Card]], act: Callable[[Coordinate, Card], None]) -> None:
+        """Do something on every card, row-major; what fails on some does not keep the others from it."""
+        failed = []
+        for place, card in members:
+            try:
+                act(place, card)
+            except (Exception, SystemExit) as error:  # a driver may leave with SystemExit
+                failed.append((place, error))
+        if failed:
+            raise Failures(failed)
+
+
+def _known(what: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ArgumentError(f"there is no {what} {value!r}", fix=closest(value, known))
+    return value

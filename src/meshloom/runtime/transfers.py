@@ -1,0 +1,155 @@
+"""Between the host and buffers: one array call on the block where that will do, else card by card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshloom.engines.layout import torch_dtype
+from meshloom.errors import ArgumentError, PlacementError, ShapeError
+from meshloom.mesh import Coordinate
+from meshloom.runtime.buffer import MeshBuffer
+from meshloom.runtime.card import Card
+from meshloom.runtime.layouts import need_topology
+from meshloom.runtime.storage import Block
+
+
+def host_value(data: Any, shape: tuple[int, ...], dtype: str, what: str) -> torch.Tensor:
+    """Host data of exactly that shape and dtype, with memory of its own: the caller may change his at once."""
+    try:
+        value = torch.as_tensor(data).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"a {type(data).__name__} cannot be written", reason=error) from None
+    if tuple(value.shape) != shape:
+        raise ShapeError(f"{what} takes {dtype}{list(shape)} and got shape {list(value.shape)}")
+    wanted = torch_dtype(dtype)
+    return value.to(wanted, copy=True, memory_format=torch.contiguous_format)
+
+
+def write_all(buffer: MeshBuffer, value: torch.Tensor, queue: int) -> None:
+    """Write the whole: the same to every device, or to each its shard."""
+    system, storage = buffer.device.system, buffer.storage
+    if system.is_vectorised and isinstance(storage, Block):
+        if storage.data is not None:
+            storage.data.copy_(value)
+        elif buffer.layout.is_replicated:
+            storage.block.copy_(value)
+        else:
+            for place in buffer.device.coordinates():
+                part = buffer.layout.part(place)
+                if part is not None:
+                    storage.at(place).copy_(value[part])
+        system.tell("write", buffer.device.coordinates(), buffer.size, queue, _writers(buffer))
+        return
+
+    def write(place: Coordinate, card: Card) -> None:
+        part = buffer.layout.part(place)
+        if part is not None:
+            card.write(buffer.storage.at(place), value[part])
+            system.tell("write", [place], buffer.size, queue, 1)
+
+    _own_if_faulty(buffer)
+    system.each(buffer.device.members(), write)
+
+
+def _writers(buffer: MeshBuffer) -> int:
+    return sum(number is not None for number in buffer.layout.shards)
+
+
+def _own_if_faulty(buffer: MeshBuffer) -> None:
+    """Where a card may fail, devices may differ afterwards."""
+    if isinstance(buffer.storage, Block) and not buffer.device.system.driver.is_plain():
+        buffer.storage.own()
+
+
+def read_all(buffer: MeshBuffer, queue: int) -> torch.Tensor:
+    """The whole, put together; an error where devices that should hold the same do not."""
+    system, storage = buffer.device.system, buffer.storage
+    if system.is_vectorised and isinstance(storage, Block):
+        found = storage.data.clone() if storage.data is not None else _joined(buffer, storage)
+        system.tell("read", buffer.device.coordinates(), buffer.size, queue, _writers(buffer))
+        return found
+    parts: dict[Coordinate, torch.Tensor] = {}
+
+    def read(place: Coordinate, card: Card) -> None:
+        if buffer.layout.part(place) is not None:
+            parts[place] = card.read(storage.at(place))
+            system.tell("read", [place], buffer.size, queue, 1)
+
+    system.each(buffer.device.members(), read)
+    return _put_together(buffer, parts)
+
+
+def _joined(buffer: MeshBuffer, storage: Block) -> torch.Tensor:
+    places = [place for place in buffer.device.coordinates() if buffer.layout.part(place) is not None]
+    return _put_together(buffer, {place: storage.at(place) for place in places})
+
+
+def _put_together(buffer: MeshBuffer, parts: dict[Coordinate, torch.Tensor]) -> torch.Tensor:
+    layout = buffer.layout
+    whole = torch.empty(layout.shape, dtype=torch_dtype(layout.dtype))
+    first: dict[int, Coordinate] = {}
+    for place, number in zip(buffer.device.coordinates(), layout.shards, strict=True):
+        if number is None:
+            continue
+        if number not in first:
+            first[number] = place
+            whole[layout.slices(number)] = parts[place]
+        elif not torch.equal(parts[place], parts[first[number]]):
+            raise PlacementError(
+                f"{buffer.name} should be the same at {first[number]} and {place}, and is not",
+                buffer=buffer,
+                fix=f"read one coordinate: queue.enqueue_read({buffer.name}, coordinate={place})",
+            )
+    return whole
+
+
+def write_at(buffer: MeshBuffer, place: Coordinate, value: torch.Tensor, index: Any, queue: int) -> None:
+    """Write what one device holds, or a part of it."""
+    system = buffer.device.system
+    if isinstance(buffer.storage, Block):
+        buffer.storage.own()
+
+    def write(at: Coordinate, card: Card) -> None:
+        card.write(buffer.storage.at(at), value, index)
+        system.tell("write", [at], value.numel() * value.element_size(), queue, 1)
+
+    system.each([(place, buffer.device.card(place))], write)
+
+
+def read_at(buffer: MeshBuffer, place: Coordinate, index: Any, queue: int) -> torch.Tensor:
+    """What one device holds, or a part of it."""
+    system, found = buffer.device.system, []
+
+    def read(at: Coordinate, card: Card) -> None:
+        found.append(card.read(buffer.storage.at(at), index))
+        system.tell("read", [at], found[0].numel() * found[0].element_size(), queue, 1)
+
+    system.each([(place, buffer.device.card(place))], read)
+    return found[0]
+
+
+def part_shape(buffer: MeshBuffer, index: Any) -> tuple[int, ...]:
+    """The shape of what an index names in one device's part, or an error."""
+    try:
+        return tuple(torch.empty(buffer.local_shape, device="meta")[index].shape)
+    except (IndexError, TypeError, ValueError) as error:
+        raise ShapeError(f"{index!r} does not index {list(buffer.local_shape)}", reason=error, buffer=buffer) from None
+
+
+def stored_array(buffer: MeshBuffer) -> torch.Tensor:
+    """The array that a tensor over the buffer shares, or an error if its devices no longer agree."""
+    storage = buffer.storage
+    if not isinstance(storage, Block):
+        raise PlacementError(
+            f"{buffer.name} is not in this process's memory", fix="read it: queue.enqueue_read(buffer)"
+        )
+    need_topology(buffer.layout)
+    if storage.data is None:
+        raise PlacementError(
+            f"{buffer.name} was written at single coordinates: its devices may differ",
+            buffer=buffer,
+            fix="read it by coordinate, or write it as a whole into another buffer",
+        )
+    return storage.data

@@ -1,0 +1,201 @@
+"""Virtual cards of this process: memory is torch's, a kernel is a Python function, and speed and faults are up to you.
+
+A card without delays and faults is *plain*: the mesh may then do one array call on the block for all cards at once.
+A card that is slowed down is busy for that long after each command, beside the others, without a thread of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, DeviceError, closest
+from meshloom.runtime.card import CardInfo, Kernel
+from meshloom.runtime.chips import HOST, Chip
+from meshloom.runtime.compile_cache import link, translate
+from meshloom.types import Shape
+
+COMMANDS = ("write", "read", "launch")
+KINDS = ("raise", "hang")
+
+
+@dataclass
+class Fault:
+    """What goes wrong: on which command, after how many good ones, how often, and whether it raises or never ends."""
+
+    on: str
+    kind: str = "raise"
+    after: int = 0
+    times: int | None = None
+
+    def __post_init__(self) -> None:
+        for value, known in ((self.on, COMMANDS), (self.kind, KINDS)):
+            if value not in known:
+                raise ArgumentError(f"there is no fault {value!r}", fix=closest(value, known))
+
+    def strikes(self) -> bool:
+        """Whether it happens now; every call counts."""
+        if self.after:
+            self.after -= 1
+            return False
+        if self.times is not None:
+            self.times -= 1
+        return self.times is None or self.times >= 0
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A launch: when it ends. A card's clock is this machine's."""
+
+    ends: float
+
+
+class VirtualCard:
+    """A device in this process.
+
+    >>> card = VirtualDriver().open(0)
+    >>> memory = card.alloc(0, (2,), torch.float32)
+    >>> card.write(memory, torch.tensor([1.0, 2.0]))
+    >>> double = card.load(translate(lambda x: x.mul_(2)), lambda x: x.mul_(2))
+    >>> card.wait(card.launch(double, [memory], {}), timeout=1.0), card.read(memory)
+    (True, tensor([2., 4.]))
+    """
+
+    def __init__(self, driver: VirtualDriver, index: int) -> None:
+        self._driver, self._index = driver, index
+        self._faults: list[Fault] = []
+        self._delays: dict[str, float] = {}
+        self._busy_until = 0.0
+        self.hangs = False
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"VirtualCard({self._index})"
+
+    def info(self) -> CardInfo:
+        return CardInfo(self._index, f"virtual:{self._index}", self._driver.chip)
+
+    def alloc(self, address: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        self._check_open()
+        return torch.zeros(shape, dtype=dtype)
+
+    def free(self, handle: torch.Tensor) -> None:
+        """Nothing to do: the array goes with its last reference."""
+
+    def write(self, handle: torch.Tensor, data: torch.Tensor, index: Any = ...) -> None:
+        self._begin("write")
+        handle[index] = data
+
+    def read(self, handle: torch.Tensor, index: Any = ...) -> torch.Tensor:
+        self._begin("read")
+        return handle[index].clone()
+
+    def load(self, binary: bytes, kernel: Kernel) -> Kernel:
+        return link(binary, kernel)
+
+    def launch(self, loaded: Kernel, handles: Sequence[torch.Tensor], args: Mapping[str, Any]) -> Ticket:
+        ends = self._begin("launch")
+        if not self.hangs:
+            loaded(*handles, **args)
+        return Ticket(ends)
+
+    def wait(self, ticket: Ticket, timeout: float | None) -> bool:
+        left = ticket.ends - time.monotonic()
+        if timeout is not None and left > timeout:
+            time.sleep(timeout)
+            return False
+        if left > 0:
+            time.sleep(left)
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+        self.reset()
+
+    # what only a virtual card can do
+
+    def inject(self, fault: Fault) -> None:
+        """Let something go wrong from now on."""
+        self._faults.append(fault)
+        self._driver.special.add(self._index)
+
+    def slow_down(self, **seconds: float) -> None:
+        """Let each command of a kind take so long: `slow_down(launch=0.01)`."""
+        for name in seconds:
+            if name not in COMMANDS:
+                raise ArgumentError(f"a card has no command {name!r}", fix=closest(name, COMMANDS))
+        self._delays.update(seconds)
+        self._driver.special.add(self._index)
+
+    def reset(self) -> None:
+        """A card as new: no faults, no delays, nothing running."""
+        self._faults.clear()
+        self._delays.clear()
+        self.hangs, self._busy_until = False, 0.0
+        self._driver.special.discard(self._index)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a command is running on it."""
+        return self._busy_until > time.monotonic()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise DeviceError(f"card {self._index} is closed")
+
+    def _begin(self, command: str) -> float:
+        """When the command ends: after what the card is doing, and after its own delay. Or a fault."""
+        self._check_open()
+        if self.hangs:
+            raise DeviceError(f"card {self._index} hangs in an earlier launch", fix="reset it: card.reset()")
+        self._busy_until = max(self._busy_until, time.monotonic()) + self._delays.get(command, 0.0)
+        for fault in self._faults:
+            if fault.on == command and fault.strikes():
+                self._strike(fault, command)
+        if command != "launch" and self.is_busy:
+            time.sleep(max(0.0, self._busy_until - time.monotonic()))
+        return self._busy_until
+
+    def _strike(self, fault: Fault, command: str) -> None:
+        if fault.kind == "raise":
+            raise DeviceError(f"card {self._index} failed in a {command}")
+        self.hangs, self._busy_until = True, float("inf")
+        if command != "launch":
+            raise DeviceError(f"card {self._index} does not answer to a {command}", fix="reset it: card.reset()")
+
+
+class VirtualDriver:
+    """As many cards as you ask for, or exactly those of some ids.
+
+    >>> VirtualDriver(range(4)).enumerate(), VirtualDriver().enumerate()
+    ((0, 1, 2, 3), None)
+    """
+
+    shares_memory = True
+
+    def __init__(self, ids: Iterable[int] | None = None, chip: Chip = HOST) -> None:
+        self.ids = None if ids is None else tuple(ids)
+        self.chip = chip
+        self.special: set[int] = set()
+
+    def enumerate(self) -> Sequence[int] | None:
+        """The ids there are; None if there is no end of them."""
+        return self.ids
+
+    def open(self, index: int) -> VirtualCard:
+        """The card of that id."""
+        if index < 0 or (self.ids is not None and index not in self.ids):
+            raise DeviceError(f"there is no card {index}", cards=self.ids)
+        return VirtualCard(self, index)
+
+    def compile(self, kernel: Kernel) -> bytes:
+        """The kernel's code, to be cached and loaded."""
+        return translate(kernel)
+
+    def is_plain(self) -> bool:
+        """Whether no card is slow or faulty."""
+        return not self.special

@@ -1,0 +1,86 @@
+"""Tensors in the books of a mesh that was opened with a memory limit or a machine preset.
+
+While such a mesh is open, `Tensor` has a `__setattr__` that notices when a tensor gets its array: it then holds room on
+every device of its mesh, until no tensor refers to that array any more. While none is open there is nothing to notice,
+and a tensor costs what it always did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshloom.errors import OutOfMemoryError, where
+from meshloom.runtime import accounts, state
+from meshloom.tensor.base import Tensor
+
+if TYPE_CHECKING:
+    from meshloom.runtime.device import MeshDevice
+    from meshloom.runtime.memory import Region
+    from meshloom.runtime.system import System
+
+# How many tensors refer to an array on the devices of a system, and the room it has there.
+_Key = tuple[int, int]
+_users: Counter[_Key] = Counter()
+_rooms: dict[_Key, tuple[System, Region]] = {}
+_held: dict[int, _Key] = {}
+
+
+def _follow(on: bool) -> None:
+    if on:
+        Tensor.__setattr__ = _set  # type: ignore[assignment, method-assign]
+    elif "__setattr__" in vars(Tensor):
+        del Tensor.__setattr__
+
+
+def _set(tensor: Tensor, name: str, value: Any) -> None:
+    if name == "_data":
+        _account(tensor, value)
+    object.__setattr__(tensor, name, value)
+
+
+def _account(tensor: Tensor, data: torch.Tensor) -> None:
+    device = accounts.account_of(tensor.topology.mesh)
+    before = _held.get(id(tensor))
+    if device is None or data.is_meta:
+        return
+    key = id(device.system), data.untyped_storage()._cdata
+    if key == before:
+        return
+    if before is not None:
+        _leave(id(tensor))
+    _users[key] += 1  # before looking: whoever leaves meanwhile is not the last
+    if key not in _rooms:
+        _rooms[key] = device.system, _room(device, tensor, key)
+    if id(tensor) not in _held:
+        weakref.finalize(tensor, _leave, id(tensor)).atexit = False
+    _held[id(tensor)] = key
+    if state.capture is not None:
+        state.capture.keep(tensor)
+
+
+def _room(device: MeshDevice, tensor: Tensor, key: _Key) -> Region:
+    topology = tensor.topology
+    try:
+        return accounts.hold(device, topology.local_bytes, f"tensor {topology.notation}", where())
+    except OutOfMemoryError:
+        del _users[key]
+        raise
+
+
+def _leave(identity: int) -> None:
+    """A tensor is gone, or has another array: the last one to leave gives the room back."""
+    key = _held.pop(identity, None)
+    if key is None:
+        return
+    _users[key] -= 1
+    if not _users[key]:
+        del _users[key]
+        system, region = _rooms.pop(key)
+        system.memory["dram"].drop(region)
+
+
+accounts.listen(_follow)
