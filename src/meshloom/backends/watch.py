@@ -72,6 +72,7 @@ class Watch:
         self._done.set()
         self._thread.join(timeout=2 * GRACE)
         self._linger(GRACE)
+        self._store = None
 
     def _linger(self, seconds: float) -> None:
         """The process that holds the store gives the others time to read why, or that, it leaves."""

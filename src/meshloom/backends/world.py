@@ -140,6 +140,9 @@ def _device() -> torch.device:
 def _leave() -> None:
     if WORLD.watch is not None:
         WORLD.watch.stop()
+    for group in (*WORLD.groups.values(), *([WORLD.control] if WORLD.control else [])):
+        object.__setattr__(group, "handle", None)  # torch's threads must end before the interpreter does
+    WORLD.handles.clear()
     if dist.is_initialized() and not (WORLD.watch is not None and WORLD.watch.failure):
         dist.destroy_process_group()
 
