@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
 from forms.net import Form, Net, compute, sharded_dim
@@ -38,6 +41,23 @@ def counting_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net
     return [compute(call, datas, [()])[0] for datas in held]
 
 
+def best_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[Any]:
+    """Each device gives its best k, filled up with the worst value; the best of these are the best of all."""
+    dim, k, largest = sharded_dim(row), call.arguments["k"], call.arguments["largest"]
+    values, indices, start = [], [], 0
+    for (x,) in held:
+        value, index = torch.topk(x, min(k, x.shape[dim]), dim, largest)
+        short = [0, 0] * (x.dim() - 1) + [0, k - value.shape[dim]]
+        moved = torch.nn.functional.pad(value.movedim(dim, 0), short, value=-math.inf if largest else math.inf)
+        values.append(moved.movedim(0, -1).squeeze(-1) if k == 1 else moved.movedim(0, -1))
+        indices.append(torch.nn.functional.pad(index.movedim(dim, 0) + start, short))
+        start += x.shape[dim]
+    every = torch.cat([each.unsqueeze(-1) if k == 1 else each for each in net.all_gather(values)], -1).movedim(-1, dim)
+    found = torch.topk(every, k, dim, largest)
+    places = torch.cat(indices).movedim(0, dim).gather(dim, found.indices)
+    return [(found.values, places)] * len(held)
+
+
 _BY_OFFSET = """
 gather take_along_dim take index_select index index_put index_add index_copy index_fill scatter scatter_add
 scatter_reduce tril triu
@@ -45,6 +65,7 @@ scatter_reduce tril triu
 
 LOOKUP: dict[str, Form] = {
     "embedding": embedding_form,
+    "topk": best_form,
     **dict.fromkeys(("searchsorted", "bucketize"), counting_form),
     **dict.fromkeys(_BY_OFFSET.split(), offset_form),
 }

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from meshloom.errors import ShapeError
-from meshloom.ops.labels import SUM, normal_dim, others
-from meshloom.ops.rule import Call, Choices, Row, named_row, with_none
+from meshloom.ops.labels import SUM, R, normal_dim, others
+from meshloom.ops.rule import Call, Choices, Inner, Row, named_row, with_none
 from meshloom.placement import Shard
 from meshloom.types import Shape
 
@@ -38,13 +38,17 @@ def _comparisons(shape: Shape, dim: int) -> int:
 
 
 def topk(call: Call) -> Choices:
-    """`topk(k, dim)`: the largest or smallest, and where they were."""
+    """`topk(k, dim)`: the best of each device are the only ones that can be the best of all."""
     shape, dim, k = call.shape("input"), _dim(call), call.arguments["k"]
     size = shape[dim] if shape else 1
     if not 0 <= k <= size:
         raise ShapeError(f"topk takes k from 0 to {size}, the size of dim {dim}, not {k}")
     out = shape[:dim] + (k,) + shape[dim + 1 :] if shape else shape
-    return with_none(call, [out, out], ordered_rows(shape, dim, 2), flops=math.prod(shape))
+    rows = ordered_rows(shape, dim, 2)
+    if 0 < 2 * k <= size:
+        best = Inner("", others(len(shape), dim), indexed=True, kind="all_gather", times=k)
+        rows.append(Row(f"dim {dim}", (Shard(dim),), (R, R), (best,), local=False))
+    return with_none(call, [out, out], rows, flops=math.prod(shape))
 
 
 def searchsorted(call: Call) -> Choices:

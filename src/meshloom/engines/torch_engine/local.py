@@ -46,6 +46,11 @@ class Local:
         """The operand without its padding along a dim that is looked up by index: padding may be interior."""
         return unpad(data, dim, self.call.shape(name)[dim], self.ins[self.call.index(name)].shards[dim])
 
+    def whole(self, name: str, data: torch.Tensor, dim: int) -> torch.Tensor:
+        """`trimmed` for an op that runs without padding in one process, and with it elsewhere."""
+        padded = data.dim() and data.shape[dim] > self.call.shape(name)[dim]
+        return self.trimmed(name, data, dim) if padded else data
+
 
 def dims_of(input: torch.Tensor, dim: Any) -> tuple[int, ...]:
     """Dims counted from the front; None means all."""

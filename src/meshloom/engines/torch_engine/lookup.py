@@ -1,7 +1,7 @@
 """Look-ups: an index counts elements, so padding of the dim it counts is taken off.
 
 In one process these ops run without padding. While an axis leads (the result stays partial), and where processes split
-the mesh, arrays come with theirs; then `_whole` takes it off the dim that is looked up, and `_back` puts it back.
+the mesh, arrays come with theirs; then `whole` takes it off the dim that is looked up, and `_back` puts it back.
 """
 
 from __future__ import annotations
@@ -23,21 +23,16 @@ def _embedding(local: Local, input: Any, weight: Any, padding_idx: int | None) -
     return F.embedding(input, local.trimmed("weight", weight, 0), padding_idx)
 
 
-def _is_padded(local: Local, data: torch.Tensor, dim: int) -> bool:
-    return bool(data.dim()) and data.shape[dim] > local.call.shape("input")[dim]
-
-
-def _whole(local: Local, data: torch.Tensor, dim: int) -> torch.Tensor:
-    return local.trimmed("input", data, dim) if _is_padded(local, data, dim) else data
-
-
 def _all_whole(local: Local, data: torch.Tensor) -> torch.Tensor:
     for dim in range(data.dim()):
-        data = _whole(local, data, dim)
+        data = local.whole("input", data, dim)
     return data
 
 
-def _back(local: Local, result: torch.Tensor, dim: int) -> torch.Tensor:
+def _back(local: Local, input: torch.Tensor, result: torch.Tensor, dim: int) -> torch.Tensor:
+    """The result with the padding that was taken off the input."""
+    if result.shape == input.shape:
+        return result
     return pad(result, dim, local.call.shape("input")[dim], local.ins[local.call.index("input")].shards[dim])
 
 
@@ -48,7 +43,7 @@ def _finding(function: Callable[..., torch.Tensor]) -> Function:
     def find(local: Local, input: torch.Tensor, dim: int | None = None, **others: Any) -> torch.Tensor:
         if dim is None:
             return function(_all_whole(local, input).contiguous(), **others)
-        return function(_whole(local, input, dim % max(input.dim(), 1)), dim=dim, **others)
+        return function(local.whole("input", input, dim % max(input.dim(), 1)), dim=dim, **others)
 
     return find
 
@@ -59,8 +54,8 @@ def _writing(function: Callable[..., torch.Tensor]) -> Function:
     @aware
     def write(local: Local, input: torch.Tensor, dim: int, **others: Any) -> torch.Tensor:
         place = dim % max(input.dim(), 1)
-        result = function(_whole(local, input, place), dim=place, **others)
-        return _back(local, result, place) if _is_padded(local, input, place) else result
+        result = function(local.whole("input", input, place), dim=place, **others)
+        return _back(local, input, result, place)
 
     return write
 
@@ -83,7 +78,7 @@ def _entries(indices: tuple[Any, ...]) -> tuple[Any, ...]:
 @aware
 def _index(local: Local, input: torch.Tensor, indices: tuple[Any, ...]) -> torch.Tensor:
     for dim in _indexed_dims(indices):
-        input = _whole(local, input, dim)
+        input = local.whole("input", input, dim)
     return input[_entries(indices)]
 
 
@@ -93,10 +88,10 @@ def _index_put(
 ) -> torch.Tensor:
     result, dims = input, _indexed_dims(indices)
     for dim in dims:
-        result = _whole(local, result, dim)
+        result = local.whole("input", result, dim)
     result = torch.ops.aten.index_put(result, indices, values, accumulate)
     for dim in dims:
-        result = _back(local, result, dim) if _is_padded(local, input, dim) else result
+        result = _back(local, input, result, dim)
     return result
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshloom.engines.torch_engine.local import Function
+from meshloom.engines.torch_engine.local import Function, Local, aware
 
 
 def _in_one_piece(value: Any) -> Any:
@@ -14,18 +14,26 @@ def _in_one_piece(value: Any) -> Any:
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
-def _searchsorted(sorted_sequence: torch.Tensor, input: Any, **options: Any) -> torch.Tensor:
-    return torch.searchsorted(_in_one_piece(sorted_sequence), _in_one_piece(input), **options)
+@aware
+def _searchsorted(local: Local, sorted_sequence: torch.Tensor, input: Any, **options: Any) -> torch.Tensor:
+    line = local.whole("sorted_sequence", sorted_sequence, sorted_sequence.dim() - 1)
+    return torch.searchsorted(_in_one_piece(line), _in_one_piece(input), **options)
 
 
-def _bucketize(input: Any, boundaries: torch.Tensor, **options: Any) -> torch.Tensor:
-    return torch.bucketize(_in_one_piece(input), _in_one_piece(boundaries), **options)
+@aware
+def _bucketize(local: Local, input: Any, boundaries: torch.Tensor, **options: Any) -> torch.Tensor:
+    return torch.bucketize(_in_one_piece(input), _in_one_piece(local.whole("boundaries", boundaries, 0)), **options)
+
+
+@aware
+def _topk(local: Local, input: torch.Tensor, k: int, dim: int, **options: Any) -> Any:
+    return torch.topk(local.whole("input", input, dim % max(input.dim(), 1)), k, dim, **options)
 
 
 ORDER: dict[str, Function] = {
     "sort": torch.sort,
     "argsort": torch.argsort,
-    "topk": torch.topk,
+    "topk": _topk,
     "searchsorted": _searchsorted,
     "bucketize": _bucketize,
 }
