@@ -1,0 +1,183 @@
+"""meshloom beside DTensor and DDP on real Gloo processes over loopback, in one run.
+
+`python -m benchmarks.processes --ranks 2` starts the processes, which time both sides in turn: short rounds of the same
+number of calls on every process, a barrier before each, best of many. It prints one line of JSON per work, with the
+seconds of rank 0. All sides use one thread per process, as torchrun sets it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.timing import Work
+from benchmarks.works import BATCH, FEATURES, SIZE, mlp, training_step
+
+MEGABYTES = 64
+ADD, INNER, REDUCE, GATHER = "add", "matmul inner", "all-reduce", "all-gather"
+STEP, CHECK = "MLP step", "divergence check"
+LIMIT_SECONDS = 240.0
+
+# work, detail: as `benchmarks.peers` expects them
+WORKS = (
+    (ADD, "DTensor, 32x32 per device"),
+    (INNER, f"DTensor, {SIZE}^3"),
+    (REDUCE, f"DTensor, {MEGABYTES} MB"),
+    (GATHER, f"DTensor, {MEGABYTES} MB"),
+    (STEP, "DTensor, data-parallel"),
+    (STEP, "DDP, data-parallel"),
+    (CHECK, "MLP step, sample against off"),
+    (CHECK, "MLP step, always against off"),
+)
+
+
+def _pairs(count: int) -> Iterator[tuple[tuple[str, str], Work, Work, int, int]]:
+    """Each work: ours, the other side, calls per round, rounds."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    import meshloom as loom
+
+    mesh = loom.open_mesh((count,), axes=("dp",))
+    theirs = init_device_mesh("cpu", (count,))
+    x, y = (torch.randn(32 * count, 32) for _ in range(2))
+    a, b = (loom.distribute(each, mesh, "S(0)") for each in (x, y))
+    c, d = (distribute_tensor(each, theirs, [Shard(0)]) for each in (x, y))
+    yield WORKS[0], lambda: a + b, lambda: c + d, 200, 60
+
+    x, y = (torch.randn(SIZE, SIZE) for _ in range(2))
+    a, b = loom.distribute(x, mesh, "S(1)"), loom.distribute(y, mesh, "S(0)")
+    c, d = distribute_tensor(x, theirs, [Shard(1)]), distribute_tensor(y, theirs, [Shard(0)])
+    yield WORKS[1], lambda: a @ b, lambda: (c @ d).redistribute(theirs, [Replicate()]), 2, 30
+
+    size = MEGABYTES * (1 << 20) // 4
+    part = torch.randn(size)
+    e = loom.from_local(part, mesh, "P(sum)")
+    f = DTensor.from_local(part, theirs, [Partial()])
+    yield WORKS[2], lambda: e.redistribute("R"), lambda: f.redistribute(theirs, [Replicate()]), 1, 12
+
+    part = torch.randn(size // count)
+    g = loom.from_local(part, mesh, "S(0)")
+    h = DTensor.from_local(part, theirs, [Shard(0)])
+    yield WORKS[3], lambda: g.redistribute("R"), lambda: h.redistribute(theirs, [Replicate()]), 1, 12
+    yield from _steps(mesh, theirs)
+
+
+def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Work, Work, int, int]]:
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    import meshloom as loom
+    from meshloom.backends import WORLD
+
+    x, y = torch.randn(BATCH, FEATURES[0]), torch.randn(BATCH, FEATURES[-1])
+    rows = BATCH // mesh.size
+    mine = slice(loom.process().rank * rows, (loom.process().rank + 1) * rows)
+    dense = mlp()
+    ours = _placed(copy.deepcopy(dense), mesh)
+    step = training_step(ours, loom.distribute(x, mesh, "S(0)"), loom.distribute(y, mesh, "S(0)"))
+    split = distribute_module(copy.deepcopy(dense), theirs)
+    a, b = (distribute_tensor(each, theirs, [Shard(0)]) for each in (x, y))
+    yield WORKS[4], step, training_step(split, a, b), 1, 40
+    wrapped = DistributedDataParallel(copy.deepcopy(dense))
+    yield WORKS[5], step, training_step(wrapped, x[mine], y[mine]), 1, 40
+
+    def under(check: str) -> Work:
+        def run() -> object:
+            WORLD.check = check
+            return step()
+
+        return run
+
+    yield WORKS[6], under("sample"), under("off"), 1, 60
+    yield WORKS[7], under("always"), under("off"), 1, 40
+    WORLD.check = "sample"
+
+
+def _placed(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+    import meshloom as loom
+
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, loom.Parameter(parameter.detach(), mesh, {}))
+    return model
+
+
+def _best(ours: Work, theirs: Work, calls: int, rounds: int) -> tuple[float, float]:
+    """The best seconds per call of both sides on this process."""
+    for side in (ours, theirs):
+        for _ in range(3):
+            side()
+    best = [float("inf"), float("inf")]
+    for turn in range(rounds):
+        for side in (0, 1) if turn % 2 else (1, 0):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                (ours, theirs)[side]()
+            best[side] = min(best[side], (time.perf_counter() - start) / calls)
+    return best[0], best[1]
+
+
+def rank(count: int, scale: float) -> None:
+    """One process: measure every work together with the others."""
+    torch.manual_seed(0)
+    for (work, detail), ours, theirs, calls, rounds in _pairs(count):
+        taken = max(3, int(rounds * scale))
+        timing = (*_best(ours, theirs, calls, taken), taken)
+        if dist.get_rank() == 0:
+            print(json.dumps({"work": work, "detail": detail, "timing": timing}), flush=True)
+
+
+def launch(count: int, scale: float) -> int:
+    """Start the processes and wait for them; rank 0 prints."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "benchmarks.processes", "--ranks", str(count), "--scale", str(scale)]
+    started = [
+        subprocess.Popen(command, env={**shared, "RANK": str(i), "LOCAL_RANK": str(i)}, cwd=Path(__file__).parents[1])
+        for i in range(count)
+    ]
+    try:
+        return max(abs(process.wait(timeout=LIMIT_SECONDS)) for process in started)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=1.0)
+    given = parser.parse_args()
+    if "RANK" not in os.environ:
+        return launch(given.ranks, given.scale)
+    rank(given.ranks, given.scale)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
