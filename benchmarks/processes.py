@@ -15,13 +15,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from benchmarks.timing import Work
 from benchmarks.works import BATCH, FEATURES, SIZE, mlp, training_step

@@ -60,7 +60,10 @@ def batches(mesh: loom.Mesh, count: int):
     projection = torch.randn(FEATURES, CLASSES)
     for _ in range(count):
         x = torch.randn(BATCH, FEATURES)
-        yield loom.distribute(x, mesh, {"dp": Shard(0)}), loom.distribute((x @ projection).argmax(-1), mesh, {"dp": Shard(0)})
+        yield (
+            loom.distribute(x, mesh, {"dp": Shard(0)}),
+            loom.distribute((x @ projection).argmax(-1), mesh, {"dp": Shard(0)}),
+        )
 
 
 def train(steps: int, rows: int, columns: int) -> list[float]:

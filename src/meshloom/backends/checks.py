@@ -1,9 +1,10 @@
 """One program on every process: ranks compare what they do before they do it together.
 
 Every call adds to a running hash: the number of the collective, the op, its operands, the random key, the line. Before
-a collective that is checked, all processes exchange a frame of fixed size with that hash; the data of a small collective
-travels in the same frame, so that the check costs no call of its own. Different hashes are a `DivergenceError` on every
-process that shows both sides. `check="always"` compares every collective, "sample" the first ones and then some.
+a collective that is checked, all processes exchange a frame of fixed size with that hash; the data of a small
+collective travels in the same frame, so that the check costs no call of its own. Different hashes are a
+`DivergenceError` on every process that shows both sides. `check="always"` compares every collective, "sample" the
+first ones and then some.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def checksum(data: torch.Tensor) -> int:
         return 0
     values = data.detach().cpu().resolve_conj()
     values = values + 0.0 if values.is_floating_point() or values.is_complex() else values
-    return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 PLAIN = "plain tensor"

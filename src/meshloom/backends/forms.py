@@ -22,7 +22,7 @@ from meshloom.engines.torch_engine import Local
 from meshloom.engines.torch_engine.local import wide_dtype
 from meshloom.ops.labels import normal_dims
 from meshloom.ops.normalisation import normalised, softmax_dim
-from meshloom.placement import Shard, Topology
+from meshloom.placement import Topology
 from meshloom.planner import Plan
 
 
@@ -92,9 +92,7 @@ def _centred(across: Across, input: torch.Tensor, dims: tuple[int, ...]) -> tupl
     return centred if mask is None else torch.where(mask, centred, 0), count
 
 
-def _var(
-    across: Across, input: torch.Tensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
-) -> torch.Tensor:
+def _var(across: Across, input: torch.Tensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> torch.Tensor:
     dims = normal_dims(dim, input.dim())
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
@@ -214,7 +212,7 @@ def _losses(
         return _Classes(across, group, classes, input).losses(target, weight, ignore_index, smoothing)
     x = across.local.trimmed("input", input, classes)
     weight = None if weight is None else across.local.trimmed("weight", weight, 0)
-    options = {"ignore_index": ignore_index, "reduction": "none", "label_smoothing": smoothing}
+    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "none", "label_smoothing": smoothing}
     loss = F.cross_entropy(x, target, weight, **options)
     if target.is_floating_point():
         return loss, torch.ones_like(loss)

@@ -126,13 +126,18 @@ def _step(before: Topology, after: Topology, axis: int) -> Step | None:
     now, wanted = before.placements[axis], after.placements[axis]
     group = group_of(before.mesh, (axis,))
     if group is None:
-        return layout.mover(before.held, after.held)
+        made = layout.mover(before.held, after.held)
+        if wanted != Partial("prod") or made is None:
+            return made
+        return lambda data: layout.fill(made(data), after, 0)  # ones; padding of the box is known to the whole alone
     if isinstance(now, Partial):
         reduce, finish = _local_part(before, axis, now.op), _reduction(before, after, axis, now.op, wanted, group)
         return lambda data: finish(reduce(data))
     if isinstance(now, Replicate):
-        return _into_shards(before, after, wanted.dim, group) if isinstance(wanted, Shard) else _split_up(
-            before, after, axis, group
+        return (
+            _into_shards(before, after, wanted.dim, group)
+            if isinstance(wanted, Shard)
+            else _split_up(before, after, axis, group)
         )
     assert isinstance(now, Shard)
     if isinstance(wanted, Replicate):
@@ -146,9 +151,7 @@ def _local_part(before: Topology, axis: int, op: str) -> Step:
     return lambda data: layout.REDUCE[op](data, place)
 
 
-def _reduction(
-    before: Topology, after: Topology, axis: int, op: str, wanted: Placement, group: Group
-) -> Step:
+def _reduction(before: Topology, after: Topology, axis: int, op: str, wanted: Placement, group: Group) -> Step:
     if isinstance(wanted, Replicate):
         return (lambda data: Leave.apply(data, group)) if op == "sum" else lambda data: combined(data, group, op)
     assert isinstance(wanted, Shard)

@@ -36,7 +36,7 @@ def described(held: Mapping[Coordinate, torch.Tensor], mesh: Mesh, compare: bool
     assert WORLD.control is not None
     WORLD.watch.begin("from_local", mesh)
     told = wire.all_gather(torch.tensor([_numbers(part) for part in mine.values()]), WORLD.control)
-    found = {}
+    found: dict[Coordinate, Part] = {}
     for rank, rows in enumerate(told.tolist()):
         found.update(zip(mesh.local_coordinates(rank), (_part(row) for row in rows), strict=True))
     return found

@@ -117,7 +117,9 @@ class Spread(Kernel):
         if not axes:
             return super()._function()
         form = FORMS[self.plan.call.op]
-        across = Across(self.local, self.plan, group_of(self.plan.mesh, axes))
+        group = group_of(self.plan.mesh, axes)
+        assert group is not None
+        across = Across(self.local, self.plan, group)
         return lambda *_, **arguments: form(across, **arguments)
 
 

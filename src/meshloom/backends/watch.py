@@ -47,7 +47,8 @@ class Watch:
         self.grid: tuple[int, ...] = ()
         self.story: deque[tuple[int, str]] = deque(maxlen=RECENT)
         self.failure: Failure | None = None
-        self._store = dist.PrefixStore("meshloom", dist.distributed_c10d._get_default_store().clone())
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = dist.PrefixStore("meshloom", store.clone())
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshloom watch", daemon=True)
         self._beats = 0
@@ -152,7 +153,7 @@ class Watch:
     def _tell(self, headline: str, cause: str = "") -> None:
         """Write the failure down, unless another one was first."""
         self._state = "raised"
-        told = {"rank": HERE.rank, "headline": headline, "cause": cause or headline}
+        told: Failure = {"rank": HERE.rank, "headline": headline, "cause": cause or headline}
         try:
             if self._store.add("failures", 1) == 1:
                 self._store.set("failure", json.dumps(told))
@@ -242,11 +243,12 @@ class Watch:
             second = self._statuses()
         except RuntimeError as error:
             return f"not to be had, the store is gone: {str(error).splitlines()[0]}"
-        rows = [("rank", "place", "host", "call", "number", "line", "state")]
+        rows: list[tuple[str, ...]] = [("rank", "place", "host", "call", "number", "line", "state")]
         for rank in range(HERE.count):
             rows.append(self._row(rank, first.get(rank), second.get(rank)))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in lines)
 
     def _row(self, rank: int, first: Any, second: Any) -> tuple[str, ...]:
         place = str(place_of(rank, self.grid)) if self.grid else "-"

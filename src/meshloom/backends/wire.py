@@ -6,7 +6,7 @@ goes through `perform`, which numbers it, compares it with what the other proces
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -71,7 +71,7 @@ def wait(work: Any, watch: Any) -> None:
 
 
 def _options(op: str) -> Any:
-    options = dist.AllreduceOptions()
+    options: Any = dist.AllreduceOptions()
     options.reduceOp = _OPS[op]
     return options
 
@@ -93,12 +93,31 @@ def _restored(carried: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return carried if carried.dtype == dtype else carried.to(dtype)
 
 
+def _keys(data: torch.Tensor, op: str) -> torch.Tensor:
+    """Floats as integers of the same order, nan beyond all others: Gloo's own comparison loses nan."""
+    wide = data.float() if data.element_size() < 4 else data
+    whole = torch.int64 if wide.element_size() == 8 else torch.int32
+    limit = torch.iinfo(whole)
+    return _flipped(wide.contiguous().view(whole)).masked_fill_(wide.isnan(), limit.max if op == "max" else limit.min)
+
+
+def _values(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _flipped(keys).view(torch.float64 if keys.element_size() == 8 else torch.float32).to(dtype)
+
+
+def _flipped(bits: torch.Tensor) -> torch.Tensor:
+    """The bits of a float as an integer of the same order, and back: those of a negative number count downwards."""
+    return bits ^ ((bits >> (8 * bits.element_size() - 1)) & torch.iinfo(bits.dtype).max)
+
+
 def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool = False) -> torch.Tensor:
     """The reduction of every process's array; into the same memory where it is `own`."""
     if data.is_meta or data.numel() == 0:
         return data
     if data.is_complex() and op not in ("sum", "mean"):
         return _REDUCE[op](all_gather(data, group))
+    if data.is_floating_point() and op in ("max", "min"):
+        return _values(all_reduce(_keys(data, op), group, op, own=True), data.dtype)
     sent = _carried(data)
     if not own and sent.data_ptr() == data.data_ptr():
         sent = sent.clone()
@@ -130,7 +149,10 @@ def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     def start() -> Any:
         return group.handle._allgather_base(room.view(-1), sent.view(-1))
 
-    perform("all_gather", group, sent, start, room.copy_)
+    def combine(parts: torch.Tensor) -> None:
+        room.copy_(parts)
+
+    perform("all_gather", group, sent, start, combine)
     return _restored(room, data.dtype)
 
 
@@ -138,9 +160,13 @@ def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch
     """Piece i of every process, reduced, at process i."""
     if pieces.is_meta or pieces.numel() == 0:
         return pieces.new_empty(pieces.shape[1:])
+    if pieces.is_complex() and op not in ("sum", "mean"):
+        return _REDUCE[op](all_to_all(pieces, group))
+    if pieces.is_floating_point() and op in ("max", "min"):
+        return _values(reduce_scatter(_keys(pieces, op), group, op), pieces.dtype)
     sent = _carried(pieces)
     room = sent.new_empty(sent.shape[1:])
-    options = dist.ReduceScatterOptions()
+    options: Any = dist.ReduceScatterOptions()
     options.reduceOp = _OPS[op]
 
     def start() -> Any:
@@ -175,7 +201,8 @@ def broadcast(data: torch.Tensor, group: Group, root: int) -> torch.Tensor:
     """The array of process `root` of the group."""
     if data.is_meta or data.numel() == 0:
         return data
-    sent = _carried(data).clone()
+    carried = _carried(data)
+    sent = carried.clone() if group.index == root else torch.empty_like(carried)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
 
@@ -184,3 +211,26 @@ def broadcast(data: torch.Tensor, group: Group, root: int) -> torch.Tensor:
 
     perform("broadcast", group, sent, lambda: group.handle.broadcast([sent], options), combine)
     return _restored(sent, data.dtype)
+
+
+def exchange_rows(
+    rows: torch.Tensor, leaving: Sequence[Sequence[int]], asked: Sequence[tuple[int, int]], group: Group
+) -> torch.Tensor:
+    """Some rows for each process: those that this one asked of others (process, row), in the order of the processes."""
+    sent = _carried(rows)
+    room = sent.new_empty((len(asked), *sent.shape[1:]))
+    if rows.numel() == 0:
+        return _restored(room, rows.dtype)
+    width = sent[0].numel()
+    packed = sent[[row for each in leaving for row in each]].view(-1, width)
+    incoming = [sum(1 for source, _ in asked if source == process) for process in range(group.size)]
+
+    def start() -> Any:
+        return group.handle.alltoall_base(room.view(-1, width), packed, incoming, [len(each) for each in leaving])
+
+    def combine(parts: torch.Tensor) -> None:
+        for place, (source, row) in enumerate(asked):
+            room[place] = parts[source, row]
+
+    perform("exchange", group, sent, start, combine)
+    return _restored(room, rows.dtype)

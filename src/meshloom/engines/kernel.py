@@ -121,7 +121,6 @@ class Kernel:
         places = [(name, each.index) for name, each in arguments.items() if isinstance(each, Ref)]
         return lambda *datas: function(*lead, **{name: datas[i] for name, i in places}, **fixed)
 
-
     def _function(self) -> Function:
         """The function that computes the op on prepared arrays."""
         return function_of(self.plan.call.op)

@@ -4,8 +4,8 @@ A *virtual* coordinate is a place in this mesh; its *home* is the coordinate of 
 mesh of 4x4 virtual devices on 2x2 physical ones has four lanes per device. Homes travel with the devices through
 `reshape` and `submesh`, so `virtual_to_physical` keeps its answer.
 
-Several processes may split a mesh: `processes` is their grid, one number per axis, and each holds the box of coordinates
-at its place in it. Meshes are equal by names, sizes, device ids and that grid.
+Several processes may split a mesh: `processes` is their grid, one number per axis, and each holds the box of
+coordinates at its place in it. Meshes are equal by names, sizes, device ids and that grid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Mesh:
     """
 
     __slots__ = (
-        "__weakref__", "_hash", "_index", "_local", "axes", "device_ids", "homes", "is_split", "processes", "shape", "size",
+        "__weakref__", "_hash", "_index", "_local",
+        "axes", "device_ids", "homes", "is_split", "processes", "shape", "size",
     )  # fmt: skip
 
     axes: tuple[str, ...]

@@ -90,9 +90,9 @@ class Tensor:
         tensor([4, 5, 6])
         """
         place = self.mesh.check(coordinate)
-        kept = tuple(0 if isinstance(p, Replicate) else c for c, p in zip(place, self.placements, strict=True))
         start = self.mesh.local_offset
-        inside = tuple(0 if isinstance(p, Replicate) else c - s for c, s, p in zip(kept, start, self.placements, strict=True))
+        box = zip(place, start, self.placements, strict=True)
+        inside = tuple(0 if isinstance(placement, Replicate) else c - first for c, first, placement in box)
         if any(not 0 <= i < size for i, size in zip(inside, self.topology.block_shape, strict=False)):
             raise PlacementError(
                 f"the shard at {place} is held by rank {self.mesh.owner(place)} and not by this one",

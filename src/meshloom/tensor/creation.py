@@ -48,8 +48,8 @@ def open_mesh(
     `physical` gives the shape of the physical devices under it: a program for 4x4 virtual devices runs on 2x2.
 
     Under `torchrun` or `meshloom run` the processes split the mesh into equal boxes, left axis first; `processes` gives
-    another grid, one number per axis. `timeout` is how many seconds a collective may take before it is reported as hung,
-    `check` how often processes compare what they do: "always", "sample" or "off".
+    another grid, one number per axis. `timeout` is how many seconds a collective may take before it is reported as
+    hung, `check` how often processes compare what they do: "always", "sample" or "off".
 
     >>> open_mesh((2, 4), axes=("dp", "tp"))
     Mesh(dp=2, tp=4)
