@@ -13,6 +13,7 @@ from typing import Any
 from meshloom import collectives, engines, fabric, runtime
 from meshloom.errors import (
     ArgumentError,
+    BindingError,
     BoundsError,
     ClosedError,
     CommunicationError,
@@ -22,6 +23,7 @@ from meshloom.errors import (
     DTypeError,
     FabricError,
     GradientError,
+    LaunchError,
     LostError,
     MeshError,
     MeshloomError,
@@ -56,6 +58,7 @@ _LAZY = {
         "bernoulli empty eye linspace logspace multinomial normal randint randint_like randperm".split(),
         "meshloom.tensor.drawing",
     ),
+    **dict.fromkeys(("control", "discover"), "meshloom.backends.control"),
     **dict.fromkeys(("dropout",), "meshloom.tensor.fronts.pointwise"),
     **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
     **dict.fromkeys(("simulate", "Simulation"), "meshloom.observe.simulate"),
@@ -71,6 +74,7 @@ _OPS = sorted({name for name in {*OPS, *ALIASES, "max", "min"} if not name.start
 
 __all__ = [
     "ArgumentError",
+    "BindingError",
     "BoundsError",
     "ClosedError",
     "CommunicationError",
@@ -80,6 +84,7 @@ __all__ = [
     "DivergenceError",
     "FabricError",
     "GradientError",
+    "LaunchError",
     "LostError",
     "Machine",
     "Mesh",

@@ -241,7 +241,7 @@ class Listener(threading.Thread):
 
     def _patience(self) -> float:
         """How long to wait for output: until something is due, a tenth of a second at most."""
-        dues = [each.due for each in (*self._mergers.values(), *self._lines.values())]
+        dues = [*(each.due for each in self._mergers.values()), *(each.due for each in self._lines.values())]
         soonest = min((due for due in dues if due is not None), default=None)
         return 0.1 if soonest is None else min(0.1, max(0.0, soonest - time.monotonic()))
 
@@ -251,6 +251,7 @@ class Listener(threading.Thread):
 
     def _say(self, stream: str, rank: int, lines: list[str]) -> None:
         for line in lines:
+            line = line.removeprefix(f"[rank{rank}]: ")  # torch's own, before its tracebacks
             if stream == "stderr":
                 self.ranks[rank].tail.append(line)
             self._show(stream, self._mergers[stream].say(rank, line, time.monotonic()))
@@ -281,10 +282,10 @@ class Listener(threading.Thread):
             self._say(stream, rank, lines.tick(now))
         for stream, merger in self._mergers.items():
             self._show(stream, merger.tick(now))
-        for rank in self.ranks.values():
-            if rank.deadline is not None and now >= rank.deadline:
-                rank.deadline = None
-                self._kill(rank)
+        for late in self.ranks.values():
+            if late.deadline is not None and now >= late.deadline:
+                late.deadline = None
+                self._kill(late)
 
     def _learn(self, rank: Rank, data: bytes) -> None:
         for line in data.splitlines():

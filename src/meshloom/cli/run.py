@@ -133,7 +133,7 @@ class Launch:
     def _torchruns(self, binding: Binding) -> dict[str, str]:
         """The variables that torchrun sets and that are known beforehand."""
         names = [host for host, _ in self.bindings.hosts]
-        found = {
+        found: dict[str, object] = {
             "RANK": binding.rank,
             "WORLD_SIZE": len(self.bindings),
             "LOCAL_RANK": binding.local_rank,
