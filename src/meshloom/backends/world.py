@@ -47,7 +47,7 @@ class World:
 
     timeout: float = TIMEOUT
     check: str = "sample"
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: Group | None = None
     watch: Any = None
     groups: dict[Any, Group] = field(default_factory=dict)
