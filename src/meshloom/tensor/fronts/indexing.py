@@ -97,7 +97,7 @@ def _set_by_tensors(target: Tensor, index: Any, value: Any) -> None:
     if found is None or found[0] is not None or not (_is_tensor(value) or _is_held(value, target.dtype)):
         fallback(torch.Tensor.__setitem__, (target, index, value), {}, "setitem")
         return
-    content = invoke("to", (value, target.dtype), {}) if _is_tensor(value) else torch.tensor(value, dtype=target.dtype)
+    content = own(value).to(target.dtype) if _is_tensor(value) else torch.tensor(value, dtype=target.dtype)
     rewrite("index_put", target, (found[1], content), {})
 
 
