@@ -38,6 +38,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
 def message(headline: str, **details: object) -> str:
@@ -83,7 +84,8 @@ def line_of(frame: FrameType | None) -> str:
 
 def is_program(file: str) -> bool:
     """Whether a file belongs to the program, not to meshloom, torch or the interpreter."""
-    return not file.startswith(_HERE) and f"{os.sep}torch{os.sep}" not in file and not file.startswith("<frozen")
+    is_standard = file.startswith(_STANDARD) and "-packages" not in file
+    return not (is_standard or file.startswith((_HERE, "<frozen")) or f"{os.sep}torch{os.sep}" in file)
 
 
 class MeshloomError(Exception):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshloom.backends.watch import RECENT
 from meshloom.backends.world import WORLD, Group, World
 from meshloom.errors import DivergenceError
 from meshloom.mesh import HERE
@@ -114,29 +115,48 @@ class Frame:
 
 def _divergence(hashes: list[bytes]) -> DivergenceError:
     watch = WORLD.watch
-    stories = watch.stories()
-    sides = _sides(stories)
-    if any(PLAIN in text for text in sides.values()):
-        headline = "a plain tensor differs between processes, and counts as replicated"
-        fix = "give what each process holds to loom.from_local, or make it the same everywhere"
-    else:
-        headline = "the processes do different things where all must do the same"
-        fix = "every rank runs the same calls in the same order; branch on values that all of them share"
-    shown = "\n".join(f"rank {rank}: {sides.get(rank, 'silent')}" for rank in range(HERE.count))
-    groups = sorted({hashes.index(each) for each in hashes})
-    apart = " against ".join(
-        "rank " + ", ".join(str(r) for r, each in enumerate(hashes) if each == hashes[first]) for first in groups
+    sides = _sides(watch.stories())
+    is_plain = any(PLAIN in text for text in sides.values())
+    what = "a plain tensor, which counts as replicated, differs" if is_plain else "the processes do different things"
+    fix = (
+        "give what each process holds to loom.from_local, or make it the same everywhere"
+        if is_plain
+        else "every rank runs the same calls in the same order; branch on values that all of them share"
     )
-    error: DivergenceError = watch.diverged(headline, sides=apart, calls=shown, fix=fix)
+    shown = [f"rank {rank}: {sides.get(rank, 'silent')}" for rank in range(HERE.count)]
+    first = {each: rank for rank, each in reversed(list(enumerate(hashes)))}  # of every side
+    error: DivergenceError = watch.diverged(
+        f"{what}: {', but '.join(shown[rank] for rank in sorted(first.values()))}",
+        sides=" against ".join(
+            _ranks([r for r, each in enumerate(hashes) if each == side]) for side in reversed(first)
+        ),
+        calls="\n".join(shown),
+        fix=fix,
+    )
     return error
 
 
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def _sides(stories: dict[int, list[tuple[int, str]]]) -> dict[int, str]:
-    """For each process the first call in which the stories differ."""
-    texts = {rank: [text for _, text in story] for rank, story in stories.items()}
+    """For each process the first call in which the stories differ, from where all of them remember.
+
+    >>> _sides({0: [(1, "sum"), (1, "amax")], 1: [(1, "sum"), (1, "amin")]})
+    {0: 'amax', 1: 'amin'}
+    """
+    start = max((_remembered(each) for each in stories.values()), default=0)
+    texts = {rank: [text for number, text in story if number >= start] for rank, story in stories.items()}
     longest = max((len(each) for each in texts.values()), default=0)
     for i in range(longest):
         here = {rank: each[i] if i < len(each) else "nothing more" for rank, each in texts.items()}
         if len(set(here.values())) > 1:
             return here
     return {rank: each[-1] if each else "nothing" for rank, each in texts.items()}
+
+
+def _remembered(story: list[tuple[int, str]]) -> int:
+    """The first collective of which a story has everything; a full one has lost the beginning of its oldest."""
+    oldest = story[0][0] if story else 0
+    return oldest + 1 if len(story) >= RECENT else oldest

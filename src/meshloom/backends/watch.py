@@ -1,9 +1,9 @@
 """Looking after each other: every process says what it is doing, and the first failure ends all of them with its cause.
 
-Each process has a thread that writes its status (last call, its number and line, whether it waits) to the store through
-which the processes met, and reads whether another one has failed. A collective that takes too long, a peer that is
-gone, an exception anywhere: who notices first writes it down, everybody else raises a `LostError` that shows it with a
-table of all processes. Nobody waits for ever.
+Each process has a thread that writes its status (last call, its number and line, whether it waits) to the board where
+the processes met, and reads whether another one has failed. A collective that takes too long, a peer that is gone, an
+exception anywhere: who notices first writes it down, everybody else raises a `LostError` that shows it with a table of
+all processes. Nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
+from meshloom.backends.board import Board, holds_store
+from meshloom.backends.status import ENDED, Status, blamed, has_answered, judged, table
 from meshloom.errors import DivergenceError, LostError, MeshloomError, is_program, line_of, where
 from meshloom.mesh import HERE, Mesh
-from meshloom.mesh.process import place_of
 
 BEAT = 0.25  # seconds between two looks of the thread
 GRACE = 2.0  # how long a process that fails waits for the others to say where they are
-RECENT = 32  # calls that are remembered
+RECENT = 256  # calls that are remembered
 
 Failure = dict[str, Any]
 
@@ -40,24 +36,23 @@ Failure = dict[str, Any]
 class Watch:
     """What this process is doing, and what it knows of the others."""
 
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, board: Board) -> None:
         self.world = world
         self.number = 0  # collectives begun
-        self.call, self.line, self.kind, self.since = "nothing yet", "", "", 0.0
+        self.call = "nothing yet"  # what may communicate
+        self.kind, self.of, self.line, self.since = "", "", "", 0.0  # the last collective, and when it began to wait
         self.grid: tuple[int, ...] = ()
         self.story: deque[tuple[int, str]] = deque(maxlen=RECENT)
         self.failure: Failure | None = None
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store: Any = dist.PrefixStore("meshloom", store.clone())
+        self._board = board
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshloom watch", daemon=True)
         self._beats = 0
         self._state = "running"
-        self._holds_store = HERE.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def start(self) -> None:
         """Begin, and take note of exceptions and of SIGTERM, unless the program has handlers of its own."""
-        self._publish()
+        self._publish(self.world.timeout)
         self._thread.start()
         faulthandler.enable()
         sys.excepthook, self._hook = self._uncaught, sys.excepthook
@@ -68,22 +63,20 @@ class Watch:
     def stop(self) -> None:
         """Say that this process leaves."""
         self._state = "left"
-        if self._holds_store and self.failure is None:
-            self._store.set("closed", "")
+        if holds_store(HERE.rank) and self.failure is None:
+            self._board.write("closed", "", GRACE)
         self._done.set()
         self._thread.join(timeout=2 * GRACE)
         self._linger(GRACE)
-        self._store = None
 
     def _linger(self, seconds: float) -> None:
         """The process that holds the store gives the others time to read why, or that, it leaves."""
         deadline = time.monotonic() + seconds
-        before: dict[int, Any] = {}
-        while self._holds_store and time.monotonic() < deadline:
+        before: dict[int, Status] = {}
+        while holds_store(HERE.rank) and time.monotonic() < deadline:
             now = self._statuses()
-            silent = (now[rank] == before.get(rank) for rank in now if rank != HERE.rank)
-            ended = (now[rank]["state"] in ("raised", "left") for rank in now if rank != HERE.rank)
-            if all(done or quiet for done, quiet in zip(ended, silent, strict=True)):
+            others = [rank for rank in now if rank != HERE.rank]
+            if all(now[rank]["state"] in ENDED or now[rank] == before.get(rank) for rank in others):
                 return
             before = now
             time.sleep(4 * BEAT)
@@ -99,8 +92,8 @@ class Watch:
         if self.failure is not None:
             raise self._lost("cannot go on")
         self.number += 1
-        self.kind, self.line, self.since = kind, where(), time.monotonic()
-        self.story.append((self.number, f"{kind} of {self.call} at {self.line}"))
+        self.kind, self.of, self.line, self.since = kind, self.call, where(), time.monotonic()
+        self.story.append((self.number, f"{kind} of {self.of} at {self.line}"))
 
     def leave(self) -> None:
         """The collective has ended."""
@@ -117,16 +110,20 @@ class Watch:
         """The error of a collective with the story of all processes; first the cause, if another one failed first."""
         if isinstance(error, MeshloomError):
             return error
-        deadline = time.monotonic() + GRACE  # a peer that raised says so a moment before its connection closes
-        while self.failure is None and time.monotonic() < deadline:
-            time.sleep(BEAT / 5)
+        self._await_cause(GRACE)  # a peer that raised says so a moment before its connection closes
         if self.failure is not None:
             return self._lost("cannot go on")
         reason = str(error).splitlines()[0].split("This is typically")[0].strip()
         return self._give_up(f"{self._here()} lost its connection", reason=reason)
 
+    def _await_cause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(BEAT / 5)
+
     def _here(self) -> str:
-        return f"{self.kind} {self.number} of {self.call} at {self.line} on rank {HERE.rank}"
+        done = f"{self.kind} {self.number} of {self.of} at {self.line}" if self.kind else "before any collective"
+        return f"{done} on rank {HERE.rank}"
 
     # failures
 
@@ -136,17 +133,22 @@ class Watch:
         return DivergenceError(headline, **details)
 
     def _give_up(self, headline: str, **details: Any) -> LostError:
+        """The first error of all, with who is not where this process is."""
+        self._state = "raised"
+        seen, unknown = self._seen()
+        headline += blamed(seen, HERE.rank, self.number)
         self._tell(headline)
-        return LostError(headline, **details, processes=self.table(), fix=_FIX)
+        return LostError(headline, **details, processes=self._table(seen, unknown), fix=_FIX)
 
     def _lost(self, what: str) -> LostError:
+        """An error that follows from another one."""
         failure = self.failure
         assert failure is not None
         self._state = "raised"
         return LostError(
             f"{self._here()} {what}: {failure['headline']}",
             cause=failure["cause"],
-            processes=self.table(),
+            processes=self._table(*self._seen()),
             fix=_FIX,
         )
 
@@ -155,13 +157,13 @@ class Watch:
         self._state = "raised"
         told: Failure = {"rank": HERE.rank, "headline": headline, "cause": cause or headline}
         try:
-            if self._store.add("failures", 1) == 1:
-                self._store.set("failure", json.dumps(told))
+            if self._board.count("failures", GRACE) == 1:
+                self._board.write("failure", json.dumps(told), GRACE)
             elif self.failure is None:
-                self._read_failure()
-            self._publish()
+                self._read_failure(GRACE)
+            self._publish(GRACE)
         except RuntimeError as error:  # the process that holds the store is gone too
-            told["cause"] += f" (and the store is gone: {str(error).splitlines()[0]})"
+            told["cause"] += f" (nobody else was told: {str(error).splitlines()[0]})"
         if self.failure is None:
             self.failure = told
 
@@ -180,110 +182,109 @@ class Watch:
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM, from whoever started the processes or from our own thread: say where we were."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once
-        deadline = time.monotonic() + GRACE / 2
-        while self.failure is None and time.monotonic() < deadline:
-            time.sleep(BEAT / 5)
+        self._await_cause(2 * BEAT)
         line = line_of(frame)
         if self.failure is None:
-            raise self._give_up(f"rank {HERE.rank} was told to end at {line}")
-        self.line = line
-        raise self._lost("was ended")
+            raise self._give_up(f"rank {HERE.rank} was told to end at {line}, last call {self._here()}")
+        raise self._lost(f"was ended at {line}")
 
     # the thread
 
     def _run(self) -> None:
-        seen = 0.0
+        failed_at, has_asked = 0.0, False
         while not self._done.wait(BEAT):
-            try:
-                self._publish()
-                self._read_failure()
-                if self._store.check(["closed"]):
-                    return
-            except RuntimeError as error:
-                if not self._done.is_set() and self.failure is None:
-                    reason = str(error).splitlines()[0]
-                    self.failure = {"rank": -1, "headline": "the store of the processes is gone", "cause": reason}
+            if not self._look_at_board():
+                return
             if self.failure is None or self._state != "running":
                 continue
-            seen = seen or time.monotonic()
-            if not self.since and time.monotonic() - seen > GRACE:  # the program is busy elsewhere
+            failed_at = failed_at or time.monotonic()
+            late = time.monotonic() - failed_at
+            if late > GRACE and not self.since and not has_asked:  # the program is busy elsewhere
+                has_asked = True
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-                return
+            if late > 4 * GRACE:
+                self._abandon()
+        self._look_at_board()
+
+    def _look_at_board(self) -> bool:
+        """Write the status, read whether somebody failed; false when the run is over."""
         try:
-            self._publish()
-        except RuntimeError:
-            return  # nobody is left to read it
+            self._publish(self.world.timeout)
+            self._read_failure(self.world.timeout)
+            return not self._board.has("closed", self.world.timeout)
+        except RuntimeError as error:
+            if self.failure is None and not self._done.is_set():
+                reason = str(error).splitlines()[0]
+                self.failure = {
+                    "rank": -1,
+                    "headline": f"rank {HERE.rank} lost the store of the processes",
+                    "cause": reason,
+                }
+            return not self._done.is_set()
 
-    def _read_failure(self) -> None:
-        if self.failure is None and self._store.check(["failure"]):
-            self.failure = json.loads(self._store.get("failure"))
+    def _abandon(self) -> None:
+        """The program does not come back from where it is (a call into C that waits): end it with the report."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        print(f"LostError: {self._lost(f'was ended at {line_of(frame)}')}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback()
+        self._publish(GRACE)
+        os._exit(1)
 
-    def _publish(self) -> None:
+    def _read_failure(self, seconds: float) -> None:
+        if self.failure is None and (told := self._board.read("failure", seconds)) is not None:
+            self.failure = json.loads(told)
+
+    def _publish(self, seconds: float) -> None:
+        self._board.write(f"status {HERE.rank}", json.dumps(self._status()), seconds)
+
+    def _status(self) -> Status:
         self._beats += 1
-        waits = self._state == "running" and self.since > 0
-        status = {
+        since = self.since
+        waits = self._state == "running" and since > 0
+        return {
             "beats": self._beats,
             "host": socket.gethostname(),
             "number": self.number,
-            "call": f"{self.kind} of {self.call}" if self.kind else self.call,
+            "call": f"{self.kind} of {self.of}" if self.kind else self.call,
             "line": self.line,
             "now": "" if waits else line_of(sys._current_frames().get(threading.main_thread().ident or 0)),
             "state": "waiting" if waits else self._state,
-            "seconds": round(time.monotonic() - self.since, 1) if waits else 0,
+            "seconds": round(time.monotonic() - since, 1) if waits else 0,
         }
-        self._store.set(f"status {HERE.rank}", json.dumps(status))
 
-    # the table
+    # the others
 
-    def table(self) -> str:
-        """All processes: rank, place, host, last call with its number and line, and whether it waits or is gone."""
+    def _seen(self) -> tuple[dict[int, Status], str]:
+        """Where everybody is, and what is to be said of those who are not known."""
         try:
-            first = self._statuses()
-            time.sleep(4 * BEAT)
-            second = self._statuses()
+            deadline = time.monotonic() + GRACE
+            first = last = self._statuses()
+            while not has_answered(first, last, HERE.rank) and time.monotonic() < deadline:
+                time.sleep(BEAT)
+                last = self._statuses()
+            return {**judged(first, last, HERE.rank), HERE.rank: self._status()}, "has said nothing"
         except RuntimeError as error:
-            return f"not to be had, the store is gone: {str(error).splitlines()[0]}"
-        rows: list[tuple[str, ...]] = [("rank", "place", "host", "call", "number", "line", "state")]
-        for rank in range(HERE.count):
-            rows.append(self._row(rank, first.get(rank), second.get(rank)))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join(line.rstrip() for line in lines)
+            return {HERE.rank: self._status()}, f"not known, {str(error).splitlines()[0]}"
 
-    def _row(self, rank: int, first: Any, second: Any) -> tuple[str, ...]:
-        place = str(place_of(rank, self.grid)) if self.grid else "-"
-        if second is None:
-            return str(rank), place, "-", "-", "-", "-", "never came"
-        state = second["state"]
-        if state in ("running", "waiting") and rank != HERE.rank and first and first["beats"] == second["beats"]:
-            state = "gone"
-        elif state == "waiting":
-            state = f"waiting for {second['seconds']} s"
-        elif state == "running" and second["now"]:
-            state = f"running at {second['now']}"
-        line = second["line"] or second["now"] or "-"
-        return str(rank), place, second["host"], second["call"], str(second["number"]), line, state
+    def _table(self, seen: dict[int, Status], unknown: str) -> str:
+        return table(seen, HERE.count, self.grid, unknown)
 
-    def _statuses(self) -> dict[int, Any]:
-        found = {}
-        for rank in range(HERE.count):
-            if self._store.check([f"status {rank}"]):
-                found[rank] = json.loads(self._store.get(f"status {rank}"))
-        return found
+    def _statuses(self) -> dict[int, Status]:
+        notes = {rank: self._board.read(f"status {rank}", GRACE) for rank in range(HERE.count)}
+        return {rank: json.loads(note) for rank, note in notes.items() if note is not None}
 
     # stories, for a divergence
 
     def stories(self) -> dict[int, list[tuple[int, str]]]:
         """What every process has been doing, by rank; whoever does not say so in time is left out."""
-        key = f"story {self.number} "
-        self._store.set(key + str(HERE.rank), json.dumps(list(self.story)))
-        found = {}
-        for rank in range(HERE.count):
-            try:
-                self._store.wait([key + str(rank)], timedelta(seconds=2 * GRACE))
-            except RuntimeError:
-                continue  # shown as silent
-            found[rank] = [tuple(each) for each in json.loads(self._store.get(key + str(rank)))]
+        key, deadline = f"story {self.number} ", time.monotonic() + 2 * GRACE
+        self._board.write(key + str(HERE.rank), json.dumps(list(self.story)), GRACE)
+        found: dict[int, list[tuple[int, str]]] = {}
+        while len(found) < HERE.count and time.monotonic() < deadline:
+            for rank in set(range(HERE.count)) - set(found):
+                if (note := self._board.read(key + str(rank), GRACE)) is not None:
+                    found[rank] = [(number, text) for number, text in json.loads(note)]
+            time.sleep(BEAT / 5)
         return found
 
 
@@ -297,22 +298,3 @@ def where_raised(trace: Any) -> str:
         if is_program(frame.f_code.co_filename):
             found = f"{os.path.basename(frame.f_code.co_filename)}:{number}"
     return found
-
-
-@contextmanager
-def meeting(seconds: float, line: str) -> Iterator[None]:
-    """Processes meet; if some never come, the error says how many were waited for."""
-    start = time.monotonic()
-    try:
-        yield
-    except (RuntimeError, dist.DistStoreError) as error:
-        count, rank = os.environ.get("WORLD_SIZE", "?"), os.environ.get("RANK", "?")
-        address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        raise LostError(
-            f"rank {rank} waited {time.monotonic() - start:.1f} s for {count} processes to meet, and some never came",
-            call=f"open_mesh at {line}",
-            meeting_point=address,
-            timeout=f"{seconds:g} s",
-            reason=str(error).splitlines()[0],
-            fix="start all ranks with the same WORLD_SIZE and meeting point; raise timeout= (or MESHLOOM_TIMEOUT)",
-        ) from None

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.backends.watch import Watch, meeting
+from meshloom.backends.board import Board, meet
+from meshloom.backends.watch import Watch
 from meshloom.errors import ArgumentError, LostError, closest, where
 from meshloom.mesh import HERE, Mesh
 
@@ -74,7 +75,18 @@ def is_launched() -> bool:
             given=", ".join(given),
             fix="start the script with torchrun or `meshloom run`, or unset RANK and WORLD_SIZE",
         )
-    return int(os.environ["WORLD_SIZE"]) > 1
+    return _numbers()[1] > 1
+
+
+def _numbers() -> tuple[int, int]:
+    """The rank of this process and how many there are, from the environment."""
+    rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
+        raise ArgumentError(
+            f"RANK={rank} and WORLD_SIZE={count} name no process",
+            fix="RANK goes from 0 to WORLD_SIZE - 1; torchrun and `meshloom run` set both",
+        )
+    return int(rank), int(count)
 
 
 def join(timeout: float | None = None, check: str | None = None) -> World:
@@ -106,21 +118,35 @@ def _check(value: str) -> str:
 
 def _meet() -> None:
     WORLD.device = _device()
-    patience = timedelta(seconds=WORLD.timeout)
     if not dist.is_initialized():
-        with meeting(WORLD.timeout, where()):
-            dist.init_process_group(_backend(WORLD.device), timeout=patience)
+        _initialize(where())
         atexit.register(_leave)
     HERE.rank, HERE.count = dist.get_rank(), dist.get_world_size()
     if HERE.count == 1:
         return
     ranks = tuple(range(HERE.count))
     WORLD.handles[ranks] = dist.group.WORLD
-    with meeting(WORLD.timeout, where()):
-        WORLD.control = Group(ranks, dist.new_group(list(ranks), timeout=10 * patience, backend="gloo"), HERE.rank)
-    dist.distributed_c10d._set_pg_timeout(10 * patience, dist.group.WORLD)  # ours is the one that reports
-    WORLD.watch = Watch(WORLD)
+    WORLD.watch = Watch(WORLD, Board(dist.distributed_c10d._get_default_store()))
     WORLD.watch.start()
+    dist.distributed_c10d._set_pg_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
+    WORLD.control = Group(ranks, _new_handle(ranks, backend="gloo"), HERE.rank)
+
+
+def _initialize(line: str) -> None:
+    rank, count = _numbers()
+    store = meet(rank, count, WORLD.timeout, line)
+    try:
+        dist.init_process_group(_backend(WORLD.device), store=store, rank=rank, world_size=count, timeout=_patience(1))
+    except RuntimeError as error:
+        raise LostError(
+            f"rank {rank} lost others in open_mesh at {line}: all {count} came, and then some did not connect",
+            reason=str(error).splitlines()[0],
+            fix="look at the rank that failed; between hosts, set GLOO_SOCKET_IFNAME to the interface that joins them",
+        ) from None
+
+
+def _patience(times: int) -> timedelta:
+    return timedelta(seconds=times * WORLD.timeout)
 
 
 def _backend(device: torch.device) -> str:
@@ -196,5 +222,18 @@ def _rank(place: Sequence[int], grid: Sequence[int]) -> int:
 def _handle(ranks: tuple[int, ...]) -> Any:
     """torch's group of these ranks, made once."""
     if ranks not in WORLD.handles:
-        WORLD.handles[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=10 * WORLD.timeout))
+        WORLD.handles[ranks] = _new_handle(ranks)
     return WORLD.handles[ranks]
+
+
+def _new_handle(ranks: tuple[int, ...], backend: str | None = None) -> Any:
+    """A new group, which all processes make together."""
+    WORLD.watch.enter("new_group")
+    try:
+        handle = dist.new_group(list(ranks), timeout=_patience(1), backend=backend)
+    except RuntimeError as error:
+        raise WORLD.watch.explained(error) from None
+    WORLD.watch.leave()
+    if HERE.rank in ranks:
+        dist.distributed_c10d._set_pg_timeout(_patience(10), handle)
+    return handle

@@ -1,0 +1,132 @@
+"""The board: the store at which the processes meet and leave notes for each other, with answers in bounded time.
+
+On a link that is cut, the store's own calls wait until the system notices, a quarter of an hour later. Here they run in
+a thread of their own, so that whoever asks waits only for as long as it says.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from meshloom.errors import LostError
+
+LOOK = 0.1  # seconds between two looks while processes meet
+_ALL = "all came"
+_FAILED = "nobody waits"
+
+
+class Board:
+    """Notes by name, on the store through which the processes met."""
+
+    def __init__(self, store: Any) -> None:
+        self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
+        self._is_silent = False
+        self._store = dist.PrefixStore("meshloom", store.clone())
+        threading.Thread(target=self._serve, name="meshloom board", daemon=True).start()
+
+    def write(self, name: str, text: str, seconds: float) -> None:
+        """Put a note up."""
+        self._ask(seconds, "set", name, text)
+
+    def read(self, name: str, seconds: float) -> str | None:
+        """A note, or None if it is not there."""
+        return self._ask(seconds, "get", name).decode() if self.has(name, seconds) else None
+
+    def has(self, name: str, seconds: float) -> bool:
+        """Whether a note is there."""
+        return bool(self._ask(seconds, "check", [name]))
+
+    def count(self, name: str, seconds: float) -> int:
+        """Count one more; how many there are now."""
+        return int(self._ask(seconds, "add", name, 1))
+
+    def _ask(self, seconds: float, method: str, *arguments: Any) -> Any:
+        """A RuntimeError if there is no answer in time; once silent, nobody waits until there is one again."""
+        answer: Future[Any] = Future()
+        self._asked.put((method, arguments, answer))
+        try:
+            return answer.result(LOOK if self._is_silent else seconds)
+        except Late:
+            self._is_silent = True
+            raise RuntimeError(f"the store of the processes did not answer within {seconds:g} s") from None
+
+    def _serve(self) -> None:
+        while True:
+            method, arguments, answer = self._asked.get()
+            try:
+                answer.set_result(getattr(self._store, method)(*arguments))
+            except Exception as error:
+                answer.set_exception(error)
+            self._is_silent = False
+
+
+def holds_store(rank: int) -> bool:
+    """Whether the store is inside of this process, rather than in torchrun's agent or in rank 0."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def meet(rank: int, count: int, seconds: float, line: str) -> Any:
+    """The store, once all processes have come to it; an error on each that names those which never came."""
+    start = time.monotonic()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def missing(headline: str, reason: object = None) -> LostError:
+        return LostError(
+            f"rank {rank} waited {time.monotonic() - start:.1f} s in open_mesh at {line}: {headline}",
+            meeting_point=f"{address}:{port}",
+            timeout=f"{seconds:g} s",
+            reason=reason,
+            fix="start all ranks with the same WORLD_SIZE and meeting point; raise timeout= (or MESHLOOM_TIMEOUT)",
+        )
+
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            count,
+            holds_store(rank),
+            timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise missing("nobody answers at the meeting point, where rank 0 should be", _first_line(error)) from None
+    try:
+        absent = _wait_for_all(Board(store), rank, count, start + seconds)
+    except RuntimeError as error:
+        raise missing("the store has gone", _first_line(error)) from None
+    if absent:
+        if holds_store(rank):
+            time.sleep(10 * LOOK)  # the others read it before the store goes
+        raise missing(f"{absent} of {count} never came")
+    return store
+
+
+def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> str | None:
+    """None when all have come; else who has not, as the first one that stopped waiting says."""
+    board.write(f"came {rank}", socket.gethostname(), LOOK + deadline - time.monotonic())
+    if board.count("came", LOOK + deadline - time.monotonic()) == count:
+        board.write(_ALL, "", LOOK + deadline - time.monotonic())
+    while not board.has(_ALL, seconds := max(LOOK, deadline - time.monotonic())):
+        if (absent := board.read(_FAILED, seconds)) is not None:
+            return absent
+        if time.monotonic() > deadline:
+            late = [str(each) for each in range(count) if not board.has(f"came {each}", seconds)]
+            board.write(_FAILED, absent := f"rank{'s' * (len(late) > 1)} {', '.join(late)}", seconds)
+            return absent
+        time.sleep(LOOK)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
