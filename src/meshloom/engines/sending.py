@@ -6,7 +6,7 @@ that sends of one step do not see each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -69,7 +69,7 @@ def _cut(vectors: torch.Tensor, pieces: int) -> torch.Tensor:
     return torch.nn.functional.pad(vectors, (0, missing)).unflatten(-1, (pieces, width))
 
 
-def _owned(schedule: Schedule) -> list[list[int]]:
+def owned(schedule: Schedule) -> list[list[int]]:
     """The chunks of each member, in order."""
     found: list[list[int]] = [[] for _ in schedule.group]
     for chunk, owner in enumerate(schedule.owners):
@@ -85,27 +85,27 @@ def reduce_all(schedule: Schedule, vectors: torch.Tensor, op: str) -> torch.Tens
 
 def gather_all(schedule: Schedule, vectors: torch.Tensor) -> torch.Tensor:
     """All-gather and gather: (members, n) in; (members, members, n), who holds whose, out."""
-    owned = _owned(schedule)
-    pieces = len(owned[0])
+    chunks_of = owned(schedule)
+    pieces = len(chunks_of[0])
     cut = _cut(vectors, pieces)
-    slots = vectors.new_zeros(len(owned), schedule.chunks, cut.shape[-1])
-    for member, chunks in enumerate(owned):
+    slots = vectors.new_zeros(len(chunks_of), schedule.chunks, cut.shape[-1])
+    for member, chunks in enumerate(chunks_of):
         slots[member, chunks] = cut[member]
     done = send_all(schedule, slots)
-    order = torch.tensor([chunk for chunks in owned for chunk in chunks])
-    return done[:, order].unflatten(1, (len(owned), pieces)).flatten(2)[..., : vectors.shape[1]]
+    order = torch.tensor([chunk for chunks in chunks_of for chunk in chunks])
+    return done[:, order].unflatten(1, (len(chunks_of), pieces)).flatten(2)[..., : vectors.shape[1]]
 
 
 def scatter_all(schedule: Schedule, vectors: torch.Tensor, op: str) -> torch.Tensor:
     """Reduce-scatter and scatter: (members, members, n), what each has for each, in; (members, n) out."""
-    owned = _owned(schedule)
-    pieces = len(owned[0])
+    chunks_of = owned(schedule)
+    pieces = len(chunks_of[0])
     cut = _cut(vectors, pieces)
-    slots = vectors.new_zeros(len(owned), schedule.chunks, cut.shape[-1])
-    for member, chunks in enumerate(owned):
+    slots = vectors.new_zeros(len(chunks_of), schedule.chunks, cut.shape[-1])
+    for member, chunks in enumerate(chunks_of):
         slots[:, chunks] = cut[:, member]
     done = send_all(schedule, slots, op)
-    kept = torch.stack([done[member, chunks] for member, chunks in enumerate(owned)])
+    kept = torch.stack([done[member, chunks] for member, chunks in enumerate(chunks_of)])
     return kept.flatten(1)[:, : vectors.shape[2]]
 
 
@@ -117,3 +117,14 @@ def exchange_all(schedule: Schedule, vectors: torch.Tensor) -> torch.Tensor:
         slots[member, member * members : (member + 1) * members] = vectors[member]
     done = send_all(schedule, slots)
     return torch.stack([done[member, member::members] for member in range(members)])
+
+
+def route_all(schedule: Schedule, vectors: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
+    """Messages along routes, chunk i to member i from the one that `order` names: (members, n) in and out."""
+    members = len(order)
+    slots = vectors.new_zeros(members, members, vectors.shape[1])
+    for to, o in enumerate(order):
+        if o is not None:
+            slots[o, to] = vectors[o]
+    done = send_all(schedule, slots)
+    return torch.stack([done[to, to] for to in range(members)])

@@ -18,6 +18,10 @@ from typing import Any
 
 import torch
 
+from meshloom.backends import WORLD, wire
+from meshloom.backends.leaves import entered
+from meshloom.backends.members import members_of
+from meshloom.backends.world import group_of
 from meshloom.collectives import KINDS, Collective
 from meshloom.collectives.algorithms import algorithm as named
 from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, unpad
@@ -29,7 +33,7 @@ from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import own
 from meshloom.tensor.moving import same_storage, shadowed
-from meshloom.tensor.ways import Direct, Host, OverLinks
+from meshloom.tensor.ways import Between, Direct, Host, HostBetween, LinksBetween, OverLinks
 from meshloom.tensor.writing import check_writable
 from meshloom.types import Shape
 
@@ -43,7 +47,8 @@ class Group:
     """The devices along some axes of a tensor's mesh, and what each of them holds.
 
     `parts` is the block with the members first, in row-major order of the group's axes: shape (p, other mesh axes,
-    local dims). A replicated axis repeats its value without a copy.
+    local dims). A replicated axis repeats its value without a copy. Where processes split the mesh they are the members
+    of this process; `members` knows the others.
     """
 
     def __init__(self, tensor: Tensor, axis: Axis) -> None:
@@ -52,6 +57,7 @@ class Group:
         self.axes = group_axes(self.mesh, axis)
         self.sizes = tuple(self.mesh.shape[a] for a in self.axes)
         self.size = math.prod(self.sizes)
+        self.members = members_of(self.mesh, self.axes)
 
     @property
     def name(self) -> str:
@@ -82,29 +88,55 @@ class Group:
 
     def parts(self, missing: Any = 0) -> torch.Tensor:
         """What each member holds; an element that some lack is `missing` there, one that all lack is zero."""
-        topology, data = self.tensor.topology, self.tensor._data
+        topology, data = self.tensor.topology, self._entered()
         lacking = tuple(d for d in topology.padded_dims if any(a in self.axes for a in topology.axes_of[d]))
         if not lacking or missing == 0:
             return self._members_first(to_block(data, topology))
         parts = self._members_first(to_block(fill(data, topology, missing, lacking), topology))
         return torch.where(self._held_by_some(), parts, torch.zeros((), dtype=parts.dtype, device=parts.device))
 
-    def _members_first(self, block: torch.Tensor) -> torch.Tensor:
+    def _entered(self) -> torch.Tensor:
+        """The array; what processes hold alike and use as parts of their own gets the sum of its gradients."""
+        topology, data = self.tensor.topology, self.tensor._data
+        if not self.members.crosses or data.is_meta:
+            return data
+        alike = [axis for axis in self.axes if isinstance(topology.placements[axis], Replicate)]
+        group = group_of(self.mesh, alike)
+        return data if group is None else entered(data, group)
+
+    def _members_first(self, block: torch.Tensor, sizes: Shape | None = None) -> torch.Tensor:
         count = len(self.axes)
         front = block.movedim(self.axes, tuple(range(count)))
-        return front.expand(*self.sizes, *front.shape[count:]).flatten(0, count - 1)
+        return front.expand(*(sizes or self.members.held), *front.shape[count:]).flatten(0, count - 1)
 
     def _held_by_some(self) -> torch.Tensor:
         """True where some member holds an element, in the shape of one part."""
-        topology = self.tensor.topology.reduced
+        reduced = self.tensor.topology.reduced
+        topology = (
+            reduced
+            if not self.mesh.is_split
+            else Topology(Mesh.of(self.mesh.shape, self.mesh.axes), reduced.placements, reduced.shape, reduced.dtype)
+        )
         mask = mask_of(topology, self.tensor._data.device)
         assert mask is not None
-        found = self._members_first(to_block(mask.expand(topology.stored_shape), topology)).any(0)
-        for axis in self.tensor.topology.partial_axes:  # the mask has size 1 where a partial tensor has the axis
-            if axis not in self.axes:
-                place = axis - sum(1 for a in self.axes if a < axis)
+        found = self._members_first(to_block(mask.expand(topology.stored_shape), topology), self.sizes).any(0)
+        for place, axis in enumerate(self.other_axes):
+            if axis in self.tensor.topology.partial_axes:  # the mask has size 1 where a partial tensor has the axis
                 found = found.narrow(place, 0, 1)
+            elif self.mesh.processes[axis] > 1 and not isinstance(reduced.placements[axis], Replicate):
+                found = found.narrow(place, self.mesh.local_offset[axis], self.mesh.local_shape[axis])
         return found
+
+    @property
+    def other_axes(self) -> tuple[int, ...]:
+        """The mesh axes that the group does not go over."""
+        return tuple(axis for axis in range(self.mesh.ndim) if axis not in self.axes)
+
+    def other_places(self) -> tuple[tuple[int, int], ...]:
+        """For every other axis its size in a part, and where this process's begins; (1, 0) where it is replicated."""
+        placements, start = self.tensor.placements, self.mesh.local_offset
+        alike = {axis for axis in self.other_axes if isinstance(placements[axis], Replicate)}
+        return tuple((1, 0) if axis in alike else (self.mesh.shape[axis], start[axis]) for axis in self.other_axes)
 
     def same(self, part: torch.Tensor, shape: Shape) -> Tensor:
         """The tensor of which every member holds `part`."""
@@ -115,7 +147,7 @@ class Group:
 
     def each(self, parts: torch.Tensor, target: Topology) -> Tensor:
         """The tensor of which member i holds `parts[i]`; no axis of the group is replicated."""
-        block = parts.unflatten(0, self.sizes).movedim(tuple(range(len(self.axes))), self.axes)
+        block = parts.unflatten(0, self.members.held).movedim(tuple(range(len(self.axes))), self.axes)
         return Tensor(target, from_block(block, target))
 
 
@@ -174,12 +206,19 @@ class Call:
         check_member(self.group, root, "root")
         self.way = self._way(kind, mode, algorithm, precise)
         self._tell(kind, mode, op, grows)
+        if self.group.members.crosses and not self.tensor._data.is_meta:
+            WORLD.watch.begin(f"{kind}({self.tensor.topology.notation}) over {self.group.name}", self.tensor.mesh)
 
     def _way(self, kind: str, mode: str, name: str | None, precise: bool) -> Direct:
         if name is not None:
             named(kind, name)  # an unknown one is refused in every mode
+        members = self.group.members
+        if mode == "fabric" and members.mesh.is_split:
+            return LinksBetween(members, name, precise, self.group.other_places())
         if mode == "fabric":
             return OverLinks(self.tensor.mesh, self.group.axes, name, precise)
+        if members.crosses:
+            return HostBetween(members) if mode == "host" else Between(members)
         return Host() if mode == "host" else Direct()
 
     def _tell(self, kind: str, mode: str, op: str | None, grows: str) -> None:
@@ -443,9 +482,14 @@ def _at_root(tensor: Tensor, group: Group, root: int) -> Tensor:
     part = to_block(tensor._data, tensor.topology)
     for axis in reversed(group.axes):
         part = part.squeeze(axis)
+    return group.each(_alone(part, group, root), group.placed(kind, tensor.topology.shape))
+
+
+def _alone(part: torch.Tensor, group: Group, root: int) -> torch.Tensor:
+    if group.members.crosses:
+        return group.members.at_root(part, root)
     zeros = part.new_zeros(part.shape)
-    stacked = torch.stack([part if member == root else zeros for member in range(group.size)])
-    return group.each(stacked, group.placed(kind, tensor.topology.shape))
+    return torch.stack([part if member == root else zeros for member in range(group.size)])
 
 
 def send_recv(x: Any, source: int, destination: int, axis: Axis = None, mode: str = "direct") -> Tensor:
@@ -504,6 +548,10 @@ def _rearranged(kind: str, x: Any, axis: Axis, mode: str, order: Sequence[int | 
 
 
 def barrier(mesh: Mesh) -> None:
-    """Wait for every device; in one process they are always at the same line."""
+    """Wait for every device: for every process that holds some; those of one process are always at the same line."""
     if not isinstance(mesh, Mesh):
         raise ArgumentError(f"barrier takes a mesh, not {type(mesh).__name__}")
+    group = group_of(mesh, range(mesh.ndim)) if state.shadows is None else None
+    if group is not None:
+        WORLD.watch.begin("barrier()", mesh)
+        wire.all_reduce(torch.zeros(1), group, own=True)

@@ -1,6 +1,7 @@
 """Asynchronous collectives: started at once, valid after `wait()`.
 
-Outside of `stress` a collective runs on a worker thread. Inside, it runs when the seed says so: later than others that
+Outside of `stress` a collective runs on a worker thread; one between processes runs where it is started, since all of
+them must do the same in the same order. Inside, it runs when the seed says so: later than others that
 were started after it, after random delays, or not before somebody waits. Until then its memory holds poison (nan, or
 the lowest number), so that a consumer that does not wait computes with it, as it would on hardware.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor import collectives
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import own
 from meshloom.tensor.shadow import Shadows
 
 WORKERS = 2
@@ -32,13 +35,23 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(WORKERS, thread_name_prefix="meshloom-collective")
 
 
+def _done(work: Callable[[], Tensor]) -> Future[Tensor]:
+    """Work that was done here and now; its error, if it has one, is kept for whoever waits."""
+    future: Future[Tensor] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
 class Handle:
     """A collective under way: `wait()` gives its result, `done()` says whether it is there."""
 
-    def __init__(self, name: str, topology: Topology, work: Callable[[], Tensor]) -> None:
+    def __init__(self, name: str, topology: Topology, work: Callable[[], Tensor], at_once: bool = False) -> None:
         self.name = name
         self.topology = topology
-        self._future: Future[Tensor] = _workers().submit(work)
+        self._future: Future[Tensor] = _done(work) if at_once else _workers().submit(work)
 
     def done(self) -> bool:
         """Whether the result is there; never waits."""
@@ -171,7 +184,14 @@ def start(name: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> H
             return function(x, *args, **kwargs)
 
     running = Stress(int(stressed)) if stressed is not None and stressed is not False else state.stress
-    return Handle(name, topology, work) if running is None else Delayed(name, topology, work, running)
+    if running is not None:
+        return Delayed(name, topology, work, running)
+    return Handle(name, topology, work, at_once=_leaves_the_process(function, x, args, kwargs))
+
+
+def _leaves_the_process(function: Callable[..., Tensor], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = signature(function).bind(x, *args, **kwargs).arguments
+    return collectives.Group(own(x), given.get("axis")).members.crosses
 
 
 def _asynchronous(name: str) -> Callable[..., Handle]:

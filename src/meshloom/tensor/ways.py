@@ -1,7 +1,9 @@
 """Three ways to carry out a collective, with one meaning: on the block, through the host, over links.
 
 A way has a few operations on arrays whose first dim is the members of a group. `pieces` have two: what each member
-has for each. The rest of an array (other mesh axes, dims) is the same for all of them.
+has for each. The rest of an array (other mesh axes, dims) is the same for all of them. Where the members lie on several
+processes, the first dim is the members of this one (`backends.members`), and a result that one member has alone is only
+there with its process.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ from typing import Any
 
 import torch
 
+from meshloom.backends import links
+from meshloom.backends.links import Box
+from meshloom.backends.members import Members
 from meshloom.collectives.algorithms import algorithm, choose
 from meshloom.collectives.schedule import Schedule, Send
-from meshloom.engines.sending import COMBINE, exchange_all, gather_all, reduce_all, scatter_all, send_all
+from meshloom.engines import sending
+from meshloom.engines.sending import COMBINE
 from meshloom.errors import ArgumentError
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
@@ -47,9 +53,6 @@ class Direct:
 
     def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
         """The reduction, written where `out` lies."""
-        if type(self) is not Direct:
-            out.copy_(self.reduce(kind, parts, op, root))
-            return
         with torch.no_grad():
             _REDUCE[op](parts, out)
 
@@ -75,6 +78,35 @@ class Direct:
         return torch.stack([zero if o is None else parts[o] for o in order])
 
 
+class Between(Direct):
+    """Array operations on the members of this process, and one collective between processes."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+
+    def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        return self.members.reduce(parts, op)
+
+    def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
+        with torch.no_grad():
+            self.members.reduce_into(out, parts, op)
+
+    def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
+        return self.members.gather_at(parts, root) if kind == "gather" else self.members.gather(parts)
+
+    def broadcast(self, parts: torch.Tensor, root: int) -> torch.Tensor:
+        return self.members.broadcast(parts, root)
+
+    def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        return self.members.scatter(pieces, root) if kind == "scatter" else self.members.reduce_scatter(pieces, op)
+
+    def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
+        return self.members.exchange(pieces)
+
+    def rearrange(self, parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
+        return self.members.rearrange(parts, order)
+
+
 def _through_the_host(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The method, counted with its bytes and seconds when it is done."""
 
@@ -92,6 +124,9 @@ class Host(Direct):
     """Every part is read back and combined in the order of the members, low precision in float32."""
 
     moved = 0  # bytes read back and written
+
+    def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
+        out.copy_(self.reduce(kind, parts, op, root))
 
     @_through_the_host
     def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
@@ -126,6 +161,25 @@ class Host(Direct):
         return [part.to(wide) for part in parts]
 
 
+class HostBetween(Host):
+    """Every process reads the parts of all, combines them as one process does, and keeps those of its members."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+
+    def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        return self.members.own(super().scatter(kind, pieces, op, root))
+
+    def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
+        return self.members.own(super().exchange(pieces))
+
+    def rearrange(self, parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
+        return self.members.own(super().rearrange(parts, order))
+
+    def _read(self, parts: torch.Tensor) -> list[torch.Tensor]:
+        return super()._read(self.members.gather(parts))
+
+
 HOT = 100  # collectives through the host after which it is said that there are many
 _through_host = [0, 0, 0.0]  # collectives, bytes, seconds
 
@@ -149,72 +203,84 @@ class OverLinks(Direct):
     def __init__(self, mesh: Mesh, axes: tuple[int, ...], name: str | None, precise: bool) -> None:
         self.fabric = fabric_of(mesh)
         self.mesh, self.axes, self.algorithm, self.precise = mesh, axes, name, precise
+        self.size = math.prod(mesh.shape[axis] for axis in axes)
+        self.direct = Direct()
 
     def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
-        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-            return _averaged(reduce_all(schedule, rows, op)[root], op, len(rows))
+        def run(sends: Any, rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return _averaged(sends.reduce_all(schedule, rows, op)[self._row(root)], op, self.size)
 
-        return self._run(kind, parts, run, lambda x: Direct().reduce(kind, x, op, root), root)
+        return self._run(kind, parts, run, lambda x: self.direct.reduce(kind, x, op, root), root)
+
+    def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
+        out.copy_(self.reduce(kind, parts, op, root))
 
     def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
-        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-            return gather_all(schedule, rows)[root]
+        def run(sends: Any, rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return sends.gather_all(schedule, rows)[self._row(root)]
 
-        return self._run(kind, parts, run, lambda x: x.clone(), root)
+        return self._run(kind, parts, run, lambda x: self.direct.gather(kind, x, root).clone(), root)
 
     def broadcast(self, parts: torch.Tensor, root: int) -> torch.Tensor:
-        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-            return reduce_all(schedule, rows, "sum")[-1]
+        def run(sends: Any, rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return sends.reduce_all(schedule, rows, "sum")[-1]
 
-        return self._run("broadcast", parts, run, lambda x: Direct().broadcast(x, root), root)
+        return self._run("broadcast", parts, run, lambda x: self.direct.broadcast(x, root), root)
 
     def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
-        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-            return _averaged(scatter_all(schedule, rows, op), op, len(rows))
+        def run(sends: Any, rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return _averaged(sends.scatter_all(schedule, rows, op), op, self.size)
 
-        return self._run(kind, pieces, run, lambda x: Direct().scatter(kind, x, op, root), root, 2)
+        return self._run(kind, pieces, run, lambda x: self.direct.scatter(kind, x, op, root), root, 2)
 
     def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
-        def run(rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-            return exchange_all(schedule, rows)
+        def run(sends: Any, rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            return sends.exchange_all(schedule, rows)
 
-        return self._run("all_to_all", pieces, run, lambda x: Direct().exchange(x).clone(), 0, 2)
+        return self._run("all_to_all", pieces, run, lambda x: self.direct.exchange(x).clone(), 0, 2)
 
     def rearrange(self, parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
         """Hop by hop along the routes between the members; a link carries one message per step."""
         schedule = routed(self._group(), tuple(order), self.fabric)
-        members = len(order)
 
         def sent(x: torch.Tensor) -> torch.Tensor:
-            slots = x.new_zeros(members, members, x[0].numel())
-            for to, o in enumerate(order):
-                if o is not None:
-                    slots[o, to] = x[o].reshape(-1)
-            done = send_all(schedule, slots)
-            return torch.stack([done[to, to] for to in range(members)]).reshape(x.shape)
+            rows = x.reshape(len(x), math.prod(x.shape[1:]))
+            return self._sends(x, 1).route_all(schedule, rows, order).reshape(x.shape)
 
-        return Sent.apply(parts, sent, lambda x: Direct().rearrange(x, order))
+        return Sent.apply(parts, sent, lambda x: self.direct.rearrange(x, order))
 
     def _run(
         self,
         kind: str,
         parts: torch.Tensor,
-        run: Callable[[torch.Tensor, Schedule], torch.Tensor],
+        run: Callable[[Any, torch.Tensor, Schedule], torch.Tensor],
         same: Callable[[torch.Tensor], torch.Tensor],
         root: int,
         members: int = 1,
     ) -> torch.Tensor:
-        if len(parts) == 1:
+        if self.size == 1:
             return same(parts)
         shape = _like(same, parts)
 
         def sent(x: torch.Tensor) -> torch.Tensor:
             wide = x.float() if self.precise and x.dtype in _LOW else x
-            schedule = self.schedule(kind, wide.element_size() * math.prod(wide.shape[1:]), root)
-            rows = wide.reshape(*wide.shape[:members], -1)
-            return run(rows, schedule).to(x.dtype).reshape(shape)
+            schedule = self.schedule(kind, wide.element_size() * self._elements(wide, members), root)
+            rows = wide.reshape(*wide.shape[:members], math.prod(wide.shape[members:]))
+            return run(self._sends(wide, members), rows, schedule).to(x.dtype).reshape(shape)
 
         return Sent.apply(parts, sent, same)
+
+    def _sends(self, parts: torch.Tensor, members: int) -> Any:
+        """What carries out schedules: `reduce_all` and its kind."""
+        return sending
+
+    def _row(self, member: int) -> int:
+        """Where a member is among the parts."""
+        return member
+
+    def _elements(self, parts: torch.Tensor, members: int) -> int:
+        """How many elements a member has, for all places on the other axes."""
+        return math.prod(parts.shape[1:])
 
     def _group(self) -> tuple[Coordinate, ...]:
         return tuple(place for place in self.mesh.coordinates() if _is_first(place, self.axes))
@@ -231,6 +297,35 @@ class OverLinks(Direct):
         if self.algorithm is not None:
             return algorithm(kind, self.algorithm)(group, self.fabric, root=root)
         return choose(kind, group, self.fabric, size, root=root)(group, self.fabric, root=root)
+
+
+class LinksBetween(OverLinks):
+    """A schedule of sends between neighbours, of which some are messages between processes.
+
+    Chunks are cut as one process cuts them, so that every sum is made in the same order. `others` has size and offset
+    of the mesh axes that lie before the dims in a part.
+    """
+
+    def __init__(self, members: Members, name: str | None, precise: bool, others: Sequence[tuple[int, int]]) -> None:
+        super().__init__(members.mesh, members.axes, name, precise)
+        self.members, self.others = members, tuple(others)
+        self.direct = Between(members) if members.crosses else Direct()
+
+    def _sends(self, parts: torch.Tensor, members: int) -> Any:
+        return links.Sends(self.members, self._box(parts, members))
+
+    def _row(self, member: int) -> int:
+        """The member's row; another process has to choose one too, and takes its first."""
+        return self.members.row(member) or 0
+
+    def _elements(self, parts: torch.Tensor, members: int) -> int:
+        return math.prod(parts.shape[1:members]) * math.prod(self._box(parts, members).shape)
+
+    def _box(self, parts: torch.Tensor, members: int) -> Box:
+        dims = tuple(parts.shape[members + len(self.others) :])
+        shape = (*(size for size, _ in self.others), *dims)
+        offset = (*(start for _, start in self.others), *(0 for _ in dims))
+        return Box(shape, offset, tuple(parts.shape[members:]))
 
 
 def _like(same: Callable[[torch.Tensor], torch.Tensor], parts: torch.Tensor) -> torch.Size:
