@@ -24,7 +24,13 @@ REDUCE = {
     "min": lambda x: x.amin(0),
     "prod": lambda x: x.prod(0, dtype=x.dtype),
 }
-TOLERANCE = {torch.float32: (2e-4, 2e-4), torch.bfloat16: (5e-2, 5e-2), torch.float64: (1e-6, 1e-6)}
+TOLERANCE = {
+    torch.float32: (2e-4, 2e-4),
+    torch.bfloat16: (5e-2, 5e-2),
+    torch.float64: (1e-6, 1e-6),
+    torch.complex64: (2e-4, 2e-4),
+    torch.complex128: (1e-6, 1e-6),
+}
 
 
 def draw_mesh(d: Draw) -> Mesh:
@@ -104,7 +110,7 @@ class Made:
         partial = any(isinstance(each, Partial) for each in placements)
         self.differentiable = gradients and operand.gradient and operand.dtype.is_floating_point
         self.topology = Topology(mesh, placements, operand.shape, short_name(operand.dtype))
-        if partial and d.yes():
+        if partial and d.yes() and not rounds_between_processes(self.topology):
             self.differentiable = False
             self.dense, self.tensor = _from_parts(operand, seed, self.topology)
             return
@@ -113,6 +119,11 @@ class Made:
         if self.differentiable:
             self.leaf.requires_grad_()
         self.tensor = self.leaf.redistribute(placements)
+
+
+def rounds_between_processes(topology: Topology) -> bool:
+    """Whether parts in half precision are rounded more often than by one process: once for every process that adds."""
+    return topology.mesh.is_split and topology.dtype == "bf16"
 
 
 def _from_parts(operand: Operand, seed: int, topology: Topology) -> tuple[torch.Tensor, Tensor]:

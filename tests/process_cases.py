@@ -1,26 +1,36 @@
-"""What ranks run in `test_processes.py`: every rank draws the same cases, works on its own box, and compares with dense.
+"""What ranks run in `test_processes.py`: each draws the same cases, works on its own box, and compares with dense.
 
-Failures name the case: `replay(count, name, number)` runs it alone.
+A failure names its case; to replay one on two processes: `ranks.run(2, "process_cases:op_case", "softmax", 3)`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import math
+import pickle
 import random
-import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 import meshloom as loom
-from meshloom import Mesh
-from meshloom.backends import wire
+import test_autograd
+import test_optimizers
+import test_random
+from meshloom import Mesh, Partial, Placement, Replicate, Shard
+from meshloom.backends import join, leaves, nodes, wire
 from meshloom.mesh import HERE
-from oracle import MESHES, check_case
+from oracle import MESHES, check_case, check_close, check_padding
 from samples import SAMPLES, Draw
+
+Grid = tuple[tuple[int, ...], tuple[int, ...]]  # a mesh's shape, and the grid of processes that splits it
 
 
 class Seeded(Draw):
@@ -39,7 +49,7 @@ class Seeded(Draw):
         return self._random.randint(low, high)
 
 
-def grids(count: int, shapes: Sequence[tuple[int, ...]] = MESHES) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def grids(count: int, shapes: Sequence[tuple[int, ...]] = MESHES) -> list[Grid]:
     """Every mesh with every grid in which `count` processes cut it into equal boxes."""
     return [
         (shape, grid)
@@ -51,21 +61,390 @@ def grids(count: int, shapes: Sequence[tuple[int, ...]] = MESHES) -> list[tuple[
 
 def op_case(name: str, number: int) -> None:
     """One case of an op: mesh, grid, placements and values all follow from its name and number."""
+    join()
     d = Seeded(f"{name} {number}")
-    shape, grid = d.pick(grids(HERE.count))
+    deep = d.number(0, 9) == 0  # three axes take long to plan
+    shape, grid = d.pick([each for each in grids(HERE.count) if (len(each[0]) > 2) == deep] or grids(HERE.count))
     try:
         check_case(d, SAMPLES[name](d), loom.open_mesh(shape, processes=grid))
     except Exception as error:
         raise AssertionError(f"op_case({name!r}, {number}) on {shape} over {grid} processes failed: {error}") from error
 
 
-def op_cases(per_op: int, names: Sequence[str] | None = None, first: int = 0) -> Counter[str]:
+def op_cases(numbers: Sequence[int], names: Sequence[str] | None = None) -> Counter[str]:
     """Cases of every op; how many of each ran."""
-    loom.open_mesh(HERE.count or 1)
-    loom.open_mesh((1,), processes=(1,))
     ran: Counter[str] = Counter()
     for name in sorted(SAMPLES) if names is None else names:
-        for number in range(first, first + per_op):
+        for number in numbers:
             op_case(name, number)
             ran[name] += 1
     return ran
+
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[tuple[str, int]]]:
+    """The collectives between processes inside: their kind and the elements that this process gave."""
+    seen: list[tuple[str, int]] = []
+
+    def watched(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append((kind, data.numel()))
+            return function(data, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as undo:
+        for kind in KINDS:
+            undo.enter_context(replaced(wire, kind, watched(kind, getattr(wire, kind))))
+        yield seen
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute replaced for a while."""
+    kept = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def _all_placements(axes: int, dims: int, op: str) -> list[tuple[Placement, ...]]:
+    each: list[Placement] = [Replicate(), Partial(op), *(Shard(dim) for dim in range(dims))]
+    return list(itertools.product(each, repeat=axes))
+
+
+def redistributions(journeys: Sequence[tuple[Grid, tuple[int, ...], str]]) -> tuple[int, dict[str, int]]:
+    """Every pair of placements of a tensor on some meshes: how many pairs, and how often each collective ran."""
+    join()
+    pairs = 0
+    with counted() as seen:
+        for (shape, grid), size, op in journeys:
+            mesh = loom.open_mesh(shape, processes=grid)
+            ways = _all_placements(mesh.ndim, len(size), op)
+            for here, there in itertools.product(ways, ways):
+                _check_journey(mesh, size, here, there)
+                pairs += 1
+    return pairs, dict(Counter(kind for kind, _ in seen))
+
+
+def _check_journey(mesh: Mesh, size: tuple[int, ...], here: tuple[Placement, ...], there: tuple[Placement, ...]) -> None:
+    """There keeps values, zero padding and gradients."""
+    what = f"{size} from {here} to {there} on {mesh} over {mesh.processes} processes"
+    generator = torch.Generator().manual_seed(len(size))
+    dense, weight = torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+    settled = [Replicate() if isinstance(each, Partial) else each for each in here]
+    leaf = loom.distribute(dense, mesh, tuple(settled)).requires_grad_()
+    source = leaf.redistribute(here)
+    moved = source.redistribute(there)
+    assert moved.placements == there and tuple(moved._data.shape) == moved.topology.stored_shape, what
+    for each in (source, moved):
+        check_padding(each, what)
+    check_close(moved.to_torch().detach(), dense, what)
+    (moved * weight).sum().backward()
+    assert leaf.grad is not None and leaf.grad.placements == leaf.placements, what
+    check_close(leaf.grad.to_torch(), weight, f"gradient of {what}")
+
+
+def _layouts(count: int) -> list[str]:
+    return [name for name, (shape, _, _) in test_optimizers.LAYOUTS.items() if math.prod(shape) % count == 0]
+
+
+def optimizers() -> int:
+    """Every optimizer of torch takes the steps that one process takes; how many runs were compared."""
+    join()
+    ran = 0
+    for name, make in test_optimizers.OPTIMIZERS.items():
+        expected = test_optimizers.dense_parameters()
+        losses = test_optimizers.train(make(expected), expected, 4)
+        for layout in _layouts(HERE.count):
+            held = test_optimizers.parameters(layout)
+            assert held[0].mesh.is_split
+            found = test_optimizers.train(make(held), held, 4)
+            assert _near(found, losses, 1e-5), f"{name} with {layout}: {found} and not {losses}"
+            test_optimizers.check_same(held, expected)
+            ran += 1
+    return ran
+
+
+def _near(found: Sequence[float], expected: Sequence[float], relative: float) -> bool:
+    return all(abs(a - b) <= relative * max(abs(b), 1e-3) for a, b in zip(found, expected, strict=True))
+
+
+STYLES: dict[str, tuple[str, str, str]] = {  # placements of the batch, the first weight (8, 12), the second (12, 8)
+    "data parallel": ("S(0), R", "R, R", "R, R"),
+    "all data parallel": ("S(0), S(0)", "R, R", "R, R"),
+    "tensor parallel": ("R, R", "R, S(1)", "R, S(0)"),
+    "both": ("S(0), R", "R, S(1)", "R, S(0)"),
+    "fully sharded": ("S(0), S(0)", "S(0), S(0)", "S(0), S(0)"),
+}
+
+
+def _start(mesh: Mesh, style: str) -> tuple[list[Any], list[Any]]:
+    """The parameters of an MLP 8 -> 12 -> 8, and micro-batches of 6 rows."""
+    drawn = torch.Generator().manual_seed(0)
+    batch, first, second = STYLES[style]
+    weights = [torch.randn(shape, generator=drawn) / 4 for shape in ((8, 12), (12,), (12, 8), (8,))]
+    held = [loom.Parameter(w, mesh, at) for w, at in zip(weights, (first, "R, R", second, "R, R"), strict=True)]
+    batches = [loom.distribute(torch.randn((6, 8), generator=drawn), mesh, batch) for _ in range(3)]
+    return held, batches
+
+
+def _mlp(x: Any, held: list[Any]) -> Any:
+    return torch.tanh(x @ held[0] + held[1]) @ held[2] + held[3]
+
+
+def _train(mesh: Mesh, style: str, make: Callable[[Any], Any], steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and parameters after steps of three micro-batches each, gradients clipped."""
+    held, batches = _start(mesh, style)
+    optimizer, losses = make(held), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for x in batches:
+            loss = (_mlp(x, held) - x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        losses.append(float(clip_grad_norm_(held, 0.5)))
+        optimizer.step()
+    return losses, [each.detach().to_torch() for each in held]
+
+
+def training(shape: tuple[int, ...]) -> int:
+    """Training split over every grid equals the same training in one process; how many runs were compared."""
+    join()
+    ran = 0
+    names = ("SGD momentum", "Adam", "AdamW", "Adafactor")
+    for style, name in itertools.product(STYLES, names):
+        make = test_optimizers.OPTIMIZERS[name]
+        losses, weights = _train(Mesh.of(shape), style, make)
+        for _, grid in grids(HERE.count, [shape]):
+            found, mine = _train(loom.open_mesh(shape, processes=grid), style, make)
+            assert _near(found, losses, 1e-6), f"{style}, {name} over {grid}: {found} and not {losses}"
+            for ours, theirs in zip(mine, weights, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=f"{style}, {name} over {grid}")
+            ran += 1
+    return ran
+
+
+def accumulation() -> list[list[tuple[str, int]]]:
+    """The collectives of three micro-batches and of the step, with parameters in two groups of an optimizer."""
+    join()
+    held, batches = _start(loom.open_mesh((HERE.count, 2), processes=(HERE.count, 1)), "data parallel")
+    optimizer = torch.optim.SGD([{"params": held[:2]}, {"params": held[2:], "lr": 0.2}], lr=0.1, foreach=False)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        with counted() as micro:
+            for x in batches:
+                _mlp(x, held).square().sum().backward()
+        with counted() as step:
+            optimizer.step()
+        found += [micro, step]
+    with counted() as again:
+        [each.grad for each in held]
+    return [*found, again]
+
+
+def autograd() -> None:
+    """What `torch.autograd` offers beside `backward()`: each a claim of its own, on leaves that all split work uses."""
+    join()
+    for check in (_grad, _inputs, _unused, _hooks, _zero_grad, _deep_copy, _trap, _second_order, _penalty, _recomputed,
+                  _pickled, _frozen, _assigned, _thrown_away, _programs, _plain_leaf):  # fmt: skip
+        mesh = loom.open_mesh((HERE.count, 2), processes=(HERE.count, 1))
+        try:
+            check(mesh)
+        except Exception as error:
+            raise AssertionError(f"{check.__name__} failed: {error}") from error
+
+
+def _pair(mesh: Mesh) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    """Rows that are split, a weight that is not, and both dense."""
+    drawn = torch.Generator().manual_seed(1)
+    x, w = torch.randn((7, 5), generator=drawn), torch.randn((5, 3), generator=drawn)
+    ours = loom.distribute(x, mesh, "S(0), R"), loom.distribute(w, mesh, "R, R").requires_grad_()
+    return *ours, x, w.clone().requires_grad_()
+
+
+def _equal(ours: Any, dense: torch.Tensor, what: str = "values") -> None:
+    check_close(ours.to_torch().detach(), dense.detach(), what)
+
+
+def _grad(mesh: Mesh) -> None:
+    x, w, dense_x, dense_w = _pair(mesh)
+    (found,) = torch.autograd.grad((x @ w).tanh().sum() + (w * w).sum(), w)
+    (expected,) = torch.autograd.grad((dense_x @ dense_w).tanh().sum() + (dense_w * dense_w).sum(), dense_w)
+    _equal(found, expected)
+    assert w.grad is None
+
+
+def _inputs(mesh: Mesh) -> None:
+    x, w, dense_x, dense_w = _pair(mesh)
+    v = loom.ones(3, mesh=mesh, placements="R, R", requires_grad=True)
+    ((x @ w) * v).sum().backward(inputs=[w])
+    assert v.grad is None
+    _equal(w.grad, torch.autograd.grad((dense_x @ dense_w).sum(), dense_w)[0])
+
+
+def _unused(mesh: Mesh) -> None:
+    x, w, *_ = _pair(mesh)
+    (x @ w).sum().backward()
+    v = loom.ones(3, mesh=mesh, placements="R, R", requires_grad=True)
+    assert torch.autograd.grad((v * v).sum(), [v, w], allow_unused=True)[1] is None
+    try:
+        torch.autograd.grad((v * v).sum(), [v, w])
+    except RuntimeError:
+        return
+    raise AssertionError("an input that was not used is no error")
+
+
+def _hooks(mesh: Mesh) -> None:
+    x, w, dense_x, dense_w = _pair(mesh)
+    seen: list[Any] = []
+    handle = w.register_hook(lambda g: seen.append(g.to_torch()))
+    (x @ w).square().sum().backward()
+    (expected,) = torch.autograd.grad((dense_x @ dense_w).square().sum(), dense_w)
+    assert len(seen) == 1
+    check_close(seen[0], expected, "what a hook sees")
+    handle.remove()
+    w.grad = None
+    w.register_hook(lambda g: g * 3)
+    (x @ w).square().sum().backward()
+    _equal(w.grad, expected * 3)
+
+
+def _zero_grad(mesh: Mesh) -> None:
+    for to_none in (True, False):
+        x, w, dense_x, dense_w = _pair(mesh)
+        held = loom.Parameter(w.detach())
+        optimizer = torch.optim.SGD([held], lr=1.0)
+        (x @ held).sum().backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        assert held.grad is None if to_none else not held.grad.to_torch().any()
+        (x @ held).sum().backward()
+        _equal(held.grad, torch.autograd.grad((dense_x @ dense_w).sum(), dense_w)[0])
+
+
+def _deep_copy(mesh: Mesh) -> None:
+    x, w, dense_x, dense_w = _pair(mesh)
+    (expected,) = torch.autograd.grad((dense_x @ dense_w).sum(), dense_w)
+    for leaf in (w, loom.Parameter(w.detach())):
+        (x @ leaf).sum().backward()
+        copied = copy.deepcopy(leaf)
+        _equal(copied.grad, expected)
+        (x @ copied).sum().backward()
+        _equal(copied.grad, expected * 2)
+        _equal(leaf.grad, expected)
+
+
+def _trap(mesh: Mesh) -> None:
+    """A replicated use and a split use: the replicated one must not be counted once per process."""
+    x, w, dense_x, dense_w = _pair(mesh)
+    for uses in ("split first", "replicated first"):
+        w.grad = None
+        terms = [(x @ w).exp().sum(), (w * w).sum()]
+        sum(terms if uses == "split first" else reversed(terms)).backward()
+        _equal(w.grad, torch.autograd.grad((dense_x @ dense_w).exp().sum() + (dense_w * dense_w).sum(), dense_w)[0])
+
+
+def _second_order(mesh: Mesh) -> None:
+    x, w, dense_x, dense_w = _pair(mesh)
+    found = []
+    for a, b in ((x, w), (dense_x, dense_w)):
+        (first,) = torch.autograd.grad((a @ b).pow(3).sum(), b, create_graph=True)
+        found.append(torch.autograd.grad((first * first).sum(), b)[0])
+    _equal(found[0], found[1])
+
+
+def _penalty(mesh: Mesh) -> None:
+    x, w, dense_x, dense_w = _pair(mesh)
+    for a, b in ((x, w), (dense_x, dense_w)):
+        (a @ b).pow(3).mean().backward(create_graph=True)
+        first = b.grad
+        b.grad = None
+        first.square().sum().backward()
+    _equal(w.grad, dense_w.grad)
+
+
+def _recomputed(mesh: Mesh) -> None:
+    x, w, dense_x, dense_w = _pair(mesh)
+    checkpoint(lambda a: (a @ w).tanh() @ w.T, x, use_reentrant=False).sum().backward()
+    ((dense_x @ dense_w).tanh() @ dense_w.T).sum().backward()
+    _equal(w.grad, dense_w.grad)
+
+
+def _pickled(mesh: Mesh) -> None:
+    x, w, *_ = _pair(mesh)
+    (x @ w).sum().backward()
+    read = pickle.loads(pickle.dumps(w))
+    _equal(read, w.to_torch())
+    (x @ read).sum().backward()
+    _equal(read.grad, w.grad.to_torch())
+
+
+def _frozen(mesh: Mesh) -> None:
+    x, w, dense_x, dense_w = _pair(mesh)
+    (x @ w).sum().backward()
+    w.requires_grad_(False)
+    assert not (x @ w).requires_grad
+    w.requires_grad_()
+    (x @ w).sum().backward()
+    _equal(w.grad, torch.autograd.grad((dense_x @ dense_w).sum(), dense_w)[0] * 2)
+
+
+def _assigned(mesh: Mesh) -> None:
+    """New data under a parameter: its gradients go on, those of the old data stay."""
+    x, w, dense_x, dense_w = _pair(mesh)
+    (expected,) = torch.autograd.grad((dense_x @ dense_w).sum(), dense_w)
+    held = loom.Parameter(w.detach())
+    (x @ held).sum().backward()
+    held.data = held.data * 2
+    (x @ held).sum().backward()
+    _equal(held.grad, expected * 2)
+    (x @ held).sum().backward()
+    held.data = held.data * 2
+    held.grad = None
+    (x @ held).sum().backward()
+    _equal(held.grad, expected)
+
+
+def _thrown_away(mesh: Mesh) -> None:
+    """A gradient that nobody reads does not take part in the sums of others, nor when its leaf is gone."""
+    x, w, dense_x, dense_w = _pair(mesh)
+    lost = loom.Parameter(w.detach())
+    (x @ lost).sum().backward()
+    cycle: list[Any] = [lost]
+    cycle.append(cycle)
+    del lost, cycle
+    if HERE.rank == 0:
+        import gc
+
+        gc.collect()
+    (x @ w).sum().backward()
+    _equal(w.grad, torch.autograd.grad((dense_x @ dense_w).sum(), dense_w)[0])
+
+
+def _programs(mesh: Mesh) -> None:
+    """The programs of the autograd tests, with every layout that these processes split."""
+    for name, program in test_autograd.PROGRAMS.items():
+        dense = test_autograd.drawn().requires_grad_()
+        program(dense).backward()
+        for layout in test_autograd.LAYOUTS:
+            if math.prod(layout[0]) % HERE.count == 0:
+                x = test_autograd.leaf(layout)
+                assert x.mesh.is_split
+                program(x).backward()
+                check_close(x.grad.to_torch(), dense.grad, f"{name} with {layout}")
+                check_padding(x.grad, f"{name} with {layout}")
+
+
+def _plain_leaf(mesh: Mesh) -> None:
+    """A plain torch leaf beside split work gets the whole gradient on every process."""
+    x, _, dense_x, dense_w = _pair(mesh)
+    plain = dense_w.detach().clone().requires_grad_()
+    (x @ plain).tanh().sum().backward()
+    assert plain.grad is not None
+    check_close(plain.grad, torch.autograd.grad((dense_x @ dense_w).tanh().sum(), dense_w)[0], "a plain leaf")

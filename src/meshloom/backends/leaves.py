@@ -8,27 +8,59 @@ together: small gradients travel in one buffer, large ones in their own memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from meshloom.backends import wire
-from meshloom.backends.nodes import Enter
+from meshloom.backends.nodes import Enter, Leave
 from meshloom.backends.world import Group
 
 LARGE = 1 << 18  # elements from which a gradient travels by itself
 
 
+@dataclass(eq=False)
 class Twin:
     """The second leaf of a replicated leaf, for uses whose gradient is summed over a group."""
 
-    def __init__(self, leaf: torch.Tensor, group: Group) -> None:
-        self.leaf, self.group = weakref.ref(leaf), group
-        self.array = leaf.detach().requires_grad_()
-        self.array._entered = True  # type: ignore[attr-defined]
+    array: torch.Tensor
+    group: Group
 
 
-_twins: list[Twin] = []  # in the order of their first use, which is the same on every process
+class Twins(list[Twin]):
+    """The twins of a leaf, on the leaf; a copy of it, or what is read from a file, has none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Twins, ()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A part of a gradient that is to be summed: of which leaf, if it is still there, and over which processes.
+
+    It keeps the leaf: whether one that nobody holds is gone already may differ between processes.
+    """
+
+    array: torch.Tensor
+    group: Group
+    leaf: torch.Tensor | None
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The part of this process."""
+        assert self.array.grad is not None
+        return self.array.grad
+
+    def settle(self, total: torch.Tensor) -> None:
+        """Add the sum to the leaf's gradient."""
+        self.array.grad = None
+        if self.leaf is not None:
+            self.leaf.grad = total if self.leaf.grad is None else self.leaf.grad + total
+
+
+_waiting: dict[int, Waiting] = {}  # in the order of backward, which is the same on every process
 
 
 def entered(data: torch.Tensor, group: Group) -> torch.Tensor:
@@ -42,68 +74,75 @@ def entered(data: torch.Tensor, group: Group) -> torch.Tensor:
 
 def twins(leaf: torch.Tensor) -> list[Twin]:
     """The twins of a leaf that still share its memory."""
-    known: list[Twin] = getattr(leaf, "_twins", [])
-    return [twin for twin in known if twin.array.data_ptr() == leaf.data_ptr()]
+    return [twin for twin in _known(leaf) if twin.array.data_ptr() == leaf.data_ptr()]
+
+
+def _known(leaf: torch.Tensor) -> list[Twin]:
+    found: list[Twin] = getattr(leaf, "_twins", [])
+    return found
 
 
 def _twin(leaf: torch.Tensor, group: Group) -> Twin:
     for twin in twins(leaf):
         if twin.group is group:
             return twin
-    made = Twin(leaf, group)
-    leaf._twins = [*twins(leaf), made]  # type: ignore[attr-defined]
-    _twins.append(made)
+    array = leaf.detach().requires_grad_()
+    array._entered = True  # type: ignore[attr-defined]
+    array.register_post_accumulate_grad_hook(_note(weakref.ref(leaf), group))
+    made = Twin(array, group)
+    used = [twin for twin in _known(leaf) if twin.array.data_ptr() == leaf.data_ptr() or twin.array.grad is not None]
+    leaf._twins = Twins([*used, made])  # type: ignore[attr-defined]
     return made
+
+
+def _note(leaf: weakref.ref[torch.Tensor], group: Group) -> Callable[[torch.Tensor], None]:
+    """What backward calls when it has added to a twin's gradient."""
+
+    def note(array: torch.Tensor) -> None:
+        if id(array) not in _waiting:
+            _waiting[id(array)] = Waiting(array, group, leaf())
+
+    return note
 
 
 def drop(leaf: torch.Tensor) -> None:
     """Forget what is waiting for a leaf."""
-    for twin in twins(leaf):
+    for twin in _known(leaf):
         twin.array.grad = None
 
 
 def collect() -> None:
     """Sum what is waiting over the processes and add it to the leaves' gradients."""
-    _twins[:] = [twin for twin in _twins if twin.leaf() is not None]
-    waiting = [twin for twin in _twins if twin.array.grad is not None]
-    for group, dtype in dict.fromkeys((twin.group, _gradient(twin).dtype) for twin in waiting):
-        alike = [twin for twin in waiting if twin.group is group and _gradient(twin).dtype == dtype]
-        large = [twin for twin in alike if _gradient(twin).numel() >= LARGE or _gradient(twin).requires_grad]
-        for twin in large:
-            gradient = _gradient(twin)
-            own = not gradient.requires_grad
-            _add(twin, wire.all_reduce(gradient, group, own=own) if own else Enter.apply(gradient, group))
-        _together([twin for twin in alike if twin not in large], group)
+    waiting = [each for each in _waiting.values() if each.array.grad is not None]
+    _waiting.clear()
+    for group, dtype in dict.fromkeys((each.group, each.gradient.dtype) for each in waiting):
+        alike = [each for each in waiting if each.group is group and each.gradient.dtype == dtype]
+        alone = [each for each in alike if each.gradient.numel() >= LARGE or each.gradient.requires_grad]
+        for each in alone:
+            each.settle(_total(each.gradient, group))
+        _together([each for each in alike if each not in alone], group)
 
 
-def _gradient(twin: Twin) -> torch.Tensor:
-    gradient = twin.array.grad
-    assert gradient is not None
-    return gradient
+def _total(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of every process's part, in the part's memory; of create_graph it belongs to the graph."""
+    return Leave.apply(part, group) if part.requires_grad else wire.all_reduce(part, group, own=True)
 
 
-def _together(alike: list[Twin], group: Group) -> None:
+def _together(alike: list[Waiting], group: Group) -> None:
     if not alike:
         return
-    gradients = [_gradient(twin) for twin in alike]
+    gradients = [each.gradient for each in alike]
     total = wire.all_reduce(torch.cat([each.reshape(-1) for each in gradients]), group, own=True)
     start = 0
-    for twin, gradient in zip(alike, gradients, strict=True):
-        _add(twin, total[start : start + gradient.numel()].view(gradient.shape))
+    for each, gradient in zip(alike, gradients, strict=True):
+        each.settle(total[start : start + gradient.numel()].view(gradient.shape))
         start += gradient.numel()
-
-
-def _add(twin: Twin, total: torch.Tensor) -> None:
-    leaf = twin.leaf()
-    assert leaf is not None
-    twin.array.grad = None
-    leaf.grad = total if leaf.grad is None else leaf.grad + total
 
 
 def summed(leaf: torch.Tensor, own: torch.Tensor | None, parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     """A leaf's gradient from that of its own uses and those of its twins, as `torch.autograd.grad` gives them."""
     for twin, part in zip(twins(leaf), parts, strict=True):
         if part is not None:
-            total = wire.all_reduce(part, twin.group)
+            total = Leave.apply(part, twin.group)
             own = total if own is None else own + total
     return own

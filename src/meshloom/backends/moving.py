@@ -216,7 +216,7 @@ class _Alone(torch.autograd.Function):
         return parts
 
     @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return gradient.select(ctx.place, 0), None, None, None  # type: ignore[attr-defined]
 
 

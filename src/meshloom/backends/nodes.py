@@ -22,6 +22,7 @@ import torch
 
 from meshloom.backends import wire
 from meshloom.backends.world import WORLD, Group
+from meshloom.engines.torch_engine.local import wide_dtype
 
 
 def _keep(ctx: Any, group: Group) -> None:
@@ -150,8 +151,8 @@ def statistic(data: torch.Tensor, group: Group) -> torch.Tensor:
 
 def combined(data: torch.Tensor, group: Group, op: str) -> torch.Tensor:
     """The reduction of every process's array by another op than sum, as one value; its gradient is that of the op."""
-    if op == "mean":
-        return Leave.apply(data, group) / group.size
+    if op == "mean":  # in the dtype that torch adds up in: the mean of equal parts is what they are
+        return (Leave.apply(data.to(wide_dtype(data.dtype)), group) / group.size).to(data.dtype)
     if not (torch.is_grad_enabled() and data.requires_grad):
         return wire.all_reduce(data.detach(), group, op)
     parts = list(wire.all_gather(data.detach(), group))

@@ -255,16 +255,20 @@ def reduce_together(placements: Sequence[Placement]) -> bool:
 
 
 def can_be_partial(placement: Partial, dtype: str) -> bool:
-    """P(sum) and P(prod) refuse bool, P(mean) refuses bool and integers."""
+    """P(sum) and P(prod) refuse bool, P(mean) refuses bool and integers, P(max) and P(min) refuse complex numbers."""
     if placement.op in ("max", "min"):
-        return True
+        return dtype not in ("c64", "c128")
     return is_floating(dtype) or (dtype != "bool" and placement.op != "mean")
 
 
 def check_partial(placement: Partial, dtype: str) -> None:
     """An error that names the dtype if it cannot be partial that way."""
     if not can_be_partial(placement, dtype):
-        fix = "use P(max) for any, P(min) for all" if dtype == "bool" else "use P(sum), or cast to a floating dtype"
+        fix = "use P(sum), or cast to a floating dtype"
+        if dtype == "bool":
+            fix = "use P(max) for any, P(min) for all"
+        if dtype in ("c64", "c128"):
+            fix = "complex numbers have no order: use P(sum), or take x.abs() or x.real"
         raise DTypeError(f"{placement} has no meaning for {dtype}", fix=fix)
 
 

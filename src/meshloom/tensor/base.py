@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshloom.backends import dense
+from meshloom.backends import collect, dense
 from meshloom.engines.layout import mask_of, to_block
 from meshloom.errors import PlacementError
 from meshloom.mesh import Mesh
@@ -116,6 +116,8 @@ class Tensor:
             self._data.masked_fill_(~mask, 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if self.mesh.is_split:
+            collect()  # a copy has the gradient, not what it is still to be summed from
         data = self._data.detach().clone().requires_grad_(self._data.requires_grad)
         copied = Tensor(self.topology, data)
         if self._data.is_leaf and self._data.grad is not None:

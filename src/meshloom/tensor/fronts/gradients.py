@@ -32,6 +32,9 @@ def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: A
         summed(array, first, [next(parts) for _ in each])
         for array, first, each in zip(held, firsts, others, strict=True)
     ]
+    allowed = kwargs.get("allow_unused") or kwargs.get("materialize_grads") or any(args[3:4])
+    if not allowed and any(each is None for each in sums):
+        raise GradientError("the outputs do not depend on one of the inputs", fix="allow_unused=True gives None for it")
     return tuple(_dual(own(value), each) for value, each in zip(ins, sums, strict=True))
 
 
