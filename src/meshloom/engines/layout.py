@@ -96,14 +96,14 @@ def _valid(topology: Topology, dims: tuple[int, ...], device: str) -> torch.Tens
     return None if mask is None else mask.to(device)
 
 
-def box(data: torch.Tensor, topology: Topology, dim: int, place: int) -> torch.Tensor:
-    """Of an array that is stored whole along a dim (at `place`), what this process holds."""
+def box(data: torch.Tensor, topology: Topology, dim: int, place: int, rank: int | None = None) -> torch.Tensor:
+    """Of an array that is stored whole along a dim (at `place`), what this process holds, or that of another rank."""
     mesh, axes = topology.mesh, topology.axes_of[dim]
     if not topology.crosses(dim):
         return data
     data = data.unflatten(place, (*(mesh.shape[axis] for axis in axes), topology.local_shape[dim]))
     for i, axis in enumerate(axes):
-        data = data.narrow(place + i, mesh.local_offset[axis], mesh.local_shape[axis])
+        data = data.narrow(place + i, mesh.offset_of(rank)[axis], mesh.local_shape[axis])
     return data.flatten(place, place + len(axes))
 
 

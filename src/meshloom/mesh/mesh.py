@@ -154,7 +154,12 @@ class Mesh:
     @property
     def local_offset(self) -> Coordinate:
         """The first coordinate of this process's box."""
-        return tuple(place * size for place, size in zip(self.place, self.local_shape, strict=True))
+        return self.offset_of(None)
+
+    def offset_of(self, rank: int | None) -> Coordinate:
+        """The first coordinate of the box of a rank; None is this process."""
+        place = self.place if rank is None else place_of(rank, self.processes)
+        return tuple(c * size for c, size in zip(place, self.local_shape, strict=True))
 
     @property
     def local(self) -> Mesh:
@@ -173,9 +178,8 @@ class Mesh:
 
     def local_coordinates(self, rank: int | None = None) -> Iterator[Coordinate]:
         """The coordinates that this process holds, or that of another rank, row-major."""
-        place = self.place if rank is None else place_of(rank, self.processes)
-        box = zip(place, self.local_shape, strict=True)
-        return itertools.product(*(range(start * size, start * size + size) for start, size in box))
+        box = zip(self.offset_of(rank), self.local_shape, strict=True)
+        return itertools.product(*(range(start, start + size) for start, size in box))
 
     def owner(self, coordinate: Sequence[int]) -> int:
         """The rank of the process that holds a coordinate (the first, where all of them hold it)."""
