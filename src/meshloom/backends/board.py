@@ -31,6 +31,7 @@ class Board:
     def __init__(self, store: Any) -> None:
         self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
         self._is_silent = False
+        self._lost: str | None = None
         self._store = dist.PrefixStore("meshloom", store.clone())
         threading.Thread(target=self._serve, name="meshloom board", daemon=True).start()
 
@@ -52,6 +53,8 @@ class Board:
 
     def _ask(self, seconds: float, method: str, *arguments: Any) -> Any:
         """A RuntimeError if there is no answer in time; once silent, nobody waits until there is one again."""
+        if self._lost is not None:
+            raise RuntimeError(self._lost)
         answer: Future[Any] = Future()
         self._asked.put((method, arguments, answer))
         try:
@@ -65,18 +68,26 @@ class Board:
             method, arguments, answer = self._asked.get()
             try:
                 answer.set_result(getattr(self._store, method)(*arguments))
+            except dist.DistNetworkError as error:  # asking again would only fill the output with torch's warnings
+                self._lost = f"the store of the processes is gone: {first_line(error)}"
+                answer.set_exception(RuntimeError(self._lost))
             except Exception as error:
                 answer.set_exception(error)
             self._is_silent = False
 
 
 def holds_store(rank: int) -> bool:
-    """Whether the store is inside of this process, rather than in torchrun's agent or in rank 0."""
-    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    """Whether the store is inside of this process."""
+    return rank == 0 and not is_agents()
 
 
-def meet(rank: int, count: int, seconds: float, line: str) -> Any:
-    """The store, once all processes have come to it; an error on each that names those which never came."""
+def is_agents() -> bool:
+    """Whether the store is inside of torchrun's agent, rather than in rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def meet(rank: int, count: int, seconds: float, line: str) -> tuple[Any, Board]:
+    """The store and the board on it, once all processes have come; an error on each that names those who never did."""
     start = time.monotonic()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
@@ -100,16 +111,17 @@ def meet(rank: int, count: int, seconds: float, line: str) -> Any:
             multi_tenant=True,
         )
     except RuntimeError as error:
-        raise missing("nobody answers at the meeting point, where rank 0 should be", _first_line(error)) from None
+        raise missing("nobody answers at the meeting point, where rank 0 should be", first_line(error)) from None
+    board = Board(store)
     try:
-        absent = _wait_for_all(Board(store), rank, count, start + seconds)
+        absent = _wait_for_all(board, rank, count, start + seconds)
     except RuntimeError as error:
-        raise missing("the store has gone", _first_line(error)) from None
+        raise missing("the meeting point does not answer any more", first_line(error)) from None
     if absent:
         if holds_store(rank):
             time.sleep(10 * LOOK)  # the others read it before the store goes
         raise missing(f"{absent} of {count} never came")
-    return store
+    return store, board
 
 
 def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> str | None:
@@ -128,5 +140,6 @@ def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> str |
     return None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The part of an error that a report has room for."""
     return (str(error) or type(error).__name__).splitlines()[0]

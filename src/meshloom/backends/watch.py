@@ -21,7 +21,7 @@ from collections import deque
 from types import FrameType
 from typing import Any
 
-from meshloom.backends.board import Board, holds_store
+from meshloom.backends.board import Board, first_line, holds_store, is_agents
 from meshloom.backends.status import ENDED, Status, blamed, has_answered, judged, table
 from meshloom.errors import DivergenceError, LostError, MeshloomError, is_program, line_of, where
 from meshloom.mesh import HERE, Mesh
@@ -163,21 +163,28 @@ class Watch:
                 self._read_failure(GRACE)
             self._publish(GRACE)
         except RuntimeError as error:  # the process that holds the store is gone too
-            told["cause"] += f" (nobody else was told: {str(error).splitlines()[0]})"
+            told["cause"] += f" (nobody else was told: {first_line(error)})"
         if self.failure is None:
             self.failure = told
 
     def _uncaught(self, kind: Any, error: Any, trace: Any) -> None:
-        if not isinstance(error, (LostError, DivergenceError)) and self.failure is None:
-            line = where_raised(trace)
-            text = "".join(traceback.format_exception_only(kind, error)).strip()
-            name = "was interrupted" if issubclass(kind, KeyboardInterrupt) else f"raised {text.splitlines()[0]}"
-            self._tell(f"rank {HERE.rank} {name} at {line}", cause=f"{text}\nat {line}, last call {self._here()}")
+        own = None if isinstance(error, (LostError, DivergenceError)) else self._told(kind, error, trace)
+        if own is not None and self.failure is None:
+            self._tell(*own)
         self._hook(kind, error, trace)
+        if own is not None:
+            print(f"meshloom: {own[0]}, last call {self._here()}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        self._linger(3 * GRACE)
+        self._linger(5 * GRACE)
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)  # collectives under way would keep it alive
+
+    def _told(self, kind: Any, error: Any, trace: Any) -> tuple[str, str]:
+        """The headline and the cause of an exception of the program."""
+        line = where_raised(trace)
+        text = "".join(traceback.format_exception_only(kind, error)).strip()
+        what = "was interrupted" if issubclass(kind, KeyboardInterrupt) else f"raised {text.splitlines()[0]}"
+        return f"rank {HERE.rank} {what} at {line}", f"{text}\nat {line}, last call {self._here()}"
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM, from whoever started the processes or from our own thread: say where we were."""
@@ -214,20 +221,18 @@ class Watch:
             return not self._board.has("closed", self.world.timeout)
         except RuntimeError as error:
             if self.failure is None and not self._done.is_set():
-                reason = str(error).splitlines()[0]
-                self.failure = {
-                    "rank": -1,
-                    "headline": f"rank {HERE.rank} lost the store of the processes",
-                    "cause": reason,
-                }
+                self.failure = {"rank": HERE.rank, "headline": self._cut_off(), "cause": first_line(error)}
             return not self._done.is_set()
+
+    def _cut_off(self) -> str:
+        holder = "the launcher" if is_agents() else "rank 0"
+        return f"rank {HERE.rank} has lost {holder}, which holds the store of the processes"
 
     def _abandon(self) -> None:
         """The program does not come back from where it is (a call into C that waits): end it with the report."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         print(f"LostError: {self._lost(f'was ended at {line_of(frame)}')}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback()
-        self._publish(GRACE)
         os._exit(1)
 
     def _read_failure(self, seconds: float) -> None:
@@ -264,7 +269,7 @@ class Watch:
                 last = self._statuses()
             return {**judged(first, last, HERE.rank), HERE.rank: self._status()}, "has said nothing"
         except RuntimeError as error:
-            return {HERE.rank: self._status()}, f"not known, {str(error).splitlines()[0]}"
+            return {HERE.rank: self._status()}, f"not known, {first_line(error)}"
 
     def _table(self, seen: dict[int, Status], unknown: str) -> str:
         return table(seen, HERE.count, self.grid, unknown)

@@ -118,23 +118,25 @@ def _check(value: str) -> str:
 
 def _meet() -> None:
     WORLD.device = _device()
-    if not dist.is_initialized():
-        _initialize(where())
+    if dist.is_initialized():
+        board = Board(dist.distributed_c10d._get_default_store())
+    else:
+        board = _initialize(where())
         atexit.register(_leave)
     HERE.rank, HERE.count = dist.get_rank(), dist.get_world_size()
     if HERE.count == 1:
         return
     ranks = tuple(range(HERE.count))
     WORLD.handles[ranks] = dist.group.WORLD
-    WORLD.watch = Watch(WORLD, Board(dist.distributed_c10d._get_default_store()))
+    WORLD.watch = Watch(WORLD, board)
     WORLD.watch.start()
     dist.distributed_c10d._set_pg_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     WORLD.control = Group(ranks, _new_handle(ranks, backend="gloo"), HERE.rank)
 
 
-def _initialize(line: str) -> None:
+def _initialize(line: str) -> Board:
     rank, count = _numbers()
-    store = meet(rank, count, WORLD.timeout, line)
+    store, board = meet(rank, count, WORLD.timeout, line)
     try:
         dist.init_process_group(_backend(WORLD.device), store=store, rank=rank, world_size=count, timeout=_patience(1))
     except RuntimeError as error:
@@ -143,6 +145,7 @@ def _initialize(line: str) -> None:
             reason=str(error).splitlines()[0],
             fix="look at the rank that failed; between hosts, set GLOO_SOCKET_IFNAME to the interface that joins them",
         ) from None
+    return board
 
 
 def _patience(times: int) -> timedelta:

@@ -1,0 +1,236 @@
+"""What the ranks of `test_faults` run: some steps together, then one rank misbehaves as the first argument says.
+
+Lines that a report must name carry a tag, as in `time.sleep(600)  # @sleep`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+import meshloom as loom
+
+torch.set_num_threads(1)
+RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+TIMEOUT = float(os.environ.get("FAULT_TIMEOUT", "4"))
+BAD = int(os.environ.get("FAULT_RANK", "1"))
+IS_BAD = RANK == BAD
+
+
+def opened(shape=(COUNT,), axes=("dp",), **options):
+    """A mesh; the timeout is short only after all have met, since starting may take long on a busy machine."""
+    loom.open_mesh(shape, axes=axes, timeout=60)
+    return loom.open_mesh(shape, axes=axes, **{"timeout": TIMEOUT, **options})
+
+
+def rows(mesh, width=4):
+    return loom.ones(8 * COUNT, width, mesh=mesh, placements="S(0)" + ", R" * (len(mesh.shape) - 1))
+
+
+def step(x):
+    return x.sum().item()  # @step
+
+
+def fault():
+    """Say when it happens."""
+    print(f"FAULT {time.time()}", flush=True)
+
+
+def die():
+    fault()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_before():
+    x = rows(opened())
+    if IS_BAD:
+        die()
+    step(x)
+
+
+def kill_in():
+    x = rows(opened())
+    step(x)
+    if IS_BAD:
+        threading.Timer(1.5, die).start()
+    else:
+        time.sleep(4)
+    step(x)
+
+
+def kill_after():
+    x = rows(opened())
+    step(x)
+    if IS_BAD:
+        time.sleep(1)  # what it did is known by then
+        die()
+    for _ in range(3):
+        step(x)
+
+
+def raises():
+    x = rows(opened())
+    step(x)
+    if IS_BAD:
+        fault()
+        raise ValueError("the data of this rank is broken")  # @raise
+    step(x)
+
+
+def raises_in_backward():
+    x = rows(opened()).requires_grad_()
+
+    def broken(gradient):
+        fault()
+        raise ValueError("no gradient")  # @backward
+
+    y = x * 2
+    if IS_BAD:
+        y.register_hook(broken)
+    y.sum().backward()
+    step(x.grad)
+
+
+def backward_of_a_lost_rank():
+    mesh = opened()
+    w = loom.ones(4, 4, mesh=mesh, placements="R").requires_grad_()
+    loss = (rows(mesh) @ w).sum()
+    if IS_BAD:
+        die()
+    loss.backward()  # @lost_backward
+    print(w.grad.sum().item())  # @lost_grad
+
+
+def branch():
+    x = rows(opened())
+    fault()
+    x.amax() if IS_BAD else x.sum()  # @branch
+
+
+def shape():
+    x = rows(opened(), 8 if IS_BAD else 4)  # @made
+    fault()
+    x.redistribute("R")  # @shape
+
+
+def order():
+    x = rows(opened())
+    fault()
+    first, second = ("amax", "amin") if IS_BAD else ("amin", "amax")
+    getattr(x, first)()  # @order
+    getattr(x, second)()
+
+
+def one_axis():
+    """Collectives along one axis of a 2-D grid, where the other group would never notice."""
+    mesh = opened((2, COUNT // 2), ("dp", "tp"))
+    fault()
+    x = loom.ones(8, 8 if IS_BAD else 16, mesh=mesh, placements="R, S(1)")
+    x.all_gather("tp", dim=1)  # @one_axis
+
+
+def plain_tensors():
+    x = rows(opened(check=os.environ.get("FAULT_CHECK")))
+    y = x + torch.full((4,), float(RANK))  # @plain
+    print("sum", step(y))
+
+
+def silent_divergence():
+    """An op that does not communicate, long after the collectives that are always compared."""
+    x = rows(opened(check=os.environ["FAULT_CHECK"]))
+    for _ in range(100):
+        step(x)
+    if IS_BAD:
+        x * 3  # @silent
+    for _ in range(10):
+        step(x)
+    print("end")
+
+
+def late_mismatch():
+    """Different shapes in a collective that "sample" does not compare."""
+    mesh = opened(check="sample")
+    x = rows(mesh)
+    for _ in range(70):
+        step(x)
+    big = rows(mesh, 4096 if IS_BAD else 512)
+    fault()
+    for _ in range(80):
+        big.redistribute("R")  # @late
+
+
+def sleep():
+    x = rows(opened())
+    step(x)
+    if IS_BAD:
+        fault()
+        time.sleep(600)  # @sleep
+    step(x)
+
+
+def stuck_in_c():
+    """A call into C that signals do not interrupt."""
+    x = rows(opened())
+    step(x)
+    if IS_BAD:
+        fault()
+        lock = torch.futures.Future()
+        lock.wait()  # @stuck
+    step(x)
+
+
+def early():
+    x = rows(opened())
+    step(x)
+    if IS_BAD:
+        fault()
+        sys.exit(0)
+    step(x)
+
+
+def catches():
+    x = rows(opened())
+    step(x)
+    if IS_BAD:
+        fault()
+        time.sleep(600)
+    for attempt in range(2):
+        try:
+            step(x)
+        except loom.LostError as error:
+            print(f"caught {attempt}: {error.headline}", flush=True)
+    print("goes on alone", flush=True)
+
+
+def never_starts():
+    if IS_BAD:
+        sys.exit(0)
+    fault()
+    loom.open_mesh((COUNT,))  # @never
+
+
+def goes_on():
+    x = rows(opened())
+    step(x)
+    print("READY", flush=True)
+    while True:
+        step(x)
+
+
+def goes_on_but_one():
+    """All communicate, but one has long work of its own."""
+    x = rows(opened())
+    step(x)
+    print("READY", flush=True)
+    while IS_BAD:
+        time.sleep(0.01)  # @busy
+    step(x)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,176 @@
+"""Ranks that are meant to fail: started, ended and heard one by one, with a check that no process is left.
+
+`run` starts `fault_program.py` as a user's own starter would: torchrun's environment, rank 0 holding the store.
+`torchrun` and `meshloom_run` start it with those, and read what each rank said from their log files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("fault_program.py")
+LIMIT = 100.0  # seconds after which a run counts as hung; the program's own waits are longer
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank that has ended: its exit code (None where a launcher took it), when, and what it said."""
+
+    rank: int
+    code: int | None
+    at: float
+    text: str
+
+
+def line(tag: str) -> str:
+    """The tagged line of the program as reports show it.
+
+    >>> line("sleep").startswith("fault_program.py:")
+    True
+    """
+    found = [n for n, text in enumerate(PROGRAM.read_text().splitlines(), 1) if text.endswith(f"# @{tag}")]
+    assert len(found) == 1, f"{tag} is the tag of {len(found)} lines"
+    return f"{PROGRAM.name}:{found[0]}"
+
+
+def errors(text: str) -> str:
+    """What a rank said from its error on, without torch's prefix and without the traceback."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", each) for each in text.splitlines()]
+    starts = [n for n, each in enumerate(lines) if re.match(r"(meshloom\.errors\.)?\w*(Error|Interrupt)\b", each)]
+    assert starts, f"no error in: {text}"
+    return "\n".join(lines[starts[0] :])
+
+
+def run(case: str, folder: Path, count: int = 2, absent: Sequence[int] = (), **environment: str) -> list[Ended]:
+    """Start the ranks but those that are absent, wait for all of them, and see that nothing is left."""
+    shared = {
+        **_clean(),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **environment,
+    }
+    started = {
+        rank: _start(
+            [sys.executable, str(PROGRAM), case, str(folder)], folder / f"rank-{rank}", {**shared, "RANK": str(rank)}
+        )
+        for rank in range(count)
+        if rank not in absent
+    }
+    ends = wait_for(list(started.values()), folder)
+    return [
+        Ended(rank, process.returncode, end, (folder / f"rank-{rank}").read_text(errors="replace"))
+        for (rank, process), end in zip(started.items(), ends, strict=True)
+    ]
+
+
+def torchrun(case: str, folder: Path, count: int = 2, **environment: str) -> list[Ended]:
+    """The same under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--redirects", "3"]
+    command += ["--log-dir", str(folder / "logs"), str(PROGRAM), case, str(folder)]
+    process = _start(command, folder / "launcher", {**_clean(), **environment})
+    end = wait_for([process], folder)[0]
+    return [Ended(rank, None, end, _logged(folder, f"{rank}/*.log")) for rank in range(count)]
+
+
+def start_meshloom_run(case: str, folder: Path, count: int = 2, **environment: str) -> subprocess.Popen[bytes]:
+    """`meshloom run`, not waited for."""
+    command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), "--log-dir", str(folder / "logs")]
+    return _start([*command, str(PROGRAM), case, str(folder)], folder / "launcher", {**_clean(), **environment})
+
+
+def meshloom_run(case: str, folder: Path, count: int = 2, **environment: str) -> list[Ended]:
+    """The same under `meshloom run`."""
+    end = wait_for([start_meshloom_run(case, folder, count, **environment)], folder)[0]
+    return logged_ranks(folder, count, end)
+
+
+def logged_ranks(folder: Path, count: int, end: float) -> list[Ended]:
+    """What the ranks of `meshloom run` said, from its log folder."""
+    return [Ended(rank, None, end, _logged(folder, f"rank-{rank}.*.log")) for rank in range(count)]
+
+
+def _logged(folder: Path, pattern: str) -> str:
+    return "".join(each.read_text(errors="replace") for each in sorted((folder / "logs").rglob(pattern)))
+
+
+def _clean() -> dict[str, str]:
+    given = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MESHLOOM_TIMEOUT")}
+    return {**given, "OMP_NUM_THREADS": "1"}
+
+
+def _start(command: list[str], output: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with open(output, "wb") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody uses now."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def wait_for(started: list[subprocess.Popen[bytes]], folder: Path, seconds: float = LIMIT) -> list[float]:
+    """When each ended; an error, and an end by force, if one hangs or leaves a process behind."""
+    ends: dict[int, float] = {}
+    deadline = time.monotonic() + seconds
+    while len(ends) < len(started) and time.monotonic() < deadline:
+        for process in started:
+            if process.pid not in ends and process.poll() is not None:
+                ends[process.pid] = time.time()
+        time.sleep(0.02)
+    hung = [process for process in started if process.pid not in ends]
+    for process in hung:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    said = "".join(each.read_text(errors="replace") for each in folder.rglob("*") if each.is_file())
+    assert not hung, f"{len(hung)} of {len(started)} hung for {seconds:g} s:\n{said}"
+    assert left(folder) == [], f"processes were left behind:\n{said}"
+    return [ends[process.pid] for process in started]
+
+
+def wait_until(
+    is_so: Callable[[], bool], started: Sequence[subprocess.Popen[bytes]], folder: Path, seconds: float = LIMIT
+) -> None:
+    """Wait for something that the processes bring about; an error if they end, or take too long."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        said = "".join(each.read_text(errors="replace") for each in folder.rglob("*") if each.is_file())
+        assert all(process.poll() is None for process in started), f"ended too early:\n{said}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s:\n{said}"
+        time.sleep(0.05)
+
+
+def left(folder: Path) -> list[int]:
+    """The processes whose command line has this folder; a moment is given for what is just ending."""
+    found: list[int] = []
+    for _ in range(30):
+        found = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal() and _is_of(each, folder)]
+        if not found:
+            return []
+        time.sleep(0.1)
+    return found
+
+
+def _is_of(process: Path, folder: Path) -> bool:
+    try:
+        return str(folder).encode() in (process / "cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return False
+
+
+def seconds(ended: Sequence[Ended]) -> float:
+    """From the fault to the end of the last rank."""
+    began = [float(each) for rank in ended for each in re.findall(r"^FAULT ([\d.]+)", rank.text, re.M)]
+    return max(rank.at for rank in ended) - min(began)

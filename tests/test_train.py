@@ -1,0 +1,94 @@
+"""examples/train.py, one script: alone, under torchrun, under `meshloom run`, over two hosts, with the same losses.
+
+The mesh is the same everywhere, 2 x 4 devices. In one process a sum over devices is folded into one contraction, across
+processes it is added by Gloo: the order of the additions differs, so losses agree within float32 rounding. Where it is
+the same (run twice, on as many processes; on loopback and over a cable), they are bit-equal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import faults
+import namespaces
+
+SCRIPT = str(Path(__file__).parent.parent / "examples" / "train.py")
+STEPS = 20
+Losses = list[float]
+
+pytestmark = pytest.mark.slow
+
+
+def arguments(folder: Path) -> list[str]:
+    return [SCRIPT, "--steps", str(STEPS), "--losses", str(folder / "losses")]
+
+
+def read(folder: Path) -> Losses:
+    losses: Losses = json.loads((folder / "losses").read_text())
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+    return losses
+
+
+def trained(folder: Path, *starter: str) -> Losses:
+    """The losses of the script as something starts it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *starter, *arguments(folder)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read(folder)
+
+
+def trained_over_a_cable(folder: Path, count: int) -> Losses:
+    """The losses of the script on two hosts."""
+    with namespaces.pair() as hosts:
+        started = namespaces.start_ranks(hosts, count, [sys.executable, *arguments(folder)], folder)
+        faults.wait_for(started, folder, seconds=240)
+        said = "".join((folder / f"rank-{rank}").read_text() for rank in range(count))
+        assert [process.returncode for process in started] == [0] * count, said
+    return read(folder)
+
+
+def check_close(found: Losses, expected: Losses) -> None:
+    """Within float32 rounding, on every step."""
+    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert abs(a - b) <= 1e-6 * abs(b), f"step {step}: {a} against {b}"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Losses:
+    return trained(tmp_path_factory.mktemp("plain"))
+
+
+def test_the_comparison_can_fail(plain):
+    with pytest.raises(AssertionError, match="step 3"):
+        check_close([loss * (1 + 2e-6 * (step == 3)) for step, loss in enumerate(plain)], plain)
+
+
+def test_a_run_alone_repeats_bit_for_bit(plain, tmp_path):
+    assert trained(tmp_path) == plain
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_torchrun_gives_the_losses_of_a_run_alone(count, plain, tmp_path):
+    check_close(trained(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", str(count)), plain)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_meshloom_run_gives_the_losses_of_a_run_alone(count, plain, tmp_path):
+    check_close(trained(tmp_path, "-m", "meshloom", "run", "--nproc", str(count)), plain)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_two_hosts_give_the_losses_of_one_bit_for_bit(count, plain, tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    apart = trained_over_a_cable(tmp_path / "two", count)
+    check_close(apart, plain)
+    assert apart == trained(tmp_path / "one", "-m", "torch.distributed.run", "--nproc-per-node", str(count))
