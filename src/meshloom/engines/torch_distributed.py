@@ -7,6 +7,8 @@ of them, instead of a hang or a wrong sum.
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,10 +50,6 @@ class TorchEngine(Engine):
     kind = torch.Tensor
     functions = FUNCTIONS
 
-    def __init__(self) -> None:
-        self._world: Any = None
-        self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
-
     def _known(self, call: Call, shapes: tuple[Shape, ...]) -> Local:
         return Local(call, call.operands, shapes)
 
@@ -88,8 +86,8 @@ class TorchEngine(Engine):
         _check_sum("all_reduce_sum", tensor)
         sent = _carried(tensor).clone(memory_format=torch.contiguous_format)
         if sent.numel():
-            dist.all_reduce(sent, group=members.group)
-        return sent.to(tensor.dtype)
+            members.handle.allreduce([sent]).wait()
+        return _restored(sent, tensor.dtype)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         """What every rank of the group gives, one after the other along dim 0; sizes of dim 0 may differ.
@@ -117,14 +115,15 @@ class TorchEngine(Engine):
         _check_sum("reduce_scatter", tensor)
         if not tensor.dim():
             raise ShapeError("a 0-d tensor has no dim 0 to scatter", fix="use all_reduce_sum, or reshape it to [1]")
-        chunk = -(-tensor.shape[0] // members.size)
-        pieces = _carried(tensor).new_zeros((members.size * chunk, *tensor.shape[1:]))
-        pieces[: tensor.shape[0]] = tensor
-        own = pieces.new_empty((chunk, *tensor.shape[1:]))
+        carried = _carried(tensor)
+        chunk = -(-len(tensor) // members.size)
+        pieces = carried.new_zeros((members.size * chunk, *carried.shape[1:]))
+        pieces[: len(tensor)] = carried
+        own = torch.empty_like(pieces[:chunk])
         if own.numel():
-            dist.reduce_scatter(own, list(pieces.split(chunk)), group=members.group)
-        extent = min(max(tensor.shape[0] - members.rank * chunk, 0), chunk)
-        return own[:extent].to(tensor.dtype)
+            members.handle.reduce_scatter([own], [list(pieces.split(chunk))]).wait()
+        extent = min(max(len(tensor) - members.rank * chunk, 0), chunk)
+        return _restored(own[:extent], tensor.dtype)
 
     def _members(self, op: str, tensor: torch.Tensor, group: Any) -> Members | None:
         """The group to talk to; None at a rank outside it."""
@@ -135,38 +134,26 @@ class TorchEngine(Engine):
                 fix="start the script with `meshloom run --nproc 4 script.py` or torchrun, and call "
                 "torch.distributed.init_process_group()",
             )
-        found = self._group(group, tensor.device)
-        rank = -1 if found is None else dist.get_rank(found)
-        return None if rank < 0 else Members(found, rank, dist.get_world_size(found))
-
-    def _group(self, group: Any, device: torch.device) -> Any:
         if isinstance(group, dist.ProcessGroup):
-            return group
-        if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+            return _seen(group, tuple(dist.get_process_group_ranks(group)))
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
             return None  # what new_group hands to ranks outside it
         ranks = read_ranks(group, dist.get_world_size())
-        return self._made(ranks, backend_of(device)) if dist.get_rank() in ranks else None
-
-    def _made(self, ranks: tuple[int, ...], backend: str) -> Any:
-        """The group of these ranks, made once by its members alone; the world itself where it has the backend."""
-        world = dist.group.WORLD
-        if self._world is not world:
-            self._world, self._groups = world, {}
-        if (ranks, backend) not in self._groups:
-            whole = len(ranks) == dist.get_world_size() and dist.get_backend(world) == backend
-            self._groups[ranks, backend] = (
-                world if whole else dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-            )
-        return self._groups[ranks, backend]
+        return GROUPS.find(ranks, backend_of(tensor.device)) if dist.get_rank() in ranks else None
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """A group seen from one of its ranks."""
+    """A group seen from one of its ranks: whom to talk to, and as which of them."""
 
-    group: Any
+    handle: Any
+    ranks: tuple[int, ...]
     rank: int
-    size: int
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
 
     def compare(self, op: str, tensor: torch.Tensor, uneven: bool = False) -> list[torch.Size]:
         """The shape that every rank brings; ranks that do not fit together are an error on all of them."""
@@ -174,10 +161,9 @@ class Members:
         own = torch.tensor(header + [0] * (3 + _MOST_DIMS - len(header)), device=tensor.device)
         brought = [tuple(row) for row in self.gather_flat(own, len(own)).tolist()]
         if len({_essence(each, uneven) for each in brought}) > 1:
-            ranks = dist.get_process_group_ranks(self.group)
             raise DivergenceError(
                 f"the ranks of this {op} do not fit together",
-                **{f"rank {rank}": _spelled(each) for rank, each in zip(ranks, brought, strict=True)},
+                **{f"rank {rank}": _spelled(each) for rank, each in zip(self.ranks, brought, strict=True)},
                 fix="call the same collective everywhere, with the same dtype and the same "
                 + ("shape behind dim 0" if uneven else "shape"),
             )
@@ -189,8 +175,47 @@ class Members:
         own = tensor.new_zeros(longest)
         own[: tensor.numel()] = tensor.reshape(-1)
         if room.numel():
-            dist.all_gather(list(room.view(torch.uint8)), own.view(torch.uint8), group=self.group)
+            self.handle.allgather([list(room.view(torch.uint8))], [own.view(torch.uint8)]).wait()
         return room
+
+
+def _seen(handle: Any, ranks: tuple[int, ...]) -> Members | None:
+    return Members(handle, ranks, ranks.index(dist.get_rank())) if dist.get_rank() in ranks else None
+
+
+class Groups:
+    """Groups by their ranks, each made once, by its members alone.
+
+    `torch.distributed.new_group` either has to be called by every rank, or names a group by how many groups a rank has
+    made before, and ranks with another past wait for each other for ever. So the backends are made here, and meet in
+    the store under a name that says who they are. They live as long as the world whose store it is.
+    """
+
+    def __init__(self) -> None:
+        self._world: Any = lambda: None
+        self._known: dict[tuple[tuple[int, ...], str], Any] = {}
+        atexit.register(self._known.clear)
+
+    def find(self, ranks: tuple[int, ...], backend: str) -> Members:
+        """The group of these ranks, of which this process is one; the world itself where it has the backend."""
+        world = dist.group.WORLD
+        if len(ranks) == dist.get_world_size() and dist.get_backend(world) == backend:
+            return Members(world, ranks, dist.get_rank())
+        if self._world() is not world:
+            self._known.clear()
+            self._world = weakref.ref(world, lambda _: self._known.clear())
+        if (ranks, backend) not in self._known:
+            self._known[ranks, backend] = self._made(ranks, backend)
+        return Members(self._known[ranks, backend], ranks, ranks.index(dist.get_rank()))
+
+    def _made(self, ranks: tuple[int, ...], backend: str) -> Any:
+        kind = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
+        name = f"meshloom engine {backend} {' '.join(map(str, ranks))}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        return kind(store, ranks.index(dist.get_rank()), len(ranks))
+
+
+GROUPS = Groups()
 
 
 def backend_of(device: torch.device) -> str:
@@ -234,7 +259,7 @@ def _check_tensor(op: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(
             f"{op} takes a torch tensor, not a {type(tensor).__name__}",
-            fix=f'use engines.load("torch").array(...); for tensors on a mesh use loom.collectives.{op.split("_sum")[0]}',
+            fix=f"make one with array(...); for tensors on a mesh use loom.collectives.{op.removesuffix('_sum')}",
         )
     if tensor.requires_grad and torch.is_grad_enabled():
         raise GradientError(
@@ -250,7 +275,13 @@ def _check_sum(op: str, tensor: torch.Tensor) -> None:
 
 
 def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(_CARRIERS.get(tensor.dtype, tensor.dtype))
+    """The tensor in a dtype that is added up on the way; a complex number is two real ones."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.to(_CARRIERS.get(real.dtype, real.dtype))
+
+
+def _restored(carried: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.view_as_complex(carried) if dtype.is_complex else carried.to(dtype)
 
 
 def _essence(brought: Sequence[int], uneven: bool) -> tuple[int, ...]:

@@ -24,14 +24,20 @@ def _binary(function: Function) -> Function:
     return apply
 
 
+def _arrays(op: str, function: Function) -> Function:
+    """An op that takes no numbers, as in torch."""
+
+    def apply(input: Array, other: Array) -> Array:
+        if not isinstance(input, np.ndarray) or not isinstance(other, np.ndarray):
+            raise ArgumentError(f"{op} takes two arrays, not {input!r} and {other!r}", fix="make the number an array")
+        return function(input, other)
+
+    return apply
+
+
 def _compared(function: Function) -> Function:
     """On two operands in their common dtype, to bool."""
     return lambda input, other: function(*together(input, other))
-
-
-def _logical(function: Function) -> Function:
-    """On operands of any dtypes, to bool."""
-    return lambda input, other: function(np.asarray(input), np.asarray(other))
 
 
 def _bitwise(function: Function) -> Function:
@@ -70,8 +76,9 @@ def _add(input: Any, other: Any, *, alpha: Any = 1) -> Array:
 
 
 def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Array:
+    for each in (input, other):
+        need_number("sub", np.asarray(each))
     left, right = together(input, other)
-    need_number("sub", left)
     return left - right if alpha == 1 else _scaled(left, right, -alpha)
 
 
@@ -84,7 +91,7 @@ def _scaled(left: Array, right: Array, factor: Any) -> Array:
 def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
     left, right = together(input, other)
     if rounding_mode == "floor":
-        return _floor_divide(left, right)
+        return _FLOOR_DIVIDE(left, right)
     if rounding_mode == "trunc":
         return _truncated(left, right)
     if rounding_mode is not None:
@@ -104,18 +111,16 @@ def _need_divisor(divisor: Array) -> None:
         raise ArgumentError("integers cannot be divided by 0", fix="divide floats, which gives inf or nan")
 
 
-def _floor_divide(input: Any, other: Any) -> Array:
-    left, right = together(input, other)
-    _need_divisor(right)
-    return np.floor_divide(left, right).astype(left.dtype, copy=False)
-
-
-def _divided(function: Function) -> Function:
+def _divided(op: str, function: Function) -> Function:
     def apply(left: Array, right: Array) -> Array:
+        need_number(op, left)
         _need_divisor(right)
         return function(left, right)
 
     return _binary(apply)
+
+
+_FLOOR_DIVIDE = _divided("floor_divide", np.floor_divide)
 
 
 def _pow(input: Any, exponent: Any) -> Array:
@@ -208,17 +213,17 @@ POINTWISE: dict[str, Function] = {
     "sub": _sub,
     "mul": _binary(np.multiply),
     "div": _div,
-    "floor_divide": _floor_divide,
-    "remainder": _divided(np.remainder),
-    "fmod": _divided(np.fmod),
+    "floor_divide": _FLOOR_DIVIDE,
+    "remainder": _divided("remainder", np.remainder),
+    "fmod": _divided("fmod", np.fmod),
     "pow": _pow,
     "neg": _number("neg", np.negative),
     "abs": _number("abs", np.abs),
     "square": _square,
     "sign": _sign,
     "reciprocal": _floating(lambda input: 1 / input),
-    "maximum": _binary(np.maximum),
-    "minimum": _binary(np.minimum),
+    "maximum": _arrays("maximum", _binary(np.maximum)),
+    "minimum": _arrays("minimum", _binary(np.minimum)),
     "lerp": _lerp,
     "addcmul": _addcmul,
     "addcdiv": _addcdiv,
@@ -228,9 +233,9 @@ POINTWISE: dict[str, Function] = {
     "le": _compared(np.less_equal),
     "gt": _compared(np.greater),
     "ge": _compared(np.greater_equal),
-    "logical_and": _logical(np.logical_and),
-    "logical_or": _logical(np.logical_or),
-    "logical_xor": _logical(np.logical_xor),
+    "logical_and": _arrays("logical_and", np.logical_and),
+    "logical_or": _arrays("logical_or", np.logical_or),
+    "logical_xor": _arrays("logical_xor", np.logical_xor),
     "logical_not": np.logical_not,
     "bitwise_and": _bitwise(np.bitwise_and),
     "bitwise_or": _bitwise(np.bitwise_or),
