@@ -43,8 +43,11 @@ _LAZY = {
     "capture": "trace",
     "VirtualDriver": "virtual",
     "VirtualCard": "virtual",
+    "SimulatedClock": "virtual",
     "Fault": "virtual",
     "Usage": "memory",
+    "tilize": "tiles",
+    "untilize": "tiles",
 }
 
 __all__ = ["Event", "Log", "Policy", "State", "state", "where", *_LAZY]

@@ -53,7 +53,7 @@ class MeshDevice:
         self.closed = False
         self._children: weakref.WeakSet[MeshDevice] = weakref.WeakSet()
         self._buffers: weakref.WeakSet[MeshBuffer] = weakref.WeakSet()
-        self._traces: dict[int, Trace] = {}
+        self._traces: weakref.WeakValueDictionary[int, Trace] = weakref.WeakValueDictionary()
         self._later: list[tuple[MeshBuffer, Region]] = []
         self.queues = tuple(MeshCommandQueue(self, cq_id) for cq_id in range(queues))
         runners = [queue.runner for queue in self.queues]
@@ -238,6 +238,7 @@ class MeshDevice:
             raise TraceError(f"trace {trace.id} is not being captured in this thread")
         taken.end()
         self._traces[trace.id] = trace
+        weakref.finalize(trace, _let_go, weakref.ref(self), trace.id).atexit = False
 
     @contextlib.contextmanager
     def capture(self, cq_id: int = 0) -> Iterator[Trace]:
@@ -270,12 +271,12 @@ class MeshDevice:
         buffer.region.owner += f" (freed, kept by trace {names or 'under capture'})"
         self._later.append((buffer, buffer.region))
 
-    def let_go(self, trace: Trace) -> None:
-        """A trace was released: what only it kept is freed."""
-        self._traces.pop(trace.id, None)
-        for buffer, region in [pair for pair in self._later if not self.is_held(pair[0])]:
-            self._later.remove((buffer, region))
-            self.system.memory[buffer.buffer_type].release(region)
+    def let_go(self, trace_id: int) -> None:
+        """A trace was released, or nobody refers to it: what only it kept is freed."""
+        self._traces.pop(trace_id, None)
+        for pair in [pair for pair in self._later if not self.is_held(pair[0])]:
+            self._later.remove(pair)
+            self.system.memory[pair[0].buffer_type].drop(pair[1])
 
     # the end
 
@@ -323,6 +324,12 @@ class MeshDevice:
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.mesh.shape))
         return f"MeshDevice({grid}, {self.num_devices} device{'s' if self.num_devices != 1 else ''})"
+
+
+def _let_go(device: weakref.ref[MeshDevice], trace_id: int) -> None:
+    found = device()
+    if found is not None:
+        found.let_go(trace_id)
 
 
 def _stop(runners: Sequence[Runner]) -> None:

@@ -61,7 +61,7 @@ class Trace:
         self.released = True
         self._calls, self._kept, self.commands = [], [], []
         if self.device is not None:
-            self.device.let_go(self)
+            self.device.let_go(self.id)
         self.buffers = ()
 
     def check(self, device: MeshDevice | None) -> None:

@@ -49,9 +49,39 @@ class Fault:
 
 @dataclass(slots=True)
 class Ticket:
-    """A launch: when it ends. A card's clock is this machine's."""
+    """A launch: when it ends, by the card's clock."""
 
     ends: float
+
+
+class Clock:
+    """The time that cards go by: this machine's."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
+
+
+class SimulatedClock(Clock):
+    """Time that passes only when somebody waits: figures that do not depend on how busy this machine is.
+
+    >>> clock = SimulatedClock()
+    >>> clock.sleep(3600); clock.now()
+    3600.0
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
 
 
 class VirtualCard:
@@ -66,7 +96,7 @@ class VirtualCard:
     """
 
     def __init__(self, driver: VirtualDriver, index: int) -> None:
-        self._driver, self._index = driver, index
+        self._driver, self._index, self._clock = driver, index, driver.clock
         self._faults: list[Fault] = []
         self._delays: dict[str, float] = {}
         self._busy_until = 0.0
@@ -104,12 +134,12 @@ class VirtualCard:
         return Ticket(ends)
 
     def wait(self, ticket: Ticket, timeout: float | None) -> bool:
-        left = ticket.ends - time.monotonic()
+        left = ticket.ends - self._clock.now()
         if timeout is not None and left > timeout:
-            time.sleep(timeout)
+            self._clock.sleep(timeout)
             return False
         if left > 0:
-            time.sleep(left)
+            self._clock.sleep(left)
         return True
 
     def close(self) -> None:
@@ -141,7 +171,7 @@ class VirtualCard:
     @property
     def is_busy(self) -> bool:
         """Whether a command is running on it."""
-        return self._busy_until > time.monotonic()
+        return self._busy_until > self._clock.now()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -152,12 +182,12 @@ class VirtualCard:
         self._check_open()
         if self.hangs:
             raise DeviceError(f"card {self._index} hangs in an earlier launch", fix="reset it: card.reset()")
-        self._busy_until = max(self._busy_until, time.monotonic()) + self._delays.get(command, 0.0)
+        self._busy_until = max(self._busy_until, self._clock.now()) + self._delays.get(command, 0.0)
         for fault in self._faults:
             if fault.on == command and fault.strikes():
                 self._strike(fault, command)
         if command != "launch" and self.is_busy:
-            time.sleep(max(0.0, self._busy_until - time.monotonic()))
+            self._clock.sleep(max(0.0, self._busy_until - self._clock.now()))
         return self._busy_until
 
     def _strike(self, fault: Fault, command: str) -> None:
@@ -177,9 +207,9 @@ class VirtualDriver:
 
     shares_memory = True
 
-    def __init__(self, ids: Iterable[int] | None = None, chip: Chip = HOST) -> None:
+    def __init__(self, ids: Iterable[int] | None = None, chip: Chip = HOST, clock: Clock | None = None) -> None:
         self.ids = None if ids is None else tuple(ids)
-        self.chip = chip
+        self.chip, self.clock = chip, clock or Clock()
         self.special: set[int] = set()
 
     def enumerate(self) -> Sequence[int] | None:

@@ -1,0 +1,58 @@
+"""Tiles: the order in which a card keeps a matrix, 32x32 tiles of four 16x16 faces, row-major at every level.
+
+A reshape, a permutation and a copy; leading dims are a batch. Sides that are no multiple of 32 are padded with zeros if
+you say so, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshloom.errors import ShapeError
+
+TILE, FACE = 32, 16
+_SIDES = TILE // FACE
+
+
+def tilize(data: torch.Tensor, *, pad: bool = False) -> torch.Tensor:
+    """The elements in the order of tiles, as one dim behind the batch.
+
+    >>> tilize(torch.arange(32 * 32).view(32, 32))[14:18]
+    tensor([14, 15, 32, 33])
+    """
+    _check_matrix(data.shape)
+    rows, cols = (-(-side // TILE) * TILE for side in data.shape[-2:])
+    if (rows, cols) != tuple(data.shape[-2:]):
+        if not pad:
+            raise ShapeError(
+                f"sides {list(data.shape[-2:])} are no multiples of {TILE}",
+                fix=f"pad=True fills up to {[rows, cols]} with zeros",
+            )
+        data = torch.constant_pad_nd(data, [0, cols - data.shape[-1], 0, rows - data.shape[-2]])
+    batch = data.shape[:-2]
+    split = data.reshape(*batch, rows // TILE, _SIDES, FACE, cols // TILE, _SIDES, FACE)
+    return split.movedim((-6, -3, -5, -2, -4, -1), (-6, -5, -4, -3, -2, -1)).reshape(*batch, rows * cols)
+
+
+def untilize(tiles: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The inverse of `tilize`: a tensor of that shape, without the padding.
+
+    >>> x = torch.randn(2, 33, 40)
+    >>> torch.equal(untilize(tilize(x, pad=True), x.shape), x)
+    True
+    """
+    _check_matrix(shape)
+    rows, cols = (-(-side // TILE) * TILE for side in tuple(shape)[-2:])
+    batch = tuple(shape)[:-2]
+    if tuple(tiles.shape) != (*batch, rows * cols):
+        raise ShapeError(f"tiles of shape {list(tiles.shape)} do not make up {list(shape)}")
+    split = tiles.reshape(*batch, rows // TILE, cols // TILE, _SIDES, _SIDES, FACE, FACE)
+    dense = split.movedim((-6, -5, -4, -3, -2, -1), (-6, -3, -5, -2, -4, -1)).reshape(*batch, rows, cols)
+    return dense[..., : tuple(shape)[-2], : tuple(shape)[-1]].contiguous()
+
+
+def _check_matrix(shape: Sequence[int]) -> None:
+    if len(shape) < 2:
+        raise ShapeError(f"only matrices have tiles, not shape {list(shape)}", fix="add a dim: x.unsqueeze(0)")
