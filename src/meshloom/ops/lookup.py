@@ -77,9 +77,9 @@ def shared_dims(call: Call, dim: int, *names: str) -> list[int]:
 def gather(call: Call) -> Choices:
     """`gather(dim, index)`: an element of the result finds one of the input along `dim`."""
     shape, index = call.shape("input"), call.shape("index")
-    dim = along_dim(call, "index")
-    if not shape or not index:
+    if not shape or not index or not numel(index):
         return with_none(call, [index], picked_partials(call))
+    dim = along_dim(call, "index")
     rows = [
         named_row(call, f"dim {d}", (Shard(d),), input=Shard(d), index=Shard(d))
         for d in shared_dims(call, dim, "index")
@@ -177,6 +177,8 @@ def scatter(call: Call) -> Choices:
     """`scatter`, `scatter_reduce`: an element of the source goes to the place that the index says."""
     shape = call.shape("input")
     names = ("index", "src") if call.has("src") else ("index",)
+    if not numel(call.shape("index")):
+        return with_none(call, [shape], [])
     dim = along_dim(call, *names)
     rows = []
     if shape and all(call.shape(name) for name in names):
@@ -190,7 +192,7 @@ def scatter_add(call: Call) -> Choices:
     """Sharded updates make partial sums, the input's own value counts once."""
     rows, shape = list(scatter(call).rows[:-1]), call.shape("input")
     index, src = call.shape("index"), call.shape("src")
-    if shape and index and index == src:
+    if shape and index and index == src and numel(index):
         dim = along_dim(call)
         rows.append(named_row(call, "index", (SUM,), input=SUM, index=Shard(dim), src=Shard(dim)))
     rows.append(named_row(call, "P(sum)", (SUM,), input=SUM, src=SUM))

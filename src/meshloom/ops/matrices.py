@@ -34,9 +34,10 @@ def matrices(results: Shapes, square: bool = False) -> Rule:
             raise ShapeError(f"{call.op} needs {'square ' if square else ''}matrices and got {list(shape)}")
         batch, (m, n) = shape[:-2], shape[-2:]
         outs = [batch + each for each in results(call, m, n)]
-        return with_none(
-            call, outs, batch_rows([batch], batch, len(outs)), flops=2 * math.prod(shape) * max(min(m, n), 1)
-        )
+        # a tolerance may be a tensor, one number per matrix
+        lead = [batch if i == call.index("input") else each.shape for i, each in enumerate(call.operands)]
+        rows = batch_rows(lead, batch, len(outs)) if broadcast(lead) == batch else []
+        return with_none(call, outs, rows, flops=2 * math.prod(shape) * max(min(m, n), 1))
 
     return rule
 
@@ -86,14 +87,22 @@ def svd(call: Call, m: int, n: int) -> Sequence[Shape]:
     return [(m, m), (k,), (n, n)] if call.arguments["full_matrices"] else [(m, k), (k,), (k, n)]
 
 
+def has_vectors(call: Call) -> bool:
+    """Whether the right sides of `solve` are vectors, by torch's rule on the whole shapes; a chunk may look otherwise.
+
+    A batch of (4, 2, 2) with (2, 2) is one matrix for all; of its chunk (2, 2, 2) torch would say two vectors.
+    """
+    right = call.shape("other")
+    return call.op == "linalg_solve" and (len(right) == 1 or right == call.shape("input")[:-1])
+
+
 def solve(call: Call) -> Choices:
     """`solve`, `solve_triangular`, `cholesky_solve`: a batch of matrices with a batch of right sides, broadcast."""
     matrix, right = call.shape("input"), call.shape("other")
     if len(matrix) < 2 or matrix[-1] != matrix[-2]:
         raise ShapeError(f"{call.op} needs square matrices and got {list(matrix)}")
-    vectors = call.op == "linalg_solve" and (len(right) == 1 or right == matrix[:-1])
+    vectors, left = has_vectors(call), bool(call.arguments.get("left", True))
     tail = 1 if vectors else 2
-    left = bool(call.arguments.get("left", True))
     if len(right) < tail or right[-2 if left and not vectors else -1] != matrix[-1]:
         raise ShapeError(f"{call.op} of {list(matrix)} does not go with a right side of {list(right)}")
     pair = [matrix[:-2], right[: len(right) - tail]]

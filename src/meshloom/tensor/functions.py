@@ -26,9 +26,13 @@ def _known_functions() -> dict[Any, str]:
     # torch's names that mean something else than ours, or take their arguments in another order
     for odd in (torch.embedding, torch.layer_norm, torch.Tensor.where, torch.dropout, torch.relu_):
         found.pop(odd, None)
+    for name in "batch_norm group_norm instance_norm kl_div binary_cross_entropy_with_logits poisson_nll_loss".split():
+        found.pop(getattr(torch, name), None)
     found.pop(F.unfold, None)  # columns of windows
     found.pop(torch.adaptive_max_pool1d, None)  # values with indices
     found[torch.Tensor.where] = "_method_where"
+    for name in ("meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):  # what torch calls for a list of tensors
+        found[getattr(torch._C._VariableFunctions, name)] = name
     found[torch.autograd.grad] = "_autograd_grad"
     found[torch.autograd.backward] = "_autograd_backward"
     return found

@@ -42,7 +42,7 @@ def _finding(function: Callable[..., torch.Tensor]) -> Function:
     @aware
     def find(local: Local, input: torch.Tensor, dim: int | None = None, **others: Any) -> torch.Tensor:
         if dim is None:
-            return function(_all_whole(local, input).contiguous(), **others)
+            return function(_all_whole(local, input).contiguous(), *(each.contiguous() for each in others.values()))
         return function(local.whole("input", input, dim % max(input.dim(), 1)), dim=dim, **others)
 
     return find

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from meshloom.engines.torch_engine.local import Function, Local, aware
+from meshloom.ops.matrices import has_vectors
 
 
 def _regular(local: Local, input: torch.Tensor) -> torch.Tensor:
@@ -41,6 +42,16 @@ def _pair(function: Function) -> Function:
     return run
 
 
+@aware
+def _solve(local: Local, input: torch.Tensor, other: torch.Tensor, left: bool) -> torch.Tensor:
+    """Matrices on the right get as many dims as there are on the left, so that none is taken for a vector."""
+    matrix = _regular(local, input)
+    if has_vectors(local.call):
+        return torch.linalg.solve(matrix, other.unsqueeze(-1), left=left).squeeze(-1)
+    missing = max(matrix.dim() - other.dim(), 0)
+    return torch.linalg.solve(matrix, other[(None,) * missing], left=left)
+
+
 def _cholesky_solve(input: torch.Tensor, other: torch.Tensor, upper: bool) -> torch.Tensor:
     return torch.cholesky_solve(other, input, upper)
 
@@ -61,7 +72,7 @@ MATRICES: dict[str, Function] = {
     "linalg_svdvals": _each(torch.linalg.svdvals),
     "linalg_eigh": _each(torch.linalg.eigh),
     "linalg_eigvalsh": _each(torch.linalg.eigvalsh),
-    "linalg_solve": _pair(torch.linalg.solve),
+    "linalg_solve": _solve,
     "linalg_solve_triangular": _pair(torch.linalg.solve_triangular),
     "cholesky_solve": _pair(_cholesky_solve),
     "linalg_cross": lambda input, other, dim: torch.linalg.cross(input, other, dim=dim),
