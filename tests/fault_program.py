@@ -131,7 +131,7 @@ def one_axis():
     mesh = opened((2, COUNT // 2), ("dp", "tp"))
     fault()
     x = loom.ones(8, 8 if IS_BAD else 16, mesh=mesh, placements="R, S(1)")
-    x.all_gather("tp", dim=1)  # @one_axis
+    loom.collectives.all_gather(x, axis="tp", dim=1)  # @one_axis
 
 
 def plain_tensors():

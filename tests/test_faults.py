@@ -50,7 +50,7 @@ def test_the_check_for_processes_left_behind_can_fail(tmp_path):
     waits = [sys.executable, "-c", "import time; time.sleep(600)", str(tmp_path)]
     process = subprocess.Popen(waits, start_new_session=True)
     try:
-        assert faults.left(tmp_path) == [process.pid]
+        faults.wait_until(lambda: faults.left(tmp_path) == [process.pid], [process], tmp_path)
         with pytest.raises(AssertionError, match="1 of 1 hung"):
             faults.wait_for([process], tmp_path, seconds=0.1)
         assert process.poll() is not None
@@ -61,7 +61,7 @@ def test_the_check_for_processes_left_behind_can_fail(tmp_path):
 # a process is gone
 
 GONE = {
-    "kill_before": (r"(?:nothing yet|new_group of nothing yet)", r"\S+"),
+    "kill_before": (r"(?:new_group of )?open_mesh", r"\S+"),
     "kill_in": (r"all_reduce of sum\(f32\[16, 4\]\(S\(0\)\)\)", STEP),
     "kill_after": (r"all_reduce of sum\(f32\[16, 4\]\(S\(0\)\)\)", STEP),
 }
@@ -363,7 +363,9 @@ def test_a_log_folder_that_cannot_be_written_is_refused_before_any_rank_starts(t
     faults.wait_for([process], tmp_path)
     assert process.returncode == 1
     said = (tmp_path / "launcher").read_text()
-    check_says(said, rf"LaunchError: the log folder {tmp_path}/logs cannot be written: ", "fix +give another --log-dir")
+    check_says(
+        said, rf"meshloom run: the log folder {tmp_path}/logs cannot be written: ", "fix +give another --log-dir"
+    )
     assert "READY" not in said
 
 

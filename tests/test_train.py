@@ -25,8 +25,8 @@ Losses = list[float]
 pytestmark = pytest.mark.slow
 
 
-def arguments(folder: Path) -> list[str]:
-    return [SCRIPT, "--steps", str(STEPS), "--losses", str(folder / "losses")]
+def arguments(folder: Path, mesh: str = "2x4") -> list[str]:
+    return [SCRIPT, "--steps", str(STEPS), "--mesh", mesh, "--losses", str(folder / "losses")]
 
 
 def read(folder: Path) -> Losses:
@@ -35,11 +35,15 @@ def read(folder: Path) -> Losses:
     return losses
 
 
-def trained(folder: Path, *starter: str) -> Losses:
+def trained(folder: Path, *starter: str, mesh: str = "2x4") -> Losses:
     """The losses of the script as something starts it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *starter, *arguments(folder)], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *starter, *arguments(folder, mesh)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return read(folder)

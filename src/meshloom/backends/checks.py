@@ -114,36 +114,32 @@ class Frame:
 
 
 def _divergence(hashes: list[bytes]) -> DivergenceError:
-    watch = WORLD.watch
-    sides = _sides(watch.stories())
-    is_plain = any(PLAIN in text for text in sides.values())
+    told = _told_apart(WORLD.watch.stories())
+    is_plain = any(PLAIN in text for text in told.values())
     what = "a plain tensor, which counts as replicated, differs" if is_plain else "the processes do different things"
-    fix = (
-        "give what each process holds to loom.from_local, or make it the same everywhere"
-        if is_plain
-        else "every rank runs the same calls in the same order; branch on values that all of them share"
-    )
-    shown = [f"rank {rank}: {sides.get(rank, 'silent')}" for rank in range(HERE.count)]
-    first = {each: rank for rank, each in reversed(list(enumerate(hashes)))}  # of every side
-    error: DivergenceError = watch.diverged(
-        f"{what}: {', but '.join(shown[rank] for rank in sorted(first.values()))}",
-        sides=" against ".join(
-            _ranks([r for r, each in enumerate(hashes) if each == side]) for side in reversed(first)
-        ),
-        calls="\n".join(shown),
-        fix=fix,
+    calls = [f"rank {rank}: {told.get(rank, 'silent')}" for rank in range(HERE.count)]
+    sides = [[rank for rank, each in enumerate(hashes) if each == side] for side in dict.fromkeys(hashes)]
+    error: DivergenceError = WORLD.watch.diverged(
+        f"{what}: {', but '.join(calls[side[0]] for side in sides)}",
+        sides=" against ".join(_ranks(side) for side in sides),
+        calls="\n".join(calls),
+        fix=_FIX_DATA if is_plain else _FIX_CALLS,
     )
     return error
+
+
+_FIX_DATA = "give what each process holds to loom.from_local, or make it the same everywhere"
+_FIX_CALLS = "every rank runs the same calls in the same order; branch on values that all of them share"
 
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _sides(stories: dict[int, list[tuple[int, str]]]) -> dict[int, str]:
+def _told_apart(stories: dict[int, list[tuple[int, str]]]) -> dict[int, str]:
     """For each process the first call in which the stories differ, from where all of them remember.
 
-    >>> _sides({0: [(1, "sum"), (1, "amax")], 1: [(1, "sum"), (1, "amin")]})
+    >>> _told_apart({0: [(1, "sum"), (1, "amax")], 1: [(1, "sum"), (1, "amin")]})
     {0: 'amax', 1: 'amin'}
     """
     start = max((_remembered(each) for each in stories.values()), default=0)

@@ -39,7 +39,7 @@ class Watch:
     def __init__(self, world: Any, board: Board) -> None:
         self.world = world
         self.number = 0  # collectives begun
-        self.call = "nothing yet"  # what may communicate
+        self.call = "open_mesh"  # what may communicate
         self.kind, self.of, self.line, self.since = "", "", "", 0.0  # the last collective, and when it began to wait
         self.grid: tuple[int, ...] = ()
         self.story: deque[tuple[int, str]] = deque(maxlen=RECENT)
