@@ -11,6 +11,7 @@ import itertools
 import math
 import pickle
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from meshloom.mesh import HERE
 from oracle import MESHES, check_case, check_close, check_padding
 from samples import SAMPLES, Draw
 
+Placed = tuple[Placement, ...]
 Grid = tuple[tuple[int, ...], tuple[int, ...]]  # a mesh's shape, and the grid of processes that splits it
 
 
@@ -113,7 +115,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, kept)
 
 
-def _all_placements(axes: int, dims: int, op: str) -> list[tuple[Placement, ...]]:
+def _all_placements(axes: int, dims: int, op: str) -> list[Placed]:
     each: list[Placement] = [Replicate(), Partial(op), *(Shard(dim) for dim in range(dims))]
     return list(itertools.product(each, repeat=axes))
 
@@ -132,7 +134,7 @@ def redistributions(journeys: Sequence[tuple[Grid, tuple[int, ...], str]]) -> tu
     return pairs, dict(Counter(kind for kind, _ in seen))
 
 
-def _check_journey(mesh: Mesh, size: tuple[int, ...], here: tuple[Placement, ...], there: tuple[Placement, ...]) -> None:
+def _check_journey(mesh: Mesh, size: tuple[int, ...], here: Placed, there: Placed) -> None:
     """There keeps values, zero padding and gradients."""
     what = f"{size} from {here} to {there} on {mesh} over {mesh.processes} processes"
     generator = torch.Generator().manual_seed(len(size))
@@ -165,8 +167,9 @@ def optimizers() -> int:
             held = test_optimizers.parameters(layout)
             assert held[0].mesh.is_split
             found = test_optimizers.train(make(held), held, 4)
-            assert _near(found, losses, 1e-5), f"{name} with {layout}: {found} and not {losses}"
-            test_optimizers.check_same(held, expected)
+            half = name == "Muon"  # which multiplies in bfloat16: every part of a sum is rounded
+            assert _near(found, losses, 1e-3 if half else 1e-5), f"{name} with {layout}: {found} and not {losses}"
+            test_optimizers.check_same(held, expected, 5e-3 if half else 1e-5)
             ran += 1
     return ran
 
@@ -198,7 +201,7 @@ def _mlp(x: Any, held: list[Any]) -> Any:
     return torch.tanh(x @ held[0] + held[1]) @ held[2] + held[3]
 
 
-def _train(mesh: Mesh, style: str, make: Callable[[Any], Any], steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
+def _train(mesh: Mesh, style: str, make: Callable[[Any], Any], steps: int = 3) -> tuple[list[float], list[Any]]:
     """Losses and parameters after steps of three micro-batches each, gradients clipped."""
     held, batches = _start(mesh, style)
     optimizer, losses = make(held), []
@@ -362,7 +365,9 @@ def _second_order(mesh: Mesh) -> None:
 def _penalty(mesh: Mesh) -> None:
     x, w, dense_x, dense_w = _pair(mesh)
     for a, b in ((x, w), (dense_x, dense_w)):
-        (a @ b).pow(3).mean().backward(create_graph=True)
+        with warnings.catch_warnings():  # torch's own about the cycle between a parameter and such a gradient
+            warnings.simplefilter("ignore")
+            (a @ b).pow(3).mean().backward(create_graph=True)
         first = b.grad
         b.grad = None
         first.square().sum().backward()

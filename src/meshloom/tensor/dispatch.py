@@ -101,7 +101,7 @@ class Reader:
             return tuple([self.read(each) for each in value])
         elif isinstance(value, torch.Tensor):
             made = as_tensor(value, self.mesh)
-            if made._data is value:
+            if made._data is value or made._data._base is value:
                 self.plain.append(made)
             value = made
         elif isinstance(value, numpy.ndarray):
@@ -124,6 +124,8 @@ def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
     refuse_transforms(value)
     if mesh.is_split and is_listening() and not value.is_meta:
         note_data("operand", value, where())
+    if mesh.is_split and value.is_leaf and value.requires_grad:
+        value = value.view_as(value)  # torch reads its gradient, not we: it is summed at each use
     shape = tuple(value.shape)
     made = Tensor(Topology(mesh, (Replicate(),) * mesh.ndim, shape, short_name(value.dtype)), value)
     return state.shadows.of(made) if state.shadows is not None else made
