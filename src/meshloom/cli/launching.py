@@ -171,7 +171,7 @@ class Listener(threading.Thread):
         self._folder: Path | None = None
         self._selector = selectors.DefaultSelector()
         local = [binding.rank for binding in plan.local]
-        self._mergers = {stream: Merger(local) for stream in STREAMS}
+        self._mergers = {stream: Merger(local, plan.hold) for stream in STREAMS}
         self._lines: dict[tuple[str, int], Lines] = {}
         self._logs: dict[tuple[str, int], int] = {}
         self._is_over = threading.Event()

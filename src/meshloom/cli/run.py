@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshloom.cli.merging import WAIT
 from meshloom.errors import LaunchError, message
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it runs")
     how.add_argument("--timeout", type=_seconds, help="seconds that a collective may take (MESHLOOM_TIMEOUT)")
     how.add_argument("--check", choices=("always", "sample", "off"), help="compare what ranks do (MESHLOOM_CHECK)")
+    how.add_argument("--hold", type=_seconds, default=WAIT, help="seconds a line waits for other ranks (%(default)s)")
     how.add_argument("--log-dir", type=Path, help="a folder for the output of every rank, one file per stream")
     how.add_argument("--dry-run", action="store_true", help="print the ranks, their environment and commands, and end")
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
@@ -100,6 +102,7 @@ class Launch:
     run_id: str
     start_timeout: int
     log_dir: Path | None
+    hold: float
 
     @property
     def local(self) -> tuple[Binding, ...]:
@@ -165,6 +168,7 @@ def planned(options: argparse.Namespace) -> Launch:
         run_id=options.rdzv_id or ("meshloom" if len(hosts) > 1 else uuid.uuid4().hex),
         start_timeout=options.start_timeout,
         log_dir=options.log_dir,
+        hold=options.hold,
     )
 
 
