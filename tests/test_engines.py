@@ -816,7 +816,7 @@ def test_the_script_of_the_document_prints_what_the_document_says(tmp_path):
     ).groups()
     (tmp_path / "ranks.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ranks.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == shown.splitlines()
 

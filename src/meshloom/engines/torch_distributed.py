@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from meshloom.engines.engine import Engine
 from meshloom.engines.layout import torch_dtype
@@ -209,10 +210,12 @@ class Groups:
         return Members(self._known[ranks, backend], ranks, ranks.index(dist.get_rank()))
 
     def _made(self, ranks: tuple[int, ...], backend: str) -> Any:
-        kind = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
         name = f"meshloom engine {backend} {' '.join(map(str, ranks))}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        return kind(store, ranks.index(dist.get_rank()), len(ranks))
+        rank, size = ranks.index(dist.get_rank()), len(ranks)
+        if backend == "nccl":
+            return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        return dist.ProcessGroupGloo(store, rank, size, default_pg_timeout)
 
 
 GROUPS = Groups()
