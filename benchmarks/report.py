@@ -15,6 +15,7 @@ NOISY_LOAD = 0.5
 _FORMATS = {
     "ratio": "{:.2f}x",
     "extra_us": "{:+.2f} us",
+    "ours_us": "{:.1f} us",
     "copies": "{:.2f}",
     "times_ours": "{:.1f}x ours",
     "error": "{:+.0%}",

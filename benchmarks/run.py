@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import moves, peers, prediction, report, results
+from benchmarks import moves, peers, prediction, report, results, runtime
 from benchmarks.results import OURS, Row, figures, verdict
 from benchmarks.timing import duel
 from benchmarks.works import Spec, all_works
@@ -58,7 +58,7 @@ class Meter:
 
 def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Row], console: Console) -> None:
     """Measure into `rows`, one by one, so that whoever interrupts still has those before."""
-    works = [spec for spec in all_works(devices) if _wanted(spec.name, only)]
+    works = [spec for spec in [*all_works(devices), *runtime.works(devices)] if _wanted(spec.name, only)]
     asked = [(peer, count) for peer in peers.ALL for count in peer.ranks if count in devices and _wanted(PEERS, only)]
     predicts = moves.DEVICES in devices and _wanted(PREDICTED, only)
     quick = scale < 1
@@ -89,7 +89,7 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
 
 def names() -> list[str]:
     """What `--only` knows: the works, their first words, the predictions and the peers."""
-    works = dict.fromkeys(spec.name for spec in all_works(DEVICES))
+    works = dict.fromkeys(spec.name for spec in [*all_works(DEVICES), *runtime.works(DEVICES)])
     return [*dict.fromkeys(part for name in works for part in (name.split()[0], name)), PREDICTED, PEERS]
 
 

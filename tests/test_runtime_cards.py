@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_conformance import CardConformance
 
 from meshloom.errors import ArgumentError, DeviceError, DeviceTimeoutError
 from meshloom.runtime import Fault, MeshWorkload, Program, VirtualDriver, create_mesh_buffer, open_mesh_device
 from meshloom.runtime.card import CardInfo
 from meshloom.runtime.chips import chip_of
 from meshloom.runtime.compile_cache import link, translate
+from runtime_conformance import CardConformance
 
 
 class TestVirtual(CardConformance):
@@ -195,7 +195,7 @@ def test_a_queue_that_waits_for_an_event_of_a_failed_queue_fails_too_instead_of_
         second.enqueue_write(x, torch.zeros(2))
         with pytest.raises(DeviceError, match="write x at"):
             first.finish()
-        with pytest.raises(DeviceError, match="event .* of queue 0 failed"):
+        with pytest.raises(DeviceError, match=r"event .* of queue 0 failed"):
             second.finish()
         second.enqueue_write(x, torch.zeros(2), blocking=True)
 
@@ -256,7 +256,7 @@ def test_a_kernel_that_loops_forever_on_the_host_is_a_timeout_of_the_queue():
     workload = MeshWorkload()
     workload.add_program(None, Program(stuck, updates=[x], vectorised=False))
     mesh.queue().enqueue_workload(workload)
-    with pytest.raises(DeviceTimeoutError, match="queue 0 did not end within 0.1 s") as caught:
+    with pytest.raises(DeviceTimeoutError, match=r"queue 0 did not end within 0\.1 s") as caught:
         mesh.queue().finish(timeout=0.1)
     assert "#1 workload stuck at test_runtime_cards.py" in str(caught.value)
     gate.set()

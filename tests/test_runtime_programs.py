@@ -10,10 +10,10 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from runtime_programs import Maker, Op, Plan, addresses, execute, races, reference
 
 from meshloom.errors import RaceError
 from meshloom.runtime import MeshWorkload, Program, create_mesh_buffer, open_mesh_device
+from runtime_programs import Maker, Op, Plan, addresses, execute, races, reference
 
 PROGRAMS = int(os.environ.get("MESHLOOM_CASES", "2000"))
 DEVICES, WIDTH = 2, 2

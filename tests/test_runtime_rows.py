@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_runtime_cards import Strangers
 
 import meshloom as loom
 from meshloom.backends import control
@@ -37,6 +36,7 @@ from meshloom.runtime import (
 from meshloom.runtime.memory import Allocator
 from meshloom.runtime.virtual import SimulatedClock
 from meshloom.tensor.buffers import from_buffer
+from test_runtime_cards import Strangers
 
 ROOT = Path(__file__).resolve().parents[1]
 
