@@ -290,7 +290,7 @@ def test_a_rank_alone_without_the_one_that_holds_the_store_says_so(tmp_path):
     (rank,) = faults.run("never_starts", tmp_path, absent=[0], FAULT_RANK="0", MESHLOOM_TIMEOUT="3")
     check_says(
         errors(rank.text),
-        rf"LostError: rank 1 waited .* in open_mesh at {line('never')}: nobody answers at the meeting",
+        rf"LostError: rank 1 waited .* in open_mesh at {line('never')}: nobody answers where rank 0",
     )
 
 
@@ -383,6 +383,7 @@ ENVIRONMENT = [
         {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
         "RANK=x and WORLD_SIZE=2 name no process",
     ),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "p"}, "MASTER_PORT=p is no port"),
     ({"MESHLOOM_TIMEOUT": "soon"}, "timeout 'soon' is not a number of seconds"),
     ({"MESHLOOM_TIMEOUT": "0"}, "timeout '0' is not a number of seconds"),
     ({"MESHLOOM_CHECK": "ever"}, "check 'ever' is not known"),
@@ -411,7 +412,7 @@ def test_an_environment_that_is_wrong_is_refused_with_what_is_wrong(environment,
         loom.open_mesh((2,))
 
 
-@pytest.mark.parametrize("value", [0, -1, "never", float("nan")])
+@pytest.mark.parametrize("value", [0, -1, "never", float("nan"), float("inf")])
 def test_a_timeout_that_is_no_time_is_refused(value, alone):
     import meshloom as loom
 

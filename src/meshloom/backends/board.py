@@ -43,6 +43,12 @@ class Board:
         """A note, or None if it is not there."""
         return self._ask(seconds, "get", name).decode() if self.has(name, seconds) else None
 
+    def read_all(self, names: list[str], seconds: float) -> list[str | None]:
+        """Several notes, in two questions where all of them are there."""
+        if not self._ask(seconds, "check", names):
+            return [self.read(name, seconds) for name in names]
+        return [note.decode() for note in self._ask(seconds, "multi_get", names)]
+
     def has(self, name: str, seconds: float) -> bool:
         """Whether a note is there."""
         return bool(self._ask(seconds, "check", [name]))
@@ -111,7 +117,8 @@ def meet(rank: int, count: int, seconds: float, line: str) -> tuple[Any, Board]:
             multi_tenant=True,
         )
     except RuntimeError as error:
-        raise missing("nobody answers at the meeting point, where rank 0 should be", first_line(error)) from None
+        fate = "it cannot hold the store there" if holds_store(rank) else "nobody answers where rank 0 should be"
+        raise missing(fate, first_line(error)) from None
     board = Board(store)
     try:
         absent = _wait_for_all(board, rank, count, start + seconds)

@@ -69,7 +69,7 @@ def checksum(data: torch.Tensor) -> int:
         return 0
     values = data.detach().cpu().resolve_conj()
     values = values + 0.0 if values.is_floating_point() or values.is_complex() else values
-    return zlib.crc32(memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 PLAIN = "plain tensor"

@@ -275,8 +275,8 @@ class Watch:
         return table(seen, HERE.count, self.grid, unknown)
 
     def _statuses(self) -> dict[int, Status]:
-        notes = {rank: self._board.read(f"status {rank}", GRACE) for rank in range(HERE.count)}
-        return {rank: json.loads(note) for rank, note in notes.items() if note is not None}
+        notes = self._board.read_all([f"status {rank}" for rank in range(HERE.count)], GRACE)
+        return {rank: json.loads(note) for rank, note in enumerate(notes) if note is not None}
 
     # stories, for a divergence
 

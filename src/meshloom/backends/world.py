@@ -25,6 +25,7 @@ from meshloom.mesh import HERE, Mesh
 
 CHECKS = ("always", "sample", "off")
 TIMEOUT = 300.0
+LONGEST = 1e6  # seconds, 11 days
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -80,7 +81,9 @@ def is_launched() -> bool:
 
 def _numbers() -> tuple[int, int]:
     """The rank of this process and how many there are, from the environment."""
-    rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    rank, count, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if not port.isdecimal() or int(port) > 65535:
+        raise ArgumentError(f"MASTER_PORT={port} is no port", fix="give the number of a free port, such as 29500")
     if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
         raise ArgumentError(
             f"RANK={rank} and WORLD_SIZE={count} name no process",
@@ -105,8 +108,10 @@ def _seconds(value: Any) -> float:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = -1.0
-    if not seconds > 0:
-        raise ArgumentError(f"timeout {value!r} is not a number of seconds", fix="give seconds above 0, such as 60")
+    if not 0 < seconds <= LONGEST:
+        raise ArgumentError(
+            f"timeout {value!r} is not a number of seconds", fix=f"give one above 0 and up to {LONGEST:g}, such as 60"
+        )
     return seconds
 
 
