@@ -188,7 +188,7 @@ FUNCTIONS: dict[str, Function] = {
     "lstsq": Function(lambda x, y: torch.linalg.lstsq(x, y).solution, (M, (6, 2)), grad=False),
     "matrix_power": Function(lambda x: torch.matrix_power(x, 3), (SQUARE,)),
     "matrix_rank": Function(torch.linalg.matrix_rank, grad=False),
-    "kron": Function(torch.cov),
+    "cov": Function(torch.cov),
     "corrcoef": Function(torch.corrcoef),
     "fft": Function(lambda x: torch.fft.fft(x, dim=0), grad=False),
     "rfft": Function(lambda x: torch.fft.rfft(x), grad=False),
