@@ -1,16 +1,30 @@
-"""What leaves this process: nothing, or `torch.distributed`. Dispatch asks for a kernel and for movement here."""
+"""What leaves this process: nothing, or `torch.distributed`. Dispatch asks for a kernel and for movement here.
 
-from meshloom.backends.leaves import collect, drop, summed, twins
-from meshloom.backends.moving import dense, move
-from meshloom.backends.spread import Spread
-from meshloom.backends.world import WORLD, join
-from meshloom.engines.kernel import Kernel
-from meshloom.planner import Plan
+Names load on first use: the control plane (`bindings`, `control`) needs no torch.
+"""
 
+from __future__ import annotations
 
-def kernel_of(plan: Plan) -> Kernel:
-    """What carries a plan out: in this process, or with the others that hold the mesh."""
-    return Spread(plan) if plan.mesh.is_split else Kernel(plan)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from meshloom.backends.leaves import collect, drop, summed, twins
+    from meshloom.backends.moving import dense, move
+    from meshloom.backends.spread import kernel_of
+    from meshloom.backends.world import WORLD, join
+
+_LAZY = {
+    **dict.fromkeys(("collect", "drop", "summed", "twins"), "meshloom.backends.leaves"),
+    **dict.fromkeys(("dense", "move"), "meshloom.backends.moving"),
+    "kernel_of": "meshloom.backends.spread",
+    **dict.fromkeys(("WORLD", "join"), "meshloom.backends.world"),
+}
 
 __all__ = ["WORLD", "collect", "dense", "drop", "join", "kernel_of", "move", "summed", "twins"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'meshloom.backends' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

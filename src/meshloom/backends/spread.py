@@ -123,6 +123,11 @@ class Spread(Kernel):
         return lambda *_, **arguments: form(across, **arguments)
 
 
+def kernel_of(plan: Plan) -> Kernel:
+    """What carries a plan out: in this process, or with the others that hold the mesh."""
+    return Spread(plan) if plan.mesh.is_split else Kernel(plan)
+
+
 def _is_cut(row: Row) -> bool:
     """Whether a row shards an operand."""
     return any(isinstance(placement, Shard) for placement in row.ins)
