@@ -17,6 +17,7 @@ import torch
 
 from meshloom.backends import WORLD, join, move
 from meshloom.backends.checks import is_listening, note_data
+from meshloom.backends.control import visible_mesh
 from meshloom.backends.parts import Part, described
 from meshloom.engines.layout import from_block, short_name, torch_dtype
 from meshloom.errors import ArgumentError, MeshError, PlacementError, ShapeError, where
@@ -34,7 +35,7 @@ _opened: list[Mesh] = []
 
 
 def open_mesh(
-    shape: Sequence[int] | int,
+    shape: Sequence[int] | int | None = None,
     axes: Sequence[str] | None = None,
     *,
     device_ids: Sequence[int] | None = None,
@@ -43,7 +44,7 @@ def open_mesh(
     timeout: float | None = None,
     check: str | None = None,
 ) -> Mesh:
-    """A mesh of virtual devices: any shape, any size, any time.
+    """A mesh of virtual devices: any shape, any size, any time. Without a shape, a line of all visible devices.
 
     `physical` gives the shape of the physical devices under it: a program for 4x4 virtual devices runs on 2x2.
 
@@ -54,6 +55,9 @@ def open_mesh(
     >>> open_mesh((2, 4), axes=("dp", "tp"))
     Mesh(dp=2, tp=4)
     """
+    if shape is None:
+        seen = visible_mesh()
+        shape, device_ids = seen.shape, device_ids or seen.device_ids
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if join(timeout, check).is_joined:
         state._set({"checked": WORLD.check == "always"})
