@@ -132,11 +132,9 @@ class Members:
             return combined(_local(parts, op), group, op)
         return Extreme.apply(parts, group, op)
 
-    def reduce_into(self, out: torch.Tensor, parts: torch.Tensor, op: str) -> None:
-        """The reduction, written where `out` lies; parts have no gradient."""
-        whole = "sum" if op == "mean" else op
-        out.copy_(_local(parts, whole))
-        found = wire.all_reduce(out, self.group(parts), whole, own=True)
+    def reduce_rest(self, out: torch.Tensor, op: str) -> None:
+        """Every process's own reduction (for a mean, its sum) becomes that of all parts, in the same memory."""
+        found = wire.all_reduce(out, self.group(out), "sum" if op == "mean" else op, own=True)
         if found.data_ptr() != out.data_ptr():
             out.copy_(found)
         if op == "mean":

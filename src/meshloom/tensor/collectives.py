@@ -7,7 +7,8 @@ dim is cut by the group and by other axes, parts are taken with their padding, w
 
 Three ways to carry each out: `direct`, array operations on the block; `host`, every part read back, combined in a fixed
 order and written to all; `fabric`, a schedule of sends between neighbours, step by step. One meaning: they are
-differentiable in every mode, and a result that is replicated counts once in a loss.
+differentiable in every mode, and a result that is replicated counts once in a loss. Where the members of a group lie on
+several processes each way has a counterpart that works together with them.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ class Between(Direct):
 
     def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
         with torch.no_grad():
-            self.members.reduce_into(out, parts, op)
+            _REDUCE["sum" if op == "mean" else op](parts, out)
+            self.members.reduce_rest(out, op)
 
     def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
         return self.members.gather_at(parts, root) if kind == "gather" else self.members.gather(parts)
