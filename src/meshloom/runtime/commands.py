@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshloom.errors import DeviceTimeoutError, where
 from meshloom.mesh import Coordinate
@@ -15,6 +17,7 @@ from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.events import MeshEvent
 from meshloom.runtime.program import Launch, places_of, total
 from meshloom.runtime.races import Access
+from meshloom.runtime.records import state
 from meshloom.runtime.system import Failures, System
 
 if TYPE_CHECKING:
@@ -71,7 +74,8 @@ class Command:
             return
         self.note.status = "running"
         try:
-            self.run(self.queue.id)
+            with _disable_current_modes() if state.capture is not None else nullcontext():
+                self.run(self.queue.id)
         except (Exception, SystemExit) as error:
             self.note.status = "failed"
             self.queue.fail(self, error)

@@ -195,6 +195,7 @@ class MeshCommandQueue:
         many = f"{len(found)} of {size} devices" if isinstance(error, Failures) else "the host"
         made = kind(
             f"{note.text} at {note.where} failed on {many}",
+            inside=getattr(error, "step", None),
             queue=f"{self.cq_id} of {self.device}",
             devices="\n".join(_told(place, each) for place, each in found),
             story=self.story(),

@@ -8,6 +8,7 @@ replay only if something later writes into it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -34,7 +35,7 @@ _AS: dict[str, Callable[..., Any]] = {
 
 @lru_cache(maxsize=4096)
 def _kind(func: Any) -> str:
-    """What sort of call it is: view, alike, shape (changes an operand's own metadata), write, value or function."""
+    """What sort of call it is: view, alike, shape (changes an operand's metadata), write, index, value or function."""
     name = func._schema.name.partition("::")[2]
     if not func._schema.name.startswith(("aten::", "prims::")):
         return "foreign"
@@ -46,6 +47,8 @@ def _kind(func: Any) -> str:
         return "shape"
     if func._schema.is_mutable:
         return "write"
+    if func is torch.ops.aten.index.Tensor:
+        return "index"
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return "value"
     aliased = any(argument.alias_info is not None for argument in func._schema.arguments)
@@ -80,6 +83,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
         kind = _kind(func)
+        if kind == "index":  # by numbers the shape is known, by a mask it depends on values
+            kind = "value" if any(each.dtype in (torch.bool, torch.uint8) for each in tensors[1:]) else "function"
         if kind in ("view", "shape") or (tensors and all(each.is_meta for each in tensors)):
             return func(*args, **kwargs)
         constant = kind == "alike" or all(_memory(each) in self._constants for each in tensors if not each.is_meta)
@@ -206,12 +211,15 @@ def _into(step: Step, out: torch.Tensor) -> Call | None:
 
 
 def _accepts(candidate: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a function takes these arguments, tried on shapes."""
+    """Whether a function takes these arguments as they are, tried on shapes."""
+    shapes = _to_shapes(kwargs)
     try:
-        candidate(*_to_shapes(args), **_to_shapes(kwargs))
-    except (TypeError, RuntimeError, ValueError):  # also NotImplementedError
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = candidate(*_to_shapes(args), **shapes)
+    except Exception:  # the way that always works is left
         return False
-    return True
+    return "out" not in kwargs or found is shapes["out"]
 
 
 def _copying(step: Step) -> Call:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshloom.engines.layout import torch_dtype
 from meshloom.errors import ArgumentError, PlacementError, ShapeError
@@ -17,14 +18,14 @@ from meshloom.runtime.storage import Block
 
 def host_value(data: Any, shape: tuple[int, ...], dtype: str, what: str) -> torch.Tensor:
     """Host data of exactly that shape and dtype, with memory of its own: the caller may change his at once."""
-    try:
-        value = torch.as_tensor(data).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"a {type(data).__name__} cannot be written", reason=error) from None
-    if tuple(value.shape) != shape:
-        raise ShapeError(f"{what} takes {dtype}{list(shape)} and got shape {list(value.shape)}")
-    wanted = torch_dtype(dtype)
-    return value.to(wanted, copy=True, memory_format=torch.contiguous_format)
+    with _disable_current_modes():  # while a trace is captured on one queue, others go on
+        try:
+            value = torch.as_tensor(data).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"a {type(data).__name__} cannot be written", reason=error) from None
+        if tuple(value.shape) != shape:
+            raise ShapeError(f"{what} takes {dtype}{list(shape)} and got shape {list(value.shape)}")
+        return value.to(torch_dtype(dtype), copy=True, memory_format=torch.contiguous_format)
 
 
 def write_all(buffer: MeshBuffer, value: torch.Tensor, queue: int) -> None:
