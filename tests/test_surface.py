@@ -48,6 +48,9 @@ special_ndtr special_ndtri special_psi special_scaled_modified_bessel_k0 special
 special_spherical_bessel_j0 special_xlog1py special_zeta tan tanhshrink threshold trunc xlogy
 count_nonzero cummax cummin cumprod cumsum kthvalue linalg_vector_norm logcumsumexp logsumexp median mode nanmean
 nanmedian nansum std
+addbmm addmm addmv addr baddbmm batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits ger
+group_norm huber_loss inner kl_div l1_loss mse_loss nll_loss outer poisson_nll_loss rms_norm smooth_l1_loss
+soft_margin_loss tensordot vdot
 adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
 argsort avg_pool1d avg_pool2d avg_pool3d broadcast_to bucketize cholesky_inverse cholesky_solve conv1d conv2d conv3d
 conv_transpose1d conv_transpose2d conv_transpose3d det diag_embed diagonal flip gather index index_add index_copy
@@ -206,6 +209,24 @@ SAMPLES: dict[str, Callable[[], Arguments]] = {
     },
     **{name: lambda: given(x(), 0) for name in "logcumsumexp cummax cummin".split()},
     "kthvalue": lambda: given(x(), 2, 0),
+    "outer": lambda: given(put("S(0), R", 6), put("R, S(0)", 4)),
+    "inner": lambda: given(x(), y()),
+    "vdot": lambda: given(put("S(0), R", 6), put("S(0), R", 6)),
+    "tensordot": lambda: given(x(), put("S(0), R", 4, 5), 1),
+    "bilinear": lambda: given(x(), y(), put("R, R", 3, 4, 4)),
+    "addmm": lambda: given(put("R, S(0)", 5), x(), put("S(0), R", 4, 5)),
+    "addmv": lambda: given(put("S(0), R", 6), x(), put("R, R", 4)),
+    "addr": lambda: given(x(), put("S(0), R", 6), put("R, R", 4)),
+    "addbmm": lambda: given(put("R, R", 3, 3), put("S(0), R", 2, 3, 4), put("S(0), R", 2, 4, 3)),
+    "baddbmm": lambda: given(put("R, R", 3, 3), put("S(0), R", 2, 3, 4), put("S(0), R", 2, 4, 3)),
+    "rms_norm": lambda: given(x(), (4,)),
+    "group_norm": lambda: given(put("S(0), R", 6, 4, 3), 2),
+    "batch_norm": lambda: given(x(), None, None, training=True),
+    **{f"{name}_loss": lambda: given(x(), y()) for name in "mse l1 smooth_l1 huber soft_margin poisson_nll".split()},
+    "binary_cross_entropy": lambda: given(x().sigmoid(), y().sigmoid()),
+    "binary_cross_entropy_with_logits": lambda: given(x(), y()),
+    "kl_div": lambda: given(x(), y(), reduction="sum"),
+    "nll_loss": lambda: given(x(), torch.tensor([0, 1, 2, 3, 0, 1])),
     "linalg_vector_norm": lambda: given(x(), 3, 0),
     "max_dim": lambda: given(x(), 0),
     "min_dim": lambda: given(x(), 0),
@@ -293,7 +314,8 @@ def ways(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     elif name == "where":
         yield "x.where", lambda condition, first, other: first.where(condition, other)
     # torch.embedding and torch.layer_norm take other arguments, torch.adaptive_max_pool1d gives indices too
-    odd = ("embedding", "layer_norm", "adaptive_max_pool1d")
+    odd = {"embedding", "layer_norm", "adaptive_max_pool1d", "batch_norm", "group_norm", "kl_div", "poisson_nll_loss"}
+    odd.add("binary_cross_entropy_with_logits")
     if hasattr(torch, public) and public not in odd:
         yield f"torch.{public}", getattr(torch, public)
     if hasattr(F, public) and public != "unfold":  # F.unfold gives columns of windows

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -71,6 +75,53 @@ def _einsum_shape(labels: str, sizes: dict[str, int]) -> tuple[int, ...]:
     return batch + tuple(sizes[label] for label in labels.replace("...", ""))
 
 
+def outer(d: Draw) -> Case:
+    return Case((Operand((d.size(),), torch.float32), Operand((d.size(),), torch.float32)), torch.outer)
+
+
+def inner(d: Draw) -> Case:
+    k = d.size()
+    shapes = ((*d.shape(0, 2), k), (*d.shape(0, 1), k))
+    return Case(tuple(Operand(shape, torch.float32) for shape in shapes), torch.inner)
+
+
+def tensordot(d: Draw) -> Case:
+    first, second, m, n = (d.size() for _ in range(4))
+    kind = d.number(0, 3)
+    if kind == 0:
+        shapes, dims = ((m, first, second), (first, second, n)), 2
+    elif kind == 1:
+        shapes, dims = ((first, m, second), (n, second, first)), ([0, -1], [2, 1])
+    elif kind == 2:
+        shapes, dims = ((m, first), (first,)), 1
+    else:
+        shapes, dims = ((m,), (n, first)), 0
+    operands = tuple(Operand(shape, torch.float32) for shape in shapes)
+    return Case(operands, lambda a, b: torch.tensordot(a, b, dims))
+
+
+def bilinear(d: Draw) -> Case:
+    i, j, out = (d.size(empty=False) for _ in range(3))
+    batch = d.shape(1, 2, empty=False)
+    shapes = [(*batch, i), (*batch, j), (out, i, j), *([(out,)] if d.yes() else [])]
+    return Case(tuple(Operand(shape, torch.float32) for shape in shapes), F.bilinear)
+
+
+def added(function: Callable[..., Any], spec: str) -> Sample:
+    """A product by labels that is added to something of its shape, or that broadcasts to it."""
+
+    def sample(d: Draw) -> Case:
+        sizes = {label: d.size(empty=label != "m") for label in "bmkn"}  # addmv of no rows forgets its shape
+        left, out = spec.split("->")
+        target = tuple(sizes[x] for x in out)
+        bias = d.broadcast_to(target) if d.yes() else target
+        shapes = [bias, *(tuple(sizes[x] for x in part) for part in left.split(","))]
+        options = d.pick(({}, {"beta": 2, "alpha": 0.5}))
+        return Case(tuple(Operand(shape, torch.float32) for shape in shapes), lambda *xs: function(*xs, **options))
+
+    return sample
+
+
 CONTRACTIONS: dict[str, Sample] = {
     "matmul": matmul,
     "mm": mm,
@@ -79,4 +130,14 @@ CONTRACTIONS: dict[str, Sample] = {
     "dot": dot,
     "linear": linear,
     "einsum": einsum,
+    "outer": outer,
+    "inner": inner,
+    "vdot": lambda d: dataclasses.replace(dot(d), run=torch.vdot),
+    "tensordot": tensordot,
+    "bilinear": bilinear,
+    "addmm": added(torch.addmm, "mk,kn->mn"),
+    "addmv": added(torch.addmv, "mk,k->m"),
+    "addr": added(torch.addr, "m,n->mn"),
+    "addbmm": added(torch.addbmm, "bmk,bkn->mn"),
+    "baddbmm": added(torch.baddbmm, "bmk,bkn->bmn"),
 }  # fmt: skip

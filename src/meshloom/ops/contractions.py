@@ -1,11 +1,11 @@
-"""Rules of contractions whose labels depend on the call: matmul by the ranks of its operands, einsum."""
+"""Labels of contractions that depend on the call: matmul by the ranks of its operands, tensordot, einsum."""
 
 from __future__ import annotations
 
 import math
 
 from meshloom.errors import ShapeError
-from meshloom.ops.labels import contraction_rows, fresh_labels
+from meshloom.ops.labels import contraction_rows, fresh_labels, normal_dim
 from meshloom.ops.rule import Call, Choices, with_none
 from meshloom.types import Shape
 
@@ -17,6 +17,40 @@ def matmul_spec(call: Call) -> str:
         raise ShapeError("matmul needs operands of one dim or more", fix="multiply by a 0-d tensor with *")
     vectors = {(True, True): "k, k -> ", (True, False): "k, ...kn -> ...n", (False, True): "...mk, k -> ...m"}
     return vectors.get((left == 1, right == 1), "...mk, ...kn -> ...mn")
+
+
+def inner_spec(call: Call) -> str:
+    """The labels of inner: the last dims meet, all others stay."""
+    left, right = len(call.shape("input")), len(call.shape("other"))
+    if not left or not right:
+        raise ShapeError("inner needs operands of one dim or more", fix="multiply by a 0-d tensor with *")
+    letters = fresh_labels(left + right - 2, "")
+    first, second = letters[: left - 1], letters[left - 1 :]
+    return f"{first}k, {second}k -> {first}{second}"
+
+
+def tensordot_dims(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dims of both operands that tensordot contracts, pair by pair."""
+    dims, left, right = call.arguments["dims"], len(call.shape("a")), len(call.shape("b"))
+    if isinstance(dims, int):
+        if not 0 <= dims <= min(left, right):
+            raise ShapeError(f"tensordot over {dims} dims of operands that have {left} and {right}")
+        return tuple(range(left - dims, left)), tuple(range(dims))
+    first, second = ((each,) if isinstance(each, int) else tuple(each) for each in dims)
+    if len(first) != len(second):
+        raise ShapeError(f"tensordot pairs dims {list(first)} with dims {list(second)}")
+    return tuple(normal_dim(d, left) for d in first), tuple(normal_dim(d, right) for d in second)
+
+
+def tensordot_spec(call: Call) -> str:
+    """The labels of tensordot: paired dims share theirs."""
+    first, second = tensordot_dims(call)
+    left = fresh_labels(len(call.shape("a")), "")
+    right = list(fresh_labels(len(call.shape("b")), left))
+    for here, there in zip(first, second, strict=True):
+        right[there] = left[here]
+    kept = [x for x in left if x not in right] + [x for x in right if x not in left]
+    return f"{left}, {''.join(right)} -> {''.join(kept)}"
 
 
 def einsum_labels(call: Call) -> tuple[list[str], str]:

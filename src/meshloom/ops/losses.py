@@ -3,29 +3,82 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from meshloom.errors import ArgumentError, ShapeError
-from meshloom.ops.labels import SUM, R, others
-from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, with_none
+from meshloom.ops.labels import SUM, R, broadcast, carried_placement, others
+from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, Rule, with_none
 from meshloom.placement import Placement, Shard
 from meshloom.types import is_floating
 
 
-def cross_entropy(call: Call) -> Choices:
-    """Over sharded classes max, sum and the target's logit are all-reduced; over a sharded batch, sum and weight."""
+def known_reduction(call: Call, *known: str) -> str:
+    """How a loss is reduced, or an error that names the ways."""
+    reduction = str(call.arguments["reduction"])
+    if reduction not in known:
+        ways = ", ".join(map(repr, known[:-1]))
+        raise ArgumentError(f"reduction {reduction!r} is not known", fix=f"use {ways} or {known[-1]!r}")
+    return reduction
+
+
+def of_elements(*ways: str) -> Rule:
+    """The rule of a loss of each element and its target: any dim may be sharded, a sum over it is partial.
+
+    A dim over which one of the two is broadcast is not summed in parts: its padding would have a loss.
+    """
+    known = ("none", *ways, "sum", "mean")
+
+    def rule(call: Call) -> Choices:
+        reduction = known_reduction(call, *known)
+        shapes = [topology.shape for topology in call.operands]
+        shape = broadcast(shapes)
+        both = (call.index("input"), call.index("target"))
+        rows = []
+        for dim in range(len(shape)):
+            ins = tuple(carried_placement(each, shape, dim) for each in shapes)
+            if reduction == "none":
+                rows.append(Row(f"dim {dim}", ins, (Shard(dim),)))
+            elif all(isinstance(ins[index], Shard) for index in both):
+                rows.append(Row(f"dim {dim}", ins, (SUM,)))
+        return with_none(call, [shape if reduction == "none" else ()], rows, flops=4 * math.prod(shape))
+
+    return rule
+
+
+def no_loss(
+    input: float, target: float, when: Callable[[Call], bool] = lambda call: True
+) -> Callable[[Call], tuple[Fill, ...]]:
+    """Padding that has no loss and whose gradient is dropped."""
+
+    def fill(call: Call) -> tuple[Fill, ...]:
+        if not when(call):
+            return ()
+        pairs = (("input", input), ("target", target))
+        return tuple(Fill(call.index(name), value, tuple(range(len(call.shape(name))))) for name, value in pairs)
+
+    return fill
+
+
+def of_classes(*stats: str) -> Rule:
+    """The rule of a loss of classes: sharded classes all-reduce `stats`, a sharded batch the sum and the weight.
+
+    cross_entropy shares max, sum and the target's logit, nll_loss the target's logarithm alone.
+    """
+    return lambda call: _of_classes(call, stats)
+
+
+def _of_classes(call: Call, stats: tuple[str, ...]) -> Choices:
     shape, target = call.shape("input"), call.shape("target")
     classes = 1 if len(shape) > 1 else 0
     by_index = not is_floating(call.operands[call.index("target")].dtype)
     expected = tuple(size for dim, size in enumerate(shape) if dim != classes) if by_index else shape
     if target != expected:
-        raise ShapeError(f"cross_entropy of {list(shape)} needs targets of {list(expected)} and got {list(target)}")
-    reduction = call.arguments["reduction"]
-    if reduction not in ("none", "sum", "mean"):
-        raise ArgumentError(f"reduction {reduction!r} is not known", fix="use 'none', 'sum' or 'mean'")
+        raise ShapeError(f"{call.op} of {list(shape)} needs targets of {list(expected)} and got {list(target)}")
+    reduction = known_reduction(call, "none", "sum", "mean")
     batch = others(len(shape), classes)
     out = tuple(shape[dim] for dim in batch) if reduction == "none" else ()
     rows = [_batch_row(call, dim, place, by_index, reduction) for place, dim in enumerate(batch)]
-    rows.append(_class_row(call, classes, by_index, batch))
+    rows.append(_class_row(call, classes, by_index, tuple(Inner(op, batch) for op in stats)))
     return with_none(call, [out], rows, flops=6 * math.prod(shape))
 
 
@@ -42,15 +95,14 @@ def _batch_row(call: Call, dim: int, place: int, by_index: bool, reduction: str)
     return Row(label, tuple(ins), (R,), (Inner("sum", ()), Inner("sum", ())), even=even, local=False)
 
 
-def _class_row(call: Call, classes: int, by_index: bool, batch: tuple[int, ...]) -> Row:
+def _class_row(call: Call, classes: int, by_index: bool, stats: tuple[Inner, ...]) -> Row:
     ins: list[Placement] = [R] * len(call.operands)
     ins[call.index("input")] = Shard(classes)
     if not by_index:
         ins[call.index("target")] = Shard(classes)
     if call.has("weight"):
         ins[call.index("weight")] = Shard(0)
-    stats = tuple(Inner(op, batch) for op in ("max", "sum", "sum"))
-    exact = by_index and not call.arguments["label_smoothing"]
+    exact = by_index and not call.arguments.get("label_smoothing")
     even = () if exact else (Even(call.index("input"), classes, call.shape("input")[classes]),)
     return Row(f"dim {classes}", tuple(ins), (R,), stats, even=even, local=False)
 

@@ -10,7 +10,7 @@ import math
 
 from meshloom.errors import ArgumentError, ShapeError
 from meshloom.ops.labels import R, normal_dim, others
-from meshloom.ops.rule import Call, Choices, Fill, Inner, Row, with_none
+from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, Rule, with_none
 from meshloom.placement import Placement, Shard
 
 
@@ -47,18 +47,63 @@ def normalised(call: Call) -> int:
     return len(wanted)
 
 
-def layer_norm(call: Call) -> Choices:
-    """mean and mean square are all-reduced; backward all-reduces two sums."""
-    shape = call.shape("input")
-    lead = len(shape) - normalised(call)
-    kept = tuple(range(lead))
+def trailing_norm(sums: int) -> Rule:
+    """The rule of layer_norm and rms_norm, whose statistics are so many sums over the trailing dims."""
+
+    def rule(call: Call) -> Choices:
+        shape = call.shape("input")
+        lead = len(shape) - normalised(call)
+        rows = []
+        for dim in range(len(shape)):
+            ins: list[Placement] = [R] * len(call.operands)
+            ins[call.index("input")] = Shard(dim)
+            for name in ("weight", "bias"):
+                if call.has(name) and dim >= lead:
+                    ins[call.index(name)] = Shard(dim - lead)
+            stats = (Inner("sum", tuple(range(lead))),) * sums if dim >= lead else ()
+            rows.append(Row(f"dim {dim}", tuple(ins), (Shard(dim),), stats, backward=stats, local=dim < lead))
+        return with_none(call, [shape], rows, flops=8 * math.prod(shape))
+
+    return rule
+
+
+def group_norm(call: Call) -> Choices:
+    """Whole groups stay together; over sharded positions the sums of each group are all-reduced."""
+    shape, groups = call.shape("input"), call.arguments["num_groups"]
+    if len(shape) < 2 or groups < 1 or shape[1] % groups:
+        raise ShapeError(
+            f"{shape[1] if len(shape) > 1 else 'no'} channels of {list(shape)} do not make {groups} groups"
+        )
+    sums = (Inner("sum", (0,), times=groups),) * 2
+    rows = [_channel_row(call, 0, (Shard(0),)), _channel_row(call, 1, (Shard(1),), Even(0, 1, groups))]
+    rows += [_channel_row(call, dim, (Shard(dim),), sums=sums) for dim in range(2, len(shape))]
+    return with_none(call, [shape], rows, flops=8 * math.prod(shape))
+
+
+def batch_norm(call: Call) -> Choices:
+    """Statistics are of the global batch: sharded batch or positions all-reduce sums per channel. Channels are apart.
+
+    In training the results are the normalised input, and mean and variance of the batch.
+    """
+    shape, training = call.shape("input"), bool(call.arguments["training"])
+    if len(shape) < 2:
+        raise ShapeError(f"batch_norm needs an input of 2 dims or more and got {list(shape)}")
+    sums = (Inner("sum", (1,)),) * 2 if training else ()
     rows = []
     for dim in range(len(shape)):
-        ins: list[Placement] = [R] * len(call.operands)
-        ins[call.index("input")] = Shard(dim)
-        for name in ("weight", "bias"):
-            if call.has(name) and dim >= lead:
-                ins[call.index(name)] = Shard(dim - lead)
-        stats = (Inner("sum", kept), Inner("sum", kept)) if dim >= lead else ()
-        rows.append(Row(f"dim {dim}", tuple(ins), (Shard(dim),), stats, backward=stats, local=dim < lead))
-    return with_none(call, [shape], rows, flops=8 * math.prod(shape))
+        outs: tuple[Placement, ...] = (Shard(dim),)
+        if training:
+            outs += (Shard(0),) * 2 if dim == 1 else (R, R)
+        rows.append(_channel_row(call, dim, outs, sums=() if dim == 1 else sums))
+    shapes = [shape, shape[1:2], shape[1:2]] if training else [shape]
+    return with_none(call, shapes, rows, flops=8 * math.prod(shape))
+
+
+def _channel_row(
+    call: Call, dim: int, outs: tuple[Placement, ...], even: Even | None = None, sums: tuple[Inner, ...] = ()
+) -> Row:
+    """A row of an op on [N, C, ...] whose other operands have one number per channel."""
+    ins: list[Placement] = [Shard(0) if dim == 1 else R] * len(call.operands)
+    ins[call.index("input")] = Shard(dim)
+    evens = () if even is None else (even,)
+    return Row(f"dim {dim}", tuple(ins), outs, sums, sums, evens, local=not sums)

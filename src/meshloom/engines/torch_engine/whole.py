@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from meshloom.engines.torch_engine.local import Function, Local, aware, wide_dtype
+from meshloom.ops.labels import broadcast
 from meshloom.ops.normalisation import normalised
+from meshloom.types import Shape
 
 
 @aware
@@ -27,6 +30,129 @@ def _layer_norm(
     scaled = (centred * torch.rsqrt(centred.square().sum(dims, keepdim=True) / count + eps)).to(input.dtype)
     scaled = scaled if weight is None else scaled * weight
     return scaled if bias is None else scaled + bias
+
+
+@aware
+def _rms_norm(local: Local, input: torch.Tensor, normalized_shape: Any, weight: Any, eps: float | None) -> torch.Tensor:
+    dims = tuple(range(input.dim() - normalised(local.call), input.dim()))
+    if local.mask(input, dims) is None:
+        return F.rms_norm(input, tuple(input.shape[d] for d in dims), weight, eps)
+    wide = input.to(wide_dtype(input.dtype))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    scaled = (wide * torch.rsqrt(wide.square().sum(dims, keepdim=True) / local.count(dims) + eps)).to(input.dtype)
+    return scaled if weight is None else scaled * weight
+
+
+@aware
+def _group_norm(local: Local, input: torch.Tensor, num_groups: int, weight: Any, bias: Any, eps: float) -> torch.Tensor:
+    """The groups that are here, by the channels that one has."""
+    shape = local.call.shape("input")
+    width = shape[1] // num_groups
+    spatial = tuple(range(2, input.dim()))
+    mask = local.mask(input, spatial)
+    if mask is None:
+        return torch.group_norm(input, input.shape[1] // width, weight, bias, eps) if input.numel() else input * 1
+    wide = input.to(wide_dtype(input.dtype)).unflatten(1, (-1, width))
+    dims = tuple(range(2, wide.dim()))
+    scaled = _scaled(wide, mask, dims, width * local.count(spatial), eps).flatten(1, 2).to(input.dtype)
+    return _per_channel(scaled, weight, bias)
+
+
+def _scaled(wide: torch.Tensor, mask: torch.Tensor, dims: tuple[int, ...], count: int, eps: float) -> torch.Tensor:
+    """Zero mean and unit variance over dims, padding left out."""
+    centred = torch.where(mask, wide - wide.sum(dims, keepdim=True) / count, 0)
+    return centred * torch.rsqrt(centred.square().sum(dims, keepdim=True) / count + eps)
+
+
+def _per_channel(input: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    """Scale and shift, one of each per channel."""
+    line = (-1,) + (1,) * (input.dim() - 2)
+    input = input if weight is None else input * weight.view(line)
+    return input if bias is None else input + bias.view(line)
+
+
+@aware
+def _batch_norm(
+    local: Local, input: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool,
+    momentum: float, eps: float,
+) -> Any:  # fmt: skip
+    """In training the batch's mean and unbiased variance come out too."""
+    if not training:
+        return torch.batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, False)
+    dims = tuple(d for d in range(input.dim()) if d != 1)
+    mask, count = local.mask(input, dims), local.count(dims)
+    if mask is None:
+        out, mean, inverse = torch.native_batch_norm(input, weight, bias, None, None, True, momentum, eps)
+        spread = inverse.pow(-2) - eps
+    else:
+        wide = input.to(wide_dtype(input.dtype))
+        out = _per_channel(_scaled(wide, mask, dims, count, eps).to(input.dtype), weight, bias)
+        mean = wide.detach().sum(dims) / count
+        spread = (
+            torch.where(mask, wide.detach() - mean.view((-1,) + (1,) * (input.dim() - 2)), 0).square().sum(dims) / count
+        )
+    return out, mean.detach(), spread.detach() * (count / max(count - 1, 1))
+
+
+def _reduced(local: Local, each: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The loss of some elements: a mean counts the elements of the whole."""
+    if reduction == "none":
+        return each
+    counts = {"sum": 1, "mean": math.prod(_whole(local)), "batchmean": local.call.shape("input")[0]}
+    return (each.sum(dtype=wide_dtype(each.dtype)) / counts[reduction]).to(each.dtype)
+
+
+def _whole(local: Local) -> Shape:
+    return broadcast([topology.shape for topology in local.call.operands])
+
+
+def _element_loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch's own where all elements are here, else the sum of those that are."""
+
+    @aware
+    def loss(local: Local, reduction: str, size_average: Any = None, reduce: Any = None, **given: Any) -> torch.Tensor:
+        here = broadcast([tuple(each.shape) for each in given.values() if isinstance(each, torch.Tensor)])
+        if here == _whole(local):
+            return function(**given, reduction=reduction)
+        return _reduced(local, function(**given, reduction="none"), reduction)
+
+    return loss
+
+
+def _formula_loss(formula: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss that torch cannot map over devices, by its formula."""
+
+    @aware
+    def loss(local: Local, reduction: str, size_average: Any = None, reduce: Any = None, **given: Any) -> torch.Tensor:
+        return _reduced(local, formula(**given), reduction)
+
+    return loss
+
+
+def _kl_div(input: torch.Tensor, target: torch.Tensor, log_target: bool) -> torch.Tensor:
+    if log_target:
+        return target.exp() * (target - input)
+    return torch.xlogy(target, target) - target * input
+
+
+def _soft_margin_loss(input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.log1p(torch.exp(-target * input))
+
+
+@aware
+def _nll_loss(
+    local: Local, input: Any, target: Any, weight: Any, size_average: Any, ignore_index: int, reduce: Any,
+    reduction: str,
+) -> torch.Tensor:  # fmt: skip
+    input = local.trimmed("input", input, 1 if input.dim() > 1 else 0)
+    weight = None if weight is None else local.trimmed("weight", weight, 0)
+    return F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+
+
+_ELEMENT_LOSSES = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss,
+    F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+)  # fmt: skip
 
 
 def _softmax(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -49,6 +175,13 @@ WHOLE: dict[str, Function] = {
     "softmax": _softmax(torch.softmax),
     "log_softmax": _softmax(torch.log_softmax),
     "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "group_norm": _group_norm,
+    "batch_norm": _batch_norm,
+    **{function.__name__: _element_loss(function) for function in _ELEMENT_LOSSES},
+    "soft_margin_loss": _formula_loss(_soft_margin_loss),
+    "kl_div": _formula_loss(_kl_div),
+    "nll_loss": _nll_loss,
     "cross_entropy": _cross_entropy,
     "scaled_dot_product_attention": F.scaled_dot_product_attention,
 }

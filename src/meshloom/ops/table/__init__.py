@@ -35,6 +35,7 @@ ALIASES: dict[str, str] = {
     "greater": "gt",
     "greater_equal": "ge",
     "concat": "cat",
+    "ger": "outer",
     "concatenate": "cat",
     "swapaxes": "transpose",
     "swapdims": "transpose",

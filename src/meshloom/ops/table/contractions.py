@@ -6,6 +6,9 @@ from meshloom.ops import contractions
 from meshloom.ops.labels import labels
 from meshloom.ops.rule import Op
 
+_SCALED = ", *, beta=1, alpha=1"
+_BATCHES = ("batch1", "batch2")
+
 CONTRACTIONS: tuple[Op, ...] = (
     Op("matmul", labels(contractions.matmul_spec, "input", "other"), "input, other", "trimmed"),
     Op("mm", labels("mk, kn -> mn", "input", "mat2"), "input, mat2", "trimmed"),
@@ -14,4 +17,20 @@ CONTRACTIONS: tuple[Op, ...] = (
     Op("dot", labels("k, k -> ", "input", "tensor"), "input, tensor"),
     Op("linear", labels("...k, nk -> ...n", "input", "weight", bias="bias"), "input, weight, bias=None", "trimmed"),
     Op("einsum", contractions.einsum, "equation, *operands", "trimmed"),
+    Op("outer", labels("m, n -> mn", "input", "vec2"), "input, vec2", "trimmed"),
+    Op("inner", labels(contractions.inner_spec, "input", "other"), "input, other", "trimmed"),
+    Op("vdot", labels("k, k -> ", "input", "other"), "input, other"),
+    Op("tensordot", labels(contractions.tensordot_spec, "a", "b"), "a, b, dims=2", "trimmed"),
+    Op(
+        "bilinear",
+        labels("...i, ...j, oij -> ...o", "input1", "input2", "weight", bias="bias"),
+        "input1, input2, weight, bias=None",
+        "trimmed",
+    ),
+    # a product that is added to something
+    Op("addmm", labels("mk, kn -> mn", "mat1", "mat2", bias="input"), "input, mat1, mat2" + _SCALED, "trimmed"),
+    Op("addmv", labels("mk, k -> m", "mat", "vec", bias="input"), "input, mat, vec" + _SCALED, "trimmed"),
+    Op("addr", labels("m, n -> mn", "vec1", "vec2", bias="input"), "input, vec1, vec2" + _SCALED, "trimmed"),
+    Op("addbmm", labels("bmk, bkn -> mn", *_BATCHES, bias="input"), "input, batch1, batch2" + _SCALED, "trimmed"),
+    Op("baddbmm", labels("bmk, bkn -> bmn", *_BATCHES, bias="input"), "input, batch1, batch2" + _SCALED, "trimmed"),
 )

@@ -1,7 +1,8 @@
-"""Fronts of softmax, losses, attention, look-ups and products."""
+"""Fronts of softmax, norms, losses, attention, look-ups and products."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,11 @@ from meshloom.tensor.calling import Front, invoke, own, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts.casting import cast
 from meshloom.tensor.fronts.pointwise import dropout
+
+LOSSES = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.poisson_nll_loss,
+    F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div, F.nll_loss, F.cross_entropy,
+)  # fmt: skip
 
 
 def _softmax(name: str) -> Callable[..., Any]:
@@ -41,11 +47,73 @@ def _embedding(
     return table_call("embedding", input, weight, padding_idx, output=output)
 
 
-def _cross_entropy(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    legacy = [kwargs.get("size_average"), kwargs.get("reduce"), *args[1:2], *args[3:4]]
-    if any(each is not None for each in legacy):
-        return fallback(F.cross_entropy, (input, target, *args), kwargs, "cross_entropy")
-    return table_call("cross_entropy", input, target, *args, **kwargs)
+def _loss(function: Callable[..., Any]) -> Front:
+    """A loss of `torch.nn.functional`; its old arguments `size_average` and `reduce` are left to torch."""
+    name, signature = function.__name__, inspect.signature(function)
+
+    def front(*args: Any, output: Any = None, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if any(given.get(each) is not None for each in ("size_average", "reduce")):
+            return fallback(function, args, kwargs, name)
+        return table_call(name, output=output, **given)
+
+    return front
+
+
+def _batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Training takes the statistics of the global batch, and moves the running ones towards them."""
+    options = (weight, bias, training, momentum, eps)
+    if not training:
+        return table_call("batch_norm", input, running_mean, running_var, *options)
+    out, mean, spread = table_call("batch_norm", input, None, None, *options)
+    with torch.no_grad():
+        for running, now in ((running_mean, mean), (running_var, spread)):
+            if running is not None:
+                invoke("lerp_", (running, cast(now, own(running).dtype), momentum), {})
+    return out
+
+
+def _instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Every channel is a group of its own; with given statistics it is a batch norm that does not train."""
+    if not use_input_stats:
+        return table_call("batch_norm", input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if running_mean is None and running_var is None:
+        return table_call("group_norm", input, own(input).shape[1], weight, bias, eps)
+    given = (input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return fallback(F.instance_norm, given, {}, "instance_norm")
+
+
+def _softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    return invoke("softmax", (table_call("neg", input), dim), {"dtype": dtype})
+
+
+def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> Any:
+    """Pairs of dims that broadcast are left to torch."""
+    dims = dims.tolist() if isinstance(dims, torch.Tensor) else dims
+    if not isinstance(dims, int):
+        first, second = ([each] if isinstance(each, int) else each for each in dims)
+        sizes = zip((own(a).shape[d] for d in first), (own(b).shape[d] for d in second), strict=False)
+        if any(here != there and 1 in (here, there) for here, there in sizes):
+            return fallback(torch.tensordot, (a, b, dims), {"out": out}, "tensordot")
+    return table_call("tensordot", a, b, dims, out=out)
 
 
 def _attention(
@@ -94,7 +162,11 @@ def _einsum(equation: Any, *operands: Any, output: Any = None) -> Any:
 
 WHOLE: dict[str, Front] = {
     "embedding": _embedding,
-    "cross_entropy": _cross_entropy,
+    **{function.__name__: _loss(function) for function in LOSSES},
+    "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
+    "softmin": _softmin,
+    "tensordot": _tensordot,
     "scaled_dot_product_attention": _attention,
     "einsum": _einsum,
     "linear": _linear,

@@ -1,0 +1,127 @@
+"""Norms and losses beyond the walk over the table: running statistics, modules, old arguments, what is communicated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshloom as loom
+from meshloom import Mesh
+
+MESH = Mesh(dp=2, tp=3)
+PLACED = ("S(0), R", "S(0), S(0)", "R, S(1)", "S(1), S(0)", "S(2), S(0)", "R, R")
+
+
+def dense(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("placements", PLACED)
+def test_batch_norm_trains_on_the_global_batch_and_moves_its_running_statistics(placements: str) -> None:
+    mine, theirs = nn.BatchNorm1d(5, momentum=0.3), nn.BatchNorm1d(5, momentum=0.3)
+    with loom.record() as log:
+        for step in range(3):
+            value = dense(7, 5, 4) + step
+            found, expected = mine(loom.distribute(value, MESH, placements)), theirs(value)
+            torch.testing.assert_close(found.to_torch().detach(), expected.detach())
+    assert "batch_norm" not in log.fallbacks
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(mine, name), getattr(theirs, name))
+    mine.eval(), theirs.eval()
+    value = dense(7, 5, 4)
+    torch.testing.assert_close(mine(loom.distribute(value, MESH, placements)).to_torch(), theirs(value))
+
+
+def test_running_statistics_on_the_mesh_keep_their_placements() -> None:
+    mean, spread = loom.zeros(6, mesh=MESH, placements="R, S(0)"), loom.ones(6, mesh=MESH, placements="R, S(0)")
+    known = torch.zeros(6), torch.ones(6)
+    value = dense(4, 6)
+    F.batch_norm(loom.distribute(value, MESH, "S(0), S(1)"), mean, spread, training=True)
+    F.batch_norm(value, *known, training=True)
+    for mine, theirs in zip((mean, spread), known, strict=True):
+        assert str(mine.placements[1]) == "S(0)"
+        torch.testing.assert_close(mine.to_torch(), theirs)
+
+
+def test_a_sharded_batch_all_reduces_two_sums_per_channel_and_sharded_channels_nothing() -> None:
+    value = dense(8, 6, 4)
+    x = loom.distribute(value, Mesh(w=2), "S(0)")
+    (plan,) = loom.explain(lambda: F.batch_norm(x, None, None, training=True)).plans
+    assert [str(each) for each in plan.forward] == ["all_reduce(sum) over w of 2: 24 B"] * 2
+    by_channel = loom.distribute(value, Mesh(w=2), "S(1)")
+    with loom.communication("forbid"):
+        F.batch_norm(by_channel, None, None, training=True)
+
+
+@pytest.mark.parametrize("placements", PLACED)
+def test_instance_norm_equals_dense_with_and_without_statistics(placements: str) -> None:
+    value = dense(7, 5, 4)
+    x = loom.distribute(value, MESH, placements)
+    weight = dense(5)
+    torch.testing.assert_close(F.instance_norm(x, weight=weight).to_torch(), F.instance_norm(value, weight=weight))
+    given = (torch.zeros(5), torch.ones(5))
+    found = F.instance_norm(x, *given, use_input_stats=False)
+    torch.testing.assert_close(found.to_torch(), F.instance_norm(value, *given, use_input_stats=False))
+    mine, theirs = nn.InstanceNorm1d(5, track_running_stats=True), nn.InstanceNorm1d(5, track_running_stats=True)
+    torch.testing.assert_close(mine(x).to_torch(), theirs(value))
+    torch.testing.assert_close(mine.running_mean, theirs.running_mean)
+
+
+def test_group_norm_keeps_whole_groups_on_a_device_and_gathers_otherwise() -> None:
+    value = dense(2, 12, 3)
+    x = loom.distribute(value, Mesh(w=2), "S(1)")
+    with loom.communication("forbid"):
+        F.group_norm(x, 4)
+    found = F.group_norm(x, 3)  # a group of 4 channels would be cut
+    torch.testing.assert_close(found.to_torch(), F.group_norm(value, 3))
+
+
+LOSSES: dict[str, Any] = {
+    "mse_loss": F.mse_loss,
+    "l1_loss": F.l1_loss,
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "huber_loss": F.huber_loss,
+    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_mean_of_a_loss_over_a_sharded_batch_is_one_number_all_reduced(name: str) -> None:
+    loss = LOSSES[name]
+    value, target = dense(7, 3), dense(3, 7).t().sigmoid().contiguous()
+    x, y = (loom.distribute(each, Mesh(w=4), "S(0)") for each in (value, target))
+    (plan,) = loom.explain(lambda: loss(x, y)).plans
+    assert [each.kind for each in plan.forward] == ["all_reduce"] and plan.bytes <= 8
+    torch.testing.assert_close(loss(x, y).to_torch(), loss(value, target))
+
+
+def test_a_target_that_broadcasts_equals_dense() -> None:
+    value, target = dense(7, 3), dense(1, 3)
+    x = loom.distribute(value, MESH, "S(0), S(0)")
+    for reduction in ("mean", "sum", "none"):
+        expected = F.kl_div(value, target.sigmoid(), reduction=reduction if reduction != "mean" else "batchmean")
+        found = F.kl_div(x, target.sigmoid(), reduction=reduction if reduction != "mean" else "batchmean")
+        torch.testing.assert_close(found.to_torch(), expected)
+
+
+def test_the_old_arguments_of_a_loss_are_left_to_torch() -> None:
+    x = loom.distribute(dense(6, 3), MESH, "S(0), R")
+    with pytest.warns(UserWarning, match="size_average"), loom.record() as log:
+        found = F.mse_loss(x, dense(6, 3) * 2, size_average=False)
+    assert dict(log.fallbacks) == {"mse_loss": 1}
+    torch.testing.assert_close(found.to_torch(), F.mse_loss(dense(6, 3), dense(6, 3) * 2, reduction="sum"))
+
+
+def test_an_unknown_reduction_is_refused_with_the_ways_there_are() -> None:
+    x = loom.distribute(dense(6, 3), MESH, "S(0), R")
+    with pytest.raises(loom.ArgumentError, match="reduction 'median' is not known"):
+        F.mse_loss(x, x, reduction="median")
+
+
+def test_softmin_is_the_softmax_of_the_negative() -> None:
+    x = loom.distribute(dense(7, 3), MESH, "S(0), S(1)")
+    torch.testing.assert_close(F.softmin(x, dim=1).to_torch(), F.softmin(dense(7, 3), dim=1))
