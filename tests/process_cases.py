@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
@@ -453,3 +452,183 @@ def _plain_leaf(mesh: Mesh) -> None:
     (x @ plain).tanh().sum().backward()
     assert plain.grad is not None
     check_close(plain.grad, torch.autograd.grad((dense_x @ dense_w).tanh().sum(), dense_w)[0], "a plain leaf")
+
+
+def randomness() -> int:
+    """Random values are those of one process, bit for bit, on every grid; how many draws were compared."""
+    join()
+    ran = 0
+    for name, draw in test_random.DRAWS.items():
+        for shape, grid in grids(HERE.count, [(HERE.count,), (2, 2 * HERE.count), (4, HERE.count)]):
+            found = []
+            for mesh in (Mesh.of(shape), loom.open_mesh(shape, processes=grid)):
+                placements = "(" + ", ".join(f"S({axis % 2})" for axis in range(mesh.ndim)) + ")"
+                torch.manual_seed(5)
+                first, second = draw((7, 5), mesh, placements), draw((7, 5), mesh, placements)
+                found.append((first.to_torch(), second.to_torch(), torch.rand(3)))
+            for mine, theirs in zip(found[1], found[0], strict=True):
+                assert torch.equal(mine, theirs), f"{name} on {shape} over {grid}"
+            ran += 1
+    return ran
+
+
+def reading() -> tuple[str, list[Any], list[float], str]:
+    """What every rank reads of a tensor, and what it is told of a shard that another one holds."""
+    join()
+    mesh = loom.open_mesh((HERE.count, 2), axes=("dp", "tp"), processes=(HERE.count, 1))
+    dense = torch.arange(10.0).reshape(5, 2)
+    x = loom.distribute(dense, mesh, "S(0), P(sum)")
+    total = x.sum()
+    numbers = [total.item(), float(total), *(x.max().tolist(),), float(x.numpy().sum()), float(len(x)), float(x[3, 1])]
+    assert bool(total) and 45.0 in total and f"{total:.1f}" == "45.0"
+    held = x.redistribute("S(0), R")
+    for place in mesh.local_coordinates():
+        start, extent = held.topology.chunk(place, 0)
+        assert torch.equal(held.shard_at(place), dense[start : start + extent])
+    remote = ((HERE.rank + 1) % HERE.count, 0)
+    try:
+        held.shard_at(remote)
+    except loom.PlacementError as error:
+        return repr(x), x.tolist(), numbers, str(error).splitlines()[0]
+    raise AssertionError("a shard that another rank holds was handed out")
+
+
+def _masked(x: Any) -> None:
+    x[x > 0.5] = -1.0
+
+
+def _sliced(x: Any) -> None:
+    x[1:4, ::2] = 7.0
+    x[-1] = x[0] * 2
+    x[:, 1] += 3
+
+
+def _through_views(x: Any) -> None:
+    x.T[0].mul_(5)
+    x.view(6, 5)[2].add_(1)
+    x.narrow(0, 1, 2).zero_()
+
+
+def _pointwise(x: Any) -> None:
+    x.add_(torch.arange(5.0)).mul_(2).clamp_(min=-3).sub_(x[0].clone())
+    x /= 3
+    x.copy_(x.flip(0))
+
+
+def _outs(x: Any) -> None:
+    torch.add(x, 1, out=x)
+    torch.exp(x * 0.1, out=x)
+
+
+def _no_rule(x: Any) -> None:
+    x.copy_(torch.renorm(x, 2, 0, 1.0))
+    x.cumsum_(1)
+    x.index_copy_(0, torch.tensor([4, 0]), torch.ones(2, 5))
+
+
+def _filled(x: Any) -> None:
+    x.fill_diagonal_(9.0)
+    x.masked_fill_(x < 0, 0.25)
+
+
+WRITES: dict[str, Callable[[Any], None]] = {
+    "masked": _masked,
+    "sliced": _sliced,
+    "through views": _through_views,
+    "pointwise": _pointwise,
+    "out=": _outs,
+    "no rule": _no_rule,
+    "filled": _filled,
+}
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {  # without a rule, or with results whose shape depends on values
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "unique": lambda x: (x > 0).unique(),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "svdvals": lambda x: torch.linalg.svdvals(x),
+    "cdist": lambda x: torch.cdist(x, x + 1),
+    "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
+    "kron": lambda x: torch.kron(x[:2], x[2:4]),
+    "histc": lambda x: torch.histc(x, 4, -2, 2),
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    "movedim": lambda x: x.movedim(0, 1).contiguous(),
+}
+
+
+def writing() -> int:
+    """In-place ops, assignment, views, `out=` and functions without a rule equal dense; how many were compared."""
+    join()
+    ran = 0
+    for shape, grid in grids(HERE.count, [(HERE.count,), (2, 4), (4, 2)]):
+        mesh = loom.open_mesh(shape, processes=grid)
+        for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=mesh.ndim):
+            what = f"{placements} on {shape} over {grid}"
+            for name, write in WRITES.items():
+                dense = torch.randn((6, 5), generator=torch.Generator().manual_seed(3))
+                x = loom.distribute(dense, mesh, placements)
+                try:
+                    write(x)
+                except loom.ViewError:  # a write that cannot reach its base says so, and writes nothing
+                    continue
+                write(dense)
+                check_close(x.to_torch(), dense, f"{name} of {what}")
+                check_padding(x, f"{name} of {what}")
+                assert x.placements == placements, what
+                ran += 1
+            ran += _check_functions(mesh, placements, what)
+    return ran
+
+
+def _check_functions(mesh: Mesh, placements: Placed, what: str) -> int:
+    dense = torch.randn((6, 5), generator=torch.Generator().manual_seed(4))
+    for name, function in FUNCTIONS.items():
+        theirs, ours = dense.clone().requires_grad_(), loom.distribute(dense, mesh, placements).requires_grad_()
+        expected, found = function(theirs), function(ours)
+        check_close(found.to_torch().detach(), expected.detach(), f"{name} of {what}")
+        if expected.requires_grad and name != "svdvals":
+            expected.square().sum().backward()
+            found.square().sum().backward()
+            check_close(ours.grad.to_torch(), theirs.grad, f"gradient of {name} of {what}")
+    return len(FUNCTIONS)
+
+
+def _keep(ctx: Any, data: torch.Tensor, group: Any, *rest: Any) -> torch.Tensor:
+    """A forward that communicates nothing."""
+    ctx.group = group
+    return data.clone()
+
+
+def _pass(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """A backward that communicates nothing."""
+    return gradient, None
+
+
+def _shifted(self: Any, name: str, dim: int) -> torch.Tensor:
+    """Positions as if every process were the first."""
+    return torch.arange(self.topology(name).stored_shape[dim])
+
+
+FAULTS: dict[str, tuple[Any, str, Any, Sequence[str]]] = {  # what is broken, and ops whose cases must show it
+    "a sum that is not summed": (nodes.Leave, "forward", staticmethod(_keep), ("sum", "matmul")),
+    "a gradient that is not summed": (nodes.Enter, "backward", staticmethod(_pass), ("mul", "softmax")),
+    "a leaf's gradient that is not summed": (leaves, "collect", lambda: None, ("linear", "matmul")),
+    "a gather of oneself": (wire, "all_gather", lambda x, group: torch.stack([x] * group.size), ("relu", "neg")),
+    "an exchange with oneself": (wire, "all_to_all", lambda x, group: x.clone(), ("matmul", "softmax", "sub", "mul")),
+    "an offset that is forgotten": ("Across", "positions", _shifted, ("argmax", "argmin", "embedding")),
+}
+
+
+def fault(name: str) -> str:
+    """Break one thing on every rank and run cases until one fails; what it said."""
+    join()
+    owner, attribute, broken, names = FAULTS[name]
+    if owner == "Across":
+        from meshloom.backends.forms import Across as owner
+    if attribute == "collect":
+        from meshloom.tensor import methods as owner
+    with replaced(owner, attribute, broken):
+        for number, op in itertools.product(range(60), names):
+            try:
+                op_case(op, number)
+            except AssertionError as error:
+                return str(error)
+    raise LookupError(f"{name}: no case of {names} failed")
