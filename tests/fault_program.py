@@ -207,6 +207,12 @@ def catches():
     print("goes on alone", flush=True)
 
 
+def ends_at_once():
+    """Nothing but an open mesh: whoever is first must not leave before the others have met it."""
+    opened()
+    print("end")
+
+
 def never_starts():
     if IS_BAD:
         sys.exit(0)

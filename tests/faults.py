@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -68,10 +69,11 @@ def run(case: str, folder: Path, count: int = 2, absent: Sequence[int] = (), **e
         if rank not in absent
     }
     ends = wait_for(list(started.values()), folder)
-    return [
+    ended = [
         Ended(rank, process.returncode, end, (folder / f"rank-{rank}").read_text(errors="replace"))
         for (rank, process), end in zip(started.items(), ends, strict=True)
     ]
+    return told(case, ended)
 
 
 def torchrun(case: str, folder: Path, count: int = 2, **environment: str) -> list[Ended]:
@@ -80,7 +82,7 @@ def torchrun(case: str, folder: Path, count: int = 2, **environment: str) -> lis
     command += ["--log-dir", str(folder / "logs"), str(PROGRAM), case, str(folder)]
     process = _start(command, folder / "launcher", {**_clean(), **environment})
     end = wait_for([process], folder)[0]
-    return [Ended(rank, None, end, _logged(folder, f"{rank}/*.log")) for rank in range(count)]
+    return told(case, [Ended(rank, None, end, _logged(folder, f"{rank}/*.log")) for rank in range(count)])
 
 
 def start_meshloom_run(case: str, folder: Path, count: int = 2, **environment: str) -> subprocess.Popen[bytes]:
@@ -92,7 +94,7 @@ def start_meshloom_run(case: str, folder: Path, count: int = 2, **environment: s
 def meshloom_run(case: str, folder: Path, count: int = 2, **environment: str) -> list[Ended]:
     """The same under `meshloom run`."""
     end = wait_for([start_meshloom_run(case, folder, count, **environment)], folder)[0]
-    return logged_ranks(folder, count, end)
+    return told(case, logged_ranks(folder, count, end))
 
 
 def logged_ranks(folder: Path, count: int, end: float) -> list[Ended]:
@@ -115,10 +117,12 @@ def _start(command: list[str], output: Path, environment: dict[str, str]) -> sub
 
 
 def free_port() -> int:
-    """A port of loopback that nobody uses now."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
+    """A port of loopback that nobody uses, and that the system gives to nobody who connects."""
+    while True:
+        port = random.randrange(10000, 32000)
+        with socket.socket() as held:
+            if held.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def wait_for(started: list[subprocess.Popen[bytes]], folder: Path, seconds: float = LIMIT) -> list[float]:
@@ -170,7 +174,11 @@ def _is_of(process: Path, folder: Path) -> bool:
         return False
 
 
-def seconds(ended: Sequence[Ended]) -> float:
-    """From the fault to the end of the last rank."""
+def told(case: str, ended: list[Ended]) -> list[Ended]:
+    """The same, after everything that was said and the time from the fault to the last end have been printed."""
     began = [float(each) for rank in ended for each in re.findall(r"^FAULT ([\d.]+)", rank.text, re.M)]
-    return max(rank.at for rank in ended) - min(began)
+    if began:
+        print(f"{case}: all had ended {max(rank.at for rank in ended) - min(began):.1f} s after the fault")
+    for rank in ended:
+        print(f"--- rank {rank.rank}, ended with {rank.code}\n{rank.text}")
+    return ended

@@ -108,6 +108,11 @@ def test_a_rank_that_leaves_early_is_missed(tmp_path):
     check_says(errors(well.text), "processes", row(1, r"all_reduce of sum\S+ \S+", STEP, "left"))
 
 
+def test_ranks_may_end_right_after_they_have_met(tmp_path):
+    ranks = faults.run("ends_at_once", tmp_path, count=4)
+    assert [(rank.code, rank.text) for rank in ranks] == [(0, "end\n")] * 4
+
+
 # an exception
 
 
@@ -308,7 +313,8 @@ def cut_off(case: str, folder: Path, count: int) -> list[Ended]:
         cut = time.time()
         ends = faults.wait_for(started, folder)
         texts = [f"FAULT {cut}\n{each.read_text(errors='replace')}" for each in outputs]
-        return [Ended(rank, started[rank].returncode, ends[rank], texts[rank]) for rank in range(count)]
+        codes = [process.returncode for process in started]
+        return faults.told(case, [Ended(*each) for each in zip(range(count), codes, ends, texts, strict=True)])
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -343,8 +349,10 @@ def interrupted(case: str, folder: Path, to_group: bool, count: int = 2) -> list
     faults.wait_until(lambda: all(each.exists() and "READY" in each.read_text() for each in logs), [process], folder)
     time.sleep(1)
     (os.killpg if to_group else os.kill)(process.pid, signal.SIGINT)
+    stopped = time.time()
     end = faults.wait_for([process], folder)[0]
     assert process.returncode == 130
+    print(f"Ctrl-C: all had ended {end - stopped:.1f} s after it")
     return faults.logged_ranks(folder, count, end)
 
 

@@ -147,7 +147,7 @@ class Watch:
         self._state = "raised"
         return LostError(
             f"{self._here()} {what}: {failure['headline']}",
-            cause=failure["cause"],
+            cause=failure["cause"] if failure["cause"] != failure["headline"] else None,
             processes=self._table(*self._seen()),
             fix=_FIX,
         )

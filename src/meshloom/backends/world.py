@@ -235,10 +235,12 @@ def _handle(ranks: tuple[int, ...]) -> Any:
 
 
 def _new_handle(ranks: tuple[int, ...], backend: str | None = None) -> Any:
-    """A new group, which all processes make together."""
+    """A new group, which all processes make together; nobody goes on, or away, before all members are connected."""
     WORLD.watch.enter("new_group")
     try:
         handle = dist.new_group(list(ranks), timeout=_patience(1), backend=backend)
+        if HERE.rank in ranks:
+            handle.allreduce([torch.zeros(1)]).wait(_patience(1))
     except RuntimeError as error:
         raise WORLD.watch.explained(error) from None
     WORLD.watch.leave()
