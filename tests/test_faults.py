@@ -108,6 +108,13 @@ def test_a_rank_that_leaves_early_is_missed(tmp_path):
     check_says(errors(well.text), "processes", row(1, r"all_reduce of sum\S+ \S+", STEP, "left"))
 
 
+def test_the_rank_that_holds_the_store_is_missed_too_when_it_leaves_early(tmp_path):
+    gone, well = faults.run("early", tmp_path, FAULT_RANK="0")
+    assert (gone.code, well.code) == (0, 1)
+    check_says(errors(well.text), rf"LostError: {SUM} at {STEP} on rank 1 lost its connection: rank 0 has left$")
+    check_says(errors(well.text), "processes", r"^\s+0 +\(0,\) .* left$")
+
+
 def test_ranks_may_end_right_after_they_have_met(tmp_path):
     ranks = faults.run("ends_at_once", tmp_path, count=4)
     assert [(rank.code, rank.text) for rank in ranks] == [(0, "end\n")] * 4

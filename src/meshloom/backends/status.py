@@ -10,6 +10,16 @@ from meshloom.mesh.process import place_of
 Status = dict[str, Any]
 
 ENDED = ("raised", "left")
+LEFT: Status = {
+    "beats": 0,
+    "host": "-",
+    "number": "-",
+    "call": "-",
+    "line": "",
+    "now": "",
+    "state": "left",
+    "seconds": 0,
+}
 SHOWN = 4  # processes that a headline names
 _HEAD = ("rank", "place", "host", "call", "number", "line", "state")
 

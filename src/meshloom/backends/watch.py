@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from meshloom.backends.board import Board, first_line, holds_store, is_agents
-from meshloom.backends.status import ENDED, Status, blamed, has_answered, judged, table
+from meshloom.backends.status import ENDED, LEFT, Status, blamed, has_answered, judged, table
 from meshloom.errors import DivergenceError, LostError, MeshloomError, is_program, line_of, where
 from meshloom.mesh import HERE, Mesh
 
@@ -49,6 +49,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="meshloom watch", daemon=True)
         self._beats = 0
         self._state = "running"
+        self._is_closed = False  # rank 0 has left, and the store with it
 
     def start(self) -> None:
         """Begin, and take note of exceptions and of SIGTERM, unless the program has handlers of its own."""
@@ -218,7 +219,8 @@ class Watch:
         try:
             self._publish(self.world.timeout)
             self._read_failure(self.world.timeout)
-            return not self._board.has("closed", self.world.timeout)
+            self._is_closed = self._board.has("closed", self.world.timeout)
+            return not self._is_closed
         except RuntimeError as error:
             if self.failure is None and not self._done.is_set():
                 self.failure = {"rank": HERE.rank, "headline": self._cut_off(), "cause": first_line(error)}
@@ -269,7 +271,8 @@ class Watch:
                 last = self._statuses()
             return {**judged(first, last, HERE.rank), HERE.rank: self._status()}, "has said nothing"
         except RuntimeError as error:
-            return {HERE.rank: self._status()}, f"not known, {first_line(error)}"
+            known = {0: LEFT} if self._is_closed else {}
+            return {**known, HERE.rank: self._status()}, f"not known, {first_line(error)}"
 
     def _table(self, seen: dict[int, Status], unknown: str) -> str:
         return table(seen, HERE.count, self.grid, unknown)
