@@ -89,6 +89,39 @@ def test_meshloom_run_gives_the_losses_of_a_run_alone(count, plain, tmp_path):
     check_close(trained(tmp_path, "-m", "meshloom", "run", "--nproc", str(count)), plain)
 
 
+STARTERS = {
+    "meshloom run": [
+        "-m",
+        "meshloom",
+        "run",
+        "--hosts",
+        "10.77.0.1:2,10.77.0.2:2",
+        "--rdzv-endpoint",
+        "10.77.0.1:29500",
+    ],
+    "torchrun": ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "static"]
+    + ["--rdzv-endpoint", "10.77.0.1:29500"],
+}
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_a_launcher_on_each_of_two_hosts_gives_the_losses_of_a_run_alone(starter, plain, tmp_path):
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": namespaces.CABLE, "OMP_NUM_THREADS": "1"}
+    with namespaces.pair() as hosts:
+        started = [
+            host.start(
+                [sys.executable, *STARTERS[starter], "--node-rank", str(node), *arguments(tmp_path)],
+                tmp_path / f"host-{node}",
+                environment,
+            )
+            for node, host in enumerate(hosts)
+        ]
+        faults.wait_for(started, tmp_path, seconds=240)
+        said = "".join((tmp_path / f"host-{node}").read_text() for node in range(2))
+        assert [process.returncode for process in started] == [0, 0], said
+    check_close(read(tmp_path), plain)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_two_hosts_give_the_losses_of_one_bit_for_bit(count, plain, tmp_path):
     (tmp_path / "one").mkdir()
