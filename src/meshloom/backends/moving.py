@@ -190,34 +190,15 @@ def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Ste
     placement = after.placements[axis]
     assert isinstance(placement, Partial)
     made = layout.mover(before.held, after.held)
-    first = group.index == 0
-    place = after.partial_axes.index(axis)
+    neutral = {"sum": 0, "prod": 1}.get(placement.op)
 
     def run(data: torch.Tensor) -> torch.Tensor:
-        if placement.op == "sum":
-            return _Alone.apply(data, place, after.mesh.local_shape[axis], first)
         data = Enter.apply(data, group)
-        if placement.op == "prod" and not first:
-            data = torch.where(data.new_zeros((), dtype=torch.bool), data, torch.ones_like(data))
+        if neutral is not None and group.index:
+            data = torch.where(data.new_zeros((), dtype=torch.bool), data, torch.full_like(data, neutral))
         return layout.fill(data if made is None else made(data), after, 0)
 
     return run
-
-
-class _Alone(torch.autograd.Function):
-    """A value that one coordinate keeps for all; the gradient of a partial sum is the same on each."""
-
-    @staticmethod
-    def forward(ctx: object, data: torch.Tensor, place: int, devices: int, first: bool) -> torch.Tensor:
-        ctx.place = place  # type: ignore[attr-defined]
-        parts = data.new_zeros((*data.shape[:place], devices, *data.shape[place:]))
-        if first:
-            parts.select(place, 0).copy_(data)
-        return parts
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gradient.select(ctx.place, 0), None, None, None  # type: ignore[attr-defined]
 
 
 class Pieces:
