@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 EASE_OF_USE = ("first.py", "strategies.py", "scale.py", "demo.py")
-OTHERS = ("fabric.py",)
+OTHERS = ("fabric.py", "seven_steps.py")
 COLLECTIVES = frozenset(
     "all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter send recv send_recv shift "
     "all_gather_into_tensor reduce_scatter_tensor all_to_all_single barrier isend irecv".split()

@@ -118,7 +118,7 @@ def test_dram_and_l1_have_the_sizes_and_banks_of_the_preset():
         l1 = create_mesh_buffer(mesh, global_shape=(64,), buffer_type="l1")
         assert big.address == l1.address == 0  # memories of their own
         assert mesh.memory_usage("l1")[0, 0].used == 64 * 64
-        with pytest.raises(OutOfMemoryError, match="does not fit into L1 of 91.5 MiB"):
+        with pytest.raises(OutOfMemoryError, match=r"does not fit into L1 of 91\.5 MiB"):
             create_mesh_buffer(mesh, global_shape=(1 << 25,), buffer_type="l1")
 
 

@@ -133,7 +133,7 @@ def test_memory_that_is_given_out_again_must_be_written_after_its_last_use(mesh)
     x.free()
     y = buffer(mesh, "new")
     assert y.address == x.address
-    with pytest.raises(RaceError, match="writes new at .*not ordered after write old"):
+    with pytest.raises(RaceError, match=r"writes new at .*not ordered after write old"):
         mesh.queue(1).enqueue_write(y, torch.ones(4))
     mesh.queue(0).enqueue_write(y, torch.ones(4))  # the same queue is in order
     with pytest.raises(RaceError, match="not ordered"):

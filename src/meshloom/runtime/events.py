@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from itertools import count
 from typing import TYPE_CHECKING
 
 from meshloom.errors import DeviceTimeoutError
@@ -11,8 +10,6 @@ from meshloom.runtime.races import Clock
 
 if TYPE_CHECKING:
     from meshloom.runtime.queue import MeshCommandQueue
-
-_ids = count()
 
 
 class MeshEvent:
@@ -22,7 +19,7 @@ class MeshEvent:
     """
 
     def __init__(self, queue: MeshCommandQueue, where: str, clock: Clock | None) -> None:
-        self.id = next(_ids)
+        self.id = queue.system.next_event()
         self.queue, self.where = queue, where
         self._clock = clock
         self._done = threading.Event()

@@ -71,11 +71,15 @@ class System:
         self.counts: Counter[str] = Counter()
         self.logs: list[list[Entry]] = []
         self._shuffle = None if stress is None else Shuffle(stress)
-        self._ids = count()
+        self._queues, self._events = count(), count()
 
     def next_queue(self) -> int:
         """A number for a queue: every queue of the cards has another."""
-        return next(self._ids)
+        return next(self._queues)
+
+    def next_event(self) -> int:
+        """A number for an event."""
+        return next(self._events)
 
     def runner(self, name: str) -> Runner:
         """Who runs a queue."""
