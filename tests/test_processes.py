@@ -102,7 +102,8 @@ def test_writing_views_and_functions_without_a_rule_equal_dense(count: int) -> N
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_cases_catch_what_is_broken(name: str) -> None:
-    said = ranks.run(2, "process_cases:fault", name, timeout=TIMEOUT)
+    patience = {"MESHLOOM_TIMEOUT": "60"}  # a fault may show on one rank, which the others then wait for
+    said = ranks.run(2, "process_cases:fault", name, timeout=TIMEOUT, environment=patience)
     assert any("failed" in each for each in said), said
 
 

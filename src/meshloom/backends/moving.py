@@ -76,7 +76,7 @@ def _steps(source: Topology, target: Topology, machine: Machine, merged: tuple[i
     way = stations(source, target.placements, machine)
     here, together = source, _reduced_together(way, merged, source.mesh)
     left = [axis for axis in source.partial_axes if axis not in together or axis not in merged]
-    steps = [_lead(left.index(axis)) for axis in left if axis in merged]
+    steps = [_lead(left.index(axis), _added(source, target, axis)) for axis in left if axis in merged]
     if together:
         here = _with(source, dict.fromkeys(together, Replicate()))
         dims = tuple(place for place, axis in enumerate(left) if axis in together)
@@ -109,9 +109,20 @@ def _reduced_together(way: Sequence[tuple[Placement, ...]], merged: tuple[int, .
     return tuple(found)
 
 
-def _lead(place: int) -> Step:
-    """A merged axis that does not go at once gets a dim of its own."""
-    return lambda data: data.unsqueeze(place)
+def _lead(place: int, added: int) -> Step:
+    """A merged axis that does not go at once gets a dim of its own: the first device has the value, others add none."""
+
+    def run(data: torch.Tensor) -> torch.Tensor:
+        data = data.unsqueeze(place)
+        return torch.constant_pad_nd(data, [0, 0] * (data.dim() - place - 1) + [0, added]) if added else data
+
+    return run
+
+
+def _added(source: Topology, target: Topology, axis: int) -> int:
+    """How many devices of the box beside the first one hold a part of a merged axis that stays a sum."""
+    stays = source.placements[axis] == target.placements[axis] == Partial("sum")
+    return source.mesh.local_shape[axis] - 1 if stays else 0
 
 
 def _sum(group: Group | None, dims: tuple[int, ...], own: bool) -> Step:

@@ -29,7 +29,7 @@ REDUCTIONS: tuple[Op, ...] = (
     Op("var", reductions.var, "input, dim=None, unbiased=None, keepdim=False, *, correction=None", "finite"),
     Op("std", reductions.var, "input, dim=None, unbiased=None, keepdim=False, *, correction=None", "finite"),
     Op("nansum", reduction("sum"), _OVER + ", *, dtype=None", result="accumulate"),
-    Op("nanmean", reductions.with_statistics("sum", "sum"), _OVER + ", *, dtype=None"),
+    Op("nanmean", reductions.with_statistics("sum", "sum"), _OVER + ", *, dtype=None", "finite"),
     Op("count_nonzero", reduction("sum"), "input, dim=None", result="i64"),
     Op(
         "logsumexp",
