@@ -304,6 +304,7 @@ def test_a_rank_alone_without_the_one_that_holds_the_store_says_so(tmp_path):
         errors(rank.text),
         rf"LostError: rank 1 waited .* in open_mesh at {line('never')}: nobody answers where rank 0",
     )
+    assert "[c10d]" not in rank.text
 
 
 # a link is cut

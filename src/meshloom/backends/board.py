@@ -106,18 +106,15 @@ def meet(rank: int, count: int, seconds: float, line: str) -> tuple[Any, Board]:
             fix="start all ranks with the same WORLD_SIZE and meeting point; raise timeout= (or MESHLOOM_TIMEOUT)",
         )
 
+    is_holder = holds_store(rank)
     try:
+        if not is_holder:
+            _wait_for_answer(address, port, start + seconds)
         store = dist.TCPStore(
-            address,
-            port,
-            count,
-            holds_store(rank),
-            timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
+            address, port, count, is_holder, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True
         )
-    except RuntimeError as error:
-        fate = "it cannot hold the store there" if holds_store(rank) else "nobody answers where rank 0 should be"
+    except (OSError, RuntimeError) as error:
+        fate = "it cannot hold the store there" if is_holder else "nobody answers where rank 0 should be"
         raise missing(fate, first_line(error)) from None
     board = Board(store)
     try:
@@ -125,10 +122,22 @@ def meet(rank: int, count: int, seconds: float, line: str) -> tuple[Any, Board]:
     except RuntimeError as error:
         raise missing("the meeting point does not answer any more", first_line(error)) from None
     if absent:
-        if holds_store(rank):
+        if is_holder:
             time.sleep(10 * LOOK)  # the others read it before the store goes
         raise missing(f"{absent} of {count} never came")
     return store, board
+
+
+def _wait_for_answer(address: str, port: int, deadline: float) -> None:
+    """Until somebody listens there; the store's own attempts take twice the time and fill the output with warnings."""
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(LOOK, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(LOOK)
 
 
 def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> str | None:
