@@ -1,4 +1,4 @@
-"""Works of the mesh runtime: a trace of 50 tensor ops, the same ops eagerly, a bulk read, an empty workload."""
+"""Works of the mesh runtime: traces of tensor ops and of workloads, the same eagerly, bulk reads, empty workloads."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ ROWS, WIDTH = 32, 64  # per device
 Sides = tuple[Work, Work]
 REPLAY = Goal("ratio", 1.2)
 EAGER = Goal("ratio", 2.0)
+COMMANDS = Goal("ratio", 1.0)
 BULK = Goal("ratio", 1.0, from_devices=2)
 
 
@@ -27,6 +28,7 @@ def works(devices: Sequence[int]) -> list[Spec]:
     named: tuple[tuple[str, str, Callable[[int], Sides], Goal | None, str], ...] = (
         ("trace replay", "50 ops, to bare torch", replayed, REPLAY, "ratio"),
         ("trace eager", "50 ops, to bare torch", eager, EAGER, "ratio"),
+        ("trace commands", "10 workloads, to enqueuing them", commands, COMMANDS, "ratio"),
         ("read bulk", "to a read per device", bulk_read, BULK, "ratio"),
         ("workload empty", "enqueue and finish", empty_workload, None, "ours_us"),
     )
@@ -90,6 +92,25 @@ def eager(devices: int) -> Sides:
     placed, dense = _operands(devices)
     _checked(lambda: layers(*placed), layers(*dense))
     return lambda: layers(*placed), lambda: layers(*dense)
+
+
+def commands(devices: int) -> Sides:
+    """A trace of ten workloads beside enqueuing and finishing them."""
+    mesh = open_mesh_device((devices,))
+    x = create_mesh_buffer(mesh, global_shape=(1,))
+    workload = MeshWorkload()
+    workload.add_program(None, Program(nothing, updates=[x], vectorised=True))
+    queue = mesh.queue()
+    with mesh.capture() as trace:
+        for _ in range(LAYERS):
+            queue.enqueue_workload(workload)
+
+    def one_by_one() -> None:
+        for _ in range(LAYERS):
+            queue.enqueue_workload(workload)
+        queue.finish()
+
+    return trace.replay, one_by_one
 
 
 def bulk_read(devices: int) -> Sides:

@@ -28,7 +28,6 @@ from meshloom.runtime import (
     open_mesh_device,
 )
 from meshloom.runtime.compile_cache import CompileCache, fingerprint, link, sealed, translate
-from meshloom.tensor.buffers import from_buffer
 
 
 def sharded(mesh: MeshDevice, *shape: int, shard: tuple[int, ...], **options: Any) -> Any:
@@ -301,7 +300,7 @@ def test_workloads_that_cannot_be_are_refused():
 def test_a_tensor_over_a_buffer_shares_its_memory_and_refuses_devices_that_differ():
     with open_mesh_device((2,)) as mesh:
         x = create_mesh_buffer(mesh, global_shape=(2,), name="x")
-        tensor = from_buffer(x)
+        tensor = loom.from_buffer(x)
         tensor.fill_(3.0)
         assert mesh.queue().enqueue_read(x).tolist() == [3, 3]
         mesh.queue().enqueue_write(x, [9.0, 9.0], coordinate=(1,))
@@ -309,7 +308,7 @@ def test_a_tensor_over_a_buffer_shares_its_memory_and_refuses_devices_that_diffe
             tensor.to_torch()
         x.free()
         with pytest.raises(ClosedError, match="x has been freed"):
-            from_buffer(x)
+            loom.from_buffer(x)
 
 
 @pytest.mark.parametrize("mode", ["direct", "host", "fabric"])
@@ -318,7 +317,7 @@ def test_collectives_of_the_sketch_work_on_tensors_over_buffers(mode):
         x = sharded(mesh, 8, 2, shard=(2, 2))
         value = torch.randn(8, 2)
         mesh.queue().enqueue_write(x, value)
-        tensor = from_buffer(x)
+        tensor = loom.from_buffer(x)
         total = loom.collectives.all_reduce(tensor, mode=mode)
         torch.testing.assert_close(total.to_torch(), value.view(4, 2, 2).sum(0))
         assert loom.collectives.all_gather(tensor, 0, mode=mode).to_torch().equal(value)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshloom.errors import ArgumentError, DeviceError, DeviceTimeoutError
+from meshloom.errors import ArgumentError, DeviceError, DeviceTimeoutError, OutOfMemoryError
 from meshloom.runtime import Fault, MeshWorkload, Program, VirtualDriver, create_mesh_buffer, open_mesh_device
 from meshloom.runtime.card import CardInfo
 from meshloom.runtime.chips import chip_of
@@ -180,6 +180,10 @@ def test_a_launch_that_never_ends_is_an_error_within_the_timeout_and_other_cards
         queue.finish()
     mesh.get_device(0, 1).reset()
     queue.enqueue_workload(workload, blocking=True)
+    address = x.address
+    x.free()  # the launch may still write there
+    with pytest.raises(OutOfMemoryError, match=r"buffer x \(freed, kept by a launch that hangs\) is there"):
+        create_mesh_buffer(mesh, global_shape=(1,), address=address)
     mesh.close()
     assert threading.active_count() == threads
     assert all(usage.used == 0 for usage in mesh.memory_usage().values())

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+import meshloom as loom
 from meshloom.errors import ArgumentError, RaceError
 from meshloom.runtime import MeshDevice, MeshWorkload, Program, create_mesh_buffer, open_mesh_device
-from meshloom.tensor.buffers import from_buffer
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_what_a_trace_writes_first_may_be_unwritten(mesh):
 def test_a_tensor_over_a_buffer_is_ordered_by_waiting(mesh):
     x = buffer(mesh)
     mesh.queue(0).enqueue_write(x, torch.ones(4))
-    tensor = from_buffer(x)
+    tensor = loom.from_buffer(x)
     tensor.add_(1)
     mesh.queue(1).enqueue_workload(work(x))
     assert tensor.tolist() == [3] * 4

@@ -35,7 +35,6 @@ from meshloom.runtime import (
 )
 from meshloom.runtime.memory import Allocator
 from meshloom.runtime.virtual import SimulatedClock
-from meshloom.tensor.buffers import from_buffer
 from test_runtime_cards import Strangers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -698,7 +697,7 @@ def test_row_141_reading_a_tensor_whose_buffer_is_in_a_queue_waits_and_is_correc
     gate, other = threading.Event(), threading.Event()
     with open_mesh_device((2,), num_command_queues=2) as mesh:
         x, y = (sharded(mesh, 4, shard=(2,)) for _ in range(2))
-        tensor = from_buffer(x)
+        tensor = loom.from_buffer(x)
         mesh.queue(0).enqueue_workload(on_all(lambda x: gate.wait() and x.fill_(7), x, vectorised=True))
         mesh.queue(1).enqueue_workload(on_all(lambda y: other.wait(), y, vectorised=True))
         threading.Timer(0.05, gate.set).start()

@@ -209,10 +209,8 @@ def test_several_traces_live_at_once_and_each_writes_where_it_did(mesh):
 
 
 def test_commands_and_tensor_ops_are_captured_together_in_order(mesh):
-    from meshloom.tensor.buffers import from_buffer
-
     x = create_mesh_buffer(mesh, global_shape=(2,))
-    tensor = from_buffer(x)
+    tensor = loom.from_buffer(x)
     with mesh.capture() as trace:
         doubled = tensor * 2
         mesh.queue().enqueue_workload(touched(x))

@@ -59,6 +59,7 @@ _LAZY = {
         "meshloom.tensor.drawing",
     ),
     **dict.fromkeys(("control", "discover"), "meshloom.backends.control"),
+    **dict.fromkeys(("from_buffer",), "meshloom.tensor.buffers"),
     **dict.fromkeys(("dropout",), "meshloom.tensor.fronts.pointwise"),
     **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
     **dict.fromkeys(("simulate", "Simulation"), "meshloom.observe.simulate"),

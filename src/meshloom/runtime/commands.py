@@ -193,6 +193,7 @@ class Run(Command):
         for place, card, ticket in tickets:
             left = None if end is None else max(0.0, end - time.monotonic())
             if not card.wait(ticket, left):
+                device.hang(self.buffers)
                 failed.append((place, DeviceTimeoutError(f"did not end within {system.timeout:g} s")))
         if failed:
             raise Failures(sorted(failed, key=lambda pair: pair[0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -55,6 +55,7 @@ class MeshDevice:
         self._buffers: weakref.WeakSet[MeshBuffer] = weakref.WeakSet()
         self._traces: weakref.WeakValueDictionary[int, Trace] = weakref.WeakValueDictionary()
         self._later: list[tuple[MeshBuffer, Region]] = []
+        self._hung: set[MeshBuffer] = set()
         self.queues = tuple(MeshCommandQueue(self, cq_id) for cq_id in range(queues))
         runners = [queue.runner for queue in self.queues]
         self._stop = weakref.finalize(self, _stop, runners)
@@ -260,15 +261,20 @@ class MeshDevice:
         trace.release()
 
     def is_held(self, buffer: MeshBuffer) -> bool:
-        """Whether a live trace, or one being captured, uses a buffer."""
+        """Whether a live trace, one being captured, or a launch that hangs uses a buffer."""
         taken = state.capture
         capturing = taken is not None and taken.queue is not None and taken.queue.device is self
-        return capturing or any(buffer in trace.buffers for trace in self._traces.values())
+        return capturing or buffer in self._hung or any(buffer in trace.buffers for trace in self._traces.values())
+
+    def hang(self, buffers: Iterable[MeshBuffer]) -> None:
+        """A launch did not end and may still write to these: nobody else gets their memory while the mesh is open."""
+        self._hung.update(buffers)
 
     def free_later(self, buffer: MeshBuffer) -> None:
-        """A buffer was freed that a trace still uses: its place stays taken until the trace is released."""
+        """A buffer was freed that something still uses: its place stays taken until that is over."""
         names = ", ".join(str(trace.id) for trace in self._traces.values() if buffer in trace.buffers)
-        buffer.region.owner += f" (freed, kept by trace {names or 'under capture'})"
+        who = "a launch that hangs" if buffer in self._hung else f"trace {names or 'under capture'}"
+        buffer.region.owner += f" (freed, kept by {who})"
         self._later.append((buffer, buffer.region))
 
     def let_go(self, trace_id: int) -> None:
@@ -296,6 +302,8 @@ class MeshDevice:
         errors = [error for queue in self.queues if (error := queue.forget()) is not None]
         for trace in list(self._traces.values()):
             trace.release()
+        self._hung.clear()
+        self.let_go(-1)
         for buffer in list(self._buffers):
             buffer.free()
         self.closed = True
