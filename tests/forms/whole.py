@@ -144,14 +144,99 @@ def _by_classes(call: Call, classes: int, held: list[list[torch.Tensor]], net: N
 
 
 def attention_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
+    forms = {"ring": ring_attention, "keys": split_keys}
+    return forms.get(row.label, causal_queries)(call, held, net)
+
+
+def causal_queries(call: Call, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
     """Causal attention of a device's own queries: its mask starts at its own offset."""
     found, start = [], 0
-    for query, key, value in held:
+    for query, *rest in held:
+        key, value = _heads(call, query, *rest[:2])
         rows = torch.arange(query.shape[-2]).unsqueeze(-1) + start
         mask = rows >= torch.arange(key.shape[-2])
-        found.append(torch.nn.functional.scaled_dot_product_attention(query, key, value, mask))
+        scale = call.arguments["scale"]
+        found.append(torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale))
         start += query.shape[-2]
     return found
+
+
+def _heads(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values with a head for every head of the query."""
+    if not call.arguments["enable_gqa"]:
+        return [key, value]
+    return [each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value)]
+
+
+def _scores(
+    call: Call, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, row: int, column: int
+) -> torch.Tensor:
+    """Scores of queries from `row` on against keys from `column` on; the mask is of these alone."""
+    scale = call.arguments["scale"]
+    found = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if call.arguments["is_causal"]:
+        rows = torch.arange(query.shape[-2]).unsqueeze(-1) + row
+        found = found.masked_fill(rows < torch.arange(key.shape[-2]) + column, -math.inf)
+    if mask is None:
+        return found
+    return found.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else found + mask
+
+
+def _offsets(parts: list[torch.Tensor]) -> list[int]:
+    return [sum(each.shape[-2] for each in parts[:i]) for i in range(len(parts))]
+
+
+def ring_attention(call: Call, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
+    """Keys and values pass around; each device folds a block at a time into its maximum, sum and weighted sum."""
+    devices = len(held)
+    queries, keys, values = ([h[i] for h in held] for i in range(3))
+    masks = [h[3] if len(h) > 3 else None for h in held]
+    rows, columns, sizes = _offsets(queries), _offsets(keys), [k.shape[-2] for k in keys]
+    running: list[Any] = [None] * devices
+    for step in range(devices):
+        for i in range(devices):
+            j = (i - step) % devices
+            mask = masks[i]
+            if mask is not None and mask.shape[-1] > 1:
+                mask = mask.narrow(-1, columns[j], sizes[j])
+            key, value = _heads(call, queries[i], keys[i], values[i])
+            scores = _scores(call, queries[i], key, mask, rows[i], columns[j])
+            running[i] = _folded(running[i], scores, value)
+        if step < devices - 1:
+            keys, values = net.shift(keys), net.shift(values)
+    return [_divided(weighted, total) for _, total, weighted in running]
+
+
+def _divided(weighted: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """A query that may see nothing gets zeros, as in torch."""
+    return weighted / total.masked_fill(total == 0, 1)
+
+
+def _folded(before: Any, scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One more block of scores in the running maximum, sum of weights and weighted sum of values."""
+    high = scores.detach().amax(-1, keepdim=True)
+    high = high if before is None else torch.maximum(high, before[0])
+    finite = high.masked_fill(high == -math.inf, 0)
+    weights = (scores - finite).exp()
+    total, weighted = weights.sum(-1, keepdim=True), weights @ value
+    if before is not None:
+        kept = (before[0] - finite).exp()
+        total, weighted = total + before[1] * kept, weighted + before[2] * kept
+    return high, total, weighted
+
+
+def split_keys(call: Call, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
+    """All queries against a device's own keys; the parts are combined by three all-reduces."""
+    columns, answers = _offsets([h[1] for h in held]), []
+    for h, column in zip(held, columns, strict=True):
+        key, value = _heads(call, h[0], h[1], h[2])
+        answers.append((_scores(call, h[0], key, h[3] if len(h) > 3 else None, 0, column), value))
+    high = net.all_reduce([scores.amax(-1) for scores, _ in answers], "max").unsqueeze(-1)
+    weights = [(scores - high.masked_fill(high == -math.inf, 0)).exp() for scores, _ in answers]
+    total = net.all_reduce([each.sum(-1) for each in weights], "sum").unsqueeze(-1)
+    parts = [each @ value for each, (_, value) in zip(weights, answers, strict=True)]
+    narrow = [each.squeeze(-1) for each in parts]  # a width of 1 is not named
+    return [_divided(net.all_reduce(narrow, "sum").view(parts[0].shape), total)] * len(held)
 
 
 WHOLE: dict[str, Form] = {

@@ -127,24 +127,25 @@ def cross_entropy(d: Draw) -> Case:
 
 
 def attention(d: Draw) -> Case:
-    batch = d.shape(0, 2, empty=False)
+    """Causal, or with a mask of any shape that broadcasts, or neither; heads may share keys and values."""
     queries, keys, width, out = (d.size(empty=False) for _ in range(4))
-    qkv = [
-        Operand((*batch, queries, width), torch.float32),
-        Operand((*batch, keys, width), torch.float32),
-        Operand((*batch, keys, out), torch.float32),
-    ]
-    kind = d.number(0, 3)
+    batch = outer = d.shape(0, 2, empty=False)
+    options: dict[str, Any] = {"scale": d.pick((None, 0.5))}
+    if d.number(0, 3) == 0:
+        heads, groups = d.pick((1, 2, 4, 6)), d.pick((1, 2, 3))
+        samples, options["enable_gqa"] = d.size(empty=False), True
+        batch, outer = (samples, heads), (samples, heads * groups)
+    shapes = [(*outer, queries, width), (*batch, keys, width), (*batch, keys, out)]
+    operands = [Operand(shape, torch.float32) for shape in shapes]
+    kind = d.number(0, 2)
     if kind == 0:
-        return Case(tuple(qkv), lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    if kind == 1:
-        mask = Operand(d.pick(((queries, keys), (*batch, queries, keys), (1, keys))), torch.float32)
-        return Case((*qkv, mask), F.scaled_dot_product_attention)
-    if kind == 2:
-        mask = Operand(d.pick(((queries, keys), (*batch, queries, keys))), torch.bool, "mostly")
-        return Case((*qkv, mask), F.scaled_dot_product_attention)
-    scale = d.pick((None, 0.5))
-    return Case(tuple(qkv), lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=scale))
+        options["is_causal"] = True
+    elif kind == 1:
+        lead = d.broadcast_to(outer)
+        shape = (*lead, d.pick((1, queries)), keys if d.number(0, 3) else 1)
+        dtype, values = d.pick(((torch.float32, "any"), (torch.bool, "mostly")))
+        operands.append(Operand(shape, dtype, values))
+    return Case(tuple(operands), lambda *xs: F.scaled_dot_product_attention(*xs, **options))
 
 
 WHOLE: dict[str, Sample] = {

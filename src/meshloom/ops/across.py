@@ -14,6 +14,8 @@ ACROSS = frozenset(
 
 
 def works_across(op: str, row: Row) -> bool:
-    """Whether a row can be carried out on an axis that several processes share."""
-    rings = any(inner.kind == "shift" for inner in row.inner)
-    return row.local or (op in ACROSS and not rings)
+    """Whether a row can be carried out on an axis that several processes share.
+
+    Of attention only the causal queries can: keys and values that lie apart are gathered there.
+    """
+    return row.local or (op in ACROSS and not (op == "scaled_dot_product_attention" and row.inner))

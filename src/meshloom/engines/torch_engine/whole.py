@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.engines.layout import pad
 from meshloom.engines.torch_engine.local import Function, Local, aware, wide_dtype
 from meshloom.ops.labels import broadcast
 from meshloom.ops.normalisation import normalised
@@ -98,7 +99,7 @@ def _reduced(local: Local, each: torch.Tensor, reduction: str) -> torch.Tensor:
     """The loss of some elements: a mean counts the elements of the whole."""
     if reduction == "none":
         return each
-    counts = {"sum": 1, "mean": math.prod(_whole(local)), "batchmean": local.call.shape("input")[0]}
+    counts = {"sum": 1, "mean": math.prod(_whole(local)), "batchmean": (*local.call.shape("input"), 1)[0]}
     return (each.sum(dtype=wide_dtype(each.dtype)) / counts[reduction]).to(each.dtype)
 
 
@@ -171,6 +172,22 @@ def _cross_entropy(
     )
 
 
+@aware
+def _attention(
+    local: Local, query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, **options: Any
+) -> torch.Tensor:
+    """Padded keys must not weigh, and a causal mask counts queries: both are taken off, and queries put back after."""
+    key, value = (local.trimmed(name, each, each.dim() - 2) for name, each in (("key", key), ("value", value)))
+    if attn_mask is not None:
+        attn_mask = local.trimmed("attn_mask", attn_mask, attn_mask.dim() - 1)
+    if not is_causal:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+    dim, topology = query.dim() - 2, local.ins[local.call.index("query")]
+    query = local.trimmed("query", query, dim)
+    found = F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=True, **options)
+    return pad(found, found.dim() - 2, topology.shape[dim], topology.shards[dim])
+
+
 WHOLE: dict[str, Function] = {
     "softmax": _softmax(torch.softmax),
     "log_softmax": _softmax(torch.log_softmax),
@@ -183,5 +200,5 @@ WHOLE: dict[str, Function] = {
     "kl_div": _formula_loss(_kl_div),
     "nll_loss": _nll_loss,
     "cross_entropy": _cross_entropy,
-    "scaled_dot_product_attention": F.scaled_dot_product_attention,
+    "scaled_dot_product_attention": _attention,
 }
