@@ -126,6 +126,11 @@ class Mesh:
         ids = "" if self._is_plain() else f", ids={list(self.device_ids)}"
         return f"Mesh({inside}{ids})"
 
+    def _repr_html_(self) -> str:
+        from meshloom.mesh.picture import draw_html
+
+        return draw_html(self)
+
     def _is_plain(self) -> bool:
         return self.device_ids == tuple(range(self.size))
 

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 from meshloom.mesh import Mesh
-from meshloom.placement import Partial, Shard, Topology
+from meshloom.placement import Topology, cut
 from meshloom.runtime import Log
 
 
@@ -34,7 +34,7 @@ def draw_mesh(mesh: Mesh) -> str:
 def draw(tensor: Any) -> str:
     """A tensor (or a topology) cut into its shards: each cell says which coordinates hold it, `*` for all of an axis.
 
-    >>> from meshloom.placement import Replicate
+    >>> from meshloom.placement import Replicate, Shard
     >>> print(draw(Topology(Mesh(dp=2, tp=2), (Shard(0), Replicate()), (4, 6), "f32")))
     f32[4, 6](S(0), R) on Mesh(dp=2, tp=2)
       ┌──────────────┐
@@ -46,8 +46,10 @@ def draw(tensor: Any) -> str:
       └──────────────┘
     """
     topology = tensor if isinstance(tensor, Topology) else tensor.topology
-    down, across = _two_dims(topology)
-    cells = [[_cell(topology, top, left) for left in across] for top in down]
+    whole = cut(topology)
+    down, across = (list(itertools.product(*map(range, whole.shape(axes)))) for axes in (whole.down, whole.across))
+    pieces = [[whole.piece(top, left) for left in across] for top in down]
+    cells = [[(piece.held, piece.owners) for piece in row] for row in pieces]
     width = max((len(line) for row in cells for cell in row for line in cell), default=4)
     width = max(width + 2, 14)
     bars = [start + middle.join(["─" * width] * len(across)) + end for start, middle, end in ("┌┬┐", "├┼┤", "└┴┘")]
@@ -58,32 +60,6 @@ def draw(tensor: Any) -> str:
         for texts in zip(*row, strict=True):
             lines.append("  │" + "│".join(f" {text}".ljust(width) for text in texts) + "│")
     return "\n".join([*lines, "  " + bars[2]])
-
-
-Place = dict[int, int]
-
-
-def _two_dims(topology: Topology) -> tuple[list[Place], list[Place]]:
-    """The places down and across: coordinates of the axes that shard dim 0, and of all the other axes that shard."""
-    sharding = [axis for axis, each in enumerate(topology.placements) if isinstance(each, Shard)]
-    first = [axis for axis in sharding if topology.placements[axis] == Shard(0)]
-    others = [axis for axis in sharding if axis not in first]
-    return _places(topology.mesh, first), _places(topology.mesh, others)
-
-
-def _places(mesh: Mesh, axes: list[int]) -> list[Place]:
-    ranges = [range(mesh.shape[axis]) for axis in axes]
-    return [dict(zip(axes, place, strict=True)) for place in itertools.product(*ranges)]
-
-
-def _cell(topology: Topology, top: Place, left: Place) -> tuple[str, str]:
-    where = {**top, **left}
-    coordinate = tuple(where.get(axis, 0) for axis in range(topology.mesh.ndim))
-    chunks = (topology.chunk(coordinate, dim) for dim in range(topology.ndim))
-    held = ", ".join(f"{start}:{start + extent}" for start, extent in chunks) or "()"
-    marks = {axis: "+" if isinstance(each, Partial) else "*" for axis, each in enumerate(topology.placements)}
-    owner = " ".join(f"{name}={where.get(axis, marks[axis])}" for axis, name in enumerate(topology.mesh.axes))
-    return held, owner
 
 
 def communication_table(log: Log) -> str:

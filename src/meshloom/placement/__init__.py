@@ -1,13 +1,16 @@
 """What each mesh axis does to a tensor, and what follows from it. Start with `Topology`."""
 
 from meshloom.placement.notation import parse
+from meshloom.placement.pieces import Cut, Piece, cut
 from meshloom.placement.placements import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from meshloom.placement.spelling import Placements, as_placements, read_placements, spell
 from meshloom.placement.topology import Topology, can_be_partial, reduce_together
 
 __all__ = [
     "PARTIAL_OPS",
+    "Cut",
     "Partial",
+    "Piece",
     "Placement",
     "Placements",
     "Replicate",
@@ -15,6 +18,7 @@ __all__ = [
     "Topology",
     "as_placements",
     "can_be_partial",
+    "cut",
     "parse",
     "read_placements",
     "reduce_together",

@@ -7,8 +7,8 @@ shape is the same elements in the order of the dims: each mesh axis stands direc
 merged with it, replicated axes are gone, partial axes lead. A block is always a view of the stored array, and where
 nothing is padded the stored array of a sharded tensor is the dense tensor, which is what makes a fold free.
 
-Where processes split the mesh, both are what one process holds: the stored array of `held`, the tensor's part in the box
-as a topology of its own. What a process lacks at the end of its box is padding there, as on a device.
+Where processes split the mesh, both are what one process holds: the stored array of `held`, the tensor's part in the
+box as a topology of its own. What a process lacks at the end of its box is padding there, as on a device.
 
 Topologies are interned: equal ones are the same object, so that a cache can look them up by identity.
 """
@@ -84,6 +84,11 @@ class Topology:
 
     def __str__(self) -> str:
         return f"{self.notation} on {self.mesh}"
+
+    def _repr_html_(self) -> str:
+        from meshloom.placement.picture import draw_html
+
+        return draw_html(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Topology, (self.mesh, self.placements, self.shape, self.dtype)

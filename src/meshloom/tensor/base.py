@@ -12,6 +12,7 @@ from meshloom.engines.layout import mask_of, to_block
 from meshloom.errors import PlacementError
 from meshloom.mesh import Mesh
 from meshloom.placement import Placement, Replicate, Topology
+from meshloom.placement.picture import draw_html
 
 
 class Tensor:
@@ -130,6 +131,14 @@ class Tensor:
         return Tensor, (self.topology, self._data)
 
     def __repr__(self) -> str:
-        values = self._data if self._data.is_meta else self._dense().detach()
-        gradient = ", requires_grad=True" if self._data.requires_grad else ""
-        return f"Tensor {self.topology}{gradient}\n{values!r}"
+        return f"Tensor {self.topology}{self._state()}\n{self._values()!r}"
+
+    def _repr_html_(self) -> str:
+        """The tensor in a notebook: its pieces, who holds them, and its values."""
+        return draw_html(self.topology, self._state(), repr(self._values()))
+
+    def _state(self) -> str:
+        return ", requires_grad=True" if self._data.requires_grad else ""
+
+    def _values(self) -> torch.Tensor:
+        return self._data if self._data.is_meta else self._dense().detach()

@@ -25,7 +25,7 @@ from meshloom.tensor.methods import gradient_of, set_gradient
 _FORWARDED = (
     "topology placements mesh block T mT ndim is_meta is_leaf grad_fn to_torch redistribute shard_at tolist item numpy "
     "size numel nelement dim requires_grad_ register_hook retain_grad __len__ __bool__ __float__ __int__ "
-    "__index__ __array__ __contains__"
+    "__index__ __array__ __contains__ _repr_html_"
 ).split()
 
 
