@@ -16,12 +16,12 @@ from oracle import check_case
 from samples import SAMPLES, Draw
 
 CASES = int(os.environ.get("MESHLOOM_CASES", "0"))
-PER_OP = CASES or 125
+PER_OP = CASES or 80
 
 
-def test_every_op_of_the_table_has_samples_and_there_are_ten_thousand_cases() -> None:
+def test_every_op_of_the_table_has_samples_and_there_are_twenty_thousand_cases() -> None:
     assert set(SAMPLES) == set(OPS)
-    assert len(SAMPLES) * 125 >= 10_000
+    assert len(SAMPLES) * 80 >= 20_000
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))

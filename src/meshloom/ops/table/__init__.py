@@ -17,7 +17,19 @@ from meshloom.ops.table.shape import SHAPE
 from meshloom.ops.table.whole import WHOLE
 from meshloom.ops.table.windows import WINDOWS
 
-OPS: dict[str, Op] = table(*POINTWISE, *CONTRACTIONS, *REDUCTIONS, *WHOLE, *LOOKUP, *SHAPE, *ORDER, *WINDOWS, *MATRICES)
+FAMILIES: dict[str, tuple[Op, ...]] = {
+    "each element": POINTWISE,
+    "products": CONTRACTIONS,
+    "reductions and scans": REDUCTIONS,
+    "softmax, norms, losses, attention": WHOLE,
+    "look-up": LOOKUP,
+    "shape": SHAPE,
+    "order": ORDER,
+    "windows": WINDOWS,
+    "batches of matrices": MATRICES,
+}
+
+OPS: dict[str, Op] = table(*(op for family in FAMILIES.values() for op in family))
 
 # Other names of the same ops, as torch and Python spell them.
 ALIASES: dict[str, str] = {
