@@ -321,3 +321,26 @@ def test_results_of_a_captured_program_stay_in_the_books_while_the_trace_lives()
         trace.replay()
         trace.release()
         assert device.memory_usage()[0,].used == 128
+
+
+def test_intermediate_results_share_memory_and_what_somebody_holds_does_not():
+    mesh = loom.open_mesh((4,))
+    x = placed(64, 64, mesh=mesh)
+    with capture() as trace:
+        y = x
+        kept = []
+        for turn in range(20):
+            y = (y * 1.5 + x).tanh()
+            if turn in (3, 7):
+                kept.append(y)
+    outs = [call.keywords["out"] for call in trace._calls]
+    memories = {out.untyped_storage().data_ptr() for out in outs}
+    assert len(outs) == 60 and len(memories) <= 8
+    trace.replay()
+    expected, wanted = x, []
+    for turn in range(20):
+        expected = (expected * 1.5 + x).tanh()
+        if turn in (3, 7):
+            wanted.append(expected)
+    for found, other in zip([*kept, y], [*wanted, expected], strict=True):
+        assert found.to_torch().equal(other.to_torch())

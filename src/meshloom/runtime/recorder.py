@@ -9,6 +9,7 @@ replay only if something later writes into it.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -55,7 +56,8 @@ def _kind(func: Any) -> str:
     return "view" if aliased else "function"
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
+    """A name for the memory that an array lies in, for as long as it lives."""
     return tensor.untyped_storage()._cdata
 
 
@@ -78,6 +80,8 @@ class Recorder(TorchDispatchMode):
         self._constants: set[int] = set()
         self._kept: list[Any] = []  # so that no address comes twice while the capture lasts
         self.rewritten: set[int] = set()  # constants that a later call writes into
+        self.made: dict[int, weakref.ref[Any]] = {}  # memory of results, and how large it is
+        self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,7 +91,7 @@ class Recorder(TorchDispatchMode):
             kind = "value" if any(each.dtype in (torch.bool, torch.uint8) for each in tensors[1:]) else "function"
         if kind in ("view", "shape") or (tensors and all(each.is_meta for each in tensors)):
             return func(*args, **kwargs)
-        constant = kind == "alike" or all(_memory(each) in self._constants for each in tensors if not each.is_meta)
+        constant = kind == "alike" or all(memory_of(each) in self._constants for each in tensors if not each.is_meta)
         if kind == "foreign" or (kind == "value" and not constant):
             raise TraceError(
                 f"{func} needs values, and while a trace is captured nothing is computed"
@@ -102,17 +106,28 @@ class Recorder(TorchDispatchMode):
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
         results = func(*args, **kwargs)
         made = [each for each in tree_flatten(results)[0] if isinstance(each, torch.Tensor) and not each.is_meta]
-        self._constants.update(map(_memory, made))
-        self._add(func, args, kwargs, results, [_memory(each) for each in made], True)
+        self._constants.update(map(memory_of, made))
+        self._add(func, args, kwargs, results, [memory_of(each) for each in made], True)
         return results
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        results = tree_map_only(torch.Tensor, _allocate, _on_meta(func, args, kwargs))
+        results = tree_map_only(torch.Tensor, self._allocated, _on_meta(func, args, kwargs))
         self._add(func, args, kwargs, results, [], False)
         return results
 
+    def _allocated(self, shape: torch.Tensor) -> torch.Tensor:
+        made = _allocate(shape)
+        storage = made.untyped_storage()
+        self.made[memory_of(made)] = weakref.ref(storage)
+        self.sizes[memory_of(made)] = storage.nbytes()
+        return made
+
+    def forget(self) -> None:
+        """Let go of the steps: the capture is over."""
+        self._kept.clear()
+
     def _write(self, func: Any, args: Any, kwargs: Any, constant: bool) -> Any:
-        targets = [_memory(each) for each in _targets(func, args, kwargs)]
+        targets = [memory_of(each) for each in _targets(func, args, kwargs)]
         if constant:
             results = func(*args, **kwargs)
             self._add(func, args, kwargs, None, targets, True)

@@ -20,6 +20,7 @@ from meshloom.runtime.commands import Command
 from meshloom.runtime.races import Access
 from meshloom.runtime.recorder import Recorder, Step, replayable
 from meshloom.runtime.records import state
+from meshloom.runtime.reuse import Reuse
 
 if TYPE_CHECKING:
     from meshloom.runtime.device import MeshDevice
@@ -150,7 +151,12 @@ class Capture:
             self.trace.release()
 
     def _build(self) -> None:
-        trace, rewritten = self.trace, self._recorder.rewritten
+        trace, recorder = self.trace, self._recorder
+        rewritten = recorder.rewritten
+        recorder.forget()
+        reuse = Reuse(self._steps, recorder.made)
+        reuse.take_out()
+        reuse.put_in(recorder.sizes)
         for step in self._steps:
             if isinstance(step, Command):
                 assert self.queue is not None
