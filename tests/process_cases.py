@@ -21,12 +21,15 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import meshloom as loom
+import oracle
 import test_autograd
 import test_optimizers
 import test_random
 from meshloom import Mesh, Partial, Placement, Replicate, Shard
-from meshloom.backends import join, leaves, nodes, wire
+from meshloom.backends import forms, join, nodes, wire
 from meshloom.mesh import HERE
+from meshloom.tensor import methods
+from meshloom.tensor.dispatch import CACHE
 from oracle import MESHES, check_case, check_close, check_padding
 from samples import SAMPLES, Draw
 
@@ -591,9 +594,8 @@ def _check_functions(mesh: Mesh, placements: Placed, what: str) -> int:
     return len(FUNCTIONS)
 
 
-def _keep(ctx: Any, data: torch.Tensor, group: Any, *rest: Any) -> torch.Tensor:
-    """A forward that communicates nothing."""
-    ctx.group = group
+def _keep(data: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """An all-reduce that communicates nothing."""
     return data.clone()
 
 
@@ -608,27 +610,51 @@ def _shifted(self: Any, name: str, dim: int) -> torch.Tensor:
 
 
 FAULTS: dict[str, tuple[Any, str, Any, Sequence[str]]] = {  # what is broken, and ops whose cases must show it
-    "a sum that is not summed": (nodes.Leave, "forward", staticmethod(_keep), ("sum", "matmul")),
+    "a sum that is not summed": (wire, "all_reduce", _keep, ("sum", "matmul")),
     "a gradient that is not summed": (nodes.Enter, "backward", staticmethod(_pass), ("mul", "softmax")),
-    "a leaf's gradient that is not summed": (leaves, "collect", lambda: None, ("linear", "matmul")),
+    "a leaf's gradient that is not summed": (methods, "collect", lambda: None, ("linear", "matmul")),
     "a gather of oneself": (wire, "all_gather", lambda x, group: torch.stack([x] * group.size), ("relu", "neg")),
     "an exchange with oneself": (wire, "all_to_all", lambda x, group: x.clone(), ("matmul", "softmax", "sub", "mul")),
-    "an offset that is forgotten": ("Across", "positions", _shifted, ("argmax", "argmin", "embedding")),
+    "an offset that is forgotten": (forms.Across, "positions", _shifted, ("argmax", "argmin", "embedding")),
 }
 
 
-def fault(name: str) -> str:
-    """Break one thing on every rank and run cases until one fails; what it said."""
+def faults(numbers: Sequence[int]) -> dict[str, list[str]]:
+    """Break one thing after the other on every rank and run cases; what their checks said.
+
+    Checks write down instead of raising, so that the ranks stay together whichever of them sees the fault.
+    """
     join()
-    owner, attribute, broken, names = FAULTS[name]
-    if owner == "Across":
-        from meshloom.backends.forms import Across as owner
-    if attribute == "collect":
-        from meshloom.tensor import methods as owner
-    with replaced(owner, attribute, broken):
-        for number, op in itertools.product(range(60), names):
-            try:
-                op_case(op, number)
-            except AssertionError as error:
-                return str(error)
-    raise LookupError(f"{name}: no case of {names} failed")
+    found: dict[str, list[str]] = {}
+    for fault, (owner, attribute, broken, names) in FAULTS.items():
+        said = found[fault] = []
+        CACHE.clear()
+        with contextlib.ExitStack() as undo:
+            for check in ("check_close", "check_padding"):
+                undo.enter_context(replaced(oracle, check, _noting(getattr(oracle, check), said)))
+            undo.enter_context(replaced(owner, attribute, broken))
+            for name, number in itertools.product(names, numbers):
+                _noting(op_case, said)(name, number)
+        CACHE.clear()
+    return found
+
+
+def _noting(check: Callable[..., None], said: list[str]) -> Callable[..., None]:
+    def note(*args: Any) -> None:
+        try:
+            check(*args)
+        except AssertionError as error:
+            said.append(str(error).splitlines()[0])
+
+    return note
+
+
+def together(*work: tuple[str, Sequence[Any]]) -> dict[str, Any]:
+    """Several functions of this module, one after the other: what each returned."""
+    found = {}
+    for name, arguments in work:
+        try:
+            found[name] = globals()[name](*arguments)
+        except Exception as error:
+            raise AssertionError(f"{name}{tuple(arguments)} failed on rank {HERE.rank}: {error}") from error
+    return found
