@@ -1,115 +1,75 @@
-"""Train a small network data- and tensor-parallel on a 2x4 mesh of virtual devices, and the same one dense beside it.
+"""Train a small GPT tensor-parallel on a 2x4 mesh of virtual devices, and the same model dense beside it.
 
-What `make demo` runs. Afterwards it shows the mesh, where the parameters lie, what one step communicated and why, and
-the time per step against dense.
+What `make demo` runs. Afterwards it shows the mesh, where the weights lie, what one step communicated and why, how the
+loss and the time compare with dense, and what the model writes.
+
+    python examples/demo.py
+    python examples/demo.py --plan sequence --steps 300
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from torch import nn
+from transformer import GPT, MESH, PLANS, Text, Trainer
 
 import meshloom as loom
-from meshloom import Shard
+from meshloom.planner import Plan
+from meshloom.runtime import Event, Log
 
-FEATURES, HIDDEN, CLASSES, BATCH = 512, 1024, 32, 512
-WIDTH = 100
-
-
-class MLP(nn.Module):
-    """Two linear layers; it knows nothing of meshes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(FEATURES, HIDDEN)
-        self.down = nn.Linear(HIDDEN, CLASSES)
-
-    def forward(self, x):
-        """The scores of each class."""
-        return self.down(F.gelu(self.up(x)))
-
-
-# nn.Linear keeps its weight as (out, in): S(0) splits what comes out (columns), S(1) what goes in (rows).
-PLACEMENTS = {
-    "up.weight": {"tp": Shard(0)},
-    "up.bias": {"tp": Shard(0)},
-    "down.weight": {"tp": Shard(1)},
-    "down.bias": {},
-}
-
-
-def put_on_mesh(model: nn.Module, mesh: loom.Mesh) -> nn.Module:
-    """The same model with every parameter on the mesh."""
-    placed = copy.deepcopy(model)
-    for name, placements in PLACEMENTS.items():
-        layer, _, which = name.rpartition(".")
-        module = placed.get_submodule(layer)
-        setattr(module, which, loom.Parameter(getattr(module, which).detach(), mesh, placements))
-    return placed
-
-
-def make_task(batches: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Points labelled by a network that the student has to imitate."""
-    teacher = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES))
-    points = [torch.randn(BATCH, FEATURES) for _ in range(batches)]
-    with torch.no_grad():
-        return [(x, teacher(3 * x).argmax(-1)) for x in points]
+ROWS, LENGTH = 16, 64
+WIDTH = 100  # of the output where there is no terminal
 
 
 @dataclass
 class Run:
-    """A model with its optimizer, its data and what came of it."""
+    """A model in training, and what came of it."""
 
-    model: nn.Module
-    data: list
-    losses: list[float]
-    seconds: list[float]
+    trainer: Trainer
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
-
-    def step(self, number: int) -> None:
-        """One step of training, timed."""
-        x, labels = self.data[number % len(self.data)]
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """One step, timed."""
         begin = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(x), labels)
-        loss.backward()
-        self.optimizer.step()
-        self.losses.append(loss.item())
+        self.losses.append(self.trainer.step(*batch))
         self.seconds.append(time.perf_counter() - begin)
 
 
-def train(console: Console, ours: Run, dense: Run, steps: int) -> None:
+def train(console: Console, ours: Run, dense: Run, text: Text, steps: int) -> None:
     """Both runs step by step, in turn, under one progress bar; a line now and then where there is no terminal."""
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=steps)
-        for number in range(steps):
-            ours.step(number)
-            dense.step(number)
+        for number, batch in enumerate(text.batches(steps, ROWS, LENGTH)):
+            ours.step(batch)
+            dense.step(batch)
             bar.update(task, advance=1, description=f"loss {ours.losses[-1]:.4f}")
             if not console.is_terminal and number % max(1, steps // 5) == 0:
                 console.print(f"step {number:>4}  loss {ours.losses[-1]:.4f}")
     console.print(f"loss {ours.losses[0]:.4f} -> {ours.losses[-1]:.4f} in {steps} steps")
 
 
-def largest_differences(ours: Run, dense: Run) -> tuple[float, float]:
-    """How far the run on the mesh is from the dense one: in any loss, and in any element of any parameter."""
+def show_comparison(console: Console, ours: Run, dense: Run) -> None:
+    """The two runs side by side."""
     losses = max(abs(a - b) for a, b in zip(ours.losses, dense.losses, strict=True))
-    pairs = zip(ours.model.parameters(), dense.model.parameters(), strict=True)
-    parameters = max((p.to_torch() - q).abs().max().item() for p, q in pairs)
-    return losses, parameters
+    pairs = zip(ours.trainer.dense().parameters(), dense.trainer.model.parameters(), strict=True)
+    parameters = max((p - q).abs().max().item() for p, q in pairs)
+    table = Table("", "2x4 mesh", "dense", "compared", title="the same training, twice")
+    table.add_row("last loss", f"{ours.losses[-1]:.6f}", f"{dense.losses[-1]:.6f}", difference(losses))
+    table.add_row("parameters", "", "", difference(parameters))
+    mine, theirs = best(ours.seconds), best(dense.seconds)
+    table.add_row("ms per step", f"{mine:.2f}", f"{theirs:.2f}", f"{mine / theirs:.2f}x dense")
+    console.print(table)
 
 
 def difference(largest: float) -> str:
@@ -122,37 +82,49 @@ def best(seconds: list[float]) -> float:
     return min(seconds) * 1e3
 
 
-def show_comparison(console: Console, ours: Run, dense: Run) -> None:
-    """The two runs side by side."""
-    losses, parameters = largest_differences(ours, dense)
-    table = Table("", "2x4 mesh", "dense", "compared", title="the same training, twice")
-    table.add_row("last loss", f"{ours.losses[-1]:.6f}", f"{dense.losses[-1]:.6f}", difference(losses))
-    table.add_row("parameters", "", "", difference(parameters))
-    fast, slow = best(dense.seconds), best(ours.seconds)
-    table.add_row("ms per step", f"{slow:.2f}", f"{fast:.2f}", f"{slow / fast:.2f}x dense")
-    console.print(table)
-
-
-def show_placements(console: Console, ours: Run) -> None:
-    """The mesh, and where a batch and the two weights lie on it."""
+def show_placements(console: Console, trainer: Trainer) -> None:
+    """The mesh, and where two weights lie on it."""
     say = raw(console)
     console.rule("the mesh")
-    say(loom.draw_mesh(ours.data[0][0].mesh))
-    console.rule("a batch, and the weights: rows down, columns across")
-    for name, tensor in (("x", ours.data[0][0]), ("up", ours.model.up.weight), ("down", ours.model.down.weight)):
-        say(f"{name}: {loom.draw(tensor)}")
+    say(loom.draw_mesh(trainer.mesh))
+    console.rule("two weights: rows down, columns across")
+    for name in ("attention.qkv", "attention.out"):
+        say(f"{name}: {loom.draw(trainer.model.blocks[0].get_submodule(name).weight)}")
 
 
-def show_communication(console: Console, ours: Run) -> None:
-    """What one more step communicates, and why the second layer does."""
+def show_communication(console: Console, trainer: Trainer, text: Text) -> None:
+    """What one more step communicates, and why."""
     say = raw(console)
+    (batch,) = text.batches(1, ROWS, LENGTH)
     with loom.record() as log:
-        ours.step(0)
+        trainer.step(*batch)
     console.rule("one step")
     say(loom.communication_table(log))
-    console.rule("why: the second layer, explained without running it")
-    hidden = loom.zeros(BATCH, HIDDEN, mesh=ours.data[0][0].mesh, placements="S(0), S(1)")
-    say(str(loom.explain(lambda: ours.model.down(hidden))))
+    calls = moving(log)
+    table = Table("line", "op", "what each axis does", "so it needs", title="why, going forward")
+    for (where, op), plan in calls.items():
+        axes = zip(plan.mesh.axes, plan.rows, strict=True)
+        rows = "\n".join(f"{axis}: {row.label}, {row}" for axis, row in axes)
+        table.add_row(where, op, rows, "\n".join(sorted({str(each) for each in plan.forward})))
+    console.print(table)
+    (where, _), plan = next(iter(calls.items()))
+    console.rule("the first of them, with what was considered")
+    say(str(loom.Explanation(Log([Event(each, plan.call.op, where) for each in plan.forward], [(plan, where)]))))
+
+
+def moving(log: Log) -> dict[tuple[str, str], Plan]:
+    """The different calls that moved something, by line and op."""
+    found: dict[tuple[str, str], Plan] = {}
+    for plan, where in log.calls:
+        if isinstance(plan, Plan) and plan.forward:
+            found.setdefault((where, plan.call.op), plan)
+    return found
+
+
+def show_text(console: Console, trainer: Trainer, text: Text, count: int) -> None:
+    """What the trained model writes."""
+    console.rule("what it writes")
+    raw(console)(text.sample(trainer.dense(), "The ", count, LENGTH))
 
 
 def raw(console: Console) -> Callable[[str], None]:
@@ -160,25 +132,42 @@ def raw(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def main() -> None:
-    """Train, compare, show."""
+def read_arguments() -> argparse.Namespace:
+    """The options, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80, help="steps of training (default 80)")
-    steps = parser.parse_args().steps
-    if steps < 1:
-        parser.error(f"--steps {steps}: train at least one step")
+    parser.add_argument("--plan", choices=PLANS, default="tensor", help="how the model is divided (default tensor)")
+    parser.add_argument("--steps", type=int, default=120, help="steps of training (default 120)")
+    parser.add_argument("--sample", type=int, default=160, help="letters to write at the end (default 160)")
+    given = parser.parse_args()
+    if given.steps < 1:
+        parser.error(f"--steps {given.steps}: train at least one step")
+    return given
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    """Train, compare, show."""
+    torch.manual_seed(0)
+    text = Text()
+    model, mesh = GPT(len(text.letters)), loom.open_mesh(MESH, axes=("dp", "tp"))
+    ours, dense = Run(Trainer(copy.deepcopy(model), mesh, PLANS[given.plan])), Run(Trainer(model))
+    train(console, ours, dense, text, given.steps)
+    show_placements(console, ours.trainer)
+    show_comparison(console, ours, dense)
+    show_communication(console, ours.trainer, text)
+    show_text(console, ours.trainer, text, given.sample)
+
+
+def main() -> None:
+    """Read the arguments and run; Ctrl-C ends it with one line."""
+    given = read_arguments()
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    torch.manual_seed(0)
-    mesh = loom.open_mesh((2, 4), axes=("dp", "tp"))
-    model, task = MLP(), make_task()
-    on_mesh = [tuple(loom.distribute(each, mesh, {"dp": Shard(0)}) for each in pair) for pair in task]
-    ours, dense = Run(put_on_mesh(model, mesh), on_mesh, [], []), Run(model, task, [], [])
-    train(console, ours, dense, steps)
-    show_comparison(console, ours, dense)
-    show_placements(console, ours)
-    show_communication(console, ours)
+    try:
+        run(given, console)
+    except KeyboardInterrupt:
+        console.print("stopped")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def angles(length: int, features: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Where parameters go, by pattern of their names (the first that fits; none: replicated), and where the batch goes."""
+    """Where parameters go, by pattern of their names (first fit; none: replicated), and where the batch goes."""
 
     batch: dict[str, Shard]
     parameters: dict[str, dict[str, Shard]] = field(default_factory=dict)
