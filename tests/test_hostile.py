@@ -158,15 +158,25 @@ def test_a_copy_is_not_an_alias(placed, copied):
 
 
 def test_deepcopy_keeps_the_gradient_and_shares_nothing():
-    for make in (loom.Parameter, lambda t: t.requires_grad_()):
-        leaf = make(loom.ones(10, 2, mesh=MESH, placements=INTERIOR))
+    leaf = loom.ones(10, 2, mesh=MESH, placements=INTERIOR).requires_grad_()
+    (leaf * 3).sum().backward()
+    copied = copy.deepcopy(leaf)
+    assert copied.requires_grad
+    check_same(copied.grad, torch.full((10, 2), 3.0))
+    (copied * 2).sum().backward()
+    check_same(copied.grad, torch.full((10, 2), 5.0))
+    check_same(leaf.grad, torch.full((10, 2), 3.0))
+
+
+def test_deepcopy_of_a_parameter_leaves_its_gradient_behind_as_torch_does():
+    ours = loom.Parameter(loom.ones(10, 2, mesh=MESH, placements=INTERIOR))
+    for leaf in (torch.nn.Parameter(torch.ones(10, 2)), ours):
         (leaf * 3).sum().backward()
-        copied = copy.deepcopy(leaf)
-        assert copied.requires_grad
-        check_same(copied.grad, torch.full((10, 2), 3.0))
-        (copied * 2).sum().backward()
-        check_same(copied.grad, torch.full((10, 2), 5.0))
-        check_same(leaf.grad, torch.full((10, 2), 3.0))
+        assert copy.deepcopy(leaf).grad is None
+    copied = copy.deepcopy(ours)
+    (copied * 2).sum().backward()
+    check_same(copied.grad, torch.full((10, 2), 2.0))
+    check_same(ours.grad, torch.full((10, 2), 3.0))
 
 
 def test_explain_does_not_write_to_a_plain_out():

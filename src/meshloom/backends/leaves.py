@@ -17,6 +17,7 @@ import torch
 from meshloom.backends import wire
 from meshloom.backends.nodes import Enter, Leave
 from meshloom.backends.world import Group
+from meshloom.errors import GradientError
 
 LARGE = 1 << 18  # elements from which a gradient travels by itself
 
@@ -36,7 +37,7 @@ class Twins(list[Twin]):
         return Twins, ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Waiting:
     """A part of a gradient that is to be summed: of which leaf, if it is still there, and over which processes.
 
@@ -67,7 +68,7 @@ def entered(data: torch.Tensor, group: Group) -> torch.Tensor:
     """A replicated array as split work uses it."""
     if not (torch.is_grad_enabled() and data.requires_grad) or getattr(data, "_entered", False):
         return data
-    if not data.is_leaf or data.is_meta or data._backward_hooks:
+    if not data.is_leaf or data.is_meta or _has_hooks(data):
         return Enter.apply(data, group)
     return _twin(data, group).array
 
@@ -99,10 +100,26 @@ def _note(leaf: weakref.ref[torch.Tensor], group: Group) -> Callable[[torch.Tens
     """What backward calls when it has added to a twin's gradient."""
 
     def note(array: torch.Tensor) -> None:
+        held = leaf()
+        if held is not None and _has_hooks(held):
+            array.grad = None
+            raise _late_hooks(held)
         if id(array) not in _waiting:
-            _waiting[id(array)] = Waiting(array, group, leaf())
+            _waiting[id(array)] = Waiting(array, group, held)
 
     return note
+
+
+def _has_hooks(leaf: torch.Tensor) -> bool:
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def _late_hooks(leaf: torch.Tensor) -> GradientError:
+    """A hook sees the whole gradient, and a twin has a part: with hooks, a leaf is used without twins."""
+    return GradientError(
+        f"a hook of a leaf of shape {list(leaf.shape)} came after the leaf was used: it would not be called",
+        fix="register it before the forward pass",
+    )
 
 
 def drop(leaf: torch.Tensor) -> None:
@@ -143,6 +160,8 @@ def summed(leaf: torch.Tensor, own: torch.Tensor | None, parts: Iterable[torch.T
     """A leaf's gradient from that of its own uses and those of its twins, as `torch.autograd.grad` gives them."""
     for twin, part in zip(twins(leaf), parts, strict=True):
         if part is not None:
+            if _has_hooks(leaf):
+                raise _late_hooks(leaf)
             total = Leave.apply(part, twin.group)
             own = total if own is None else own + total
     return own

@@ -155,7 +155,5 @@ def combined(data: torch.Tensor, group: Group, op: str) -> torch.Tensor:
         return (Leave.apply(data.to(wide_dtype(data.dtype)), group) / group.size).to(data.dtype)
     if not (torch.is_grad_enabled() and data.requires_grad):
         return wire.all_reduce(data.detach(), group, op)
-    parts = list(wire.all_gather(data.detach(), group))
-    parts[group.index] = data
-    stacked = torch.stack(parts)
+    stacked = Join.apply(data, group)
     return stacked.prod(0) if op == "prod" else stacked.amax(0) if op == "max" else stacked.amin(0)

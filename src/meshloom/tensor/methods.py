@@ -220,6 +220,11 @@ def _register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
     return self._data.register_hook(on_array)
 
 
+def _register_post_hook(self: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Call `hook` with the tensor when backward has added to its gradient."""
+    return self._data.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+
 def _detach_(self: Tensor) -> Tensor:
     self._data.detach_()
     return self
@@ -282,6 +287,7 @@ _OWN: dict[str, Any] = {
     "requires_grad_": _requires_grad_,
     "retain_grad": lambda self: self._data.retain_grad(),
     "register_hook": _register_hook,
+    "register_post_accumulate_grad_hook": _register_post_hook,
     "detach_": _detach_,
     "T": property(_transposed),
     "mT": property(_matrix_transposed),

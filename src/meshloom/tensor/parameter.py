@@ -7,7 +7,7 @@ inside, so that modules register them and any optimizer updates them in place.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -104,6 +104,10 @@ class Mirror(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self._loom.requires_grad_(value)
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:  # type: ignore[override]
+        """Call `hook` with this parameter when backward has added to its gradient."""
+        return self._loom._data.register_post_accumulate_grad_hook(lambda _: hook(self))
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__} containing:\n{self._loom!r}"
 
@@ -176,9 +180,8 @@ class Parameter(Mirror, torch.nn.Parameter):
         return Mirror._mirror(cls, leaf, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        inside = copy.deepcopy(self._loom, memo)
-        copied = Parameter(inside, requires_grad=self.requires_grad)
-        copied._loom = inside
+        """A copy without the gradient, as torch copies a parameter."""
+        copied = _rebuild(self._loom.topology, self._loom._data.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
