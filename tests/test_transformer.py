@@ -10,7 +10,6 @@ import torch
 import gpt
 import meshloom as loom
 import ranks
-from meshloom.ops import OPS
 
 LAYERS = gpt.SIZES["layers"]
 DP, TP = 2, 4
@@ -110,30 +109,17 @@ def test_one_data_parallel_step_reduces_gradients_and_the_loss_and_nothing_else(
     assert moves([line for line in lines if line not in loss]) == gradients_over_both(trainer)
 
 
-def attention_goes_round() -> bool:
-    """Whether the rule of attention has a row in which keys and values travel around the ring."""
-    mesh = loom.Mesh(dp=DP, tp=TP)
-    held = loom.Topology(mesh, (loom.Shard(0), loom.Shard(2)), (8, 4, 16, 8), "f32")
-    arguments = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": None, "enable_gqa": False}
-    operands = {name: loom.ops.Ref(i) for i, name in enumerate(("query", "key", "value"))}
-    call = loom.ops.Call("scaled_dot_product_attention", (held,) * 3, {**operands, **arguments})
-    rows = OPS["scaled_dot_product_attention"].rule(call).rows
-    return any(inner.kind == "shift" for row in rows for inner in row.inner)
-
-
-def test_one_sequence_parallel_step_moves_keys_and_values_between_parts_of_the_sequence():
+def test_one_sequence_parallel_step_sends_keys_and_values_around_the_ring_and_gathers_none():
     trainer, log = step_of("sequence")
     lines = told(log)
     attention = [line for line in lines if line[1] == "scaled_dot_product_attention"]
     forward = moves([line for line in attention if line[0] == "forward"])
     backward = moves([line for line in attention if line[0] == "backward"])
     part = ACTIVATIONS // TP  # of the keys, or of the values
-    if attention_goes_round():
-        assert forward == [("shift", "tp", part)] * (2 * (TP - 1) * LAYERS)
-        assert {(kind, axis) for kind, axis, _ in backward} == {("shift", "tp")}
-    else:
-        assert forward == [("all_gather", "tp", (TP - 1) * part)] * (2 * LAYERS)
-        assert backward == [("reduce_scatter", "tp", (TP - 1) * part)] * (2 * LAYERS)
+    around = [("shift", "tp", part)] * ((TP - 1) * LAYERS)
+    assert forward == around * 2
+    # on the way back keys and values go around again, and their gradients with them
+    assert backward == around * 4
     loss = [line for line in lines if line[1] == "cross_entropy"]
     assert [axis for _, axis, _ in moves(loss)] == ["dp", "dp", "tp", "tp"]
     others = [line for line in lines if line not in loss and line not in attention]
