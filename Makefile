@@ -1,10 +1,11 @@
 # What people run. Each command sets up .venv first if it is missing or older than the pins.
 #   make PYTHON=python3.11 demo    another interpreter
 #   make JOBS=8 test               more test processes
+#   make SEED=17 soak              the cases of an earlier long run again
 
 PYTHON ?= python3
 JOBS ?= 2
-CASES ?= 2000
+CASES ?= 100000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name says; do \
 	    printf 'make %-6s %s\n' "$$name" "$$says"; done
 
-demo: $(STAMP) ## train a small model on a 2x4 mesh and show what happened
+demo: $(STAMP) ## train a small GPT on a 2x4 mesh and show what happened
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) ## lint, types, doctests and tests
@@ -30,8 +31,8 @@ test: $(STAMP) ## lint, types, doctests and tests
 bench: $(STAMP) ## measure against dense torch, DTensor and (with the bench extra) JAX
 	@$(BIN)/python benchmarks/run.py
 
-soak: $(STAMP) ## the property suite with many more cases (CASES per op)
-	@MESHLOOM_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_property.py
+soak: $(STAMP) ## the property suite with many more cases (CASES in all, 100000), from a new SEED
+	@MESHLOOM_CASES=$(CASES) $(if $(SEED),MESHLOOM_SEED=$(SEED)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_property.py
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,11 +1,15 @@
 """What all tests share.
 
 Two test processes share two cores: one thread each is faster than two. Properties draw the same cases every time, so
-that a run can be repeated; a long run (`MESHLOOM_CASES`) draws new ones.
+that a run can be repeated; a long run (`MESHLOOM_CASES`) draws new ones, from `MESHLOOM_SEED` on, which it prints.
+What tests count with `record_property` is summed and printed at the end.
 """
 
 import os
+import random
+from collections import Counter
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -13,3 +17,23 @@ torch.set_num_threads(1)
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
 settings.register_profile("new", deadline=None, database=None, print_blob=True)
 settings.load_profile("new" if os.environ.get("MESHLOOM_CASES") else "same")
+if os.environ.get("MESHLOOM_CASES"):  # the test processes inherit it
+    os.environ.setdefault("MESHLOOM_SEED", str(random.SystemRandom().randrange(2**32)))
+
+
+def pytest_report_header() -> list[str]:
+    """Print what a long run draws."""
+    return [f"{name}={os.environ[name]}" for name in ("MESHLOOM_CASES", "MESHLOOM_SEED") if name in os.environ]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests counted, over all processes."""
+    counts: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                counts.update(dict(report.user_properties))
+    for what, count in sorted(counts.items()):
+        terminalreporter.write_line(f"{count:>9,}  {what}")
+    for line in pytest_report_header() if counts else ():
+        terminalreporter.write_line(line)

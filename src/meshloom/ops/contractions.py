@@ -22,8 +22,9 @@ def matmul_spec(call: Call) -> str:
 def inner_spec(call: Call) -> str:
     """The labels of inner: the last dims meet, all others stay."""
     left, right = len(call.shape("input")), len(call.shape("other"))
-    if not left or not right:
-        raise ShapeError("inner needs operands of one dim or more", fix="multiply by a 0-d tensor with *")
+    if not left or not right:  # a product with one number
+        letters = fresh_labels(left + right, "")
+        return f"{letters[:left]}, {letters[left:]} -> {letters}"
     letters = fresh_labels(left + right - 2, "")
     first, second = letters[: left - 1], letters[left - 1 :]
     return f"{first}k, {second}k -> {first}{second}"

@@ -175,6 +175,10 @@ def _view(input: Any, *shape: Any, **kwargs: Any) -> Any:
     return table_call("view", input, *shape, **kwargs)
 
 
+def _narrow(input: Any, dim: int, start: Any, length: int) -> Any:
+    return table_call("narrow", input, dim, int(start) if _is_tensor(start) else start, length)
+
+
 def _as(name: str) -> Callable[..., Any]:
     return lambda input, other: table_call(name, input, *own(other).shape)
 
@@ -192,6 +196,7 @@ INDEXING: dict[str, Front] = {
     "fill_": _fill_,
     "zero_": lambda input: zero(own(input)),
     "select": _select,
+    "narrow": _narrow,
     "one_hot": _one_hot,
     "index_put": _index_put,
     "index_put_": _index_put_,

@@ -108,6 +108,9 @@ def _normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out
 
 
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    if own(x1).shape != own(x2).shape:  # a dim of size 1 counts as often as it is read
+        shape = torch.broadcast_shapes(own(x1).shape, own(x2).shape)
+        x1, x2 = (table_call("expand", each, *shape) for each in (x1, x2))
     product = table_call("mul", *(_normalize(each, 2.0, dim, eps) for each in (x1, x2)))
     return table_call("sum", product, dim)
 

@@ -1,0 +1,246 @@
+"""torch's own operator database on a mesh: each function with torch's own samples, at random placements, beside dense.
+
+`python tests/op_database.py [op ...]` prints every sample that differs and the counts: by rule, by fallback, skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from types import MethodDescriptorType, WrapperDescriptorType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as tree
+
+import meshloom as loom
+from meshloom import Mesh, Partial, Placement, Replicate, Shard
+from meshloom.engines.layout import mask_of
+from oracle import check_close, check_result, partial_ops
+
+MESH = Mesh.of((2, 3))
+DTYPES = (torch.float32, torch.int64)
+PER_OP = 3  # samples of each function and dtype
+LARGEST = 30_000  # elements of a sample's largest tensor
+
+RULE, FALLBACK = "by rule", "by fallback"
+
+RANDOM = "random values, drawn by key and not as torch draws them"
+UNINITIALISED = "uninitialised memory"
+
+# Functions without one right answer, by name, and why.
+SKIPPED: dict[str, str] = {
+    **dict.fromkeys(
+        "bernoulli cauchy exponential geometric log_normal multinomial normal normal_in_place normal_number_mean "
+        "nn_functional_alpha_dropout nn_functional_dropout nn_functional_dropout2d nn_functional_dropout3d "
+        "nn_functional_feature_alpha_dropout_with_train rand_like randint_like randn_like uniform".split(),
+        RANDOM,
+    ),
+    **dict.fromkeys("empty_like new_empty new_empty_strided".split(), UNINITIALISED),
+    **dict.fromkeys(
+        "jiterator_unary jiterator_binary jiterator_4inputs_with_extra_args jiterator_binary_return_by_ref "
+        "jiterator_2inputs_2outputs".split(),
+        "torch itself raises: needs a GPU",
+    ),
+    "as_strided_partial_views": "reads storage outside its operand",
+    "resize_": "changes the shape of its operand: refused",
+}
+NO_TENSOR, SPARSE, LARGE = "takes no tensor", "sparse operands", f"more than {LARGEST:,} elements"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One sample of a function."""
+
+    name: str
+    dtype: torch.dtype
+    number: int
+    run: Callable[..., Any]
+    sample: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} {self.number}"
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Input, further arguments, named ones."""
+        return self.sample.input, self.sample.args, self.sample.kwargs
+
+
+@cache
+def database() -> tuple[Any, ...]:
+    """Every function of torch's table; its import takes some seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return tuple(op_db)
+
+
+def calls(op: Any) -> Iterator[Call]:
+    """The first samples of a function in every dtype that it takes."""
+    for dtype in DTYPES:
+        if op.supports_dtype(dtype, "cpu"):
+            torch.manual_seed(0)
+            tracked = op.supports_autograd and dtype.is_floating_point
+            for number, sample in enumerate(islice(op.sample_inputs("cpu", dtype, requires_grad=tracked), PER_OP)):
+                yield Call(op.formatted_name, dtype, number, callable_of(op), sample)
+
+
+def callable_of(op: Any) -> Callable[..., Any]:
+    """The function; a method of torch's class as the method of whatever it is called on, for ours is no subclass."""
+    if op.name == "item" or isinstance(op.op, (MethodDescriptorType, WrapperDescriptorType)):
+        return lambda first, *args, **kwargs: getattr(first, op.name)(*args, **kwargs)
+    return op.op
+
+
+def check(call: Call) -> str:
+    """How the call was carried out, or why it was not; raises if values or gradients differ from dense."""
+    reason = why_not(call)
+    if reason:
+        return reason
+    dense, ours = Side(call, dense_leaf), Side(call, partial(mesh_leaf, random.Random(str(call))))
+    theirs = answer(call, *dense.arguments)
+    with loom.record() as log:
+        mine = answer(call, *ours.arguments)
+    what = f"{call}: {described(ours.arguments)}"
+    check_tree(mine, theirs, what)
+    check_gradients(ours, dense, mine, theirs, what)
+    return FALLBACK if log.fallbacks else RULE
+
+
+class Side:
+    """The arguments of a call, dense or on the mesh: copies, since some functions write into them, and their leaves."""
+
+    def __init__(self, call: Call, make: Callable[[torch.Tensor], tuple[Any, Any]]) -> None:
+        self.leaves: list[Any] = []
+
+        def take(tensor: torch.Tensor) -> Any:
+            value, leaf = make(tensor)
+            self.leaves.append(leaf)
+            return value
+
+        self.arguments = tree.tree_map_only(torch.Tensor, take, call.arguments)
+
+
+def dense_leaf(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy to work on, and the leaf that its gradient goes to."""
+    leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return leaf.clone(), leaf
+
+
+def mesh_leaf(draw: random.Random, tensor: torch.Tensor) -> tuple[loom.Tensor, loom.Tensor]:
+    """The same somewhere on the mesh: sharded, replicated, or in parts to be reduced."""
+    found = [drawn(tensor, draw) for _ in range(MESH.ndim)]
+    kind = next((each for each in found if isinstance(each, Partial)), None)  # one way to reduce per tensor
+    kept = [Replicate() if isinstance(each, Partial) else each for each in found]
+    leaf = loom.distribute(tensor.detach().clone(), MESH, kept).requires_grad_(tensor.requires_grad)
+    return apart(leaf.clone().redistribute([kind if isinstance(each, Partial) else each for each in found])), leaf
+
+
+# What is added to the parts on the first, second, third... device: the value stays, and no part is the value.
+APART: dict[str, Callable[[int], list[int]]] = {
+    "sum": lambda count: [count - 1] + [-1] * (count - 1),
+    "max": lambda count: list(range(0, -count, -1)),
+    "min": lambda count: list(range(count)),
+}
+
+
+def apart(tensor: loom.Tensor) -> loom.Tensor:
+    """The same value from other parts: those of `redistribute` are the value and zeros, which many wrong rules keep."""
+    topology, data = tensor.topology, tensor._data
+    axes = topology.partial_axes
+    op = topology.placements[axes[0]].op if axes else ""
+    if op not in APART or topology.dtype == "bool":
+        return tensor
+    shape = tuple(MESH.shape[axis] for axis in axes)
+    moved = data + torch.tensor(APART[op](math.prod(shape))).view(*shape, *(1,) * (data.ndim - len(axes)))
+    mask = mask_of(topology, data.device)
+    return loom.Tensor(topology, moved if mask is None else moved.where(mask, 0))
+
+
+def drawn(tensor: torch.Tensor, draw: random.Random) -> Placement:
+    """What one mesh axis does to a tensor."""
+    kind = draw.random()
+    if kind < 0.15 and tensor.dtype in (*DTYPES, torch.bool):
+        # a mean of three parts is rounded, which tan shows near its poles
+        return Partial(draw.choice([op for op in partial_ops(tensor.dtype) if op != "mean"]))
+    return Shard(draw.randrange(tensor.ndim)) if kind < 0.8 and tensor.ndim else Replicate()
+
+
+def why_not(call: Call) -> str:
+    """Why a call cannot be compared, if it cannot."""
+    tensors = [each for each in tree.tree_leaves(call.arguments) if isinstance(each, torch.Tensor)]
+    if not tensors:
+        return NO_TENSOR
+    if any(each.layout is not torch.strided for each in tensors):
+        return SPARSE
+    if max(each.numel() for each in tensors) > LARGEST:
+        return LARGE
+    if call.sample.kwargs.get("dropout_p"):
+        return RANDOM
+    return SKIPPED.get(call.name, "")
+
+
+def answer(call: Call, first: Any, args: Any, kwargs: Any) -> Any:
+    """What the function returns, or the part of it that torch itself compares."""
+    return call.sample.output_process_fn_grad(call.run(first, *args, **kwargs))
+
+
+def described(value: Any) -> list[str]:
+    """The tensors among the arguments, in the printed notation."""
+    return [str(each.topology) for each in tree.tree_leaves(value) if isinstance(each, loom.Tensor)]
+
+
+def check_tree(ours: Any, dense: Any, what: str) -> None:
+    """Results of any form, leaf by leaf."""
+    mine, theirs = tree.tree_leaves(ours), tree.tree_leaves(dense)
+    assert len(mine) == len(theirs), f"{what}: {len(mine)} results for {len(theirs)}"
+    for each, other in zip(mine, theirs, strict=True):
+        if isinstance(each, loom.Tensor):
+            check_result(each, other, what)
+        elif isinstance(other, torch.Tensor):
+            assert isinstance(each, torch.Tensor), f"{what}: {type(each).__name__} for a tensor"
+            check_close(each, other, what)
+        else:
+            assert each == other and type(each) is type(other), f"{what}: {each!r} for {other!r}"
+
+
+def check_gradients(ours: Side, dense: Side, mine: Any, theirs: Any, what: str) -> None:
+    """Gradients of every leaf, for random ones of every result."""
+    generator = torch.Generator().manual_seed(0)
+    for each, other in zip(tree.tree_leaves(mine), tree.tree_leaves(theirs), strict=True):
+        if isinstance(other, torch.Tensor) and other.requires_grad:
+            assert each.requires_grad, f"{what}: the result has no gradient"
+            seed = torch.randn(other.shape, generator=generator, dtype=other.dtype)
+            other.backward(seed, retain_graph=True)
+            each.backward(seed, retain_graph=True)
+    for each, other in zip(ours.leaves, dense.leaves, strict=True):
+        if other.grad is not None:
+            assert each.grad is not None, f"{what}: a leaf has no gradient"
+            check_result(each.grad, other.grad, f"{what}: gradient of {each.topology}")
+
+
+def main() -> None:
+    """Check every function, or those that are named; print what differs, and the counts."""
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    wanted = sys.argv[1:]
+    for op in (each for each in database() if not wanted or each.formatted_name in wanted):
+        for call in calls(op):
+            try:
+                counts[check(call)] += 1
+            except Exception as error:
+                counts["WRONG"] += 1
+                print("WRONG", call, type(error).__name__, str(error).replace("\n", " | ")[:400], flush=True)
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    main()
