@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from meshloom.backends import wire
-from meshloom.backends.nodes import Leave, statistic
+from meshloom.backends.nodes import Enter, Leave, statistic
 from meshloom.backends.ring import Ring, RingAttention
 from meshloom.backends.world import Group, group_of
 from meshloom.engines.layout import box, pad
@@ -121,7 +121,7 @@ class _Extreme(torch.autograd.Function):
         input, found = ctx.saved_tensors
         equal = input == found
         count = wire.all_reduce(equal.sum(ctx.dims, keepdim=True).to(gradient.dtype), ctx.group)
-        return equal * (gradient / count), None, None, None
+        return equal * (Enter.apply(gradient, ctx.group) / count), None, None, None
 
 
 def _extreme(op: str) -> Callable[..., torch.Tensor]:
@@ -155,13 +155,28 @@ def _indexed(largest: bool, values_too: bool) -> Callable[..., Any]:
         value = flat.gather(-1, pick.unsqueeze(-1)).squeeze(-1)
         index = _flat_positions(across, dims)[pick]
         best, first, mine = _best(value.detach(), index, across.group, largest)
-        shown = torch.where(mine, value, best) if values_too else best
+        shown = _Shown.apply(value, best, mine, across.group) if values_too else best
         shape = [1 if d in dims else size for d, size in enumerate(input.shape)]
         if keepdim:
             shown, first = shown.view(shape), first.view(shape)
         return (shown, first) if values_too else first
 
     return form
+
+
+class _Shown(torch.autograd.Function):
+    """The best value of all processes; its gradient goes to the one that has it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, best: torch.Tensor, mine: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.save_for_backward(mine)
+        ctx.group = group
+        return best.view_as(best)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (mine,) = ctx.saved_tensors
+        return torch.where(mine, Enter.apply(gradient, ctx.group), 0), None, None, None
 
 
 def _flat_positions(across: Across, dims: tuple[int, ...]) -> torch.Tensor:
@@ -201,7 +216,8 @@ def _cross_entropy(
     total, count = loss.sum(), counted.sum()
     if group is not None:
         total, count = Leave.apply(total, group), wire.all_reduce(count, group)
-    return (total / count).to(input.dtype)
+    none = count == 0  # nan, as torch has it, and a gradient of zero
+    return torch.where(none, math.nan, total / torch.where(none, 1, count)).to(input.dtype)
 
 
 def _losses(
@@ -289,7 +305,7 @@ class _Sequence:
         self.across, self.group, self.rows = across, group, rows
         self.query, self.key, self.value = query, key, value
 
-    def attended(self, mask: Any, is_causal: bool, scale: float | None = None, enable_gqa: bool = False) -> Any:
+    def attended(self, mask: Any, is_causal: bool, scale: Any, enable_gqa: bool, dropout_p: float = 0.0) -> Any:
         """What each query of this process gets."""
         query, key, value = self.query, self.key, self.value
         groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1

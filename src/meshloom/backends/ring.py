@@ -17,6 +17,9 @@ import torch
 
 from meshloom.backends import wire
 from meshloom.backends.world import Group
+from meshloom.errors import GradientError
+
+LARGE = 1 << 18  # elements from which blocks are passed on one by one
 
 
 @dataclass(frozen=True)
@@ -32,18 +35,22 @@ class Ring:
     columns: Callable[[int], torch.Tensor]
     allowed: Callable[[int], torch.Tensor | None]
 
-    def pass_on(self, *blocks: torch.Tensor) -> list[torch.Tensor]:
-        """Every block goes to the next process; what comes is from the one before."""
-        here, size = self.group.index, self.group.size
-        leaving: list[list[int]] = [[] for _ in range(size)]
-        leaving[(here + 1) % size] = [0]
-        packed = torch.cat([block.reshape(-1) for block in blocks]).unsqueeze(0)
-        arrived = wire.exchange_rows(packed, leaving, [((here - 1) % size, 0)], self.group)[0]
+    def pass_on(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Every block goes to the next process; what comes is from the one before. The list is emptied."""
+        if sum(block.numel() for block in blocks) >= LARGE:  # a copy of all of them would not be small
+            return [self._passed(blocks.pop(0).contiguous()) for _ in range(len(blocks))]
+        arrived = self._passed(torch.cat([block.reshape(-1) for block in blocks]))
         found, start = [], 0
         for block in blocks:
             found.append(arrived[start : start + block.numel()].view(block.shape))
             start += block.numel()
         return found
+
+    def _passed(self, block: torch.Tensor) -> torch.Tensor:
+        here, size = self.group.index, self.group.size
+        leaving: list[list[int]] = [[] for _ in range(size)]
+        leaving[(here + 1) % size] = [0]
+        return wire.exchange_rows(block.unsqueeze(0), leaving, [((here - 1) % size, 0)], self.group)[0]
 
     def owner(self, step: int) -> int:
         """Whose block is here in a step."""
@@ -80,7 +87,7 @@ class RingAttention(torch.autograd.Function):
             mixed = mixed * kept + weights @ block[1].to(query.dtype)
             high = highest
             if step + 1 < ring.group.size:
-                block = ring.pass_on(*block)
+                block = ring.pass_on(block)
         blind = total == 0  # a query that sees no key gives zero, as torch has it
         out = torch.where(blind, 0, mixed / total)
         ctx.save_for_backward(query, key, value, bias, out, torch.where(blind, 0, high + total.log()))
@@ -89,20 +96,33 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise _once_only()
         query, key, value, bias, out, normal = ctx.saved_tensors
         ring: Ring = ctx.ring
         share = (gradient * out).sum(-1, keepdim=True)
         for_query = torch.zeros_like(query)
         for_bias = torch.zeros_like(bias) if ctx.needs_input_grad[3] else None
         wide = query.dtype
-        block = [key.to(wide), value.to(wide), torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)]
+        block = [key.to(wide), value.to(wide)]
+        theirs = [torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)]  # the gradients of the block
         for step in range(ring.group.size):
             weights = (ring.scores(query, block[0], bias, step) - normal).exp()
-            block[3] = block[3] + weights.mT @ gradient
+            theirs[1] += weights.mT @ gradient
             slope = weights * (gradient @ block[1].mT - share)
             if for_bias is not None:
                 for_bias.index_add_(-1, ring.columns(ring.owner(step)).clamp(min=0), slope)
             for_query += slope @ block[0] * ring.scale
-            block[2] = block[2] + slope.mT @ query * ring.scale
-            block = ring.pass_on(*block)
-        return for_query, block[2].to(key.dtype), block[3].to(value.dtype), for_bias, None
+            theirs[0] += slope.mT @ query * ring.scale
+            theirs = ring.pass_on(theirs)
+            if step + 1 < ring.group.size:
+                block = ring.pass_on(block)
+        return for_query, theirs[0].to(key.dtype), theirs[1].to(value.dtype), for_bias, None
+
+
+def _once_only() -> GradientError:
+    """What create_graph meets here; torch's own fused attention refuses it too."""
+    return GradientError(
+        "attention over a sequence that several processes hold has no second derivative",
+        fix="write it out: softmax(query @ key.mT * scale, -1) @ value has one",
+    )

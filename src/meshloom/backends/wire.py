@@ -222,7 +222,8 @@ def exchange_rows(
     if rows.numel() == 0:
         return _restored(room, rows.dtype)
     width = sent[0].numel()
-    packed = sent[[row for each in leaving for row in each]].view(-1, width)
+    order = [row for each in leaving for row in each]
+    packed = (sent if order == list(range(len(sent))) else sent[order]).view(-1, width)
     incoming = [sum(1 for source, _ in asked if source == process) for process in range(group.size)]
 
     def start() -> Any:

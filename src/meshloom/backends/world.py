@@ -136,7 +136,20 @@ def _meet() -> None:
     WORLD.watch = Watch(WORLD, board)
     WORLD.watch.start()
     dist.distributed_c10d._set_pg_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
+    if HERE.rank == 0:
+        board.write("random", f"{torch.initial_seed()} {bytes(torch.get_rng_state().tolist()).hex()}", WORLD.timeout)
     WORLD.control = Group(ranks, _new_handle(ranks, backend="gloo"), HERE.rank)
+    _share_random(board)
+
+
+def _share_random(board: Board) -> None:
+    """Random numbers are the same on every process: where seeds differ, as of processes that nobody seeded, the first
+    one's state holds."""
+    note = board.read("random", WORLD.timeout)
+    assert note is not None  # written before the processes made their first group
+    seed, state = note.split()
+    if int(seed) != torch.initial_seed():
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8))
 
 
 def _initialize(line: str) -> Board:

@@ -16,6 +16,6 @@ ACROSS = frozenset(
 def works_across(op: str, row: Row) -> bool:
     """Whether a row can be carried out on an axis that several processes share.
 
-    Of attention only the causal queries can: keys and values that lie apart are gathered there.
+    Of attention all can but one: keys that lie apart while their queries do not are gathered.
     """
-    return row.local or (op in ACROSS and not (op == "scaled_dot_product_attention" and row.inner))
+    return row.local or (op in ACROSS and row.label != "keys")
