@@ -1,4 +1,4 @@
-"""Attention whose sequence lies on several processes, against dense attention; what tests/test_ring.py runs on ranks."""
+"""Attention whose sequence lies on several processes, against dense attention: what test_ring.py runs on ranks."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _divergence(hashes: list[bytes]) -> DivergenceError:
     return error
 
 
-_FIX_DATA = "give what each process holds to loom.from_local, or make it the same everywhere"
+_FIX_DATA = "give what each process holds to loom.from_local, or make it the same everywhere: seed every rank alike"
 _FIX_CALLS = "every rank runs the same calls in the same order; branch on values that all of them share"
 
 
