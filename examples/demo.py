@@ -136,7 +136,7 @@ def read_arguments() -> argparse.Namespace:
     """The options, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=PLANS, default="tensor", help="how the model is divided (default tensor)")
-    parser.add_argument("--steps", type=int, default=120, help="steps of training (default 120)")
+    parser.add_argument("--steps", type=int, default=220, help="steps of training (default 220)")
     parser.add_argument("--sample", type=int, default=160, help="letters to write at the end (default 160)")
     given = parser.parse_args()
     if given.steps < 1:
