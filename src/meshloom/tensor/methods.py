@@ -20,8 +20,8 @@ from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written, own
 from meshloom.tensor.buffers import array_of
+from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written, own
 from meshloom.tensor.creation import place
 from meshloom.tensor.dispatch import CACHE, call, cotangent, refuse_partial_leaf, settle
 from meshloom.tensor.functions import on_torch
