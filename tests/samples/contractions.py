@@ -109,14 +109,14 @@ def bilinear(d: Draw) -> Case:
     return Case(tuple(Operand(shape, torch.float32) for shape in shapes), F.bilinear)
 
 
-def added(function: Callable[..., Any], spec: str) -> Sample:
+def added(function: Callable[..., Any], spec: str, broadcasts: bool = True) -> Sample:
     """A product by labels that is added to something of its shape, or that broadcasts to it."""
 
     def sample(d: Draw) -> Case:
-        sizes = {label: d.size(empty=label != "m") for label in "bmkn"}  # addmv of no rows forgets its shape
+        sizes = {label: d.size() for label in "bmkn"}
         left, out = spec.split("->")
         target = tuple(sizes[x] for x in out)
-        bias = d.broadcast_to(target) if d.yes() else target
+        bias = d.broadcast_to(target) if broadcasts and d.yes() else target
         shapes = [bias, *(tuple(sizes[x] for x in part) for part in left.split(","))]
         options = d.pick(({}, {"beta": 2, "alpha": 0.5}))
         return Case(tuple(Operand(shape, torch.float32) for shape in shapes), lambda *xs: function(*xs, **options))
@@ -138,7 +138,7 @@ CONTRACTIONS: dict[str, Sample] = {
     "tensordot": tensordot,
     "bilinear": bilinear,
     "addmm": added(torch.addmm, "mk,kn->mn"),
-    "addmv": added(torch.addmv, "mk,k->m"),
+    "addmv": added(torch.addmv, "mk,k->m", broadcasts=False),  # torch resizes what it adds to
     "addr": added(torch.addr, "m,n->mn"),
     "addbmm": added(torch.addbmm, "bmk,bkn->mn"),
     "baddbmm": added(torch.baddbmm, "bmk,bkn->bmn"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.runtime import state
 from meshloom.tensor.calling import Front, invoke, own, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts.casting import cast
@@ -74,12 +75,13 @@ def _batch_norm(
     options = (weight, bias, training, momentum, eps)
     if not training:
         return table_call("batch_norm", input, running_mean, running_var, *options)
-    out, mean, spread = table_call("batch_norm", input, None, None, *options)
-    with torch.no_grad():
+    with state.changed(output=None):  # what was asked for is asked of the normalised input alone
+        out, mean, spread = table_call("batch_norm", input, None, None, *options)
+    with torch.no_grad(), state.changed(output=None):
         for running, now in ((running_mean, mean), (running_var, spread)):
             if running is not None:
                 invoke("lerp_", (running, cast(now, own(running).dtype), momentum), {})
-    return out
+    return out if state.output is None else table_call("clone", out)
 
 
 def _instance_norm(
