@@ -242,6 +242,7 @@ def listen(mesh: Mesh, axes: tuple[int, ...]) -> list[tuple[str, int | None]]:
     heard: list[tuple[str, int | None]] = []
     group = group_of(mesh, axes)
     assert group is not None
+    group.connect()
     WORLD.groups[mesh.processes, tuple(a for a in axes if mesh.processes[a] > 1)] = Group(
         group.ranks, Listening(group.handle, heard), group.index
     )

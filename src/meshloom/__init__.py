@@ -39,7 +39,7 @@ from meshloom.errors import (
     ViewError,
 )
 from meshloom.fabric import Machine
-from meshloom.mesh import Mesh, process
+from meshloom.mesh import Mesh
 from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, parse
 
@@ -59,6 +59,7 @@ _LAZY = {
         "meshloom.tensor.drawing",
     ),
     **dict.fromkeys(("control", "discover"), "meshloom.backends.control"),
+    "process": "meshloom.backends.bindings",
     **dict.fromkeys(("from_buffer",), "meshloom.tensor.buffers"),
     **dict.fromkeys(("dropout",), "meshloom.tensor.fronts.pointwise"),
     **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
@@ -110,7 +111,6 @@ __all__ = [
     "engines",
     "fabric",
     "parse",
-    "process",
     "runtime",
     *_LAZY,
     *(name for name in _OPS if not hasattr(builtins, name)),  # `import *` must not hide sum, any, max...

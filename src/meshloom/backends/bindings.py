@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from meshloom.errors import BindingError
+from meshloom.mesh import HERE, Process
 
 Environment = Mapping[str, str]
 
@@ -197,6 +198,18 @@ def from_environment(environment: Environment | None = None) -> Binding:
             fix=f"set both, as in {MESH_ID[0]}=0 {HOST_RANK[0]}={host_rank}, or neither",
         )
     return Binding(rank, local_rank, socket.gethostname(), mesh_id, host_rank, visible_devices(given), (), world_size)
+
+
+def process() -> Process:
+    """This process: its rank, and how many run the program together; before they meet, as the environment has it.
+
+    >>> process()
+    Process(rank=0, count=1)
+    """
+    if HERE.count > 1:
+        return HERE
+    rank, count, _ = _read_ranks(os.environ)
+    return Process(rank, count)
 
 
 def visible_devices(environment: Environment | None = None) -> tuple[int, ...] | None:

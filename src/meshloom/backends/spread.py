@@ -43,7 +43,7 @@ class Spread(Kernel):
     def run(self, datas: Sequence[torch.Tensor], function: Function) -> Any:
         """The results' stored arrays; what is done is said before it is done."""
         WORLD.watch.begin(self.told, self.plan.mesh)
-        if is_listening():
+        if is_listening() and not any(data.is_meta for data in datas):  # what is explained is nobody else's business
             note(f"{self.told} at {where()}")
         return super().run(datas, function)
 

@@ -68,21 +68,28 @@ def _state(status: Status) -> str:
     return str(status["state"])
 
 
-def blamed(statuses: Mapping[int, Status], here: int, number: int) -> str:
-    """Who is not where this process is, for the end of a headline; empty if nobody is known to be elsewhere."""
+def blamed(statuses: Mapping[int, Status], here: int) -> str:
+    """Who is not where this process is, for the end of a headline; empty if nobody is known to be elsewhere.
+
+    >>> first, second = ({"number": 3, "call": call, "line": "a.py:7", "state": "waiting"} for call in ("sum", "max"))
+    >>> blamed({0: first, 1: second, 2: first}, here=0)
+    ': rank 1 waits in max 3 at a.py:7'
+    """
     fates = [
-        f"rank {rank} {_fate(status)}" for rank, status in statuses.items() if _is_elsewhere(rank, status, here, number)
+        f"rank {rank} {_fate(status)}" for rank, status in statuses.items() if _is_elsewhere(status, statuses[here])
     ]
     more = f", and {len(fates) - SHOWN} more" if len(fates) > SHOWN else ""
     return ": " + ", ".join(fates[:SHOWN]) + more if fates else ""
 
 
-def _is_elsewhere(rank: int, status: Status, here: int, number: int) -> bool:
-    return rank != here and not (status["state"] == "waiting" and status["number"] == number)
+def _is_elsewhere(status: Status, here: Status) -> bool:
+    """Whether a process is not in the same collective, waiting or having given it up as well."""
+    same = (status["number"], status["call"]) == (here["number"], here["call"])
+    return not (same and status["state"] in ("waiting", "raised"))
 
 
 def _fate(status: Status) -> str:
-    where = f"at {status['now'] or status['line']}"
+    where = f"at {status.get('now') or status['line']}"
     return {
         "gone": f"is gone, last seen {where}",
         "left": "has left",

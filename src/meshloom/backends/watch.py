@@ -60,6 +60,14 @@ class Watch:
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, self._terminated)
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """A child of this process, such as a loader of data, is no rank: it ends as it would without us."""
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._hook
+        if signal.getsignal(signal.SIGTERM) == self._terminated:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def stop(self) -> None:
         """Say that this process leaves."""
@@ -137,7 +145,7 @@ class Watch:
         """The first error of all, with who is not where this process is."""
         self._state = "raised"
         seen, unknown = self._seen()
-        headline += blamed(seen, HERE.rank, self.number)
+        headline += blamed(seen, HERE.rank)
         self._tell(headline)
         return LostError(headline, **details, processes=self._table(seen, unknown), fix=_FIX)
 

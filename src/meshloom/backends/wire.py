@@ -38,6 +38,7 @@ def perform(
     what every process of the group sent.
     """
     watch = WORLD.watch
+    group.connect()
     watch.enter(kind)
     try:
         if is_checked(watch):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshloom.backends.bindings import process
 from meshloom.backends.board import Board, meet
 from meshloom.backends.watch import Watch
 from meshloom.errors import ArgumentError, LostError, closest, where
@@ -26,21 +27,31 @@ from meshloom.mesh import HERE, Mesh
 CHECKS = ("always", "sample", "off")
 TIMEOUT = 300.0
 LONGEST = 1e6  # seconds, 11 days
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Processes that communicate: their ranks in order, torch's group of them, and this process's number among them."""
+    """Processes that communicate: their ranks in order, torch's group of them, and this process's number among them.
+
+    All processes make torch's groups together: those along the same axes (`beside`), at the first collective on one.
+    What is only planned or explained makes none.
+    """
 
     ranks: tuple[int, ...]
     handle: Any
     index: int
+    beside: tuple[tuple[int, ...], ...] = ()
 
     @property
     def size(self) -> int:
         """The number of processes."""
         return len(self.ranks)
+
+    def connect(self) -> None:
+        """Have torch's group, if there is none yet."""
+        if self.handle is None:
+            handles = {ranks: _handle(ranks) for ranks in self.beside}
+            object.__setattr__(self, "handle", handles[self.ranks])
 
 
 @dataclass
@@ -64,41 +75,13 @@ class World:
 WORLD = World()
 
 
-def is_launched() -> bool:
-    """Whether torchrun, or something like it, started this process together with others."""
-    given = [name for name in VARIABLES if os.environ.get(name)]
-    if "RANK" not in given and "WORLD_SIZE" not in given:
-        return False
-    if len(given) < len(VARIABLES):
-        missing = ", ".join(name for name in VARIABLES if name not in given)
-        raise ArgumentError(
-            f"the environment of a rank is set in part: {missing} missing",
-            given=", ".join(given),
-            fix="start the script with torchrun or `meshloom run`, or unset RANK and WORLD_SIZE",
-        )
-    return _numbers()[1] > 1
-
-
-def _numbers() -> tuple[int, int]:
-    """The rank of this process and how many there are, from the environment."""
-    rank, count, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if not port.isdecimal() or int(port) > 65535:
-        raise ArgumentError(f"MASTER_PORT={port} is no port", fix="give the number of a free port, such as 29500")
-    if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
-        raise ArgumentError(
-            f"RANK={rank} and WORLD_SIZE={count} name no process",
-            fix="RANK goes from 0 to WORLD_SIZE - 1; torchrun and `meshloom run` set both",
-        )
-    return int(rank), int(count)
-
-
 def join(timeout: float | None = None, check: str | None = None) -> World:
     """Meet the other processes of this run, once; alone, nothing happens."""
     if timeout is not None or not WORLD.is_joined:
         WORLD.timeout = _seconds(timeout if timeout is not None else os.environ.get("MESHLOOM_TIMEOUT", TIMEOUT))
     if check is not None or not WORLD.is_joined:
         WORLD.check = _check(check if check is not None else os.environ.get("MESHLOOM_CHECK", "sample"))
-    if not WORLD.is_joined and (dist.is_initialized() or is_launched()):
+    if not WORLD.is_joined and (dist.is_initialized() or process().count > 1):
         _meet()
     return WORLD
 
@@ -128,6 +111,7 @@ def _meet() -> None:
     else:
         board = _initialize(where())
         atexit.register(_leave)
+        os.register_at_fork(after_in_child=lambda: atexit.unregister(_leave))
     HERE.rank, HERE.count = dist.get_rank(), dist.get_world_size()
     if HERE.count == 1:
         return
@@ -153,7 +137,8 @@ def _share_random(board: Board) -> None:
 
 
 def _initialize(line: str) -> Board:
-    rank, count = _numbers()
+    here = process()
+    rank, count = here.rank, here.count
     store, board = meet(rank, count, WORLD.timeout, line)
     try:
         dist.init_process_group(_backend(WORLD.device), store=store, rank=rank, world_size=count, timeout=_patience(1))
@@ -195,10 +180,7 @@ def _leave() -> None:
 
 
 def group_of(mesh: Mesh, axes: Sequence[int]) -> Group | None:
-    """The group of this process along some axes of a mesh; None where they do not leave the process.
-
-    Every process makes the groups of all processes, in the same order, when the first plan needs them.
-    """
+    """The group of this process along some axes of a mesh; None where they do not leave the process."""
     crossing = tuple(axis for axis in axes if mesh.processes[axis] > 1)
     if not crossing:
         return None
@@ -214,9 +196,9 @@ def _made(grid: tuple[int, ...], crossing: tuple[int, ...]) -> Group:
             f"a mesh over {math.prod(grid)} processes is used by {HERE.count}",
             fix="open it in the processes that use it: loom.open_mesh(...)",
         )
-    handles = {ranks: _handle(ranks) for ranks in partition(grid, crossing)}
-    ranks = next(ranks for ranks in handles if HERE.rank in ranks)
-    return Group(ranks, handles[ranks], ranks.index(HERE.rank))
+    beside = tuple(partition(grid, crossing))
+    ranks = next(ranks for ranks in beside if HERE.rank in ranks)
+    return Group(ranks, None, ranks.index(HERE.rank), beside)
 
 
 def partition(grid: tuple[int, ...], crossing: tuple[int, ...]) -> list[tuple[int, ...]]:

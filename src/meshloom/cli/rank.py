@@ -52,14 +52,15 @@ def exit_code(error: BaseException) -> int:
 
 
 def open_line(path: str) -> Any:
-    """A function that sends what it is given to the launcher; children of this process do not hold the line open."""
-    line = os.open(path, os.O_WRONLY)
+    """A function that sends what it is given to the launcher; children of this process have none, and say nothing."""
+    line, own = os.open(path, os.O_WRONLY), os.getpid()
     os.register_at_fork(after_in_child=lambda: os.close(line))
 
     def tell(**facts: Any) -> None:
-        os.write(line, json.dumps(facts).encode()[:4000] + b"\n")
+        if os.getpid() == own:
+            os.write(line, json.dumps(facts).encode()[:4000] + b"\n")
 
-    tell(pid=os.getpid())
+    tell(pid=own)
     return tell
 
 

@@ -1,6 +1,7 @@
 """Which process this is among how many, and how processes split a mesh into equal boxes.
 
-A script that runs alone is rank 0 of 1. `backends.world` says otherwise, once, when processes join.
+A script that runs alone is rank 0 of 1. `backends.world` says otherwise, once, when processes join;
+`backends.bindings.process` knows it from the environment before that.
 """
 
 from __future__ import annotations
@@ -21,15 +22,6 @@ class Process:
 
 
 HERE = Process()
-
-
-def process() -> Process:
-    """This process: its rank, and how many run the program together.
-
-    >>> process()
-    Process(rank=0, count=1)
-    """
-    return HERE
 
 
 def divided(shape: Sequence[int], count: int) -> tuple[int, ...] | None:

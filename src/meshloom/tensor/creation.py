@@ -138,7 +138,7 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
             fix="x.redistribute(placements) moves it on its mesh; x.to_torch() makes it dense",
         )
     data = value if isinstance(value, torch.Tensor) else _dense(value)
-    if _chosen(mesh).is_split and is_listening() and not data.is_meta:
+    if _chosen(mesh).is_split and is_listening() and not data.is_meta and state.shadows is None:
         note_data("given to distribute", data, where())
     made = place(data, mesh, placements)
     if state.shadows is not None:

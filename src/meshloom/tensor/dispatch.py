@@ -122,7 +122,7 @@ def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
     if own is not None:
         return state.shadows.of(own) if state.shadows is not None else own
     refuse_transforms(value)
-    if mesh.is_split and is_listening() and not value.is_meta:
+    if mesh.is_split and is_listening() and not value.is_meta and state.shadows is None:
         note_data("operand", value, where())
     if mesh.is_split and value.is_leaf and value.requires_grad:
         value = value.view_as(value)  # torch reads its gradient, not we: it is summed at each use

@@ -104,7 +104,7 @@ class Mirror(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self._loom.requires_grad_(value)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:  # type: ignore[override]
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         """Call `hook` with this parameter when backward has added to its gradient."""
         return self._loom._data.register_post_accumulate_grad_hook(lambda _: hook(self))
 
