@@ -34,9 +34,32 @@ ROW_MATMUL = Goal("ratio", 1.1, from_devices=2)
 COLUMN_MATMUL = Goal("ratio", 1.3, from_devices=2)
 MESH_MATMUL = Goal("ratio", 1.3, from_devices=2)
 MLP_STEP = Goal("ratio", 1.1, from_devices=2)
+GPT_DATA = Goal("ratio", 1.1, from_devices=8)
+GPT_TENSOR = Goal("ratio", 1.25)
 REPLICATED = Goal("copies", 1.0, " copy")
 COLLECTIVE = Goal("ratio", 1.5)
 PEER_ADD = Goal("times_ours", 10.0, "x ours", at_least=True)
 PEER_COLLECTIVE = Goal("times_ours", 5.0, "x ours", at_least=True)
-# What a peer is held to, by work.
-PEERS = {"add": PEER_ADD, "all-reduce": PEER_COLLECTIVE, "all-gather": PEER_COLLECTIVE}
+PEER_STEPS = {
+    8: Goal("times_ours", 4.0, "x ours", at_least=True),
+    32: Goal("times_ours", 10.0, "x ours", at_least=True),
+}
+
+
+def of_peer(work: str, devices: int) -> Goal | None:
+    """How much slower than ours a peer ought to be."""
+    if work == "MLP step":
+        return PEER_STEPS.get(devices)
+    return {"add": PEER_ADD, "all-reduce": PEER_COLLECTIVE, "all-gather": PEER_COLLECTIVE}.get(work)
+
+
+# On 2 processes, as a part of the other side's time; 1.05 is 1.0 within noise.
+PROCESS_ADD = Goal("ratio", 0.333)
+PROCESS_WORK = Goal("ratio", 1.05)
+
+
+def of_processes(work: str, detail: str) -> Goal | None:
+    """What a work on real processes is held to; the check of every call is there to be known."""
+    if "always" in detail:
+        return None
+    return PROCESS_ADD if work == "add" else PROCESS_WORK

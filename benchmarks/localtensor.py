@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 from collections.abc import Callable
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -23,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import moves
 from benchmarks.timing import Work, duel
-from benchmarks.works import BATCH, FEATURES, SIZE, mlp, training_step
+from benchmarks.works import BATCH, FEATURES, REPLICATED_BYTES, SIZE, mlp, training_step
 
 Make = Callable[[LocalTensorMode, DeviceMesh], tuple[Work, Work]]
 
@@ -87,8 +88,22 @@ COLLECTIVES: dict[tuple[str, str], tuple[Make, float]] = {
 
 
 def works(ranks: int) -> dict[tuple[str, str], tuple[Make, float]]:
-    """What is measured on so many ranks."""
+    """What is timed on so many ranks."""
     return {**WORKS, **COLLECTIVES} if ranks == moves.DEVICES else WORKS
+
+
+def copies(mode: LocalTensorMode, mesh: DeviceMesh) -> float:
+    """How often a replicated tensor is stored: the memory of all ranks, each piece once."""
+    size = math.isqrt(REPLICATED_BYTES // 4)
+    with mode:
+        local = distribute_tensor(torch.randn(size, size), mesh, [Replicate()]).to_local()
+    pieces = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts(local)}
+    return sum(pieces.values()) / REPLICATED_BYTES
+
+
+def parts(local: torch.Tensor) -> list[torch.Tensor]:
+    """What each rank holds."""
+    return list(cast(LocalTensor, local)._local_tensors.values())
 
 
 def measure(ranks: int, scale: float) -> None:
@@ -97,6 +112,7 @@ def measure(ranks: int, scale: float) -> None:
     mode = LocalTensorMode(ranks)
     with mode:
         mesh = init_device_mesh("cpu", (ranks,))
+    print(json.dumps({"work": "memory", "detail": "replicated 4 MB", "copies": copies(mode, mesh)}), flush=True)
     for (name, detail), (make, seconds) in works(ranks).items():
         timing = duel(*make(mode, mesh), seconds * scale, around=lambda: mode)
         found = {"work": name, "detail": detail, "timing": [timing.ours, timing.dense, timing.rounds]}

@@ -1,4 +1,4 @@
-"""The peers, each in a process of its own. One that is missing or breaks gives a row that says so, never an error."""
+"""The peers, each in processes of its own. One that is missing or breaks gives a row that says so, never an error."""
 
 from __future__ import annotations
 
@@ -12,21 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Event, Timer
-from typing import IO
+from typing import IO, Any
 
 from benchmarks import goals, moves
-from benchmarks.results import JAX, LOCAL_TENSOR, OURS, Row, figures, verdict
+from benchmarks.results import JAX, LOCAL_TENSOR, OURS, PROCESSES, Row, figures, verdict
 from benchmarks.timing import Timing
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_SECONDS = 120.0
-
-# The works that localtensor.py measures on any number of ranks; repeated here, since it may not even import.
-LOCAL_WORKS = (
+# The works that localtensor.py and jaxdevices.py measure on any number of ranks; repeated here, since they may not even
+# import. `processes.py` has its own.
+MEMORY = ("memory", "replicated 4 MB")
+COMMON = (
     ("add", "32x32 per device"),
     ("matmul row", "1024^3"),
     ("matmul inner", "1024^3"),
     ("MLP step", "data-parallel"),
+    MEMORY,
+)
+TOGETHER = (
+    ("add", "DTensor, 32x32 per device"),
+    ("matmul inner", "DTensor, 1024^3"),
+    ("all-reduce", "DTensor, 64 MB"),
+    ("all-gather", "DTensor, 64 MB"),
+    ("MLP step", "DTensor, data-parallel"),
+    ("MLP step", "DDP, data-parallel"),
+    ("divergence check", "MLP step, sample against off"),
+    ("divergence check", "MLP step, always against off"),
 )
 
 
@@ -39,6 +50,7 @@ class Peer:
     ranks: tuple[int, ...]
     works: tuple[tuple[str, str], ...]
     hint: str = ""
+    limit: float = 180.0  # seconds
 
     def works_on(self, ranks: int) -> tuple[tuple[str, str], ...]:
         """What it is measured at on so many ranks."""
@@ -46,9 +58,11 @@ class Peer:
 
 
 ALL = (
-    Peer(LOCAL_TENSOR, "benchmarks.localtensor", (8, 32), LOCAL_WORKS),
-    Peer(JAX, "benchmarks.jaxdevices", (moves.DEVICES,), (), " (pip install meshloom[bench])"),
+    Peer(LOCAL_TENSOR, "benchmarks.localtensor", (8, 32), COMMON),
+    Peer(JAX, "benchmarks.jaxdevices", (8, 32, 128), COMMON, " (pip install meshloom[bench])"),
 )
+# Both sides run on the same processes: a row holds our time and theirs.
+PROCESS_PEER = Peer(PROCESSES, "benchmarks.processes", (2,), TOGETHER, limit=300.0)
 
 
 def answers(peer: Peer, ranks: int, scale: float, ours: Sequence[Row]) -> Iterator[Row]:
@@ -56,48 +70,52 @@ def answers(peer: Peer, ranks: int, scale: float, ours: Sequence[Row]) -> Iterat
     command = [sys.executable, "-m", peer.module, "--ranks", str(ranks), "--scale", str(scale)]
     left = list(peer.works_on(ranks))
     reason = ""
-    for line in _lines(command):
+    for line in _lines(command, peer.limit):
         if not line.startswith("{"):
             reason = line.strip()
             continue
         found = json.loads(line)
         left.remove((found["work"], found["detail"]))
-        yield _row(peer, found["work"], found["detail"], ranks, Timing(*found["timing"]), ours)
+        yield _row(peer, found, ranks, ours)
     hint = peer.hint if "No module named" in reason else ""
     for work, detail in left:
         missing = f"missing: {reason or 'no answer'}{hint}"
-        yield Row(peer.who, work, detail, (ranks,), ranks, _shown(work), missing=missing)
+        yield Row(peer.who, work, detail, (ranks,), ranks, "ratio", missing=missing)
 
 
-def _row(peer: Peer, work: str, detail: str, ranks: int, timing: Timing, ours: Sequence[Row]) -> Row:
-    """The peer's figures, and how many times ours on as many devices that is."""
+def _row(peer: Peer, found: dict[str, Any], ranks: int, ours: Sequence[Row]) -> Row:
+    """The figures of a line; of a peer also how many times ours on as many devices that is."""
+    work, detail = found["work"], found["detail"]
+    place = (peer.who, work, detail, (ranks,), ranks)
+    if "copies" in found:
+        return Row(*place, "copies", copies=found["copies"])
+    timing = Timing(*found["timing"])
+    if peer.who == PROCESSES:
+        judged = verdict(goals.of_processes(work, detail), timing.ratio)
+        return Row(*place, "ratio", **figures(timing), **judged)
     twin = next((r for r in ours if r.who == OURS and (r.work, r.detail, r.devices) == (work, detail, ranks)), None)
     times = None if twin is None or not twin.ours_us else round(timing.ours * 1e6 / twin.ours_us, 2)
-    judged = verdict(goals.PEERS.get(work), times)
-    shown = _shown(work) if times is not None else "ratio"
-    return Row(peer.who, work, detail, (ranks,), ranks, shown, times_ours=times, **figures(timing), **judged)
+    judged = verdict(goals.of_peer(work, ranks), times)
+    shown = "ratio" if times is None else "times_ours"
+    return Row(*place, shown, times_ours=times, **figures(timing), **judged)
 
 
-def _shown(work: str) -> str:
-    return "times_ours" if (work in dict(moves.WORKS)) else "ratio"
-
-
-def _lines(command: list[str]) -> Iterator[str]:
+def _lines(command: list[str], limit: float) -> Iterator[str]:
     """The lines a command prints; if it fails or is late, one line says why."""
     late = Event()
     with TemporaryFile("w+") as errors:
-        with _started(command, errors, late) as process:
+        with _started(command, errors, late, limit) as process:
             assert process.stdout is not None
             yield from process.stdout
         if late.is_set():
-            yield f"no answer within {LIMIT_SECONDS:g} s"
+            yield f"no answer within {limit:g} s"
         elif process.returncode:
             errors.seek(0)
             yield _last_line(errors.read()) or f"exit status {process.returncode}"
 
 
 @contextmanager
-def _started(command: list[str], errors: IO[str], late: Event) -> Iterator[subprocess.Popen[str]]:
+def _started(command: list[str], errors: IO[str], late: Event, limit: float) -> Iterator[subprocess.Popen[str]]:
     """A child process that does not outlive its time, nor the block if that is left early."""
 
     def stop() -> None:
@@ -105,7 +123,7 @@ def _started(command: list[str], errors: IO[str], late: Event) -> Iterator[subpr
         process.kill()
 
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
-    timer = Timer(LIMIT_SECONDS, stop)
+    timer = Timer(limit, stop)
     timer.start()
     with process:
         try:

@@ -90,9 +90,9 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Work, Work
     step = training_step(ours, loom.distribute(x, mesh, "S(0)"), loom.distribute(y, mesh, "S(0)"))
     split = distribute_module(copy.deepcopy(dense), theirs)
     a, b = (distribute_tensor(each, theirs, [Shard(0)]) for each in (x, y))
-    yield WORKS[4], step, training_step(split, a, b), 1, 40
+    yield WORKS[4], step, training_step(split, a, b), 1, 25
     wrapped = DistributedDataParallel(copy.deepcopy(dense))
-    yield WORKS[5], step, training_step(wrapped, x[mine], y[mine]), 1, 40
+    yield WORKS[5], step, training_step(wrapped, x[mine], y[mine]), 1, 25
 
     def under(check: str) -> Work:
         def run() -> object:
@@ -101,8 +101,8 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Work, Work
 
         return run
 
-    yield WORKS[6], under("sample"), under("off"), 1, 60
-    yield WORKS[7], under("always"), under("off"), 1, 40
+    yield WORKS[6], under("sample"), under("off"), 1, 40
+    yield WORKS[7], under("always"), under("off"), 1, 15
     WORLD.check = "sample"
 
 

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import JAX, LOCAL_TENSOR, OURS, Row, Setting
+from benchmarks.results import JAX, LOCAL_TENSOR, OURS, PROCESSES, Row, Setting
 
 # The load average before a run from which its figures are noise: one busy core doubles a two-thread matmul.
 NOISY_LOAD = 0.5
@@ -79,6 +79,31 @@ def predictions(rows: Sequence[Row]) -> Table:
     return made
 
 
+def processes(rows: Sequence[Row]) -> Table:
+    """Ours against others on the same processes, a line per work."""
+    made = Table(title=f"on {rows[0].devices} Gloo processes, one thread each", title_justify="left", box=box.SIMPLE)
+    made.add_column("work", no_wrap=True)
+    made.add_column("against", no_wrap=True)
+    for name in ("ours", "theirs", "ratio", "theirs / ours"):
+        made.add_column(name, justify="right", no_wrap=True)
+    made.add_column("goal", no_wrap=True)
+    made.add_column("", no_wrap=True)
+    for row in rows:
+        made.add_row(*process_line(row), _verdict([row]))
+    return made
+
+
+def process_line(row: Row) -> list[str]:
+    """Work, against, ours, theirs, ratio, theirs / ours, goal.
+
+    >>> row = Row("meshloom on processes", "add", "DTensor, 32x32", (2,), 2, "ratio", 2.0, 40.0, 0.05, goal="<= 0.333x")
+    >>> process_line(row)
+    ['add', 'DTensor, 32x32', '2.0 us', '40.0 us', '0.05x', '20.0x', '<= 0.333x']
+    """
+    times = "" if not row.ratio else f"{1 / row.ratio:.1f}x"
+    return [row.work, row.detail, duration(row.ours_us), duration(row.dense_us), figure(row), times, row.goal or ""]
+
+
 def _grouped(rows: Iterable[Row]) -> list[list[Row]]:
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -115,11 +140,15 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 def show(console: Console, rows: Sequence[Row], conditions: Setting, complete: bool) -> None:
     """Print the table, what is missing from it, and under what conditions it was made."""
-    compared = [row for row in rows if row.shown != "error"]
+    predicted = [row for row in rows if row.shown == "error"]
+    together = [row for row in rows if row.who == PROCESSES]
+    compared = [row for row in rows if row not in predicted and row not in together]
     if compared or not rows:
         console.print(table(compared))
-    if len(compared) < len(rows):
-        console.print(predictions([row for row in rows if row.shown == "error"]))
+    if together:
+        console.print(processes(together))
+    if predicted:
+        console.print(predictions(predicted))
     for reason in dict.fromkeys(f"{row.who}: {row.missing}" for row in rows if row.missing is not None):
         console.print(reason, markup=False)
     console.print(

@@ -20,6 +20,7 @@ from benchmarks.timing import Timing
 OURS = "meshloom"
 LOCAL_TENSOR = "DTensor LocalTensor"
 JAX = "JAX host devices"
+PROCESSES = "meshloom on processes"
 
 
 @dataclass(frozen=True, slots=True)

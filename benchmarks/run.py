@@ -1,4 +1,4 @@
-"""Measure meshloom beside dense torch, DTensor and JAX in one run: a table, and a JSON file."""
+"""Measure meshloom beside dense torch, DTensor, DDP and JAX in one run: tables, a JSON file, a page with a plot."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import moves, peers, prediction, report, results, runtime
+from benchmarks import gpt, moves, page, peers, prediction, report, results, runtime
 from benchmarks.results import OURS, Row, figures, verdict
 from benchmarks.timing import duel
 from benchmarks.works import Spec, all_works
 
 DEVICES = (1, 8, 32, 128)
 PEERS = "peers"
+PROCESSES = "processes"
 PREDICTED = "predicted"
 QUICK = 0.1
 
@@ -58,8 +59,10 @@ class Meter:
 
 def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Row], console: Console) -> None:
     """Measure into `rows`, one by one, so that whoever interrupts still has those before."""
-    works = [spec for spec in [*all_works(devices), *runtime.works(devices)] if _wanted(spec.name, only)]
+    works = [spec for spec in _specs(devices) if _wanted(spec.name, only)]
     asked = [(peer, count) for peer in peers.ALL for count in peer.ranks if count in devices and _wanted(PEERS, only)]
+    if _wanted(PROCESSES, only):
+        asked += [(peers.PROCESS_PEER, count) for count in peers.PROCESS_PEER.ranks]
     predicts = moves.DEVICES in devices and _wanted(PREDICTED, only)
     quick = scale < 1
     total = len(works) + sum(len(peer.works_on(count)) for peer, count in asked)
@@ -77,6 +80,10 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
             _take(peers.answers(peer, count, scale, tuple(rows)), rows, meter)
 
 
+def _specs(devices: Sequence[int]) -> list[Spec]:
+    return [*all_works(devices), *gpt.works(devices), *runtime.works(devices)]
+
+
 def _take(found: Iterable[Row], rows: list[Row], meter: Meter) -> None:
     for row in found:
         rows.append(row)
@@ -88,9 +95,9 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
 
 
 def names() -> list[str]:
-    """What `--only` knows: the works, their first words, the predictions and the peers."""
-    works = dict.fromkeys(spec.name for spec in [*all_works(DEVICES), *runtime.works(DEVICES)])
-    return [*dict.fromkeys(part for name in works for part in (name.split()[0], name)), PREDICTED, PEERS]
+    """What `--only` knows: the works, their first words, the predictions, the peers and the processes."""
+    works = dict.fromkeys(spec.name for spec in _specs(DEVICES))
+    return [*dict.fromkeys(part for name in works for part in (name.split()[0], name)), PREDICTED, PEERS, PROCESSES]
 
 
 def _devices(text: str) -> tuple[int, ...]:
@@ -124,8 +131,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", action="append", default=[], choices=names(), metavar="NAME", help=(
         f"measure this work only; may be repeated; one of: {', '.join(names())}"
     ))  # fmt: skip
-    default = Path(__file__).with_name("results.json")
-    made.add_argument("--json", type=_path, default=default, help="where to write (default benchmarks/results.json)")
+    made.add_argument("--json", type=_path, default=page.RESULTS, help=(
+        "where to write (default benchmarks/results.json, with docs/benchmarks.md and its plot)"
+    ))  # fmt: skip
     return made
 
 
@@ -144,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print()
     report.show(console, rows, conditions, complete)
     results.write(options.json, rows, conditions, complete)
+    if options.json == page.RESULTS:
+        page.write()
     return 0 if complete else 130
 
 

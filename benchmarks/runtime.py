@@ -33,14 +33,10 @@ def works(devices: Sequence[int]) -> list[Spec]:
         ("workload empty", "enqueue and finish", empty_workload, None, "ours_us"),
     )
     return [
-        Spec(name, detail, (count,), partial(_pair, make, count), goal if _counts(goal, count) else None, shown)
+        Spec(name, detail, (count,), partial(_pair, make, count), shown=shown).held_to(goal)
         for name, detail, make, goal, shown in named
         for count in devices
     ]
-
-
-def _counts(goal: Goal | None, devices: int) -> bool:
-    return goal is not None and devices >= goal.from_devices
 
 
 def _pair(make: Callable[[int], Sides], devices: int) -> Pair:

@@ -51,6 +51,10 @@ class Spec:
         """The number of devices of the mesh."""
         return math.prod(self.mesh)
 
+    def held_to(self, goal: Goal | None) -> Spec:
+        """The same work with a goal, if it counts on so many devices."""
+        return replace(self, goal=goal if goal is not None and self.devices >= goal.from_devices else None)
+
 
 def all_works(devices: Sequence[int]) -> list[Spec]:
     """Every work on every number of devices, in the order of the table."""
@@ -66,12 +70,7 @@ def _on(devices: int) -> list[Spec]:
     listed += [_mlp(devices), _memory(devices)]
     listed += [_hot(call, devices) for call in _HOT]
     listed += [_all_reduce(), _all_gather()] if devices == moves.DEVICES else []
-    return [spec if spec.goal is None or devices >= spec.goal.from_devices else _free(spec) for spec in listed]
-
-
-def _free(spec: Spec) -> Spec:
-    """The same work without its goal: it counts from more devices on."""
-    return replace(spec, goal=None)
+    return [spec.held_to(spec.goal) for spec in listed]
 
 
 def _check(ours: loom.Tensor, dense: torch.Tensor, what: str) -> None:
@@ -183,17 +182,18 @@ def _mlp(devices: int) -> Spec:
         x, y = torch.randn(BATCH, FEATURES[0]), torch.randn(BATCH, FEATURES[-1])
         placed = [loom.distribute(each, mesh, "S(0)") for each in (x, y)]
         pair = Pair(training_step(ours, *placed), training_step(model, x, y))
-        _check_step(pair, ours, model)
+        check_models(pair, ours, model, "MLP step")
         return pair
 
     return Spec("MLP step", "data-parallel", (devices,), make, goals.MLP_STEP, seconds=5.0)
 
 
-def _check_step(pair: Pair, ours: torch.nn.Module, dense: torch.nn.Module) -> None:
+def check_models(pair: Pair, ours: torch.nn.Module, dense: torch.nn.Module, what: str) -> None:
+    """Both sides make a step and have the same parameters after it."""
     assert pair.ours is not None and pair.dense is not None
     pair.ours(), pair.dense()
     for (name, mine), theirs in zip(ours.named_parameters(), dense.parameters(), strict=True):
-        _check(mine, theirs.detach(), f"MLP step, {name}")
+        _check(mine, theirs.detach(), f"{what}, {name}")
 
 
 def _memory(devices: int) -> Spec:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -164,13 +165,13 @@ def test_a_prediction_is_the_simulated_ring_on_the_calibrated_links(bench: Any) 
     assert bench("prediction").predicted("all_reduce", 8 << 20, ring) == pytest.approx(2 * once, rel=0.01)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_peer_that_is_missing_gives_rows_that_say_why(
     bench: Any, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     peers = bench("peers")
-    monkeypatch.setattr(peers, "_lines", lambda command: iter(["ModuleNotFoundError: No module named 'x'\n"]))
-    peer = peers.ALL[number]
+    monkeypatch.setattr(peers, "_lines", lambda command, limit: iter(["ModuleNotFoundError: No module named 'x'\n"]))
+    peer = [*peers.ALL, peers.PROCESS_PEER][number]
     rows = list(peers.answers(peer, 8, 1.0, ()))
     assert [(row.work, row.detail) for row in rows] == list(peer.works_on(8))
     assert {row.missing for row in rows} == {f"missing: ModuleNotFoundError: No module named 'x'{peer.hint}"}
@@ -180,34 +181,115 @@ def test_a_peer_that_is_missing_gives_rows_that_say_why(
 def test_a_peer_is_held_to_a_multiple_of_our_time_on_the_same_work(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     peers, results = bench("peers"), bench("results")
     lines = [json.dumps({"work": "all-reduce", "detail": "64 MB per device", "timing": [0.4, 0.01, 3]})]
-    monkeypatch.setattr(peers, "_lines", lambda command: iter(lines))
+    monkeypatch.setattr(peers, "_lines", lambda command, limit: iter(lines))
     ours = results.Row("meshloom", "all-reduce", "64 MB per device", (8,), 8, "ratio", ours_us=100_000.0)
     first = next(peers.answers(peers.ALL[1], 8, 1.0, [ours]))
     assert (first.times_ours, first.goal, first.ok) == (4.0, ">= 5x ours", False)
     assert bench("report").figure(first) == "4.0x ours"
 
 
-def test_jax_is_measured_where_it_is_installed() -> None:
+@pytest.mark.parametrize(("devices", "goal"), [(8, ">= 4x ours"), (32, ">= 10x ours"), (128, None)])
+def test_a_peers_training_step_is_held_to_more_on_more_devices(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, devices: int, goal: str | None
+) -> None:
+    peers, results = bench("peers"), bench("results")
+    lines = [
+        json.dumps({"work": "memory", "detail": "replicated 4 MB", "copies": 8.0}),
+        json.dumps({"work": "MLP step", "detail": "data-parallel", "timing": [0.5, 0.1, 3]}),
+    ]
+    monkeypatch.setattr(peers, "_lines", lambda command, limit: iter(lines))
+    ours = results.Row("meshloom", "MLP step", "data-parallel", (devices,), devices, "ratio", ours_us=100_000.0)
+    memory, step = list(peers.answers(peers.ALL[1], devices, 1.0, [ours]))[:2]
+    assert (memory.copies, bench("report").figure(memory), memory.goal) == (8.0, "8.00", None)
+    assert (step.times_ours, step.goal) == (5.0, goal)
+
+
+def test_work_on_processes_has_a_table_of_its_own(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, report = bench("peers"), bench("report")
+    times = {"add": [1e-6, 10e-6, 5], "divergence check": [0.11, 0.1, 5]}
+    lines = [
+        json.dumps({"work": work, "detail": detail, "timing": times.get(work, [0.104, 0.1, 5])})
+        for work, detail in peers.PROCESS_PEER.works
+    ]
+    monkeypatch.setattr(peers, "_lines", lambda command, limit: iter(lines))
+    rows = list(peers.answers(peers.PROCESS_PEER, 2, 1.0, ()))
+    judged = {(row.work, row.detail): (row.ratio, row.goal, row.ok) for row in rows}
+    assert judged["add", "DTensor, 32x32 per device"] == (0.1, "<= 0.333x", True)
+    assert judged["MLP step", "DDP, data-parallel"] == (1.04, "<= 1.05x", True)
+    assert judged["divergence check", "MLP step, sample against off"] == (1.1, "<= 1.05x", False)
+    assert judged["divergence check", "MLP step, always against off"] == (1.1, None, None)
+    console = Console(width=120, file=io.StringIO())
+    report.show(console, rows, bench("results").setting(True), True)
+    text = console.file.getvalue()
+    assert "on 2 Gloo processes" in text and "theirs / ours" in text and "10.0x" in text and "MISS" in text
+
+
+def test_the_processes_name_the_works_that_are_expected_of_them(bench: Any) -> None:
+    assert bench("peers").PROCESS_PEER.works == bench("processes").WORKS
+
+
+def test_the_step_of_the_gpt_is_measured_on_both_plans(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt = bench("gpt")
+    for name, value in {"WIDTH": 16, "HEADS": 4, "HIDDEN": 16, "LAYERS": 1, "ROWS": 8, "LENGTH": 8}.items():
+        monkeypatch.setattr(gpt, name, value)
+    specs = gpt.works((1, 8))
+    found = [(spec.detail, spec.mesh, str(spec.goal)) for spec in specs]
+    assert found == [
+        ("data-parallel", (1,), "None"), ("data-parallel", (8,), "<= 1.1x"), ("tensor-parallel", (2, 4), "<= 1.25x"),
+    ]  # fmt: skip
+    for spec in specs:
+        pair = spec.make()
+        assert pair.ours().item() == pytest.approx(pair.dense().item(), rel=1e-4)
+
+
+def test_the_page_and_its_plot_show_the_figures_of_the_results(bench: Any) -> None:
+    page = bench("page")
+    conditions, rows = page.read()
+    assert page.PLOT.read_text() == page.plot(rows), "run python -m benchmarks.page"
+    text = page.PAGE.read_text()
+    assert text == page.filled(text, conditions, rows), "run python -m benchmarks.page"
+    first = next(row for row in rows if row.work == "MLP step" and row.devices == 128)
+    assert f"{first.ratio:.2f}x" in text
+
+
+def test_the_plot_has_a_point_for_every_system_and_number_of_devices(bench: Any) -> None:
+    page, results = bench("page"), bench("results")
+    who = {"meshloom": (1.0, 1.1), "DTensor LocalTensor": (5.0, 16.0), "JAX host devices": (3.0, 12.0)}
+    rows = [
+        results.Row(name, "MLP step", "data-parallel", (devices,), devices, "ratio", ratio=ratio)
+        for name, ratios in who.items()
+        for devices, ratio in zip((8, 32), ratios, strict=True)
+    ]
+    drawn = ElementTree.fromstring(page.plot(rows))
+    told = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(told) == 6 and "DTensor LocalTensor, 32 devices: 16.00x" in told
+    heights = {each[0].text: float(each.get("cy", "nan")) for each in drawn.iter("{http://www.w3.org/2000/svg}circle")}
+    assert heights["DTensor LocalTensor, 32 devices: 16.00x"] < heights["meshloom, 32 devices: 1.10x"], "up is slower"
+
+
+def test_jax_is_measured_where_it_is_installed(bench: Any) -> None:
     pytest.importorskip("jax", reason="an optional extra")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.jaxdevices", "--ranks", "8", "--scale", "0"],
+        [sys.executable, "-m", "benchmarks.jaxdevices", "--ranks", "2", "--scale", "0"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert [json.loads(line)["work"] for line in done.stdout.splitlines()] == ["all-reduce", "all-gather"]
+    found = {(each["work"], each["detail"]) for each in map(json.loads, done.stdout.splitlines())}
+    assert found == set(bench("peers").ALL[1].works_on(2))
 
 
 def test_a_peer_process_that_fails_hands_over_its_last_line_without_paths(bench: Any) -> None:
     lines = bench("peers")._lines(
-        [sys.executable, "-c", "raise ImportError('cannot import x from /some/where/lib.py')"]
+        [sys.executable, "-c", "raise ImportError('cannot import x from /some/where/lib.py')"], 60.0
     )
     assert list(lines) == ["ImportError: cannot import x from lib.py"]
 
 
 def test_peers_and_their_process_name_the_same_works(bench: Any) -> None:
     pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensor mode")
-    [peer] = [peer for peer in bench("peers").ALL if peer.module == "benchmarks.localtensor"]
+    peers = bench("peers")
+    [peer] = [peer for peer in peers.ALL if peer.module == "benchmarks.localtensor"]
     for ranks in peer.ranks:
-        assert tuple(bench("localtensor").works(ranks)) == peer.works_on(ranks)
+        assert {*bench("localtensor").works(ranks), peers.MEMORY} == set(peer.works_on(ranks))
 
 
 @pytest.mark.parametrize(
