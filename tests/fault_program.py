@@ -16,7 +16,7 @@ import torch
 import meshloom as loom
 
 torch.set_num_threads(1)
-RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, COUNT = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 TIMEOUT = float(os.environ.get("FAULT_TIMEOUT", "4"))
 BAD = int(os.environ.get("FAULT_RANK", "1"))
 IS_BAD = RANK == BAD
