@@ -1,0 +1,198 @@
+"""What a hostile user does on real processes: late hooks, second derivatives, copies, children, one rank alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshloom as loom
+import ranks
+from meshloom.backends.watch import Watch
+from meshloom.errors import GradientError
+
+Mesh = Any
+TIES = [[1.0, 2.0], [3.0, 1.0], [3.0, 2.0], [0.0, 2.0], [3.0, 2.0]]
+
+
+def _same(ours: Any, dense: torch.Tensor, what: str = "") -> None:
+    torch.testing.assert_close(
+        ours.to_torch(), dense, rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def _leaf(dense: torch.Tensor, mesh: Mesh, placements: str) -> Any:
+    return loom.distribute(dense, mesh, placements).requires_grad_()
+
+
+def _second(scalar: Callable[..., Any], leaves: list[Any]) -> list[Any]:
+    """The gradient of the squared gradient."""
+    first = torch.autograd.grad(scalar(*leaves), leaves, create_graph=True)
+    sum((each**2).sum() for each in first).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def large_gradients(mesh: Mesh) -> None:
+    """Gradients that travel alone, beside ones that travel together."""
+    shapes = [(600, 600), (600, 500), (500,)]
+    dense = [torch.randn(shape).div(25).requires_grad_() for shape in shapes]
+    held = [loom.Parameter(each.detach(), mesh) for each in dense]
+    x = torch.randn(7, 600)
+    for (a, b, c), given in ((dense, x), (held, loom.distribute(x, mesh, "S(0), R"))):
+        (given @ a @ b + c).tanh().sum().backward()
+    for ours, theirs in zip(held, dense, strict=True):
+        _same(ours.grad, theirs.grad)
+
+
+def kept_graph(mesh: Mesh) -> None:
+    """backward(create_graph=True), of several leaves."""
+    given = [torch.randn(7, 4), torch.randn(4, 3), torch.randn(3)]
+    found = []
+    for leaves in ([each.clone().requires_grad_() for each in given], [_leaf(each, mesh, "R, R") for each in given]):
+        x = leaves[0] if isinstance(leaves[0], torch.Tensor) else leaves[0].redistribute("S(0), R")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")  # torch's, of memory
+            (x @ leaves[1] + leaves[2]).tanh().sum().backward(create_graph=True)
+        total = sum((leaf.grad**2).sum() for leaf in leaves)
+        found.append(torch.autograd.grad(total, leaves))
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        _same(ours, theirs)
+
+
+def hooks(mesh: Mesh) -> None:
+    x = torch.randn(7, 4)
+    held, dense = (
+        make()
+        for make in (lambda: loom.Parameter(torch.ones(4, 3), mesh), lambda: torch.nn.Parameter(torch.ones(4, 3)))
+    )
+    ours = loom.distribute(x, mesh, "S(0), R")
+    seen: list[Any] = []
+    for leaf, given in ((held, ours), (dense, x)):
+        leaf.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad * 1))
+        (given @ leaf).sum().backward()
+        (given @ leaf).sum().backward()
+    assert len(seen) == 4
+    for mine, theirs in zip(seen[:2], seen[2:], strict=True):
+        _same(mine, theirs)
+    late = loom.Parameter(torch.ones(4, 3), mesh)
+    loss = (ours @ late).sum()
+    handle = late.register_hook(lambda g: g * 2)
+    with pytest.raises(GradientError, match=r"a hook of a leaf of shape \[4, 3\] came after the leaf was used"):
+        loss.backward()
+    handle.remove()
+    (ours @ late).sum().backward()
+    _same(late.grad, x.sum(0).unsqueeze(1).expand(4, 3))
+
+
+def second_derivatives(mesh: Mesh) -> None:
+    ops: dict[str, Callable[[Any], Any]] = {
+        "prod": lambda x: x.prod(0),
+        "amax": lambda x: x.amax(0),
+        "max": lambda x: x.max(0).values,
+        "min": lambda x: x.amin(),
+        "log_softmax": lambda x: x.log_softmax(0).sum(1)[:2],
+    }
+    for placements in ("S(0), R", "S(1), S(0)"):
+        for name, op in ops.items():
+            given = [torch.tensor(TIES), torch.tensor([[1.0, 2.0], [3.0, 4.0]])]
+            theirs = _second(lambda x, w, op=op: ((op(x) * w) ** 2).sum(), [each.requires_grad_() for each in given])
+            ours = _second(
+                lambda x, w, op=op: ((op(x) * w) ** 2).sum(), [_leaf(each.detach(), mesh, placements) for each in given]
+            )
+            for mine, expected in zip(ours, theirs, strict=True):
+                _same(mine, expected, f"{name} {placements}")
+    query = _leaf(torch.randn(1, 2, 6, 4), mesh, "S(2), R")
+    out = F.scaled_dot_product_attention(query, query, query)
+    with pytest.raises(GradientError, match="no second derivative"):
+        torch.autograd.grad(out.sum(), query, create_graph=True)
+
+
+def nothing_counted(mesh: Mesh) -> None:
+    """A mean over targets of which all are ignored: nan, and a gradient of zero."""
+    target = torch.full((7,), -100)
+    for placements in ("S(0), R", "S(1), R"):
+        x = _leaf(torch.randn(7, 5), mesh, placements)
+        loss = F.cross_entropy(x, loom.distribute(target, mesh, {}))
+        loss.backward()
+        assert loss.isnan().item()
+        _same(x.grad, torch.zeros(7, 5), placements)
+
+
+def copies(mesh: Mesh) -> None:
+    """A copy of a parameter has no gradient, nor what one is still to be summed from."""
+    held = loom.Parameter(torch.ones(4, 3), mesh)
+    x = loom.randn(7, 4, mesh=mesh, placements="S(0), R")
+    (x @ held).sum().backward()
+    copied = copy.deepcopy(held)
+    assert copied.grad is None
+    (x @ copied).sum().backward()
+    _same(copied.grad, held.grad.to_torch())
+
+
+def one_alone(mesh: Mesh) -> None:
+    """Only the first rank records and explains, also what needs groups that nobody has made yet."""
+    first = loom.process().rank == 0
+    x = loom.randn(8, 6, mesh=mesh, placements="S(0), R")
+    plain = torch.ones(6, 2)
+    if first:
+        told = loom.explain(lambda: x.redistribute("R, S(1)") @ plain)
+        assert "all_to_all" in str(told) or "all_gather" in str(told)
+    with loom.record() if first else contextlib.nullcontext():
+        total = x.sum().item()
+    assert total == pytest.approx(x.to_torch().sum().item(), abs=1e-4)
+    with contextlib.suppress(KeyError), loom.record():
+        raise KeyError
+    assert x.redistribute("R, S(1)").sum().item() == pytest.approx(total, abs=1e-4)
+
+
+def children(mesh: Mesh) -> None:
+    """A child of a rank is no rank: it ends by itself, at once, and nobody hears of it."""
+    assert _ended(lambda: sys.exit(3)) == 3
+    assert _ended(lambda: os.kill(os.getpid(), signal.SIGTERM)) == -signal.SIGTERM
+    assert loom.ones(8, mesh=mesh).sum().item() == 8
+
+
+def _ended(act: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+            time.sleep(60)
+        except SystemExit as error:
+            is_ours = isinstance(getattr(sys.excepthook, "__self__", None), Watch)
+            os._exit(98 if is_ours else int(str(error.code)))
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+CHECKS = (
+    one_alone, large_gradients, kept_graph, hooks, second_derivatives, nothing_counted, copies, children,
+)  # fmt: skip
+
+
+def all_checks() -> int:
+    """Every check on one start; which process this is, is known before a mesh is open."""
+    before = loom.process()
+    assert (before.rank, before.count) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    mesh = loom.open_mesh((2, 2), axes=("a", "b"), timeout=60)
+    assert loom.process() == before
+    for check in CHECKS:
+        torch.manual_seed(0)
+        check(mesh)
+    return len(CHECKS)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_a_hostile_user_does_on_processes_equals_dense_or_is_refused(count: int) -> None:
+    assert ranks.run(count, "test_process_hostile:all_checks") == [len(CHECKS)] * count
