@@ -29,7 +29,7 @@ FORBIDDEN = (
     r"/" + r"opt/",
     r"index[-_]url",
     r"find[-_]links",
-    r"https?://(?!www\.apache\.org/)[^\s/]+",  # the licence names its home
+    r"https?://(?!www\.apache\.org/|www\.w3\.org/)[^\s/]+",  # the licence and SVG name their homes
     r"\b(?:10(?!\.77\.)|192\.168|172\.16)\.\d+\.\d+\.\d+\b",  # loopback and the tests' own namespaces are no machine
 )
 
