@@ -190,6 +190,10 @@ class DeviceError(MeshloomError, RuntimeError):
     """Commands that failed on some devices."""
 
 
+class OperandError(MeshloomError, RuntimeError):
+    """An op on what devices hold cannot take these operands."""
+
+
 class DeviceTimeoutError(MeshloomError, TimeoutError):
     """A device or a queue that did not end in time."""
 

@@ -19,6 +19,7 @@ LEFT: Status = {
     "now": "",
     "state": "left",
     "seconds": 0,
+    "over": True,
 }
 SHOWN = 4  # processes that a headline names
 _HEAD = ("rank", "place", "host", "call", "number", "line", "state")

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from meshloom.backends.board import Board, first_line, holds_store, is_agents
-from meshloom.backends.status import ENDED, LEFT, Status, blamed, has_answered, judged, table
+from meshloom.backends.status import LEFT, Status, blamed, has_answered, judged, table
 from meshloom.errors import DivergenceError, LostError, MeshloomError, is_program, line_of, where
 from meshloom.mesh import HERE, Mesh
 
@@ -49,6 +49,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="meshloom watch", daemon=True)
         self._beats = 0
         self._state = "running"
+        self._is_over = False  # this process needs the store no more
         self._is_closed = False  # rank 0 has left, and the store with it
 
     def start(self) -> None:
@@ -71,7 +72,7 @@ class Watch:
 
     def stop(self) -> None:
         """Say that this process leaves."""
-        self._state = "left"
+        self._state, self._is_over = "left", True
         if holds_store(HERE.rank) and self.failure is None:
             self._board.write("closed", "", GRACE)
         self._done.set()
@@ -79,16 +80,17 @@ class Watch:
         self._linger(GRACE)
 
     def _linger(self, seconds: float) -> None:
-        """The process that holds the store gives the others time to read why, or that, it leaves."""
+        """The process that holds the store waits until the others have read why, or that, it leaves, or are silent."""
         deadline = time.monotonic() + seconds
-        before: dict[int, Status] = {}
-        while holds_store(HERE.rank) and time.monotonic() < deadline:
-            now = self._statuses()
-            others = [rank for rank in now if rank != HERE.rank]
-            if all(now[rank]["state"] in ENDED or now[rank] == before.get(rank) for rank in others):
+        heard: dict[int, tuple[int, float]] = {}  # the last beat of each, and when it came
+        while holds_store(HERE.rank) and (now := time.monotonic()) < deadline:
+            others = {rank: status for rank, status in self._statuses().items() if rank != HERE.rank}
+            for rank, status in others.items():
+                if rank not in heard or heard[rank][0] != status["beats"]:
+                    heard[rank] = status["beats"], now
+            if all(status["over"] or now - heard[rank][1] > GRACE for rank, status in others.items()):
                 return
-            before = now
-            time.sleep(4 * BEAT)
+            time.sleep(BEAT / 5)
 
     # one collective
 
@@ -185,6 +187,7 @@ class Watch:
             print(f"meshloom: {own[0]}, last call {self._here()}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
+        self._let_go()
         self._linger(5 * GRACE)
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)  # collectives under way would keep it alive
 
@@ -228,6 +231,8 @@ class Watch:
             self._publish(self.world.timeout)
             self._read_failure(self.world.timeout)
             self._is_closed = self._board.has("closed", self.world.timeout)
+            if self._is_closed:
+                self._let_go()
             return not self._is_closed
         except RuntimeError as error:
             if self.failure is None and not self._done.is_set():
@@ -252,6 +257,14 @@ class Watch:
     def _publish(self, seconds: float) -> None:
         self._board.write(f"status {HERE.rank}", json.dumps(self._status()), seconds)
 
+    def _let_go(self) -> None:
+        """Say that this process has read all that it will; the store may go."""
+        self._is_over = True
+        try:
+            self._publish(GRACE)
+        except RuntimeError:  # it has gone
+            self._is_closed = True
+
     def _status(self) -> Status:
         self._beats += 1
         since = self.since
@@ -265,6 +278,7 @@ class Watch:
             "now": "" if waits else line_of(sys._current_frames().get(threading.main_thread().ident or 0)),
             "state": "waiting" if waits else self._state,
             "seconds": round(time.monotonic() - since, 1) if waits else 0,
+            "over": self._is_over,
         }
 
     # the others

@@ -186,7 +186,7 @@ class Listener(threading.Thread):
             os.mkfifo(path, 0o600)
             self._selector.register(os.open(path, os.O_RDONLY | os.O_NONBLOCK), selectors.EVENT_READ, (name, rank))
         for stream in STREAMS:
-            self._lines[stream, rank] = Lines()
+            self._lines[stream, rank] = Lines(self._plan.hold)
             if self._plan.log_dir is not None:
                 path = self._plan.log_dir / f"rank-{rank}.{stream}.log"
                 self._logs[stream, rank] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -226,10 +226,7 @@ class Listener(threading.Thread):
         for _, name, rank, data in heard:
             if name in STREAMS and data:
                 self._hear(name, rank, data)
-        lifelines = [(key, rank, data) for key, name, rank, data in heard if name == "lifeline"]
-        for key, rank, data in sorted(
-            lifelines, key=lambda each: bool(each[2])
-        ):  # deaths before what others say of them
+        for key, _, rank, data in (each for each in heard if each[1] == "lifeline"):  # as they spoke or died
             if data:
                 self._learn(self.ranks[rank], data)
             else:

@@ -1,0 +1,149 @@
+"""What one element is, and in which order a device keeps them: dtypes, layouts, tiles.
+
+Every dtype names the torch dtype that its values are kept in (`store`). Formats that torch lacks are kept as values
+already rounded to what the format can say, in a torch dtype that holds them exactly: `rounded` does the rounding.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshloom.ttnn import blockfloat
+
+
+class DataType(enum.Enum):
+    """The dtype of a tensor."""
+
+    BFLOAT16 = 0
+    FLOAT32 = 1
+    UINT32 = 2
+    BFLOAT8_B = 3
+    BFLOAT4_B = 4
+    UINT8 = 5
+    UINT16 = 6
+    INT32 = 7
+    FP8_E4M3 = 8
+    INT8 = 9
+    INVALID = 10
+
+    __repr__ = enum.Enum.__str__
+
+    @property
+    def store(self) -> torch.dtype:
+        """The torch dtype that values are kept in."""
+        return _STORE[self]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it has fractions."""
+        return _STORE[self].is_floating_point
+
+    @property
+    def is_block_float(self) -> bool:
+        """Whether 16 elements share an exponent."""
+        return self in (DataType.BFLOAT8_B, DataType.BFLOAT4_B)
+
+
+_STORE = {
+    DataType.BFLOAT16: torch.bfloat16,
+    DataType.FLOAT32: torch.float32,
+    DataType.UINT32: torch.int64,
+    DataType.BFLOAT8_B: torch.bfloat16,
+    DataType.BFLOAT4_B: torch.bfloat16,
+    DataType.UINT8: torch.uint8,
+    DataType.UINT16: torch.int32,
+    DataType.INT32: torch.int32,
+    DataType.FP8_E4M3: torch.bfloat16,
+    DataType.INT8: torch.int8,
+}
+
+bfloat16, float32, uint32 = DataType.BFLOAT16, DataType.FLOAT32, DataType.UINT32
+bfloat8_b, bfloat4_b = DataType.BFLOAT8_B, DataType.BFLOAT4_B
+uint8, uint16, int32, int8 = DataType.UINT8, DataType.UINT16, DataType.INT32, DataType.INT8
+fp8_e4m3 = DataType.FP8_E4M3
+
+
+class Layout(enum.Enum):
+    """Rows one after the other, or 32x32 tiles of four 16x16 faces."""
+
+    ROW_MAJOR = 0
+    TILE = 1
+
+    __repr__ = enum.Enum.__str__
+
+
+ROW_MAJOR_LAYOUT, TILE_LAYOUT = Layout.ROW_MAJOR, Layout.TILE
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a tile."""
+
+    tile_shape: tuple[int, int] = (32, 32)
+    transpose_tile: bool = False
+
+    def __init__(self, tile_shape: Sequence[int] = (32, 32), transpose_tile: bool = False) -> None:
+        object.__setattr__(self, "tile_shape", tuple(tile_shape))
+        object.__setattr__(self, "transpose_tile", transpose_tile)
+
+    def get_tile_size(self, dtype: DataType) -> int:
+        """The bytes of one tile: for block floats one exponent per 16 elements beside the mantissas."""
+        return bytes_of(math.prod(self.tile_shape), dtype)
+
+    def __repr__(self) -> str:
+        return f"Tile with shape: {list(self.tile_shape)}"
+
+
+def bytes_of(elements: int, dtype: DataType) -> int:
+    """The bytes that a device needs for so many elements.
+
+    >>> bytes_of(1024, DataType.BFLOAT8_B), bytes_of(1024, DataType.BFLOAT4_B), bytes_of(1024, DataType.BFLOAT16)
+    (1088, 576, 2048)
+    """
+    exponents = elements // 16
+    special = {DataType.BFLOAT8_B: elements + exponents, DataType.BFLOAT4_B: elements // 2 + exponents}
+    return special[dtype] if dtype in special else elements * _BYTES[dtype]
+
+
+_BYTES = {
+    DataType.BFLOAT16: 2,
+    DataType.FLOAT32: 4,
+    DataType.UINT32: 4,
+    DataType.UINT8: 1,
+    DataType.UINT16: 2,
+    DataType.INT32: 4,
+    DataType.FP8_E4M3: 1,
+    DataType.INT8: 1,
+}
+
+
+def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int, ...]:
+    """The shape with the padding that whole tiles need.
+
+    >>> padded_shape((1, 1, 40, 10), Layout.TILE, Tile()), padded_shape((5,), Layout.TILE, Tile())
+    ((1, 1, 64, 32), (32, 32))
+    """
+    sizes = tuple(shape)
+    if layout is Layout.ROW_MAJOR:
+        return sizes or (1,)
+    sizes = (1,) * (2 - len(sizes)) + sizes
+    ends = (-(-size // side) * side for size, side in zip(sizes[-2:], tile.tile_shape, strict=True))
+    return (*sizes[:-2], *ends)
+
+
+def rounded(values: torch.Tensor, dtype: DataType) -> torch.Tensor:
+    """Values as a dtype can say them, in its `store`: block floats share exponents along the last dim, integers wrap."""
+    if dtype.is_block_float:
+        return blockfloat.rounded(values, 7 if dtype is DataType.BFLOAT8_B else 3).to(dtype.store)
+    if dtype is DataType.FP8_E4M3:
+        return values.to(torch.float8_e4m3fn).to(dtype.store)
+    if dtype is DataType.UINT32:
+        return values.to(torch.int64) & 0xFFFFFFFF
+    if dtype is DataType.UINT16:
+        return values.to(torch.int32) & 0xFFFF
+    return values.to(dtype.store)

@@ -1,0 +1,85 @@
+"""How a tensor lies on the mesh, as TTNN labels it: one placement for every axis of a distribution shape.
+
+A label says of which whole these parts are the parts. Ops on parts never communicate, so the label has to follow from
+what was done: a reduction drops and renumbers dims, and a contraction over a sharded dim leaves partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshloom.runtime import MeshCoordinate, MeshShape
+
+
+@dataclass(frozen=True)
+class PlacementShard:
+    """The axis cuts a dim of the tensor."""
+
+    dim: int
+
+    def __repr__(self) -> str:
+        return f"PlacementShard({self.dim})"
+
+
+@dataclass(frozen=True)
+class PlacementReplicate:
+    """All devices along the axis hold the same."""
+
+    def __repr__(self) -> str:
+        return "PlacementReplicate()"
+
+
+@dataclass(frozen=True)
+class PlacementPartial:
+    """The devices along the axis hold terms: the whole is their sum (or maximum, minimum)."""
+
+    op: str = "sum"
+
+    def __repr__(self) -> str:
+        return f"PlacementPartial({self.op!r})"
+
+
+Placement = PlacementShard | PlacementReplicate | PlacementPartial
+REPLICATE = PlacementReplicate()
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class TensorTopology:
+    """A distribution shape, what each of its axes does, and the coordinates of the devices in its row-major order."""
+
+    _shape: MeshShape
+    _placements: tuple[Placement, ...]
+    _coords: tuple[MeshCoordinate, ...]
+
+    def __init__(
+        self, distribution_shape: Sequence[int], placements: Sequence[Placement], mesh_coords: Sequence[Sequence[int]]
+    ) -> None:
+        object.__setattr__(self, "_shape", MeshShape(list(distribution_shape)))
+        object.__setattr__(self, "_placements", tuple(placements))
+        object.__setattr__(self, "_coords", tuple(MeshCoordinate(list(place)) for place in mesh_coords))
+
+    def distribution_shape(self) -> MeshShape:
+        """The shape that placements are about; it may differ from the mesh's, as 8 does from 2x4."""
+        return self._shape
+
+    def placements(self) -> list[Placement]:
+        """What each axis of the distribution shape does."""
+        return list(self._placements)
+
+    def mesh_coords(self) -> list[MeshCoordinate]:
+        """The devices, in row-major order of the distribution shape."""
+        return list(self._coords)
+
+    def with_placements(self, placements: Sequence[Placement]) -> TensorTopology:
+        """The same devices with other placements."""
+        return TensorTopology(self._shape, placements, self._coords)
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorTopology(distribution_shape={self._shape}, placements={list(self._placements)}, "
+            f"mesh_coords={list(self._coords)})"
+        )
+
+
+ALONE = TensorTopology([1], [REPLICATE], [(0, 0)])
