@@ -13,7 +13,40 @@ from dataclasses import dataclass
 
 import torch
 
+from meshloom.errors import ArgumentError
 from meshloom.ttnn import blockfloat
+
+
+class Shape(tuple[int, ...]):
+    """A shape; `==` takes lists and tuples too.
+
+    >>> Shape([1, 2]), Shape([1, 2]) == [1, 2], Shape([1, 2]).rank
+    (Shape([1, 2]), True, 2)
+    """
+
+    __slots__ = ()
+    __hash__ = tuple.__hash__
+
+    @property
+    def rank(self) -> int:
+        """The number of dims."""
+        return len(self)
+
+    def to_rank(self, rank: int) -> Shape:
+        """With ones put in front, or ones in front left out."""
+        extra = len(self) - rank
+        if extra > 0 and any(size != 1 for size in self[:extra]):
+            raise ArgumentError(f"{self!r} has no {extra} leading ones to leave out")
+        return Shape((1,) * -extra + tuple(self) if extra < 0 else tuple(self)[extra:])
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, tuple(other)) if isinstance(other, (list, tuple)) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __repr__(self) -> str:
+        return f"Shape({list(self)})"
 
 
 class DataType(enum.Enum):

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
-from meshloom.errors import ArgumentError, where
+from meshloom.errors import where
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.runtime.memory import Allocator, Region
-from meshloom.ttnn.formats import DataType, Layout, Tile, bytes_of, padded_shape
+from meshloom.ttnn.formats import DataType, Layout, Shape, Tile, bytes_of, padded_shape
 from meshloom.ttnn.memory import DRAM_MEMORY_CONFIG, BufferType, MemoryConfig
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.topology import TensorTopology
@@ -25,38 +25,6 @@ if TYPE_CHECKING:
 
 TILE = Tile()
 _ids = count()
-
-
-class Shape(tuple[int, ...]):
-    """A shape; `==` takes lists and tuples too.
-
-    >>> Shape([1, 2]), Shape([1, 2]) == [1, 2], Shape([1, 2]).rank
-    (Shape([1, 2]), True, 2)
-    """
-
-    __slots__ = ()
-    __hash__ = tuple.__hash__
-
-    @property
-    def rank(self) -> int:
-        """The number of dims."""
-        return len(self)
-
-    def to_rank(self, rank: int) -> Shape:
-        """With ones put in front, or ones in front left out."""
-        extra = len(self) - rank
-        if extra > 0 and any(size != 1 for size in self[:extra]):
-            raise ArgumentError(f"{self!r} has no {extra} leading ones to leave out")
-        return Shape((1,) * -extra + tuple(self) if extra < 0 else tuple(self)[extra:])
-
-    def __eq__(self, other: object) -> bool:
-        return tuple.__eq__(self, tuple(other)) if isinstance(other, (list, tuple)) else NotImplemented
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __repr__(self) -> str:
-        return f"Shape({list(self)})"
 
 
 class Room:
