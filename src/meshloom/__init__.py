@@ -29,12 +29,14 @@ from meshloom.errors import (
     MeshloomError,
     ModeError,
     NotationError,
+    OperandError,
     OutOfMemoryError,
     PlacementError,
     RaceError,
     ScheduleError,
     ShapeError,
     TraceError,
+    UncoveredError,
     UnsupportedError,
     ViewError,
 )
@@ -94,6 +96,7 @@ __all__ = [
     "MeshloomError",
     "ModeError",
     "NotationError",
+    "OperandError",
     "OutOfMemoryError",
     "Partial",
     "Placement",
@@ -105,6 +108,7 @@ __all__ = [
     "ShapeError",
     "Topology",
     "TraceError",
+    "UncoveredError",
     "UnsupportedError",
     "ViewError",
     "collectives",
@@ -112,6 +116,7 @@ __all__ = [
     "fabric",
     "parse",
     "runtime",
+    "ttnn",
     *_LAZY,
     *(name for name in _OPS if not hasattr(builtins, name)),  # `import *` must not hide sum, any, max...
 ]
@@ -120,6 +125,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         found = getattr(import_module(_LAZY[name]), name)
+    elif name == "ttnn":
+        found = import_module("meshloom.ttnn")
     elif name in _OPS:
         found = import_module("meshloom.tensor.named").named(name)
     else:

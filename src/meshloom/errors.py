@@ -21,6 +21,8 @@
     ├── ClosedError          RuntimeError         a mesh that was closed, a buffer freed, a trace released
     ├── TraceError           RuntimeError         something that cannot be captured, or a trace that is not there
     ├── DeviceError          RuntimeError         commands that failed on some devices
+    ├── OperandError         RuntimeError         an op on what devices hold that cannot take these operands
+    ├── UncoveredError       AttributeError       a name of TTNN that is not covered, or that nobody has
     ├── DeviceTimeoutError   TimeoutError         a device or a queue that did not end in time
     ├── ScheduleError        RuntimeError         a schedule of sends that does not do what its collective means
     ├── ViewError            RuntimeError         an in-place write that would not reach its base
@@ -192,6 +194,10 @@ class DeviceError(MeshloomError, RuntimeError):
 
 class OperandError(MeshloomError, RuntimeError):
     """An op on what devices hold cannot take these operands."""
+
+
+class UncoveredError(MeshloomError, AttributeError):
+    """A name of TTNN that is not covered, or that nobody has."""
 
 
 class DeviceTimeoutError(MeshloomError, TimeoutError):

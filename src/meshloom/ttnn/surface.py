@@ -1,0 +1,102 @@
+"""Where the public names come from: the `__all__` of every module of the room, and the table of ops by dotted name.
+
+Ops with dots are found in namespaces (`ttnn.transformer.concatenate_heads`). Some modules are namespaces of their own
+and their names stay inside (`ttnn.distributed.matmul` is not `ttnn.matmul`). Modules of the original that only hold
+names which are also at the top (`ttnn.types`, `ttnn._ttnn.multi_device`) are answered from the top.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module, resources
+from types import ModuleType
+from typing import Any
+
+from meshloom.errors import UncoveredError, closest
+
+PACKAGE = "meshloom.ttnn"
+APART = frozenset("distributed pipeline preprocessing model_preprocessing".split())  # their names stay inside
+MIRRORS = frozenset("_ttnn core types cluster operations".split())  # hold names of the top in the original
+
+
+@cache
+def flat() -> dict[str, Any]:
+    """Every name of the top that is no op: what the modules of the room list."""
+    found: dict[str, Any] = {}
+    for module in _modules(PACKAGE):
+        for name in getattr(module, "__all__", ()):
+            found[name] = getattr(module, name)
+    return found
+
+
+def _modules(package: str) -> Iterable[ModuleType]:
+    for info in pkgutil.iter_modules(import_module(package).__path__):
+        if info.name not in APART:
+            yield import_module(f"{package}.{info.name}")
+            if info.ispkg:
+                yield from _modules(f"{package}.{info.name}")
+
+
+def table() -> dict[str, Any]:
+    """Every op by its dotted name."""
+    flat()  # ops are in the table once their modules are loaded
+    found: dict[str, Any] = import_module(f"{PACKAGE}.calling").TABLE
+    return found
+
+
+def find(name: str, inside: str = "") -> Any:
+    """What a name means, at the top or inside a namespace; an error that knows what the original has."""
+    path = f"{inside}.{name}" if inside else name
+    ops, head = table(), path.partition(".")[0]
+    if path in ops:
+        return ops[path]
+    if head in MIRRORS:
+        return flat()[name] if name in flat() else Namespace(path)
+    if not inside and name in flat():
+        return flat()[name]
+    if any(each.startswith(f"{path}.") for each in ops):
+        return Namespace(path)
+    raise _unknown(path)
+
+
+def names(inside: str = "") -> list[str]:
+    """The names at the top, or inside a namespace."""
+    start = f"{inside}." if inside else ""
+    here = {each[len(start) :].partition(".")[0] for each in table() if each.startswith(start)}
+    return sorted(here if inside else here | set(flat()) | MIRRORS | APART)
+
+
+@cache
+def originals() -> frozenset[str]:
+    """The names that the original has, without the leading `ttnn.`."""
+    return frozenset(resources.files(PACKAGE).joinpath("names.txt").read_text().split())
+
+
+def _unknown(path: str) -> UncoveredError:
+    known = closest(path, [*table(), *flat()])
+    if path in originals() or any(each.startswith(f"{path}.") for each in originals()):
+        return UncoveredError(f"ttnn.{path} is not covered", fix=known)
+    return UncoveredError(f"ttnn has no {path}", fix=known)
+
+
+class Namespace(ModuleType):
+    """Names behind a dot: `ttnn.transformer`, `ttnn.experimental`."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{PACKAGE}.{path}", f"The names of ttnn.{path}.")
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        found = find(name, self._path)
+        setattr(self, name, found)
+        return found
+
+    def __dir__(self) -> list[str]:
+        return names(self._path)
+
+    def __repr__(self) -> str:
+        return f"<namespace ttnn.{self._path}>"
