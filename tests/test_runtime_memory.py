@@ -29,7 +29,7 @@ def test_regions_never_overlap_and_all_is_free_again_in_one_piece(calls):
         if frees and held:
             memory.release(held.pop(size % len(held)))
         try:
-            held.append(memory.allocate(size, mask, "x"))
+            held.append(memory.allocate(size, mask, "x", from_top=bool(size % 2)))
         except OutOfMemoryError:
             assert not fits(held, size, mask)
         for i, one in enumerate(held):
@@ -61,6 +61,14 @@ def test_the_same_calls_give_the_same_addresses():
 
     first = addresses()
     assert first == addresses() and len(set(first)) == 4
+
+
+def test_from_the_top_addresses_go_down_and_a_freed_piece_is_handed_out_again():
+    memory = Allocator("L1", 1024, banks=1, devices=1)
+    first, second = (memory.allocate(size, 1, "x", from_top=True) for size in (64, 128))
+    assert (first.address, second.address, memory.allocate(64, 1, "low").address) == (960, 832, 0)
+    memory.release(first)
+    assert memory.allocate(64, 1, "again", from_top=True).address == 960
 
 
 def test_overlapping_submeshes_never_get_the_same_bytes():

@@ -104,8 +104,10 @@ class Gaps:
     def __init__(self, capacity: int) -> None:
         self.pieces: list[tuple[int, int]] = [(0, capacity)] if capacity else []
 
-    def fit(self, size: int) -> int | None:
-        """The lowest address with that much room."""
+    def fit(self, size: int, from_top: bool = False) -> int | None:
+        """The lowest address with that much room, or the highest."""
+        if from_top:
+            return next((end - size for start, end in reversed(self.pieces) if end - start >= size), None)
         return next((start for start, end in self.pieces if end - start >= size), None)
 
     def holds(self, start: int, end: int) -> bool:
@@ -160,13 +162,22 @@ class Allocator:
         self._used = numpy.zeros(devices, dtype=numpy.int64)
         self._peak = numpy.zeros(devices, dtype=numpy.int64)
 
-    def allocate(self, nbytes: int, mask: int, owner: str, where: str = "", address: int | None = None) -> Region:
-        """Room for `nbytes` on every device of the mask, at the lowest address or at the one that was asked for."""
+    def allocate(
+        self,
+        nbytes: int,
+        mask: int,
+        owner: str,
+        where: str = "",
+        address: int | None = None,
+        *,
+        from_top: bool = False,
+    ) -> Region:
+        """Room for `nbytes` on every device of the mask: lowest address, highest, or the one that was asked for."""
         size = aligned(-(-nbytes // self.banks))
         with self._lock:
             self._drain()
             gaps = self._gaps_of(mask)
-            found = gaps.fit(size) if address is None else self._checked(address, size, mask, owner, gaps)
+            found = gaps.fit(size, from_top) if address is None else self._checked(address, size, mask, owner, gaps)
             if found is None:
                 raise self._full(nbytes, mask, owner, where, gaps)
             return self._put(Region(found, size, mask, owner, where))

@@ -2,24 +2,40 @@
 
 A label says of which whole these parts are the parts. Ops on parts never communicate, so the label has to follow from
 what was done: a reduction drops and renumbers dims, and a contraction over a sharded dim leaves partial sums.
+
+All parts have one shape, so a dim that does not divide is padded at its end. The placement that cuts it then knows the
+size of the whole without the padding, wherever the dim goes (`PlacementShard.at`), and composers cut there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshloom.runtime import MeshCoordinate, MeshShape
 
 
+__all__ = ["PlacementPartial", "PlacementReplicate", "PlacementShard", "TensorTopology"]
+
+
 @dataclass(frozen=True)
 class PlacementShard:
-    """The axis cuts a dim of the tensor."""
+    """The axis cuts a dim of the tensor. `size` is that of the whole dim where its end is padding, else None.
+
+    >>> PlacementShard(1), PlacementShard(0, size=7).at(2), PlacementShard(0, size=7) == PlacementShard(0)
+    (PlacementShard(1), PlacementShard(2, size=7), True)
+    """
 
     dim: int
+    size: int | None = field(default=None, compare=False)
+
+    def at(self, dim: int) -> PlacementShard:
+        """The same cut of another dim: what becomes of it when an op moves the dim."""
+        return PlacementShard(dim, self.size)
 
     def __repr__(self) -> str:
-        return f"PlacementShard({self.dim})"
+        padded = "" if self.size is None else f", size={self.size}"
+        return f"PlacementShard({self.dim}{padded})"
 
 
 @dataclass(frozen=True)
