@@ -9,14 +9,17 @@ in one place (`CHECKS`) and then left alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.runtime import MeshCoordinate
+from meshloom.ttnn import memory
 from meshloom.ttnn.device import MeshDevice
-from meshloom.ttnn.formats import DataType, Layout, rounded
+from meshloom.ttnn.formats import DataType, Layout, Tile, rounded
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
@@ -25,24 +28,78 @@ from meshloom.ttnn.topology import TensorTopology
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 TABLE: dict[str, Callable[..., Any]] = {}  # every op by its dotted name: "add", "transformer.concatenate_heads"
-CHECKS: dict[str, Callable[[Any], bool]] = {}  # arguments that concern speed only: what they may be
+BEFORE: list[Callable[..., Any]] = []  # hooks that are called as hook(operation, args, kwargs)
+AFTER: list[Callable[..., Any]] = []  # hooks that are called as hook(operation, args, kwargs, output)
 
 
-def op(name: str, *aliases: str) -> Callable[[Function], Function]:
-    """Register an op under its name and its aliases."""
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+_program = _is(*(getattr(memory, name) for name in dir(memory) if name.endswith(("ProgramConfig", "MatmulConfig"))))
+
+# Arguments with one meaning in all ops, most of them about speed only: what they may be, beside None.
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "memory_config": _is(MemoryConfig),
+    "dtype": _is(DataType),
+    "output_dtype": _is(DataType),
+    "layout": _is(Layout),
+    "output_layout": _is(Layout),
+    "output_tile": _is(Tile),
+    "output_tensor": _is(Tensor, tuple, list),
+    "optional_output_tensor": _is(Tensor),
+    "optional_tensor": _is(Tensor),
+    "fast_and_approximate_mode": _is(bool),
+    "use_multicore": _is(bool),
+    "numeric_stable": _is(bool),
+    "num_links": _is(int),
+    "num_workers_per_link": _is(int),
+    "num_buffers_per_channel": _is(int),
+    "chunks_per_sync": _is(int),
+    "vector_mode": _is(int),
+    "use_2d_core_grid": _is(bool),
+    "use_welford": _is(bool),
+    "use_l1_small_for_semaphores": _is(bool),
+    "disable_compensated_sum": _is(bool),
+    "enable_secondary_dm": _is(bool),
+}
+
+
+def op(name: str, *aliases: str, spelled: Mapping[str, str] | None = None) -> Callable[[Function], Function]:
+    """Register an op under its name and its aliases; `spelled` maps further spellings of arguments to ours."""
+    other = dict(spelled or {})
 
     def register(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if kwargs:
+                if other:
+                    kwargs = {other.get(argument, argument): value for argument, value in kwargs.items()}
                 _check(name, kwargs)
+            if BEFORE or AFTER:
+                return _hooked(call, function, args, kwargs)
             return function(*args, **kwargs)
 
+        call.spelled = other  # type: ignore[attr-defined]
+        call.python_fully_qualified_name = f"ttnn.{name}"  # type: ignore[attr-defined]
         for each in (name, *aliases):
             TABLE[each] = call
         return call  # type: ignore[return-value]
 
     return register
+
+
+def _hooked(call: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for hook in tuple(BEFORE):
+        hook(call, args, kwargs)
+    output = function(*args, **kwargs)
+    for hook in tuple(AFTER):
+        hook(call, args, kwargs, output)
+    return output
 
 
 def _check(name: str, kwargs: dict[str, Any]) -> None:
@@ -53,21 +110,42 @@ def _check(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
-    """The device that all operands are on, and their blocks. One that only knows its mesh is moved there."""
+    """The device that all operands are on, and their blocks."""
     device: MeshDevice | None = None
+    blocks = []
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise ArgumentError(f"ttnn.{name}: operand {position} is a {type(tensor).__name__}, not a ttnn.Tensor")
-        here = tensor.device()
+        here = tensor._device
         if here is None:
             raise OperandError(
-                f"ttnn.{name}: operand {position} is on the host", fix="ttnn.to_device(tensor, mesh_device)"
+                f"ttnn.{name}: Input tensor {chr(65 + position)} must be on device, got storage type: StorageType::HOST",
+                fix="ttnn.to_device(tensor, mesh_device)",
             )
-        if device is not None and here is not device:
-            raise OperandError(f"ttnn.{name}: operands are on {device} and {here}", fix="move them to one mesh")
-        device = here
-    assert device is not None
-    return device, [tensor.block for tensor in tensors]
+        if here is not device:
+            if device is not None:
+                raise OperandError(
+                    f"ttnn.{name}: Operands to eltwise binary need to be on the same device!",
+                    operands=f"on {device} and {here}",
+                    fix="move them to one mesh",
+                )
+            device = here
+        block = tensor._block
+        if block is None:
+            raise OperandError(
+                f"ttnn.{name}: Input Tensor {chr(65 + position)} is not allocated",
+                fix="deallocate(tensor) only after its last use",
+            )
+        blocks.append(block)
+    if device is None:
+        raise ArgumentError(f"ttnn.{name} needs a tensor")
+    return device, blocks
+
+
+def shared_coords(*tensors: Tensor) -> tuple[MeshCoordinate, ...] | None:
+    """The devices that hold a part of every operand; None means all."""
+    told = [tensor._coords for tensor in tensors if tensor._coords is not None]
+    return tuple(place for place in told[0] if all(place in each for each in told)) if told else None
 
 
 def result(
@@ -79,22 +157,28 @@ def result(
     layout: Layout | None = None,
     memory_config: MemoryConfig | None = None,
     output_tensor: Tensor | None = None,
+    coords: tuple[MeshCoordinate, ...] | None = None,
 ) -> Tensor:
     """A block as a tensor: format, label and memory as its first operand's, unless said otherwise."""
     kind = dtype or (output_tensor.dtype if output_tensor is not None else like.dtype)
-    values = rounded(block, kind)
+    values = block if block.dtype is _EXACT.get(kind) else rounded(block, kind)
     if output_tensor is not None:
         return _written(values, output_tensor, topology)
     return Tensor(
         values,
-        like.grid,
+        like._grid,
         kind,
-        layout or like.layout,
+        Layout.TILE if kind.is_block_float else layout or like.layout,
         topology,
-        like.device(),
-        memory_config or like.memory_config(),
+        like._device,
+        memory_config or like._memory,
         like.tile,
+        coords=coords or like._coords,
     )
+
+
+# Formats whose values need no rounding once they are in their torch dtype.
+_EXACT = {kind: kind.store for kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32)}
 
 
 def _written(values: Block, output: Tensor, topology: TensorTopology) -> Tensor:

@@ -1,14 +1,21 @@
 """The label of an op's result, from the labels of its operands and what was done to their dims.
 
-Labels are compared axis by axis of the mesh: a distribution over [8] on a mesh of 2x4 is one over both axes. A dim that
-an op puts elsewhere takes its placement along; one that it sums over leaves partial sums; one that it mixes up is
-labelled as before only if the dim is still there.
+A label says how the parts that devices hold make up the result of the same op on wholes. A dim that an op puts elsewhere
+takes its placement along; one that it sums over leaves partial sums; one along which every device works alone (softmax,
+sort, cumsum over a sharded dim) is labelled as before: the whole is what stands side by side. Where parts differ and no
+whole can be told from them (gelu of partial sums, S(0) times S(1) on one axis, a size-1 dim of a shard that was
+broadcast) the label is `UNKNOWN`: composing asks for a composer, and a collective still does what it says.
+
+Axes are those of the distribution shape if all operands have the same one, else those of the mesh: a distribution over
+[8] on a mesh of 2x4 is one over both axes. Results are kept: operands with labels and shapes that were seen before cost
+one look-up, and get the very object that they got before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import REPLICATE, Placement, PlacementPartial, PlacementReplicate, PlacementShard
@@ -16,18 +23,36 @@ from meshloom.ttnn.topology import TensorTopology as Label
 
 Axes = tuple[Placement, ...]
 
+UNKNOWN = PlacementPartial("unknown")  # parts differ along the axis, and no whole can be told from them
+TERMS = ("sum", "mean")  # what linear functions keep: f(a) + f(b) = f(a + b), and so for the mean
+KEPT = 4096  # results that are kept at most
+
+_kept: dict[tuple[Any, ...], tuple[tuple[Label, ...], Label]] = {}
+
+
+def _remembered(key: tuple[Any, ...], tensors: Sequence[Tensor], find: Callable[[], Label]) -> Label:
+    """A label found once for operands with the same label objects; those live as long as their entry, so ids are safe."""
+    found = _kept.get(key)
+    if found is None:
+        if len(_kept) >= KEPT:
+            _kept.clear()
+        found = _kept[key] = (tuple(tensor._topology for tensor in tensors), find())
+    return found[1]
+
 
 def by_axis(tensor: Tensor) -> Axes | None:
     """What every axis of the mesh does, dims counted from the front; None if the label is about something else."""
-    label, grid, rank = tensor.tensor_topology(), tensor.grid, len(tensor.shape)
+    label, grid = tensor.tensor_topology(), tensor.grid
     shape, placements = tuple(label.distribution_shape()), tuple(label.placements())
-    if shape == grid:
-        found = placements
-    elif len(shape) == 1 and shape[0] in (1, math.prod(grid)):
-        found = placements * len(grid)
-    else:
+    if shape != grid and not (len(shape) == 1 and shape[0] in (1, math.prod(grid))):
+        if all(isinstance(p, PlacementReplicate) for p in placements):
+            return (REPLICATE,) * len(grid)
         return None
-    return tuple(PlacementShard(p.dim % rank) if isinstance(p, PlacementShard) and rank else p for p in found)
+    return _front(placements if shape == grid else placements * len(grid), len(tensor.shape))
+
+
+def _front(placements: Sequence[Placement], rank: int) -> Axes:
+    return tuple(PlacementShard(p.dim % rank) if isinstance(p, PlacementShard) and rank else p for p in placements)
 
 
 def labelled(axes: Axes, like: Tensor) -> Label:
@@ -35,82 +60,187 @@ def labelled(axes: Axes, like: Tensor) -> Label:
     label, grid = like.tensor_topology(), like.grid
     if len(label.distribution_shape()) == 1 and len(set(axes)) == 1:
         return Label(label.distribution_shape(), axes[:1], label.mesh_coords())
-    return Label(grid, axes, like.device_coords())
+    return Label(grid, axes, [tuple(place) for place in like._places()])
 
 
-def merged(tensors: Sequence[Tensor], rank: int, moved: Callable[[Tensor, int], int | None] | None = None) -> Label:
-    """Of an op that works element by element: dims are aligned at the end, and what one operand shards is sharded."""
-    move = moved or (lambda tensor, dim: dim + rank - len(tensor.shape))
-    found: list[Placement] = [REPLICATE] * len(tensors[0].grid)
+class Frame:
+    """The axes that the labels of some operands are about: their sizes, and what each operand has on them."""
+
+    __slots__ = ("axes", "like", "sizes")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        told = [tensor for tensor in tensors if not is_replicated(tensor)] or [tensors[0]]
+        self.like = told[0]
+        first = self.like.tensor_topology()
+        if all(each.tensor_topology().distribution_shape() == first.distribution_shape() for each in told):
+            self.sizes = tuple(first.distribution_shape())
+            rows = [
+                _front(each.tensor_topology().placements(), len(each.shape))
+                if any(each is one for one in told)
+                else (REPLICATE,) * len(self.sizes)
+                for each in tensors
+            ]
+        else:
+            self.sizes = self.like.grid
+            rows = [by_axis(each) or (UNKNOWN,) * len(self.sizes) for each in tensors]
+        self.axes = rows
+
+    def label(self, axes: Sequence[Placement]) -> Label:
+        """The label of a result, in the form of the first operand that is not the same everywhere."""
+        label = self.like.tensor_topology()
+        told = tuple(  # an axis of one device has no terms
+            REPLICATE if size == 1 and isinstance(each, PlacementPartial) else each
+            for each, size in zip(axes, self.sizes, strict=True)
+        )
+        if self.sizes == tuple(label.distribution_shape()):
+            return label if told == tuple(label.placements()) else label.with_placements(told)
+        return labelled(told, self.like)
+
+
+def is_replicated(tensor: Tensor) -> bool:
+    """Whether its label says that all devices hold the same."""
+    return all(isinstance(each, PlacementReplicate) for each in tensor.tensor_topology()._placements)
+
+
+def merged(
+    tensors: Sequence[Tensor],
+    rank: int,
+    moved: Callable[[Tensor, int], int | None] | None = None,
+    keeps: str = "",
+) -> Label:
+    """Of an op that works element by element: dims are aligned at the end, and what one operand shards is sharded.
+
+    `keeps` says what it does to partial sums: "sum" for a + b and what is linear in all operands at once, "product" for
+    a * b with one partial operand, "quotient" for a / b with the first. What is not told is not linear.
+    """
+    first = tensors[0]
+    if moved is None:
+        if len(tensors) == 1 and rank == len(first.shape) and not _has_terms(first):
+            return first._topology
+        shapes = tuple(tensor.shape for tensor in tensors)
+        key = ("merged", rank, keeps, first._grid, shapes, *(id(tensor._topology) for tensor in tensors))
+        return _remembered(key, tensors, lambda: _merged(tensors, rank, None, keeps))
+    return _merged(tensors, rank, moved, keeps)
+
+
+def _has_terms(tensor: Tensor) -> bool:
+    return any(isinstance(each, PlacementPartial) for each in tensor._topology._placements)
+
+
+def _merged(
+    tensors: Sequence[Tensor], rank: int, moved: Callable[[Tensor, int], int | None] | None, keeps: str
+) -> Label:
+    frame = Frame(tensors)
+    sizes = [1] * rank
     for tensor in tensors:
-        axes = by_axis(tensor)
-        if axes is None:
-            return tensor.tensor_topology()
-        for axis, placement in enumerate(axes):
-            if isinstance(placement, PlacementShard):
-                dim = move(tensor, placement.dim)
-                placement = REPLICATE if dim is None else PlacementShard(dim)
-            if isinstance(found[axis], PlacementReplicate):
-                found[axis] = placement
-    return labelled(tuple(found), tensors[0])
+        for dim, size in enumerate(tensor.shape, rank - len(tensor.shape)):
+            if moved is None and size != 1:
+                sizes[dim] = size
+
+    def placed(tensor: Tensor, placement: Placement) -> Placement:
+        if not isinstance(placement, PlacementShard):
+            return placement
+        if moved is not None:
+            dim = moved(tensor, placement.dim)
+            return REPLICATE if dim is None else PlacementShard(dim)
+        dim = placement.dim + rank - len(tensor.shape)
+        return UNKNOWN if tensor.shape[placement.dim] != sizes[dim] else PlacementShard(dim)  # it was broadcast
+
+    rows = [[placed(tensor, p) for p in row] for tensor, row in zip(tensors, frame.axes, strict=True)]
+    return frame.label([_joined(column, keeps) for column in zip(*rows, strict=True)])
+
+
+def _joined(column: Sequence[Placement], keeps: str) -> Placement:
+    """What comes of what the operands have on one axis."""
+    shards = {each for each in column if isinstance(each, PlacementShard)}
+    terms = [each for each in column if isinstance(each, PlacementPartial)]
+    if not terms:
+        return UNKNOWN if len(shards) > 1 else next(iter(shards), REPLICATE)
+    if len(shards) == 1 and all(each == UNKNOWN for each in terms):  # a broadcast size-1 dim beside the real one
+        return next(iter(shards))
+    if shards or len(set(terms)) > 1 or terms[0].op not in TERMS:
+        return UNKNOWN
+    fits = {
+        "sum": len(terms) == len(column),
+        "product": len(terms) == 1,
+        "quotient": len(terms) == 1 and isinstance(column[0], PlacementPartial),
+    }
+    return terms[0] if fits.get(keeps, False) else UNKNOWN
 
 
 def reduced(tensor: Tensor, dims: Sequence[int], keepdim: bool, op: str | None) -> Label:
     """Of a reduction over some dims: over a sharded one it leaves terms of `op`; the others are numbered anew."""
-    axes = by_axis(tensor)
-    if axes is None:
-        return tensor.tensor_topology()
-    gone = {dim % len(tensor.shape) for dim in dims}
+    rank = len(tensor.shape)
+    gone = tuple(sorted({dim % rank for dim in dims})) if rank else ()
+    key = ("reduced", gone, keepdim, op, rank, tensor._grid, id(tensor._topology))
+    return _remembered(key, (tensor,), lambda: _reduced(tensor, gone, keepdim, op))
 
+
+def _reduced(tensor: Tensor, gone: Sequence[int], keepdim: bool, op: str | None) -> Label:
     def after(placement: Placement) -> Placement:
+        if isinstance(placement, PlacementPartial):
+            return placement if op is not None and {op, placement.op} <= _LIKE.get(op, {op}) else UNKNOWN
         if not isinstance(placement, PlacementShard):
             return placement
         if placement.dim in gone:
-            return PlacementPartial(op) if op is not None else REPLICATE
+            return PlacementPartial(op) if op is not None else UNKNOWN
         return placement if keepdim else PlacementShard(placement.dim - sum(dim < placement.dim for dim in gone))
 
-    return labelled(tuple(map(after, axes)), tensor)
+    frame = Frame([tensor])
+    return frame.label([after(each) for each in frame.axes[0]])
+
+
+_LIKE = {"sum": set(TERMS), "mean": set(TERMS)}  # a sum of means is the mean of sums
 
 
 def moved(tensor: Tensor, places: Mapping[int, int]) -> Label:
-    """Of an op that puts dims elsewhere: where each dim is now; a sharded dim that is gone is not told any more."""
-    axes = by_axis(tensor)
-    if axes is None:
-        return tensor.tensor_topology()
+    """Of an op that puts dims elsewhere: where each dim is now; parts of a sharded dim that is gone make no whole."""
+    key = ("moved", tuple(places.items()), len(tensor.shape), tensor._grid, id(tensor._topology))
+    return _remembered(key, (tensor,), lambda: _moved(tensor, places))
 
+
+def _moved(tensor: Tensor, places: Mapping[int, int]) -> Label:
     def after(placement: Placement) -> Placement:
         if not isinstance(placement, PlacementShard):
             return placement
-        return PlacementShard(places[placement.dim]) if placement.dim in places else REPLICATE
+        return PlacementShard(places[placement.dim]) if placement.dim in places else UNKNOWN
 
-    return labelled(tuple(map(after, axes)), tensor)
+    frame = Frame([tensor])
+    return frame.label([after(each) for each in frame.axes[0]])
 
 
 def contracted(a: Tensor, b: Tensor, a_inner: int, b_inner: int, rank: int) -> Label:
     """Of a product of matrices summed over one dim of each: an axis that cuts it leaves partial sums."""
-    first, second = by_axis(a), by_axis(b)
-    if first is None or second is None:
-        return (b if second is None else a).tensor_topology()
-    return labelled(
-        tuple(
-            _contracted(p, q, a_inner % len(a.shape), b_inner % len(b.shape), len(a.shape), len(b.shape), rank)
-            for p, q in zip(first, second, strict=True)
-        ),
-        a,
-    )
+    key = ("matmul", a_inner, b_inner, rank, a._grid, a.shape, b.shape, id(a._topology), id(b._topology))
+    return _remembered(key, (a, b), lambda: _contracted(a, b, a_inner, b_inner, rank))
 
 
-def _contracted(
-    p: Placement, q: Placement, a_inner: int, b_inner: int, a_rank: int, b_rank: int, rank: int
-) -> Placement:
-    for placement, inner in ((p, a_inner), (q, b_inner)):
-        if placement == PlacementShard(inner):
-            return PlacementPartial()
-        if isinstance(placement, PlacementPartial):
+def _contracted(a: Tensor, b: Tensor, a_inner: int, b_inner: int, rank: int) -> Label:
+    frame = Frame([a, b])
+    inner = (a_inner % len(a.shape), b_inner % len(b.shape))
+    outer = (rank - 2 if len(b.shape) > 1 else rank - 1, rank - 1)  # where the other dim of each matrix goes
+    sizes = [1] * rank
+    for tensor in (a, b):
+        for dim, size in enumerate(tensor.shape[:-2], rank - len(tensor.shape)):
+            sizes[dim] = max(sizes[dim], size)
+
+    def placed(number: int, tensor: Tensor, placement: Placement) -> Placement | None:
+        """Its placement in the result; None where it is summed over."""
+        if not isinstance(placement, PlacementShard):
             return placement
-    if isinstance(p, PlacementShard):
-        outer = p.dim - a_rank + rank
-        return PlacementShard(outer if p.dim < a_rank - 2 else rank - 2)
-    if isinstance(q, PlacementShard):
-        return PlacementShard(q.dim - b_rank + rank if q.dim < b_rank - 2 else rank - 1)
-    return REPLICATE
+        if placement.dim == inner[number]:
+            return None
+        if placement.dim >= len(tensor.shape) - 2:
+            return PlacementShard(outer[number])
+        dim = placement.dim + rank - len(tensor.shape)
+        return PlacementShard(dim) if tensor.shape[placement.dim] == sizes[dim] else UNKNOWN
+
+    rows = [[placed(n, t, p) for p in row] for n, (t, row) in enumerate(zip((a, b), frame.axes, strict=True))]
+    return frame.label([_multiplied(p, q) for p, q in zip(*rows, strict=True)])
+
+
+def _multiplied(p: Placement | None, q: Placement | None) -> Placement:
+    if p is not None and q is not None:
+        return _joined((p, q), "product")
+    other = p if q is None else q
+    return PlacementPartial() if other is None or isinstance(other, PlacementReplicate) else UNKNOWN
