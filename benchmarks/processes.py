@@ -66,12 +66,12 @@ def _pairs(count: int) -> Iterator[tuple[tuple[str, str], Work, Work, int, int]]
     part = torch.randn(size)
     e = loom.from_local(part, mesh, "P(sum)")
     f = DTensor.from_local(part, theirs, [Partial()])
-    yield WORKS[2], lambda: e.redistribute("R"), lambda: f.redistribute(theirs, [Replicate()]), 1, 12
+    yield WORKS[2], lambda: e.redistribute("R"), lambda: f.redistribute(theirs, [Replicate()]), 1, 40
 
     part = torch.randn(size // count)
     g = loom.from_local(part, mesh, "S(0)")
     h = DTensor.from_local(part, theirs, [Shard(0)])
-    yield WORKS[3], lambda: g.redistribute("R"), lambda: h.redistribute(theirs, [Replicate()]), 1, 12
+    yield WORKS[3], lambda: g.redistribute("R"), lambda: h.redistribute(theirs, [Replicate()]), 1, 40
     yield from _steps(mesh, theirs)
 
 
@@ -90,9 +90,9 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Work, Work
     step = training_step(ours, loom.distribute(x, mesh, "S(0)"), loom.distribute(y, mesh, "S(0)"))
     split = distribute_module(copy.deepcopy(dense), theirs)
     a, b = (distribute_tensor(each, theirs, [Shard(0)]) for each in (x, y))
-    yield WORKS[4], step, training_step(split, a, b), 1, 25
+    yield WORKS[4], step, training_step(split, a, b), 1, 60
     wrapped = DistributedDataParallel(copy.deepcopy(dense))
-    yield WORKS[5], step, training_step(wrapped, x[mine], y[mine]), 1, 25
+    yield WORKS[5], step, training_step(wrapped, x[mine], y[mine]), 1, 60
 
     def under(check: str) -> Work:
         def run() -> object:
@@ -101,8 +101,8 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Work, Work
 
         return run
 
-    yield WORKS[6], under("sample"), under("off"), 1, 40
-    yield WORKS[7], under("always"), under("off"), 1, 15
+    yield WORKS[6], under("sample"), under("off"), 1, 120
+    yield WORKS[7], under("always"), under("off"), 1, 40
     WORLD.check = "sample"
 
 
