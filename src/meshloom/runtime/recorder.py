@@ -122,6 +122,10 @@ class Recorder(TorchDispatchMode):
         self.sizes[memory_of(made)] = storage.nbytes()
         return made
 
+    def makes(self, array: torch.Tensor) -> bool:
+        """Whether an array is a result of a call that was written down."""
+        return memory_of(array) in self.made or memory_of(array) in self._constants
+
     def forget(self) -> None:
         """Let go of the steps: the capture is over."""
         self._kept.clear()

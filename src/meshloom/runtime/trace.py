@@ -135,6 +135,10 @@ class Capture:
         """Hold something for as long as the trace lives."""
         self._wrappers.append(value)
 
+    def makes(self, array: torch.Tensor) -> bool:
+        """Whether an array comes of the calls that are being captured, and not from before."""
+        return self._recorder.makes(array)
+
     def refuse(self, reason: str) -> TraceError:
         """The error for something that cannot be captured."""
         return TraceError(reason, trace=self.trace.id, fix="do it before or after the capture")

@@ -1,0 +1,444 @@
+"""Ops that read and write elements by number: embedding, gather, scatter, index_fill, nonzero."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import axis_of, fresh, inside, numbered, spread, taken
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.labels import UNKNOWN
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.parts import Block
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import REPLICATE, Placement, PlacementPartial, PlacementReplicate, PlacementShard
+
+__all__ = ["EmbeddingsType"]
+
+
+class EmbeddingsType(enum.Enum):
+    """What is known of a table of embeddings; only `PADDED` with `padding_idx` changes a result: that row is read."""
+
+    GENERIC = 0
+    PADDED = 1
+    BINARY = 2
+
+    __repr__ = enum.Enum.__str__
+
+
+# tables
+
+
+@op("embedding")
+def embedding(
+    input_tensor: Tensor,
+    weight: Tensor,
+    *,
+    padding_idx: int | None = None,
+    layout: Layout | None = None,
+    embeddings_type: EmbeddingsType = EmbeddingsType.GENERIC,
+    dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """Rows of a table by number: [B, S] of a [V, H] gives [B, S, H], row-major unless a layout is asked for."""
+    _, (index, table) = operands("embedding", input_tensor, weight)
+    axes, wide = len(input_tensor.grid), table.shape[-1]
+    if math.prod(weight.shape[:-2]) != 1:
+        raise OperandError(f"ttnn.embedding: weight is {list(weight.shape)}", fix="give a table [V, H]")
+    rows = table.reshape(*table.shape[:axes], -1, wide)
+    inside("embedding", index, rows.shape[axes], "row")
+    numbers = _numbers(index, axes)
+    values = taken(rows, numbers, axes)
+    return result(
+        values,
+        weight,
+        topology=_embedded(input_tensor, weight, numbers.dim() - axes),
+        dtype=dtype or (output_tensor.dtype if output_tensor is not None else weight.dtype),
+        layout=layout or Layout.ROW_MAJOR,
+        memory_config=memory_config or input_tensor.memory_config(),
+        output_tensor=output_tensor,
+        coords=shared_coords(input_tensor, weight),
+    )
+
+
+def _numbers(index: Block, axes: int) -> Block:
+    """Token numbers as [B, S]: [B, 1, 1, S] loses its ones, as in the original."""
+    if index.dim() - axes == 4 and index.shape[axes + 1 : axes + 3] == (1, 1):
+        return index.reshape(*index.shape[: axes + 1], index.shape[-1])
+    return index
+
+
+def _embedded(index: Tensor, weight: Tensor, rank: int) -> Any:
+    """Cut at the tokens or at the width; of a table that is cut at its rows every device knows only some."""
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        of_index, of_weight = column
+        if isinstance(of_index, PlacementShard) and isinstance(of_weight, PlacementReplicate):
+            last = len(index.shape) - 1
+            return of_index.at(rank - 1 if of_index.dim == last else min(of_index.dim, rank - 1))
+        if not isinstance(of_index, PlacementReplicate):
+            return None
+        if isinstance(of_weight, PlacementShard):
+            return of_weight.at(rank) if of_weight.dim == len(weight.shape) - 1 else None
+        return of_weight  # terms of a table are terms of its rows
+
+    return label_moves.ruled(("embedding", rank), (index, weight), rule)
+
+
+@op("embedding_bw")
+def embedding_bw(
+    input_tensor: Tensor,
+    weight_tensor: Tensor,
+    output_gradient_tensor: Tensor,
+    *,
+    dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """The gradient of a table: every row is the sum of the gradients of its uses. Shape [1, 1, V, H]."""
+    given = operands("embedding_bw", input_tensor, weight_tensor, output_gradient_tensor)[1]
+    axes, (rows, wide) = len(input_tensor.grid), given[1].shape[-2:]
+    index, grad = spread([given[0].flatten(axes), given[2].flatten(axes, -2)], axes)
+    inside("embedding_bw", index, rows, "row")
+    table = torch.zeros(*index.shape[:axes], rows, wide, dtype=torch.float32)
+    numbers = (index.long() + numbered(table, axes, rows, 1)).reshape(-1)
+    table.view(-1, wide).index_add_(0, numbers, grad.reshape(-1, wide).float())
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        of_index, of_grad = column
+        last = len(output_gradient_tensor.shape) - 1
+        if of_grad == PlacementShard(last) and isinstance(of_index, PlacementReplicate):
+            return PlacementShard(3)
+        cut = isinstance(of_index, PlacementShard) and isinstance(of_grad, PlacementShard) and of_grad.dim < last
+        return PlacementPartial() if cut else of_grad if of_grad == PlacementPartial() else None
+
+    return result(
+        table.unsqueeze(axes).unsqueeze(axes),
+        output_gradient_tensor,
+        topology=label_moves.ruled("embedding_bw", (input_tensor, output_gradient_tensor), rule),
+        dtype=dtype,
+        memory_config=memory_config,
+        output_tensor=output_tensor,
+    )
+
+
+# along a dim
+
+
+@op("gather")
+def gather(
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    *,
+    sparse_grad: bool = False,
+    memory_config: MemoryConfig | None = None,
+    out: Tensor | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """Elements along a dim by number, as torch.gather."""
+    _, blocks = operands("gather", input, index)
+    axes, place = len(input.grid), _common("gather", input, dim, index)
+    block, numbers = spread(blocks, axes)
+    inside("gather", numbers, input.shape[place], "index")
+    values = block.gather(axes + place, numbers.long())
+    label = _indexed((input, index))
+    return result(
+        values,
+        input,
+        topology=label,
+        memory_config=memory_config,
+        output_tensor=out,
+        coords=shared_coords(input, index),
+    )
+
+
+def _common(name: str, tensor: Tensor, dim: int, index: Tensor) -> int:
+    if len(index.shape) != len(tensor.shape):
+        raise OperandError(
+            f"ttnn.{name}: index has rank {len(index.shape)}, the tensor {len(tensor.shape)}", fix="give equal ranks"
+        )
+    if index.dtype.is_float:
+        raise OperandError(f"ttnn.{name}: index is {index.dtype}", fix="an integer dtype")
+    place = axis_of(name, dim, len(tensor.shape))
+    pairs = enumerate(zip(index.shape, tensor.shape, strict=True))
+    if any(have > size for each, (have, size) in pairs if each != place):
+        raise OperandError(
+            f"ttnn.{name}: index {list(index.shape)} is larger than {list(tensor.shape)} outside of dim {dim}"
+        )
+    return place
+
+
+def _indexed(tensors: Sequence[Tensor]) -> Any:
+    """Cut where tensors of one rank are cut; only what is read may be terms, not the numbers."""
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        told = {each for each in column if not isinstance(each, PlacementReplicate)}
+        only = told.pop()
+        if isinstance(only, PlacementPartial):
+            return only if not told and column[0] == only and len(column) == 2 else UNKNOWN
+        first = next(each for each in column if each == only)
+        return UNKNOWN if told else first
+
+    return label_moves.ruled("indexed", tensors, rule)
+
+
+_REDUCE = {"add": "sum", "sum": "sum", "multiply": "prod", "prod": "prod", "amax": "amax", "amin": "amin"}
+
+
+@op("scatter")
+def scatter(
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+    reduce: str | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """Elements put along a dim by number, as torch.scatter; `reduce` is add, multiply, amax or amin."""
+    if reduce is not None and reduce not in _REDUCE:
+        raise ArgumentError(f"ttnn.scatter: reduce={reduce!r}", fix=f"one of {sorted(_REDUCE)}")
+    _, blocks = operands("scatter", input, index, src)
+    axes, place = len(input.grid), _common("scatter", input, dim, index)
+    if src.dtype is not input.dtype:
+        raise OperandError(f"ttnn.scatter: src is {src.dtype}, the tensor {input.dtype}", fix="ttnn.typecast")
+    block, numbers, source = spread(blocks, axes)
+    inside("scatter", numbers, input.shape[place], "index")
+    at = numbers.long()
+    values = (
+        block.scatter(axes + place, at, source)
+        if reduce is None
+        else block.scatter_reduce(axes + place, at, source, _REDUCE[reduce])
+    )
+    return result(
+        values,
+        input,
+        topology=_indexed((input, index, src)),
+        memory_config=memory_config,
+        coords=shared_coords(input, index, src),
+    )
+
+
+@op("scatter_add")
+def scatter_add(
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """`scatter` that adds."""
+    return scatter(input, dim, index, src, memory_config=memory_config, reduce="add")
+
+
+@op("tosa_gather")
+def tosa_gather(input: Tensor, index: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """Rows [N, W, C] of [N, K, C] by numbers [N, W]."""
+    return gather(input, 1, _widened(index, input), memory_config=memory_config)
+
+
+@op("tosa_scatter")
+def tosa_scatter(input: Tensor, index: Tensor, src: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """Rows [N, W, C] put into [N, K, C] by numbers [N, W]."""
+    return scatter(input, 1, _widened(index, input), src, memory_config=memory_config)
+
+
+def _widened(index: Tensor, like: Tensor) -> Tensor:
+    """Numbers [N, W] for whole rows: [N, W, C]."""
+    operands("tosa_gather", index, like)
+    block = index.block.unsqueeze(-1).expand(*index.block.shape, like.shape[-1])
+    label = label_moves.mapped(index, label_moves.same(index), block.shape[len(index.grid) :])
+    return result(fresh(block), index, topology=label)
+
+
+@op("index_fill", "index_fill_new")
+def index_fill(
+    input: Tensor, dim: int, index: Tensor, value: float, *, memory_config: MemoryConfig | None = None
+) -> Tensor:
+    """A value put at some numbers of a dim."""
+    _, (block, numbers) = operands("index_fill", input, index)
+    axes, place = len(input.grid), axis_of("index_fill", dim, len(input.shape))
+    size = input.shape[place]
+    inside("index_fill", numbers, size, "index")
+    hit = (numbers.long().flatten(axes).unsqueeze(-1) == torch.arange(size)).any(-2)
+    mask = hit.reshape(*hit.shape[:axes], *(size if each == place else 1 for each in range(len(input.shape))))
+    values = torch.where(mask, torch.tensor(value, dtype=block.dtype), block)
+    places = (label_moves.same(input), (None,) * len(index.shape))
+    label = label_moves.joined((input, index), places, input.shape, linear=False)
+    return result(values, input, topology=label, memory_config=memory_config, coords=shared_coords(input, index))
+
+
+@op("indexed_fill")
+def indexed_fill(
+    batch_id: Tensor,
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+    dim: int = 0,
+) -> Tensor:
+    """A tensor with the entries `batch_id` of a dim taken from the entries of another, in order."""
+    blocks = operands("indexed_fill", input_tensor_a, batch_id, input_tensor_b)[1]
+    axes, place = len(input_tensor_a.grid), axis_of("indexed_fill", dim, len(input_tensor_a.shape))
+    numbers = blocks[1].flatten(axes)
+    inside("indexed_fill", numbers, input_tensor_a.shape[place], "entry")
+    if numbers.shape[-1] != input_tensor_b.shape[place]:
+        raise OperandError(
+            f"ttnn.indexed_fill: {numbers.shape[-1]} entries are named, {input_tensor_b.shape[place]} are given"
+        )
+    block, at, source = spread([blocks[0], numbers, blocks[2]], axes)
+    ones = [at.shape[-1] if each == place else 1 for each in range(len(input_tensor_a.shape))]
+    index = at.long().reshape(*at.shape[:axes], *ones).expand_as(source)
+    places = [label_moves.same(input_tensor_a), (None,) * len(batch_id.shape), label_moves.same(input_tensor_b)]
+    tensors = (input_tensor_a, batch_id, input_tensor_b)
+    return result(
+        block.scatter(axes + place, index, source),
+        input_tensor_a,
+        topology=label_moves.joined(tensors, places, input_tensor_a.shape),
+        memory_config=memory_config,
+        coords=shared_coords(*tensors),
+    )
+
+
+@op("moreh_getitem")
+def moreh_getitem(
+    input: Tensor,
+    index_tensors: Sequence[Tensor],
+    index_dims: Sequence[int],
+    *,
+    output: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """Elements by one vector of numbers for each of some dims next to each other; those become one dim."""
+    blocks = operands("moreh_getitem", input, *index_tensors)[1]
+    axes, rank = len(input.grid), len(input.shape)
+    dims = [axis_of("moreh_getitem", dim, rank) for dim in index_dims]
+    if dims != list(range(dims[0], dims[0] + len(dims))):
+        raise OperandError(f"ttnn.moreh_getitem: dims {list(index_dims)} are not next to each other")
+    number = torch.zeros((), dtype=torch.int64)
+    for dim, index in zip(dims, blocks[1:], strict=True):
+        inside("moreh_getitem", index, input.shape[dim], f"index of dim {dim}", lowest=-input.shape[dim])
+        number = number * input.shape[dim] + index.long().flatten(axes) % input.shape[dim]
+    merged = blocks[0].flatten(axes + dims[0], axes + dims[-1]).movedim(axes + dims[0], axes)
+    values = taken(merged, number, axes).movedim(axes, axes + dims[0])
+    gone = len(dims) - 1
+    places: list[label_moves.Places] = [
+        [None if dim in dims else dim - gone * (dim > dims[-1]) for dim in range(rank)],
+        *((dims[0],) * len(index.shape) for index in index_tensors),
+    ]
+    tensors = (input, *index_tensors)
+    return result(
+        fresh(values),
+        input,
+        topology=label_moves.joined(tensors, places, values.shape[axes:]),
+        memory_config=memory_config,
+        output_tensor=output,
+        coords=shared_coords(*tensors),
+    )
+
+
+# by value
+
+
+@op("nonzero")
+def nonzero(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> list[Tensor]:
+    """How many elements of [1, 1, 1, N] are not zero, and their numbers in front; the rest of the numbers are zero."""
+    _, (block,) = operands("nonzero", input_tensor)
+    axes, size = len(input_tensor.grid), math.prod(input_tensor.shape)
+    hit = block.reshape(*block.shape[:axes], size) != 0
+    order = hit.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    count = hit.sum(-1, keepdim=True)
+    numbers = torch.where(torch.arange(size) < count, order, torch.zeros((), dtype=order.dtype))
+    label = label_moves.mapped(input_tensor, (None,) * len(input_tensor.shape), (1, 1, 1, size), linear=False)
+    return [
+        result(
+            values.reshape(*values.shape[:axes], 1, 1, 1, values.shape[-1]),
+            input_tensor,
+            topology=label,
+            dtype=DataType.UINT32,
+            layout=Layout.ROW_MAJOR,
+            memory_config=memory_config,
+        )
+        for values in (count, numbers)
+    ]
+
+
+@op("experimental.isin")
+def isin(
+    elements: Tensor,
+    test_elements: Tensor,
+    *,
+    assume_unique: bool = False,
+    invert: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Whether every element is among some others."""
+    _, (block, others) = operands("experimental.isin", elements, test_elements)
+    axes = len(elements.grid)
+    listed = others.flatten(axes)
+    hit = block.unsqueeze(-1) == listed.reshape(*listed.shape[:axes], *(1,) * len(elements.shape), listed.shape[-1])
+    places = (label_moves.same(elements), (None,) * len(test_elements.shape))
+    return result(
+        hit.any(-1) != invert,
+        elements,
+        topology=label_moves.joined((elements, test_elements), places, elements.shape, linear=False),
+        output_tensor=out,
+        coords=shared_coords(elements, test_elements),
+    )
+
+
+@op("fill_rm")
+def fill_rm(
+    N: int,
+    C: int,
+    H: int,
+    W: int,
+    hOnes: int,
+    wOnes: int,
+    any: Tensor,
+    val_hi: float,
+    val_lo: float,
+    *,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """[N, C, H, W] of one value, with another in the first rows and columns; like `any` in all else."""
+    operands("fill_rm", any)
+    axes = len(any.grid)
+    block = torch.full((1,) * axes + (N, C, H, W), val_lo, dtype=torch.float32)
+    block[..., :hOnes, :wOnes] = val_hi
+    label = any.tensor_topology()
+    return result(
+        block,
+        any,
+        topology=label.with_placements([REPLICATE] * len(label.placements())),
+        layout=Layout.ROW_MAJOR,
+        memory_config=memory_config,
+    )
+
+
+@op("fill_ones_rm")
+def fill_ones_rm(
+    N: int,
+    C: int,
+    H: int,
+    W: int,
+    hOnes: int,
+    wOnes: int,
+    any: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """[N, C, H, W] of zeros, with ones in the first rows and columns."""
+    return fill_rm(N, C, H, W, hOnes, wOnes, any, 1.0, 0.0, memory_config=memory_config)

@@ -1,0 +1,237 @@
+"""Ops that change how a device keeps its part and not what it is: tiles or rows, and over which cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import fresh
+from meshloom.ttnn.calling import op, operands, result
+from meshloom.ttnn.cores import CoreCoord, CoreRange, CoreRangeSet
+from meshloom.ttnn.formats import DataType, Layout, Tile
+from meshloom.ttnn.memory import (
+    DRAM_MEMORY_CONFIG,
+    BufferType,
+    MemoryConfig,
+    ShardOrientation,
+    ShardSpec,
+    TensorMemoryLayout,
+)
+from meshloom.ttnn.ops.movement import viewed
+from meshloom.ttnn.ops.slicing import pad, slice_, slice_write
+from meshloom.ttnn.tensor import Tensor
+
+# tiles
+
+
+@op("tilize", "experimental.quasar.tilize")
+def tilize(
+    input_tensor: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    use_multicore: bool = True,
+    use_low_perf: bool = False,
+    tile: Tile | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """In tiles; the last two dims have to be whole tiles."""
+    height, width = (tile or Tile()).tile_shape
+    sizes = (1, *input_tensor.shape)[-2:] if len(input_tensor.shape) else (1, 1)
+    for size, side, what in ((sizes[1], width, "width"), (sizes[0], height, "height")):
+        if size % side:
+            raise OperandError(
+                f"ttnn.tilize: Input tensor {what} ({size}) must be divisible by tile {what} ({side})",
+                fix="ttnn.tilize_with_zero_padding",
+            )
+    return _kept(input_tensor, "tilize", Layout.TILE, memory_config, dtype)
+
+
+@op("tilize_with_zero_padding", "experimental.quasar.tilize_with_zero_padding")
+def tilize_with_zero_padding(
+    input_tensor: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_dtype: DataType | None = None,
+    use_multicore: bool = True,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """In tiles, filled up with zeros."""
+    return _kept(input_tensor, "tilize_with_zero_padding", Layout.TILE, memory_config, output_dtype)
+
+
+@op("tilize_with_val_padding", "experimental.quasar.tilize_with_val_padding")
+def tilize_with_val_padding(
+    input_tensor: Tensor,
+    output_tensor_shape: Sequence[int],
+    pad_value: float,
+    *,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    use_multicore: bool = True,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """In tiles, filled up with a value to a shape that is whole tiles; the logical shape stays."""
+    made = _kept(input_tensor, "tilize_with_val_padding", Layout.TILE, memory_config, dtype)
+    if tuple(made.padded_shape) != tuple(output_tensor_shape):
+        filled = pad(input_tensor, output_tensor_shape, (0,) * len(input_tensor.shape), pad_value)
+        return _kept(filled, "tilize_with_val_padding", Layout.TILE, memory_config, dtype)
+    made._pad = pad_value
+    return made
+
+
+@op("untilize", "experimental.quasar.untilize")
+def untilize(
+    input_tensor: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+    use_multicore: bool = True,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """In rows, without the padding of tiles; block floats become bfloat16."""
+    dtype = DataType.BFLOAT16 if input_tensor.dtype.is_block_float else None
+    return _kept(input_tensor, "untilize", Layout.ROW_MAJOR, memory_config, dtype)
+
+
+@op("untilize_with_unpadding", "experimental.quasar.untilize_with_unpadding")
+def untilize_with_unpadding(
+    input_tensor: Tensor,
+    output_tensor_end: Sequence[int],
+    *,
+    memory_config: MemoryConfig | None = None,
+    use_multicore: bool = True,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """In rows, cut after the element that is named last in every dim."""
+    rows = untilize(input_tensor, memory_config=memory_config)
+    ends = [min(last + 1, size) for last, size in zip(output_tensor_end, rows.shape, strict=True)]
+    return rows if ends == list(rows.shape) else slice_(rows, [0] * len(ends), ends)
+
+
+@op("fill_implicit_tile_padding")
+def fill_implicit_tile_padding(
+    input_tensor: Tensor, fill_value: float, *, memory_config: MemoryConfig | None = None
+) -> Tensor:
+    """The same values; what tiles are filled up with is another value."""
+    made = _kept(input_tensor, "fill_implicit_tile_padding", input_tensor.layout, memory_config, None)
+    made._pad = fill_value
+    return made
+
+
+def _kept(tensor: Tensor, name: str, layout: Layout, memory: MemoryConfig | None, dtype: DataType | None) -> Tensor:
+    _, (block,) = operands(name, tensor)
+    label = label_moves.kept(tensor)
+    return result(fresh(block), tensor, topology=label, layout=layout, memory_config=memory, dtype=dtype)
+
+
+# cores
+
+
+@op("interleaved_to_sharded", "experimental.quasar.interleaved_to_sharded")
+def interleaved_to_sharded(
+    input_tensor: Tensor,
+    grid: Any = None,
+    shard_shape: Any = None,
+    shard_scheme: TensorMemoryLayout | None = None,
+    shard_orientation: ShardOrientation | None = None,
+    output_dtype: DataType | None = None,
+    *,
+    sharded_memory_config: MemoryConfig | None = None,
+    keep_l1_aligned: bool | None = False,
+    preallocated_output: Tensor | None = None,
+) -> Tensor:
+    """Spread over cores: by a memory config, or by cores, the shape of a shard, a scheme and an orientation."""
+    if isinstance(grid, MemoryConfig):  # the form with a memory config, and maybe a dtype after it
+        sharded_memory_config, output_dtype = grid, shard_shape or output_dtype
+    config = sharded_memory_config
+    if config is None:
+        if shard_scheme is None or shard_orientation is None:
+            raise ArgumentError("ttnn.interleaved_to_sharded: a memory config, or grid, shape, scheme and orientation")
+        config = MemoryConfig(shard_scheme, BufferType.L1, ShardSpec(_cores(grid), shard_shape, shard_orientation))
+    if not config.is_sharded():
+        raise OperandError(f"ttnn.interleaved_to_sharded: {config} is not sharded", fix="a sharded memory config")
+    return _moved("interleaved_to_sharded", input_tensor, config, output_dtype, preallocated_output)
+
+
+def _cores(grid: CoreCoord | CoreRangeSet) -> CoreRangeSet:
+    if isinstance(grid, CoreRangeSet):
+        return grid
+    return CoreRangeSet([CoreRange(CoreCoord(0, 0), CoreCoord(grid.x - 1, grid.y - 1))])
+
+
+@op("sharded_to_interleaved", "experimental.quasar.sharded_to_interleaved")
+def sharded_to_interleaved(
+    input_tensor: Tensor, memory_config: MemoryConfig | None = None, output_dtype: DataType | None = None
+) -> Tensor:
+    """Spread over banks page by page, in DRAM unless said otherwise."""
+    config = memory_config or DRAM_MEMORY_CONFIG
+    if config.is_sharded():
+        raise OperandError(f"ttnn.sharded_to_interleaved: {config} is sharded", fix="ttnn.reshard")
+    return _moved("sharded_to_interleaved", input_tensor, config, output_dtype, None)
+
+
+@op("reshard", "experimental.quasar.reshard")
+def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig, output_tensor: Tensor | None = None) -> Tensor:
+    """Spread over cores in another way."""
+    return _moved("reshard", input_tensor, output_memory_config, None, output_tensor)
+
+
+def _moved(name: str, tensor: Tensor, config: MemoryConfig, dtype: DataType | None, output: Tensor | None) -> Tensor:
+    _, (block,) = operands(name, tensor)
+    label = label_moves.kept(tensor)
+    return result(fresh(block), tensor, topology=label, memory_config=config, dtype=dtype, output_tensor=output)
+
+
+@op("interleaved_to_sharded_partial")
+def interleaved_to_sharded_partial(
+    input_tensor: Tensor,
+    grid: Any,
+    shard_shape: Sequence[int],
+    num_slices: int,
+    slice_index: int,
+    shard_scheme: TensorMemoryLayout,
+    shard_orientation: ShardOrientation,
+    *,
+    output_dtype: DataType | None = None,
+) -> Tensor:
+    """One of so many equal slices of the rows, spread over cores; shape [1, 1, rows / slices, width]."""
+    starts, ends = _slice_of_rows(input_tensor, num_slices, slice_index)
+    rows = slice_(_as_rows(input_tensor), starts, ends)
+    return interleaved_to_sharded(rows, grid, shard_shape, shard_scheme, shard_orientation, output_dtype)
+
+
+@op("sharded_to_interleaved_partial")
+def sharded_to_interleaved_partial(
+    input_tensor: Tensor,
+    cache_tensor: Tensor,
+    num_slices: int,
+    slice_index: int,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_dtype: DataType | None = None,
+) -> Tensor:
+    """Write one of so many equal slices of the rows of a tensor, in place."""
+    starts, ends = _slice_of_rows(cache_tensor, num_slices, slice_index)
+    rows = _as_rows(cache_tensor)
+    slice_write(_as_rows(input_tensor), rows, starts, ends, (1, 1, 1, 1))
+    if rows is not cache_tensor:
+        cache_tensor._block = rows.block.reshape(*rows.block.shape[: len(rows.grid)], *cache_tensor.shape)
+    return cache_tensor
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    shape = (1, 1, -1, tensor.shape[-1])
+    if tuple(tensor.shape[:-2]) == (1, 1):
+        return tensor
+    sizes = (*shape[:2], tensor.block[(0,) * len(tensor.grid)].numel() // shape[-1], shape[-1])
+    return viewed(tensor, sizes, label_moves.reshaped(tensor, sizes))
+
+
+def _slice_of_rows(tensor: Tensor, slices: int, number: int) -> tuple[list[int], list[int]]:
+    rows, width = tensor.block[(0,) * len(tensor.grid)].numel() // tensor.shape[-1], tensor.shape[-1]
+    if rows % slices or not 0 <= number < slices:
+        raise OperandError(f"slice {number} of {slices} of {rows} rows", fix="equal slices, numbered from 0")
+    size = rows // slices
+    return [0, 0, number * size, 0], [1, 1, (number + 1) * size, width]

@@ -1,0 +1,388 @@
+"""Ops that give elements another shape or order: reshape, permute, repeat, roll, fold.
+
+`view`, and `reshape` where rows stay whole, share the memory of their operand as in TTNN; all others copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import axis_of, fresh, whole
+from meshloom.ttnn.calling import op, operands, result
+from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import TensorTopology
+
+# shapes
+
+
+@op("reshape", "experimental.quasar.reshape")
+def reshape(
+    input_tensor: Tensor,
+    shape: Sequence[int] | None = None,
+    padded_shape: Sequence[int] | None = None,
+    *,
+    logical_shape: Sequence[int] | None = None,
+    memory_config: MemoryConfig | None = None,
+    pad_value: float | None = None,
+    reshape_tile_mode: Any = None,
+    sub_core_grids: Any = None,
+    skip_padding_fill: bool = False,
+) -> Tensor:
+    """The same elements in another shape; one size may be -1. Rows that stay whole stay where they are in memory."""
+    asked = shape if shape is not None else logical_shape
+    if asked is None:
+        raise ArgumentError("ttnn.reshape: a shape is missing")
+    sizes = inferred("reshape", tuple(input_tensor.shape), asked)
+    if is_view(input_tensor, sizes, memory_config):
+        return viewed(input_tensor, sizes, label_moves.reshaped(input_tensor, sizes))
+    return _reshaped(input_tensor, sizes, label_moves.reshaped(input_tensor, sizes), memory_config)
+
+
+@op("view")
+def view(input_tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The same memory in another shape; the last dim stays, and in tiles the last two stay whole tiles."""
+    sizes = inferred("view", tuple(input_tensor.shape), shape)
+    if not is_view(input_tensor, sizes, None):
+        raise OperandError(
+            f"ttnn.view: {list(input_tensor.shape)} in {input_tensor.layout} cannot be seen as {list(sizes)} in place",
+            fix="ttnn.reshape",
+        )
+    return viewed(input_tensor, sizes, label_moves.reshaped(input_tensor, sizes))
+
+
+@op("experimental.view")
+def experimental_view(
+    input_tensor: Tensor,
+    *sizes: Any,
+    shape: Sequence[int] | None = None,
+    N: int | None = None,
+    C: int | None = None,
+    H: int | None = None,
+    W: int | None = None,
+) -> Tensor:
+    """`view` with the sizes as four numbers or as one sequence."""
+    named = [size for size in (N, C, H, W) if size is not None]
+    listed = shape if shape is not None else sizes[0] if len(sizes) == 1 else [*sizes, *named]
+    return view(input_tensor, listed)
+
+
+@op("reshape_on_device")
+def reshape_on_device(
+    input_tensor: Tensor, W: int, Z: int, Y: int, X: int, *, memory_config: MemoryConfig | None = None
+) -> Tensor:
+    """`reshape` to four sizes."""
+    return reshape(input_tensor, (W, Z, Y, X), memory_config=memory_config)
+
+
+@op("squeeze")
+def squeeze(input_tensor: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
+    """Without dims of size 1: all of them, or the named ones that have it."""
+    shape, rank = tuple(input_tensor.shape), len(input_tensor.shape)
+    asked = range(rank) if dim is None else [axis_of("squeeze", each, rank) for each in whole(dim, 1)]
+    gone = {each for each in asked if shape[each] == 1}
+    left = [each for each in range(rank) if each not in gone]
+    return _seen(input_tensor, [shape[each] for each in left], {each: place for place, each in enumerate(left)})
+
+
+@op("unsqueeze")
+def unsqueeze(input_tensor: Tensor, dim: int) -> Tensor:
+    """With a dim of size 1 put in."""
+    shape = tuple(input_tensor.shape)
+    place = axis_of("unsqueeze", dim, len(shape) + 1)
+    places = {each: each + (each >= place) for each in range(len(shape))}
+    return _seen(input_tensor, (*shape[:place], 1, *shape[place:]), places)
+
+
+@op("unsqueeze_to_4D")
+def unsqueeze_to_4D(tensor: Tensor) -> Tensor:
+    """With ones in front until there are four dims."""
+    shape = tuple(tensor.shape)
+    missing = 4 - len(shape)
+    if missing < 0:
+        raise OperandError(f"ttnn.unsqueeze_to_4D: Tensor rank is greater than 4: {list(shape)}")
+    return _seen(tensor, (1,) * missing + shape, {each: each + missing for each in range(len(shape))})
+
+
+def inferred(name: str, had: Sequence[int], asked: Sequence[int]) -> tuple[int, ...]:
+    """A shape with its -1 worked out.
+
+    >>> inferred("reshape", (2, 6), (3, -1))
+    (3, 4)
+    """
+    sizes, total = tuple(asked), math.prod(had)
+    known = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) == 1 and known and total % known == 0:
+        sizes = tuple(total // known if size == -1 else size for size in sizes)
+    if any(size < 0 for size in sizes) or math.prod(sizes) != total:
+        raise OperandError(
+            f"Invalid arguments to {name}: {list(had)} has {total} elements, {list(asked)} "
+            + ("leaves more than one size open" if sizes.count(-1) > 1 else f"asks for {known}"),
+            fix="ask for a shape of as many elements",
+        )
+    return sizes
+
+
+def is_view(tensor: Tensor, shape: tuple[int, ...], memory_config: MemoryConfig | None) -> bool:
+    """Whether the memory can stay as it is: rows stay whole, and in tiles the rows of tiles do."""
+    had = tuple(tensor.shape)
+    if memory_config is not None and memory_config != tensor.memory_config():
+        return False
+    if had[-1:] != shape[-1:] or not tensor.block.is_contiguous():
+        return had == shape
+    height, rows = tensor.tile.tile_shape[0], had[-2:-1] or (1,)
+    after = shape[-2:-1] or (1,)
+    return tensor.layout is Layout.ROW_MAJOR or rows == after or (rows[0] % height == 0 and after[0] % height == 0)
+
+
+def viewed(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tensor:
+    """A tensor in the memory of another."""
+    block = tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *shape)
+    return Tensor(
+        block,
+        tensor.grid,
+        tensor.dtype,
+        tensor.layout,
+        label,
+        tensor.device(),
+        tensor.memory_config(),
+        tensor.tile,
+        coords=tensor._coords,
+        room=tensor._room,
+    )
+
+
+def _seen(tensor: Tensor, shape: Sequence[int], places: dict[int, int]) -> Tensor:
+    label = label_moves.reshaped(tensor, shape, places)
+    sizes = tuple(shape)
+    return viewed(tensor, sizes, label) if is_view(tensor, sizes, None) else _reshaped(tensor, sizes, label, None)
+
+
+def _reshaped(tensor: Tensor, shape: tuple[int, ...], label: TensorTopology, memory: MemoryConfig | None) -> Tensor:
+    block = tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *shape)
+    return result(fresh(block), tensor, topology=label, memory_config=memory)
+
+
+# order
+
+
+@op("permute")
+def permute(
+    input_tensor: Tensor, dims: Sequence[int], pad_value: float = 0.0, *, memory_config: MemoryConfig | None = None
+) -> Tensor:
+    """The dims in another order."""
+    _, (block,) = operands("permute", input_tensor)
+    rank, axes = len(input_tensor.shape), len(input_tensor.grid)
+    if len(dims) != rank:
+        raise OperandError(
+            "The number of dimensions in the tensor input does not match the length of the desired ordering: "
+            f"{rank} and {list(dims)}",
+            fix=f"give {rank} dims",
+        )
+    order = [axis_of("permute", dim, rank) for dim in dims]
+    if len(set(order)) != rank:
+        raise OperandError(f"ttnn.permute: {list(dims)} names a dim twice", fix="name each dim once")
+    values = fresh(block.permute(*range(axes), *(axes + dim for dim in order)))
+    places = tuple(order.index(dim) for dim in range(rank))
+    label = label_moves.mapped(input_tensor, places, values.shape[axes:])
+    return result(values, input_tensor, topology=label, memory_config=memory_config)
+
+
+@op("transpose", "experimental.quasar.transpose")
+def transpose(
+    input_tensor: Tensor, dim1: int, dim2: int, pad_value: float = 0.0, *, memory_config: MemoryConfig | None = None
+) -> Tensor:
+    """Two dims exchanged."""
+    rank = len(input_tensor.shape)
+    order = list(range(rank))
+    first, second = axis_of("transpose", dim1, rank), axis_of("transpose", dim2, rank)
+    order[first], order[second] = second, first
+    return permute(input_tensor, order, memory_config=memory_config)
+
+
+@op("experimental.transpose_rm")
+def transpose_rm(input: Tensor) -> Tensor:
+    """The last two dims exchanged."""
+    return transpose(input, -2, -1)
+
+
+@op("experimental.convert_to_hwc")
+def convert_to_hwc(
+    input: Tensor, *, memory_config: MemoryConfig | None = None, dtype: DataType | None = None
+) -> Tensor:
+    """Pictures [1, B, C, HW] with their channels last: [1, 1, B * HW, C]."""
+    turned = transpose(input, -2, -1, memory_config=memory_config)
+    sizes = (1, 1, -1, turned.shape[-1])
+    found = inferred("experimental.convert_to_hwc", tuple(turned.shape), sizes)
+    return result(
+        turned.block.reshape(*turned.block.shape[: len(turned.grid)], *found),
+        turned,
+        topology=label_moves.reshaped(turned, found),
+        dtype=dtype,
+        layout=Layout.ROW_MAJOR,
+    )
+
+
+@op("experimental.convert_to_chw")
+def convert_to_chw(input: Tensor, *, dtype: DataType | None = None) -> Tensor:
+    """Pictures [1, 1, HW, C] with their channels first: [1, 1, C, HW]."""
+    turned = transpose(input, -2, -1)
+    label = turned.tensor_topology()
+    return result(turned.block, turned, topology=label, dtype=dtype, layout=Layout.ROW_MAJOR)
+
+
+# repetition
+
+
+@op("repeat")
+def repeat(
+    input_tensor: Tensor,
+    repeat_dims: Sequence[int],
+    *,
+    memory_config: MemoryConfig | None = None,
+    optional_output_tensor: Tensor | None = None,
+) -> Tensor:
+    """The tensor several times along every dim; more numbers than dims put dims in front."""
+    _, (block,) = operands("repeat", input_tensor)
+    times, had, axes = tuple(repeat_dims), len(input_tensor.shape), len(input_tensor.grid)
+    if len(times) < had or any(each < 0 for each in times):
+        raise OperandError(
+            f"ttnn.repeat: {list(times)} for a tensor of rank {had}", fix=f"give {had} or more numbers >= 0"
+        )
+    new = len(times) - had
+    spaced = block.reshape(*block.shape[:axes], *(1,) * new, *block.shape[axes:])
+    values = fresh(spaced.repeat(*(1,) * axes, *times))
+    label = label_moves.mapped(input_tensor, label_moves.same(input_tensor, new), values.shape[axes:])
+    return result(
+        values, input_tensor, topology=label, memory_config=memory_config, output_tensor=optional_output_tensor
+    )
+
+
+@op("repeat_interleave")
+def repeat_interleave(
+    input_tensor: Tensor, repeats: int, dim: int, *, memory_config: MemoryConfig | None = None
+) -> Tensor:
+    """Every element several times in a row along a dim."""
+    _, (block,) = operands("repeat_interleave", input_tensor)
+    place = axis_of("repeat_interleave", dim, len(input_tensor.shape))
+    axes = len(input_tensor.grid)
+    values = block.repeat_interleave(repeats, dim=axes + place)
+    label = label_moves.kept(input_tensor, values.shape[axes:])
+    return result(values, input_tensor, topology=label, memory_config=memory_config)
+
+
+@op("expand")
+def expand(input_tensor: Tensor, output_shape: Sequence[int], *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """Dims of size 1 made larger; -1 keeps a size, and sizes in front are new dims."""
+    _, (block,) = operands("expand", input_tensor)
+    had, axes, asked = tuple(input_tensor.shape), len(input_tensor.grid), tuple(output_shape)
+    new = len(asked) - len(had)
+    sizes = tuple(have if size == -1 else size for size, have in zip(asked, (1,) * new + had, strict=False))
+    if new < 0 or any(have not in (1, size) for size, have in zip(sizes[new:], had, strict=True)):
+        raise OperandError(f"ttnn.expand: {list(had)} cannot become {list(asked)}", fix="only dims of size 1 grow")
+    spaced = block.reshape(*block.shape[:axes], *(1,) * new, *had)
+    values = fresh(spaced.expand(*block.shape[:axes], *sizes))
+    label = label_moves.mapped(input_tensor, label_moves.same(input_tensor, new), sizes)
+    return result(values, input_tensor, topology=label, memory_config=memory_config)
+
+
+@op("experimental.broadcast_to")
+def broadcast_to(
+    input: Tensor,
+    output_shape: Sequence[int],
+    *,
+    memory_config: MemoryConfig | None = None,
+    output: Tensor | None = None,
+) -> Tensor:
+    """`expand` that can write into a tensor."""
+    made = expand(input, output_shape, memory_config=memory_config)
+    return made if output is None else result(made.block, made, topology=made.tensor_topology(), output_tensor=output)
+
+
+@op("roll")
+def roll(
+    input_tensor: Tensor,
+    shifts: int | Sequence[int],
+    dim: int | Sequence[int] | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """Elements moved along dims, those that fall off put in at the other end; without a dim, along all of them."""
+    _, (block,) = operands("roll", input_tensor)
+    axes, rank = len(input_tensor.grid), len(input_tensor.shape)
+    label = label_moves.kept(input_tensor)
+    if dim is None:
+        flat = block.flatten(axes) if rank else block
+        values = flat.roll(shifts, dims=axes).reshape(block.shape) if rank else fresh(block)
+        return result(values, input_tensor, topology=label, memory_config=memory_config)
+    dims = [axes + axis_of("roll", each, rank) for each in whole(dim, 1)]
+    steps = whole(shifts, len(dims))
+    if len(steps) != len(dims):
+        raise OperandError(f"ttnn.roll: {len(steps)} shifts for {len(dims)} dims", fix="give one shift for each dim")
+    return result(block.roll(steps, dims), input_tensor, topology=label, memory_config=memory_config)
+
+
+@op("fold", "experimental.quasar.fold")
+def fold(
+    input: Tensor,
+    stride_h: int,
+    stride_w: int,
+    use_transpose_as_fold: bool = False,
+    output_shape: Sequence[int] | None = None,
+    padding: Sequence[int] = (0, 0),
+    grid_size: Any = None,
+    override_memory_config: MemoryConfig | None = None,
+    collapse_output: bool = False,
+) -> Tensor:
+    """Pictures [N, H, W, C] with patches of stride_h x stride_w as channels: [N, H / h, W / w, h * w * C].
+
+    `padding` is (h, w), (top, bottom, left, right), or the latter with (front, back) of the channels.
+    """
+    _, (block,) = operands("fold", input)
+    axes = len(input.grid)
+    if len(input.shape) != 4:
+        raise OperandError(f"ttnn.fold takes [N, H, W, C], not {list(input.shape)}", fix="reshape it to four dims")
+    padded = torch.nn.functional.pad(block, _around(padding))
+    *_, n, height, width, channels = padded.shape
+    if height % stride_h or width % stride_w:
+        raise OperandError(
+            f"ttnn.fold: {height}x{width} does not divide into patches of {stride_h}x{stride_w}",
+            fix=f"pad to {-(-height // stride_h) * stride_h}x{-(-width // stride_w) * stride_w}",
+        )
+    rows, columns = height // stride_h, width // stride_w
+    cut = padded.reshape(*padded.shape[:axes], n, rows, stride_h, columns, stride_w, channels)
+    patches = cut.transpose(-4, -3).reshape(*padded.shape[:axes], n, rows, columns, stride_h * stride_w * channels)
+    folded = result(
+        fresh(patches),
+        input,
+        topology=label_moves.kept(input, patches.shape[axes:]),
+        memory_config=override_memory_config,
+    )
+    if output_shape is not None:
+        return _cropped(folded, tuple(output_shape))
+    return reshape(folded, (1, 1, n * rows * columns, -1)) if collapse_output else folded
+
+
+def _around(padding: Sequence[int]) -> list[int]:
+    """What torch's pad takes, for [H, W, C] at the end.
+
+    >>> _around((1, 2)), _around((1, 2, 3, 4))
+    ([0, 0, 2, 2, 1, 1], [0, 0, 3, 4, 1, 2])
+    """
+    if len(padding) == 2:
+        return [0, 0, padding[1], padding[1], padding[0], padding[0]]
+    top, bottom, left, right, *channels = padding
+    return [*(channels or (0, 0)), left, right, top, bottom]
+
+
+def _cropped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    axes = len(tensor.grid)
+    block = tensor.block[(slice(None),) * axes + tuple(slice(size) for size in shape)]
+    return result(fresh(block), tensor, topology=label_moves.kept(tensor, shape))

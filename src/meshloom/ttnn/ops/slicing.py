@@ -1,0 +1,344 @@
+"""Ops that take tensors apart along dims and put them together: slice, split, pad, concat, stack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import axis_of, fresh, inside, owned, spread
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.formats import rounded
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.parts import Block
+from meshloom.ttnn.tensor import Tensor
+
+# apart
+
+
+@op("slice", "experimental.quasar.slice", spelled={"slice_start": "starts", "slice_end": "ends", "slice_step": "steps"})
+def slice_(
+    input_tensor: Tensor,
+    starts: Sequence[int] | Tensor,
+    ends: Sequence[int] | Tensor,
+    steps: Sequence[int] | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    pad_value: float | None = None,
+    slice_dim: int | None = None,
+    num_devices: int | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """The elements from start to end of every dim, in steps. Tensors as starts and ends may differ between devices."""
+    _, (block,) = operands("slice", input_tensor)
+    if isinstance(starts, Tensor) and isinstance(ends, Tensor):
+        values = _sliced_by_tensors(input_tensor, starts, ends, steps, slice_dim, num_devices)
+        coords = shared_coords(input_tensor, starts)
+    elif isinstance(starts, Tensor) or isinstance(ends, Tensor):
+        raise ArgumentError("ttnn.slice: starts and ends are both tensors or both sequences")
+    else:
+        values, coords = fresh(block[_spans(input_tensor, starts, ends, steps)]), None
+    label = label_moves.kept(input_tensor, values.shape[len(input_tensor.grid) :])
+    if isinstance(starts, Tensor):
+        label = label_moves.joined(
+            (input_tensor, starts),
+            (label_moves.same(input_tensor), (None,)),
+            values.shape[len(input_tensor.grid) :],
+        )
+    return result(
+        values, input_tensor, topology=label, memory_config=memory_config, output_tensor=output_tensor, coords=coords
+    )
+
+
+def _spans(
+    tensor: Tensor, starts: Sequence[int], ends: Sequence[int], steps: Sequence[int] | None
+) -> tuple[slice, ...]:
+    """Slices of a block, checked: numbers below zero count from the end."""
+    shape = tuple(tensor.shape)
+    every = tuple(steps) if steps is not None else (1,) * len(shape)
+    if not len(starts) == len(ends) == len(every) == len(shape):
+        raise OperandError(
+            f"ttnn.slice: {len(starts)} starts, {len(ends)} ends and {len(every)} steps for rank {len(shape)}",
+            fix=f"give {len(shape)} of each",
+        )
+    found = []
+    for dim, (size, start, end, step) in enumerate(zip(shape, starts, ends, every, strict=True)):
+        first, last = start + size * (start < 0), end + size * (end < 0)
+        if step < 1 or not 0 <= first <= size or last > size or last < first:
+            raise OperandError(
+                f"ttnn.slice: {start}:{end}:{step} is no slice of dim {dim} of size {size}",
+                fix=f"0 <= start <= end <= {size} and a step of at least 1",
+            )
+        found.append(slice(first, last, step))
+    return (*(slice(None),) * len(tensor.grid), *found)
+
+
+def _sliced_by_tensors(
+    tensor: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    steps: Sequence[int] | None,
+    slice_dim: int | None,
+    num_devices: int | None,
+) -> Block:
+    """Slices whose starts every device knows for itself; all have to be of one size."""
+    _, (block, first, last) = operands("slice", tensor, starts, ends)
+    axes, shape = len(tensor.grid), tuple(tensor.shape)
+    if slice_dim is not None and num_devices is not None:
+        place = axis_of("slice", slice_dim, len(shape))
+        sizes = [size // num_devices if dim == place else size for dim, size in enumerate(shape)]
+    else:
+        sizes = _sizes(first, last, axes, shape)
+    every = tuple(steps) if steps is not None else (1,) * len(shape)
+    for dim, (size, step) in enumerate(zip(sizes, every, strict=True)):
+        if size == shape[dim] and step == 1:
+            continue
+        count = -(-size // step)
+        index = first[..., dim, None].long() + torch.arange(count) * step
+        inside("slice", index, shape[dim], f"element of dim {dim}")
+        block = _taken_along(block, index, axes, dim)
+    return fresh(block)
+
+
+def _sizes(first: Block, last: Block, axes: int, shape: tuple[int, ...]) -> list[int]:
+    lengths = (last.long() - first.long()).reshape(-1, len(shape)).unique(dim=0)
+    if len(lengths) != 1:
+        raise OperandError("ttnn.slice: devices ask for slices of different sizes", fix="all of one size")
+    return [int(size) for size in lengths[0]]
+
+
+def _taken_along(block: Block, index: Block, axes: int, dim: int) -> Block:
+    """Elements of one dim by number, the numbers of every device its own: index is [*mesh, n]."""
+    rank = block.dim() - axes
+    sizes = [max(b, i) for b, i in zip(block.shape[:axes], index.shape[:axes], strict=True)]
+    shape = [*index.shape[:axes], *(1,) * dim, index.shape[-1], *(1,) * (rank - dim - 1)]
+    inner = [index.shape[-1] if each == dim else size for each, size in enumerate(block.shape[axes:])]
+    wide = index.reshape(shape).expand(*sizes, *inner)
+    return block.expand(*sizes, *block.shape[axes:]).gather(axes + dim, wide)
+
+
+@op("experimental.padded_slice", "experimental.quasar.padded_slice")
+def padded_slice(
+    input_tensor: Tensor,
+    padded_slice_start: Sequence[int],
+    padded_slice_end: Sequence[int],
+    padded_slice_step: Sequence[int] | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    pad_value: float | None = None,
+) -> Tensor:
+    """`slice`; padding up to whole shards of a core is derived from the memory config."""
+    return slice_(
+        input_tensor,
+        padded_slice_start,
+        padded_slice_end,
+        padded_slice_step,
+        memory_config=memory_config,
+        output_tensor=output_tensor,
+    )
+
+
+@op("experimental.slice_write", "experimental.quasar.slice_write")
+def slice_write(
+    input_tensor: Tensor, output_tensor: Tensor, start: Sequence[int], end: Sequence[int], step: Sequence[int]
+) -> Tensor:
+    """Write a tensor into a slice of another, in place."""
+    _, (values, _) = operands("experimental.slice_write", input_tensor, output_tensor)
+    axes = len(output_tensor.grid)
+    room = owned(output_tensor, values.shape[:axes])[_spans(output_tensor, start, end, step)]
+    if room.shape[axes:] != values.shape[axes:]:
+        raise OperandError(
+            f"ttnn.experimental.slice_write: {list(values.shape[axes:])} into {list(room.shape[axes:])}",
+            fix="give a tensor of the shape of the slice",
+        )
+    room.copy_(rounded(values, output_tensor.dtype))
+    places = (label_moves.same(output_tensor), label_moves.same(input_tensor))
+    label = label_moves.joined((output_tensor, input_tensor), places, output_tensor.shape)
+    output_tensor.update_tensor_topology(label)
+    return output_tensor
+
+
+@op("narrow")
+def narrow(input_tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """So many elements of one dim, from a start on."""
+    shape = tuple(input_tensor.shape)
+    place = axis_of("narrow", dim, len(shape))
+    first = start + shape[place] * (start < 0)
+    starts = [first if each == place else 0 for each in range(len(shape))]
+    ends = [first + length if each == place else size for each, size in enumerate(shape)]
+    return slice_(input_tensor, starts, ends)
+
+
+@op("split")
+def split(
+    input_tensor: Tensor, split_size: int | Sequence[int], dim: int = 0, *, memory_config: MemoryConfig | None = None
+) -> list[Tensor]:
+    """Pieces along a dim, of one size (the last may be smaller) or of the sizes given."""
+    _, (block,) = operands("split", input_tensor)
+    place = axis_of("split", dim, len(input_tensor.shape))
+    size = input_tensor.shape[place]
+    if not isinstance(split_size, int) and sum(split_size) != size:
+        raise OperandError(f"ttnn.split: sizes {list(split_size)} for a dim of {size}", fix=f"sizes that sum to {size}")
+    if isinstance(split_size, int) and split_size < 1:
+        raise OperandError(f"ttnn.split: pieces of size {split_size}", fix="a size of at least 1")
+    cut = split_size if isinstance(split_size, int) else list(split_size)
+    return _pieces(input_tensor, block.split(cut, dim=len(input_tensor.grid) + place), memory_config)
+
+
+@op("chunk")
+def chunk(input_tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
+    """So many pieces along a dim, or fewer if its size runs out."""
+    _, (block,) = operands("chunk", input_tensor)
+    place = axis_of("chunk", dim, len(input_tensor.shape))
+    return _pieces(input_tensor, block.chunk(chunks, dim=len(input_tensor.grid) + place), None)
+
+
+def _pieces(tensor: Tensor, blocks: Sequence[Block], memory_config: MemoryConfig | None) -> list[Tensor]:
+    axes = len(tensor.grid)
+    return [
+        result(
+            fresh(block),
+            tensor,
+            topology=label_moves.kept(tensor, block.shape[axes:]),
+            memory_config=memory_config,
+        )
+        for block in blocks
+    ]
+
+
+# together
+
+
+@op("concat")
+def concat(
+    tensors: Sequence[Tensor],
+    dim: int = 0,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    groups: int = 1,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """Tensors one after the other along a dim; with groups, the first piece of each, then the second of each..."""
+    first, place = _alike("concat", tensors, dim, 0)
+    axes = len(first.grid)
+    _, blocks = operands("concat", *tensors)
+    for tensor in tensors:
+        if _others(tensor, place) != _others(first, place):
+            raise OperandError(
+                "All dimensions must be the same size except for the dimension along which the contenation is taking "
+                f"place: {[list(each.shape) for each in tensors]} along dim {dim}",
+                fix="make the other dims equal",
+            )
+        if tensor.shape[place] % groups:
+            raise OperandError(f"ttnn.concat: {tensor.shape[place]} does not divide into {groups} groups")
+    pieces = [block.chunk(groups, dim=axes + place) for block in spread(blocks, axes)]
+    values = torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], dim=axes + place)
+    label = label_moves.joined(tensors, [label_moves.same(each) for each in tensors], values.shape[axes:])
+    return result(
+        values,
+        first,
+        topology=label,
+        memory_config=memory_config,
+        output_tensor=output_tensor,
+        coords=shared_coords(*tensors),
+    )
+
+
+@op("stack")
+def stack(input_tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors one after the other along a new dim."""
+    first, place = _alike("stack", input_tensors, dim, 1)
+    axes = len(first.grid)
+    _, blocks = operands("stack", *input_tensors)
+    if any(tuple(each.shape) != tuple(first.shape) for each in input_tensors):
+        raise OperandError(
+            f"ttnn.stack: shapes {[list(each.shape) for each in input_tensors]} differ",
+            fix="stack tensors of one shape",
+        )
+    values = torch.stack(spread(blocks, axes), dim=axes + place)
+    places = tuple(each + (each >= place) for each in range(len(first.shape)))
+    label = label_moves.joined(input_tensors, [places] * len(input_tensors), values.shape[axes:])
+    return result(values, first, topology=label, coords=shared_coords(*input_tensors))
+
+
+def _alike(name: str, tensors: Sequence[Tensor], dim: int, more: int) -> tuple[Tensor, int]:
+    """The first of some tensors that have to be of one dtype, layout and rank, and the dim from the front."""
+    if not tensors:
+        raise OperandError(f"ttnn.{name}: need 1 or more tensors", fix="give at least one")
+    operands(name, *tensors)
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.dtype is not first.dtype:
+            raise OperandError(
+                f"ttnn.{name}: All Tensors should have same dtypes, not {first.dtype} and {tensor.dtype}",
+                fix="ttnn.typecast",
+            )
+        if tensor.layout is not first.layout:
+            raise OperandError(
+                f"ttnn.{name}: All Tensors should have same layouts, not {first.layout} and {tensor.layout}",
+                fix="ttnn.to_layout",
+            )
+        if len(tensor.shape) != len(first.shape):
+            raise OperandError(
+                f"ttnn.{name}: All tensors must have the same rank, not {len(first.shape)} and {len(tensor.shape)}"
+            )
+    return first, axis_of(name, dim, len(first.shape) + more)
+
+
+def _others(tensor: Tensor, place: int) -> tuple[int, ...]:
+    return tuple(size for each, size in enumerate(tensor.shape) if each != place)
+
+
+# larger
+
+
+@op("pad", "experimental.quasar.pad")
+def pad(
+    input_tensor: Tensor,
+    padding: Sequence[Any] | None = None,
+    input_tensor_start: Sequence[int] | float | None = None,
+    value: float = 0.0,
+    *,
+    output_padded_shape: Sequence[int] | None = None,
+    use_multicore: bool = True,
+    memory_config: MemoryConfig | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """A value before and after the elements of dims: pairs for the last dims, or a shape and where the tensor starts.
+
+    Both of TTNN's forms are taken: `pad(x, [(0, 1), (2, 3)], 0.0)` and `pad(x, shape, start, 0.0)`.
+    """
+    _, (block,) = operands("pad", input_tensor)
+    start: Sequence[int] | None = None
+    if isinstance(input_tensor_start, (int, float)):  # the value, third in the form with pairs
+        value = input_tensor_start
+    else:
+        start = input_tensor_start
+    given = padding if padding is not None else output_padded_shape
+    if given is None:
+        raise ArgumentError("ttnn.pad: padding is missing")
+    pairs = _pairs(input_tensor, given, start)
+    flat = [size for pair in reversed(pairs) for size in pair]
+    values = torch.nn.functional.pad(block, flat, value=value) if any(flat) else fresh(block)
+    label = label_moves.kept(input_tensor, values.shape[len(input_tensor.grid) :], linear=value == 0)
+    return result(values, input_tensor, topology=label, memory_config=memory_config)
+
+
+def _pairs(tensor: Tensor, given: Sequence[Any], start: Sequence[int] | None) -> list[tuple[int, int]]:
+    """How much to put before and after every dim."""
+    shape = tuple(tensor.shape)
+    if given and not isinstance(given[0], int):
+        pairs = [(0, 0)] * (len(shape) - len(given)) + [(int(front), int(back)) for front, back in given]
+    else:
+        starts = tuple(start) if start is not None else (0,) * len(shape)
+        sizes = zip(given, shape, starts, strict=False)
+        pairs = [(first, total - size - first) for total, size, first in sizes]
+    if len(pairs) != len(shape) or any(size < 0 for pair in pairs for size in pair):
+        raise OperandError(f"ttnn.pad: {list(given)} for {list(shape)}", fix="sizes of at least 0 for every dim")
+    return pairs
