@@ -41,7 +41,7 @@ options = Options()
 def set_printoptions(
     *, profile: str | None = None, sci_mode: bool | str | None = None, precision: int | None = None
 ) -> None:
-    """Say how tensors are printed: `profile` "empty", "short" or "full", powers of ten or not, digits after the point."""
+    """Say how tensors are printed: profile "empty", "short" or "full", powers of ten or not, digits after the point."""
     if profile is not None and profile.lower() not in PROFILES:
         raise ArgumentError(f"there is no profile {profile!r}", fix=closest(profile, PROFILES))
     if precision is not None and precision < 0:

@@ -21,7 +21,7 @@ import torch
 from meshloom.errors import ArgumentError, BoundsError, OperandError, TraceError, where
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.runtime.memory import Allocator, Region
-from meshloom.ttnn import surface
+from meshloom.ttnn import queues, surface
 from meshloom.ttnn.formats import DataType, Layout, Shape, Tile, bytes_of, padded_shape
 from meshloom.ttnn.hostbuffer import DistributedHostBuffer
 from meshloom.ttnn.memory import DRAM_MEMORY_CONFIG, BufferType, MemoryConfig
@@ -47,17 +47,19 @@ def _op(name: str) -> Callable[..., Any]:
 class Room:
     """Bytes on every device of a mesh; given back when the last tensor that uses them is gone, or by hand."""
 
-    __slots__ = ("allocator", "region")
+    __slots__ = ("allocator", "region", "traces")
 
     def __init__(self, allocator: Allocator, region: Region) -> None:
         self.allocator, self.region = allocator, region
+        self.traces: list[Any] = []  # that write there when they are replayed
 
     def __del__(self) -> None:
         self.allocator.drop(self.region)
 
     def free(self) -> None:
-        """Give it back now."""
-        self.allocator.release(self.region)
+        """Give it back now, or when the traces that use it are released."""
+        if all(trace.released for trace in self.traces):
+            self.allocator.release(self.region)
 
 
 class _Making(type):
@@ -132,7 +134,9 @@ class Tensor(metaclass=_Making):
         allocator = device.runtime.system.memory["l1" if is_l1 else "dram"]
         size = bytes_of(math.prod(self.padded_shape), self.dtype)
         name = f"tensor {self.dtype.name} {list(self.shape)}"
-        return Room(allocator, allocator.allocate(size, device.runtime.mask, name, where(), from_top=is_l1))
+        region = allocator.allocate(size, device.runtime.mask, name, where(), from_top=is_l1)
+        queues.allocated(device, region)
+        return Room(allocator, region)
 
     # shape and format
 
@@ -257,9 +261,10 @@ class Tensor(metaclass=_Making):
         """Give its memory back, at once with `force`, else when the last tensor that shares it is gone."""
         if self._block is None:
             return
-        self._shape, self._block = self.shape, None
+        block, self._shape, self._block = self._block, self.shape, None
         room, self._room = self._room, None
         if force and room is not None:
+            queues.leave(room, block)
             room.free()
 
     def _region(self) -> Region:
@@ -443,8 +448,8 @@ class Tensor(metaclass=_Making):
 
     def unpad(self, start: Sequence[int], end: Sequence[int]) -> Tensor:
         """The box from a place to another, without the end."""
-        box = tuple(slice(a, b) for a, b in zip(start, end, strict=True))
-        return self._like(self.block[(..., *box)].clone())
+        box: tuple[Any, ...] = (..., *(slice(a, b) for a, b in zip(start, end, strict=True)))
+        return self._like(self.block[box].clone())
 
     def pad_to_tile(self, value: float) -> Tensor:
         """As large as its tiles, the rest filled."""
