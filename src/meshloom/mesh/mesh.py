@@ -278,6 +278,17 @@ class Mesh:
             )
         return _made(tuple(axes), shape, self.device_ids, self.homes).split(math.prod(self.processes))
 
+    def reordered(self, order: Sequence[int]) -> Mesh:
+        """The same shape with its devices, and their homes, in another order.
+
+        >>> Mesh(x=3).reordered([2, 0, 1]).device_ids
+        (2, 0, 1)
+        """
+        if sorted(order) != list(range(self.size)):
+            raise MeshError(f"{list(order)} is no order of {self.size} devices", mesh=self)
+        ids, homes = (tuple(each[i] for i in order) for each in (self.device_ids, self.homes))
+        return _made(self.axes, self.shape, ids, homes, self.processes)  # type: ignore[arg-type]
+
     def submesh(self, where: Mapping[str, int | slice] | None = None, /, **ranges: int | slice) -> Mesh:
         """The devices at the given places: an int drops the axis, a slice keeps a part of it.
 

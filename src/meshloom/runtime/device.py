@@ -124,8 +124,8 @@ class MeshDevice:
         kinds = (self.mesh_type or MeshType.Mesh).kinds(self.mesh.shape)
         return Fabric.grid(self.mesh.shape, kinds, VIRTUAL.latency, VIRTUAL.bandwidth, name="virtual")
 
-    def reshape(self, *shape: Any, axes: Sequence[str] | None = None) -> None:
-        """The same devices in another shape; each keeps its id and its home. Buffers must be freed before."""
+    def reshape(self, *shape: Any, axes: Sequence[str] | None = None, order: Sequence[int] | None = None) -> None:
+        """The same devices in another shape, or order too; each keeps its id and its home. Buffers must be freed before."""
         self.check_open()
         sizes = MeshShape(*shape)
         held = [buffer for buffer in self._buffers if buffer.is_allocated]
@@ -133,7 +133,10 @@ class MeshDevice:
             listed = ", ".join(sorted(buffer.name for buffer in held))
             raise MeshError(f"{len(held)} buffers lie on the mesh as it is: {listed}", fix="free them first")
         names = tuple(axes) if axes is not None else tuple(f"x{i}" for i in range(len(sizes)))
-        before, self.mesh = self.mesh, self.mesh.reshape(**dict(zip(names, sizes, strict=True)))
+        places = list(order) if order is not None else list(range(self.mesh.size))
+        before, ordered = self.mesh, self.mesh.reordered(places)
+        self.mesh = ordered.reshape(**dict(zip(names, sizes, strict=True)))
+        self.numbers = tuple(self.numbers[place] for place in places)
         accounts.moved(before, self)
 
     def create_submesh(self, shape: Sequence[int], offset: Sequence[int] | None = None) -> MeshDevice:

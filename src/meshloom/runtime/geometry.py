@@ -18,7 +18,7 @@ from meshloom.mesh import Coordinate, Mesh
 
 def _numbers(what: str, given: tuple[Any, ...]) -> tuple[int, ...]:
     listed = given[0] if len(given) == 1 and isinstance(given[0], Sequence) else given
-    if not listed or not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in listed):
         raise MeshError(f"{what} takes whole numbers, not {given!r}", fix=f"write {what}(2, 4) or {what}([2, 4])")
     return tuple(listed)
 
@@ -33,7 +33,10 @@ class MeshShape(tuple[int, ...]):
     __slots__ = ()
 
     def __new__(cls, *sizes: Any) -> MeshShape:
-        return super().__new__(cls, _numbers("MeshShape", sizes))
+        made = super().__new__(cls, _numbers("MeshShape", sizes))
+        if not made:
+            raise MeshError("MeshShape cannot have 0 dimension.", fix="write MeshShape(2, 4)")
+        return made
 
     def dims(self) -> int:
         """The number of axes."""

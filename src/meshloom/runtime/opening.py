@@ -52,7 +52,7 @@ def open_mesh_device(
     ...     mesh.get_device_ids()
     [3, 1]
     """
-    shape, ids = _sorted_out(mesh_shape, device_ids)
+    shape, ids = sorted_out(mesh_shape, device_ids)
     chip = chip_of(preset, memory)
     rack = driver if driver is not None else VirtualDriver(_declared(), chip)
     sizes, chosen = _fitted(shape, ids, rack)
@@ -80,8 +80,8 @@ def _declared() -> list[int] | None:
     return [device.id for device in discover() if device.kind == "virtual"] or None
 
 
-def _sorted_out(first: Any, second: Any) -> tuple[tuple[int, ...] | None, list[int] | None]:
-    """Shape and ids, whichever came first."""
+def sorted_out(first: Any, second: Any) -> tuple[tuple[int, ...] | None, list[int] | None]:
+    """Shape and ids, whichever came first; ids are numbers or paths."""
     if second is not None and _is_ids(first, second):
         first, second = second, first
     shape = None if first is None else MeshShape(first) if not isinstance(first, MeshShape) else first
