@@ -13,11 +13,9 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
-
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.runtime import MeshCoordinate
-from meshloom.ttnn import memory
+from meshloom.runtime import MeshCoordinate, state
+from meshloom.ttnn import memory, queues
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import DataType, Layout, Tile, rounded
 from meshloom.ttnn.memory import MemoryConfig
@@ -113,13 +111,17 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
     """The device that all operands are on, and their blocks."""
     device: MeshDevice | None = None
     blocks = []
+    program: list[Any] = [name]
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise ArgumentError(f"ttnn.{name}: operand {position} is a {type(tensor).__name__}, not a ttnn.Tensor")
+        if tensor._device is None and tensor.home is not None:
+            tensor.settle()
         here = tensor._device
         if here is None:
             raise OperandError(
-                f"ttnn.{name}: Input tensor {chr(65 + position)} must be on device, got storage type: StorageType::HOST",
+                f"ttnn.{name}: Input tensor {chr(65 + position)} must be on device, "
+                "got storage type: StorageType::HOST",
                 fix="ttnn.to_device(tensor, mesh_device)",
             )
         if here is not device:
@@ -130,15 +132,19 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
                     fix="move them to one mesh",
                 )
             device = here
-        block = tensor._block
-        if block is None:
+        block, room = tensor._block, tensor._room
+        if block is None or (room is not None and room.region.freed):
             raise OperandError(
                 f"ttnn.{name}: Input Tensor {chr(65 + position)} is not allocated",
                 fix="deallocate(tensor) only after its last use",
             )
         blocks.append(block)
+        program += (block.shape, tensor.dtype.value, tensor.layout.value)
     if device is None:
         raise ArgumentError(f"ttnn.{name} needs a tensor")
+    device.count_program(tuple(program))
+    if device.watched or state.capture is not None:
+        queues.used(device, name, reads=tensors)
     return device, blocks
 
 
@@ -164,7 +170,7 @@ def result(
     values = block if block.dtype is _EXACT.get(kind) else rounded(block, kind)
     if output_tensor is not None:
         return _written(values, output_tensor, topology)
-    return Tensor(
+    made = Tensor(
         values,
         like._grid,
         kind,
@@ -175,6 +181,9 @@ def result(
         like.tile,
         coords=coords or like._coords,
     )
+    if made._device is not None and made._device.watched:
+        queues.used(made._device, "op", writes=(made,))
+    return made
 
 
 # Formats whose values need no rounding once they are in their torch dtype.
@@ -188,9 +197,11 @@ def _written(values: Block, output: Tensor, topology: TensorTopology) -> Tensor:
             f"output_tensor has shape {list(output.shape)}, the result {list(values.shape[axes:])}",
             fix="give one of the shape of the result",
         )
-    room = output.block
-    if any(have < need for have, need in zip(room.shape[:axes], values.shape[:axes], strict=True)):
-        output._block = torch.empty_like(values)  # it held the same everywhere, and now does not
+    if output._device is not None and (output._device.watched or state.capture is not None):
+        queues.used(output._device, "op", writes=(output,))
+    have, need = output.block.shape[:axes], values.shape[:axes]
+    if any(h < n for h, n in zip(have, need, strict=True)):  # it held the same along an axis, and now does not
+        output._block = values.new_empty((*map(max, have, need), *values.shape[axes:]), dtype=output.block.dtype)
     output.block.copy_(values)
     output.update_tensor_topology(topology)
     return output

@@ -1,10 +1,11 @@
 """The label of an op's result, from the labels of its operands and what was done to their dims.
 
-A label says how the parts that devices hold make up the result of the same op on wholes. A dim that an op puts elsewhere
-takes its placement along; one that it sums over leaves partial sums; one along which every device works alone (softmax,
-sort, cumsum over a sharded dim) is labelled as before: the whole is what stands side by side. Where parts differ and no
-whole can be told from them (gelu of partial sums, S(0) times S(1) on one axis, a size-1 dim of a shard that was
-broadcast) the label is `UNKNOWN`: composing asks for a composer, and a collective still does what it says.
+A label says how the parts that devices hold make up the result of the same op on wholes. A dim that an op puts
+elsewhere takes its placement along; one that it sums over leaves partial sums; one along which every device works
+alone (softmax, sort, cumsum over a sharded dim) is labelled as before: the whole is what stands side by side. Where
+parts differ and no whole can be told from them (gelu of partial sums, S(0) times S(1) on one axis, a size-1 dim of a
+shard that was broadcast) the label is `UNKNOWN`: composing asks for a composer, and a collective still does what it
+says.
 
 Axes are those of the distribution shape if all operands have the same one, else those of the mesh: a distribution over
 [8] on a mesh of 2x4 is one over both axes. Results are kept: operands with labels and shapes that were seen before cost
@@ -13,6 +14,8 @@ one look-up, and get the very object that they got before.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,13 +34,24 @@ _kept: dict[tuple[Any, ...], tuple[tuple[Label, ...], Label]] = {}
 
 
 def _remembered(key: tuple[Any, ...], tensors: Sequence[Tensor], find: Callable[[], Label]) -> Label:
-    """A label found once for operands with the same label objects; those live as long as their entry, so ids are safe."""
+    """A label found once for operands with the same label objects, which live as long as their entry: ids are safe."""
     found = _kept.get(key)
     if found is None:
         if len(_kept) >= KEPT:
             _kept.clear()
         found = _kept[key] = (tuple(tensor._topology for tensor in tensors), find())
     return found[1]
+
+
+@functools.cache
+def replicated(grid: tuple[int, ...]) -> Label:
+    """The label of what all devices of a mesh hold alike, over [N]: that of a tensor put there without a mapper.
+
+    >>> replicated((2, 4)).distribution_shape(), replicated((2, 4)).placements()
+    (MeshShape([8]), [PlacementReplicate()])
+    """
+    places = list(itertools.product(*map(range, grid)))
+    return Label([len(places)], [REPLICATE], places)
 
 
 def by_axis(tensor: Tensor) -> Axes | None:
@@ -52,7 +66,7 @@ def by_axis(tensor: Tensor) -> Axes | None:
 
 
 def _front(placements: Sequence[Placement], rank: int) -> Axes:
-    return tuple(PlacementShard(p.dim % rank) if isinstance(p, PlacementShard) and rank else p for p in placements)
+    return tuple(p.at(p.dim % rank) if isinstance(p, PlacementShard) and rank else p for p in placements)
 
 
 def labelled(axes: Axes, like: Tensor) -> Label:
@@ -142,9 +156,9 @@ def _merged(
             return placement
         if moved is not None:
             dim = moved(tensor, placement.dim)
-            return REPLICATE if dim is None else PlacementShard(dim)
+            return REPLICATE if dim is None else placement.at(dim)
         dim = placement.dim + rank - len(tensor.shape)
-        return UNKNOWN if tensor.shape[placement.dim] != sizes[dim] else PlacementShard(dim)  # it was broadcast
+        return UNKNOWN if tensor.shape[placement.dim] != sizes[dim] else placement.at(dim)  # it was broadcast
 
     rows = [[placed(tensor, p) for p in row] for tensor, row in zip(tensors, frame.axes, strict=True)]
     return frame.label([_joined(column, keeps) for column in zip(*rows, strict=True)])
@@ -182,9 +196,9 @@ def _reduced(tensor: Tensor, gone: Sequence[int], keepdim: bool, op: str | None)
             return placement if op is not None and {op, placement.op} <= _LIKE.get(op, {op}) else UNKNOWN
         if not isinstance(placement, PlacementShard):
             return placement
-        if placement.dim in gone:
-            return PlacementPartial(op) if op is not None else UNKNOWN
-        return placement if keepdim else PlacementShard(placement.dim - sum(dim < placement.dim for dim in gone))
+        if placement.dim in gone:  # padding at the end of the whole was reduced too, and it need not be zero any more
+            return PlacementPartial(op) if op is not None and placement.size is None else UNKNOWN
+        return placement if keepdim else placement.at(placement.dim - sum(dim < placement.dim for dim in gone))
 
     frame = Frame([tensor])
     return frame.label([after(each) for each in frame.axes[0]])
@@ -203,7 +217,7 @@ def _moved(tensor: Tensor, places: Mapping[int, int]) -> Label:
     def after(placement: Placement) -> Placement:
         if not isinstance(placement, PlacementShard):
             return placement
-        return PlacementShard(places[placement.dim]) if placement.dim in places else UNKNOWN
+        return placement.at(places[placement.dim]) if placement.dim in places else UNKNOWN
 
     frame = Frame([tensor])
     return frame.label([after(each) for each in frame.axes[0]])
@@ -231,9 +245,9 @@ def _contracted(a: Tensor, b: Tensor, a_inner: int, b_inner: int, rank: int) -> 
         if placement.dim == inner[number]:
             return None
         if placement.dim >= len(tensor.shape) - 2:
-            return PlacementShard(outer[number])
+            return placement.at(outer[number])
         dim = placement.dim + rank - len(tensor.shape)
-        return PlacementShard(dim) if tensor.shape[placement.dim] == sizes[dim] else UNKNOWN
+        return placement.at(dim) if tensor.shape[placement.dim] == sizes[dim] else UNKNOWN
 
     rows = [[placed(n, t, p) for p in row] for n, (t, row) in enumerate(zip((a, b), frame.axes, strict=True))]
     return frame.label([_multiplied(p, q) for p, q in zip(*rows, strict=True)])

@@ -1,0 +1,364 @@
+"""Tensors from nothing: the same on every device, or random numbers on each.
+
+Without a device a tensor is on the host. On a mesh every device holds the same values, so they are kept once; `rand`
+with a mapper, `uniform` and `bernoulli` draw for every device by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError
+from meshloom.ttnn.calling import op, operands, result
+from meshloom.ttnn.device import MeshDevice
+from meshloom.ttnn.formats import DataType, Layout, rounded
+from meshloom.ttnn.labels import merged, replicated
+from meshloom.ttnn.memory import DRAM_MEMORY_CONFIG, MemoryConfig
+from meshloom.ttnn.parts import Block
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import ALONE
+
+Shapes = Sequence[int]
+
+
+def made(
+    values: Block,
+    dtype: DataType | None,
+    layout: Layout | None,
+    device: MeshDevice | None,
+    memory_config: MemoryConfig | None,
+    optional_tensor: Tensor | None = None,
+) -> Tensor:
+    """Values of one part as a tensor, on the host or the same on every device."""
+    if optional_tensor is not None:
+        axes = len(optional_tensor.grid)
+        block = values.reshape(*(1,) * axes, *values.shape)
+        return result(
+            block,
+            optional_tensor,
+            topology=optional_tensor.tensor_topology(),
+            dtype=optional_tensor.dtype,
+            output_tensor=optional_tensor,
+        )
+    kind = dtype or DataType.BFLOAT16
+    order = Layout.TILE if kind.is_block_float else layout or Layout.ROW_MAJOR
+    grid = tuple(device.shape) if device is not None else (1, 1)
+    block = rounded(values, kind).reshape(*(1,) * len(grid), *values.shape)
+    label = replicated(grid) if device is not None else ALONE
+    return Tensor(block, grid, kind, order, label, device, memory_config or DRAM_MEMORY_CONFIG)
+
+
+def _filled(shape: Shapes, value: float, dtype: DataType | None) -> Block:
+    whole = dtype is not None and not dtype.is_float
+    return torch.full(tuple(shape), value, dtype=torch.int64 if whole and float(value).is_integer() else torch.float32)
+
+
+def _constant(name: str, value: float) -> None:
+    def call(
+        shape: Shapes,
+        dtype: DataType | None = None,
+        layout: Layout | None = None,
+        device: MeshDevice | None = None,
+        memory_config: MemoryConfig | None = None,
+    ) -> Tensor:
+        return made(_filled(shape, value, dtype), dtype, layout, device, memory_config)
+
+    def like(
+        tensor: Tensor,
+        dtype: DataType | None = None,
+        layout: Layout | None = None,
+        device: MeshDevice | None = None,
+        memory_config: MemoryConfig | None = None,
+        optional_tensor: Tensor | None = None,
+    ) -> Tensor:
+        return _like(tensor, value, dtype, layout, device, memory_config, optional_tensor)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"A tensor of {name}."
+    like.__name__ = like.__qualname__ = f"{name}_like"
+    like.__doc__ = f"A tensor of {name} with the shape, format and place of another."
+    op(name)(call)
+    op(f"{name}_like")(like)
+
+
+def _like(
+    tensor: Tensor,
+    value: float,
+    dtype: DataType | None,
+    layout: Layout | None,
+    device: MeshDevice | None,
+    memory_config: MemoryConfig | None,
+    optional_tensor: Tensor | None,
+) -> Tensor:
+    kind = dtype or tensor.dtype
+    values = _filled(tensor.shape, value, kind)
+    if optional_tensor is not None or (device is not None and device is not tensor.device()):
+        return made(values, kind, layout or tensor.layout, device, memory_config, optional_tensor)
+    block = values.reshape(*(1,) * len(tensor.grid), *values.shape)
+    return result(
+        block, tensor, topology=tensor.tensor_topology(), dtype=kind, layout=layout, memory_config=memory_config
+    )
+
+
+_constant("zeros", 0)
+_constant("ones", 1)
+
+
+@op("full")
+def full(
+    shape: Shapes,
+    fill_value: float,
+    dtype: DataType | None = None,
+    layout: Layout | None = None,
+    device: MeshDevice | None = None,
+    memory_config: MemoryConfig | None = None,
+    optional_tensor: Tensor | None = None,
+) -> Tensor:
+    """A tensor of one value."""
+    return made(_filled(shape, fill_value, dtype), dtype, layout, device, memory_config, optional_tensor)
+
+
+@op("full_like")
+def full_like(
+    tensor: Tensor,
+    fill_value: float,
+    dtype: DataType | None = None,
+    layout: Layout | None = None,
+    device: MeshDevice | None = None,
+    memory_config: MemoryConfig | None = None,
+    optional_tensor: Tensor | None = None,
+) -> Tensor:
+    """A tensor of one value with the shape, format and place of another."""
+    return _like(tensor, fill_value, dtype, layout, device, memory_config, optional_tensor)
+
+
+@op("empty")
+def empty(
+    shape: Shapes,
+    dtype: DataType = DataType.BFLOAT16,
+    layout: Layout = Layout.ROW_MAJOR,
+    device: MeshDevice | None = None,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """A tensor to be written to; it holds zeros until then."""
+    return made(_filled(shape, 0, dtype), dtype, layout, device, memory_config)
+
+
+@op("empty_like")
+def empty_like(
+    tensor: Tensor,
+    *,
+    dtype: DataType | None = None,
+    layout: Layout | None = None,
+    device: MeshDevice | None = None,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """A tensor to be written to, with the shape, format and place of another."""
+    return _like(tensor, 0, dtype, layout, device, memory_config, None)
+
+
+@op("arange")
+def arange(
+    start: int,
+    end: int | None = None,
+    step: int = 1,
+    *,
+    dtype: DataType = DataType.BFLOAT16,
+    device: MeshDevice | None = None,
+    memory_config: MemoryConfig | None = None,
+    layout: Layout = Layout.ROW_MAJOR,
+) -> Tensor:
+    """The numbers from `start` (or 0) up to but without `end`."""
+    first, last = (0, start) if end is None else (start, end)
+    if step == 0:
+        raise ArgumentError("ttnn.arange: step is 0", fix="a step that leads from start to end")
+    count = max(0, -(-(last - first) // step))
+    return made(first + step * torch.arange(count), dtype, layout, device, memory_config)
+
+
+@op("moreh_arange")
+def moreh_arange(
+    start: float,
+    end: float,
+    step: float,
+    device: MeshDevice,
+    *,
+    output: Tensor | None = None,
+    untilize_out: bool = False,
+    dtype: DataType = DataType.BFLOAT16,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """The numbers from `start` up to but without `end`."""
+    layout = Layout.ROW_MAJOR if untilize_out else Layout.TILE
+    return made(torch.arange(start, end, step), dtype, layout, device, memory_config, output)
+
+
+@op("moreh_full")
+def moreh_full(
+    shape: Shapes,
+    fill_value: float,
+    device: MeshDevice,
+    *,
+    dtype: DataType = DataType.BFLOAT16,
+    layout: Layout = Layout.TILE,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """A tensor of one value."""
+    return made(_filled(shape, fill_value, dtype), dtype, layout, device, memory_config)
+
+
+@op("moreh_full_like")
+def moreh_full_like(
+    input: Tensor,
+    fill_value: float,
+    dtype: DataType | None = None,
+    layout: Layout | None = None,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """A tensor of one value with the shape, format and place of another."""
+    return _like(input, fill_value, dtype, layout, None, memory_config, None)
+
+
+# random numbers
+
+
+def _generator(seed: int | None) -> torch.Generator | None:
+    """A generator of its own for a seed; 0 and None draw from torch's default one."""
+    return torch.Generator().manual_seed(seed) if seed else None
+
+
+@op("rand")
+def rand(
+    shape: Shapes,
+    device: MeshDevice,
+    *,
+    dtype: DataType = DataType.BFLOAT16,
+    layout: Layout = Layout.TILE,
+    memory_config: MemoryConfig | None = None,
+    low: float = 0.0,
+    high: float = 1.0,
+    seed: int = 0,
+    mesh_mapper: Any = None,
+) -> Tensor:
+    """Numbers drawn evenly from `low` to `high`; with a mapper config, of the whole that it distributes."""
+    values = torch.rand(tuple(shape), generator=_generator(seed)) * (high - low) + low
+    if mesh_mapper is None:
+        return made(values, dtype, layout, device, memory_config)
+    from meshloom.ttnn.converting import from_torch
+    from meshloom.ttnn.mappers import create_mesh_mapper
+
+    return from_torch(
+        values,
+        dtype,
+        layout=layout,
+        device=device,
+        memory_config=memory_config,
+        mesh_mapper=create_mesh_mapper(device, mesh_mapper),
+    )
+
+
+@op("randn")
+def randn(
+    shape: Shapes,
+    device: MeshDevice,
+    *,
+    dtype: DataType = DataType.BFLOAT16,
+    layout: Layout = Layout.TILE,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+    seed: int | None = None,
+) -> Tensor:
+    """Numbers drawn from the normal distribution."""
+    return made(torch.randn(tuple(shape), generator=_generator(seed)), dtype, layout, device, memory_config)
+
+
+def _drawn(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> Block:
+    """Numbers for every device: with a seed all draw the same, as each one's generator starts there."""
+    own = tensor.block.shape if seed else (*tensor.grid, *tensor.shape)
+    return draw(torch.empty(own, dtype=torch.float32))
+
+
+@op("uniform", spelled={"from": "low", "to": "high"})
+def uniform(
+    input: Tensor,
+    low: float = 0,
+    high: float = 1,
+    seed: int = 0,
+    *,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """Numbers drawn evenly, written into the tensor."""
+    operands("uniform", input)
+    block = _drawn(input, lambda room: room.uniform_(low, high, generator=_generator(seed)), seed)
+    return result(block, input, topology=input.tensor_topology(), output_tensor=input)
+
+
+@op("bernoulli")
+def bernoulli(
+    input: Tensor,
+    seed: int = 0,
+    *,
+    output: Tensor | None = None,
+    dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """1 with the probability that the element says, else 0."""
+    _, (block,) = operands("bernoulli", input)
+    drawn = _drawn(input, lambda room: room.uniform_(generator=_generator(seed)), seed) < block.float()
+    label = merged((input,), len(input.shape))
+    return result(drawn.float(), input, topology=label, dtype=dtype, memory_config=memory_config, output_tensor=output)
+
+
+@op("manual_seed")
+def manual_seed(
+    seeds: int | Tensor = 0,
+    *,
+    device: MeshDevice | None = None,
+    user_ids: int | Tensor | None = None,
+    sub_core_grids: Any = None,
+) -> None:
+    """Let random ops draw the same numbers again."""
+    value = int(seeds.block.flatten()[0]) if isinstance(seeds, Tensor) else int(seeds)
+    torch.manual_seed(value)
+
+
+@op("fill_rm")
+def fill_rm(
+    N: int,
+    C: int,
+    H: int,
+    W: int,
+    hOnes: int,
+    wOnes: int,
+    any: Tensor,
+    val_hi: float,
+    val_lo: float,
+    *,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """[N, C, H, W] of `val_lo`, with `val_hi` in the first hOnes rows and wOnes columns, where `any` is."""
+    operands("fill_rm", any)
+    values = torch.full((N, C, H, W), float(val_lo))
+    values[..., :hOnes, :wOnes] = val_hi
+    return made(values, any.dtype, Layout.ROW_MAJOR, any.device(), memory_config)
+
+
+@op("fill_ones_rm")
+def fill_ones_rm(
+    N: int,
+    C: int,
+    H: int,
+    W: int,
+    hOnes: int,
+    wOnes: int,
+    any: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """[N, C, H, W] of zeros, with ones in the first hOnes rows and wOnes columns, where `any` is."""
+    return fill_rm(N, C, H, W, hOnes, wOnes, any, 1.0, 0.0, memory_config=memory_config)

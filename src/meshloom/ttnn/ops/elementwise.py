@@ -1,0 +1,870 @@
+"""Ops that work element by element: one operand, two, three; in place; comparisons; bits; quantisation.
+
+The dtype of a result is that of the first tensor operand unless `dtype=` or `output_tensor=` says otherwise;
+comparisons give ones and zeros of it. Values are worked out once in torch's way (bfloat16 in float32, rounded once).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.formats import DataType
+from meshloom.ttnn.labels import merged
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops.activations import (
+    REQUIRED,
+    UNARY,
+    Activation,
+    BcastOpDim,
+    BcastOpMath,
+    Function,
+    GeluVariant,
+    activated,
+    divided,
+)
+from meshloom.ttnn.parts import Block, aligned
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import TensorTopology
+
+Scalar = int | float
+Operand = Tensor | Scalar
+
+
+def fine(block: Block, kind: DataType) -> Block:
+    """The block in float32 where its result is not kept in bfloat16, so that it is rounded once."""
+    return block.float() if block.dtype is torch.bfloat16 and kind is not DataType.BFLOAT16 else block
+
+
+# one operand
+
+
+def _signature(*parameters: inspect.Parameter) -> inspect.Signature:
+    return inspect.Signature(parameters, return_annotation=Tensor)
+
+
+def _named(**defaults: Any) -> list[inspect.Parameter]:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, kind, default=default) for name, default in defaults.items()]
+
+
+def _ordered(**defaults: Any) -> list[inspect.Parameter]:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    empty = inspect.Parameter.empty
+    return [
+        inspect.Parameter(name, kind, default=empty if default is REQUIRED else default)
+        for name, default in defaults.items()
+    ]
+
+
+_SPEED = _named(fast_and_approximate_mode=False)
+_KEPT = _named(memory_config=None, output_tensor=None, sub_core_grids=None)
+
+
+def unary(name: str, function: Function) -> None:
+    """Register an op of one tensor and numbers."""
+    speed = [] if "fast_and_approximate_mode" in function.parameters else _SPEED
+    signature = _signature(*_ordered(input_tensor=REQUIRED, **function.parameters), *speed, *_KEPT)
+
+    def plain(
+        input_tensor: Tensor,
+        *,
+        fast_and_approximate_mode: bool = False,
+        memory_config: MemoryConfig | None = None,
+        output_tensor: Tensor | None = None,
+        sub_core_grids: Any = None,
+    ) -> Tensor:
+        return _unary(name, function, input_tensor, (), memory_config, output_tensor)
+
+    def with_parameters(*args: Any, **kwargs: Any) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        values = [given[each] for each in function.parameters]
+        return _unary(name, function, given["input_tensor"], values, given["memory_config"], given["output_tensor"])
+
+    call = with_parameters if function.parameters else plain
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{name} of every element."
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    op(name)(call)
+
+
+def _unary(
+    name: str,
+    function: Function,
+    tensor: Tensor,
+    values: Sequence[Any],
+    memory_config: MemoryConfig | None,
+    output_tensor: Tensor | None,
+) -> Tensor:
+    _, (block,) = operands(name, tensor)
+    kind = tensor.dtype if output_tensor is None else output_tensor.dtype
+    label = merged((tensor,), len(tensor.shape), keeps=function.keeps)
+    found = function.call(fine(block, kind), *values)
+    return result(found, tensor, topology=label, memory_config=memory_config, output_tensor=output_tensor)
+
+
+for _name, _function in UNARY.items():
+    unary(_name, _function)
+
+
+@op("logical_not_")
+def logical_not_(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """1 where an element is zero, else 0, in its place."""
+    _, (block,) = operands("logical_not_", input_tensor)
+    label = merged((input_tensor,), len(input_tensor.shape))
+    return result(torch.logical_not(block), input_tensor, topology=label, output_tensor=input_tensor)
+
+
+@op("gelu")
+def gelu(
+    input_tensor: Tensor,
+    *,
+    variant: GeluVariant = GeluVariant.Accurate,
+    fast_and_approximate_mode: bool = False,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """gelu of every element; the variant Tanh is the usual approximation."""
+    return _unary("gelu", UNARY["gelu"], input_tensor, (variant,), memory_config, output_tensor)
+
+
+@op("unary_chain")
+def unary_chain(
+    input_tensor: Tensor,
+    ops_chain: Sequence[Activation],
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """One activation after the other."""
+    function = Function(lambda x: activated(x, ops_chain), {})
+    return _unary("unary_chain", function, input_tensor, (), memory_config, output_tensor)
+
+
+@op("polyval")
+def polyval(input_tensor_a: Tensor, coeffs: Sequence[float], *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """The polynomial whose coefficients stand highest power first."""
+
+    def value(x: Block) -> Block:
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for each in coeffs:
+            total = total * x + each
+        return total
+
+    return _unary("polyval", Function(value, {}), input_tensor_a, (), memory_config, None)
+
+
+# two operands
+
+
+def _shapes_of(name: str, a: Tensor, b: Tensor) -> int:
+    """The rank of what two shapes make together; an error where they do not."""
+    first, second = a.shape, b.shape
+    rank = max(len(first), len(second))
+    if first != second:
+        for back, (m, n) in enumerate(zip(reversed(first), reversed(second), strict=False), 1):
+            if m != n and 1 not in (m, n):
+                raise OperandError(
+                    f"ttnn.{name}: Broadcasting rule violation at dimension index -{back} (output rank {rank}), "
+                    f"dim a: {m}, dim b: {n}",
+                    shapes=f"{list(first)} and {list(second)}",
+                    fix="sizes are equal, or one of them is 1",
+                )
+    return rank
+
+
+def paired(name: str, a: Operand, b: Operand, kind: DataType) -> tuple[Tensor, Any, Any, tuple[Tensor, ...], int]:
+    """The first tensor of two operands, what to compute with, the tensors among them, and the rank of the result."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        _, (x, y) = operands(name, a, b)
+        rank, axes = _shapes_of(name, a, b), len(a._grid)
+        if x.dim() != y.dim():
+            x, y = aligned(x, axes, rank), aligned(y, axes, rank)
+        return a, fine(x, kind), fine(y, kind), (a, b), rank
+    tensor, scalar = (a, b) if isinstance(a, Tensor) else (b, a)
+    if not isinstance(tensor, Tensor) or not isinstance(scalar, (int, float)):
+        raise ArgumentError(f"ttnn.{name} takes tensors and numbers, not {type(a).__name__} and {type(b).__name__}")
+    _, (block,) = operands(name, tensor)
+    block = fine(block, kind)
+    x, y = (block, scalar) if tensor is a else (scalar, block)
+    return tensor, x, y, (tensor,), len(tensor.shape)
+
+
+def _kind(a: Operand, b: Operand, dtype: DataType | None, output: Tensor | None) -> DataType:
+    first = a if isinstance(a, Tensor) else b
+    if not isinstance(first, Tensor):
+        return DataType.BFLOAT16
+    return dtype or (output.dtype if output is not None else first.dtype)
+
+
+def binary(
+    name: str,
+    function: Callable[[Any, Any], Block],
+    a: Operand,
+    b: Operand,
+    keeps: str = "",
+    dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    before: tuple[Sequence[Activation], Sequence[Activation]] | None = None,
+    after: Sequence[Activation] = (),
+) -> Tensor:
+    """A function of two operands of which one may be a number, with activations fused before and after it."""
+    kind = _kind(a, b, dtype, output_tensor)
+    first, x, y, tensors, rank = paired(name, a, b, kind)
+    if before is not None:
+        x, y = _fused(x, before[0]), _fused(y, before[1])
+    block = function(x, y)
+    if after:
+        block = activated(block, after)
+    label = _label(tensors, rank, "" if after or before else keeps)
+    coords = None if first._coords is None and len(tensors) == 1 else shared_coords(*tensors)
+    return result(
+        block,
+        first,
+        topology=label,
+        dtype=kind,
+        memory_config=memory_config,
+        output_tensor=output_tensor,
+        coords=coords,
+    )
+
+
+def _fused(value: Any, activations: Sequence[Activation]) -> Any:
+    if not activations:
+        return value
+    block = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
+    return activated(block, activations)
+
+
+def _label(tensors: tuple[Tensor, ...], rank: int, keeps: str) -> TensorTopology:
+    """With a number beside the tensor, a product keeps partial sums, and a sum does not: it would count it often."""
+    if len(tensors) == 1 and keeps == "sum":
+        keeps = ""
+    return merged(tensors, rank, keeps=keeps)
+
+
+_SPELLED = {"input_a": "input_tensor_a", "input_b": "input_tensor_b"}
+
+
+def _pair(
+    names: str, function: Callable[[Any, Any], Block], keeps: str = "", in_place: str = "", **spelled: str
+) -> None:
+    """Register an op of two operands, under several names, and its forms that write into the first."""
+    name, *aliases = names.split()
+
+    def call(
+        input_tensor_a: Operand,
+        input_tensor_b: Operand,
+        *,
+        fast_and_approximate_mode: bool = False,
+        dtype: DataType | None = None,
+        memory_config: MemoryConfig | None = None,
+        output_tensor: Tensor | None = None,
+        activations: Sequence[Activation] = (),
+        input_tensor_a_activations: Sequence[Activation] = (),
+        input_tensor_b_activations: Sequence[Activation] = (),
+        sub_core_grids: Any = None,
+        sub_device_id: Any = None,
+    ) -> Tensor:
+        before = None
+        if input_tensor_a_activations or input_tensor_b_activations:
+            before = (input_tensor_a_activations, input_tensor_b_activations)
+        return binary(
+            name,
+            function,
+            input_tensor_a,
+            input_tensor_b,
+            keeps,
+            dtype,
+            memory_config,
+            output_tensor,
+            before,
+            activations,
+        )
+
+    def written(
+        input_tensor_a: Tensor,
+        input_tensor_b: Operand,
+        *,
+        activations: Sequence[Activation] = (),
+        input_tensor_a_activations: Sequence[Activation] = (),
+        input_tensor_b_activations: Sequence[Activation] = (),
+        fast_and_approximate_mode: bool = False,
+        sub_core_grids: Any = None,
+        sub_device_id: Any = None,
+    ) -> Tensor:
+        before = (input_tensor_a_activations, input_tensor_b_activations)
+        return binary(
+            in_place.split()[0],
+            function,
+            input_tensor_a,
+            input_tensor_b,
+            keeps,
+            output_tensor=input_tensor_a,
+            before=before if any(before) else None,
+            after=activations,
+        )
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{name} of every two elements."
+    op(name, *aliases, spelled={**_SPELLED, **spelled})(call)
+    if in_place:
+        written.__name__ = written.__qualname__ = in_place.split()[0]
+        written.__doc__ = f"{name} of every two elements, written into the first operand."
+        op(*in_place.split(), spelled=_SPELLED)(written)
+
+
+def _both(function: Callable[[Block, Block], Block]) -> Callable[[Any, Any], Block]:
+    """A function that torch has for arrays only: a number becomes an array of no dims."""
+
+    def call(x: Any, y: Any) -> Block:
+        if isinstance(y, torch.Tensor):
+            return function(x if isinstance(x, torch.Tensor) else y.new_tensor(x), y)
+        return function(x, x.new_tensor(y))
+
+    return call
+
+
+def _first(function: Callable[[Any, Any], Block]) -> Callable[[Any, Any], Block]:
+    """A function whose first argument torch wants as an array."""
+    return lambda x, y: function(x if isinstance(x, torch.Tensor) else torch.full_like(y, x), y)
+
+
+def _squared(x: Any, y: Any) -> Block:
+    difference = x - y
+    return difference * difference
+
+
+def _logical(x: Any, y: Any, how: Callable[[Block, Block], Block]) -> Block:
+    return _both(how)(x, y)
+
+
+def _shifted(unsigned: bool) -> Callable[[Any, Any], Block]:
+    def call(x: Any, y: Any) -> Block:
+        if unsigned and x.dtype is torch.int32:  # zeros come in from the left
+            return ((x.to(torch.int64) & 0xFFFFFFFF) >> y).to(torch.int32)
+        return x >> y
+
+    return call
+
+
+_pair("add", torch.add, "sum", "add_")
+_pair("subtract sub", lambda x, y: x - y, "sum", "subtract_ sub_")
+_pair("multiply mul", lambda x, y: x * y, "product", "multiply_ mul_")
+_pair("rsub", lambda x, y: y - x, "sum", "rsub_")
+_pair("maximum", _both(torch.maximum))
+_pair("minimum", _both(torch.minimum))
+_pair("eq", _first(torch.eq), in_place="eq_")
+_pair("ne", _first(torch.ne), in_place="ne_")
+_pair("gt", _first(torch.gt), in_place="gt_")
+_pair("ge", _first(torch.ge), in_place="ge_")
+_pair("lt", _first(torch.lt), in_place="lt_")
+_pair("le", _first(torch.le), in_place="le_")
+_pair("logical_and", _both(torch.logical_and), in_place="logical_and_")
+_pair("logical_or", _both(torch.logical_or), in_place="logical_or_")
+_pair("logical_xor", _both(torch.logical_xor), in_place="logical_xor_")
+_pair("bitwise_and", _first(torch.bitwise_and))
+_pair("bitwise_or", _first(torch.bitwise_or))
+_pair("bitwise_xor", _first(torch.bitwise_xor))
+_pair("bitwise_left_shift logical_left_shift", _first(torch.bitwise_left_shift))
+_pair("bitwise_right_shift", _first(_shifted(unsigned=False)))
+_pair("logical_right_shift", _first(_shifted(unsigned=True)))
+_pair("gcd", _both(torch.gcd))
+_pair("lcm", _both(torch.lcm))
+_pair("ldexp", _both(lambda x, y: x * torch.exp2(y.float())), in_place="ldexp_")
+_pair("logaddexp", _both(torch.logaddexp), in_place="logaddexp_")
+_pair("logaddexp2", _both(torch.logaddexp2), in_place="logaddexp2_")
+_pair("squared_difference", _squared, in_place="squared_difference_")
+_pair("xlogy", _first(torch.special.xlogy))
+_pair("remainder", torch.remainder)
+_pair("fmod", torch.fmod, scalar="input_tensor_b")
+_pair("atan2", _both(torch.atan2))
+_pair("hypot", _both(torch.hypot))
+_pair("nextafter", _both(torch.nextafter))
+_pair("bias_gelu", lambda x, y: torch.nn.functional.gelu(x + y), in_place="bias_gelu_")
+_pair("pow", torch.pow, input_tensor="input_tensor_a", exponent="input_tensor_b")
+
+
+def _divide(name: str, alias: str) -> None:
+    def call(
+        input_tensor_a: Operand,
+        input_tensor_b: Operand,
+        *,
+        fast_and_approximate_mode: bool = False,
+        rounding_mode: str | None = None,
+        dtype: DataType | None = None,
+        memory_config: MemoryConfig | None = None,
+        output_tensor: Tensor | None = None,
+        activations: Sequence[Activation] = (),
+        input_tensor_a_activations: Sequence[Activation] = (),
+        input_tensor_b_activations: Sequence[Activation] = (),
+        sub_core_grids: Any = None,
+        sub_device_id: Any = None,
+    ) -> Tensor:
+        """The quotient of every two elements; `rounding_mode` is None, "trunc" or "floor"."""
+        if rounding_mode not in (None, "trunc", "floor"):
+            raise ArgumentError(f"ttnn.{name}: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
+        before = (input_tensor_a_activations, input_tensor_b_activations)
+        return binary(
+            name,
+            _first(lambda x, y: divided(x, y, rounding_mode)),
+            input_tensor_a,
+            input_tensor_b,
+            "quotient" if rounding_mode is None and isinstance(input_tensor_a, Tensor) else "",
+            dtype,
+            memory_config,
+            output_tensor,
+            before if any(before) else None,
+            activations,
+        )
+
+    call.__name__ = call.__qualname__ = name
+    op(name, alias, spelled={**_SPELLED, "value": "input_tensor_b"})(call)
+
+
+_divide("div", "divide")
+
+
+@op("div_", "divide_", spelled=_SPELLED)
+def div_(
+    input_tensor_a: Tensor,
+    input_tensor_b: Operand,
+    *,
+    activations: Sequence[Activation] = (),
+    input_tensor_a_activations: Sequence[Activation] = (),
+    input_tensor_b_activations: Sequence[Activation] = (),
+    fast_and_approximate_mode: bool = False,
+    sub_core_grids: Any = None,
+    sub_device_id: Any = None,
+) -> Tensor:
+    """The quotient of every two elements, written into the first operand."""
+    before = (input_tensor_a_activations, input_tensor_b_activations)
+    return binary(
+        "div_",
+        torch.div,
+        input_tensor_a,
+        input_tensor_b,
+        "quotient",
+        output_tensor=input_tensor_a,
+        before=before if any(before) else None,
+        after=activations,
+    )
+
+
+@op("floor_div", spelled={"value": "input_tensor_b"})
+def floor_div(input_tensor_a: Operand, input_tensor_b: Operand, *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """The quotient rounded down."""
+    floor = _first(lambda x, y: divided(x, y, "floor"))
+    return binary("floor_div", floor, input_tensor_a, input_tensor_b, memory_config=memory_config)
+
+
+@op("div_no_nan", spelled={"value": "input_tensor_b"})
+def div_no_nan(
+    input_tensor_a: Operand, input_tensor_b: Operand, *, memory_config: MemoryConfig | None = None
+) -> Tensor:
+    """The quotient, and zero where the divisor is zero."""
+    return binary("div_no_nan", _no_nan, input_tensor_a, input_tensor_b, memory_config=memory_config)
+
+
+def _no_nan(x: Any, y: Any) -> Block:
+    if not isinstance(y, torch.Tensor):
+        return x / y if y else torch.zeros_like(x)
+    return torch.where(y == 0, 0, x / torch.where(y == 0, 1, y))
+
+
+@op("isclose")
+def isclose(
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    *,
+    rtol: float = 1e-05,
+    atol: float = 1e-08,
+    equal_nan: bool = False,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """1 where |a - b| <= atol + rtol * |b|."""
+
+    def close(x: Block, y: Block) -> Block:
+        return torch.isclose(x.float(), y.float(), rtol, atol, equal_nan)
+
+    return binary("isclose", close, input_tensor_a, input_tensor_b, memory_config=memory_config)
+
+
+def _scaled(name: str, sign: int) -> None:
+    def call(
+        input_tensor_a: Tensor,
+        input_tensor_b: Tensor,
+        alpha: float,
+        *,
+        memory_config: MemoryConfig | None = None,
+        output_tensor: Tensor | None = None,
+    ) -> Tensor:
+        return binary(
+            name,
+            lambda x, y: torch.add(x, y, alpha=sign * alpha),
+            input_tensor_a,
+            input_tensor_b,
+            "sum",
+            memory_config=memory_config,
+            output_tensor=output_tensor,
+        )
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"a {'+' if sign > 0 else '-'} alpha * b."
+    op(name)(call)
+
+
+_scaled("addalpha", 1)
+_scaled("subalpha", -1)
+
+
+@op("prelu")
+def prelu(
+    input_tensor_a: Tensor, weight: Tensor | Scalar | Sequence[float], *, memory_config: MemoryConfig | None = None
+) -> Tensor:
+    """Where negative, times the weight: a number, or one for every element of dim 1."""
+    if isinstance(weight, (list, tuple)):
+        if len(weight) != 1:
+            raise ArgumentError("ttnn.prelu takes one weight in a list", fix="give a tensor with one for every channel")
+        weight = weight[0]
+    if isinstance(weight, Tensor) and len(weight.shape) == 1 and len(input_tensor_a.shape) > 1:
+        channels = (1, *weight.shape, *(1,) * (len(input_tensor_a.shape) - 2))
+        block = weight.block.reshape(*weight.block.shape[: len(weight.grid)], *channels)
+        weight = result(block, weight, topology=weight.tensor_topology())
+    return binary(
+        "prelu", lambda x, y: torch.where(x < 0, x * y, x), input_tensor_a, weight, memory_config=memory_config
+    )
+
+
+@op("bcast")
+def bcast(
+    input_a: Tensor,
+    input_b: Tensor,
+    math_op: BcastOpMath,
+    dim: BcastOpDim,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """Sum, difference or product with an operand that is repeated along the named dims."""
+    name, keeps = {
+        BcastOpMath.ADD: ("add", "sum"),
+        BcastOpMath.SUB: ("sub", "sum"),
+        BcastOpMath.MUL: ("mul", "product"),
+    }[math_op]
+    for side, where in (("H", -2), ("W", -1)):
+        if side in dim.name and input_b.shape[where] != 1:
+            raise OperandError(
+                f"ttnn.bcast along {dim.name}: dim {where} of the second operand is {input_b.shape[where]}"
+            )
+    return binary("bcast", getattr(torch, name), input_a, input_b, keeps, None, memory_config, output_tensor)
+
+
+# three operands
+
+
+def several(
+    name: str,
+    function: Callable[..., Block],
+    values: Sequence[Operand],
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    keeps: str = "",
+) -> Tensor:
+    """A function of several operands of which some may be numbers; the result is as the first tensor."""
+    tensors = tuple(each for each in values if isinstance(each, Tensor))
+    if not tensors:
+        raise ArgumentError(f"ttnn.{name} needs a tensor")
+    operands(name, *tensors)
+    for each in tensors[1:]:
+        _shapes_of(name, tensors[0], each)
+    rank, axes, like = max(len(each.shape) for each in tensors), len(tensors[0].grid), tensors[0]
+    kind = like.dtype if output_tensor is None else output_tensor.dtype
+    blocks = [fine(aligned(v.block, axes, rank), kind) if isinstance(v, Tensor) else v for v in values]
+    return result(
+        function(*blocks),
+        like,
+        topology=merged(tensors, rank, keeps=keeps),
+        memory_config=memory_config,
+        output_tensor=output_tensor,
+        coords=shared_coords(*tensors),
+    )
+
+
+@op("where")
+def where(
+    predicate: Tensor,
+    true_value: Operand,
+    false_value: Operand,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """The second operand where the first is not zero, else the third."""
+    like = next((each for each in (true_value, false_value) if isinstance(each, Tensor)), predicate)
+
+    def chosen(condition: Block, yes: Any, no: Any) -> Block:
+        found = torch.where(condition != 0, yes, no)
+        return found if found.dtype is like.dtype.store or found.dtype.is_floating_point else found.to(like.dtype.store)
+
+    values = (predicate, true_value, false_value)
+    if like is predicate or like.dtype is predicate.dtype or output_tensor is not None:
+        return several("where", chosen, values, memory_config, output_tensor)
+    ordered = (like, *(each for each in values if each is not like))
+    places = [next(i for i, each in enumerate(ordered) if each is value) for value in values]
+    return several("where", lambda *blocks: chosen(*(blocks[i] for i in places)), ordered, memory_config)
+
+
+@op("addcmul")
+def addcmul(
+    input_a: Tensor,
+    input_b: Tensor,
+    input_c: Tensor,
+    *,
+    value: float = 1.0,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """a + value * b * c."""
+
+    def call(a: Block, b: Block, c: Block) -> Block:
+        return torch.addcmul(a.float(), b.float(), c.float(), value=value)
+
+    return several("addcmul", call, (input_a, input_b, input_c), memory_config, output_tensor)
+
+
+@op("addcdiv")
+def addcdiv(
+    input_a: Tensor,
+    input_b: Tensor,
+    input_c: Tensor,
+    *,
+    value: float = 1.0,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """a + value * b / c."""
+
+    def call(a: Block, b: Block, c: Block) -> Block:
+        return torch.addcdiv(a.float(), b.float(), c.float(), value=value)
+
+    return several("addcdiv", call, (input_a, input_b, input_c), memory_config, output_tensor)
+
+
+@op("lerp")
+def lerp(
+    input: Tensor,
+    end: Tensor,
+    weight: Operand,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """The way from the first to the second, as far as the weight says."""
+
+    def call(a: Block, b: Block, w: Any) -> Block:
+        return torch.lerp(a.float(), b.float(), w.float() if isinstance(w, torch.Tensor) else w)
+
+    return several("lerp", call, (input, end, weight), memory_config, output_tensor)
+
+
+@op("mac", spelled={"value1": "input_tensor_b", "value": "input_tensor_c", "value2": "input_tensor_c"})
+def mac(
+    input_tensor_a: Tensor,
+    input_tensor_b: Operand,
+    input_tensor_c: Operand,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """a * b + c."""
+    values = (input_tensor_a, input_tensor_b, input_tensor_c)
+    return several("mac", _multiplied_and_added, values, memory_config, output_tensor)
+
+
+def _multiplied_and_added(a: Block, b: Any, c: Any) -> Block:
+    return (a.float() if a.dtype is torch.bfloat16 else a) * b + c
+
+
+@op("snake_beta")
+def snake_beta(
+    input_tensor: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """x + sin(alpha * x) ** 2 / beta."""
+
+    def call(x: Block, a: Block, b: Block) -> Block:
+        return x.float() + torch.sin(a.float() * x.float()).square() / b.float()
+
+    return several("snake_beta", call, (input_tensor, alpha, beta), memory_config, output_tensor)
+
+
+@op("clamp")
+def clamp(
+    input_tensor: Tensor,
+    min: Operand | None = None,
+    max: Operand | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """Every element, but at least `min` and at most `max`; either may be left out."""
+    return _clamped("clamp", input_tensor, min, max, memory_config, output_tensor)
+
+
+@op("clip")
+def clip(
+    input_tensor: Tensor,
+    min: Operand | None = None,
+    max: Operand | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """Every element, but at least `min` and at most `max`; either may be left out."""
+    return _clamped("clip", input_tensor, min, max, memory_config, None)
+
+
+def _clamped(
+    name: str,
+    tensor: Tensor,
+    low: Operand | None,
+    high: Operand | None,
+    memory_config: MemoryConfig | None,
+    output_tensor: Tensor | None,
+) -> Tensor:
+    if low is None and high is None:
+        raise OperandError(f"ttnn.{name}: Only one of 'min' or 'max' can be None. Please provide at least one")
+
+    def limited(x: Block, *limits: Any) -> Block:
+        rest = iter(limits)
+        for limit, how in ((low, torch.maximum), (high, torch.minimum)):
+            if limit is not None:
+                value = next(rest)
+                x = how(x, value if isinstance(value, torch.Tensor) else torch.full_like(x, value))
+        return x
+
+    limits = [each for each in (low, high) if each is not None]
+    return several(name, limited, (tensor, *limits), memory_config, output_tensor)
+
+
+# quantisation: q = round(x / scale) + zero_point
+
+
+def _spread(value: Tensor | Scalar, tensor: Tensor, axis: int | None) -> Tensor | Scalar:
+    """A scale or zero point for every element of a dim, shaped so that it lies along that dim."""
+    if axis is None or not isinstance(value, Tensor):
+        return value
+    rank, axes = len(tensor.shape), len(tensor.grid)
+    shape = [1] * rank
+    shape[axis % rank] = -1
+    block = value.block.reshape(*value.block.shape[:axes], *shape)
+    return result(block, value, topology=value.tensor_topology())
+
+
+def _quantised(
+    name: str,
+    function: Callable[..., Block],
+    tensor: Tensor,
+    values: Sequence[Tensor | Scalar],
+    axis: int | None,
+    kind: DataType,
+    memory_config: MemoryConfig | None,
+    output_tensor: Tensor | None,
+) -> Tensor:
+    spread = [_spread(value, tensor, axis) for value in values]
+    tensors = tuple(each for each in (tensor, *spread) if isinstance(each, Tensor))
+    operands(name, *tensors)
+    rank, axes = len(tensor.shape), len(tensor.grid)
+    blocks = [aligned(each.block, axes, rank).float() if isinstance(each, Tensor) else each for each in spread]
+    return result(
+        function(tensor.block.float(), *blocks),
+        tensor,
+        topology=merged(tensors, rank),
+        dtype=kind,
+        memory_config=memory_config,
+        output_tensor=output_tensor,
+    )
+
+
+@op("quantize")
+def quantize(
+    input_tensor: Tensor,
+    scale: Tensor | float,
+    zero_point: Tensor | int,
+    *,
+    axis: int | None = None,
+    dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """round(x / scale) + zero_point, as integers of 8 bits with a sign."""
+
+    def call(x: Block, s: Any, z: Any) -> Block:
+        return (torch.round(x / s) + z).clamp(-128, 127)
+
+    kind = dtype or DataType.INT32
+    return _quantised("quantize", call, input_tensor, (scale, zero_point), axis, kind, memory_config, output_tensor)
+
+
+@op("dequantize")
+def dequantize(
+    input_tensor: Tensor,
+    scale: Tensor | float,
+    zero_point: Tensor | int,
+    *,
+    axis: int | None = None,
+    dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """(q - zero_point) * scale."""
+    kind = dtype or DataType.BFLOAT16
+    return _quantised(
+        "dequantize",
+        lambda q, s, z: (q - z) * s,
+        input_tensor,
+        (scale, zero_point),
+        axis,
+        kind,
+        memory_config,
+        output_tensor,
+    )
+
+
+@op("requantize")
+def requantize(
+    input_tensor: Tensor,
+    in_scale: Tensor | float,
+    in_zero_point: Tensor | int,
+    out_scale: Tensor | float,
+    out_zero_point: Tensor | int,
+    *,
+    axis: int | None = None,
+    dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """From one scale and zero point to another."""
+
+    def call(q: Block, s: Any, z: Any, t: Any, y: Any) -> Block:
+        return (torch.round((q - z) * s / t) + y).clamp(-128, 127)
+
+    values = (in_scale, in_zero_point, out_scale, out_zero_point)
+    kind = dtype or DataType.INT32
+    return _quantised("requantize", call, input_tensor, values, axis, kind, memory_config, output_tensor)

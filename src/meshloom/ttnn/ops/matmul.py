@@ -1,0 +1,385 @@
+"""Products of matrices: every device multiplies its own parts.
+
+Sums are kept in float32 and rounded once to the dtype of the first operand, or `dtype=`. A block of few devices whose
+weights are the same everywhere is one wide product, not one for every device (torch folds the leading dims).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.labels import contracted, merged, moved
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops.activations import Activation, activated
+from meshloom.ttnn.ops.elementwise import fine
+from meshloom.ttnn.parts import Block, aligned
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import TensorTopology
+
+
+def _checked(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> None:
+    if a.layout is not Layout.TILE or b.layout is not Layout.TILE:
+        raise OperandError(
+            f"ttnn.{name}: Inputs to matmul must be tilized", fix="ttnn.to_layout(tensor, ttnn.TILE_LAYOUT)"
+        )
+    if not a.shape or not b.shape:
+        raise OperandError(f"ttnn.{name}: a tensor of rank 0 is no matrix", fix="reshape it")
+    width = a.shape[-2] if transpose_a and len(a.shape) > 1 else a.shape[-1]
+    height = b.shape[-1] if transpose_b or len(b.shape) == 1 else b.shape[-2]
+    if width != height:
+        raise OperandError(
+            f"ttnn.{name}: The width of the first tensor must be equal to the height of the second tensor. "
+            f"Mismatch: width={width} height={height}",
+            shapes=f"{list(a.shape)} and {list(b.shape)}",
+        )
+    rows, columns = a.shape[:-2], b.shape[:-2]
+    for back, (m, n) in enumerate(zip(reversed(rows), reversed(columns), strict=False), 1):
+        if m != n and 1 not in (m, n):
+            where = max(len(rows), len(columns)) - back
+            raise OperandError(
+                f"ttnn.{name}: bmm (non-bcast matmul) expects input tensors of shapes BCMK*BCKN=BCMN or batch "
+                f"dimension {where} mismatch: a={m} vs b={n}",
+                shapes=f"{list(a.shape)} and {list(b.shape)}",
+            )
+
+
+def product(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool, kind: DataType) -> Block:
+    """The block of a product of matrices."""
+    _, (x, y) = operands(name, a, b)
+    _checked(name, a, b, transpose_a, transpose_b)
+    x, y = _alike(fine(x, kind), fine(y, kind))
+    if transpose_a and len(a.shape) > 1:
+        x = x.transpose(-1, -2)
+    if transpose_b and len(b.shape) > 1:
+        y = y.transpose(-1, -2)
+    if len(a.shape) == 1 or len(b.shape) == 1:
+        return _with_vector(x, y, len(a.shape), len(b.shape), len(a.grid))
+    rank, axes = max(len(a.shape), len(b.shape)), len(a.grid)
+    return multiplied(aligned(x, axes, rank), aligned(y, axes, rank))
+
+
+def _alike(x: Block, y: Block) -> tuple[Block, Block]:
+    if x.dtype is y.dtype:
+        return x, y
+    kind = torch.promote_types(x.dtype, y.dtype)
+    return x.to(kind), y.to(kind)
+
+
+def multiplied(x: Block, y: Block) -> Block:
+    """x @ y with all leading dims as a batch; where the second is one matrix, the rows of all are one tall matrix."""
+    if all(size == 1 for size in y.shape[:-2]):
+        tall = x.reshape(-1, x.shape[-1]) @ y.reshape(y.shape[-2:])
+        return tall.reshape(*x.shape[:-1], y.shape[-1])
+    return x @ y
+
+
+def _with_vector(x: Block, y: Block, a_rank: int, b_rank: int, axes: int) -> Block:
+    if a_rank == 1 and b_rank == 1:
+        return (x * y).sum(-1)
+    if b_rank == 1:
+        return multiplied(x, aligned(y.unsqueeze(-1), axes, a_rank)).squeeze(-1)
+    return multiplied(aligned(x.unsqueeze(-2), axes, b_rank), y).squeeze(-2)
+
+
+def _multiply(
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    bias: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    activation: Activation | None = None,
+    output: Tensor | None = None,
+) -> Tensor:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        raise ArgumentError(f"ttnn.{name} multiplies two tensors, not {type(a).__name__} and {type(b).__name__}")
+    kind = dtype or (output.dtype if output is not None else a.dtype)
+    block = product(name, a, b, transpose_a, transpose_b, kind)
+    rank = block.dim() - len(a.grid)
+    label = contracted(
+        a,
+        b,
+        -2 if transpose_a and len(a.shape) > 1 else -1,
+        -1 if transpose_b or len(b.shape) == 1 else -2,
+        rank,
+    )
+    made_by: tuple[Tensor, ...] = (a, b)
+    if bias is not None:
+        operands(name, a, bias)
+        made_by = (a, b, bias)
+    if bias is not None or activation is not None:
+        # The label of a sum needs the product as a tensor: one that nobody sees, with no room of its own.
+        whole = Tensor(block, a.grid, kind, a.layout, label)
+        if bias is not None:
+            block = block + aligned(fine(bias.block, kind), len(a.grid), rank)
+            label = merged((whole, bias), rank, keeps="sum")
+        if activation is not None:
+            block = activated(block, activation)
+            label = merged((Tensor(block, a.grid, kind, a.layout, label),), rank)
+    return result(
+        block,
+        a,
+        topology=label,
+        dtype=kind,
+        memory_config=memory_config,
+        output_tensor=output,
+        coords=shared_coords(*made_by),
+    )
+
+
+@op("matmul")
+def matmul(
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    program_config: Any = None,
+    activation: Activation | None = None,
+    compute_kernel_config: Any = None,
+    core_grid: Any = None,
+    output_tile: Any = None,
+    optional_output_tensor: Tensor | None = None,
+    global_cb: Any = None,
+    sub_device_id: Any = None,
+    prefetcher_pipes: Sequence[Any] = (),
+) -> Tensor:
+    """The product of every device's matrices; leading dims are a batch."""
+    return _multiply(
+        "matmul",
+        input_tensor_a,
+        input_tensor_b,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        memory_config=memory_config,
+        dtype=dtype,
+        activation=activation,
+        output=optional_output_tensor,
+    )
+
+
+@op("linear")
+def linear(
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    program_config: Any = None,
+    activation: Activation | None = None,
+    compute_kernel_config: Any = None,
+    core_grid: Any = None,
+    output_tile: Any = None,
+    optional_output_tensor: Tensor | None = None,
+    global_cb: Any = None,
+    sub_device_id: Any = None,
+    prefetcher_pipes: Sequence[Any] = (),
+    in0_column_offset: int | None = None,
+) -> Tensor:
+    """The product of every device's matrices, plus a bias, then an activation.
+
+    `in0_column_offset` takes the columns of the first operand from there on, as many as the second has rows.
+    """
+    a = input_tensor_a
+    if in0_column_offset is not None:
+        height = input_tensor_b.shape[-1 if transpose_b else -2]
+        _, (block,) = operands("linear", a)
+        a = result(block.narrow(-1, in0_column_offset, height), a, topology=merged((a,), len(a.shape), keeps="sum"))
+    return _multiply(
+        "linear",
+        a,
+        input_tensor_b,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        bias=bias,
+        memory_config=memory_config,
+        dtype=dtype,
+        activation=activation,
+        output=optional_output_tensor,
+    )
+
+
+@op("matmul_batched_weights")
+def matmul_batched_weights(
+    input_tensor_a: Tensor,
+    input_tensors_b: Sequence[Tensor],
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    program_config: Any = None,
+    activation: Activation | None = None,
+    compute_kernel_config: Any = None,
+    core_grid: Any = None,
+    output_tile: Any = None,
+    optional_output_tensor: Tensor | None = None,
+    global_cb: Any = None,
+    sub_device_id: Any = None,
+    prefetcher_pipes: Sequence[Any] = (),
+) -> list[Tensor]:
+    """The product of one tensor with each of several."""
+    return [
+        _multiply(
+            "matmul_batched_weights",
+            input_tensor_a,
+            each,
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            memory_config=memory_config,
+            dtype=dtype,
+            activation=activation,
+            output=optional_output_tensor,
+        )
+        for each in input_tensors_b
+    ]
+
+
+@op("addmm")
+def addmm(
+    input_tensor: Tensor,
+    mat1_tensor: Tensor,
+    mat2_tensor: Tensor,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    program_config: Any = None,
+    compute_kernel_config: Any = None,
+    core_grid: Any = None,
+    output_tile: Any = None,
+    optional_output_tensor: Tensor | None = None,
+) -> Tensor:
+    """beta * input + alpha * (mat1 @ mat2)."""
+    kind = dtype or (optional_output_tensor.dtype if optional_output_tensor is not None else mat1_tensor.dtype)
+    exact = DataType.FLOAT32
+    operands("addmm", input_tensor, mat1_tensor, mat2_tensor)
+    block = alpha * product("addmm", mat1_tensor, mat2_tensor, False, False, exact)
+    rank, axes = block.dim() - len(mat1_tensor.grid), len(mat1_tensor.grid)
+    label = contracted(mat1_tensor, mat2_tensor, -1, -2, rank)
+    if beta != 0:
+        block = block + beta * aligned(fine(input_tensor.block, exact), axes, rank)
+        whole = Tensor(block, mat1_tensor.grid, exact, mat1_tensor.layout, label)
+        label = merged((whole, input_tensor), rank, keeps="sum")
+    return result(
+        block,
+        mat1_tensor,
+        topology=label,
+        dtype=kind,
+        memory_config=memory_config,
+        output_tensor=optional_output_tensor,
+        coords=shared_coords(input_tensor, mat1_tensor, mat2_tensor),
+    )
+
+
+@op("outer")
+def outer(input_tensor_a: Tensor, input_tensor_b: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """The product of every element of one with every element of the other: [..., m, 1] and [..., 1, n]."""
+    _, (x, y) = operands("outer", input_tensor_a, input_tensor_b)
+    axes, grid = len(input_tensor_a.grid), input_tensor_a.grid
+    rank = max(len(input_tensor_a.shape), 2)
+    column = x.reshape(*x.shape[:axes], *(1,) * (rank - 2), -1, 1)
+    row = y.reshape(*y.shape[:axes], *(1,) * (rank - 2), 1, -1)
+    a = Tensor(column, grid, input_tensor_a.dtype, input_tensor_a.layout, _along(input_tensor_a, -2, rank))
+    b = Tensor(row, grid, input_tensor_b.dtype, input_tensor_b.layout, _along(input_tensor_b, -1, rank))
+    return result(
+        fine(column, a.dtype) * fine(row, a.dtype),
+        input_tensor_a,
+        topology=merged((a, b), rank, keeps="product"),
+        memory_config=memory_config,
+    )
+
+
+def _along(tensor: Tensor, dim: int, rank: int) -> TensorTopology:
+    """The label of a tensor of one long dim, flattened into that dim."""
+    long = [place for place, size in enumerate(tensor.shape) if size != 1]
+    return moved(tensor, {long[0]: dim % rank} if len(long) == 1 else {})
+
+
+@op("sparse_matmul")
+def sparse_matmul(
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    *,
+    sparsity: Tensor,
+    program_config: Any = None,
+    nnz: int | None = None,
+    is_input_a_sparse: bool = False,
+    is_input_b_sparse: bool = True,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    compute_kernel_config: Any = None,
+    core_grid: Any = None,
+    output_tile: Any = None,
+    optional_output_tensor: Tensor | None = None,
+    global_cb: Any = None,
+    sub_device_id: Any = None,
+    indices: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Products with several matrices of which `sparsity` leaves some out: theirs are zero.
+
+    With the second operand [1, E, K, N] sparse, a of [A, B, M, K] and sparsity of [A, B, 1, E] give
+    [A, B, 1, E, M, N]. With the first sparse too, a of [A, E, M, K] and sparsity of [1, 1, A, E] give [A, E, M, N].
+    """
+    name = "sparse_matmul"
+    if bias is not None or indices is not None:
+        raise ArgumentError(f"ttnn.{name}: bias= and indices= are not covered", fix="ttnn.add after the product")
+    _, (x, y, kept) = operands(name, input_tensor_a, input_tensor_b, sparsity)
+    kind = dtype or (optional_output_tensor.dtype if optional_output_tensor is not None else input_tensor_a.dtype)
+    axes, a_shape, b_shape = len(input_tensor_a.grid), input_tensor_a.shape, input_tensor_b.shape
+    if len(a_shape) != 4 or len(b_shape) != 4 or a_shape[-1] != b_shape[-2]:
+        raise OperandError(
+            f"ttnn.{name}: The width of the first tensor must be equal to the height of the second tensor. "
+            f"Mismatch: width={a_shape[-1]} height={b_shape[-2]}",
+            shapes=f"{list(a_shape)} and {list(b_shape)}",
+        )
+    x, y = _alike(fine(x, kind), fine(y, kind))
+    experts = b_shape[1]
+    if is_input_b_sparse and not is_input_a_sparse:
+        batch = (a_shape[0], a_shape[1], 1, experts)
+        x, y = x.unsqueeze(axes + 2).unsqueeze(axes + 3), y.unsqueeze(axes).unsqueeze(axes)
+    elif is_input_a_sparse:
+        batch = (a_shape[0], experts)
+    else:
+        raise ArgumentError(f"ttnn.{name}: no operand is sparse", fix="is_input_a_sparse or is_input_b_sparse")
+    if kept[(0,) * axes].numel() != torch.Size(batch).numel():
+        raise OperandError(
+            f"ttnn.{name}: sparsity of shape {list(sparsity.shape)} does not name {list(batch)} products",
+        )
+    mask = kept.reshape(*kept.shape[:axes], *batch, 1, 1) != 0
+    block = torch.where(mask, x @ y, 0)
+    rank = block.dim() - axes
+    parts = (
+        Tensor(x, input_tensor_a.grid, kind, Layout.TILE, _shifted(input_tensor_a, rank, 2)),
+        Tensor(y, input_tensor_a.grid, kind, Layout.TILE, _shifted(input_tensor_b, rank, 0)),
+    )
+    return result(
+        block,
+        input_tensor_a,
+        topology=contracted(*parts, -1, -2, rank),
+        dtype=kind,
+        memory_config=memory_config,
+        output_tensor=optional_output_tensor,
+    )
+
+
+def _shifted(tensor: Tensor, rank: int, batch: int) -> TensorTopology:
+    """The label of a tensor after ones were put behind its first `batch` dims, until it has that rank."""
+    extra = rank - len(tensor.shape)
+    return moved(tensor, {dim: dim if dim < batch else dim + extra for dim in range(len(tensor.shape))})

@@ -1,0 +1,518 @@
+"""Softmax, norms and losses: every device over its own part.
+
+`*_pre_all_gather` gives the sums of one device in a tile: the first column of it for squares, and for layer norm a
+second tile for the plain sum. Gathered along the last dim they are what `*_post_all_gather` reads: tile by tile, so
+that the norm is that of the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshloom.errors import OperandError
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.labels import merged, moved, reduced
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops.activations import LossReductionMode
+from meshloom.ttnn.ops.elementwise import binary
+from meshloom.ttnn.ops.reductions import dims_of
+from meshloom.ttnn.parts import Block, aligned
+from meshloom.ttnn.tensor import Tensor
+
+STATISTICS = 32  # the columns of a tile that holds the statistics of rows
+
+# softmax
+
+
+def _normalised(
+    name: str,
+    tensor: Tensor,
+    function: Callable[[Block], Block],
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    others: tuple[Tensor, ...] = (),
+    dtype: DataType | None = None,
+) -> Tensor:
+    """A function of float32 values that keeps the shape."""
+    _, (block, *_) = operands(name, tensor, *others)
+    return result(
+        function(block.float()),
+        tensor,
+        topology=merged((tensor, *others), len(tensor.shape)),
+        dtype=dtype,
+        memory_config=memory_config,
+        output_tensor=output_tensor,
+        coords=shared_coords(tensor, *others),
+    )
+
+
+@op("softmax")
+def softmax(
+    input_tensor: Tensor,
+    dim: int = -1,
+    *,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+    numeric_stable: bool = True,
+) -> Tensor:
+    """Softmax along a dim of every device's part."""
+    (at,) = dims_of("softmax", input_tensor, dim)
+    return _normalised("softmax", input_tensor, lambda x: x.softmax(at), memory_config)
+
+
+@op("softmax_in_place")
+def softmax_in_place(
+    input_tensor: Tensor,
+    dim: int = -1,
+    *,
+    program_config: Any = None,
+    compute_kernel_config: Any = None,
+    numeric_stable: bool = True,
+) -> Tensor:
+    """Softmax along a dim, written into the tensor."""
+    (at,) = dims_of("softmax_in_place", input_tensor, dim)
+    return _normalised("softmax_in_place", input_tensor, lambda x: x.softmax(at), output_tensor=input_tensor)
+
+
+def _scaled_masked(
+    name: str,
+    tensor: Tensor,
+    scale: float | None,
+    mask: Tensor | None,
+    causal: bool,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    axes, rank = len(tensor.grid), len(tensor.shape)
+
+    def call(x: Block) -> Block:
+        if scale is not None:
+            x = x * scale
+        if mask is not None:
+            shift = aligned(mask.block.float(), axes, rank)
+            if causal:
+                shift = shift[..., : x.shape[-2], : x.shape[-1]]
+            x = x + shift
+        return x.softmax(-1)
+
+    others = () if mask is None else (mask,)
+    return _normalised(name, tensor, call, memory_config, output_tensor, others)
+
+
+@op("scale_mask_softmax")
+def scale_mask_softmax(
+    input_tensor: Tensor,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+    is_causal_mask: bool = False,
+    compute_kernel_config: Any = None,
+    numeric_stable: bool = True,
+) -> Tensor:
+    """softmax(scale * x + mask) along the last dim."""
+    return _scaled_masked("scale_mask_softmax", input_tensor, scale, mask, is_causal_mask, memory_config)
+
+
+@op("scale_mask_softmax_in_place")
+def scale_mask_softmax_in_place(
+    input_tensor: Tensor,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    *,
+    program_config: Any = None,
+    is_causal_mask: bool = False,
+    compute_kernel_config: Any = None,
+    numeric_stable: bool = False,
+) -> Tensor:
+    """softmax(scale * x + mask) along the last dim, written into the tensor."""
+    name = "scale_mask_softmax_in_place"
+    return _scaled_masked(name, input_tensor, scale, mask, is_causal_mask, output_tensor=input_tensor)
+
+
+@op("scale_causal_mask_hw_dims_softmax_in_place")
+def scale_causal_mask_hw_dims_softmax_in_place(
+    input_tensor: Tensor,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    *,
+    program_config: Any = None,
+    compute_kernel_config: Any = None,
+    numeric_stable: bool = False,
+) -> Tensor:
+    """softmax(scale * x + mask) along the last dim with a mask for the last two dims, written into the tensor."""
+    name = "scale_causal_mask_hw_dims_softmax_in_place"
+    return _scaled_masked(name, input_tensor, scale, mask, True, output_tensor=input_tensor)
+
+
+# norms
+
+
+def _row(tensor: Tensor | None, width: int, axes: int) -> Block | None:
+    """A weight or bias as one row: TTNN also keeps it as [1, 1, width / 32, 32]."""
+    if tensor is None:
+        return None
+    block = tensor.block.float()
+    flat = block.reshape(*block.shape[:axes], -1)
+    if flat.shape[-1] != width:
+        raise OperandError(
+            f"gamma or beta has {flat.shape[-1]} elements, the last dim of the input {width}",
+            fix="give one element for every column",
+        )
+    return flat
+
+
+def _affine(x: Block, weight: Block | None, bias: Block | None, axes: int, rank: int) -> Block:
+    if weight is not None:
+        x = x * aligned(weight, axes, rank)
+    return x if bias is None else x + aligned(bias, axes, rank)
+
+
+def _norm(
+    name: str,
+    tensor: Tensor,
+    function: Callable[[Block], Block],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    memory_config: MemoryConfig | None,
+    dtype: DataType | None = None,
+    output: Tensor | None = None,
+) -> Tensor:
+    axes, rank = len(tensor.grid), len(tensor.shape)
+    operands(name, *(each for each in (tensor, weight, bias, residual) if each is not None))
+    width = tensor.shape[-1]
+    gamma, beta = _row(weight, width, axes), _row(bias, width, axes)
+
+    def call(x: Block) -> Block:
+        if residual is not None:
+            x = x + residual.block.float()
+        return _affine(function(x), gamma, beta, axes, rank)
+
+    rows = [_as_row(each) for each in (weight, bias) if each is not None]
+    others = (*rows, residual) if residual is not None else tuple(rows)
+    return _normalised(name, tensor, call, memory_config, output, others, dtype)
+
+
+def _as_row(tensor: Tensor) -> Tensor:
+    """A weight seen as one row, for its label: the only dim that can be cut is the last."""
+    axes = len(tensor.grid)
+    block = tensor.block.reshape(*tensor.block.shape[:axes], -1)
+    label = moved(tensor, dict.fromkeys(range(len(tensor.shape)), 0))
+    return Tensor(block, tensor.grid, tensor.dtype, tensor.layout, label, tensor.device(), room=tensor._room)
+
+
+@op("layer_norm")
+def layer_norm(
+    input_tensor: Tensor,
+    *,
+    epsilon: float = 1e-12,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual_input_tensor: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+    program_config: Any = None,
+    compute_kernel_config: Any = None,
+    recip_tensor: Tensor | None = None,
+) -> Tensor:
+    """(x - mean) / sqrt(var + epsilon) of every row, times the weight, plus the bias."""
+
+    def call(x: Block) -> Block:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=epsilon)
+
+    return _norm("layer_norm", input_tensor, call, weight, bias, residual_input_tensor, memory_config)
+
+
+@op("rms_norm")
+def rms_norm(
+    input_tensor: Tensor,
+    *,
+    epsilon: float = 1e-12,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual_input_tensor: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+    program_config: Any = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """x / sqrt(mean of squares + epsilon) of every row, times the weight, plus the bias."""
+
+    def call(x: Block) -> Block:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+
+    return _norm("rms_norm", input_tensor, call, weight, bias, residual_input_tensor, memory_config)
+
+
+def _statistics(
+    name: str,
+    tensor: Tensor,
+    sums: Callable[[Block], list[Block]],
+    dtype: DataType,
+    residual: Tensor | None,
+    memory_config: MemoryConfig | None,
+) -> Tensor:
+    """One tile for each sum of a row: the sum in its first column, zeros beside it."""
+    others = () if residual is None else (residual,)
+    _, (block, *rest) = operands(name, tensor, *others)
+    x = block.float() + rest[0].float() if rest else block.float()
+    tiles = [torch.nn.functional.pad(each, (0, STATISTICS - 1)) for each in sums(x)]
+    return result(
+        torch.cat(tiles, -1),
+        tensor,
+        topology=merged((tensor, *others), len(tensor.shape)),
+        dtype=dtype,
+        layout=Layout.TILE,
+        memory_config=memory_config,
+    )
+
+
+@op("rms_norm_pre_all_gather")
+def rms_norm_pre_all_gather(
+    input_tensor: Tensor,
+    *,
+    dtype: DataType = DataType.BFLOAT16,
+    residual_input_tensor: Tensor | None = None,
+    compute_kernel_config: Any = None,
+    program_config: Any = None,
+    memory_config: MemoryConfig | None = None,
+    use_2d_core_grid: bool | None = None,
+    fast_and_approximate_mode: bool = False,
+) -> Tensor:
+    """The sum of squares of every row of a device's part, as one tile: gather it along the last dim next."""
+
+    def sums(x: Block) -> list[Block]:
+        return [x.square().sum(-1, keepdim=True)]
+
+    name = "rms_norm_pre_all_gather"
+    return _statistics(name, input_tensor, sums, dtype, residual_input_tensor, memory_config)
+
+
+@op("layer_norm_pre_all_gather")
+def layer_norm_pre_all_gather(
+    input_tensor: Tensor,
+    *,
+    dtype: DataType = DataType.BFLOAT16,
+    residual_input_tensor: Tensor | None = None,
+    compute_kernel_config: Any = None,
+    program_config: Any = None,
+    memory_config: MemoryConfig | None = None,
+    recip_tensor: Tensor | None = None,
+    fast_and_approximate_mode: bool = False,
+) -> Tensor:
+    """The sums of squares and of elements of every row of a device's part, as two tiles: gather them next."""
+
+    def sums(x: Block) -> list[Block]:
+        return [x.square().sum(-1, keepdim=True), x.sum(-1, keepdim=True)]
+
+    name = "layer_norm_pre_all_gather"
+    return _statistics(name, input_tensor, sums, dtype, residual_input_tensor, memory_config)
+
+
+def _gathered(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[list[Block], int]:
+    """The sums over the whole row, and how many elements it has."""
+    _, (_, block) = operands(name, tensor, stats)
+    if stats.shape[-1] % (tiles * STATISTICS) or not stats.shape[-1]:
+        raise OperandError(
+            f"ttnn.{name}: statistics of width {stats.shape[-1]} are not whole tiles of {tiles * STATISTICS}",
+            fix="all_gather what pre_all_gather gave, along its last dim",
+        )
+    columns = block.float().unflatten(-1, (-1, tiles, STATISTICS))[..., 0]
+    devices = columns.shape[-2]
+    sums = [columns[..., tile].sum(-1, keepdim=True) for tile in range(tiles)]
+    return sums, devices * tensor.shape[-1]
+
+
+@op("rms_norm_post_all_gather")
+def rms_norm_post_all_gather(
+    input_tensor: Tensor,
+    stats: Tensor,
+    *,
+    epsilon: float = 1e-12,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+    program_config: Any = None,
+    dtype: DataType | None = None,
+    use_2d_core_grid: bool | None = None,
+) -> Tensor:
+    """The norm of whole rows, from the gathered statistics of their parts."""
+    name = "rms_norm_post_all_gather"
+    (squares,), count = _gathered(name, input_tensor, stats, 1)
+
+    def call(x: Block) -> Block:
+        return x * torch.rsqrt(squares / count + epsilon)
+
+    return _norm(name, input_tensor, call, weight, bias, None, memory_config, dtype)
+
+
+@op("layer_norm_post_all_gather")
+def layer_norm_post_all_gather(
+    input_tensor: Tensor,
+    stats: Tensor,
+    *,
+    epsilon: float = 1e-12,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+    program_config: Any = None,
+    dtype: DataType | None = None,
+) -> Tensor:
+    """The norm of whole rows, from the gathered statistics of their parts."""
+    name = "layer_norm_post_all_gather"
+    (squares, sums), count = _gathered(name, input_tensor, stats, 2)
+    mean = sums / count
+    var = squares / count - mean.square()
+
+    def call(x: Block) -> Block:
+        return (x - mean) * torch.rsqrt(var + epsilon)
+
+    return _norm(name, input_tensor, call, weight, bias, None, memory_config, dtype)
+
+
+@op("group_norm")
+def group_norm(
+    input_tensor: Tensor,
+    *,
+    num_groups: int,
+    epsilon: float = 1e-12,
+    input_mask: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    core_grid: Any = None,
+    inplace: bool = True,
+    output_layout: Layout | None = None,
+    num_out_blocks: int | None = None,
+    compute_kernel_config: Any = None,
+    negative_mask: Tensor | None = None,
+    use_welford: bool = False,
+) -> Tensor:
+    """The norm of groups of channels of [N, 1, H * W, C]: mean and variance over all places and the group's channels.
+
+    Weight and bias may be padded to tiles, as [1, 1, tiles, 32]: their first C elements count.
+    """
+    channels, axes = input_tensor.shape[-1], len(input_tensor.grid)
+    if channels % num_groups:
+        raise OperandError(f"ttnn.group_norm: {channels} channels are not {num_groups} equal groups")
+    present = [each for each in (input_tensor, weight, bias) if each is not None]
+    operands("group_norm", *present)
+
+    def first(tensor: Tensor | None) -> Block | None:
+        if tensor is None:
+            return None
+        flat = tensor.block.float().reshape(*tensor.block.shape[:axes], -1)
+        return flat[..., :channels]
+
+    def call(x: Block) -> Block:
+        groups = x.unflatten(-1, (num_groups, -1))
+        dims = (*range(axes + 1, groups.dim() - 2), -1)
+        mean = groups.mean(dims, keepdim=True)
+        var = groups.var(dims, correction=0, keepdim=True)
+        normal = ((groups - mean) * torch.rsqrt(var + epsilon)).flatten(-2)
+        return _affine(normal, first(weight), first(bias), axes, len(input_tensor.shape))
+
+    _, (block, *_) = operands("group_norm", input_tensor)
+    return result(
+        call(block.float()),
+        input_tensor,
+        topology=merged((input_tensor,), len(input_tensor.shape)),
+        dtype=dtype,
+        layout=output_layout,
+        memory_config=memory_config,
+    )
+
+
+@op("batch_norm")
+def batch_norm(
+    input: Tensor,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    training: bool = False,
+    eps: float = 1e-05,
+    momentum: float = 0.1,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    output: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """The norm of every channel of [N, C, H, W]; statistics are [1, C, 1, 1], and training writes the running ones."""
+    name = "batch_norm"
+    given = tuple(each for each in (running_mean, running_var, weight, bias) if each is not None)
+    _, (block, *_) = operands(name, input, *given)
+    if len(input.shape) != 4:
+        raise OperandError(
+            f"ttnn.{name}: batch_norm not supported for tensors with rank {len(input.shape)}", fix="[N, C, H, W]"
+        )
+    if not training and (running_mean is None or running_var is None):
+        raise OperandError(f"ttnn.{name}: running_mean and running_var must be defined in evaluation mode")
+    x = block.float()
+    if training:
+        mean, var = x.mean((-4, -2, -1), keepdim=True), x.var((-4, -2, -1), correction=0, keepdim=True)
+        count = x.shape[-4] * x.shape[-2] * x.shape[-1]
+        for running, fresh in ((running_mean, mean), (running_var, var * count / max(count - 1, 1))):
+            if running is not None:
+                mixed = (1 - momentum) * running.block.float() + momentum * fresh
+                label = reduced(input, (0, 2, 3), True, None)
+                result(mixed, running, topology=label, output_tensor=running)
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, var = running_mean.block.float(), running_var.block.float()
+    normal = (x - mean) * torch.rsqrt(var + eps)
+    if weight is not None:
+        normal = normal * weight.block.float()
+    if bias is not None:
+        normal = normal + bias.block.float()
+    return result(
+        normal,
+        input,
+        topology=merged((input, *given), len(input.shape)),
+        memory_config=memory_config,
+        output_tensor=output,
+        coords=shared_coords(input, *given),
+    )
+
+
+# losses
+
+
+def _loss(name: str, function: Callable[[Block, Block], Block]) -> None:
+    def call(
+        input_reference: Tensor,
+        input_prediction: Tensor,
+        *,
+        reduction: LossReductionMode = LossReductionMode.NONE,
+        memory_config: MemoryConfig | None = None,
+        output_tensor: Tensor | None = None,
+    ) -> Tensor:
+        if reduction is LossReductionMode.NONE:
+            return binary(name, function, input_reference, input_prediction, "", None, memory_config, output_tensor)
+        each = binary(
+            name, lambda x, y: function(x.float(), y.float()), input_reference, input_prediction, "", DataType.FLOAT32
+        )
+        dims = list(range(-len(each.shape), 0))
+        mean = reduction is LossReductionMode.MEAN
+        return result(
+            each.block.mean(dims) if mean else each.block.sum(dims),
+            each,
+            topology=reduced(each, dims, False, "mean" if mean else "sum"),
+            dtype=input_reference.dtype if output_tensor is None else output_tensor.dtype,
+            memory_config=memory_config,
+            output_tensor=output_tensor,
+        )
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"The {name} of every two elements, or their sum or mean over a device's part."
+    op(name)(call)
+
+
+_loss("l1_loss", lambda x, y: (x - y).abs())
+_loss("mse_loss", lambda x, y: (x - y).square())
