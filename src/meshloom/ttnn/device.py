@@ -41,8 +41,6 @@ __all__ = [
     "manage_device",
     "open_device",
     "open_mesh_device",
-    "synchronize_device",
-    "synchronize_mesh_device",
 ]
 
 MAXIMUM_QUEUES = 2
@@ -76,6 +74,7 @@ class MeshDevice:
         self._programs: set[Hashable] | frozenset[Hashable] = set()
         self._caches = self._misses_allowed = True
         self._sub_devices = SubDevices()
+        self.watched = device.system.races is not None  # ops say what they use, or wait for a trace: `queues.used`
         OPEN.add(self)
 
     # the grid
@@ -532,20 +531,6 @@ def manage_device(device_id: int) -> Iterator[MeshDevice]:
         close_device(device)
 
 
-def synchronize_device(device: MeshDevice, cq_id: Any = None, sub_device_ids: Sequence[Any] = ()) -> None:
-    """Wait for a queue, or for all of them."""
-    device._sub_devices.check(sub_device_ids)
-    number = None if cq_id is None else int(cq_id)
-    if number is not None and not 0 <= number < len(device.runtime.queues):
-        raise OperandError(f"cq_id {number} is out of range", queues=len(device.runtime.queues))
-    device.runtime.synchronize(number)
-
-
-def synchronize_mesh_device(mesh_device: MeshDevice) -> None:
-    """Return only after all that was queued on every device."""
-    synchronize_device(mesh_device)
-
-
 def SetDefaultDevice(device: MeshDevice | None = None) -> None:
     """The device that is taken where none is named."""
     global _default
@@ -570,4 +555,4 @@ def is_blackhole(device: MeshDevice | None = None) -> bool:
 
 def ReadDeviceProfiler(device: MeshDevice) -> None:
     """Wait for a device. There is nothing to read: `meshloom.observe` tells what ran."""
-    synchronize_device(device)
+    device.runtime.synchronize()

@@ -58,7 +58,7 @@ def _known(mode: str) -> str:
 
 
 def ignoring(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add keyword arguments that only concern the speed of hardware: `op` checks their types, here they are left out."""
+    """Add keyword arguments about the speed of hardware only: `op` checks their types, and here they are left out."""
     left_out = frozenset(names.split())
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:

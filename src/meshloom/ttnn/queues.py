@@ -1,9 +1,10 @@
 """Command queues, events and traces as TTNN has them, on those of the runtime.
 
 Ops run at once on the caller's thread, and so do transfers: in the order of the program, which is one of those that the
-queues allow. Only a trace that is replayed without blocking is under way beside the program: whoever touches a
-tensor of its mesh waits for it first (`settle`). So results are always right, also where a program forgot an event; on
-a mesh opened with `check="races"` (or MESHLOOM_CHECK=races) such a program is told what it forgot.
+queues allow. Only a trace that is replayed without blocking is under way beside the program: whoever touches a tensor
+of its mesh waits for it first (`settle`; a mesh where somebody has to is `watched`). So results are always right, also
+where a program forgot an event; on a mesh opened with `check="races"` (or MESHLOOM_CHECK=races) such a program is told
+what it forgot.
 
 While a trace is captured nothing runs. What it uses keeps its address until the trace is released, whoever lets go of
 it: nobody is given memory that a replay writes.
@@ -144,7 +145,7 @@ def queue_of(device: MeshDevice, cq_id: int | QueueId | None = None) -> MeshComm
 
 def settle(device: MeshDevice) -> None:
     """Wait for what is under way on a mesh. The race detector is not told: the program did not wait."""
-    device.unsettled = False
+    device.watched = device.runtime.system.races is not None
     for queue in device.runtime.queues:
         queue.settle(queue._last)
 
@@ -156,7 +157,7 @@ def transfer(tensor: Tensor, cq_id: int | QueueId | None, *, writes: bool) -> No
     queue = queue_of(device, cq_id)
     if state.capture is not None:
         raise _refused(WRITES if writes else READS)
-    if device.unsettled:
+    if device.watched:
         settle(device)
     if device.runtime.system.races is not None:
         verb = "write" if writes else "read"
@@ -178,7 +179,7 @@ def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Se
         for tensor in (*reads, *writes):
             tensor.pin()
             capture.keep(tensor._room)
-    elif device.unsettled:
+    elif device.watched:
         settle(device)
     if device.runtime.system.races is not None:
         listed = [*(_access(each, False) for each in reads), *(_access(each, True) for each in writes)]
@@ -235,7 +236,7 @@ class MeshEvent:
 
     def __repr__(self) -> str:
         return (
-            f"MeshEvent(id={self.id}, device_id={self.device.runtime.id}, mesh_cq_id={self.mesh_cq_id}, "
+            f"MeshEvent(id={self.id}, device_id={self.device.id()}, mesh_cq_id={self.mesh_cq_id}, "
             f"device_range={self.device_range})"
         )
 
@@ -280,11 +281,11 @@ def synchronize_device(
     device: MeshDevice, cq_id: int | QueueId | None = None, sub_device_ids: Sequence[Any] = ()
 ) -> None:
     """Wait for all queues of a mesh, its submeshes included, or for one queue."""
+    device._sub_devices.check(sub_device_ids)
     if cq_id is not None:
         queue_of(device, cq_id)
     _refuse_in_capture(BLOCKING)
     device.runtime.synchronize(None if cq_id is None else int(cq_id))
-    device.unsettled = device.unsettled and cq_id is not None
 
 
 synchronize_mesh_device = synchronize_devices = synchronize_device
@@ -389,17 +390,15 @@ def execute_trace(
     held = _traces.get(mesh_device, {}).get(int(trace_id))
     if held is None:
         raise TraceError(
-            f"Trace instance {int(trace_id)} must exist on Mesh device {mesh_device.runtime.id}'s "
+            f"Trace instance {int(trace_id)} must exist on Mesh device {mesh_device.id()}'s "
             "active sub-device manager 0",
             fix="it was released, or never captured on this mesh",
         )
     for other in mesh_device.runtime.queues:  # what others were given comes first: no replay meets another
         if other is not queue:
             other.settle(other._last)
-    mesh_device.unsettled = True
+    mesh_device.watched = True
     queue.submit(_Replay(held), blocking)
-    if blocking:
-        mesh_device.unsettled = False
 
 
 class _Replay(Replay):
@@ -417,8 +416,7 @@ def release_trace(mesh_device: MeshDevice, trace_id: MeshTraceId | int) -> None:
     """Let a trace and what it kept go; a second time does nothing."""
     held = _traces.get(mesh_device, {}).pop(int(trace_id), None)
     if held is not None:
-        if mesh_device.unsettled:
-            settle(mesh_device)
+        settle(mesh_device)
         held.trace.release()
 
 
