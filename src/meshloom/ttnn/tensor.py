@@ -337,12 +337,9 @@ class Tensor(metaclass=_Making):
         room.copy_(values)
 
     def wait(self) -> None:
-        """Return when everything that was queued on its mesh is done."""
-        if self._device is None or self._device.runtime.closed:
-            return
-        if state.capture is not None:
-            raise TraceError("Reads are not supported during trace capture.", fix="read before or after the capture")
-        self._device.runtime.synchronize()
+        """Return when what was queued on its mesh is done, for the host is about to read it."""
+        if self._device is not None:
+            queues.transfer(self, None, writes=False)
 
     # values
 

@@ -1,0 +1,179 @@
+"""The same values again: in another dtype, layout or memory, in a tensor of their own or in one that is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.block_moves import fresh
+from meshloom.ttnn.calling import op, operands
+from meshloom.ttnn.converting import converted
+from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.tensor import Tensor
+
+
+def _made(
+    name: str,
+    tensor: Tensor,
+    dtype: DataType | None = None,
+    layout: Layout | None = None,
+    memory_config: MemoryConfig | None = None,
+    pad_value: float | None = None,
+) -> Tensor:
+    """The values of a tensor in one of its own; on the host, or where it is."""
+    if tensor.home is not None or tensor.device() is not None:
+        operands(name, tensor)
+    kind = dtype or tensor.dtype
+    block = converted(tensor.block, kind, tensor.block) if kind is not tensor.dtype else fresh(tensor.block)
+    return Tensor(
+        block,
+        tensor.grid,
+        kind,
+        Layout.TILE if kind.is_block_float else layout or tensor.layout,
+        tensor.tensor_topology(),
+        tensor.device(),
+        memory_config or tensor.memory_config(),
+        tensor.tile,
+        tensor._pad if pad_value is None else pad_value,
+        tensor._coords,
+    )
+
+
+def _check(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(f"ttnn.{name} takes a ttnn.Tensor, not a {type(tensor).__name__}")
+
+
+@op("to_layout")
+def to_layout(
+    tensor: Tensor,
+    layout: Layout,
+    dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    sub_core_grids: Any = None,
+    pad_value: float = 0.0,
+) -> Tensor:
+    """In rows or in tiles; block floats in rows become bfloat16."""
+    _check("to_layout", tensor)
+    if not isinstance(layout, Layout):
+        raise ArgumentError(f"ttnn.to_layout: {layout!r} is not a layout", fix="ttnn.TILE_LAYOUT")
+    if layout is Layout.ROW_MAJOR and (dtype or tensor.dtype).is_block_float:
+        dtype = DataType.BFLOAT16
+    if layout is tensor.layout and dtype in (None, tensor.dtype) and memory_config in (None, tensor.memory_config()):
+        return tensor
+    return _made("to_layout", tensor, dtype, layout, memory_config, pad_value)
+
+
+@op("to_dtype")
+def to_dtype(tensor: Tensor, dtype: DataType) -> Tensor:
+    """In another dtype."""
+    _check("to_dtype", tensor)
+    return tensor if dtype is tensor.dtype else _made("to_dtype", tensor, dtype)
+
+
+@op("typecast")
+def typecast(
+    input_tensor: Tensor,
+    dtype: DataType | None = None,
+    output_dtype: DataType | None = None,
+    *,
+    input_dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """In another dtype: `typecast(x, dtype)` or `typecast(x, input_dtype, output_dtype)`."""
+    _check("typecast", input_tensor)
+    wanted, told = (output_dtype, input_dtype or dtype) if output_dtype is not None else (dtype, input_dtype)
+    if not isinstance(wanted, DataType):
+        raise ArgumentError("ttnn.typecast: it is not said to which dtype", fix="ttnn.typecast(x, ttnn.float32)")
+    if told is not None and told is not input_tensor.dtype:
+        raise OperandError(f"ttnn.typecast: the tensor is {input_tensor.dtype}, not {told}")
+    if output_tensor is not None:
+        return copy(_made("typecast", input_tensor, wanted), output_tensor)
+    return _made("typecast", input_tensor, wanted, memory_config=memory_config)
+
+
+@op("clone")
+def clone(
+    input: Tensor,
+    *,
+    dtype: DataType | None = None,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """The same values in a tensor of their own."""
+    _check("clone", input)
+    return _made("clone", input, dtype, memory_config=memory_config)
+
+
+@op("to_memory_config", "experimental.quasar.to_memory_config")
+def to_memory_config(
+    tensor: Tensor, memory_config: MemoryConfig, dtype: DataType | None = None, output_tensor: Tensor | None = None
+) -> Tensor:
+    """In another memory, or spread over it otherwise."""
+    _check("to_memory_config", tensor)
+    if not isinstance(memory_config, MemoryConfig):
+        raise ArgumentError(f"ttnn.to_memory_config: {memory_config!r} is not a MemoryConfig")
+    if output_tensor is not None:
+        return copy(tensor, output_tensor)
+    if memory_config == tensor.memory_config() and dtype in (None, tensor.dtype):
+        return tensor
+    return _made("to_memory_config", tensor, dtype, memory_config=memory_config)
+
+
+@op("copy")
+def copy(input_a: Tensor, input_b: Tensor) -> Tensor:
+    """Write the values of the first into the second, in its dtype."""
+    _check("copy", input_a)
+    _check("copy", input_b)
+    operands("copy", input_a, input_b)
+    if input_a.shape != input_b.shape:
+        raise OperandError(f"ttnn.copy: shapes differ: {list(input_a.shape)} and {list(input_b.shape)}")
+    input_b.write(converted(input_a.block, input_b.dtype) if input_a.dtype is not input_b.dtype else input_a.block)
+    input_b.update_tensor_topology(input_a.tensor_topology())
+    return input_b
+
+
+@op("assign", spelled={"input_tensor": "input_a"})
+def assign(
+    input_a: Tensor,
+    input_b: Tensor | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """The same values in a tensor of their own, or written into one that is there."""
+    target = input_b if input_b is not None else output_tensor
+    return clone(input_a, dtype=dtype, memory_config=memory_config) if target is None else copy(input_a, target)
+
+
+@op("deallocate")
+def deallocate(tensor: Tensor, force: bool = True) -> None:
+    """Give the memory of a tensor back; a second time does nothing."""
+    _check("deallocate", tensor)
+    tensor.deallocate(force)
+
+
+def _elsewhere(name: str, tensor: Tensor, memory_config: MemoryConfig | None) -> Tensor:
+    """The values of a tensor at the address that is first free without it; the tensor itself is gone."""
+    _check(name, tensor)
+    _, (block,) = operands(name, tensor)
+    grid, label, device, coords = tensor.grid, tensor.tensor_topology(), tensor.device(), tensor._coords
+    config = memory_config or tensor.memory_config()
+    tensor.deallocate(force=True)
+    return Tensor(block, grid, tensor.dtype, tensor.layout, label, device, config, tensor.tile, tensor._pad, coords)
+
+
+@op("reallocate")
+def reallocate(tensor: Tensor, memory_config: MemoryConfig | None = None) -> Tensor:
+    """Moved together with what else is there; the argument is deallocated."""
+    return _elsewhere("reallocate", tensor, memory_config)
+
+
+@op("move", "experimental.quasar.move")
+def move(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """In other memory; the argument is deallocated."""
+    return _elsewhere("move", input_tensor, memory_config)
