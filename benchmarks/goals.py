@@ -59,7 +59,7 @@ PROCESS_WORK = Goal("ratio", 1.05)
 
 
 def of_processes(work: str, detail: str) -> Goal | None:
-    """What a work on real processes is held to; the check of every call is there to be known."""
-    if "always" in detail:
+    """What a work on real processes is held to; the check of every call and the dense add are there to be known."""
+    if "always" in detail or "dense" in detail:
         return None
     return PROCESS_ADD if work == "add" else PROCESS_WORK

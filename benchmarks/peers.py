@@ -31,6 +31,7 @@ COMMON = (
 )
 TOGETHER = (
     ("add", "DTensor, 32x32 per device"),
+    ("add", "dense torch, 32x32"),
     ("matmul inner", "DTensor, 1024^3"),
     ("all-reduce", "DTensor, 64 MB"),
     ("all-gather", "DTensor, 64 MB"),

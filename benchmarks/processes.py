@@ -33,6 +33,7 @@ LIMIT_SECONDS = 240.0
 # work, detail: as `benchmarks.peers` expects them
 WORKS = (
     (ADD, "DTensor, 32x32 per device"),
+    (ADD, "dense torch, 32x32"),
     (INNER, f"DTensor, {SIZE}^3"),
     (REDUCE, f"DTensor, {MEGABYTES} MB"),
     (GATHER, f"DTensor, {MEGABYTES} MB"),
@@ -56,22 +57,24 @@ def _pairs(count: int) -> Iterator[tuple[tuple[str, str], Work, Work, int, int]]
     a, b = (loom.distribute(each, mesh, "S(0)") for each in (x, y))
     c, d = (distribute_tensor(each, theirs, [Shard(0)]) for each in (x, y))
     yield WORKS[0], lambda: a + b, lambda: c + d, 200, 60
+    one, two = (each[:32].clone() for each in (x, y))
+    yield WORKS[1], lambda: a + b, lambda: one + two, 200, 60  # what no wrapper can go below
 
     x, y = (torch.randn(SIZE, SIZE) for _ in range(2))
     a, b = loom.distribute(x, mesh, "S(1)"), loom.distribute(y, mesh, "S(0)")
     c, d = distribute_tensor(x, theirs, [Shard(1)]), distribute_tensor(y, theirs, [Shard(0)])
-    yield WORKS[1], lambda: a @ b, lambda: (c @ d).redistribute(theirs, [Replicate()]), 2, 30
+    yield WORKS[2], lambda: a @ b, lambda: (c @ d).redistribute(theirs, [Replicate()]), 2, 30
 
     size = MEGABYTES * (1 << 20) // 4
     part = torch.randn(size)
     e = loom.from_local(part, mesh, "P(sum)")
     f = DTensor.from_local(part, theirs, [Partial()])
-    yield WORKS[2], lambda: e.redistribute("R"), lambda: f.redistribute(theirs, [Replicate()]), 1, 40
+    yield WORKS[3], lambda: e.redistribute("R"), lambda: f.redistribute(theirs, [Replicate()]), 1, 40
 
     part = torch.randn(size // count)
     g = loom.from_local(part, mesh, "S(0)")
     h = DTensor.from_local(part, theirs, [Shard(0)])
-    yield WORKS[3], lambda: g.redistribute("R"), lambda: h.redistribute(theirs, [Replicate()]), 1, 40
+    yield WORKS[4], lambda: g.redistribute("R"), lambda: h.redistribute(theirs, [Replicate()]), 1, 40
     yield from _steps(mesh, theirs)
 
 
@@ -90,9 +93,9 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Work, Work
     step = training_step(ours, loom.distribute(x, mesh, "S(0)"), loom.distribute(y, mesh, "S(0)"))
     split = distribute_module(copy.deepcopy(dense), theirs)
     a, b = (distribute_tensor(each, theirs, [Shard(0)]) for each in (x, y))
-    yield WORKS[4], step, training_step(split, a, b), 1, 60
+    yield WORKS[5], step, training_step(split, a, b), 1, 60
     wrapped = DistributedDataParallel(copy.deepcopy(dense))
-    yield WORKS[5], step, training_step(wrapped, x[mine], y[mine]), 1, 60
+    yield WORKS[6], step, training_step(wrapped, x[mine], y[mine]), 1, 60
 
     def under(check: str) -> Work:
         def run() -> object:
@@ -101,8 +104,8 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Work, Work
 
         return run
 
-    yield WORKS[6], under("sample"), under("off"), 1, 120
-    yield WORKS[7], under("always"), under("off"), 1, 40
+    yield WORKS[7], under("sample"), under("off"), 1, 120
+    yield WORKS[8], under("always"), under("off"), 1, 40
     WORLD.check = "sample"
 
 
