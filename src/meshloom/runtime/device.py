@@ -125,7 +125,7 @@ class MeshDevice:
         return Fabric.grid(self.mesh.shape, kinds, VIRTUAL.latency, VIRTUAL.bandwidth, name="virtual")
 
     def reshape(self, *shape: Any, axes: Sequence[str] | None = None, order: Sequence[int] | None = None) -> None:
-        """The same devices in another shape, or order too; each keeps its id and its home. Buffers must be freed before."""
+        """The same devices in another shape or order; each keeps its id and its home. Buffers must be freed before."""
         self.check_open()
         sizes = MeshShape(*shape)
         held = [buffer for buffer in self._buffers if buffer.is_allocated]
