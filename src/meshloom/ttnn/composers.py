@@ -201,20 +201,31 @@ def _joined(tensor: Tensor, coords: Sequence[MeshCoordinate], dims: Sequence[int
 def cut(tensor: Tensor, place: MeshCoordinate) -> torch.Tensor:
     """What the device at a coordinate holds of the whole: its part without padding of uneven dims."""
     values = tensor.part(place)
+    for dim, (start, end) in enumerate(extents(tensor, place)):
+        values = values.narrow(dim, 0, end - start)
+    return values
+
+
+def extents(tensor: Tensor, place: MeshCoordinate) -> list[tuple[int, int]]:
+    """From where to where the part of a device goes in the whole, for every dim, as the label says."""
+    found = [(0, size) for size in tensor.shape]
     label = tensor.tensor_topology()
     listed = label.mesh_coords()
     if place not in listed:
-        return values
+        return found
     shape, rest = tuple(label.distribution_shape()), listed.index(place)
     index = [0] * len(shape)
     for axis in reversed(range(len(shape))):
         rest, index[axis] = divmod(rest, shape[axis])
-    for dim, size in _padded_dims(tensor).items():
-        cuts = [a for a, p in enumerate(label.placements()) if isinstance(p, PlacementShard) and p.dim == dim]
-        chunk = values.shape[dim]
-        start = _number([index[a] for a in cuts], [shape[a] for a in cuts]) * chunk
-        values = values.narrow(dim, 0, min(max(size - start, 0), chunk))
-    return values
+    sizes = _padded_dims(tensor)
+    placements = label.placements()
+    for dim in {each.dim for each in placements if isinstance(each, PlacementShard)}:
+        cuts = [axis for axis, each in enumerate(placements) if isinstance(each, PlacementShard) and each.dim == dim]
+        chunk = tensor.shape[dim]
+        start = _number([index[axis] for axis in cuts], [shape[axis] for axis in cuts]) * chunk
+        end = min(start + chunk, sizes.get(dim, start + chunk))
+        found[dim] = (min(start, end), end)
+    return found
 
 
 # by the label
