@@ -16,6 +16,11 @@ import torch
 from meshloom.errors import ArgumentError
 from meshloom.ttnn import blockfloat
 
+__all__ = (
+    "DataType Layout Shape Tile ROW_MAJOR_LAYOUT TILE_LAYOUT bfloat16 float32 uint32 bfloat8_b bfloat4_b uint8 uint16 "
+    "int32 int8 fp8_e4m3"
+).split()
+
 
 class Shape(tuple[int, ...]):
     """A shape; `==` takes lists and tuples too.
