@@ -135,7 +135,8 @@ class Host(Direct):
         total = held[0]
         for part in held[1:]:
             total = COMBINE[op](total, part)
-        return (total / len(held) if op == "mean" else total).to(parts.dtype)
+        total = total / len(held) if op == "mean" else total
+        return total.to(parts.dtype, copy=len(held) == 1)  # of one member it would be the operand itself
 
     @_through_the_host
     def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
 from meshloom.tensor import collectives as native
 from meshloom.ttnn.calling import CHECKS, TABLE, op, operands, result
-from meshloom.ttnn.collectives import ReduceType, check_mesh, gather_along, reduce_over, scatter_along, stack_members
+from meshloom.ttnn.collectives import ReduceType, gather_along, reduce_over, scatter_along, stack_members
 from meshloom.ttnn.cores import CoreCoord
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.fabric import GlobalSemaphore, Topology
@@ -72,8 +72,9 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _named(name: str, forms: Sequence[str], positions: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name: positions take the names of the first form that they fit."""
+def _named(name: str, forms: Sequence[str], positions: Sequence[Any], **keywords: Any) -> dict[str, Any]:
+    """Arguments by name, without those that are None: positions take the names of the first form that they fit."""
+    given = {each: value for each, value in keywords.items() if value is not None}
     for form in forms:
         names = form.split()[: len(positions)]
         fits = len(names) == len(positions) and not set(names) & set(given)
@@ -113,12 +114,18 @@ def _gather_async(name: str, reverse: bool) -> Callable[..., Any]:
         mode: str | None = None,
     ) -> Tensor:
         """As `ttnn.all_gather`."""
-        given = {"dim": dim, "persistent_output_buffer": persistent_output_buffer, "cluster_axis": cluster_axis}
-        given |= {"mesh_device": mesh_device, "topology": topology}
-        named = _named(name, GATHER_FORMS, positions, {key: value for key, value in given.items() if value is not None})
-        check_mesh(name, input_tensor, named.get("mesh_device"))
-        group = Group(name, input_tensor, named.get("cluster_axis"), mode)
-        output = named.get("persistent_output_buffer") or persistent_output_tensor
+        named = _named(
+            name,
+            GATHER_FORMS,
+            positions,
+            dim=dim,
+            persistent_output_buffer=persistent_output_buffer,
+            cluster_axis=cluster_axis,
+            mesh_device=mesh_device,
+            topology=topology,
+        )
+        group = Group(name, input_tensor, named.get("cluster_axis"), mode, named.get("mesh_device"))
+        output = named.get("persistent_output_buffer", persistent_output_tensor)
         how = {"memory_config": memory_config, "output_tensor": output}
         return (_gather_reversed if reverse else gather_along)(group, named.get("dim"), **how)
 
@@ -168,8 +175,8 @@ def ring_attention_all_gather_async(
 ) -> list[Tensor]:
     """As `ttnn.all_gather`, for several tensors."""
     name = "experimental.ring_attention_all_gather_async"
-    outputs = list(persistent_output_buffer or [None] * len(input_tensor))
-    groups = [Group(name, each, cluster_axis, mode) for each in input_tensor]
+    outputs: Sequence[Tensor | None] = persistent_output_buffer or [None] * len(input_tensor)
+    groups = [Group(name, each, cluster_axis, mode, mesh_device) for each in input_tensor]
     return [
         gather_along(group, dim, memory_config=memory_config, output_tensor=output)
         for group, output in zip(groups, outputs, strict=True)
@@ -234,11 +241,17 @@ def all_reduce_async(
 ) -> Tensor:
     """As `ttnn.all_reduce`, with any reduction that parts can be reduced by."""
     name = "experimental.all_reduce_async"
-    given = {"num_devices": num_devices, "cluster_axis": cluster_axis, "mesh_device": mesh_device, "math_op": math_op}
-    given["buffer_tensor"] = buffer_tensor
-    named = _named(name, REDUCE_FORMS, positions, {key: value for key, value in given.items() if value is not None})
-    check_mesh(name, input_tensor, named.get("mesh_device"))
-    group = Group(name, input_tensor, named.get("cluster_axis"), mode)
+    named = _named(
+        name,
+        REDUCE_FORMS,
+        positions,
+        num_devices=num_devices,
+        cluster_axis=cluster_axis,
+        mesh_device=mesh_device,
+        buffer_tensor=buffer_tensor,
+        math_op=math_op,
+    )
+    group = Group(name, input_tensor, named.get("cluster_axis"), mode, named.get("mesh_device"))
     count = named.get("num_devices")
     if count is not None and count != group.size:
         raise OperandError(f"ttnn.{name}: num_devices is {count}, the group has {group.size}")
@@ -320,8 +333,7 @@ def llama_reduce_scatter(
     mode: str | None = None,
 ) -> Tensor:
     """As `ttnn.reduce_scatter`."""
-    check_mesh("experimental.llama_reduce_scatter", input_tensor, mesh_device)
-    group = Group("experimental.llama_reduce_scatter", input_tensor, cluster_axis, mode)
+    group = Group("experimental.llama_reduce_scatter", input_tensor, cluster_axis, mode, mesh_device)
     return scatter_along(group, dim, memory_config=memory_config)
 
 
@@ -595,8 +607,7 @@ def llama_all_gather_matmul_async(
     mode: str | None = None,
 ) -> Tensor:
     """`ttnn.all_gather` of the first, then its product with the second."""
-    check_mesh("experimental.llama_all_gather_matmul_async", input_tensor0, mesh_device)
-    group = Group("experimental.llama_all_gather_matmul_async", input_tensor0, cluster_axis, mode)
+    group = Group("experimental.llama_all_gather_matmul_async", input_tensor0, cluster_axis, mode, mesh_device)
     gathered = gather_along(group, dim, memory_config=ag_memory_config)
     return _product(gathered, input_tensor1, None, memory_config=mm_memory_config, dtype=dtype)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import ArgumentError, OperandError
+from meshloom.errors import OperandError
 from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
 from meshloom.ttnn.calling import op, result
@@ -70,7 +70,7 @@ def all_gather(
     (Shape([1, 2]), Shape([1, 8]), [PlacementReplicate(), PlacementReplicate()])
     >>> ttnn.close_mesh_device(mesh)
     """
-    group = Group("all_gather", input_tensor, cluster_axis, mode)
+    group = Group("all_gather", input_tensor, cluster_axis, mode, mesh_device)
     return gather_along(group, dim, memory_config=memory_config, output_tensor=output_tensor)
 
 
@@ -103,7 +103,7 @@ def all_reduce(
     tensor([[4., 4.]])
     >>> ttnn.close_mesh_device(mesh)
     """
-    return reduce_over(Group("all_reduce", input_tensor, cluster_axis, mode), memory_config=memory_config)
+    return reduce_over(Group("all_reduce", input_tensor, cluster_axis, mode, mesh_device), memory_config=memory_config)
 
 
 def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum, **how: Any) -> Tensor:
@@ -132,7 +132,7 @@ def reduce_scatter(
     mode: str | None = None,
 ) -> Tensor:
     """Member i of each group holds chunk i, along `dim`, of the sum of what its members hold."""
-    group = Group("reduce_scatter", input_tensor, cluster_axis, mode)
+    group = Group("reduce_scatter", input_tensor, cluster_axis, mode, mesh_device)
     return scatter_along(group, dim, memory_config=memory_config, output_tensor=output_tensor)
 
 
@@ -155,7 +155,7 @@ def mesh_partition(
         place, f"input shape {list(input_tensor.shape)} must be divisible by cluster axis size {group.size}"
     )
     _check_tiles(group, place, chunk)
-    found = group.partitioned(group.block, place).contiguous()
+    found = group.partitioned(group.block, place).clone(memory_format=torch.contiguous_format)
     return result(found, input_tensor, topology=group.scattered(place), memory_config=memory_config)
 
 
@@ -296,7 +296,7 @@ def reduce_to_root(
     place = coordinate(groups[0], root_coord, "root_coord")
     root = int(groups[0].position()[place])
     parts = [_at_root(group, root, place) for group in groups]
-    found = _merged(*(each.to(torch.float32) for each in parts), scale_fp32)
+    found = _merged(parts, scale_fp32)
     outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
     return [
         result(_alone(group, values, place), each, topology=each.tensor_topology(), output_tensor=out)
@@ -316,15 +316,9 @@ def _alone(group: Group, values: Block, place: tuple[int, ...]) -> Block:
     return block
 
 
-def _merged(l: Block, s: Block, m: Block, scale: float) -> tuple[Block, Block, Block]:  # noqa: E741
-    top = m.amax(0)
-    weights = torch.exp((m - top) * scale)
-    runs = l.unflatten(-1, (s.shape[-1], l.shape[-1] // s.shape[-1]))
-    values = (runs * weights.unsqueeze(-1)).sum(0).flatten(-2)
-    return values, (s * weights).sum(0), top
-
-
-def check_mesh(name: str, tensor: Tensor, mesh_device: Any) -> None:
-    """An error if a collective names another mesh than its tensor's."""
-    if mesh_device is not None and mesh_device is not tensor.device():
-        raise ArgumentError(f"ttnn.{name}: mesh_device is {mesh_device}, the tensor is on {tensor.device()}")
+def _merged(parts: Sequence[Block], scale: float) -> tuple[Block, Block, Block]:
+    values, sums, tops = (each.to(torch.float32) for each in parts)
+    top = tops.amax(0)
+    weights = torch.exp((tops - top) * scale)
+    runs = values.unflatten(-1, (sums.shape[-1], values.shape[-1] // sums.shape[-1]))
+    return (runs * weights.unsqueeze(-1)).sum(0).flatten(-2), (sums * weights).sum(0), top

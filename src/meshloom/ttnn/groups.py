@@ -25,10 +25,11 @@ from meshloom.placement import Replicate, Shard, Topology
 from meshloom.tensor import collectives as native
 from meshloom.tensor.base import Tensor as Native
 from meshloom.ttnn.calling import operands
+from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.labels import UNKNOWN, by_axis
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import REPLICATE, Placement, PlacementReplicate, PlacementShard
+from meshloom.ttnn.topology import REPLICATE, Placement, PlacementShard
 from meshloom.ttnn.topology import TensorTopology as Label
 
 __all__ = ["collective_mode"]
@@ -78,8 +79,17 @@ def ignoring(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 class Group:
     """What a collective works on: a tensor, the mesh axes that it goes over, and the way to carry it out."""
 
-    def __init__(self, name: str, tensor: Tensor, cluster_axis: int | None = None, mode: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tensor: Tensor,
+        cluster_axis: int | None = None,
+        mode: str | None = None,
+        mesh_device: MeshDevice | None = None,
+    ) -> None:
         device, (self.block,) = operands(name, tensor)
+        if mesh_device is not None and mesh_device is not device:
+            raise ArgumentError(f"ttnn.{name}: mesh_device is {mesh_device}, the tensor is on {device}")
         self.name, self.tensor, self.mesh = name, tensor, device.runtime.mesh
         self.mode = _known(mode) if mode is not None else _mode.get()
         self.axes = _axes(name, self.mesh, cluster_axis)
@@ -207,7 +217,11 @@ class Group:
     def sharded_dim(self) -> int:
         """The dim that the label says is cut along the group; an error that asks for one if there is none."""
         known = by_axis(self.tensor)
-        dims = {each.dim for axis, each in enumerate(known or ()) if axis in self.axes and _cuts(each, self.mesh, axis)}
+        dims = {
+            each.dim
+            for axis, each in enumerate(known or ())
+            if isinstance(each, PlacementShard) and axis in self.axes and self.mesh.shape[axis] > 1
+        }
         if len(dims) != 1:
             told = "several dims are" if dims else "no dim is"
             raise ArgumentError(
@@ -216,10 +230,6 @@ class Group:
                 fix=f"ttnn.{self.name}(tensor, dim=...)",
             )
         return dims.pop()
-
-
-def _cuts(placement: Placement, mesh: Mesh, axis: int) -> bool:
-    return isinstance(placement, PlacementShard) and mesh.shape[axis] > 1
 
 
 def _axes(name: str, mesh: Mesh, cluster_axis: int | None) -> tuple[int, ...]:
@@ -251,8 +261,3 @@ def from_native(tensor: Native) -> Block:
     """The block of a native tensor that `to_native` made, or that a collective made of one."""
     axes, block = tensor.mesh.ndim, tensor.block
     return block.reshape(*block.shape[:axes], *block.shape[2 * axes :])
-
-
-def alike(label: Label) -> bool:
-    """Whether a label says that all devices hold the same."""
-    return all(isinstance(each, PlacementReplicate) for each in label.placements())

@@ -207,7 +207,8 @@ def _named(tensor: Tensor) -> str:
 
 
 def _tell(queue: MeshCommandQueue, text: str, accesses: Iterable[Access]) -> None:
-    queue.system.races.enqueued(queue.id, text, accesses)
+    if queue.system.races is not None:
+        queue.system.races.enqueued(queue.id, text, accesses)
 
 
 def _refused(reason: str) -> TraceError:
