@@ -42,14 +42,14 @@ def grid(shape: Sequence[int], cell: Cell, title: str) -> Group:
     )
 
 
-def _table(front: tuple[int, ...], sizes: Sequence[int], cell: Callable[[tuple[int, ...]], Text], title: str) -> Table:
+def _table(front: tuple[int, ...], sizes: Sequence[int], cell: Callable[[tuple[int, ...]], Text], title: str) -> Group:
     where = f" at ({', '.join(map(str, front))}, *, *)" if front else ""
-    table = Table(title=title + where, show_header=False, show_lines=True, padding=(0, 1))
+    table = Table(show_header=False, show_lines=True, padding=(0, 1))
     for _ in range(sizes[1]):
         table.add_column(justify="center", no_wrap=True)
     for row in range(sizes[0]):
         table.add_row(*(cell((*front, row, column)) for column in range(sizes[1])))
-    return table
+    return Group(Text(title + where, style="bold"), table)
 
 
 # meshes

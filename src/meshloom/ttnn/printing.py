@@ -60,8 +60,8 @@ def text(tensor: Tensor) -> str:
     tensor.wait()
     shown = list(itertools.islice(_parts(tensor), PARTS_SHOWN + 1))
     if len(shown) == 1 and tensor.device() is None:
-        return f"ttnn.Tensor({numbers(shown[0][1])}, {tail})"
-    lines = [f"  {places}: ttnn.Tensor({numbers(values)})" for places, values in shown[:PARTS_SHOWN]]
+        return f"ttnn.Tensor({numbers(shown[0][1], len('ttnn.Tensor('))}, {tail})"
+    lines = [f"  {places}: {numbers(values, len(places) + 4)}" for places, values in shown[:PARTS_SHOWN]]
     more = ["  ..."] if len(shown) > PARTS_SHOWN else []
     where = f"{tensor.device()}, " if tensor.device() is not None else ""
     label = tensor.tensor_topology()
@@ -86,12 +86,12 @@ def _stars(place: Sequence[int], lead: Sequence[int], grid: Sequence[int]) -> st
     return f"({', '.join(listed)})"
 
 
-def numbers(values: Block) -> str:
-    """The values of one part, in brackets."""
+def numbers(values: Block, indent: int) -> str:
+    """The values of one part, in brackets; further lines begin below the first."""
     ends = PROFILES[options.profile]
     if ends == 0:
         return "[...]"
-    return _nested(values, ends, len("ttnn.Tensor("))
+    return _nested(values, ends, indent)
 
 
 def _nested(values: Block, ends: int | None, indent: int) -> str:

@@ -43,10 +43,11 @@ def coordinates(grid: Sequence[int]) -> list[MeshCoordinate]:
 def lying(tensor: Tensor, device: MeshDevice) -> Lying:
     """How a tensor's parts lie on a mesh: its block, label and devices there. May share memory."""
     grid, block = tuple(device.shape), tensor.block
-    if math.prod(tensor.grid) == 1:
-        return block.reshape(*(1,) * len(grid), *tensor.shape), replicated(device), None
-    if tensor.grid == grid:
+    is_single = math.prod(tensor.grid) == 1
+    if tensor.grid == grid and not (is_single and tensor.tensor_topology() == ALONE):
         return block, tensor.tensor_topology(), tensor._coords
+    if is_single:
+        return block.reshape(*(1,) * len(grid), *tensor.shape), replicated(device), None
     places = tensor.device_coords()
     for place in places:
         if len(place) != len(grid) or any(c >= size for c, size in zip(place, grid, strict=True)):
