@@ -26,6 +26,7 @@ from meshloom.ttnn.formats import DataType, Layout, Shape, Tile, bytes_of, padde
 from meshloom.ttnn.hostbuffer import DistributedHostBuffer
 from meshloom.ttnn.memory import DRAM_MEMORY_CONFIG, BufferType, MemoryConfig
 from meshloom.ttnn.parts import Block, part
+from meshloom.ttnn.specs import StorageType, TensorSpec
 from meshloom.ttnn.topology import TensorTopology
 
 if TYPE_CHECKING:
@@ -167,18 +168,9 @@ class Tensor(metaclass=_Making):
         return self._grid
 
     @property
-    def spec(self) -> Any:
+    def spec(self) -> TensorSpec:
         """Shape, dtype, layout and memory: what `allocate_tensor_on_device` takes."""
-        config = self._memory
-        return _op("TensorSpec")(
-            self.shape,
-            self.dtype,
-            self.layout,
-            config.memory_layout,
-            getattr(config, "shard_spec", None),
-            config.buffer_type,
-            self.tile,
-        )
+        return TensorSpec.of(self)
 
     def get_dtype(self) -> DataType:
         """The dtype."""
@@ -219,10 +211,9 @@ class Tensor(metaclass=_Making):
 
     # where it is
 
-    def storage_type(self) -> Any:
+    def storage_type(self) -> StorageType:
         """Host or device."""
-        kinds: Any = _op("StorageType")
-        return kinds.DEVICE if self._device is not None else kinds.HOST
+        return StorageType.HOST if self._device is None else StorageType.DEVICE
 
     def device(self) -> MeshDevice | None:
         """The mesh that it is on; None on the host."""
