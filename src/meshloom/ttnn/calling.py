@@ -9,7 +9,6 @@ in one place (`CHECKS`) and then left alone.
 from __future__ import annotations
 
 import functools
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -32,10 +31,6 @@ AFTER: list[Callable[..., Any]] = []  # hooks that are called as hook(operation,
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 _program = _is(*(getattr(memory, name) for name in dir(memory) if name.endswith(("ProgramConfig", "MatmulConfig"))))
@@ -139,7 +134,7 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
                 fix="deallocate(tensor) only after its last use",
             )
         blocks.append(block)
-        program += (block.shape, tensor.dtype.value, tensor.layout.value)
+        program += (block.shape, tensor.dtype._value_, tensor.layout._value_)
     if device is None:
         raise ArgumentError(f"ttnn.{name} needs a tensor")
     device.count_program(tuple(program))
@@ -167,14 +162,15 @@ def result(
 ) -> Tensor:
     """A block as a tensor: format, label and memory as its first operand's, unless said otherwise."""
     kind = dtype or (output_tensor.dtype if output_tensor is not None else like.dtype)
-    values = block if block.dtype is _EXACT.get(kind) else rounded(block, kind)
+    number = kind._value_
+    values = block if block.dtype is _EXACT[number] else rounded(block, kind)
     if output_tensor is not None:
         return _written(values, output_tensor, topology)
     made = Tensor(
         values,
         like._grid,
         kind,
-        Layout.TILE if kind.is_block_float else layout or like.layout,
+        Layout.TILE if number in _TILED else layout or like.layout,
         topology,
         like._device,
         memory_config or like._memory,
@@ -186,8 +182,12 @@ def result(
     return made
 
 
-# Formats whose values need no rounding once they are in their torch dtype.
-_EXACT = {kind: kind.store for kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32)}
+# By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
+_EXACT = [
+    kind.store if kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32) else None
+    for kind in sorted(DataType, key=lambda kind: kind.value)
+]
+_TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
 
 
 def _written(values: Block, output: Tensor, topology: TensorTopology) -> Tensor:

@@ -129,16 +129,31 @@ def merged(
     """
     first = tensors[0]
     if moved is None:
-        if len(tensors) == 1 and rank == len(first.shape) and not _has_terms(first):
-            return first._topology
+        label = first._topology
+        if _whole.get(id(label)) is label and _are_alike(tensors):
+            return label
         shapes = tuple(tensor.shape for tensor in tensors)
         key = ("merged", rank, keeps, first._grid, shapes, *(id(tensor._topology) for tensor in tensors))
+        if not any(isinstance(each, PlacementPartial) for each in label._placements):
+            _note_whole(label)
         return _remembered(key, tensors, lambda: _merged(tensors, rank, None, keeps))
     return _merged(tensors, rank, moved, keeps)
 
 
-def _has_terms(tensor: Tensor) -> bool:
-    return any(isinstance(each, PlacementPartial) for each in tensor._topology._placements)
+_whole: dict[int, Label] = {}  # labels without terms, by identity: what is done element by element leaves them alone
+
+
+def _note_whole(label: Label) -> None:
+    if len(_whole) >= KEPT:
+        _whole.clear()
+    _whole[id(label)] = label
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether they have one label object and one shape, so that nothing is broadcast."""
+    first = tensors[0]
+    label, block = first._topology, first._block
+    return all(each._topology is label and each._block.shape == block.shape for each in tensors)  # type: ignore[union-attr]
 
 
 def _merged(

@@ -162,7 +162,7 @@ def empty_like(
 
 @op("arange")
 def arange(
-    start: int,
+    start: int | None = None,
     end: int | None = None,
     step: int = 1,
     *,
@@ -172,7 +172,9 @@ def arange(
     layout: Layout = Layout.ROW_MAJOR,
 ) -> Tensor:
     """The numbers from `start` (or 0) up to but without `end`."""
-    first, last = (0, start) if end is None else (start, end)
+    first, last = (0, start) if end is None else (start or 0, end)
+    if last is None:
+        raise ArgumentError("ttnn.arange needs an end")
     if step == 0:
         raise ArgumentError("ttnn.arange: step is 0", fix="a step that leads from start to end")
     count = max(0, -(-(last - first) // step))

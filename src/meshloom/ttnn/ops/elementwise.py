@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import TABLE, op, operands, result, shared_coords
 from meshloom.ttnn.formats import DataType
 from meshloom.ttnn.labels import merged
 from meshloom.ttnn.memory import MemoryConfig
@@ -186,8 +186,10 @@ def paired(name: str, a: Operand, b: Operand, kind: DataType) -> tuple[Tensor, A
     """The first tensor of two operands, what to compute with, the tensors among them, and the rank of the result."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         _, (x, y) = operands(name, a, b)
-        rank, axes = _shapes_of(name, a, b), len(a._grid)
-        if x.dim() != y.dim():
+        axes = len(a._grid)
+        rank = x.dim() - axes
+        if x.shape != y.shape:
+            rank = _shapes_of(name, a, b)
             x, y = aligned(x, axes, rank), aligned(y, axes, rank)
         return a, fine(x, kind), fine(y, kind), (a, b), rank
     tensor, scalar = (a, b) if isinstance(a, Tensor) else (b, a)
@@ -227,7 +229,7 @@ def binary(
     if after:
         block = activated(block, after)
     label = _label(tensors, rank, "" if after or before else keeps)
-    coords = None if first._coords is None and len(tensors) == 1 else shared_coords(*tensors)
+    coords = None if all(each._coords is None for each in tensors) else shared_coords(*tensors)
     return result(
         block,
         first,
@@ -679,19 +681,23 @@ def lerp(
     return several("lerp", call, (input, end, weight), memory_config, output_tensor)
 
 
-@op("mac", spelled={"value1": "input_tensor_b", "value": "input_tensor_c", "value2": "input_tensor_c"})
+@op("mac", spelled={"value1": "input_tensor_b", "value2": "input_tensor_c"})
 def mac(
     input_tensor_a: Tensor,
-    input_tensor_b: Operand,
-    input_tensor_c: Operand,
+    input_tensor_b: Operand | None = None,
+    input_tensor_c: Operand | None = None,
     *,
+    value: float | None = None,
     memory_config: MemoryConfig | None = None,
     output_tensor: Tensor | None = None,
     sub_core_grids: Any = None,
 ) -> Tensor:
-    """a * b + c."""
-    values = (input_tensor_a, input_tensor_b, input_tensor_c)
-    return several("mac", _multiplied_and_added, values, memory_config, output_tensor)
+    """a * b + c; `value=` stands for the one of b and c that is left out."""
+    b = value if input_tensor_b is None else input_tensor_b
+    c = value if input_tensor_c is None else input_tensor_c
+    if b is None or c is None:
+        raise ArgumentError("ttnn.mac needs a factor and a summand")
+    return several("mac", _multiplied_and_added, (input_tensor_a, b, c), memory_config, output_tensor)
 
 
 def _multiplied_and_added(a: Block, b: Any, c: Any) -> Block:
@@ -868,3 +874,13 @@ def requantize(
     values = (in_scale, in_zero_point, out_scale, out_zero_point)
     kind = dtype or DataType.INT32
     return _quantised("requantize", call, input_tensor, values, axis, kind, memory_config, output_tensor)
+
+
+_QUASAR = """add add_ addalpha atan2 bias_gelu bias_gelu_ bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift
+bitwise_xor div div_no_nan divide divide_ eq eq_ floor_div fmod gcd ge ge_ gt gt_ hypot isclose lcm ldexp
+ldexp_ le le_ logaddexp logaddexp2 logaddexp2_ logaddexp_ logical_and logical_and_ logical_left_shift
+logical_or logical_or_ logical_right_shift logical_xor logical_xor_ lt lt_ maximum minimum multiply multiply_
+ne ne_ nextafter polyval pow prelu remainder rsub rsub_ squared_difference squared_difference_ subalpha
+subtract subtract_ xlogy"""
+for _name in _QUASAR.split():
+    TABLE[f"experimental.quasar.{_name}"] = TABLE[_name]

@@ -136,7 +136,7 @@ def _multiply(
     )
 
 
-@op("matmul")
+@op("matmul", "experimental.quasar.matmul")
 def matmul(
     input_tensor_a: Tensor,
     input_tensor_b: Tensor,
@@ -169,7 +169,7 @@ def matmul(
     )
 
 
-@op("linear")
+@op("linear", "experimental.quasar.linear")
 def linear(
     input_tensor_a: Tensor,
     input_tensor_b: Tensor,
@@ -213,7 +213,7 @@ def linear(
     )
 
 
-@op("matmul_batched_weights")
+@op("matmul_batched_weights", "experimental.quasar.matmul_batched_weights")
 def matmul_batched_weights(
     input_tensor_a: Tensor,
     input_tensors_b: Sequence[Tensor],
@@ -249,7 +249,7 @@ def matmul_batched_weights(
     ]
 
 
-@op("addmm")
+@op("addmm", "experimental.quasar.addmm")
 def addmm(
     input_tensor: Tensor,
     mat1_tensor: Tensor,
@@ -287,7 +287,7 @@ def addmm(
     )
 
 
-@op("outer")
+@op("outer", "experimental.quasar.outer")
 def outer(input_tensor_a: Tensor, input_tensor_b: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """The product of every element of one with every element of the other: [..., m, 1] and [..., 1, n]."""
     _, (x, y) = operands("outer", input_tensor_a, input_tensor_b)
@@ -311,7 +311,7 @@ def _along(tensor: Tensor, dim: int, rank: int) -> TensorTopology:
     return moved(tensor, {long[0]: dim % rank} if len(long) == 1 else {})
 
 
-@op("sparse_matmul")
+@op("sparse_matmul", "experimental.quasar.sparse_matmul")
 def sparse_matmul(
     input_tensor_a: Tensor,
     input_tensor_b: Tensor,

@@ -1,0 +1,365 @@
+"""Backward ops: what reaches each operand of an op when a gradient reaches its result.
+
+They are torch's own derivatives, taken once on blocks. An operand that is the same on all devices is spread over them
+first, so that every device gets its own gradient and nothing is summed between devices.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.labels import merged, reduced
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops.activations import REQUIRED, UNARY, GeluVariant, divided
+from meshloom.ttnn.parts import Block, aligned, lead
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import TensorTopology
+
+Operand = Tensor | int | float
+Gradients = list[Tensor | None]
+
+
+def gradients(
+    name: str,
+    function: Callable[..., Block],
+    grad: Tensor,
+    values: Sequence[Operand],
+    memory_config: MemoryConfig | None = None,
+    outputs: Sequence[Tensor | None] = (),
+    required: Sequence[bool] = (),
+) -> Gradients:
+    """The gradient of every tensor among the operands of a function, given that of its result."""
+    tensors = [each for each in values if isinstance(each, Tensor)]
+    _, (upper, *blocks) = operands(name, grad, *tensors)
+    axes = len(grad.grid)
+    sizes = lead((upper, *blocks), axes)
+    rank = max(len(each.shape) for each in tensors)
+    with torch.enable_grad():
+        leaves = [_leaf(block, sizes) for block in blocks]
+        own = iter(leaves)
+        found = function(*(aligned(next(own), axes, rank) if isinstance(v, Tensor) else v for v in values))
+        if tuple(found.shape[axes:]) != tuple(grad.shape):
+            raise OperandError(
+                f"ttnn.{name}: the gradient has shape {list(grad.shape)}, the result {list(found.shape[axes:])}",
+                fix="give the gradient of the result",
+            )
+        spread = upper.float().expand(*sizes, *upper.shape[axes:])
+        flows = torch.autograd.grad(found, leaves, spread, allow_unused=True) if found.requires_grad else [None] * 9
+    made: Gradients = []
+    wanted, kept = [*required, *[True] * len(tensors)], [*outputs, *[None] * len(tensors)]
+    for place, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True)):
+        flow = flows[place] if flows[place] is not None else torch.zeros_like(leaf)
+        made.append(
+            result(
+                flow.detach(),
+                tensor,
+                topology=_label(grad, tensors, tensor),
+                memory_config=memory_config,
+                output_tensor=kept[place],
+                coords=shared_coords(grad, *tensors),
+            )
+            if wanted[place]
+            else None
+        )
+    return made
+
+
+def _leaf(block: Block, sizes: Sequence[int]) -> Block:
+    spread = block.detach().float().expand(*sizes, *block.shape[len(sizes) :])
+    return spread.clone().requires_grad_()
+
+
+def _label(grad: Tensor, tensors: Sequence[Tensor], tensor: Tensor) -> TensorTopology:
+    """A product with the gradient; where the operand was broadcast, summed over those dims."""
+    rank = len(grad.shape)
+    label = merged((grad, *tensors), rank, keeps="quotient")
+    missing = rank - len(tensor.shape)
+    whole = Tensor(grad.block, grad.grid, grad.dtype, grad.layout, label)
+    wide = [dim for dim in range(missing, rank) if tensor.shape[dim - missing] == 1 != grad.shape[dim]]
+    if wide:
+        whole = Tensor(grad.block, grad.grid, grad.dtype, grad.layout, reduced(whole, wide, True, "sum"))
+    return reduced(whole, range(missing), False, "sum") if missing else whole.tensor_topology()
+
+
+def _signature(ordered: Mapping[str, Any], named: Mapping[str, Any]) -> inspect.Signature:
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    empty = inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kind, default=empty if default is REQUIRED else default)
+            for kind, group in zip(kinds, (ordered, named), strict=True)
+            for name, default in group.items()
+        ]
+    )
+
+
+def backward(
+    name: str,
+    function: Callable[..., Block],
+    operand_names: Sequence[str],
+    parameters: Mapping[str, Any] | None = None,
+    spelled: Mapping[str, str] | None = None,
+) -> None:
+    """Register the backward op of a function of some operands and numbers."""
+    extra = dict(parameters or {})
+    grads = ["input_grad", "other_grad", "third_grad"][: len(operand_names)]
+    signature = _signature(
+        {"grad_tensor": REQUIRED, **dict.fromkeys(operand_names, REQUIRED), **extra},
+        {"are_required_outputs": (), "memory_config": None, **dict.fromkeys(grads)},
+    )
+
+    def call(*args: Any, **kwargs: Any) -> Gradients:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        numbers = [given[each] for each in extra]
+        return gradients(
+            f"{name}_bw",
+            lambda *blocks: function(*blocks, *numbers),
+            given["grad_tensor"],
+            [given[each] for each in operand_names],
+            given["memory_config"],
+            [given[each] for each in grads],
+            given["are_required_outputs"],
+        )
+
+    call.__name__ = call.__qualname__ = f"{name}_bw"
+    call.__doc__ = f"The gradients of the operands of {name}."
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    op(f"{name}_bw", spelled=spelled)(call)
+
+
+# one operand
+
+_AS_FORWARD = """abs acos acosh asin asinh atan atanh ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2
+expm1 floor frac hardshrink hardsigmoid hardswish i0 lgamma log log10 log1p log2 log_sigmoid
+multigammaln neg rad2deg reciprocal relu relu6 rsqrt sigmoid sign silu sin sinh softplus softshrink
+softsign sqrt square tan tanh tanhshrink trunc logit round selu gelu rpow"""
+_NONE = frozenset("sigmoid logit round selu".split())  # their backward ops take no parameters
+
+
+def _one(name: str, function: Callable[..., Block], **parameters: Any) -> None:
+    backward(name, function, ["input_tensor"], parameters)
+
+
+def _forward(name: str) -> None:
+    found = UNARY[name]
+    if name not in _NONE:
+        _one(name, found.call, **found.parameters)
+        return
+    defaults = list(found.parameters.values())
+    _one(name, lambda x: found.call(x, *defaults))
+
+
+for _name in _AS_FORWARD.split():
+    _forward(_name)
+
+_one("fill_zero", torch.zeros_like)
+_one("hardtanh", F.hardtanh, min=-1.0, max=1.0)
+_one("leaky_relu", F.leaky_relu, negative_slope=0.01)
+_one("logiteps", lambda x, eps: torch.logit(x, eps or None), eps=0.0)
+_one("polygamma", lambda x, n: torch.polygamma(int(n), x), n=REQUIRED)
+_one("pow", torch.pow, exponent=REQUIRED)
+_one("rdiv", lambda x, value, mode: divided(torch.full_like(x, value), x, mode), scalar=REQUIRED, rounding_mode=None)
+_one("threshold", F.threshold, min=REQUIRED, max=REQUIRED)
+_one("div_no_nan", lambda x, value: x / value if value else x * 0, scalar=REQUIRED)
+
+
+def _limited(x: Block, low: Any, high: Any) -> Block:
+    if low is None and high is None:
+        raise ArgumentError("ttnn.clamp_bw needs min or max")
+    return torch.clamp(x, low, high)
+
+
+def _clamping(name: str) -> None:
+    @op(f"{name}_bw")
+    def call(
+        grad_tensor: Tensor,
+        input_tensor: Tensor,
+        min: Operand | None = None,
+        max: Operand | None = None,
+        *,
+        memory_config: MemoryConfig | None = None,
+    ) -> Gradients:
+        """The gradient where the element was inside of the limits, else zero."""
+        limits = [each for each in (min, max) if isinstance(each, Tensor)]
+
+        def clamped(x: Block, *blocks: Block) -> Block:
+            given = iter(blocks)
+            low, high = (next(given) if isinstance(each, Tensor) else each for each in (min, max))
+            return _limited(x, low, high)
+
+        values = [input_tensor, *limits]
+        return gradients(f"{name}_bw", clamped, grad_tensor, values, memory_config)[:1]
+
+
+_clamping("clamp")
+_clamping("clip")
+
+
+@op("prod_bw")
+def prod_bw(
+    grad_tensor: Tensor, input_tensor: Tensor, *, dim: int | None = None, memory_config: MemoryConfig | None = None
+) -> Gradients:
+    """The gradient of a product over a dim, or over all, whose dims the gradient has with size 1."""
+    rank = len(input_tensor.shape)
+
+    def product(x: Block) -> Block:
+        for each in range(-rank, 0) if dim is None else [dim % rank - rank]:
+            x = x.prod(each, keepdim=True)
+        return x
+
+    return gradients("prod_bw", product, grad_tensor, [input_tensor], memory_config)
+
+
+@op("repeat_bw")
+def repeat_bw(
+    grad_tensor: Tensor, input_tensor: Tensor, shape: Sequence[int], *, memory_config: MemoryConfig | None = None
+) -> Gradients:
+    """The gradient of a tensor that was repeated so many times along each dim: the sum over its copies."""
+
+    def repeated(x: Block) -> Block:
+        return x.repeat(*(1,) * (x.dim() - len(shape)), *shape)
+
+    return gradients("repeat_bw", repeated, grad_tensor, [input_tensor], memory_config)
+
+
+# two operands
+
+_OTHER = {
+    "input_tensor": "input_tensor_a",
+    "other_tensor": "input_tensor_b",
+    "scalar": "input_tensor_b",
+    "bias": "input_tensor_b",
+    "input_a_grad": "input_grad",
+    "input_b_grad": "other_grad",
+}
+
+
+def _two(name: str, function: Callable[..., Block], **parameters: Any) -> None:
+    backward(name, function, ["input_tensor_a", "input_tensor_b"], parameters, _OTHER)
+
+
+def _both(function: Callable[[Block, Block], Block]) -> Callable[..., Block]:
+    return lambda x, y, *rest: function(x, y if isinstance(y, torch.Tensor) else x.new_tensor(y), *rest)
+
+
+def _bias_gelu(x: Block, y: Any, variant: GeluVariant, approximate: str | None) -> Block:
+    fast = approximate == "tanh" or variant is GeluVariant.Tanh
+    return F.gelu(x + y, approximate="tanh" if fast else "none")
+
+
+_two("add", lambda x, y, alpha: x + alpha * y, alpha=1.0)
+_two("sub", lambda x, y, alpha: x - alpha * y, alpha=1.0)
+_two("mul", lambda x, y: x * y)
+_two("div", divided, rounding_mode=None)
+_two("rsub", lambda x, y: y - x)
+_two("addalpha", lambda x, y, alpha: x + alpha * y, alpha=1.0)
+_two("subalpha", lambda x, y, alpha: x - alpha * y, alpha=1.0)
+_two("atan2", _both(torch.atan2))
+_two("hypot", _both(torch.hypot))
+_two("ldexp", _both(lambda x, y: x * torch.exp2(y)))
+_two("logaddexp", _both(torch.logaddexp))
+_two("logaddexp2", _both(torch.logaddexp2))
+_two("max", _both(torch.maximum))
+_two("min", _both(torch.minimum))
+_two("squared_difference", lambda x, y: (x - y).square())
+_two("xlogy", torch.special.xlogy)
+_two("fmod", torch.fmod)
+_two("remainder", torch.remainder)
+_two("bias_gelu", _bias_gelu, variant=GeluVariant.Accurate, approximate=None)
+
+
+@op("assign_bw", spelled={"input_tensor": "input_tensor_a"})
+def assign_bw(
+    grad_tensor: Tensor,
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor | None = None,
+    *,
+    are_required_outputs: Sequence[bool] = (True, True),
+    memory_config: MemoryConfig | None = None,
+    input_a_grad: Tensor | None = None,
+    input_b_grad: Tensor | None = None,
+) -> Gradients:
+    """The gradient as it is; nothing for what was written over."""
+    values = [input_tensor_a] if input_tensor_b is None else [input_tensor_a, input_tensor_b]
+    return gradients(
+        "assign_bw",
+        lambda x, *_: x.clone(),
+        grad_tensor,
+        values,
+        memory_config,
+        [input_a_grad, input_b_grad],
+        are_required_outputs,
+    )
+
+
+@op("concat_bw")
+def concat_bw(
+    grad_tensor: Tensor,
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    dim: int = 0,
+    *,
+    are_required_outputs: Sequence[bool] = (True, True),
+    memory_config: MemoryConfig | None = None,
+    input_a_grad: Tensor | None = None,
+    input_b_grad: Tensor | None = None,
+) -> Gradients:
+    """The piece of the gradient that belongs to each operand."""
+    _, (block, *_) = operands("concat_bw", grad_tensor, input_tensor_a, input_tensor_b)
+    at = dim % len(grad_tensor.shape) - len(grad_tensor.shape)
+    pieces = block.split([input_tensor_a.shape[at], input_tensor_b.shape[at]], at)
+    label = merged((grad_tensor,), len(grad_tensor.shape), keeps="sum")
+    return [
+        result(piece.clone(), tensor, topology=label, memory_config=memory_config, output_tensor=output)
+        if wanted
+        else None
+        for piece, tensor, output, wanted in zip(
+            pieces,
+            (input_tensor_a, input_tensor_b),
+            (input_a_grad, input_b_grad),
+            are_required_outputs,
+            strict=True,
+        )
+    ]
+
+
+# three operands
+
+_THREE = ["input_tensor_a", "input_tensor_b", "input_tensor_c"]
+backward("addcmul", lambda a, b, c, alpha: torch.addcmul(a, b, c, value=alpha), _THREE, {"alpha": REQUIRED})
+backward("addcdiv", lambda a, b, c, alpha: torch.addcdiv(a, b, c, value=alpha), _THREE, {"alpha": REQUIRED})
+backward("lerp", torch.lerp, _THREE, spelled={"scalar": "input_tensor_c"})
+
+
+@op("where_bw")
+def where_bw(
+    grad_tensor: Tensor,
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    input_tensor_c: Tensor,
+    *,
+    memory_config: MemoryConfig | None = None,
+    are_required_outputs: Sequence[bool] = (True, True),
+    input_a_grad: Tensor | None = None,
+    input_b_grad: Tensor | None = None,
+) -> Gradients:
+    """The gradient of the second operand where the first is not zero, and of the third where it is."""
+    found = gradients(
+        "where_bw",
+        lambda condition, yes, no: torch.where(condition != 0, yes, no),
+        grad_tensor,
+        [input_tensor_a, input_tensor_b, input_tensor_c],
+        memory_config,
+        [None, input_a_grad, input_b_grad],
+        [False, *are_required_outputs],
+    )
+    return found[1:]
