@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshloom.errors import OperandError
 from meshloom.runtime import state
+from meshloom.ttnn import queues
 from meshloom.ttnn.parts import Block, lead
 from meshloom.ttnn.tensor import Tensor
 
@@ -85,14 +86,18 @@ def whole(values: Sequence[int] | int, count: int) -> tuple[int, ...]:
 
 
 def owned(tensor: Tensor, sizes: Sequence[int]) -> Block:
-    """The block of a tensor that is about to be written with different values along some axes: with these mesh axes.
+    """The block of a tensor that is about to be written with different values along some axes: contiguous, with these
+    mesh axes.
 
     One that was stored once for all devices gets memory for each, outside of any trace: what a replay changes has to
     stay changed for the next.
     """
+    device = tensor.device()
+    if device is not None and (device.watched or state.capture is not None):
+        queues.used(device, "op", writes=(tensor,))
     block, axes = tensor.block, len(tensor.grid)
     wanted = tuple(max(have, need) for have, need in zip(block.shape[:axes], sizes, strict=True))
-    if wanted != tuple(block.shape[:axes]):
+    if wanted != tuple(block.shape[:axes]) or not block.is_contiguous():
         tensor._block = _grown(block, (*wanted, *block.shape[axes:]))
     return tensor.block
 

@@ -144,9 +144,10 @@ def is_view(tensor: Tensor, shape: tuple[int, ...], memory_config: MemoryConfig 
 
 def viewed(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tensor:
     """A tensor in the memory of another."""
-    block = tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *shape)
+    if tensor.home is not None or tensor.device() is not None:
+        operands("view", tensor)
     return Tensor(
-        block,
+        tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *shape),
         tensor.grid,
         tensor.dtype,
         tensor.layout,
@@ -166,6 +167,8 @@ def _seen(tensor: Tensor, shape: Sequence[int], places: dict[int, int]) -> Tenso
 
 
 def _reshaped(tensor: Tensor, shape: tuple[int, ...], label: TensorTopology, memory: MemoryConfig | None) -> Tensor:
+    if tensor.home is not None or tensor.device() is not None:
+        operands("reshape", tensor)
     block = tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *shape)
     return result(fresh(block), tensor, topology=label, memory_config=memory)
 

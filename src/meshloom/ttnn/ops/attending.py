@@ -1,0 +1,165 @@
+"""Attention on blocks: what every form of it in `transformer` computes, which keys a query may see, and the label.
+
+Queries are [*mesh, B, H, S, D], keys and values [*mesh, B, K, T, D]; H is a multiple of K. Mesh axes and batch are one
+batch for torch. A row that may see nothing is zero, where the original leaves it undefined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from meshloom.errors import OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import spread, taken
+from meshloom.ttnn.parts import Block
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+
+
+def attend(
+    q: Block,
+    k: Block,
+    v: Block,
+    axes: int,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    seen: Block | None = None,
+    bias: Block | None = None,
+    sink: Block | None = None,
+) -> Block:
+    """softmax(q @ k.T * scale + bias) @ v over the keys that are seen; a sink is one more key without a value.
+
+    `seen` is a mask of the keys that count, `bias` is added, `sink` is a logit per row: all as wide as
+    [*mesh, B, H, S, T] or narrower by ones.
+    """
+    q, k, v = spread([q, k, v], axes)
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if sink is not None:
+        seen = _all_seen(q, k, axes, causal) if seen is None and bias is None else seen
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        bias = _with_sink(seen, bias, sink * factor)
+        seen, causal = None, False
+    mask = bias if seen is None else seen if bias is None else bias.masked_fill(~seen, -torch.inf)
+    sizes = q.shape[: axes + 1]
+    queries, keys, values = (each.float().flatten(0, axes) for each in (q, k, v))
+    found = F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=None if mask is None else _folded(mask, sizes, axes),
+        is_causal=causal and mask is None,
+        scale=factor,
+        enable_gqa=q.shape[-3] != k.shape[-3],
+    ).unflatten(0, sizes)
+    if mask is None:
+        return found
+    blind = ~mask.any(-1, keepdim=True) if mask.dtype is torch.bool else (mask == -torch.inf).all(-1, keepdim=True)
+    return found.masked_fill(blind, 0)
+
+
+def _folded(mask: Block, sizes: Sequence[int], axes: int) -> Block:
+    """A mask with mesh axes and batch in one dim: 1 if it is the same for all."""
+    if math.prod(mask.shape[: axes + 1]) == 1:
+        return mask.flatten(0, axes)
+    return mask.expand(*sizes, *mask.shape[axes + 1 :]).flatten(0, axes)
+
+
+def _all_seen(q: Block, k: Block, axes: int, causal: bool) -> Block:
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    return (seen.tril() if causal else seen)[(None,) * (axes + 2)]
+
+
+def _with_sink(seen: Block | None, bias: Block | None, sink: Block) -> Block:
+    """What is added to the logits of all keys and of the sink after them."""
+    base = torch.zeros(()) if bias is None else bias.float()
+    told = base if seen is None else torch.where(seen, base, torch.tensor(-torch.inf))
+    shape = torch.broadcast_shapes(told.shape[:-1], sink.shape[:-1])
+    return torch.cat([told.expand(*shape, told.shape[-1]), sink.float().expand(*shape, 1)], dim=-1)
+
+
+def mask_of(tensor: Tensor | None) -> Block | None:
+    """A mask that is added to the logits, as numbers."""
+    return None if tensor is None else tensor.block.float()
+
+
+def sink_of(name: str, tensor: Tensor | None, heads: int) -> Block | None:
+    """One logit per head, [*mesh, 1, H, 1, 1]: of [1, H, 1, 1], [H] or rows of a tile whose first column counts."""
+    if tensor is None:
+        return None
+    axes = len(tensor.grid)
+    flat = tensor.block.flatten(axes)
+    if flat.shape[-1] != heads:
+        rows = tensor.block.reshape(*tensor.block.shape[:axes], -1, tensor.shape[-1])[..., 0]
+        if rows.shape[-1] < heads:
+            raise OperandError(
+                f"ttnn.{name}: attention_sink {list(tensor.shape)} for {heads} heads", fix="[1, H, 1, 1]"
+            )
+        flat = rows[..., :heads]
+    return flat.reshape(*flat.shape[:-1], 1, heads, 1, 1)
+
+
+def within(keys: Block, last: Block, window: int | None, modulo: int | None = None) -> Block:
+    """Which positions a query at `last` sees: itself and those before, maybe only the nearest ones.
+
+    In a cache that is written round and round (`modulo`), slot j holds the newest position that ends there.
+
+    >>> within(torch.arange(5), torch.tensor([3]), 2).int()
+    tensor([0, 0, 1, 1, 0], dtype=torch.int32)
+    >>> within(torch.arange(4), torch.tensor([5]), 3, modulo=4).int()
+    tensor([1, 1, 0, 0], dtype=torch.int32)
+    """
+    age = last - keys if modulo is None else (last - keys) % modulo
+    seen = (age >= 0) & (age <= last) & (last >= 0)
+    if modulo is not None:
+        seen = seen & (keys < modulo)
+    return seen if window is None else seen & (age < window)
+
+
+def paged(cache: Block, table: Block, axes: int, block_size: int = 0, heads: int = 0) -> Block:
+    """Pages [*mesh, P, K, n, D] in the order of a table [*mesh, B, m]: [*mesh, B, K, m * n, D].
+
+    Pages that the table does not name (-1) are any page: positions there are beyond every query's.
+    """
+    if block_size or heads:
+        cache = regrouped(cache, axes, block_size, heads)
+    found = taken(cache, table.clamp(min=0), axes).transpose(axes + 1, axes + 2)  # [*mesh, B, K, m, n, D]
+    return found.flatten(-3, -2)
+
+
+def regrouped(cache: Block, axes: int, block_size: int, heads: int) -> Block:
+    """A cache seen as pages of another size or with another number of heads; a view."""
+    size, count = block_size or cache.shape[-2], heads or cache.shape[-3]
+    if math.prod(cache.shape[axes:-1]) % (size * count):
+        raise OperandError(
+            f"a cache {list(cache.shape[axes:])} does not hold pages of {count} heads x {size} positions"
+        )
+    return cache.reshape(*cache.shape[:axes], -1, count, size, cache.shape[-1])
+
+
+def label(name: str, tensors: Sequence[Tensor], q_dims: Sequence[int] = (0, 1, 2)) -> Any:
+    """Of attention of (q, k, v, others...): cut at the batch, the heads, the queries or the width of values.
+
+    `q_dims` are the dims of q that are batch, heads and sequence; those of k and v are 0, 1 and 2.
+    """
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        q, k, v, *others = column
+        still = [isinstance(each, PlacementReplicate) for each in (q, k, v)]
+        if isinstance(q, PlacementShard):
+            role = q_dims.index(q.dim) if q.dim in q_dims else 3
+            cut = PlacementShard(role)
+            fits = all(isinstance(each, PlacementReplicate) or (each == cut and role < 2) for each in (k, v))
+            return q if fits and role < 3 and not any(isinstance(each, PlacementPartial) for each in others) else None
+        if not (still[0] and still[1]) or not all(isinstance(each, PlacementReplicate) for each in others):
+            return None
+        if v == PlacementShard(3):
+            return v
+        return v if isinstance(v, PlacementPartial) else None
+
+    return label_moves.ruled((name, tuple(q_dims)), tensors, rule)

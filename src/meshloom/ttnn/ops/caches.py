@@ -1,0 +1,329 @@
+"""Ops that write into caches of keys and values, in place: the same address, on all devices at once, also in a trace.
+
+A cache that is stored once for all devices gets memory for each before they would differ. A user at position -1 and a
+page of number -1 are skipped. Positions and pages outside of the cache are refused where the original writes elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import inside, numbered, owned, spread
+from meshloom.ttnn.calling import op, operands
+from meshloom.ttnn.formats import rounded
+from meshloom.ttnn.labels import UNKNOWN
+from meshloom.ttnn.ops.attending import regrouped
+from meshloom.ttnn.parts import Block, lead
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import Placement, PlacementReplicate, PlacementShard
+
+Coords = Collection[Sequence[int]] | None
+
+
+# caches [B, H, S, D]
+
+
+@op(
+    "fill_cache",
+    "kv_cache.fill_cache_for_user_",
+    spelled={"cache": "cache_tensor", "input": "input_tensor", "batch_index": "batch_idx"},
+)
+def fill_cache(cache_tensor: Tensor, input_tensor: Tensor, batch_idx: int, *, update_idx: int = 0) -> Tensor:
+    """Write [1, H, s, D] into the cache of one user, from a position on."""
+    _, (_, values) = operands("fill_cache", cache_tensor, input_tensor)
+    users, heads, length, size = cache_tensor.shape
+    count = input_tensor.shape[2]
+    if not 0 <= batch_idx < users:
+        raise OperandError(f"ttnn.fill_cache: user {batch_idx} of {users}", fix=f"use 0 to {users - 1}")
+    if update_idx < 0 or update_idx + count > length:
+        raise OperandError(
+            f"ttnn.fill_cache: positions {update_idx} to {update_idx + count - 1} of a cache of {length}",
+            fix="a longer cache, or fewer positions",
+        )
+    if tuple(input_tensor.shape) != (1, heads, count, size):
+        raise OperandError(
+            f"ttnn.fill_cache: {list(input_tensor.shape)} into a cache {list(cache_tensor.shape)}",
+            fix=f"give [1, {heads}, s, {size}]",
+        )
+    room = owned(cache_tensor, values.shape[: len(cache_tensor.grid)])
+    target = room.select(-4, batch_idx).narrow(-2, update_idx, count)
+    target.copy_(rounded(values.squeeze(-4), cache_tensor.dtype))
+    return _told("fill_cache", cache_tensor, input_tensor, (1, 2, 3), (1, 2, 3))
+
+
+@op(
+    "update_cache",
+    "kv_cache.update_cache_for_token_",
+    spelled={"cache_tensor": "cache", "input_tensor": "input", "update_index": "update_idx"},
+)
+def update_cache(
+    cache: Tensor, input: Tensor, update_idx: int, batch_offset: int = 0, compute_kernel_config: Any = None
+) -> Tensor:
+    """Write one token of every user, [1, H, users, D], at one position of the cache."""
+    _, (_, values) = operands("update_cache", cache, input)
+    users, heads, length, size = cache.shape
+    if not 0 <= update_idx < length:
+        raise OperandError(f"ttnn.update_cache: position {update_idx} of {length}", fix=f"use 0 to {length - 1}")
+    if (input.shape[1], input.shape[3]) != (heads, size) or input.shape[2] < batch_offset + users:
+        raise OperandError(
+            f"ttnn.update_cache: {list(input.shape)} into a cache {list(cache.shape)} with batch_offset={batch_offset}",
+            fix=f"give [1, {heads}, {batch_offset + users} or more, {size}]",
+        )
+    room = owned(cache, values.shape[: len(cache.grid)])
+    some = values.squeeze(-4).narrow(-2, batch_offset, users).transpose(-3, -2)  # [*mesh, users, H, D]
+    room.select(-2, update_idx).copy_(rounded(some, cache.dtype))
+    return _told("update_cache", cache, input, (2, 1, 3), (0, 1, 3))
+
+
+# every user at its own position, maybe in pages
+
+
+@op("experimental.paged_update_cache")
+def paged_update_cache(
+    cache_tensor: Tensor,
+    input_tensor: Tensor,
+    *,
+    update_idxs: Sequence[int] = (),
+    update_idxs_tensor: Tensor | None = None,
+    share_cache: bool | None = None,
+    page_table: Tensor | None = None,
+    batch_offset: int = 0,
+    compute_kernel_config: Any = None,
+    mesh_coords: Coords = None,
+    block_size: int | None = None,
+    num_kv_heads: int | None = None,
+    cache_position_modulo: int | None = None,
+) -> Tensor:
+    """Write one token of every user, [1, B, H, D], each at its own position: of [B, H, S, D], or of pages."""
+    name = "experimental.paged_update_cache"
+    others = [tensor for tensor in (update_idxs_tensor, page_table) if tensor is not None]
+    blocks = operands(name, cache_tensor, input_tensor, *others)[1]
+    axes, users = len(cache_tensor.grid), input_tensor.shape[1]
+    position = _positions(name, update_idxs, update_idxs_tensor, axes, users)
+    if cache_position_modulo is not None:
+        position = torch.where(position < 0, position, position % cache_position_modulo)
+    seen = regrouped(blocks[0], axes, block_size or 0, num_kv_heads or 0)
+    pages, heads, length = seen.shape[axes : axes + 3]
+    skipped = position < 0
+    if page_table is not None:
+        row, position, skipped = _in_pages(name, page_table.block, position, skipped, axes, length, batch_offset)
+    else:
+        inside(name, position, length, "position", lowest=-1)
+        row = torch.zeros_like(position) if share_cache else torch.arange(users).expand_as(position) + batch_offset
+        if not share_cache and batch_offset + users > pages:
+            raise OperandError(f"ttnn.{name}: {users} users and a cache of {pages}", fix="a cache for every user")
+    inside(name, torch.where(skipped, torch.zeros_like(row), row), pages, "page")
+    values = blocks[1].flatten(axes, axes + 1)[..., :heads, :]  # [*mesh, B, H, D]; heads beyond are padding
+    if values.shape[-2] != heads:
+        raise OperandError(f"ttnn.{name}: {input_tensor.shape[2]} heads into a cache of {heads}")
+    skipped = _elsewhere(skipped, cache_tensor, mesh_coords)
+    whole = (heads, cache_tensor.shape[-1])
+    _put(cache_tensor, values, row, position, skipped, (block_size or 0, num_kv_heads or 0), whole)
+    if mesh_coords is not None:
+        return _unknown(cache_tensor)
+    return _told(name, cache_tensor, input_tensor, (1, 2, 3), (0, 1, 3), others)
+
+
+@op("experimental.paged_fused_update_cache")
+def paged_fused_update_cache(
+    cache_tensor1: Tensor,
+    input_tensor1: Tensor,
+    cache_tensor2: Tensor,
+    input_tensor2: Tensor,
+    *,
+    update_idxs: Sequence[int] = (),
+    update_idxs_tensor: Tensor | None = None,
+    share_cache: bool | None = None,
+    page_table: Tensor | None = None,
+    batch_offset: int = 0,
+    compute_kernel_config: Any = None,
+    mesh_coords: Coords = None,
+) -> tuple[Tensor, Tensor]:
+    """`paged_update_cache` of two caches."""
+    options: dict[str, Any] = {
+        "update_idxs": update_idxs,
+        "update_idxs_tensor": update_idxs_tensor,
+        "share_cache": share_cache,
+        "page_table": page_table,
+        "batch_offset": batch_offset,
+        "mesh_coords": mesh_coords,
+    }
+    first = paged_update_cache(cache_tensor1, input_tensor1, **options)
+    return first, paged_update_cache(cache_tensor2, input_tensor2, **options)
+
+
+@op("experimental.paged_fill_cache")
+def paged_fill_cache(
+    cache_tensor: Tensor,
+    input_tensor: Tensor,
+    page_table: Tensor,
+    *,
+    batch_idx_tensor: Tensor | None = None,
+    batch_idx: int = 0,
+    compute_kernel_config: Any = None,
+    mesh_coords: Coords = None,
+    block_size: int | None = None,
+    cache_position_modulo: int | None = None,
+    valid_seq_len_tensor: Tensor | None = None,
+) -> Tensor:
+    """Write a sequence, [1, H, S, D], into the pages of one user."""
+    name = "experimental.paged_fill_cache"
+    others = [tensor for tensor in (page_table, batch_idx_tensor, valid_seq_len_tensor) if tensor is not None]
+    blocks = operands(name, cache_tensor, input_tensor, *others)[1]
+    axes = len(cache_tensor.grid)
+    seen = regrouped(blocks[0], axes, block_size or 0, 0)
+    pages, heads, length = seen.shape[axes : axes + 3]
+    table = _rows_of_user(name, page_table, batch_idx, batch_idx_tensor, axes)
+    count = input_tensor.shape[2]
+    if input_tensor.shape[1] != heads:
+        raise OperandError(f"ttnn.{name}: {input_tensor.shape[1]} heads into a cache of {heads}")
+    position = torch.arange(count).reshape(*(1,) * axes, count)
+    skipped = torch.zeros_like(position, dtype=torch.bool)
+    if valid_seq_len_tensor is not None:
+        skipped = position >= valid_seq_len_tensor.block.flatten(axes)[..., :1]
+    if cache_position_modulo is not None:  # of positions that fall together, the last is kept
+        skipped = skipped | (position < count - cache_position_modulo)
+        position = position % cache_position_modulo
+    if count > table.shape[-1] * length and cache_position_modulo is None:
+        raise OperandError(
+            f"ttnn.{name}: {count} positions and {table.shape[-1]} pages of {length}", fix="a longer page table"
+        )
+    page = torch.take_along_dim(*_wide(table, position // length, axes), dim=-1)
+    skipped = skipped | (page < 0)
+    inside(name, torch.where(skipped, torch.zeros_like(page), page), pages, "page")
+    values = blocks[1].squeeze(axes).transpose(-3, -2)  # [*mesh, S, H, D]
+    skipped = _elsewhere(skipped, cache_tensor, mesh_coords)
+    whole = (heads, cache_tensor.shape[-1])
+    _put(cache_tensor, values, page, position % length, skipped, (block_size or 0, 0), whole)
+    if mesh_coords is not None:
+        return _unknown(cache_tensor)
+    return _told(name, cache_tensor, input_tensor, (1, 3), (1, 3), others)
+
+
+def _positions(name: str, listed: Sequence[int], tensor: Tensor | None, axes: int, users: int) -> Block:
+    """Where every user writes, [*mesh, B]."""
+    if tensor is not None:
+        return tensor.block.flatten(axes)[..., :users].long()
+    if len(listed) != users:
+        raise OperandError(f"ttnn.{name}: {len(listed)} positions for {users} users", fix="one position for each")
+    return torch.tensor(list(listed)).reshape(*(1,) * axes, users)
+
+
+def _wide(table: Block, index: Block, axes: int) -> tuple[Block, Block]:
+    """A table and numbers of its entries, with the mesh axes of both."""
+    wide, numbers = spread([table, index], axes)
+    return wide.long(), numbers.long()
+
+
+def _in_pages(
+    name: str, table: Block, position: Block, skipped: Block, axes: int, length: int, offset: int
+) -> tuple[Block, Block, Block]:
+    """The page of every user's position, and the position inside it."""
+    users = position.shape[-1]
+    rows = table.narrow(axes, offset, users).long()
+    inside(name, position, rows.shape[-1] * length, "position", lowest=-1)
+    entry = (position.clamp(min=0) // length).unsqueeze(-1)
+    page = torch.take_along_dim(*_wide(rows, entry, axes), dim=-1).squeeze(-1)
+    return page, position.clamp(min=0) % length, skipped | (page < 0)
+
+
+def _rows_of_user(name: str, table: Tensor, user: int, tensor: Tensor | None, axes: int) -> Block:
+    """The pages of one user, [*mesh, m]."""
+    pages = table.block.reshape(*table.block.shape[:axes], -1, table.shape[-1])
+    if tensor is None:
+        if not 0 <= user < pages.shape[axes]:
+            raise OperandError(f"ttnn.{name}: user {user} of {pages.shape[axes]} in the page table")
+        return pages.select(axes, user)
+    numbers = tensor.block.flatten(axes)[..., :1].long()
+    inside(name, numbers, pages.shape[axes], "user")
+    wide, index = _wide(pages, numbers.unsqueeze(-1).expand(*numbers.shape, pages.shape[-1]), axes)
+    return wide.gather(axes, index).squeeze(axes)
+
+
+def _elsewhere(skipped: Block, cache: Tensor, coords: Coords) -> Block:
+    """With all devices skipped but those at some coordinates."""
+    if coords is None:
+        return skipped
+    here = torch.zeros(cache.grid, dtype=torch.bool)
+    for place in coords:
+        here[tuple(place)] = True
+    return skipped | ~here.reshape(*cache.grid, *(1,) * (skipped.dim() - len(cache.grid)))
+
+
+def _put(
+    cache: Tensor,
+    values: Block,
+    page: Block,
+    position: Block,
+    skipped: Block,
+    geometry: tuple[int, int],
+    whole: tuple[int, int],
+) -> None:
+    """Write rows [*mesh, n, H, D] at pages and positions [*mesh, n] of every device; a skipped row is not written.
+
+    Which rows are skipped is known on replay only, and every row of one call writes somewhere: a skipped one repeats
+    the first that is not, or writes what is there if all are skipped.
+    """
+    axes, count = len(cache.grid), values.shape[len(cache.grid)]
+    told = spread([page, position, skipped], axes)
+    room = regrouped(owned(cache, lead([values, *told], axes)), axes, *geometry)
+    sizes = room.shape[:axes]
+    page, position, skipped = (each.expand(*sizes, count) for each in told)
+    source = torch.where(skipped, skipped.to(torch.int8).argmin(-1, keepdim=True), torch.arange(count))
+    none = skipped.all(-1).reshape(*sizes, 1, 1, 1)
+    at = [torch.where(none[..., 0, 0], torch.zeros_like(each), each.gather(-1, source)) for each in (page, position)]
+    flat = room.view(-1, *room.shape[axes + 1 :])
+    row, column = ((at[0] + numbered(room, axes, room.shape[axes], 1)).flatten(), at[1].flatten())
+    wide = rounded(values, cache.dtype).expand(*sizes, count, *whole)
+    new = wide.gather(axes, source.reshape(*sizes, count, 1, 1).expand(wide.shape))
+    old = flat[row, :, column].reshape(new.shape)
+    flat[row, :, column] = torch.where(none, old, new).flatten(0, axes)
+
+
+# labels
+
+
+def _told(
+    name: str, cache: Tensor, source: Tensor, dims: Sequence[int], places: Sequence[int], others: Sequence[Tensor] = ()
+) -> Tensor:
+    """The label of a cache after a write: what cuts the tokens cuts the cache, unless it is cut otherwise already."""
+    where = dict(zip(dims, places, strict=True))
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        now, new, *beside = column
+        if isinstance(new, PlacementShard):
+            cut = PlacementShard(where[new.dim]) if new.dim in where else UNKNOWN
+            return cut if isinstance(now, PlacementReplicate) or now == cut else UNKNOWN
+        if isinstance(now, PlacementShard) and isinstance(new, PlacementReplicate):
+            return now
+        return now if now == new and all(isinstance(each, PlacementReplicate) for each in beside) else UNKNOWN
+
+    cache.update_tensor_topology(label_moves.ruled((name, *where.items()), (cache, source, *others), rule))
+    return cache
+
+
+def _unknown(cache: Tensor) -> Tensor:
+    """The label of a cache of which only some devices wrote."""
+    label = cache.tensor_topology()
+    placements = [each if isinstance(each, PlacementShard) else UNKNOWN for each in label.placements()]
+    cache.update_tensor_topology(label.with_placements(placements))
+    return cache
+
+
+# positions
+
+
+@op("plus_one")
+def plus_one(input_tensor: Tensor, sub_core_grids: Any = None, skip_negative_entries: bool = False) -> Tensor:
+    """One more, in place; entries below zero stay if asked for."""
+    _, (block,) = operands("plus_one", input_tensor)
+    if input_tensor.dtype.is_float:
+        raise OperandError(f"ttnn.plus_one takes integers, not {input_tensor.dtype}", fix="ttnn.int32 or ttnn.uint32")
+    step = (block >= 0).to(block.dtype) if skip_negative_entries else 1
+    owned(input_tensor, block.shape[: len(input_tensor.grid)]).copy_(rounded(block + step, input_tensor.dtype))
+    return input_tensor

@@ -1,0 +1,443 @@
+"""Convolutions: conv1d, conv2d, conv_transpose2d, and what prepares their weights.
+
+Every device convolves its own pictures with its own weights, in one call. Mesh axes along which weights are the same
+are part of the batch; those along which they differ are groups of channels. Sums are kept in float32 and rounded once.
+
+Weights are [O, I / groups, h, w] ([I, O / groups, h, w] for the transposed one) on the host or on the device, and stay
+so: preparing them means moving them to the device.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import functional as F
+
+from meshloom.errors import OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import whole
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.device import MeshDevice
+from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.memory import BufferType, MemoryConfig, TensorMemoryLayout
+from meshloom.ttnn.ops.activations import Activation, activated
+from meshloom.ttnn.ops.copies import typecast
+from meshloom.ttnn.ops.sliding import around, channels_first, flattened, pictures_cut, torch_order, windows
+from meshloom.ttnn.parts import Block, lead
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.transfers import to_device
+
+__all__ = [
+    "Conv1dConfig",
+    "Conv2dConfig",
+    "Conv2dSliceConfig",
+    "Op2DSliceConfig",
+    "PaddingMode",
+    "get_conv_output_dim",
+    "prepare_conv_bias",
+    "prepare_conv_transpose2d_bias",
+    "prepare_conv_transpose2d_weights",
+    "prepare_conv_weights",
+]
+
+
+class PaddingMode(enum.Enum):
+    """What is around a picture."""
+
+    Zeros = 0
+    Replicate = 1
+
+    __repr__ = enum.Enum.__str__
+
+
+@dataclass(kw_only=True)
+class Conv2dConfig:
+    """How a convolution is done. `weights_dtype`, `activation`, `output_layout`, `padding_mode` and
+    `deallocate_activation` change what comes out or what is left; the rest is about speed."""
+
+    weights_dtype: DataType | None = None
+    activation: Activation | None = None
+    deallocate_activation: bool = False
+    reallocate_halo_output: bool = True
+    config_tensors_in_dram: bool = False
+    act_block_h_override: int = 0
+    act_block_w_div: int = 1
+    reshard_if_not_optimal: bool = False
+    override_sharding_config: bool = False
+    shard_layout: TensorMemoryLayout | None = None
+    core_grid: Any = None
+    transpose_shards: bool = False
+    output_layout: Layout = Layout.TILE
+    enable_act_double_buffer: bool = False
+    enable_weights_double_buffer: bool = False
+    full_inner_dim: bool = False
+    enable_kernel_stride_folding: bool | None = None
+    enable_activation_reuse: bool = False
+    force_split_reader: bool | None = None
+    override_output_sharding_config: bool = False
+    padding_mode: PaddingMode = PaddingMode.Zeros
+
+
+Conv1dConfig = Conv2dConfig
+
+
+@dataclass(kw_only=True)
+class Op2DSliceConfig:
+    """In how many slices a large picture is worked on; about memory only."""
+
+    class SliceTypeEnum(enum.Enum):
+        """Along which side slices are cut."""
+
+        DRAMSliceHeight = 0
+        DRAMSliceWidth = 1
+        L1Full = 2
+
+    slice_type: SliceTypeEnum
+    num_slices: int = 0
+
+
+Conv2dSliceConfig = Op2DSliceConfig
+for _kind in Op2DSliceConfig.SliceTypeEnum:  # `Conv2dSliceConfig.DRAMSliceWidth` is written without the name between
+    setattr(Op2DSliceConfig, _kind.name, _kind)
+
+Found = Any  # a tensor, or a tuple of it with its size and with the weights
+
+
+@op("conv2d", "experimental.quasar.conv2d")
+def conv2d(
+    *,
+    input_tensor: Tensor,
+    weight_tensor: Tensor,
+    device: MeshDevice,
+    in_channels: int,
+    out_channels: int,
+    batch_size: int,
+    input_height: int,
+    input_width: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    dtype: DataType | None = None,
+    bias_tensor: Tensor | None = None,
+    conv_config: Conv2dConfig | None = None,
+    compute_config: Any = None,
+    memory_config: MemoryConfig | None = None,
+    slice_config: Op2DSliceConfig | None = None,
+    return_output_dim: bool = False,
+    return_weights_and_bias: bool = False,
+) -> Found:
+    """A convolution of [1, 1, N * H * W, C] or [N, H, W, C]: [1, 1, N * H' * W', O].
+
+    With `return_output_dim` also (H', W'), with `return_weights_and_bias` also (weights, bias) as the device has them.
+    """
+    config = conv_config or Conv2dConfig()
+    kernel, steps, holes = whole(kernel_size, 2), whole(stride, 2), whole(dilation, 2)
+    edges = around(padding)
+    sizes = (batch_size, input_height, input_width, in_channels)
+    weight, bias = _prepared(weight_tensor, bias_tensor, device, config)
+    _check("conv2d", weight, (out_channels, in_channels // groups, *kernel))
+    mode = "replicate" if config.padding_mode is PaddingMode.Replicate else "constant"
+
+    def convolve(pictures: Block, kernels: Block, several: int) -> Block:
+        padded = F.pad(pictures, torch_order(edges), mode=mode) if any(edges) else pictures
+        return F.conv2d(padded, kernels, stride=steps, dilation=holes, groups=several)
+
+    values = _convolved("conv2d", input_tensor, weight, bias, sizes, groups, convolve)
+    out = (
+        windows(input_height, kernel[0], steps[0], edges[0], edges[1], holes[0]),
+        windows(input_width, kernel[1], steps[1], edges[2], edges[3], holes[1]),
+    )
+    made = _finished("conv2d", values, input_tensor, weight, bias, groups, config, dtype, memory_config)
+    return _asked(made, out, (weight, bias), return_output_dim, return_weights_and_bias)
+
+
+@op("conv1d")
+def conv1d(
+    *,
+    input_tensor: Tensor,
+    weight_tensor: Tensor,
+    device: MeshDevice,
+    in_channels: int,
+    out_channels: int,
+    batch_size: int,
+    input_length: int,
+    kernel_size: int,
+    stride: int = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    dtype: DataType | None = None,
+    bias_tensor: Tensor | None = None,
+    conv_config: Conv2dConfig | None = None,
+    compute_config: Any = None,
+    memory_config: MemoryConfig | None = None,
+    slice_config: Op2DSliceConfig | None = None,
+    return_output_dim: bool = False,
+    return_weights_and_bias: bool = False,
+) -> Found:
+    """A convolution of [N, L, C] or [1, 1, N * L, C]: [1, 1, N * L', O]; weights are [O, I / groups, k]."""
+    config = conv_config or Conv2dConfig()
+    before, after = whole(padding, 2)
+    weight, bias = _prepared(weight_tensor, bias_tensor, device, config)
+    _check("conv1d", weight, (out_channels, in_channels // groups, kernel_size))
+    mode = "replicate" if config.padding_mode is PaddingMode.Replicate else "constant"
+
+    def convolve(pictures: Block, kernels: Block, several: int) -> Block:
+        padded = F.pad(pictures, (before, after, 0, 0), mode=mode) if before or after else pictures
+        rows = kernels if kernels.dim() == 4 else kernels.unsqueeze(-2)
+        return F.conv2d(padded, rows, stride=(1, stride), dilation=(1, dilation), groups=several)
+
+    sizes = (batch_size, 1, input_length, in_channels)
+    values = _convolved("conv1d", input_tensor, weight, bias, sizes, groups, convolve)
+    out = windows(input_length, kernel_size, stride, before, after, dilation)
+    made = _finished("conv1d", values, input_tensor, weight, bias, groups, config, dtype, memory_config)
+    return _asked(made, out, (weight, bias), return_output_dim, return_weights_and_bias)
+
+
+@op("conv_transpose2d")
+def conv_transpose2d(
+    *,
+    input_tensor: Tensor,
+    weight_tensor: Tensor,
+    device: MeshDevice,
+    in_channels: int,
+    out_channels: int,
+    batch_size: int,
+    input_height: int,
+    input_width: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    output_padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    dtype: DataType | None = None,
+    bias_tensor: Tensor | None = None,
+    conv_config: Conv2dConfig | None = None,
+    compute_config: Any = None,
+    memory_config: MemoryConfig | None = None,
+    dram_slice_config: Op2DSliceConfig | None = None,
+    mirror_kernel: bool = True,
+    return_output_dim: bool = False,
+    return_weights_and_bias: bool = False,
+) -> Found:
+    """The transposed convolution; with `mirror_kernel=False` weights were mirrored already."""
+    config = conv_config or Conv2dConfig()
+    kernel, steps, holes, more = (whole(each, 2) for each in (kernel_size, stride, dilation, output_padding))
+    edges = around(padding)
+    weight, bias = _prepared(weight_tensor, bias_tensor, device, config)
+    _check("conv_transpose2d", weight, (in_channels, out_channels // groups, *kernel))
+    height = _grown(input_height, kernel[0], steps[0], edges[0] + edges[1], holes[0], more[0])
+    width = _grown(input_width, kernel[1], steps[1], edges[2] + edges[3], holes[1], more[1])
+
+    def convolve(pictures: Block, kernels: Block, several: int) -> Block:
+        turned = kernels if mirror_kernel else kernels.flip((-2, -1))
+        # An output padding of its own size leaves the whole result there, from which edges are cut.
+        full = F.conv_transpose2d(pictures, turned, stride=steps, dilation=holes, groups=several)
+        grown = F.pad(full, (0, more[1], 0, more[0]))
+        return grown[..., edges[0] : edges[0] + height, edges[2] : edges[2] + width]
+
+    sizes = (batch_size, input_height, input_width, in_channels)
+    values = _convolved("conv_transpose2d", input_tensor, weight, bias, sizes, groups, convolve)
+    made = _finished("conv_transpose2d", values, input_tensor, weight, bias, groups, config, dtype, memory_config)
+    return _asked(made, (height, width), (weight, bias), return_output_dim, return_weights_and_bias)
+
+
+def _grown(size: int, kernel: int, stride: int, padding: int, dilation: int, more: int) -> int:
+    return (size - 1) * stride - padding + dilation * (kernel - 1) + more + 1
+
+
+def get_conv_output_dim(input: int, window: int, stride: int = 1, pad: int = 0, dilation: int = 1) -> int:
+    """The size that a convolution leaves of one.
+
+    >>> get_conv_output_dim(224, 7, 2, 3)
+    112
+    """
+    return windows(input, window, stride, pad, pad, dilation)
+
+
+# operands
+
+
+def _prepared(
+    weight: Tensor, bias: Tensor | None, device: MeshDevice, config: Conv2dConfig
+) -> tuple[Tensor, Tensor | None]:
+    """Weights and bias on the device, in the dtype that the config asks for."""
+    return _there(weight, device, config.weights_dtype), None if bias is None else _there(bias, device, None)
+
+
+def _there(tensor: Tensor, device: MeshDevice, dtype: DataType | None) -> Tensor:
+    moved = tensor if tensor.device() is not None else to_device(tensor, device)
+    return moved if dtype in (None, moved.dtype) else typecast(moved, dtype)
+
+
+def _check(name: str, weight: Tensor, wanted: tuple[int, ...]) -> None:
+    if tuple(weight.shape) not in (wanted, (*wanted[:2], 1, *wanted[2:])[:4] if len(wanted) == 3 else wanted):
+        raise OperandError(
+            f"ttnn.{name}: weights are {list(weight.shape)}, the arguments ask for {list(wanted)}",
+            fix="sizes are those of one device",
+        )
+
+
+def _convolved(
+    name: str,
+    tensor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: tuple[int, int, int, int],
+    groups: int,
+    convolve: Callable[[Block, Block, int], Block],
+) -> Block:
+    """Flattened results of all devices. `convolve` takes [B, C, H, W], weights and a number of groups."""
+    _, (_, kernels) = operands(name, tensor, weight)
+    axes = len(tensor.grid)
+    pictures = channels_first(name, tensor, sizes)
+    one = groups == 1 and name != "conv_transpose2d"  # more weights for one picture are more output channels
+    found = _folded(pictures.float(), kernels.float(), axes, groups, one, convolve)
+    values = flattened(found, axes)
+    if bias is None:
+        return values
+    _, (_, added) = operands(name, tensor, bias)
+    flat = added.float().flatten(axes)
+    return values + flat.reshape(*flat.shape[:axes], 1, 1, 1, flat.shape[-1])
+
+
+def _folded(
+    pictures: Block, kernels: Block, axes: int, groups: int, one: bool, convolve: Callable[[Block, Block, int], Block]
+) -> Block:
+    """[*mesh, N, C, H, W] with [*mesh, ...] weights: axes along which weights differ become groups of channels."""
+    sizes = lead([pictures, kernels], axes)
+    own = [axis for axis in range(axes) if kernels.shape[axis] > 1]
+    alike = [axis for axis in range(axes) if kernels.shape[axis] == 1]
+    copies = math.prod(sizes[axis] for axis in own)
+    shared = one and all(pictures.shape[axis] == 1 for axis in own)
+    wide = [pictures.shape[axis] if shared and axis in own else sizes[axis] for axis in range(axes)]
+    spread = pictures.expand(*wide, *pictures.shape[axes:])
+    turned = spread.permute(*alike, axes, *own, *range(axes + 1, axes + 4))
+    batch = turned.shape[: len(alike) + 1]
+    folded = turned.reshape(math.prod(batch), -1, *pictures.shape[-2:])
+    found = convolve(folded, kernels.reshape(-1, *kernels.shape[axes + 1 :]), groups if shared else groups * copies)
+    apart = found.reshape(*batch, *(sizes[axis] for axis in own), -1, *found.shape[-2:])
+    order = [*alike, axes, *own]  # where each dim of `apart` belongs
+    back = [order.index(each) for each in range(axes + 1)]
+    return apart.permute(*back, *range(axes + 1, axes + 4))
+
+
+# results
+
+
+def _finished(
+    name: str,
+    values: Block,
+    tensor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    config: Conv2dConfig,
+    dtype: DataType | None,
+    memory: MemoryConfig | None,
+) -> Tensor:
+    if config.activation is not None:
+        values = activated(values, config.activation)
+    tensors = (tensor, weight) if bias is None else (tensor, weight, bias)
+    made = result(
+        values,
+        tensor,
+        topology=_label(name, tensors, groups, config.activation is None),
+        dtype=dtype,
+        layout=config.output_layout,
+        memory_config=memory or _out_memory(tensor),
+        coords=shared_coords(*tensors),
+    )
+    if config.deallocate_activation and tensor.memory_config().buffer_type is BufferType.L1:
+        tensor.deallocate(force=True)
+    return made
+
+
+def _out_memory(tensor: Tensor) -> MemoryConfig:
+    """Where pictures were, without a shard shape that was made for other sizes."""
+    return MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
+
+
+def _label(name: str, tensors: Sequence[Tensor], groups: int, linear: bool) -> Any:
+    """Cut at the pictures, at the output channels, or (sums over input channels that are cut) terms of a sum."""
+    tensor = tensors[0]
+    channels = len(tensor.shape) - 1
+    inner, outer = (0, 1) if name == "conv_transpose2d" else (1, 0)
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        x, w, *biases = column
+        still = isinstance(w, PlacementReplicate)
+        same = all(isinstance(each, PlacementReplicate) for each in biases)
+        if isinstance(x, PlacementShard) and x.dim != channels:
+            return pictures_cut(tensor, x) if still and same else None
+        if isinstance(x, PlacementReplicate) and w == PlacementShard(outer):
+            return PlacementShard(3)
+        cut = isinstance(x, PlacementShard)
+        if cut and groups > 1 and isinstance(w, PlacementShard) and w.dim == 0:
+            return PlacementShard(3)
+        terms = cut and groups == 1 and w == PlacementShard(inner)
+        if not (terms or (isinstance(x, PlacementPartial) and still)) or not linear:
+            return None
+        sum_ = PlacementPartial() if terms else x
+        return sum_ if all(each == sum_ for each in biases) else None
+
+    return label_moves.ruled((name, groups, linear), tensors, rule)
+
+
+def _asked(made: Tensor, size: Any, weights: tuple[Tensor, Tensor | None], dims: bool, kept: bool) -> Found:
+    if not dims and not kept:
+        return made
+    return (made, *((size,) if dims else ()), *((weights,) if kept else ()))
+
+
+# weights beforehand
+
+
+def prepare_conv_weights(
+    *,
+    weight_tensor: Tensor,
+    device: MeshDevice,
+    conv_config: Conv2dConfig | None = None,
+    weights_format: str = "OIHW",
+    **sizes: Any,
+) -> Tensor:
+    """Weights on the device, as `conv2d` takes them; the sizes of the convolution are known to it anyway."""
+    if weights_format not in ("OIHW", "IOHW"):
+        raise OperandError(f"ttnn.prepare_conv_weights: weights_format={weights_format!r}", fix="'OIHW'")
+    return _there(weight_tensor, device, (conv_config or Conv2dConfig()).weights_dtype)
+
+
+def prepare_conv_bias(
+    *, bias_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: Any
+) -> Tensor:
+    """A bias on the device."""
+    return _there(bias_tensor, device, None)
+
+
+def prepare_conv_transpose2d_weights(
+    *,
+    weight_tensor: Tensor,
+    device: MeshDevice,
+    conv_config: Conv2dConfig | None = None,
+    weights_format: str = "IOHW",
+    **sizes: Any,
+) -> Tensor:
+    """Weights on the device, as `conv_transpose2d` takes them."""
+    return prepare_conv_weights(
+        weight_tensor=weight_tensor, device=device, conv_config=conv_config, weights_format=weights_format
+    )
+
+
+def prepare_conv_transpose2d_bias(
+    *, bias_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: Any
+) -> Tensor:
+    """A bias on the device."""
+    return _there(bias_tensor, device, None)

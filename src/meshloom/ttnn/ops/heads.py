@@ -1,0 +1,311 @@
+"""Ops that split a hidden width into heads and put heads together again.
+
+A fused width holds all query heads, then all key heads, then all value heads of a device. Parts that are cut at the
+hidden width so become parts that are cut at the heads, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import fresh
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops.slicing import slice_
+from meshloom.ttnn.parts import Block
+from meshloom.ttnn.tensor import Tensor
+
+Three = tuple[Tensor, Tensor, Tensor]
+Outputs = Sequence[Tensor | None] | None
+
+
+@op("experimental.nlp_create_qkv_heads", spelled={"input_q": "input"})
+def nlp_create_qkv_heads(
+    input: Tensor,
+    input_kv: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    transpose_k_heads: bool = True,
+    kv_tied: bool = False,
+    memory_config: MemoryConfig | None = None,
+    output_tensors: Outputs = None,
+) -> Three:
+    """[B, 1, S, (q + k + v) * D] as [B, q, S, D], [B, k, S, D] (or [B, k, D, S]) and [B, v, S, D]."""
+    name = "experimental.nlp_create_qkv_heads"
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    return _split(name, input, input_kv, num_heads, kv_heads, transpose_k_heads, kv_tied, memory_config, output_tensors)
+
+
+@op("experimental.nlp_create_qkv_heads_vit")
+def nlp_create_qkv_heads_vit(
+    input: Tensor, *, memory_config: MemoryConfig | None = None, output_tensors: Outputs = None
+) -> Three:
+    """Heads of 64, as many for keys and values as for queries."""
+    heads = input.shape[-1] // (3 * 64)
+    name = "experimental.nlp_create_qkv_heads_vit"
+    return _split(name, input, None, heads, heads, False, False, memory_config, output_tensors)
+
+
+@op("experimental.nlp_create_qkv_heads_falcon7b")
+def nlp_create_qkv_heads_falcon7b(input: Tensor, *, memory_config: MemoryConfig | None = None) -> Three:
+    """Query heads of 64, one head for keys and one for values."""
+    heads = input.shape[-1] // 64 - 2
+    return _split(
+        "experimental.nlp_create_qkv_heads_falcon7b", input, None, heads, 1, False, False, memory_config, None
+    )
+
+
+@op("transformer.split_query_key_value_and_split_heads")
+def split_query_key_value_and_split_heads(
+    input_tensor: Tensor,
+    kv_input_tensor: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    transpose_key: bool = True,
+    memory_config: MemoryConfig | None = None,
+    use_falcon7b_backend: bool = False,
+) -> Three:
+    """[B, S, (q + k + v) * D] as [B, q, S, D], [B, k, D, S] (or [B, k, S, D]) and [B, v, S, D]."""
+    name = "transformer.split_query_key_value_and_split_heads"
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    return _split(name, input_tensor, kv_input_tensor, num_heads, kv_heads, transpose_key, False, memory_config, None)
+
+
+@op("experimental.split_query_key_value_and_split_heads")
+def experimental_split_query_key_value_and_split_heads(
+    input_tensor: Tensor,
+    compute_with_storage_grid_size: Any = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+    num_heads: int = 16,
+    output_tensors: Outputs = None,
+) -> Three:
+    """[B, 1, S, 3 * H * D] as [B, H, S, D], [B, H, D, S] and [B, H, S, D]."""
+    name = "experimental.split_query_key_value_and_split_heads"
+    return _split(name, input_tensor, None, num_heads, num_heads, True, False, memory_config, output_tensors)
+
+
+def _split(
+    name: str,
+    fused: Tensor,
+    kv: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    turned: bool,
+    tied: bool,
+    memory: MemoryConfig | None,
+    outputs: Outputs,
+) -> Three:
+    given = [fused] if kv is None else [fused, kv]
+    blocks = operands(name, *given)[1]
+    axes = len(fused.grid)
+    counts = (heads, kv_heads) if tied else (heads, kv_heads, kv_heads)
+    size = _head_size(name, fused, kv, counts)
+    sources = [fused, *([fused if kv is None else kv] * (len(counts) - 1))]
+    if kv is None:
+        parts = list(blocks[0].split([count * size for count in counts], dim=-1))
+    else:
+        parts = [blocks[0], *blocks[1].split([count * size for count in counts[1:]], dim=-1)]
+    made = [_with_heads(part, axes, count, size) for part, count in zip(parts, counts, strict=True)]
+    if tied:
+        made.append(made[1])
+        sources.append(sources[1])
+    if turned:
+        made[1] = made[1].transpose(-1, -2)
+    found = [
+        result(
+            fresh(block),
+            source,
+            topology=_split_label(source, block.shape[axes:], at_end=turned and number == 1),
+            memory_config=memory,
+            output_tensor=outputs[number] if outputs else None,
+            coords=shared_coords(*given),
+        )
+        for number, (block, source) in enumerate(zip(made, sources, strict=True))
+    ]
+    return found[0], found[1], found[2]
+
+
+def _head_size(name: str, fused: Tensor, kv: Tensor | None, counts: Sequence[int]) -> int:
+    """The width of a head, from that of the operand."""
+    if len(fused.shape) not in (3, 4) or (len(fused.shape) == 4 and fused.shape[1] != 1):
+        raise OperandError(f"ttnn.{name} takes [B, 1, S, W] or [B, S, W], not {list(fused.shape)}")
+    width, total = fused.shape[-1], sum(counts) if kv is None else counts[0]
+    if width % total:
+        raise OperandError(
+            f"ttnn.{name}: a width of {width} does not divide into {total} heads", fix=f"{total} * the size of a head"
+        )
+    size = width // total
+    if kv is not None and kv.shape[-1] != size * sum(counts[1:]):
+        raise OperandError(
+            f"ttnn.{name}: heads of {size} make {size * sum(counts[1:])} of keys and values, not {kv.shape[-1]}"
+        )
+    return size
+
+
+def _with_heads(part: Block, axes: int, count: int, size: int) -> Block:
+    """[B, (1,) S, count * size] as [B, count, S, size]."""
+    batch, length = part.shape[axes], part.shape[-2]
+    return part.reshape(*part.shape[:axes], batch, length, count, size).transpose(-3, -2)
+
+
+def _split_label(source: Tensor, shape: Sequence[int], at_end: bool) -> Any:
+    """Batch and sequence stay, the hidden width becomes the heads."""
+    places: list[int | None] = [0, 3 if at_end else 2, 1]
+    if len(source.shape) == 4:
+        places.insert(1, None)
+    return label_moves.mapped(source, places, shape)
+
+
+# decoding: one token of every user
+
+
+@op("experimental.nlp_create_qkv_heads_decode")
+def nlp_create_qkv_heads_decode(
+    input_tensor: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    output_tensors: Outputs = None,
+    overlap_qk_coregrid: bool | None = True,
+    batch_offset: Tensor | None = None,
+    slice_size: int | None = None,
+    memory_config: MemoryConfig | None = None,
+) -> Three:
+    """[1, 1, B, (q + k + v) * D] as [1, B, q, D], [1, B, k, D] and [1, B, v, D]; maybe of a slice of the users."""
+    name = "experimental.nlp_create_qkv_heads_decode"
+    if (batch_offset is None) != (slice_size is None):
+        raise OperandError(f"ttnn.{name}: batch_offset and slice_size are given together or not at all")
+    users = input_tensor if batch_offset is None else _some_users(input_tensor, batch_offset, slice_size or 0)
+    _, (block,) = operands(name, users)
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    counts = (num_heads, kv_heads, kv_heads)
+    size, axes = _head_size(name, users, None, counts), len(users.grid)
+    parts = block.split([count * size for count in counts], dim=-1)
+    found = [
+        _decoded(users, part.unflatten(-1, (count, size)), axes, memory_config, output_tensors, number)
+        for number, (part, count) in enumerate(zip(parts, counts, strict=True))
+    ]
+    return found[0], found[1], found[2]
+
+
+def _some_users(tensor: Tensor, offset: Tensor, count: int) -> Tensor:
+    """The users from an offset on that every device knows for itself."""
+    operands("experimental.nlp_create_qkv_heads_decode", tensor, offset)
+    first = offset.block.flatten(len(offset.grid))[..., :1]
+    zeros = torch.zeros_like(first)
+    starts = torch.cat([zeros, zeros, first, zeros], dim=-1)
+    ends = starts + torch.tensor([1, tensor.shape[1], count, tensor.shape[3]])
+    begin, end = (
+        Tensor(each, offset.grid, offset.dtype, offset.layout, offset.tensor_topology(), offset.device())
+        for each in (starts, ends)
+    )
+    if count > tensor.shape[2]:
+        raise OperandError(f"{count} users of {tensor.shape[2]}", fix="a smaller slice_size")
+    return slice_(tensor, begin, end)
+
+
+def _decoded(
+    source: Tensor, block: Block, axes: int, memory: MemoryConfig | None, outputs: Outputs, number: int
+) -> Tensor:
+    """[1, 1, B, heads, D] of a device as [1, B, heads, D]."""
+    made = block.flatten(axes, axes + 1)
+    return result(
+        fresh(made),
+        source,
+        topology=label_moves.mapped(source, (0, None, 1, 2), made.shape[axes:]),
+        memory_config=memory,
+        output_tensor=outputs[number] if outputs else None,
+    )
+
+
+@op("experimental.nlp_concat_heads_decode")
+def nlp_concat_heads_decode(
+    input_tensor: Tensor,
+    *,
+    num_heads: int,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """[1, B, heads, D] as [1, 1, B, num_heads * D]; heads beyond `num_heads` are padding and left out."""
+    name = "experimental.nlp_concat_heads_decode"
+    _, (block,) = operands(name, input_tensor)
+    axes = len(input_tensor.grid)
+    if len(input_tensor.shape) != 4 or input_tensor.shape[2] < num_heads:
+        raise OperandError(f"ttnn.{name}: {num_heads} heads of {list(input_tensor.shape)}", fix="give [1, B, heads, D]")
+    made = block[..., :num_heads, :].flatten(-2).unsqueeze(axes + 1)
+    return result(
+        fresh(made),
+        input_tensor,
+        topology=label_moves.mapped(input_tensor, (0, 2, 3, None), made.shape[axes:]),
+        memory_config=memory_config,
+        output_tensor=output_tensor,
+    )
+
+
+# together
+
+
+@op("experimental.nlp_concat_heads")
+def nlp_concat_heads(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """[B, H, S, D] as [B, 1, S, H * D]."""
+    return _concatenated("experimental.nlp_concat_heads", input_tensor, True, memory_config, None)
+
+
+@op("experimental.concatenate_heads")
+def experimental_concatenate_heads(
+    input_tensor: Tensor,
+    compute_with_storage_grid_size: Any = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """[B, H, S, D] as [B, 1, S, H * D]."""
+    return _concatenated("experimental.concatenate_heads", input_tensor, True, memory_config, output_tensor)
+
+
+@op("transformer.concatenate_heads")
+def concatenate_heads(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """[B, H, S, D] as [B, S, H * D]."""
+    return _concatenated("transformer.concatenate_heads", input_tensor, False, memory_config, None)
+
+
+def _concatenated(name: str, tensor: Tensor, four: bool, memory: MemoryConfig | None, output: Tensor | None) -> Tensor:
+    _, (block,) = operands(name, tensor)
+    axes = len(tensor.grid)
+    if len(tensor.shape) != 4:
+        raise OperandError(f"ttnn.{name} takes [B, H, S, D], not {list(tensor.shape)}")
+    made = block.transpose(-3, -2).flatten(-2)
+    places = (0, 2, 1, None)
+    if four:
+        made, places = made.unsqueeze(axes + 1), (0, 3, 2, None)
+    return result(
+        fresh(made),
+        tensor,
+        topology=label_moves.mapped(tensor, places, made.shape[axes:]),
+        memory_config=memory,
+        output_tensor=output,
+    )
+
+
+@op("experimental.nlp_kv_cache_load_slice")
+def nlp_kv_cache_load_slice(
+    input_tensor: Tensor,
+    *,
+    seq_len_start: int,
+    seq_len_end: int,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """Some positions of a cache [B, H, S, D]."""
+    batch, heads, _, size = input_tensor.shape
+    starts, ends = (0, 0, seq_len_start, 0), (batch, heads, seq_len_end, size)
+    return slice_(input_tensor, starts, ends, memory_config=memory_config, output_tensor=output_tensor)

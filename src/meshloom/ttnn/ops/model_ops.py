@@ -1,0 +1,249 @@
+"""Fused ops of models: sampling, reductions over experts, products shaped for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn import calling, label_moves
+from meshloom.ttnn.block_moves import axis_of, fresh, spread
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.labels import reduced
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops import elementwise as _elementwise  # noqa: F401  it puts multiply into the table
+from meshloom.ttnn.ops.activations import Activation
+from meshloom.ttnn.ops.matmul import linear
+from meshloom.ttnn.ops.slicing import chunk, concat
+from meshloom.ttnn.parts import Block
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import Placement, PlacementReplicate, PlacementShard
+
+# tokens
+
+
+@op("sampling")
+def sampling(
+    input_values_tensor: Tensor,
+    input_indices_tensor: Tensor,
+    k: Tensor,
+    p: Tensor,
+    temp: Tensor,
+    *,
+    seed: int | None = None,
+    sub_core_grids: Any = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """One token of every user, [1, 1, 1, B], drawn from the best `k` of [1, 1, B, n] that make up probability `p`.
+
+    Logits are multiplied by `temp`, which is one over the temperature. The draw of a user is the same on all devices.
+    """
+    tensors = (input_values_tensor, input_indices_tensor, k, p, temp)
+    blocks = operands("sampling", *tensors)[1]
+    axes, users = len(input_values_tensor.grid), input_values_tensor.shape[-2]
+    for name, tensor in (("k", k), ("p", p), ("temp", temp)):
+        if tensor.shape[-1] != users:
+            raise OperandError(f"ttnn.sampling: {name} is {list(tensor.shape)} for {users} users", fix="one for each")
+    limit, share, heat = (each.flatten(axes).unsqueeze(-1) for each in blocks[2:])
+    logits = blocks[0].flatten(axes, -2).float() * heat.float()
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    luck = torch.rand(users, 1, generator=generator)
+    place = _drawn(logits, limit, share.float(), luck)
+    numbers, at = spread([blocks[1].flatten(axes, -2), place], axes)
+    chosen = numbers.gather(-1, at).squeeze(-1)
+    return result(
+        chosen.reshape(*chosen.shape[:axes], 1, 1, 1, users),
+        input_values_tensor,
+        topology=_drawn_label(tensors),
+        dtype=output_tensor.dtype if output_tensor is not None else DataType.UINT32,
+        layout=Layout.ROW_MAJOR,
+        output_tensor=output_tensor,
+        coords=shared_coords(*tensors),
+    )
+
+
+def _drawn(logits: Block, limit: Block, share: Block, luck: Block) -> Block:
+    """Where the token is that luck, from 0 to 1, falls on: among the best, in the order of their logits.
+
+    >>> _drawn(torch.tensor([[0.0, 3.0, 2.0]]), torch.tensor([[2]]), torch.tensor([[1.0]]), torch.tensor([[0.9]]))
+    tensor([[2]])
+    """
+    sorted_, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1])
+    kept = sorted_.masked_fill(rank >= limit.clamp(min=1), -torch.inf).softmax(-1)
+    before = kept.cumsum(-1) - kept
+    weight = kept.masked_fill((before >= share) & (rank > 0), 0)
+    sums = weight.cumsum(-1)
+    place = (sums <= luck * sums[..., -1:]).sum(-1, keepdim=True)
+    last = (weight > 0).sum(-1, keepdim=True) - 1
+    return order.gather(-1, torch.minimum(place, last.clamp(min=0)))
+
+
+def _drawn_label(tensors: Sequence[Tensor]) -> Any:
+    """Cut at the users or not at all: cut at the choices, devices draw different tokens."""
+    users = len(tensors[0].shape) - 2
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        values, numbers, *others = column
+        cut = values == PlacementShard(users) and numbers == PlacementShard(users)
+        fits = all(isinstance(each, (PlacementShard, PlacementReplicate)) for each in others)
+        return PlacementShard(3) if cut and fits else None
+
+    return label_moves.ruled("sampling", tensors, rule)
+
+
+# sums
+
+
+@op("experimental.fast_reduce_nc")
+def fast_reduce_nc(
+    input: Tensor,
+    *,
+    dims: Sequence[int] = (),
+    output: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+    sub_core_grids: Any = None,
+) -> Tensor:
+    """Sums over dims before the last two, which stay as dims of size 1; without dims, over all of those."""
+    _, (block,) = operands("experimental.fast_reduce_nc", input)
+    rank, axes = len(input.shape), len(input.grid)
+    gone = [axis_of("experimental.fast_reduce_nc", dim, rank) for dim in dims] or list(range(rank - 2))
+    if any(dim >= rank - 2 for dim in gone):
+        raise OperandError(f"ttnn.experimental.fast_reduce_nc: dims {list(dims)} of rank {rank}", fix="ttnn.sum")
+    values = block.float().sum([axes + dim for dim in gone], keepdim=True) if gone else fresh(block)
+    topology = reduced(input, gone, True, "sum") if gone else label_moves.kept(input)
+    return result(values, input, topology=topology, memory_config=memory_config, output_tensor=output)
+
+
+# products
+
+
+@op("experimental.minimal_matmul")
+def minimal_matmul(
+    input_tensor: Tensor | Sequence[Tensor],
+    weight_tensor: Tensor,
+    *,
+    bias_tensor: Tensor | None = None,
+    fused_activation: Activation | None = None,
+    config: Any = None,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    compute_kernel_config: Any = None,
+    fuse_swiglu: bool = False,
+) -> Tensor:
+    """`linear`; several operands are one, side by side. With `fuse_swiglu`, silu(first half) * second half of it."""
+    given = input_tensor if isinstance(input_tensor, Tensor) else concat(input_tensor, dim=-1)
+    made = linear(
+        given,
+        weight_tensor,
+        bias=bias_tensor,
+        activation=fused_activation,
+        memory_config=memory_config,
+        dtype=dtype,
+    )
+    if not fuse_swiglu:
+        return made
+    gate, up = chunk(made, 2, -1)
+    return calling.TABLE["multiply"](gate, up, input_tensor_a_activations=["silu"])
+
+
+@op("experimental.minimal_matmul_split")
+def minimal_matmul_split(
+    input_tensor: Tensor,
+    weight_tensor: Tensor,
+    *,
+    chunks: int = 3,
+    dim: int = -1,
+    bias_tensor: Tensor | None = None,
+    fused_activation: Activation | None = None,
+    config: Any = None,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    compute_kernel_config: Any = None,
+    fuse_swiglu: bool = False,
+) -> list[Tensor]:
+    """`minimal_matmul` in equal pieces of its width."""
+    made = minimal_matmul(
+        input_tensor,
+        weight_tensor,
+        bias_tensor=bias_tensor,
+        fused_activation=fused_activation,
+        memory_config=memory_config,
+        dtype=dtype,
+        fuse_swiglu=fuse_swiglu,
+    )
+    if dim not in (-1, len(made.shape) - 1) or made.shape[-1] % chunks:
+        raise ArgumentError(f"ttnn.experimental.minimal_matmul_split: {chunks} pieces of dim {dim} of {made.shape}")
+    return chunk(made, chunks, dim)
+
+
+@op("experimental.attn_matmul")
+def attn_matmul(
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    *,
+    compute_with_storage_grid_size: Any = None,
+    dtype: DataType | None = None,
+    compute_kernel_config: Any = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+) -> Tensor:
+    """Queries [1, H, B, K] times caches [B, 1, K, N] of every user: [1, H, B, N]."""
+    return _by_user("experimental.attn_matmul", input_tensor_a, input_tensor_b, dtype, memory_config, output_tensor)
+
+
+@op("experimental.group_attn_matmul")
+def group_attn_matmul(
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    *,
+    compute_with_storage_grid_size: Any = None,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+    compute_kernel_config: Any = None,
+    optional_output_tensor: Tensor | None = None,
+) -> Tensor:
+    """Queries [1, H, B, K] times caches [B, G, K, N] whose heads serve groups of query heads: [1, H, B, N]."""
+    return _by_user(
+        "experimental.group_attn_matmul",
+        input_tensor_a,
+        input_tensor_b,
+        dtype,
+        memory_config,
+        optional_output_tensor,
+    )
+
+
+def _by_user(
+    name: str, a: Tensor, b: Tensor, dtype: DataType | None, memory: MemoryConfig | None, output: Tensor | None
+) -> Tensor:
+    _, (x, y) = operands(name, a, b)
+    axes, heads = len(a.grid), a.shape[1]
+    if a.shape[2] != b.shape[0] or a.shape[3] != b.shape[2] or heads % b.shape[1]:
+        raise OperandError(f"ttnn.{name}: {list(a.shape)} times {list(b.shape)}", fix="[1, H, B, K] and [B, G, K, N]")
+    rows = x.float().transpose(axes, axes + 2).unflatten(axes + 1, (b.shape[1], -1))  # [*mesh, B, G, H / G, 1, K]
+    values = (rows.squeeze(-2) @ y.float()).flatten(axes + 1, axes + 2).unsqueeze(-2).transpose(axes, axes + 2)
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        p, q = column
+        users, group = (PlacementShard(2), PlacementShard(0)), (PlacementShard(1), PlacementShard(1))
+        if (p, q) in (users, group):
+            return p
+        still = isinstance(q, PlacementReplicate)
+        if still and p == PlacementShard(1):
+            return p
+        return PlacementShard(3) if q == PlacementShard(3) and isinstance(p, PlacementReplicate) else None
+
+    return result(
+        values.contiguous(),
+        a,
+        topology=label_moves.ruled(name, (a, b), rule),
+        dtype=dtype,
+        memory_config=memory,
+        output_tensor=output,
+        coords=shared_coords(a, b),
+    )

@@ -1,0 +1,307 @@
+"""Pooling and resampling of pictures: every device its own, all in one call. Pooling gives flattened results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import spread, whole
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.labels import reduced
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops.sliding import Around, around, channels_first, flattened, label, torch_order, windows
+from meshloom.ttnn.parts import Block
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import Placement, PlacementReplicate, PlacementShard
+
+
+def _by_picture(pictures: Block, axes: int, function: Callable[[Block], Block]) -> Block:
+    """A function of [B, C, H, W], of the pictures of all devices."""
+    sizes = pictures.shape[: axes + 1]
+    return function(pictures.flatten(0, axes)).unflatten(0, sizes)
+
+
+def _pooled(
+    values: Block,
+    tensor: Tensor,
+    name: str,
+    linear: bool,
+    dtype: DataType,
+    layout: Layout,
+    memory: MemoryConfig | None,
+) -> Tensor:
+    return result(
+        flattened(values, len(tensor.grid)),
+        tensor,
+        topology=label(name, tensor, linear),
+        dtype=dtype,
+        layout=layout,
+        memory_config=memory or MemoryConfig(buffer_type=tensor.memory_config().buffer_type),
+    )
+
+
+# windows
+
+
+@op("max_pool2d", "experimental.quasar.max_pool2d")
+def max_pool2d(
+    input_tensor: Tensor,
+    batch_size: int,
+    input_h: int,
+    input_w: int,
+    channels: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int] = (1, 1),
+    ceil_mode: bool = False,
+    *,
+    memory_config: MemoryConfig | None = None,
+    dram_slice_config: Any = None,
+    applied_shard_scheme: Any = None,
+    deallocate_input: bool = False,
+    reallocate_halo_output: bool = True,
+    return_indices: bool = False,
+    dtype: DataType = DataType.BFLOAT16,
+    output_layout: Layout = Layout.ROW_MAJOR,
+    config_tensor_in_dram: bool = False,
+) -> Any:
+    """The largest of every window, [1, 1, N * H' * W', C]; with `return_indices` also where in its picture it was."""
+    operands("max_pool2d", input_tensor)
+    axes, edges = len(input_tensor.grid), around(padding)
+    kernel, steps, holes = whole(kernel_size, 2), whole(stride, 2), whole(dilation, 2)
+    pictures = channels_first("max_pool2d", input_tensor, (batch_size, input_h, input_w, channels)).float()
+    count = _counts((input_h, input_w), kernel, steps, edges, holes, ceil_mode)
+    padded = F.pad(pictures, torch_order(edges), value=-torch.inf)
+    found, where = (
+        part.unflatten(0, pictures.shape[: axes + 1])
+        for part in F.max_pool2d(padded.flatten(0, axes), kernel, steps, 0, holes, ceil_mode, return_indices=True)
+    )
+    found, where = (part[..., : count[0], : count[1]] for part in (found, where))
+    made = _pooled(found, input_tensor, "max_pool2d", False, dtype, output_layout, memory_config)
+    if not return_indices:
+        return _left(made, input_tensor, deallocate_input)
+    row, column = where // padded.shape[-1] - edges[0], where % padded.shape[-1] - edges[2]
+    index = row.clamp(0, input_h - 1) * input_w + column.clamp(0, input_w - 1)
+    numbers = _pooled(index, input_tensor, "max_pool2d", False, DataType.UINT16, output_layout, memory_config)
+    return [_left(made, input_tensor, deallocate_input), numbers]
+
+
+def _left(made: Tensor, given: Tensor, deallocate: bool) -> Tensor:
+    if deallocate:
+        given.deallocate(force=True)
+    return made
+
+
+def _counts(
+    sizes: tuple[int, int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    edges: Around,
+    holes: Sequence[int],
+    ceil: bool,
+) -> tuple[int, int]:
+    top, bottom, left, right = edges
+    return (
+        windows(sizes[0], kernel[0], stride[0], top, bottom, holes[0], ceil),
+        windows(sizes[1], kernel[1], stride[1], left, right, holes[1], ceil),
+    )
+
+
+@op("avg_pool2d", "experimental.quasar.avg_pool2d")
+def avg_pool2d(
+    input_tensor: Tensor,
+    batch_size: int,
+    input_h: int,
+    input_w: int,
+    channels: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+    dram_slice_config: Any = None,
+    applied_shard_scheme: Any = None,
+    compute_kernel_config: Any = None,
+    deallocate_input: bool = False,
+    reallocate_halo_output: bool = True,
+    dtype: DataType = DataType.BFLOAT16,
+    output_layout: Layout = Layout.ROW_MAJOR,
+    config_tensor_in_dram: bool = False,
+) -> Tensor:
+    """The mean of every window, [1, 1, N * H' * W', C], padding counted or not."""
+    operands("avg_pool2d", input_tensor)
+    axes, edges = len(input_tensor.grid), around(padding)
+    kernel, steps = whole(kernel_size, 2), whole(stride, 2)
+    pictures = channels_first("avg_pool2d", input_tensor, (batch_size, input_h, input_w, channels)).float()
+    count = _counts((input_h, input_w), kernel, steps, edges, (1, 1), ceil_mode)
+
+    def summed(values: Block) -> Block:
+        found = F.avg_pool2d(values, kernel, steps, 0, ceil_mode, divisor_override=1)
+        return found[..., : count[0], : count[1]]
+
+    total = _by_picture(F.pad(pictures, torch_order(edges)), axes, summed)
+    inside = F.pad(torch.ones(1, 1, input_h, input_w), torch_order(edges), value=1.0 if count_include_pad else 0.0)
+    found = total / (divisor_override or summed(inside))
+    made = _pooled(found, input_tensor, "avg_pool2d", True, dtype, output_layout, memory_config)
+    return _left(made, input_tensor, deallocate_input)
+
+
+@op("global_avg_pool2d")
+def global_avg_pool2d(
+    input_tensor: Tensor, *, memory_config: MemoryConfig | None = None, dtype: DataType | None = None
+) -> Tensor:
+    """The mean of every picture of [N, H, W, C]: [N, 1, 1, C]."""
+    _, (block,) = operands("global_avg_pool2d", input_tensor)
+    if len(input_tensor.shape) != 4:
+        raise OperandError(f"ttnn.global_avg_pool2d takes [N, H, W, C], not {list(input_tensor.shape)}")
+    return result(
+        block.float().mean((-3, -2), keepdim=True),
+        input_tensor,
+        topology=reduced(input_tensor, (1, 2), True, "mean"),
+        dtype=dtype,
+        memory_config=memory_config,
+    )
+
+
+@op("adaptive_avg_pool2d")
+def adaptive_avg_pool2d(
+    input_tensor: Tensor,
+    batch_size: int,
+    input_h: int,
+    input_w: int,
+    channels: int,
+    output_size: Sequence[int],
+    *,
+    memory_config: MemoryConfig | None = None,
+    dram_slice_config: Any = None,
+    applied_shard_scheme: Any = None,
+    compute_kernel_config: Any = None,
+    deallocate_input: bool = False,
+    reallocate_output: bool = True,
+) -> Tensor:
+    """The means of as many windows as asked for, [1, 1, N * h * w, C]."""
+    sizes, asked = (batch_size, input_h, input_w, channels), whole(output_size, 2)
+    made = _adapted("adaptive_avg_pool2d", input_tensor, sizes, asked, F.adaptive_avg_pool2d, True, memory_config)
+    return _left(made, input_tensor, deallocate_input)
+
+
+@op("adaptive_max_pool2d")
+def adaptive_max_pool2d(
+    input_tensor: Tensor,
+    batch_size: int,
+    input_h: int,
+    input_w: int,
+    channels: int,
+    output_size: Sequence[int],
+    *,
+    memory_config: MemoryConfig | None = None,
+    dram_slice_config: Any = None,
+    applied_shard_scheme: Any = None,
+    deallocate_input: bool = False,
+    reallocate_output: bool = True,
+) -> Tensor:
+    """The largest of as many windows as asked for, [1, 1, N * h * w, C]."""
+    sizes, asked = (batch_size, input_h, input_w, channels), whole(output_size, 2)
+    made = _adapted("adaptive_max_pool2d", input_tensor, sizes, asked, F.adaptive_max_pool2d, False, memory_config)
+    return _left(made, input_tensor, deallocate_input)
+
+
+def _adapted(
+    name: str,
+    tensor: Tensor,
+    sizes: tuple[int, int, int, int],
+    asked: Sequence[int],
+    function: Callable[..., Block],
+    linear: bool,
+    memory: MemoryConfig | None,
+) -> Tensor:
+    operands(name, tensor)
+    pictures = channels_first(name, tensor, sizes).float()
+    found = _by_picture(pictures, len(tensor.grid), lambda flat: function(flat, tuple(asked)))
+    return _pooled(found, tensor, name, linear, tensor.dtype, Layout.ROW_MAJOR, memory)
+
+
+# other sizes, other places
+
+
+@op("upsample")
+def upsample(
+    input_tensor: Tensor,
+    scale_factor: float | Sequence[float],
+    *,
+    mode: str = "nearest",
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """Larger pictures, [N, H, W, C]: by the nearest element or between neighbours (bilinear)."""
+    _, (block,) = operands("upsample", input_tensor)
+    if mode not in ("nearest", "bilinear"):
+        raise ArgumentError(f"ttnn.upsample: mode={mode!r}", fix="'nearest' or 'bilinear'")
+    if len(input_tensor.shape) != 4:
+        raise OperandError(f"ttnn.upsample takes [N, H, W, C], not {list(input_tensor.shape)}")
+    factors = (scale_factor, scale_factor) if isinstance(scale_factor, (int, float)) else tuple(scale_factor)
+    axes = len(input_tensor.grid)
+
+    def larger(pictures: Block) -> Block:
+        return F.interpolate(pictures, scale_factor=tuple(map(float, factors)), mode=mode)
+
+    values = _by_picture(block.movedim(-1, -3).float(), axes, larger).movedim(-3, -1)
+    topology = _inside(input_tensor, values.shape[axes:])
+    return result(values.contiguous(), input_tensor, topology=topology, memory_config=memory_config)
+
+
+def _inside(tensor: Tensor, shape: Sequence[int]) -> Any:
+    """Cut at pictures or channels as before; cut inside of pictures, parts are made each alone."""
+    return label_moves.mapped(tensor, (0, 1, 2, 3), shape)
+
+
+@op("grid_sample")
+def grid_sample(
+    input_tensor: Tensor,
+    grid: Tensor,
+    *,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool = False,
+    use_precomputed_grid: bool = False,
+    batch_output_channels: bool = False,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """Pictures [N, H, W, C] read at places [N, h, w, 2] from -1 to 1: [N, h, w, C]."""
+    if use_precomputed_grid or batch_output_channels:
+        raise OperandError("ttnn.grid_sample: precomputed and batched grids are not covered", fix="a grid [N, h, w, 2]")
+    blocks = operands("grid_sample", input_tensor, grid)[1]
+    axes = len(input_tensor.grid)
+    pictures, places = (each.float().flatten(0, axes) for each in spread(blocks, axes))
+    found = F.grid_sample(pictures.movedim(-1, -3), places, mode, padding_mode, align_corners)
+    sizes = spread(blocks, axes)[0].shape[: axes + 1]
+    values = found.unflatten(0, sizes).movedim(-3, -1)
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        x, g = column
+        if x == PlacementShard(3) and isinstance(g, PlacementReplicate):
+            return x
+        if isinstance(g, PlacementShard) and g.dim in (1, 2) and isinstance(x, PlacementReplicate):
+            return g
+        told = {each for each in (x, g) if not isinstance(each, PlacementReplicate)}
+        return PlacementShard(0) if told == {PlacementShard(0)} else None
+
+    topology = label_moves.ruled("grid_sample", (input_tensor, grid), rule)
+    return result(
+        values.contiguous(),
+        input_tensor,
+        topology=topology,
+        memory_config=memory_config,
+        coords=shared_coords(input_tensor, grid),
+    )

@@ -1,0 +1,162 @@
+"""Rotary position embeddings: x * cos + turned(x) * sin.
+
+What is turned are the halves of a head or, by a matrix of one tile, its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.parts import Block, aligned
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+
+
+def turned_halves(x: Block) -> Block:
+    """(-second half, first half) of the last dim.
+
+    >>> turned_halves(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    tensor([-3., -4.,  1.,  2.])
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def _rotated(x: Block, turned: Block, cos: Block, sin: Block) -> Block:
+    return x.float() * cos.float() + turned.float() * sin.float()
+
+
+def _label(tensors: Sequence[Tensor]) -> Any:
+    """As the first operand: what cuts it may cut the angles at any dim; terms stay terms under the same angles."""
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        first, *others = column
+        if isinstance(first, PlacementPartial):
+            return first if all(isinstance(each, PlacementReplicate) for each in others) else None
+        alone = isinstance(first, PlacementShard) and not any(isinstance(each, PlacementPartial) for each in others)
+        return first if alone else None
+
+    return label_moves.ruled("rotary", tensors, rule)
+
+
+@op("experimental.rotate_half")
+def rotate_half(input: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+    """(-second half, first half) of the last dim."""
+    _, (block,) = operands("experimental.rotate_half", input)
+    if input.shape[-1] % 2:
+        raise OperandError(f"ttnn.experimental.rotate_half: a width of {input.shape[-1]} has no halves")
+    return result(turned_halves(block), input, topology=label_moves.kept(input), memory_config=memory_config)
+
+
+@op("experimental.rotary_embedding")
+def rotary_embedding(
+    input_tensor: Tensor,
+    cos_cache: Tensor,
+    sin_cache: Tensor,
+    token_index: int | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """Rotate halves of [.., S, D] by caches [1, 1, S or more, D]: position by position, or all by one token's angle."""
+    name = "experimental.rotary_embedding"
+    tensors = (input_tensor, cos_cache, sin_cache)
+    x, cos, sin = operands(name, *tensors)[1]
+    first, count = (0, input_tensor.shape[-2]) if token_index is None else (token_index, 1)
+    if first < 0 or first + count > cos_cache.shape[-2]:
+        raise OperandError(
+            f"ttnn.{name}: positions {first} to {first + count - 1} of a cache of {cos_cache.shape[-2]}",
+            fix="a longer cache",
+        )
+    angles = (each[..., first : first + count, :] for each in (cos, sin))
+    values = _rotated(x, turned_halves(x), *angles)
+    return result(
+        values, input_tensor, topology=_label(tensors), memory_config=memory_config, coords=shared_coords(*tensors)
+    )
+
+
+@op("experimental.rotary_embedding_hf")
+def rotary_embedding_hf(
+    input_tensor: Tensor,
+    cos_cache: Tensor,
+    sin_cache: Tensor,
+    *,
+    is_decode_mode: bool = False,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """Rotate halves of [B, H, S, D] position by position, or of [1, B, H, D] with angles [1, B, 1, D] by user."""
+    tensors = (input_tensor, cos_cache, sin_cache)
+    x, cos, sin = operands("experimental.rotary_embedding_hf", *tensors)[1]
+    values = _rotated(x, turned_halves(x), *_angles(input_tensor, cos, sin, is_decode_mode))
+    return result(
+        values, input_tensor, topology=_label(tensors), memory_config=memory_config, coords=shared_coords(*tensors)
+    )
+
+
+@op("experimental.rotary_embedding_llama")
+def rotary_embedding_llama(
+    input_tensor: Tensor,
+    cos_cache: Tensor,
+    sin_cache: Tensor,
+    trans_mat: Tensor,
+    *,
+    is_decode_mode: bool = False,
+    memory_config: MemoryConfig | None = None,
+    compute_kernel_config: Any = None,
+) -> Tensor:
+    """Rotate by a matrix that turns 32 elements: [1, H, S, D] position by position, or [1, B, H, D] by user."""
+    tensors = (input_tensor, cos_cache, sin_cache, trans_mat)
+    x, cos, sin, matrix = operands("experimental.rotary_embedding_llama", *tensors)[1]
+    values = _rotated(x, _turned_by(x, matrix, len(cos_cache.grid)), *_angles(input_tensor, cos, sin, is_decode_mode))
+    return result(
+        values, input_tensor, topology=_label(tensors), memory_config=memory_config, coords=shared_coords(*tensors)
+    )
+
+
+@op("experimental.rotary_embedding_llama_fused_qk")
+def rotary_embedding_llama_fused_qk(
+    q_input_tensor: Tensor,
+    k_input_tensor: Tensor,
+    cos_cache: Tensor,
+    sin_cache: Tensor,
+    trans_mat: Tensor,
+    *,
+    compute_kernel_config: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of one token of every user; angles are [1, B, 1, D], or [1, 2 * B, 1, D] with the keys' last."""
+    made = []
+    for number, tensor in enumerate((q_input_tensor, k_input_tensor)):
+        tensors = (tensor, cos_cache, sin_cache, trans_mat)
+        x, cos, sin, matrix = operands("experimental.rotary_embedding_llama_fused_qk", *tensors)[1]
+        users = tensor.shape[1]
+        first = users * number if cos_cache.shape[1] >= 2 * users else 0
+        angles = (each[..., first : first + users, :1, :] for each in (cos, sin))
+        values = _rotated(x, _turned_by(x, matrix, len(cos_cache.grid)), *angles)
+        made.append(result(values, tensor, topology=_label(tensors), coords=shared_coords(*tensors)))
+    return made[0], made[1]
+
+
+def _turned_by(x: Block, matrix: Block, axes: int) -> Block:
+    """Every piece of the last dim times the matrix; a matrix repeated for each core is the first of them."""
+    side = matrix.shape[-1]
+    if x.shape[-1] % side:
+        raise OperandError(f"a head of {x.shape[-1]} does not divide into pieces of {side}, the matrix's width")
+    pieces = x.float().unflatten(-1, (-1, side))
+    one = aligned(matrix[..., :side, :].float(), axes, pieces.dim() - axes)
+    return torch.matmul(pieces, one).flatten(-2)
+
+
+def _angles(tensor: Tensor, cos: Block, sin: Block, decoding: bool) -> tuple[Block, Block]:
+    """The rows of the caches that belong to positions, or to users."""
+    count = 1 if decoding else tensor.shape[-2]
+    if cos.shape[-2] < count:
+        raise OperandError(f"{count} positions and a cache of {cos.shape[-2]}", fix="a longer cache")
+    return cos[..., :count, :], sin[..., :count, :]

@@ -1,0 +1,88 @@
+"""What convolution and pooling share: pictures of all devices as one batch with channels first, windows, flat results.
+
+A device's pictures are [N, H, W, C] or, flattened, [1, 1, N * H * W, C]; results are flattened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from meshloom.errors import OperandError
+from meshloom.ttnn import label_moves
+from meshloom.ttnn.block_moves import whole
+from meshloom.ttnn.parts import Block
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementShard
+
+Around = tuple[int, int, int, int]  # top, bottom, left, right
+
+
+def channels_first(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> Block:
+    """Pictures of every device as [*mesh, N, C, H, W]; sizes are N, H, W, C."""
+    if math.prod(tensor.shape) != math.prod(sizes) or tensor.shape[-1] != sizes[-1]:
+        batch, height, width, channels = sizes
+        raise OperandError(
+            f"ttnn.{name}: {batch} pictures {height}x{width} with {channels} channels are not in {list(tensor.shape)}",
+            fix=f"[1, 1, {batch * height * width}, {channels}], sizes being those of one device",
+        )
+    block = tensor.block
+    return block.reshape(*block.shape[: len(tensor.grid)], *sizes).movedim(-1, -3)
+
+
+def flattened(pictures: Block, axes: int) -> Block:
+    """[*mesh, N, C, H, W] as [*mesh, 1, 1, N * H * W, C]."""
+    last = pictures.movedim(-3, -1)
+    return last.reshape(*pictures.shape[:axes], 1, 1, -1, pictures.shape[-3])
+
+
+def around(padding: int | Sequence[int]) -> Around:
+    """Padding as top, bottom, left, right: of one number, (height, width) or all four.
+
+    >>> around(1), around((1, 2)), around((1, 2, 3, 4))
+    ((1, 1, 1, 1), (1, 1, 2, 2), (1, 2, 3, 4))
+    """
+    sizes = whole(padding, 2)
+    if len(sizes) == 4:
+        return (sizes[0], sizes[1], sizes[2], sizes[3])
+    return (sizes[0], sizes[0], sizes[1], sizes[1])
+
+
+def torch_order(padding: Around) -> tuple[int, int, int, int]:
+    """As torch's pad takes it: left, right, top, bottom."""
+    top, bottom, left, right = padding
+    return (left, right, top, bottom)
+
+
+def windows(size: int, kernel: int, stride: int, before: int, after: int, dilation: int = 1, ceil: bool = False) -> int:
+    """How many windows fit; rounded up if asked for, but none begins in the padding behind.
+
+    >>> windows(7, 3, 2, 1, 1), windows(8, 3, 2, 0, 0), windows(8, 3, 2, 0, 0, ceil=True)
+    (4, 3, 4)
+    """
+    room = size + before + after - dilation * (kernel - 1) - 1
+    if room < 0:
+        raise OperandError(f"a window of {dilation * (kernel - 1) + 1} does not fit into {size + before + after}")
+    count = -(-room // stride) + 1 if ceil else room // stride + 1
+    return count - 1 if ceil and (count - 1) * stride >= size + before else count
+
+
+def label(name: str, tensor: Tensor, linear: bool) -> Any:
+    """Of an op on every picture and channel alone: cut at the pictures or at the channels."""
+    rank = len(tensor.shape)
+
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        placement = column[0]
+        if isinstance(placement, PlacementPartial):
+            return placement if linear else None
+        assert isinstance(placement, PlacementShard)
+        return pictures_cut(tensor, placement) if placement.dim != rank - 1 else placement.at(3)
+
+    return label_moves.ruled((name, linear), (tensor,), rule)
+
+
+def pictures_cut(tensor: Tensor, placement: PlacementShard) -> Placement | None:
+    """The cut of the flattened dim of a result, if an axis cuts pictures; None if it cuts inside of them."""
+    flat = len(tensor.shape) == 4 and tuple(tensor.shape[:2]) == (1, 1)
+    return PlacementShard(2) if placement.dim == (2 if flat else 0) else None
