@@ -1,0 +1,255 @@
+"""Between the two views of one block: what every device holds with a label, and the whole with a topology.
+
+A label is about a distribution shape, and so is the native tensor that it describes: it lies on the mesh *seen in that
+shape* (`view`), the same devices row-major. A dim cut by [8] on a mesh of 2x4 is then one cut into 8 chunks, with its
+padding at the end, as the label says it. Tensors that have to meet are brought to one view (`carried`): where both
+cut alike the array stays as it is, else the tensor is gathered first, which is seen by whoever watches communication.
+
+    [8] S(0)  f32[16, 4] on Mesh(x0=8)      ->  S(0), S(0) on Mesh(x0=2, x1=4): chunk 2 * 4 + 3 is chunk 3 of chunk 2
+    [8] S(0)  f32[9, 4], padded to 16       ->  gathered: 9 over (2, 4) is 5 + 4, which lies otherwise
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from meshloom.engines.layout import fill, from_block, short_name
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.mesh import Mesh
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
+from meshloom.placement.spelling import read_placements
+from meshloom.tensor.base import Tensor as Native
+from meshloom.tensor.moving import redistribute
+from meshloom.ttnn.composers import in_order
+from meshloom.ttnn.device import MeshDevice
+from meshloom.ttnn.labels import UNKNOWN
+from meshloom.ttnn.mappers import MeshMapperConfig, ReplicateTensorToMeshWrapper, TensorToMesh
+from meshloom.ttnn.parts import Block
+from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import (
+    REPLICATE,
+    PlacementPartial,
+    PlacementReplicate,
+    PlacementShard,
+    TensorTopology,
+)
+from meshloom.ttnn.topology import Placement as LabelPlacement
+
+
+@lru_cache(maxsize=256)
+def view(mesh: Mesh, shape: tuple[int, ...]) -> Mesh:
+    """The devices of a mesh seen in another shape, row-major.
+
+    >>> view(Mesh(x0=2, x1=4), (8,))
+    Mesh(x0=8)
+    """
+    return mesh if shape == mesh.shape else mesh.reshape(**{f"x{axis}": size for axis, size in enumerate(shape)})
+
+
+# from a label to a topology
+
+
+def lifted(tensor: Tensor, block: Block | None = None) -> Native:
+    """The whole of a tensor as its label describes it, or of a block that lies as the tensor's does (a cast of it)."""
+    values = tensor.block if block is None else block
+    device, label = tensor.device(), tensor.tensor_topology()
+    assert device is not None
+    mesh, held, rank = device.runtime.mesh, len(tensor.device_coords()), len(tensor.shape)
+    if held == mesh.size and all(isinstance(each, PlacementReplicate) for each in label.placements()):
+        return _whole(values, mesh, (Replicate(),) * mesh.ndim, (None,) * rank)
+    shape, placements = tuple(label.distribution_shape()), label.placements()
+    order = [mesh.index(place) for place in label.mesh_coords()]
+    if len(shape) == 1 and held < mesh.size and isinstance(placements[0], PlacementShard) and _is_first(order, held):
+        cut = placements[0].dim % rank  # 10 over 8 is five chunks of two: the last devices hold nothing of it
+        size = placements[0].size or held * tensor.shape[cut]
+        shape, placements, order = (mesh.size,), [PlacementShard(cut, size)], list(range(mesh.size))
+    if math.prod(shape) != mesh.size or sorted(order) != list(range(mesh.size)) or UNKNOWN in placements:
+        raise _untold(tensor, mesh)
+    if order != list(range(mesh.size)):
+        values = in_order(tensor, label.mesh_coords()).to(values.dtype)
+        mesh = mesh.reordered(order)
+    values = values.expand(*tensor.grid, *tensor.shape).reshape(*shape, *tensor.shape)
+    return _whole(values, view(mesh, shape), _native(placements, rank), _sizes(placements, rank))
+
+
+def _is_first(order: Sequence[int], held: int) -> bool:
+    return list(order) == list(range(held))
+
+
+def _untold(tensor: Tensor, mesh: Mesh) -> OperandError:
+    held = len(tensor.device_coords())
+    if held < mesh.size:
+        return OperandError(
+            f"the tensor lies on {held} of {mesh.size} devices, and its label does not say what the others hold",
+            label=tensor.tensor_topology(),
+            fix="use a submesh of those devices, or a mapper over all of them",
+        )
+    return OperandError(
+        "no whole can be told from the parts that the devices hold",
+        label=tensor.tensor_topology(),
+        fix="all_reduce or all_gather it first, or say what it is: x.update_tensor_topology(...)",
+    )
+
+
+def _native(placements: Sequence[LabelPlacement], rank: int) -> tuple[Placement, ...]:
+    """Placements of a label as native ones, dims counted from the front if the rank is given."""
+    found: list[Placement] = []
+    for each in placements:
+        if isinstance(each, PlacementShard):
+            found.append(Shard(each.dim % rank if rank else each.dim))
+        else:
+            found.append(Partial(each.op) if isinstance(each, PlacementPartial) else Replicate())
+    return tuple(found)
+
+
+def _sizes(placements: Sequence[LabelPlacement], rank: int) -> tuple[int | None, ...]:
+    """The size of the whole of every dim whose end is padding."""
+    known = {each.dim % rank: each.size for each in placements if isinstance(each, PlacementShard)}
+    return tuple(known.get(dim) for dim in range(rank))
+
+
+def _whole(block: Block, mesh: Mesh, placements: tuple[Placement, ...], sizes: tuple[int | None, ...]) -> Native:
+    """The native tensor of a block with the axes of that mesh. Padding is zero there, so it is made zero."""
+    dtype, local = short_name(block.dtype), block.shape[mesh.ndim :]
+    for axis, each in enumerate(placements):
+        if isinstance(each, Replicate):
+            block = block.narrow(axis, 0, 1)
+    cuts = [
+        math.prod(n for n, p in zip(mesh.shape, placements, strict=True) if p == Shard(d)) for d in range(len(local))
+    ]
+    full = tuple(size * count for size, count in zip(local, cuts, strict=True))
+    wanted = tuple(end if size is None else size for size, end in zip(sizes, full, strict=True))
+    topology = Topology(mesh, placements, wanted, dtype)
+    if wanted != full and (topology.stored_shape[len(topology.partial_axes) :] == full) and not _nests(topology):
+        return Native(topology, fill(from_block(block, topology), topology, 0))
+    even = Topology(mesh, placements, full, dtype)
+    found = Native(even, from_block(block, even))
+    for dim, size in enumerate(wanted):
+        if size != full[dim]:
+            found = found.narrow(dim, 0, size)
+    return found
+
+
+def _nests(topology: Topology) -> bool:
+    """Whether padding lies inside of a dim and not at its end: several axes cut a dim that does not divide."""
+    return any(len(cutting(topology, dim)) > 1 for dim in topology.padded_dims)
+
+
+def cutting(topology: Topology, dim: int) -> list[int]:
+    """The axes that really cut a dim."""
+    return [axis for axis in topology.axes_of[dim] if topology.mesh.shape[axis] > 1]
+
+
+# between views
+
+
+def carried(tensor: Native, mesh: Mesh) -> Native:
+    """The same tensor on another view of its devices."""
+    if tensor.mesh == mesh:
+        return tensor
+    target = _alike(tensor.topology, mesh)
+    if target is None:
+        tensor = redistribute(tensor, tensor.topology.replicated.placements)
+        target = Topology(mesh, (Replicate(),) * mesh.ndim, tensor.topology.shape, tensor.topology.dtype)
+    return Native(target, tensor._data.reshape(target.stored_shape))
+
+
+def _alike(here: Topology, mesh: Mesh) -> Topology | None:
+    """The topology on another view whose array is the same; None if there is none."""
+    kinds = {each for each, size in zip(here.placements, here.mesh.shape, strict=True) if size > 1}
+    if len(kinds) > 1 or (here.mesh.device_ids != mesh.device_ids and kinds - {Replicate()}):
+        return None
+    kind = kinds.pop() if kinds else Replicate()
+    placements = tuple(kind if size > 1 else Replicate() for size in mesh.shape)
+    found = Topology(mesh, placements, here.shape, here.dtype)
+    moved = here.padded and (_nests(here) or _nests(found))
+    return None if moved or math.prod(found.stored_shape) != math.prod(here.stored_shape) else found
+
+
+# from a topology to a label
+
+
+def lowered(tensor: Native, grid: Sequence[int]) -> tuple[Block, TensorTopology]:
+    """What every device of a grid holds of a tensor, and the label that says so."""
+    tensor = _with_padding_at_the_end(tensor)
+    topology, mesh = tensor.topology, tensor.mesh
+    block, local = tensor.block, tensor.topology.local_shape
+    if mesh.shape != tuple(grid):
+        alike = all(size == 1 for size in block.shape[: mesh.ndim])
+        block = (
+            block.reshape(*(1,) * len(grid), *local)
+            if alike
+            else block.expand(*mesh.shape, *local).reshape(*grid, *local)
+        )
+    placements = [_labelled(each, topology) for each in topology.placements]
+    return block, TensorTopology(mesh.shape, placements, _coordinates(mesh, tuple(grid)))
+
+
+@lru_cache(maxsize=256)
+def _coordinates(mesh: Mesh, grid: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(Mesh.of(grid).coordinates())
+
+
+def _with_padding_at_the_end(tensor: Native) -> Native:
+    """A label knows the size of a whole dim, not padding inside of it: only the outermost axis goes on cutting it."""
+    topology = tensor.topology
+    if not topology.padded or not _nests(topology):
+        return tensor
+    inner = {axis for dim in topology.padded_dims for axis in cutting(topology, dim)[1:]}
+    kept = tuple(Replicate() if axis in inner else each for axis, each in enumerate(topology.placements))
+    return redistribute(tensor, kept)
+
+
+def _labelled(placement: Placement, topology: Topology) -> LabelPlacement:
+    if isinstance(placement, Shard):
+        padded = placement.dim in topology.padded_dims
+        return PlacementShard(placement.dim, topology.shape[placement.dim] if padded else None)
+    return PlacementPartial(placement.op) if isinstance(placement, Partial) else REPLICATE
+
+
+# what is asked for
+
+
+def asked(output: Any, device: MeshDevice) -> tuple[Mesh, tuple[Placement, ...]]:
+    """The view and the placements that `output=` stands for.
+
+    One placement is about all devices row-major, as a mapper takes it; several are about the axes of the mesh. A label,
+    a mapper and its config bring their own shape.
+    """
+    mesh = device.runtime.mesh
+    if isinstance(output, (TensorToMesh, ReplicateTensorToMeshWrapper)):
+        output = output.unwrap().config()
+    if isinstance(output, MeshMapperConfig):
+        shape, given = tuple(output.mesh_shape_override or mesh.shape), list(output.placements)
+    elif isinstance(output, TensorTopology):
+        shape, given = tuple(output.distribution_shape()), list(output.placements())
+    else:
+        given = list(_several(output))
+        shape = (mesh.size,) if len(given) == 1 else mesh.shape
+    if math.prod(shape) != mesh.size or len(shape) != len(given):
+        raise OperandError(
+            f"{len(given)} placements over a shape of {list(shape)} say nothing about the {mesh.size} devices",
+            mesh=mesh,
+            fix=f"give one placement, or {mesh.ndim} for the axes of the mesh",
+        )
+    return view(mesh, shape), tuple(_one(each) for each in given)
+
+
+def _several(output: Any) -> Sequence[Any]:
+    if isinstance(output, str):
+        return read_placements(output)
+    return output if isinstance(output, (list, tuple)) else (output,)
+
+
+def _one(placement: Any) -> Placement:
+    if isinstance(placement, (Shard, Replicate, Partial)):
+        return placement
+    if isinstance(placement, (PlacementShard, PlacementReplicate, PlacementPartial)):
+        return _native([placement], 0)[0]
+    raise ArgumentError(
+        f"output={placement!r} is not a placement",
+        fix="ttnn.PlacementShard(dim), ttnn.PlacementReplicate(), a list of them, a topology or a mapper config",
+    )
