@@ -48,7 +48,10 @@ def solve(d: Draw) -> Case:
     if d.number(0, 3) == 0:
         return Case((matrix, Operand((*batch, n), torch.float32)), torch.linalg.solve)
     tail = (n, d.number(1, 3)) if left else (d.number(1, 3), n)
-    other = Operand((*d.broadcast_to(batch), *tail), torch.float32)
+    shape = (*d.broadcast_to(batch), *tail)
+    if shape == (*batch, n):  # torch takes it for a batch of vectors
+        shape = (*batch, *tail)
+    other = Operand(shape, torch.float32)
     return Case((matrix, other), lambda a, b: torch.linalg.solve(a, b, left=left))
 
 
