@@ -119,6 +119,14 @@ class MeshDevice:
         """What it looks like."""
         return MeshDeviceView(self)
 
+    def virtual_to_physical(self, coord: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """The physical device of a coordinate and the lane on it; more than one lane where `physical=` is smaller."""
+        return self.runtime.virtual_to_physical(tuple(coord))
+
+    def physical_to_virtual(self, coord: Sequence[int], lane: int = 0) -> tuple[int, ...]:
+        """The coordinate of a lane of a physical device: the inverse of `virtual_to_physical`."""
+        return self.runtime.mesh.physical_to_virtual(tuple(coord), lane)
+
     def get_system_mesh_id(self) -> int:
         """The number of the system that it is a part of: there is one."""
         return 0
