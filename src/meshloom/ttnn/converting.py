@@ -222,10 +222,10 @@ def from_data(
 # to torch
 
 
-@op("to_torch")
+@op("to_torch", spelled={"dtype": "torch_dtype"})
 def to_torch(
     tensor: Tensor,
-    dtype: torch.dtype | None = None,
+    torch_dtype: torch.dtype | None = None,
     *,
     torch_rank: int | None = None,
     mesh_composer: Composer | None = None,
@@ -249,7 +249,9 @@ def to_torch(
         queues.transfer(tensor, cq_id, writes=False)
     composer = mesh_composer if mesh_composer is not None else _composer.get()
     found = composer.compose(tensor) if composer is not None else whole(tensor)
-    kind = dtype or RETURNED.get(tensor.dtype, tensor.dtype.store)
+    if torch_dtype is not None and not isinstance(torch_dtype, torch.dtype):
+        raise ArgumentError(f"ttnn.to_torch: dtype={torch_dtype!r} is not a torch.dtype")
+    kind = torch_dtype or RETURNED.get(tensor.dtype, tensor.dtype.store)
     if isinstance(found, list):
         return [_returned(each, kind, torch_rank, tensor) for each in found]
     return _returned(found, kind, torch_rank, tensor)

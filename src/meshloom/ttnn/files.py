@@ -151,7 +151,7 @@ def _read(file: BinaryIO, path: Path) -> Tensor:
     version, length = HEAD.unpack(start[len(MAGIC) :])
     if version != VERSION:
         raise _refused(path, f"has version {version} of the format, and this reads version {VERSION}")
-    if length > min(size, LONGEST_HEADER):
+    if length > min(size - len(start), LONGEST_HEADER):
         raise _refused(path, f"is cut short or damaged: its header should have {length} bytes")
     text = file.read(length)
     header = _parsed(text, path)
@@ -255,7 +255,8 @@ def as_tensor(
         found = make()
     else:
         path = cache_path(cache_file_name, dtype, layout)
-        found = _cached(path, kept, tensor) or _filled(path, make(), cache_dump_mode)
+        cached = _cached(path, kept, tensor)
+        found = cached if cached is not None else _filled(path, make(), cache_dump_mode)
     if device is not None:
         return moved(found, device, memory_config or found.memory_config(), copies=False)
     if mapper is not None:

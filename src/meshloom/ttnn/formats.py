@@ -176,7 +176,7 @@ def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int,
 
 def rounded(values: torch.Tensor, dtype: DataType) -> torch.Tensor:
     """Values as a dtype can say them, in its `store`: block floats share exponents along rows, integers wrap."""
-    if dtype.is_block_float:
+    if dtype.is_block_float and values.numel():
         return blockfloat.rounded(values, 7 if dtype is DataType.BFLOAT8_B else 3).to(dtype.store)
     if dtype is DataType.FP8_E4M3:
         return values.to(torch.float8_e4m3fn).to(dtype.store)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +28,10 @@ Cell = Callable[[MeshCoordinate], Text]
 
 
 def _show(picture: Any) -> None:
-    Console().print(picture)
+    """Print a picture as wide as it is: a table that is folded to the window cannot be read."""
+    console = Console()
+    needed = Measurement.get(console, console.options.update(max_width=1 << 16), picture).maximum
+    Console(width=max(console.width, needed)).print(picture)
 
 
 def grid(shape: Sequence[int], cell: Cell, title: str) -> Group:

@@ -367,10 +367,10 @@ class Tensor(metaclass=_Making):
 
     def item(self) -> Any:
         """The value of a tensor with one element that all devices agree on."""
-        self.wait()
+        values = self.block.reshape(-1)
         if self.logical_volume() != 1:
             raise OperandError(f"a tensor of shape {list(self.shape)} has no single item", fix="index it first")
-        values = self.block.reshape(-1)
+        self.wait()
         if values.numel() > 1 and not bool((values == values[0]).all()):
             raise OperandError("the devices hold different values", fix="ttnn.get_device_tensors(x)[i].item()")
         return values[0].item()
