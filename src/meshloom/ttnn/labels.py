@@ -185,8 +185,6 @@ def _joined(column: Sequence[Placement], keeps: str) -> Placement:
     terms = [each for each in column if isinstance(each, PlacementPartial)]
     if not terms:
         return UNKNOWN if len(shards) > 1 else next(iter(shards), REPLICATE)
-    if len(shards) == 1 and all(each == UNKNOWN for each in terms):  # a broadcast size-1 dim beside the real one
-        return next(iter(shards))
     if shards or len(set(terms)) > 1 or terms[0].op not in TERMS:
         return UNKNOWN
     fits = {

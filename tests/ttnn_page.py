@@ -1,0 +1,84 @@
+"""`docs/ttnn_ops.md` from the table of TTNN ops: what is covered, by family, and what is not.
+
+`python tests/ttnn_page.py` writes the page; a test compares it with the table. The operations of the original and the
+names of their arguments are in `tests/data/ttnn_signatures.txt`, one line for every overload.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from meshloom.errors import MeshloomError
+from meshloom.ttnn import surface
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "ttnn_ops.md"
+DATA = Path(__file__).with_name("data") / "ttnn_signatures.txt"
+MOVING = frozenset("collectives asynchronous experts transfers".split())  # modules whose ops move between devices
+INTRO = """# Operations of `meshloom.ttnn`
+
+Made from the table of ops by `python tests/ttnn_page.py`. {covered} of the {all} operations of the original (version
+0.81.1) are covered: every argument name of every overload is accepted, and a test says so. Arguments that only concern
+the speed of hardware are checked for their type and then left alone. An operation that is not covered raises an error
+that names it and the nearest covered one.
+
+Only the families that say so communicate; all others work on what a device holds.
+
+"""
+
+
+def overloads() -> dict[str, list[str]]:
+    """The argument lists of every operation of the original: `input_tensor, *, memory_config=`."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for line in DATA.read_text(encoding="utf-8").splitlines():
+        name, _, rest = line.partition("(")
+        found[name].append(rest[:-1])
+    return dict(found)
+
+
+def covered(name: str) -> Callable[..., Any] | None:
+    """Our function for an operation of the original; None if there is none."""
+    inside, _, last = name.rpartition(".")
+    try:
+        found = surface.find(last, inside)
+    except MeshloomError:
+        return None
+    return found if callable(found) and not inspect.isclass(found) else None
+
+
+def family(function: Callable[..., Any]) -> str:
+    """The module that an op is written in."""
+    return inspect.unwrap(function).__module__
+
+
+def title(module: str) -> str:
+    """The first sentence of a module, which says what its ops do."""
+    text = " ".join((import_module(module).__doc__ or "").split("\n\n")[0].split())
+    return text.split(": ")[0].rstrip(".")
+
+
+def page() -> str:
+    """The whole page."""
+    names = overloads()
+    functions = {name: covered(name) for name in names}
+    families: dict[str, list[str]] = defaultdict(list)
+    for name, function in functions.items():
+        if function is not None:
+            families[family(function)].append(name)
+    lines = [INTRO.format(covered=sum(map(len, families.values())), all=len(names)) + "## Covered\n"]
+    lines += ["| family | communicates | operations |", "|---|---|---|"]
+    for module in sorted(families):
+        says = "between devices" if module.rpartition(".")[2] in MOVING else "nothing"
+        listed = " ".join(f"`{name}`" for name in families[module])
+        lines.append(f"| {title(module)} | {says} | {listed} |")
+    missing = [name for name, function in functions.items() if function is None]
+    lines += ["", f"## Not covered ({len(missing)})", "", " ".join(f"`{name}`" for name in missing), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
