@@ -1,32 +1,171 @@
-"""Block floats: 16 neighbours of a row share one exponent; each keeps a sign and a few bits of mantissa."""
+"""Block floats: 16 neighbours of a row share one exponent; each keeps a sign and a few bits of mantissa.
+
+The exponent is that of the largest of the 16. An element is its 24 bits of significand, shifted to that exponent (bits
+that fall off are gone), rounded to `bits` bits to the nearest, ties to even, and cut off at the largest that there is.
+Denormals count as zero, and there is no negative zero. A block with an infinity or a NaN has exponent 255: only those
+elements are read back, as they are, and the others as zero.
+
+`levels` finds the whole number that every element is of its block's unit, with float arithmetic that is exact: scaling
+by powers of two, truncating, rounding. `rounded` is for values, `pack` and `unpack` are for the bytes of tiles.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
-BLOCK = 16
+from meshloom.errors import ArgumentError
+from meshloom.runtime.tiles import FACE, TILE, tilize, untilize
+
+BLOCK = FACE
+ROWS = TILE * TILE // BLOCK  # blocks of a tile
+CHUNK = 1 << 14  # blocks that fit into a cache together with what is made of them
+LOW = 32  # exponents below are scaled up first, so that all scales are normal numbers
+LIFT = 64
+SPECIAL = 255
+SMALLEST = 2.0**-126  # below are denormals
+ZERO = torch.zeros(())
 
 
-def rounded(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Float32 values as block floats with `bits` of mantissa (7 or 3) can say them, 16 along the last dim a block.
+def levels(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every element as a whole number of units of its block, and the exponents: a unit is 2^(exponent - 126 - bits).
+
+    >>> numbers, exponent = levels(torch.tensor([[255.0, 1.0, -3.0, 0.0] + [0.0] * 12]), 7)
+    >>> numbers[0, :4].tolist(), exponent.tolist()
+    ([127.0, 0.0, -2.0, 0.0], [[134]])
+    """
+    exponent = blocks.abs().amax(-1, keepdim=True).view(torch.int32) >> 23
+    found = _whole(blocks, exponent.clamp(min=LOW), bits)
+    rows = _special(exponent)
+    if rows is not None:
+        found[rows] = _mended(blocks[rows], exponent[rows], bits)
+    return found, exponent
+
+
+def _whole(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
+    """For exponents from LOW to 254: bits that fall off are fractions first, bits that are not kept are then."""
+    found = blocks * (277 - exponent << 23).view(torch.float32)  # 2^(150 - exponent)
+    found = found.trunc_().mul_(2.0 ** (bits - 24)).round_()
+    return found.clamp_(1 - 2**bits, 2**bits - 1)
+
+
+def _special(exponent: torch.Tensor) -> torch.Tensor | None:
+    """The blocks of tiny values and those with an infinity or a NaN, if there are any. Zeros are nothing special."""
+    low, high = exponent.aminmax()
+    if int(low) >= LOW and int(high) < SPECIAL:
+        return None
+    rows = ((exponent > 0) & (exponent < LOW) | (exponent == SPECIAL)).squeeze(-1)
+    return rows if bool(rows.any()) else None
+
+
+def _mended(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
+    """As `_whole`, for special blocks: tiny values are lifted, denormals among them are zero."""
+    lifted = torch.where(blocks.abs() < SMALLEST, 0.0, blocks) * 2.0**LIFT
+    whole = _whole(lifted, exponent.clamp(max=LOW) + LIFT, bits)
+    infinite = torch.where(blocks.isinf(), blocks.sign() * 2 ** (bits - 1), 0.0)
+    marked = torch.where(blocks.isnan(), 3.0 * 2 ** (bits - 2), infinite)
+    return torch.where(exponent == SPECIAL, marked, whole)
+
+
+def valued(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
+    """The values of whole numbers of units. Adding zero makes -0 positive."""
+    unit = (exponent.clamp(min=LOW) - (bits - 1) << 23).view(torch.float32)
+    found = torch.addcmul(ZERO, numbers, unit)
+    rows = _special(exponent)
+    if rows is not None:
+        found[rows] = _read(numbers[rows], exponent[rows], bits)
+    return found
+
+
+def _read(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
+    values = torch.ldexp(numbers.double(), exponent - 126 - bits).float() + 0.0
+    infinite = numbers.abs() == 2 ** (bits - 1)
+    marked = torch.where(infinite, numbers * math.inf, torch.where(numbers == 0, 0.0, math.nan))
+    return torch.where(exponent == SPECIAL, marked, values)
+
+
+def rounded(values: torch.Tensor, bits: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values as block floats with `bits` of mantissa (7 or 3) can say them, 16 along the last dim a block.
 
     >>> rounded(torch.tensor([255.0, 1.0, -0.0]), 7)
     tensor([254.,   0.,   0.])
     """
-    data = values.float().contiguous()
-    width = data.shape[-1] if data.dim() else 1
-    padded = torch.nn.functional.pad(data.reshape(-1, width), [0, -width % BLOCK]).view(torch.int32)
-    blocks = padded.reshape(padded.shape[0], -1, BLOCK)
-    exponent = blocks >> 23 & 0xFF
-    shared = exponent.amax(-1, keepdim=True)
-    significand = torch.where(exponent == 0, 0, blocks & 0x7FFFFF | 0x800000) >> (shared - exponent).clamp(max=31)
-    drop = 24 - bits
-    odd = significand >> drop & 1
-    kept = ((significand + (1 << drop - 1) - 1 + odd) >> drop).clamp(max=(1 << bits) - 1)
-    scale = torch.ldexp(torch.ones((), dtype=torch.float64), (shared - 127 - (bits - 1)).double())
-    result = (kept.double() * scale).float()
-    result = torch.where(blocks < 0, -result, result)
-    special = shared == 255
-    result = torch.where(special, torch.where(exponent == 255, blocks.view(torch.float32), 0.0), result)
-    result = torch.where(result == 0, torch.zeros_like(result), result)
-    return result.reshape(padded.shape)[:, :width].reshape(data.shape)
+    if not values.numel():
+        return values.to(dtype)
+    width = values.shape[-1] if values.dim() else 1
+    missing = -width % BLOCK
+    data = values.float()
+    if missing:
+        data = torch.nn.functional.pad(data.reshape(-1, width), [0, missing])
+    blocks = data.reshape(-1, BLOCK)
+    if len(blocks) <= CHUNK:
+        found = valued(*levels(blocks, bits), bits).to(dtype)
+    else:
+        found = torch.empty(blocks.shape, dtype=dtype)
+        for part, into in zip(blocks.split(CHUNK), found.split(CHUNK), strict=True):
+            into.copy_(valued(*levels(part, bits), bits))
+    return found.reshape(-1, width + missing)[:, :width].reshape(values.shape) if missing else found.view(values.shape)
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """The bytes of tiles: for each 64 exponents, then 1024 signs and mantissas, in the order of faces.
+
+    Sides that are no multiple of 32 are padded with zeros. The last dim of the result is a tile, the one before it
+    counts the tiles of a matrix. With `bits=3`, the first of two elements is in the lower half of their byte.
+
+    >>> pack(torch.ones(2, 40, 32), 7).shape, pack(torch.ones(32, 32), 3).shape
+    (torch.Size([2, 2, 1088]), torch.Size([1, 576]))
+    >>> pack(torch.full((32, 32), -1.5), 7)[0, [0, 64]]
+    tensor([127, 224], dtype=torch.uint8)
+    """
+    _check_bits(bits)
+    matrix = values.reshape((1,) * (2 - values.dim()) + tuple(values.shape))
+    tiles = tilize(matrix.float(), pad=True)
+    blocks = tiles.reshape(-1, BLOCK)
+    size = BLOCK if bits == 7 else BLOCK // 2
+    found = torch.empty(len(blocks) // ROWS, ROWS * (1 + size), dtype=torch.uint8)
+    per_chunk = CHUNK // ROWS
+    for part, into in zip(blocks.split(CHUNK), found.split(per_chunk), strict=True):
+        numbers, exponent = levels(part, bits)
+        into[:, :ROWS] = exponent.view(-1, ROWS)
+        into[:, ROWS:] = _bytes(numbers, bits).view(-1, ROWS * size)
+    return found.view(*tiles.shape[:-1], -1, ROWS * (1 + size))
+
+
+def _bytes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    whole = numbers.to(torch.int8)
+    signed = (whole.abs() | (whole < 0).to(torch.int8) << bits).view(torch.uint8)
+    return signed if bits == 7 else signed[:, ::2] | signed[:, 1::2] << 4
+
+
+def unpack(tiles: torch.Tensor, shape: Sequence[int], bits: int) -> torch.Tensor:
+    """The float32 values of the bytes of tiles, as a tensor of that shape: the inverse of `pack` up to rounding.
+
+    >>> unpack(pack(torch.full((3, 5), 1 / 3), 7), (3, 5), 7)[0, 0]
+    tensor(0.3320)
+    """
+    _check_bits(bits)
+    size = BLOCK if bits == 7 else BLOCK // 2
+    sizes = (1,) * (2 - len(shape)) + tuple(shape)
+    room = math.prod(sizes[:-2]) * math.prod(-(-side // TILE) for side in sizes[-2:])
+    if tiles.dtype != torch.uint8 or tiles.numel() != room * ROWS * (1 + size):
+        raise ArgumentError(
+            f"{tiles.numel()} elements of {tiles.dtype} are not the tiles of shape {list(shape)}",
+            fix=f"{room} tiles of {ROWS * (1 + size)} bytes, torch.uint8",
+        )
+    data = tiles.reshape(-1, ROWS * (1 + size))
+    exponent = data[:, :ROWS].reshape(-1, 1).to(torch.int32)
+    signed = data[:, ROWS:].reshape(-1, size)
+    if bits == 3:
+        signed = torch.stack((signed & 0xF, signed >> 4), -1).reshape(-1, BLOCK)
+    size_only = (signed & (1 << bits) - 1).float()
+    numbers = torch.where((signed >> bits).bool(), -size_only, size_only)
+    values = valued(numbers, exponent, bits)
+    return untilize(values.reshape(*sizes[:-2], -1), sizes).reshape(tuple(shape))
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in (3, 7):
+        raise ArgumentError(f"there are no block floats with {bits} bits of mantissa", fix="7 (bfloat8_b) or 3 (4_b)")
