@@ -299,8 +299,8 @@ def _told(
         if isinstance(new, PlacementShard):
             cut = PlacementShard(where[new.dim]) if new.dim in where else UNKNOWN
             return cut if isinstance(now, PlacementReplicate) or now == cut else UNKNOWN
-        if isinstance(now, PlacementShard) and isinstance(new, PlacementReplicate):
-            return now
+        if isinstance(now, PlacementShard) and (isinstance(new, PlacementReplicate) or new == UNKNOWN):
+            return now  # rows of its own on every device: whatever it writes there, they stand side by side
         return now if now == new and all(isinstance(each, PlacementReplicate) for each in beside) else UNKNOWN
 
     cache.update_tensor_topology(label_moves.ruled((name, *where.items()), (cache, source, *others), rule))
