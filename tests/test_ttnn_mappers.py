@@ -360,3 +360,43 @@ def test_row_132_uneven_shards_on_request_and_ops_on_them(open_mesh):
     assert [len(part) for part in ttnn.to_torch(y, mesh_composer=ttnn.ListMeshToTensor())] == [4, 3]
     ten = ttnn.from_torch(numbers(10, 2), mesh_mapper=ttnn.ShardTensorToMesh(open_mesh(2, 4), 0, uneven=True))
     assert len(ten.device_coords()) == 8 and torch.equal(ttnn.to_torch(ten), numbers(10, 2))
+
+
+PADDED = {
+    "sum": (lambda x: ttnn.sum(x, dim=0), lambda x: x.sum(0)),
+    "max": (lambda x: ttnn.max(x, dim=0), lambda x: x.amax(0)),
+    "min of negatives": (lambda x: ttnn.min(ttnn.abs(x), dim=0), lambda x: x.abs().amin(0)),
+    "all of it": (lambda x: ttnn.sum(x), lambda x: x.sum()),
+    "product": (lambda x: ttnn.prod(x, dim=0), lambda x: x.prod(0)),
+    "matmul over the batch": (lambda x: ttnn.matmul(x, x, transpose_a=True), lambda x: x.T @ x),
+    "another dim": (lambda x: ttnn.mean(x, dim=1), lambda x: x.mean(1)),
+    "turned": (lambda x: ttnn.permute(x, (1, 0)), lambda x: x.T),
+    "gathered": (lambda x: ttnn.all_gather(x, dim=0), lambda x: x),
+    "reshaped": (lambda x: ttnn.reshape(x, (len(x), 2, 2)), lambda x: x.reshape(-1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("size", [5, 7])
+def test_padding_never_counts(open_mesh, name, size):
+    mesh, x = open_mesh(1, 2), numbers(size, 4) / 8
+    mapper = ttnn.ShardTensorToMesh(mesh, dim=0, uneven=True)
+    t = ttnn.from_torch(x, device=mesh, layout=ttnn.TILE_LAYOUT, mesh_mapper=mapper)
+    run, expected = PADDED[name]
+    torch.testing.assert_close(ttnn.to_torch(run(ttnn.subtract(t, 9.0))), expected(x - 9))
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: ttnn.concat([x, x], dim=0),
+        lambda x: ttnn.slice(x, [0, 0], [3, 4]),
+        lambda x: ttnn.reshape(x, (2, 2, 4)),
+        lambda x: ttnn.mean(x, dim=0),
+    ],
+)
+def test_where_padding_gets_between_the_values_no_whole_is_told(open_mesh, op):
+    mesh, x = open_mesh(1, 2), numbers(7, 4)
+    t = ttnn.from_torch(x, device=mesh, layout=ttnn.TILE_LAYOUT, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0))
+    with pytest.raises(RuntimeError, match="Supply a mesh composer"):
+        ttnn.to_torch(op(t))

@@ -34,6 +34,7 @@ SUMS: dict[str, Callable[[Block, int], Block]] = {  # how terms make up a whole
     "max": lambda terms, axis: terms.amax(axis),
     "min": lambda terms, axis: terms.amin(axis),
     "mean": lambda terms, axis: terms.float().mean(axis),
+    "prod": lambda terms, axis: (terms.float() if terms.dtype is torch.bfloat16 else terms).prod(axis),
 }
 
 
@@ -213,19 +214,24 @@ def extents(tensor: Tensor, place: MeshCoordinate) -> list[tuple[int, int]]:
     listed = label.mesh_coords()
     if place not in listed:
         return found
-    shape, rest = tuple(label.distribution_shape()), listed.index(place)
-    index = [0] * len(shape)
-    for axis in reversed(range(len(shape))):
-        rest, index[axis] = divmod(rest, shape[axis])
     sizes = _padded_dims(tensor)
-    placements = label.placements()
-    for dim in {each.dim for each in placements if isinstance(each, PlacementShard)}:
-        cuts = [axis for axis, each in enumerate(placements) if isinstance(each, PlacementShard) and each.dim == dim]
+    for dim in {each.dim for each in label.placements() if isinstance(each, PlacementShard)}:
         chunk = tensor.shape[dim]
-        start = _number([index[axis] for axis in cuts], [shape[axis] for axis in cuts]) * chunk
+        start = piece_of(label, listed.index(place), dim) * chunk
         end = min(start + chunk, sizes.get(dim, start + chunk))
         found[dim] = (min(start, end), end)
     return found
+
+
+def piece_of(label: TensorTopology, place: int, dim: int) -> int:
+    """Which piece of a dim is at a place of a label, both counted row-major."""
+    shape, placements = tuple(label.distribution_shape()), label.placements()
+    index = []
+    for size in reversed(shape):
+        place, at = divmod(place, size)
+        index.insert(0, at)
+    cuts = [axis for axis, each in enumerate(placements) if isinstance(each, PlacementShard) and each.dim == dim]
+    return _number([index[axis] for axis in cuts], [shape[axis] for axis in cuts])
 
 
 # by the label
@@ -237,7 +243,8 @@ def whole(tensor: Tensor) -> torch.Tensor:
     if len(held) == 1:
         return tensor.part(held[0])
     shape, placements, coords = tuple(label.distribution_shape()), label.placements(), label.mesh_coords()
-    if set(coords) != set(held) or math.prod(shape) != len(coords) or len(placements) != len(shape):
+    tells = set(coords) == set(held) and math.prod(shape) == len(coords) and len(placements) == len(shape)
+    if not tells or not all(_is_told(tensor, label, each) for each in placements):
         raise OperandError(
             f"Can't convert a tensor distributed on {MeshShape(tensor.grid)} mesh to row-major logical tensor. Supply "
             "a mesh composer to concatenate multi-device shards.",
@@ -250,6 +257,18 @@ def whole(tensor: Tensor) -> torch.Tensor:
     for dim, size in _padded_dims(tensor).items():
         parts = parts.narrow(dim, 0, size)
     return parts.to(tensor.block.dtype)
+
+
+def _is_told(tensor: Tensor, label: TensorTopology, placement: Placement) -> bool:
+    """Whether a placement says how parts make up a whole: terms that can be summed, padding that is where it was."""
+    if isinstance(placement, PlacementPartial):
+        return placement.op in SUMS
+    if not isinstance(placement, PlacementShard):
+        return True
+    rank = len(tensor.shape)
+    if not -rank <= placement.dim < rank:
+        return False
+    return placement.size is None or _pieces(label, placement.dim) * tensor.shape[placement.dim] >= placement.size
 
 
 def _is_along_the_mesh(tensor: Tensor, shape: Sequence[int], coords: Sequence[MeshCoordinate]) -> bool:
@@ -279,8 +298,6 @@ def _closed(parts: Block, axis: int, size: int, placement: Placement) -> Block:
         return parts.select(axis, 0)
     full = parts.expand(*parts.shape[:axis], size, *parts.shape[axis + 1 :])
     if isinstance(placement, PlacementPartial):
-        if placement.op not in SUMS:
-            raise OperandError(f"nobody knows how terms of {placement.op!r} make up a whole", known=", ".join(SUMS))
         return SUMS[placement.op](full, axis)
     place = axis + placement.dim % (parts.dim() - axis - 1)
     return full.movedim(axis, place).flatten(place, place + 1)

@@ -35,30 +35,33 @@ def mapped(tensor: Tensor, places: Places, shape: Sequence[int], linear: bool = 
     return _remembered(key, (tensor,), lambda: _mapped(tensor, places, shape, linear))
 
 
-def _mapped(tensor: Tensor, places: Places, shape: Sequence[int], linear: bool) -> Label:
+def _mapped(tensor: Tensor, places: Places, shape: Sequence[int], linear: bool, scales: bool = False) -> Label:
     frame = Frame([tensor])
-    return frame.label([_after(tensor, placement, places, shape, linear) for placement in frame.axes[0]])
+    return frame.label([_after(tensor, placement, places, shape, linear, scales) for placement in frame.axes[0]])
 
 
-def _after(tensor: Tensor, placement: Placement, places: Places, shape: Sequence[int], linear: bool) -> Placement:
+def _after(
+    tensor: Tensor, placement: Placement, places: Places, shape: Sequence[int], linear: bool, scales: bool = False
+) -> Placement:
     if isinstance(placement, PlacementPartial):
         return placement if linear else UNKNOWN
     if not isinstance(placement, PlacementShard):
         return placement
     dim = places[placement.dim] if places else None
-    return UNKNOWN if dim is None else _cut(placement, dim, tensor.shape[placement.dim], shape[dim])
+    return UNKNOWN if dim is None else _cut(placement, dim, tensor.shape[placement.dim], shape[dim], scales)
 
 
-def _cut(placement: PlacementShard, dim: int, had: int, has: int) -> PlacementShard:
-    """The cut of a dim whose parts were of one size and are of another: a padded end goes along if it can.
+def _cut(placement: PlacementShard, dim: int, had: int, has: int, scales: bool) -> Placement:
+    """The cut of a dim whose parts were of one size and are of another: a padded end goes along with a reshape if it is
+    whole rows of the result; otherwise padding has got between the elements, and no whole can be told.
 
-    >>> _cut(PlacementShard(0, size=6), 1, 4, 2), _cut(PlacementShard(0, size=7), 1, 4, 2)
-    (PlacementShard(1, size=3), PlacementShard(1))
+    >>> _cut(PlacementShard(0, size=6), 1, 4, 2, True), _cut(PlacementShard(0, size=7), 1, 4, 2, True)
+    (PlacementShard(1, size=3), PlacementPartial('unknown'))
     """
     if placement.size is None or had == has:
         return placement.at(dim)
     scaled, rest = divmod(placement.size * has, had)
-    return PlacementShard(dim) if rest else PlacementShard(dim, scaled)
+    return PlacementShard(dim, scaled) if scales and not rest else UNKNOWN
 
 
 def kept(tensor: Tensor, shape: Sequence[int] | None = None, linear: bool = True) -> Label:
@@ -81,7 +84,7 @@ def reshaped(tensor: Tensor, shape: Sequence[int], known: Mapping[int, int] | No
 def _reshaped(tensor: Tensor, shape: tuple[int, ...], known: Mapping[int, int]) -> Label:
     had = tuple(tensor.shape)
     places = [known[dim] if dim in known else place_in(had, dim, shape) for dim in range(len(had))]
-    return _mapped(tensor, places if _in_order(tensor, places) else [None] * len(had), shape, True)
+    return _mapped(tensor, places if _in_order(tensor, places) else [None] * len(had), shape, True, scales=True)
 
 
 def place_in(had: tuple[int, ...], dim: int, shape: tuple[int, ...]) -> int | None:

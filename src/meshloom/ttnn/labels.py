@@ -209,8 +209,8 @@ def _reduced(tensor: Tensor, gone: Sequence[int], keepdim: bool, op: str | None)
             return placement if op is not None and {op, placement.op} <= _LIKE.get(op, {op}) else UNKNOWN
         if not isinstance(placement, PlacementShard):
             return placement
-        if placement.dim in gone:  # padding at the end of the whole was reduced too, and it need not be zero any more
-            return PlacementPartial(op) if op is not None and placement.size is None else UNKNOWN
+        if placement.dim in gone:  # of a padded dim, means of parts have other weights
+            return PlacementPartial(op) if op is not None and (placement.size is None or op != "mean") else UNKNOWN
         return placement if keepdim else placement.at(placement.dim - sum(dim < placement.dim for dim in gone))
 
     frame = Frame([tensor])

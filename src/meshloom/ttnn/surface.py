@@ -17,7 +17,7 @@ from typing import Any
 from meshloom.errors import UncoveredError, closest
 
 PACKAGE = "meshloom.ttnn"
-APART = frozenset("distributed pipeline preprocessing model_preprocessing".split())  # their names stay inside
+APART = frozenset("distributed models pipeline preprocessing model_preprocessing".split())  # their names stay inside
 MIRRORS = frozenset("_ttnn core types cluster operations".split())  # hold names of the top in the original
 
 

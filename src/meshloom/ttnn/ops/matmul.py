@@ -18,6 +18,7 @@ from meshloom.ttnn.labels import contracted, merged, moved
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.activations import Activation, activated
 from meshloom.ttnn.ops.elementwise import fine
+from meshloom.ttnn.padding import filled
 from meshloom.ttnn.parts import Block, aligned
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import TensorTopology
@@ -53,6 +54,8 @@ def product(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: boo
     """The block of a product of matrices."""
     _, (x, y) = operands(name, a, b)
     _checked(name, a, b, transpose_a, transpose_b)
+    x = filled(x, a, [-2 if transpose_a and len(a.shape) > 1 else -1], "sum")
+    y = filled(y, b, [-1 if transpose_b or len(b.shape) == 1 else -2], "sum")
     x, y = _alike(fine(x, kind), fine(y, kind))
     if transpose_a and len(a.shape) > 1:
         x = x.transpose(-1, -2)

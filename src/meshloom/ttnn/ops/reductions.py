@@ -16,6 +16,7 @@ from meshloom.ttnn.calling import op, operands, result
 from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.labels import merged, reduced
 from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.padding import filled
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
 
@@ -54,6 +55,7 @@ def _reduce(
 ) -> Tensor:
     _, (block,) = operands(name, tensor)
     dims = dims_of(name, tensor, dim)
+    block = filled(block, tensor, dims, op_name)
     found = function(exact(block), dims, keepdim) if dims else exact(block)
     if scalar != 1.0:
         found = found * scalar
