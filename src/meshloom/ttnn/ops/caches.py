@@ -20,7 +20,7 @@ from meshloom.ttnn.labels import UNKNOWN
 from meshloom.ttnn.ops.attending import regrouped
 from meshloom.ttnn.parts import Block, lead
 from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementReplicate, PlacementShard
+from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
 
 Coords = Collection[Sequence[int]] | None
 
@@ -296,10 +296,10 @@ def _told(
 
     def rule(column: Sequence[Placement]) -> Placement | None:
         now, new, *beside = column
-        if isinstance(new, PlacementShard):
-            cut = PlacementShard(where[new.dim]) if new.dim in where else UNKNOWN
+        if isinstance(new, PlacementShard) and new.dim in where:
+            cut = PlacementShard(where[new.dim])
             return cut if isinstance(now, PlacementReplicate) or now == cut else UNKNOWN
-        if isinstance(now, PlacementShard) and (isinstance(new, PlacementReplicate) or new == UNKNOWN):
+        if isinstance(now, PlacementShard) and not (isinstance(new, PlacementPartial) and new != UNKNOWN):
             return now  # rows of its own on every device: whatever it writes there, they stand side by side
         return now if now == new and all(isinstance(each, PlacementReplicate) for each in beside) else UNKNOWN
 
