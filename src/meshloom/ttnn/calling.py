@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate, state
-from meshloom.ttnn import memory, queues
+from meshloom.ttnn import queues
+from meshloom.ttnn.configs import DeviceComputeKernelConfig, ProgramConfig
+from meshloom.ttnn.cores import CoreCoord, CoreGrid, CoreRangeSet
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import DataType, Layout, Tile, rounded
 from meshloom.ttnn.memory import MemoryConfig
@@ -33,8 +35,6 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-_program = _is(*(getattr(memory, name) for name in dir(memory) if name.endswith(("ProgramConfig", "MatmulConfig"))))
-
 # Arguments with one meaning in all ops, most of them about speed only: what they may be, beside None.
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "memory_config": _is(MemoryConfig),
@@ -49,6 +49,10 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "fast_and_approximate_mode": _is(bool),
     "use_multicore": _is(bool),
     "numeric_stable": _is(bool),
+    "compute_kernel_config": _is(DeviceComputeKernelConfig),
+    "program_config": _is(ProgramConfig),
+    "core_grid": _is(CoreGrid, CoreCoord, CoreRangeSet, tuple),
+    "sub_core_grids": _is(CoreRangeSet),
     "num_links": _is(int),
     "num_workers_per_link": _is(int),
     "num_buffers_per_channel": _is(int),

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn import blockfloat
 
 __all__ = (
-    "DataType Layout Shape Tile ROW_MAJOR_LAYOUT TILE_LAYOUT bfloat16 float32 uint32 bfloat8_b bfloat4_b uint8 uint16 "
-    "int32 int8 fp8_e4m3"
+    "DataType Layout MathFidelity Shape Tile ROW_MAJOR_LAYOUT TILE_LAYOUT TILE_SIZE bfloat16 float32 uint32 bfloat8_b "
+    "bfloat4_b uint8 uint16 int32 int8 fp8_e4m3 element_size tile_size ttnn_dtype_to_torch_dtype"
 ).split()
 
 
@@ -111,23 +111,82 @@ class Layout(enum.Enum):
 
     ROW_MAJOR = 0
     TILE = 1
+    INVALID = 2
 
     __repr__ = enum.Enum.__str__
 
 
 ROW_MAJOR_LAYOUT, TILE_LAYOUT = Layout.ROW_MAJOR, Layout.TILE
+TILE_SIZE = 32
 
 
-@dataclass(frozen=True)
+class MathFidelity(enum.Enum):
+    """With how many passes hardware multiplies; here products are exact as torch's."""
+
+    LoFi = 0
+    HiFi2 = 2
+    HiFi3 = 3
+    HiFi4 = 4
+    Invalid = 255
+
+    __repr__ = enum.Enum.__str__
+
+
+HEIGHTS, WIDTHS = (1, 2, 4, 8, 16, 32), (16, 32)
+
+
+@dataclass(frozen=True, init=False)
 class Tile:
-    """The shape of a tile."""
+    """The shape of a tile: 32x32, or less high, or half as wide. Faces are 16 wide and at most 16 high.
 
-    tile_shape: tuple[int, int] = (32, 32)
-    transpose_tile: bool = False
+    >>> Tile((16, 32)).num_faces, Tile([4, 32]).face_shape, Tile((32, 32)).get_tile_size(DataType.BFLOAT8_B)
+    (2, Shape([4, 16]), 1088)
+    """
+
+    tile_shape: Shape
+    transpose_tile: bool
 
     def __init__(self, tile_shape: Sequence[int] = (32, 32), transpose_tile: bool = False) -> None:
-        object.__setattr__(self, "tile_shape", tuple(tile_shape))
+        sizes = Shape(tile_shape)
+        if len(sizes) != 2 or sizes[0] not in HEIGHTS or sizes[1] not in WIDTHS:
+            raise OperandError(
+                f"Tile size is not valid for our hardware: {list(sizes)}",
+                fix=f"a height of {', '.join(map(str, HEIGHTS))} and a width of 16 or 32",
+            )
+        if transpose_tile and sizes[0] < TILE_SIZE // 2:
+            raise OperandError(f"Tile with height {sizes[0]} cannot be transposed", fix="a height of 16 or 32")
+        object.__setattr__(self, "tile_shape", sizes)
         object.__setattr__(self, "transpose_tile", transpose_tile)
+
+    @property
+    def face_shape(self) -> Shape:
+        """The shape of a face."""
+        return Shape((min(self.tile_shape[0], 16), 16))
+
+    @property
+    def num_faces(self) -> int:
+        """How many faces there are."""
+        return math.prod(self.tile_shape) // math.prod(self.face_shape)
+
+    @property
+    def partial_face(self) -> int:
+        """1 if faces are less than 16 high."""
+        return int(self.tile_shape[0] < 16)
+
+    @property
+    def narrow_tile(self) -> int:
+        """1 if it is 16 wide."""
+        return int(self.tile_shape[1] < TILE_SIZE)
+
+    @property
+    def transpose_within_face(self) -> bool:
+        """Whether each face is kept transposed."""
+        return self.transpose_tile
+
+    @property
+    def transpose_of_faces(self) -> bool:
+        """Whether faces are kept in transposed order."""
+        return self.transpose_tile
 
     def get_tile_size(self, dtype: DataType) -> int:
         """The bytes of one tile: for block floats one exponent per 16 elements beside the mantissas."""
@@ -160,6 +219,53 @@ _BYTES = {
 }
 
 
+def element_size(dtype: DataType) -> int:
+    """The bytes of one element, where elements have bytes of their own.
+
+    >>> element_size(DataType.BFLOAT16), element_size(DataType.UINT32), element_size(DataType.BFLOAT8_B)
+    (2, 4, 1)
+    """
+    if dtype.is_block_float:
+        return 1  # what programs reckon with; `tile_size` tells the truth
+    if dtype not in _BYTES:
+        raise OperandError(f"{dtype} has no size")
+    return _BYTES[dtype]
+
+
+def tile_size(dtype: DataType) -> int:
+    """The bytes of a tile of 32x32.
+
+    >>> tile_size(DataType.BFLOAT8_B), tile_size(DataType.FLOAT32)
+    (1088, 4096)
+    """
+    return bytes_of(TILE_SIZE * TILE_SIZE, dtype)
+
+
+def ttnn_dtype_to_torch_dtype(dtype: DataType) -> torch.dtype:
+    """The torch dtype that `to_torch` gives.
+
+    >>> ttnn_dtype_to_torch_dtype(DataType.BFLOAT8_B), ttnn_dtype_to_torch_dtype(DataType.UINT16)
+    (torch.float32, torch.uint16)
+    """
+    if dtype not in _TORCH:
+        raise OperandError(f"{dtype} has no counterpart in torch")
+    return _TORCH[dtype]
+
+
+_TORCH = {
+    DataType.BFLOAT16: torch.bfloat16,
+    DataType.FLOAT32: torch.float32,
+    DataType.UINT32: torch.uint32,
+    DataType.BFLOAT8_B: torch.float32,
+    DataType.BFLOAT4_B: torch.float32,
+    DataType.UINT8: torch.uint8,
+    DataType.UINT16: torch.uint16,
+    DataType.INT32: torch.int32,
+    DataType.FP8_E4M3: torch.float32,
+    DataType.INT8: torch.int8,
+}
+
+
 def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int, ...]:
     """The shape with the padding that whole tiles need.
 
@@ -176,8 +282,8 @@ def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int,
 
 def rounded(values: torch.Tensor, dtype: DataType) -> torch.Tensor:
     """Values as a dtype can say them, in its `store`: block floats share exponents along rows, integers wrap."""
-    if dtype.is_block_float and values.numel():
-        return blockfloat.rounded(values, 7 if dtype is DataType.BFLOAT8_B else 3).to(dtype.store)
+    if dtype is DataType.BFLOAT8_B or dtype is DataType.BFLOAT4_B:
+        return blockfloat.rounded(values, 7 if dtype is DataType.BFLOAT8_B else 3, torch.bfloat16)
     if dtype is DataType.FP8_E4M3:
         return values.to(torch.float8_e4m3fn).to(dtype.store)
     if dtype is DataType.UINT32:
