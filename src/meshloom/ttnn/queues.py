@@ -424,6 +424,13 @@ def release_trace(mesh_device: MeshDevice, trace_id: MeshTraceId | int) -> None:
 # memory of a capture
 
 
+def hold(tensor: Tensor) -> None:
+    """During a capture: the trace keeps a tensor's memory from now on, also if somebody frees the tensor."""
+    assert state.capture is not None and tensor._room is not None
+    tensor._room.traces.append(state.capture.trace)
+    state.capture.keep(tensor._room)
+
+
 class Left(NamedTuple):
     """An array of before a capture that was freed during it: whoever is put at its address gets the array."""
 

@@ -274,6 +274,8 @@ def _prepared(
 
 
 def _there(tensor: Tensor, device: MeshDevice, dtype: DataType | None) -> Tensor:
+    if tensor.device() is None and tensor.home is device:
+        tensor.settle()
     moved = tensor if tensor.device() is not None else to_device(tensor, device)
     return moved if dtype in (None, moved.dtype) else typecast(moved, dtype)
 

@@ -1,0 +1,1 @@
+"""Pipelines and executors, by the names that TTNN has them under."""
