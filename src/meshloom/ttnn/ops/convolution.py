@@ -385,11 +385,15 @@ def _label(name: str, tensors: Sequence[Tensor], groups: int, linear: bool) -> A
         cut = isinstance(x, PlacementShard)
         if cut and groups > 1 and isinstance(w, PlacementShard) and w.dim == 0:
             return PlacementShard(3)
-        terms = cut and groups == 1 and w == PlacementShard(inner)
-        if not (terms or (isinstance(x, PlacementPartial) and still)) or not linear:
+        if cut and groups == 1 and w == PlacementShard(inner):
+            terms: Placement = PlacementPartial()
+        elif isinstance(x, PlacementPartial) and still:
+            terms = x
+        elif isinstance(w, PlacementPartial) and isinstance(x, PlacementReplicate):
+            terms = w
+        else:
             return None
-        sum_ = PlacementPartial() if terms else x
-        return sum_ if all(each == sum_ for each in biases) else None
+        return terms if linear and all(each == terms for each in biases) else None
 
     return label_moves.ruled((name, groups, linear), tensors, rule)
 
