@@ -195,22 +195,26 @@ def _joined(column: Sequence[Placement], keeps: str) -> Placement:
     return terms[0] if fits.get(keeps, False) else UNKNOWN
 
 
-def reduced(tensor: Tensor, dims: Sequence[int], keepdim: bool, op: str | None) -> Label:
-    """Of a reduction over some dims: over a sharded one it leaves terms of `op`; the others are numbered anew."""
+def reduced(tensor: Tensor, dims: Sequence[int], keepdim: bool, op: str | None, clean: bool = False) -> Label:
+    """Of a reduction over some dims: over a sharded one it leaves terms of `op`; the others are numbered anew.
+
+    It is `clean` if padding at the end of an uneven dim was left out (`padding.filled`).
+    """
     rank = len(tensor.shape)
     gone = tuple(sorted({dim % rank for dim in dims})) if rank else ()
-    key = ("reduced", gone, keepdim, op, rank, tensor._grid, id(tensor._topology))
-    return _remembered(key, (tensor,), lambda: _reduced(tensor, gone, keepdim, op))
+    key = ("reduced", gone, keepdim, op, clean, rank, tensor._grid, id(tensor._topology))
+    return _remembered(key, (tensor,), lambda: _reduced(tensor, gone, keepdim, op, clean))
 
 
-def _reduced(tensor: Tensor, gone: Sequence[int], keepdim: bool, op: str | None) -> Label:
+def _reduced(tensor: Tensor, gone: Sequence[int], keepdim: bool, op: str | None, clean: bool) -> Label:
     def after(placement: Placement) -> Placement:
         if isinstance(placement, PlacementPartial):
             return placement if op is not None and {op, placement.op} <= _LIKE.get(op, {op}) else UNKNOWN
         if not isinstance(placement, PlacementShard):
             return placement
         if placement.dim in gone:  # of a padded dim, means of parts have other weights
-            return PlacementPartial(op) if op is not None and (placement.size is None or op != "mean") else UNKNOWN
+            told = placement.size is None or (clean and op != "mean")
+            return PlacementPartial(op) if op is not None and told else UNKNOWN
         return placement if keepdim else placement.at(placement.dim - sum(dim < placement.dim for dim in gone))
 
     frame = Frame([tensor])

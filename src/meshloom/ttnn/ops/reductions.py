@@ -62,7 +62,7 @@ def _reduce(
     return result(
         found,
         tensor,
-        topology=reduced(tensor, dims, keepdim, op_name),
+        topology=reduced(tensor, dims, keepdim, op_name, clean=True),
         layout=layout,
         memory_config=memory_config,
         output_tensor=output_tensor,
