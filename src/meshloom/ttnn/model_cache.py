@@ -71,7 +71,7 @@ class ModelCache:
         try:
             tree = json.loads((self._folder / INDEX).read_text())
             return _loaded(tree, self._folder)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OSError) as error:
             raise OperandError(
                 f"the model cache in {self._folder} cannot be read: {error}",
                 fix="delete the folder, and it is made again",
