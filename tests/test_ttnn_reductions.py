@@ -192,7 +192,9 @@ def test_a_dim_that_is_not_there_is_refused() -> None:
 
 def test_padding_at_the_end_of_a_whole_is_no_part_of_a_claim() -> None:
     x = tensor_of(torch.ones(2, 4, 3), (2,), [ttnn.PlacementShard(0, size=7)])
-    assert label(ttnn.sum(x, 0)) == [P("unknown")]
+    total = ttnn.sum(x, 0)
+    assert label(total) == [P("sum")] and check_claim(total, torch.full((3,), 7.0))
+    assert label(ttnn.mean(x, 0)) == [P("unknown")]
     kept = ttnn.sum(x, 1)
     assert label(kept) == [S(0)] and label(kept)[0].size == 7
 

@@ -332,7 +332,7 @@ def roll(
     return result(block.roll(steps, dims), input_tensor, topology=label, memory_config=memory_config)
 
 
-@op("fold", "experimental.quasar.fold")
+@op("fold")
 def fold(
     input: Tensor,
     stride_h: int,

@@ -232,7 +232,8 @@ def concat(
         if _others(tensor, place) != _others(first, place):
             raise OperandError(
                 "All dimensions must be the same size except for the dimension along which the contenation is taking "
-                f"place: {[list(each.shape) for each in tensors]} along dim {dim}",
+                "place.",
+                shapes=f"{[list(each.shape) for each in tensors]} along dim {dim}",
                 fix="make the other dims equal",
             )
         if tensor.shape[place] % groups:
