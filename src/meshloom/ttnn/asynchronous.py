@@ -21,6 +21,7 @@ from meshloom.ttnn.fabric import GlobalSemaphore, Topology
 from meshloom.ttnn.formats import DataType
 from meshloom.ttnn.groups import Group, ignoring
 from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops.activations import BcastOpMath
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.subdevices import SubDeviceId
 from meshloom.ttnn.tensor import Tensor
@@ -46,7 +47,7 @@ CHECKS.update(
     topology=lambda value: isinstance(value, Topology),
     subdevice_id=lambda value: isinstance(value, SubDeviceId),
     mesh_device=lambda value: isinstance(value, MeshDevice),
-    math_op=lambda value: isinstance(value, ReduceType),
+    math_op=lambda value: isinstance(value, (ReduceType, BcastOpMath)),  # of a collective, and of `bcast`
     all_gather_core_grid_offset=lambda value: isinstance(value, (CoreCoord, tuple)),
     reduce_scatter_core_grid_offset=lambda value: isinstance(value, (CoreCoord, tuple)),
     use_optimal_ccl_for_llama=lambda value: isinstance(value, bool),
