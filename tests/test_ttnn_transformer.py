@@ -325,6 +325,20 @@ def test_cuts_of_keys_make_no_whole_and_cuts_of_values_do() -> None:
         ]
 
 
+def test_what_differs_beside_queries_makes_results_differ() -> None:
+    """A sink, a mask or positions that are cut where queries are not: devices no longer hold the same."""
+    with mesh_of((1, 2)) as mesh:
+        x = everywhere(mesh, torch.randn(1, 2, 4, 6))
+        sink = of_block(mesh, torch.randn(1, 2, 1, 2, 1, 1), [R, S(1)])
+        mask = of_block(mesh, torch.randn(1, 2, 1, 1, 4, 4), [R, UNKNOWN])
+        sdpa = ttnn.transformer.scaled_dot_product_attention
+        assert sdpa(x, x, x, attention_sink=sink).tensor_topology().placements() == [R, UNKNOWN]
+        assert sdpa(x, x, x, is_causal=False, attn_mask=mask).tensor_topology().placements() == [R, UNKNOWN]
+        token, at = everywhere(mesh, torch.randn(1, 1, 2, 6)), of_block(mesh, torch.tensor([[[1], [3]]]), [R, S(0)])
+        found = ttnn.transformer.scaled_dot_product_attention_decode(token, x, x, cur_pos_tensor=at)
+        assert found.tensor_topology().placements() == [R, UNKNOWN]
+
+
 def test_attention_that_makes_no_sense_is_refused() -> None:
     with mesh_of((1, 2)) as mesh:
         q, k = (random_tensor(mesh, (1, heads, 4, 6), [True, True]) for heads in (4, 3))

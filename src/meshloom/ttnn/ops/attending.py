@@ -112,7 +112,7 @@ def within(keys: Block, last: Block, window: int | None, modulo: int | None = No
     >>> within(torch.arange(5), torch.tensor([3]), 2).int()
     tensor([0, 0, 1, 1, 0], dtype=torch.int32)
     >>> within(torch.arange(4), torch.tensor([5]), 3, modulo=4).int()
-    tensor([1, 1, 0, 0], dtype=torch.int32)
+    tensor([1, 1, 0, 1], dtype=torch.int32)
     """
     age = last - keys if modulo is None else (last - keys) % modulo
     seen = (age >= 0) & (age <= last) & (last >= 0)

@@ -9,10 +9,8 @@ so: preparing them means moving them to the device.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import functional as F
@@ -22,9 +20,10 @@ from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import whole
 from meshloom.ttnn.calling import op, operands, result, shared_coords
 from meshloom.ttnn.device import MeshDevice
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.memory import BufferType, MemoryConfig, TensorMemoryLayout
-from meshloom.ttnn.ops.activations import Activation, activated
+from meshloom.ttnn.formats import DataType
+from meshloom.ttnn.memory import BufferType, MemoryConfig
+from meshloom.ttnn.ops.activations import activated
+from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, Op2DSliceConfig, PaddingMode
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.sliding import around, channels_first, flattened, pictures_cut, torch_order, windows
 from meshloom.ttnn.parts import Block, lead
@@ -33,11 +32,6 @@ from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplica
 from meshloom.ttnn.transfers import to_device
 
 __all__ = [
-    "Conv1dConfig",
-    "Conv2dConfig",
-    "Conv2dSliceConfig",
-    "Op2DSliceConfig",
-    "PaddingMode",
     "get_conv_output_dim",
     "prepare_conv_bias",
     "prepare_conv_transpose2d_bias",
@@ -45,65 +39,6 @@ __all__ = [
     "prepare_conv_weights",
 ]
 
-
-class PaddingMode(enum.Enum):
-    """What is around a picture."""
-
-    Zeros = 0
-    Replicate = 1
-
-    __repr__ = enum.Enum.__str__
-
-
-@dataclass(kw_only=True)
-class Conv2dConfig:
-    """How a convolution is done. `weights_dtype`, `activation`, `output_layout`, `padding_mode` and
-    `deallocate_activation` change what comes out or what is left; the rest is about speed."""
-
-    weights_dtype: DataType | None = None
-    activation: Activation | None = None
-    deallocate_activation: bool = False
-    reallocate_halo_output: bool = True
-    config_tensors_in_dram: bool = False
-    act_block_h_override: int = 0
-    act_block_w_div: int = 1
-    reshard_if_not_optimal: bool = False
-    override_sharding_config: bool = False
-    shard_layout: TensorMemoryLayout | None = None
-    core_grid: Any = None
-    transpose_shards: bool = False
-    output_layout: Layout = Layout.TILE
-    enable_act_double_buffer: bool = False
-    enable_weights_double_buffer: bool = False
-    full_inner_dim: bool = False
-    enable_kernel_stride_folding: bool | None = None
-    enable_activation_reuse: bool = False
-    force_split_reader: bool | None = None
-    override_output_sharding_config: bool = False
-    padding_mode: PaddingMode = PaddingMode.Zeros
-
-
-Conv1dConfig = Conv2dConfig
-
-
-@dataclass(kw_only=True)
-class Op2DSliceConfig:
-    """In how many slices a large picture is worked on; about memory only."""
-
-    class SliceTypeEnum(enum.Enum):
-        """Along which side slices are cut."""
-
-        DRAMSliceHeight = 0
-        DRAMSliceWidth = 1
-        L1Full = 2
-
-    slice_type: SliceTypeEnum
-    num_slices: int = 0
-
-
-Conv2dSliceConfig = Op2DSliceConfig
-for _kind in Op2DSliceConfig.SliceTypeEnum:  # `Conv2dSliceConfig.DRAMSliceWidth` is written without the name between
-    setattr(Op2DSliceConfig, _kind.name, _kind)
 
 Found = Any  # a tensor, or a tuple of it with its size and with the weights
 

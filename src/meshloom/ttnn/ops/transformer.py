@@ -1,7 +1,6 @@
-"""Attention in TTNN's forms: whole sequences, one token of every user, caches of pages, latent keys; and its softmax.
+"""Attention of whole sequences and of chunks over pages, with latent keys too; and its softmax alone.
 
-Layouts: a whole sequence is q [B, H, S, D] with k, v [B, K, T, D]; decoding is q [1, B, H, D] with caches [B, K, T, D]
-or pages [P, K, n, D] and a table [B, m] of their numbers. A user at position -1 is skipped: its row is zero.
+Queries are [B, H, S, D], keys and values [B, K, T, D] or pages [P, K, n, D] with a table [B, m] of their numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from meshloom.ttnn.tensor import Tensor
 
 __all__ = ["PagedCacheGeometryOverride"]
 
-_QUASAR = "experimental.quasar.transformer."
+QUASAR = "experimental.quasar.transformer."
 
 
 @dataclass
@@ -38,22 +37,24 @@ class PagedCacheGeometryOverride:
         return bool(self.block_size or self.num_kv_heads)
 
 
-def _out(
+def out(
     values: Block,
     tensors: Sequence[Tensor],
     name: str,
     memory: MemoryConfig | None,
     q_dims: Sequence[int] = (0, 1, 2),
 ) -> Tensor:
+    """The result of attention of (q, k, v, others...), like q."""
     topology = label(name, tensors, q_dims)
     return result(values, tensors[0], topology=topology, memory_config=memory, coords=shared_coords(*tensors))
 
 
-def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+def given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The tensors that are there."""
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def _check(name: str, q: Tensor, k: Tensor, v: Tensor, heads: int) -> None:
+def check(name: str, q: Tensor, k: Tensor, v: Tensor, heads: int) -> None:
     """Shapes that go together."""
     for tensor in (q, k, v):
         if len(tensor.shape) != 4:
@@ -69,7 +70,7 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, heads: int) -> None:
 # whole sequences
 
 
-@op("transformer.scaled_dot_product_attention", _QUASAR + "scaled_dot_product_attention")
+@op("transformer.scaled_dot_product_attention", QUASAR + "scaled_dot_product_attention")
 def scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -95,11 +96,10 @@ def scaled_dot_product_attention(
     `cu_window_seqlens` see only themselves. A sink is multiplied by the scale like every logit.
     """
     name = "transformer.scaled_dot_product_attention"
-    tensors = _given(
-        input_tensor_q, input_tensor_k, input_tensor_v, attn_mask, cu_window_seqlens, windowed_q_token_offset_tensor
-    )
+    others = (attn_mask, attention_sink, cu_window_seqlens, windowed_q_token_offset_tensor)
+    tensors = given(input_tensor_q, input_tensor_k, input_tensor_v, *others)
     q, k, v = operands(name, *tensors)[1][:3]
-    _check(name, input_tensor_q, input_tensor_k, input_tensor_v, input_tensor_q.shape[1])
+    check(name, input_tensor_q, input_tensor_k, input_tensor_v, input_tensor_q.shape[1])
     if input_tensor_q.shape[0] != input_tensor_k.shape[0]:
         raise OperandError(f"ttnn.{name}: batches of {input_tensor_q.shape[0]} and {input_tensor_k.shape[0]}")
     axes, windowed = len(input_tensor_q.grid), cu_window_seqlens is not None
@@ -130,7 +130,7 @@ def scaled_dot_product_attention(
     )
     if output_concat_heads:
         return _heads_together(values, tensors, name, memory_config, axes)
-    return _out(values, tensors, name, memory_config)
+    return out(values, tensors, name, memory_config)
 
 
 def _near(queries: int, keys: int, window: int, causal: bool) -> Block:
@@ -154,10 +154,10 @@ def _same_window(q: Block, k: Block, axes: int, bounds: Tensor, offset: int, off
 def _heads_together(
     values: Block, tensors: Sequence[Tensor], name: str, memory: MemoryConfig | None, axes: int
 ) -> Tensor:
-    return nlp_concat_heads(_out(values, tensors, name, None), memory_config=memory)
+    return nlp_concat_heads(out(values, tensors, name, None), memory_config=memory)
 
 
-@op("transformer.joint_scaled_dot_product_attention", _QUASAR + "joint_scaled_dot_product_attention")
+@op("transformer.joint_scaled_dot_product_attention", QUASAR + "joint_scaled_dot_product_attention")
 def joint_scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -183,15 +183,15 @@ def joint_scaled_dot_product_attention(
     q, k, v = (torch.cat(pair, dim=-2) for pair in zip(wide[:3], wide[3:], strict=True))
     values = attend(q, k, v, axes, scale=scale)
     return (
-        _out(values[..., :length, :].contiguous(), (*first, *second), name, None),
-        _out(values[..., length:, :].contiguous(), (*second, *first), name, None),
+        out(values[..., :length, :].contiguous(), (*first, *second), name, None),
+        out(values[..., length:, :].contiguous(), (*second, *first), name, None),
     )
 
 
 # pages
 
 
-@op("transformer.chunked_scaled_dot_product_attention", _QUASAR + "chunked_scaled_dot_product_attention")
+@op("transformer.chunked_scaled_dot_product_attention", QUASAR + "chunked_scaled_dot_product_attention")
 def chunked_scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -237,7 +237,7 @@ def _chunk(
     sink: Tensor | None = None,
     width: int | None = None,
 ) -> Tensor:
-    tensors = _given(*three, table, start_tensor)
+    tensors = given(*three, table, start_tensor, sink)
     q, k, v, pages = operands(name, *tensors)[1][:4]
     axes = len(three[0].grid)
     sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
@@ -262,193 +262,13 @@ def _chunk(
         seen=seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:]),
         sink=sink_of(name, sink, three[0].shape[1]),
     )
-    return _out(found, tensors, name, memory)
-
-
-# one token of every user
-
-
-@op("transformer.scaled_dot_product_attention_decode", _QUASAR + "scaled_dot_product_attention_decode")
-def scaled_dot_product_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    *,
-    is_causal: bool = True,
-    attn_mask: Tensor | None = None,
-    cur_pos: Sequence[int] = (),
-    cur_pos_tensor: Tensor | None = None,
-    attention_sink: Tensor | None = None,
-    scale: float | None = None,
-    sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-    share_cache: bool | None = None,
-) -> Tensor:
-    """One token of every user, [1, B, H, D], over the positions of its cache up to its own."""
-    name = "transformer.scaled_dot_product_attention_decode"
-    three = (input_tensor_q, input_tensor_k, input_tensor_v)
-    _check(name, *three, input_tensor_q.shape[2])
-    if not share_cache and input_tensor_k.shape[0] < input_tensor_q.shape[1]:
-        raise OperandError(
-            f"ttnn.{name}: {input_tensor_q.shape[1]} users and a cache of {input_tensor_k.shape[0]}",
-            fix="share_cache=True if all users have one cache",
-        )
-    users = input_tensor_q.shape[1]
-
-    def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
-        if share_cache:
-            return [block.expand(*block.shape[:axes], users, *block.shape[axes + 1 :]) for block in blocks]
-        return [block.narrow(axes, 0, users) for block in blocks]
-
-    return _decode(
-        name,
-        three,
-        caches,
-        (),
-        is_causal,
-        attn_mask,
-        cur_pos,
-        cur_pos_tensor,
-        attention_sink,
-        scale,
-        sliding_window_size,
-        memory_config,
-    )
-
-
-@op("transformer.paged_scaled_dot_product_attention_decode", _QUASAR + "paged_scaled_dot_product_attention_decode")
-def paged_scaled_dot_product_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    page_table_tensor: Tensor,
-    *,
-    is_causal: bool = True,
-    attn_mask: Tensor | None = None,
-    cur_pos_tensor: Tensor | None = None,
-    attention_sink: Tensor | None = None,
-    scale: float | None = None,
-    sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-    paged_cache_geometry: PagedCacheGeometryOverride | None = None,
-    cache_position_modulo: int | None = None,
-    spec_multi_pos_tiles: int = 0,
-) -> Tensor:
-    """`scaled_dot_product_attention_decode` over pages [P, K, n, D] that a table [B, m] puts in order."""
-    name = "transformer.paged_scaled_dot_product_attention_decode"
-    if spec_multi_pos_tiles:
-        raise OperandError(f"ttnn.{name}: spec_multi_pos_tiles={spec_multi_pos_tiles} is not covered", fix="0")
-    return _paged_decode(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v),
-        page_table_tensor,
-        is_causal,
-        attn_mask,
-        cur_pos_tensor,
-        attention_sink,
-        scale,
-        sliding_window_size,
-        memory_config,
-        paged_cache_geometry,
-        cache_position_modulo,
-    )
-
-
-def _paged_decode(
-    name: str,
-    three: Sequence[Tensor],
-    table: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    sink: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    memory: MemoryConfig | None,
-    geometry: PagedCacheGeometryOverride | None = None,
-    modulo: int | None = None,
-    width: int | None = None,
-) -> Tensor:
-    sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
-
-    def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
-        return [paged(block, table.block, axes, *sizes) for block in blocks]
-
-    return _decode(
-        name, three, caches, (table,), causal, mask, (), positions, sink, scale, window, memory, modulo, width
-    )
-
-
-def _decode(
-    name: str,
-    three: Sequence[Tensor],
-    caches: Any,
-    others: Sequence[Tensor],
-    causal: bool,
-    mask: Tensor | None,
-    positions: Sequence[int],
-    positions_tensor: Tensor | None,
-    sink: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    memory: MemoryConfig | None,
-    modulo: int | None = None,
-    width: int | None = None,
-) -> Tensor:
-    """Query heads that share a key head are the rows of one product, so that keys are not repeated."""
-    tensors = _given(*three, *others, mask, positions_tensor)
-    blocks = operands(name, *tensors)[1]
-    axes, heads = len(three[0].grid), three[0].shape[2]
-    k, v = caches(blocks[1:3], axes)
-    groups = (k.shape[-3], heads // k.shape[-3])
-    q = blocks[0].flatten(axes, axes + 1).unflatten(-2, groups)  # [*mesh, B, K, H / K, D]
-    seen = bias = None
-    if causal:
-        last = _last(name, positions, positions_tensor, axes, three[0].shape[1])
-        seen = within(torch.arange(k.shape[-2]), last[..., None], window, modulo)[..., None, None, :]
-    if mask is not None:
-        bias = _by_groups(mask_of(mask), axes, heads, groups)
-    column = sink_of(name, sink, heads)
-    found = attend(
-        q,
-        k,
-        v[..., :width],
-        axes,
-        scale=scale,
-        seen=seen,
-        bias=bias,
-        sink=None if column is None else column.reshape(*column.shape[: axes + 1], *groups, 1),
-    )
-    values = found.flatten(-3, -2).unsqueeze(axes)
-    return _out(values, tensors, name, memory, q_dims=(1, 2))
-
-
-def _last(name: str, positions: Sequence[int], tensor: Tensor | None, axes: int, users: int) -> Block:
-    """The position of every user, [*mesh, B]."""
-    if tensor is not None:
-        return tensor.block.flatten(axes)[..., :users].long()
-    if len(positions) != users:
-        raise OperandError(
-            f"ttnn.{name}: {len(positions)} positions for {users} users", fix="cur_pos or cur_pos_tensor with one each"
-        )
-    return torch.tensor(list(positions)).reshape(*(1,) * axes, users)
-
-
-def _by_groups(mask: Block | None, axes: int, heads: int, groups: tuple[int, int]) -> Block | None:
-    """A mask [B, 1, H or 1, T] as [B, K, H / K, T]; rows beyond the heads are padding."""
-    if mask is None or mask.shape[-2] == 1:
-        return mask
-    return mask[..., :heads, :].flatten(axes + 1, axes + 2).unflatten(axes + 1, groups)
+    return out(found, tensors, name, memory)
 
 
 # latent keys, whose first elements are the values
 
 
-@op("transformer.flash_mla_prefill", _QUASAR + "flash_mla_prefill")
+@op("transformer.flash_mla_prefill", QUASAR + "flash_mla_prefill")
 def flash_mla_prefill(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -466,17 +286,17 @@ def flash_mla_prefill(
     name = "transformer.flash_mla_prefill"
     value = head_dim_v if isinstance(head_dim_v, Tensor) else input_tensor_v
     width = head_dim_v if isinstance(head_dim_v, int) else None
-    tensors = _given(input_tensor_q, input_tensor_k, value if value is not None else input_tensor_k, attn_mask)
+    tensors = given(input_tensor_q, input_tensor_k, value if value is not None else input_tensor_k, attn_mask)
     q, k, v = operands(name, *tensors)[1][:3]
     if is_causal and attn_mask is not None:
         raise OperandError(f"ttnn.{name}: is_causal=True and attn_mask exclude each other", fix="is_causal=False")
     found = attend(
         q, k, v[..., :width], len(input_tensor_q.grid), scale=scale, causal=is_causal, bias=mask_of(attn_mask)
     )
-    return _out(found, tensors, name, memory_config)
+    return out(found, tensors, name, memory_config)
 
 
-@op("transformer.chunked_flash_mla_prefill", _QUASAR + "chunked_flash_mla_prefill")
+@op("transformer.chunked_flash_mla_prefill", QUASAR + "chunked_flash_mla_prefill")
 def chunked_flash_mla_prefill(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -493,84 +313,6 @@ def chunked_flash_mla_prefill(
     name = "transformer.chunked_flash_mla_prefill"
     three = (input_tensor_q, input_tensor_k, input_tensor_k)
     return _chunk(name, three, page_table_tensor, chunk_start_idx, None, scale, memory_config, width=head_dim_v)
-
-
-@op("transformer.flash_multi_latent_attention_decode", _QUASAR + "flash_multi_latent_attention_decode")
-def flash_multi_latent_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor | None = None,
-    head_dim_v: int | None = None,
-    *,
-    is_causal: bool = True,
-    attn_mask: Tensor | None = None,
-    cur_pos: Sequence[int] = (),
-    cur_pos_tensor: Tensor | None = None,
-    attention_sink: Tensor | None = None,
-    scale: float | None = None,
-    sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
-    """`scaled_dot_product_attention_decode` whose values are the first `head_dim_v` elements of its keys."""
-    name = "transformer.flash_multi_latent_attention_decode"
-
-    def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
-        return [block.narrow(axes, 0, input_tensor_q.shape[1]) for block in blocks]
-
-    return _decode(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v if input_tensor_v is not None else input_tensor_k),
-        caches,
-        (),
-        is_causal,
-        attn_mask,
-        cur_pos,
-        cur_pos_tensor,
-        attention_sink,
-        scale,
-        sliding_window_size,
-        memory_config,
-        width=head_dim_v,
-    )
-
-
-@op("transformer.paged_flash_multi_latent_attention_decode", _QUASAR + "paged_flash_multi_latent_attention_decode")
-def paged_flash_multi_latent_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor | None = None,
-    head_dim_v: int | None = None,
-    page_table_tensor: Tensor | None = None,
-    *,
-    is_causal: bool = True,
-    attn_mask: Tensor | None = None,
-    cur_pos_tensor: Tensor | None = None,
-    attention_sink: Tensor | None = None,
-    scale: float | None = None,
-    sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
-    """`flash_multi_latent_attention_decode` over pages."""
-    name = "transformer.paged_flash_multi_latent_attention_decode"
-    if page_table_tensor is None:
-        raise ArgumentError(f"ttnn.{name}: page_table_tensor is missing")
-    return _paged_decode(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v if input_tensor_v is not None else input_tensor_k),
-        page_table_tensor,
-        is_causal,
-        attn_mask,
-        cur_pos_tensor,
-        attention_sink,
-        scale,
-        sliding_window_size,
-        memory_config,
-        width=head_dim_v,
-    )
 
 
 # the softmax alone
@@ -612,7 +354,7 @@ def _softmax(
     memory: MemoryConfig | None,
     output: Tensor | None,
 ) -> Tensor:
-    tensors = _given(tensor, mask)
+    tensors = given(tensor, mask)
     scores, *added = operands(name, *tensors)[1]
     logits = scores.float() / (head_size**0.5 if head_size is not None else 1.0)
     for bias in added:

@@ -1,0 +1,73 @@
+"""What a convolution is told beside its sizes: dtype of weights, activation, padding, and much about speed."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.memory import TensorMemoryLayout
+from meshloom.ttnn.ops.activations import Activation
+
+__all__ = ["Conv1dConfig", "Conv2dConfig", "Conv2dSliceConfig", "Op2DSliceConfig", "PaddingMode"]
+
+
+class PaddingMode(enum.Enum):
+    """What is around a picture."""
+
+    Zeros = 0
+    Replicate = 1
+
+    __repr__ = enum.Enum.__str__
+
+
+@dataclass(kw_only=True)
+class Conv2dConfig:
+    """How a convolution is done. `weights_dtype`, `activation`, `output_layout`, `padding_mode` and
+    `deallocate_activation` change what comes out or what is left; the rest is about speed."""
+
+    weights_dtype: DataType | None = None
+    activation: Activation | None = None
+    deallocate_activation: bool = False
+    reallocate_halo_output: bool = True
+    config_tensors_in_dram: bool = False
+    act_block_h_override: int = 0
+    act_block_w_div: int = 1
+    reshard_if_not_optimal: bool = False
+    override_sharding_config: bool = False
+    shard_layout: TensorMemoryLayout | None = None
+    core_grid: Any = None
+    transpose_shards: bool = False
+    output_layout: Layout = Layout.TILE
+    enable_act_double_buffer: bool = False
+    enable_weights_double_buffer: bool = False
+    full_inner_dim: bool = False
+    enable_kernel_stride_folding: bool | None = None
+    enable_activation_reuse: bool = False
+    force_split_reader: bool | None = None
+    override_output_sharding_config: bool = False
+    padding_mode: PaddingMode = PaddingMode.Zeros
+
+
+Conv1dConfig = Conv2dConfig
+
+
+@dataclass(kw_only=True)
+class Op2DSliceConfig:
+    """In how many slices a large picture is worked on; about memory only."""
+
+    class SliceTypeEnum(enum.Enum):
+        """Along which side slices are cut."""
+
+        DRAMSliceHeight = 0
+        DRAMSliceWidth = 1
+        L1Full = 2
+
+    slice_type: SliceTypeEnum
+    num_slices: int = 0
+
+
+Conv2dSliceConfig = Op2DSliceConfig
+for _kind in Op2DSliceConfig.SliceTypeEnum:  # `Conv2dSliceConfig.DRAMSliceWidth` is written without the name between
+    setattr(Op2DSliceConfig, _kind.name, _kind)
