@@ -576,3 +576,50 @@ def test_weights_of_local_experts_and_their_runs(meshes: Any) -> None:
     assert found.block[0, 1].squeeze().tolist() == [[1, 0], [0, 8], [9, 12]]
     assert runs.block[0, 0].squeeze().tolist() == [[1, 1], [0, 0]]
     assert runs.block[0, 1].squeeze().tolist() == [[1, 1], [1, 1]]
+
+
+# sockets
+
+
+def socket_pair(sender: Any, receiver: Any, pairs: list[Any]) -> Any:
+    core = ttnn.CoreCoord(0, 0)
+    connections = [
+        ttnn.SocketConnection(
+            ttnn.MeshCoreCoord(ttnn.MeshCoordinate(*a), core), ttnn.MeshCoreCoord(ttnn.MeshCoordinate(*b), core)
+        )
+        for a, b in pairs
+    ]
+    memory = ttnn.SocketMemoryConfig(ttnn.BufferType.L1, 4096)
+    return ttnn.create_socket_pair(sender, receiver, ttnn.SocketConfig(connections, memory))
+
+
+def test_what_is_sent_over_a_socket_arrives_in_order_at_the_receivers_alone(meshes: Any) -> None:
+    first, second = meshes(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
+    sender, receiver = socket_pair(first, second, [((0, 0), (0, 3)), ((0, 1), (0, 2))])
+    x = tensor_on(first, torch.arange(4.0).reshape(1, 4, 1))
+    ttnn.experimental.send_async(x, sender)
+    ttnn.experimental.send_async(ttnn.add(x, 10.0), sender)
+    x.block.zero_()  # what was sent is a copy
+    output = tensor_on(second, torch.full((1, 1, 1), -1.0))
+    address = output.buffer_address()
+    assert ttnn.experimental.recv_async(output, receiver) == [output]
+    assert output.block.flatten().tolist() == [-1, -1, 1, 0] and output.buffer_address() == address
+    ttnn.experimental.recv_async(output, receiver)
+    assert output.block.flatten().tolist() == [-1, -1, 11, 10]
+    with pytest.raises(OperandError, match="nothing has been sent"):
+        ttnn.experimental.recv_async(output, receiver)
+
+
+def test_wrong_ends_meshes_and_shapes_of_sockets_are_told(meshes: Any) -> None:
+    first, second = meshes(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
+    sender, receiver = socket_pair(first, second, [((0, 0), (0, 0))])
+    x, y = tensor_on(first, torch.ones(1, 4, 2)), tensor_on(second, torch.ones(1, 4, 3))
+    with pytest.raises(OperandError, match=r"the end SocketEndpoint\.RECEIVER"):
+        ttnn.experimental.send_async(y, receiver)
+    with pytest.raises(OperandError, match="the tensor is on"):
+        ttnn.experimental.send_async(y, sender)
+    ttnn.experimental.send_async(x, sender)
+    with pytest.raises(OperandError, match=r"FLOAT32 \[3\] cannot receive DataType\.FLOAT32 \[2\]"):
+        ttnn.experimental.recv_async(y, receiver)
+    with pytest.raises(RuntimeError, match="not found"):
+        socket_pair(first, second, [((1, 0), (0, 0))])
