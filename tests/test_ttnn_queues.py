@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import meshloom as loom
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError, RaceError, TraceError
 from meshloom.runtime.commands import Command
@@ -342,6 +343,15 @@ def test_a_replay_uses_what_its_ops_use(watched: Any) -> None:
         y.cpu(cq_id=1)
     ttnn.wait_for_event(1, ttnn.record_event(watched, 0))
     assert value_of(y.cpu(cq_id=1)) == 4.0
+
+
+@pytest.mark.parametrize("words", ["races", "races,always"])
+def test_the_check_of_races_goes_with_that_of_processes(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHLOOM_CHECK", words)
+    assert loom.ones(4, mesh=loom.open_mesh((2,))).tolist() == [1.0] * 4
+    device = ttnn.open_mesh_device(ttnn.MeshShape(1, 2))
+    assert device.runtime.system.races is not None
+    ttnn.close_mesh_device(device)
 
 
 def test_without_the_check_the_same_program_runs_and_is_right(mesh: Any) -> None:

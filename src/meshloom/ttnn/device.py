@@ -432,7 +432,7 @@ def _opened(
         raise ArgumentError(f"num_command_queues={queues!r}", fix="1 or 2")
     fabric.check_opening(system, ids)
     kind = MeshType[mesh_type] if isinstance(mesh_type, str) else mesh_type
-    settings.setdefault("check", "races" if os.environ.get(RACES) == "races" else None)
+    settings.setdefault("check", "races" if "races" in os.environ.get(RACES, "").split(",") else None)
     if not {"driver", "memory", "preset"} & settings.keys():
         settings["driver"] = VirtualDriver(None, system.chip)
     made = runtime.open_mesh_device(
