@@ -151,9 +151,11 @@ def _note_whole(label: Label) -> None:
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
     """Whether they have one label object and one shape, so that nothing is broadcast."""
-    first = tensors[0]
-    label, block = first._topology, first._block
-    return all(each._topology is label and each._block.shape == block.shape for each in tensors)  # type: ignore[union-attr]
+    label, block = tensors[0]._topology, tensors[0]._block
+    for each in tensors:  # no generator: this is on the way of every op
+        if each._topology is not label or each._block is None or block is None or each._block.shape != block.shape:
+            return False
+    return True
 
 
 def _merged(

@@ -266,8 +266,9 @@ def chain(activations: Sequence[Activation] | Activation | None) -> list[UnaryWi
     """The activations that were named in one of the ways that there are."""
     if activations is None:
         return []
-    several = isinstance(activations, (list, tuple)) and not _is_pair(activations)
-    return [_read(each) for each in (activations if several else [activations])]
+    if isinstance(activations, (list, tuple)) and not _is_pair(activations):
+        return [_read(each) for each in activations]
+    return [_read(activations)]
 
 
 def _is_pair(value: Sequence[Any]) -> bool:

@@ -88,10 +88,10 @@ def unary(name: str, function: Function) -> None:
         values = [given[each] for each in function.parameters]
         return _unary(name, function, given["input_tensor"], values, given["memory_config"], given["output_tensor"])
 
-    call = with_parameters if function.parameters else plain
+    call: Any = with_parameters if function.parameters else plain
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{name} of every element."
-    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__signature__ = signature
     op(name)(call)
 
 
@@ -192,13 +192,15 @@ def paired(name: str, a: Operand, b: Operand, kind: DataType) -> tuple[Tensor, A
             rank = _shapes_of(name, a, b)
             x, y = aligned(x, axes, rank), aligned(y, axes, rank)
         return a, fine(x, kind), fine(y, kind), (a, b), rank
+    tensor: Any
+    scalar: Any
     tensor, scalar = (a, b) if isinstance(a, Tensor) else (b, a)
     if not isinstance(tensor, Tensor) or not isinstance(scalar, (int, float)):
         raise ArgumentError(f"ttnn.{name} takes tensors and numbers, not {type(a).__name__} and {type(b).__name__}")
     _, (block,) = operands(name, tensor)
     block = fine(block, kind)
-    x, y = (block, scalar) if tensor is a else (scalar, block)
-    return tensor, x, y, (tensor,), len(tensor.shape)
+    both = (block, scalar) if tensor is a else (scalar, block)
+    return tensor, *both, (tensor,), len(tensor.shape)
 
 
 def _kind(a: Operand, b: Operand, dtype: DataType | None, output: Tensor | None) -> DataType:
@@ -229,7 +231,7 @@ def binary(
     if after:
         block = activated(block, after)
     label = _label(tensors, rank, "" if after or before else keeps)
-    coords = None if all(each._coords is None for each in tensors) else shared_coords(*tensors)
+    alone = first._coords is None and tensors[-1]._coords is None
     return result(
         block,
         first,
@@ -237,7 +239,7 @@ def binary(
         dtype=kind,
         memory_config=memory_config,
         output_tensor=output_tensor,
-        coords=coords,
+        coords=None if alone else shared_coords(*tensors),
     )
 
 
@@ -535,7 +537,7 @@ def prelu(
     input_tensor_a: Tensor, weight: Tensor | Scalar | Sequence[float], *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """Where negative, times the weight: a number, or one for every element of dim 1."""
-    if isinstance(weight, (list, tuple)):
+    if isinstance(weight, Sequence):
         if len(weight) != 1:
             raise ArgumentError("ttnn.prelu takes one weight in a list", fix="give a tensor with one for every channel")
         weight = weight[0]

@@ -55,7 +55,9 @@ def gradients(
     made: Gradients = []
     wanted, kept = [*required, *[True] * len(tensors)], [*outputs, *[None] * len(tensors)]
     for place, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True)):
-        flow = flows[place] if flows[place] is not None else torch.zeros_like(leaf)
+        flow = flows[place]
+        if flow is None:
+            flow = torch.zeros_like(leaf)
         made.append(
             result(
                 flow.detach(),

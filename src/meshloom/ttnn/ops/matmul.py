@@ -354,6 +354,7 @@ def sparse_matmul(
         )
     x, y = _alike(fine(x, kind), fine(y, kind))
     experts = b_shape[1]
+    batch: tuple[int, ...]
     if is_input_b_sparse and not is_input_a_sparse:
         batch = (a_shape[0], a_shape[1], 1, experts)
         x, y = x.unsqueeze(axes + 2).unsqueeze(axes + 3), y.unsqueeze(axes).unsqueeze(axes)
