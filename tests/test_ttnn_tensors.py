@@ -117,6 +117,16 @@ def test_dram_grows_up_and_l1_grows_down_and_freed_memory_is_handed_out_again(op
         assert tensor().buffer_address() == address, "the freed block comes first"
 
 
+def test_a_tensor_without_room_names_those_who_have_it(open_mesh):
+    mesh = open_mesh(1, 2)
+    held = ttnn.from_torch(numbers(32, 64), device=mesh, memory_config=ttnn.L1_MEMORY_CONFIG)
+    with pytest.raises(
+        MemoryError, match=r"(?s)tensor FLOAT32 .* does not fit into L1.*tensor FLOAT32 \[32, 64\], since test_"
+    ):
+        ttnn.allocate_tensor_on_device([1 << 14, 1 << 13], ttnn.float32, ttnn.TILE_LAYOUT, mesh, ttnn.L1_MEMORY_CONFIG)
+    assert held.is_allocated()
+
+
 def test_after_deallocate_the_shape_is_readable_and_every_use_is_a_clear_error(mesh):
     x = sharded(mesh, numbers(16, 4))
     used = mesh.runtime.memory_usage()[(0, 0)].used

@@ -37,6 +37,7 @@ import difflib
 import os
 import sys
 from collections.abc import Iterable
+from functools import cache
 from types import FrameType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -84,6 +85,7 @@ def line_of(frame: FrameType | None) -> str:
     return ""
 
 
+@cache
 def is_program(file: str) -> bool:
     """Whether a file belongs to the program, not to meshloom, torch or the interpreter."""
     is_standard = file.startswith(_STANDARD) and "-packages" not in file

@@ -9,7 +9,7 @@ bytes. The lowest address that is free on all of them wins: the same calls give 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -106,9 +106,10 @@ class Gaps:
 
     def fit(self, size: int, from_top: bool = False) -> int | None:
         """The lowest address with that much room, or the highest."""
-        if from_top:
-            return next((end - size for start, end in reversed(self.pieces) if end - start >= size), None)
-        return next((start for start, end in self.pieces if end - start >= size), None)
+        for start, end in reversed(self.pieces) if from_top else self.pieces:
+            if end - start >= size:
+                return end - size if from_top else start
+        return None
 
     def holds(self, start: int, end: int) -> bool:
         """Whether all of a piece is free."""
@@ -154,13 +155,15 @@ class Allocator:
     def __init__(self, kind: str, capacity: int, banks: int, devices: int) -> None:
         self.kind, self.banks, self.devices = kind, banks, devices
         self.bank_size = capacity // banks // ALIGNMENT * ALIGNMENT
-        self.regions: list[Region] = []
+        self._regions: dict[int, Region] = {}  # by number
         self._lock = threading.Lock()
         self._dropped: deque[Region] = deque()
         self._gaps: dict[int, Gaps] = {}
         self._members: dict[int, numpy.ndarray] = {}
-        self._used = numpy.zeros(devices, dtype=numpy.int64)
+        self._used = numpy.zeros(devices, dtype=numpy.int64)  # of regions on some devices only
         self._peak = numpy.zeros(devices, dtype=numpy.int64)
+        self._all = (1 << devices) - 1
+        self._common = self._most = 0  # of regions on all devices: now, and at most since `_used` last changed
 
     def allocate(
         self,
@@ -216,24 +219,40 @@ class Allocator:
             largest = [self._gaps_of(1 << device).largest * self.banks for device in range(self.devices)]
             return [
                 Usage(used, total - used, peak, free)
-                for used, peak, free in zip(self._used.tolist(), self._peak.tolist(), largest, strict=True)
+                for used, peak, free in zip(
+                    (self._used + self._common).tolist(), self._peaks().tolist(), largest, strict=True
+                )
             ]
 
     def live(self) -> list[Region]:
         """The regions that are in use, by address."""
         with self._lock:
             self._drain()
-            return list(self.regions)
+            return sorted(self._regions.values())
 
     def _put(self, region: Region) -> Region:
-        insort(self.regions, region)
+        self._regions[region.number] = region
         for mask, gaps in self._gaps.items():
             if mask & region.mask:
                 gaps.take(region.address, region.end)
-        members = self._members_of(region.mask)
-        self._used[members] += region.size * self.banks
-        numpy.maximum(self._peak, self._used, out=self._peak)
+        self._count(region.mask, region.size * self.banks)
         return region
+
+    def _count(self, mask: int, change: int) -> None:
+        """Add to what devices use. What all of them use is one number: most regions are on all."""
+        if mask == self._all:
+            self._common += change
+            self._most = max(self._most, self._common)
+        else:
+            self._peaks()
+            self._used[self._members_of(mask)] += change
+            self._peaks()
+
+    def _peaks(self) -> numpy.ndarray:
+        """The most that every device has used."""
+        numpy.maximum(self._peak, self._used + self._most, out=self._peak)
+        self._most = self._common
+        return self._peak
 
     def _drain(self) -> None:
         while self._dropped:
@@ -243,8 +262,8 @@ class Allocator:
                 self._take_back(region)
 
     def _take_back(self, region: Region) -> None:
-        del self.regions[bisect_left(self.regions, region)]
-        self._used[self._members_of(region.mask)] -= region.size * self.banks
+        del self._regions[region.number]
+        self._count(region.mask, -region.size * self.banks)
         for mask in [mask for mask in self._gaps if mask & region.mask]:
             if mask & ~region.mask:  # another region may still be there on the other devices
                 del self._gaps[mask]
@@ -260,7 +279,7 @@ class Allocator:
         return found
 
     def _on(self, mask: int) -> Iterable[Region]:
-        return (region for region in self.regions if region.mask & mask)
+        return (region for region in self._regions.values() if region.mask & mask)
 
     def _members_of(self, mask: int) -> numpy.ndarray:
         found = self._members.get(mask)
@@ -287,7 +306,7 @@ class Allocator:
 
     def _full(self, nbytes: int, mask: int, owner: str, where: str, gaps: Gaps) -> OutOfMemoryError:
         held = sorted(self._on(mask), key=lambda region: (-region.size, region.address))
-        used = int(self._used[self._members_of(mask)].max())
+        used = int(self._used[self._members_of(mask)].max()) + self._common
         total = self.bank_size * self.banks
         lines = [f"{size_text(r.size * self.banks):>10}  {r.owner}, since {r.where or 'unknown line'}" for r in held]
         more = [f"{'':>10}  and {len(lines) - LISTED} more"] if len(lines) > LISTED else []

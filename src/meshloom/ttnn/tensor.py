@@ -45,6 +45,32 @@ def _op(name: str) -> Callable[..., Any]:
     return found
 
 
+class Owner:
+    """Whose memory it is; a text only when somebody reads it."""
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, dtype: DataType, shape: Shape) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def __str__(self) -> str:
+        return f"tensor {self.dtype.name} {list(self.shape)}"
+
+
+_bytes_known: dict[tuple[Any, ...], int] = {}  # with the usual tile; enum members are told by their value
+
+
+def _bytes(shape: Shape, dtype: DataType, layout: Layout, tile: Tile) -> int:
+    """The bytes that a device needs for its part."""
+    key = (shape, dtype._value_, layout._value_)
+    found = _bytes_known.get(key) if tile is TILE else None
+    if found is None:
+        found = bytes_of(math.prod(padded_shape(shape, layout, tile)), dtype)
+        if tile is TILE and len(_bytes_known) < 4096:
+            _bytes_known[key] = found
+    return found
+
+
 class Room:
     """Bytes on every device of a mesh; given back when the last tensor that uses them is gone, or by hand."""
 
@@ -132,10 +158,11 @@ class Tensor(metaclass=_Making):
 
     def _allocate(self, device: MeshDevice) -> Room:
         is_l1 = self._memory.buffer_type is not BufferType.DRAM
-        allocator = device.runtime.system.memory["l1" if is_l1 else "dram"]
-        size = bytes_of(math.prod(self.padded_shape), self.dtype)
-        name = f"tensor {self.dtype.name} {list(self.shape)}"
-        region = allocator.allocate(size, device.runtime.mask, name, where(), from_top=is_l1)
+        runtime = device.runtime
+        allocator = runtime.system.memory["l1" if is_l1 else "dram"]
+        owner: Any = Owner(self.dtype, self.shape)
+        size = _bytes(owner.shape, self.dtype, self.layout, self.tile)
+        region = allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1)
         queues.allocated(device, region)
         return Room(allocator, region)
 
