@@ -687,9 +687,24 @@ def test_sampling_of_one_choice_takes_the_best() -> None:
         logits = random_tensor(mesh, (1, 1, 4, 8), [True, False])
         index = random_tensor(mesh, (1, 1, 4, 8), [True, False], ttnn.int32, high=1000)
         k, p, heat = (everywhere(mesh, torch.full((4,), x), d) for x, d in ((1, ttnn.uint32), (0.5, None), (1.0, None)))
+        k = of_block(mesh, k.block.expand(1, 2, 4).clone(), [R, UNKNOWN], ttnn.uint32)
         found = ttnn.sampling(logits, index, k, p, heat, seed=3)
         assert (found.shape, found.dtype, found.layout) == ([1, 1, 1, 4], ttnn.uint32, ttnn.ROW_MAJOR_LAYOUT)
         check_each(found, lambda a, i: i.gather(-1, a.argmax(-1, keepdim=True)).reshape(1, 1, 1, 4), logits, index)
+
+
+def test_devices_with_other_limits_draw_from_other_choices() -> None:
+    with mesh_of((1, 2)) as mesh:
+        logits = everywhere(mesh, torch.tensor([0.0, 5.0, 5.0]).expand(1, 1, 64, 3).clone())
+        index = everywhere(mesh, torch.arange(3).expand(1, 1, 64, 3).clone(), ttnn.int32)
+        limits = of_block(
+            mesh, torch.tensor([1, 2]).reshape(1, 2, 1).expand(1, 2, 64).clone(), [R, UNKNOWN], ttnn.uint32
+        )
+        one = everywhere(mesh, torch.ones(64))
+        found = ttnn.sampling(logits, index, limits, one, one, seed=5)
+        assert set(found.block[0, 0].flatten().tolist()) == {1}
+        assert set(found.block[0, 1].flatten().tolist()) == {1, 2}
+        assert found.tensor_topology().placements() == [R, UNKNOWN]
 
 
 def test_sampling_draws_by_probability_and_never_outside_of_k_and_p() -> None:

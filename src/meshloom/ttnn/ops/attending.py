@@ -38,7 +38,6 @@ def attend(
     `seen` is a mask of the keys that count, `bias` is added, `sink` is a logit per row: all as wide as
     [*mesh, B, H, S, T] or narrower by ones.
     """
-    q, k, v = spread([q, k, v], axes)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if sink is not None:
         seen = _all_seen(q, k, axes, causal) if seen is None and bias is None else seen
@@ -46,6 +45,7 @@ def attend(
         bias = _with_sink(seen, bias, sink * factor)
         seen, causal = None, False
     mask = bias if seen is None else seen if bias is None else bias.masked_fill(~seen, -torch.inf)
+    q, k, v, *_ = spread([q, k, v] if mask is None else [q, k, v, mask], axes)
     sizes = q.shape[: axes + 1]
     queries, keys, values = (each.float().flatten(0, axes) for each in (q, k, v))
     found = F.scaled_dot_product_attention(

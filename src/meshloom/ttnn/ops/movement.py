@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,18 @@ from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import TensorTopology
 
+__all__ = ["TileReshapeMapMode"]
+
+
+class TileReshapeMapMode(enum.Enum):
+    """Whether the hardware keeps the plan of a reshape of tiles; about speed only."""
+
+    CACHE = 0
+    RECREATE = 1
+
+    __repr__ = enum.Enum.__str__
+
+
 # shapes
 
 
@@ -32,7 +45,7 @@ def reshape(
     logical_shape: Sequence[int] | None = None,
     memory_config: MemoryConfig | None = None,
     pad_value: float | None = None,
-    reshape_tile_mode: Any = None,
+    reshape_tile_mode: TileReshapeMapMode = TileReshapeMapMode.CACHE,
     sub_core_grids: Any = None,
     skip_padding_fill: bool = False,
 ) -> Tensor:

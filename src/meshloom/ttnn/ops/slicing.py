@@ -225,9 +225,8 @@ def concat(
     sub_core_grids: Any = None,
 ) -> Tensor:
     """Tensors one after the other along a dim; with groups, the first piece of each, then the second of each..."""
-    first, place = _alike("concat", tensors, dim, 0)
+    first, place, blocks = _alike("concat", tensors, dim, 0)
     axes = len(first.grid)
-    _, blocks = operands("concat", *tensors)
     for tensor in tensors:
         if _others(tensor, place) != _others(first, place):
             raise OperandError(
@@ -238,8 +237,11 @@ def concat(
             )
         if tensor.shape[place] % groups:
             raise OperandError(f"ttnn.concat: {tensor.shape[place]} does not divide into {groups} groups")
-    pieces = [block.chunk(groups, dim=axes + place) for block in spread(blocks, axes)]
-    values = torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], dim=axes + place)
+    whole = spread(blocks, axes)
+    if groups > 1:
+        pieces = [block.chunk(groups, dim=axes + place) for block in whole]
+        whole = [piece for group in zip(*pieces, strict=True) for piece in group]
+    values = torch.cat(whole, dim=axes + place)
     label = label_moves.joined(tensors, [label_moves.same(each) for each in tensors], values.shape[axes:])
     return result(
         values,
@@ -254,9 +256,8 @@ def concat(
 @op("stack")
 def stack(input_tensors: Sequence[Tensor], dim: int) -> Tensor:
     """Tensors one after the other along a new dim."""
-    first, place = _alike("stack", input_tensors, dim, 1)
+    first, place, blocks = _alike("stack", input_tensors, dim, 1)
     axes = len(first.grid)
-    _, blocks = operands("stack", *input_tensors)
     if any(tuple(each.shape) != tuple(first.shape) for each in input_tensors):
         raise OperandError(
             f"ttnn.stack: shapes {[list(each.shape) for each in input_tensors]} differ",
@@ -268,11 +269,11 @@ def stack(input_tensors: Sequence[Tensor], dim: int) -> Tensor:
     return result(values, first, topology=label, coords=shared_coords(*input_tensors))
 
 
-def _alike(name: str, tensors: Sequence[Tensor], dim: int, more: int) -> tuple[Tensor, int]:
-    """The first of some tensors that have to be of one dtype, layout and rank, and the dim from the front."""
+def _alike(name: str, tensors: Sequence[Tensor], dim: int, more: int) -> tuple[Tensor, int, list[Block]]:
+    """The first of some tensors that have to be of one dtype, layout and rank, the dim from the front, and blocks."""
     if not tensors:
         raise OperandError(f"ttnn.{name}: need 1 or more tensors", fix="give at least one")
-    operands(name, *tensors)
+    _, blocks = operands(name, *tensors)
     first = tensors[0]
     for tensor in tensors:
         if tensor.dtype is not first.dtype:
@@ -289,7 +290,7 @@ def _alike(name: str, tensors: Sequence[Tensor], dim: int, more: int) -> tuple[T
             raise OperandError(
                 f"ttnn.{name}: All tensors must have the same rank, not {len(first.shape)} and {len(tensor.shape)}"
             )
-    return first, axis_of(name, dim, len(first.shape) + more)
+    return first, axis_of(name, dim, len(first.shape) + more), blocks
 
 
 def _others(tensor: Tensor, place: int) -> tuple[int, ...]:
