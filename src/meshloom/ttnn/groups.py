@@ -198,14 +198,7 @@ class Group:
 
     def label(self, axes: Sequence[Placement]) -> Label:
         """A label from what every mesh axis does; one dim that all of them cut is cut row-major by all devices."""
-        told = [
-            REPLICATE if size == 1 and not isinstance(each, PlacementShard) else each
-            for each, size in zip(axes, self.mesh.shape, strict=True)
-        ]
-        places = list(self.mesh.coordinates())
-        if len(told) > 1 and len(set(told)) == 1 and isinstance(told[0], PlacementShard):
-            return Label([self.mesh.size], told[:1], places)
-        return Label(self.mesh.shape, told, places)
+        return _label(self.mesh, tuple(axes), tuple(getattr(each, "size", None) for each in axes))
 
     def whole_size(self, dim: int) -> int | None:
         """The size of a dim of the whole, if the group alone cuts it and its end is padding."""
@@ -230,6 +223,19 @@ class Group:
                 fix=f"ttnn.{self.name}(tensor, dim=...)",
             )
         return dims.pop()
+
+
+@functools.lru_cache(maxsize=4096)
+def _label(mesh: Mesh, axes: tuple[Placement, ...], sizes: tuple[int | None, ...]) -> Label:
+    """The same object for the same placements; `sizes` tells those apart that only differ in their padding."""
+    told = [
+        REPLICATE if size == 1 and not isinstance(each, PlacementShard) else each
+        for each, size in zip(axes, mesh.shape, strict=True)
+    ]
+    places = list(mesh.coordinates())
+    if len(told) > 1 and len(set(told)) == 1 and isinstance(told[0], PlacementShard):
+        return Label([mesh.size], told[:1], places)
+    return Label(mesh.shape, told, places)
 
 
 def _axes(name: str, mesh: Mesh, cluster_axis: int | None) -> tuple[int, ...]:
