@@ -231,7 +231,7 @@ class MemoryConfig:
 
 
 _FIELDS = ("memory_layout", "buffer_type", "shard_spec", "nd_shard_spec")
-_KINDS = (TensorMemoryLayout, BufferType, (ShardSpec, type(None)), (NdShardSpec, type(None)))
+_KINDS: tuple[Any, ...] = (TensorMemoryLayout, BufferType, (ShardSpec, type(None)), (NdShardSpec, type(None)))
 
 
 def _of_matrix(
