@@ -774,3 +774,55 @@ def test_sums_over_experts_and_fused_products() -> None:
         check_each(glu, lambda a, b: F.silu((a @ b)[..., :4]) * (a @ b)[..., 4:], x, w, close=1e-5)
         pieces = ttnn.experimental.minimal_matmul_split(x, w, chunks=2)
         check_each(pieces[1], lambda a, b: (a @ b)[..., 4:], x, w, close=1e-5)
+
+
+# traces
+
+
+def _block_of_a_model(mesh: Any, given: dict[str, Any]) -> list[Any]:
+    """Embedding, heads, rotation, attention, a convolution and a pool, moved about on the way."""
+    rows = ttnn.to_layout(ttnn.embedding(given["tokens"], given["table"]), ttnn.TILE_LAYOUT)
+    wide = ttnn.reshape(rows, (1, 1, 4, 24))
+    q, k, v = ttnn.experimental.nlp_create_qkv_heads(wide, num_heads=2, transpose_k_heads=False)
+    q, k = (ttnn.experimental.rotary_embedding(x, given["cos"], given["sin"]) for x in (q, k))
+    seen = ttnn.transformer.scaled_dot_product_attention(q, k, v, attention_sink=given["sink"])
+    flat = ttnn.experimental.nlp_concat_heads(seen)
+    pictures = ttnn.permute(ttnn.concat([flat, ttnn.roll(flat, 1, 2)], 1), (0, 2, 3, 1))
+    convolved = ttnn.conv2d(
+        input_tensor=pictures,
+        weight_tensor=given["kernels"],
+        device=mesh,
+        in_channels=2,
+        out_channels=3,
+        batch_size=1,
+        input_height=4,
+        input_width=8,
+        kernel_size=(3, 3),
+        padding=(1, 1),
+    )
+    pooled = ttnn.max_pool2d(convolved, 1, 4, 8, 3, [2, 2], [2, 2], [0, 0], [1, 1], dtype=ttnn.float32)
+    return [flat, pooled, *ttnn.split(pooled, 1, dim=3)]
+
+
+def test_a_captured_model_replays_with_other_inputs() -> None:
+    with mesh_of((1, 2)) as mesh:
+        angles = angles_of(4, 4)
+        given_ = {
+            "tokens": random_tensor(mesh, (1, 4), [True, False], ttnn.uint32, high=9),
+            "table": random_tensor(mesh, (9, 24), [True, True]),
+            "cos": everywhere(mesh, angles.cos().repeat(1, 2)[None, None]),
+            "sin": everywhere(mesh, angles.sin().repeat(1, 2)[None, None]),
+            "sink": random_tensor(mesh, (1, 2, 1, 1), [True, True]),
+            "kernels": random_tensor(mesh, (3, 2, 3, 3), [True, False]),
+        }
+        trace = ttnn.begin_trace_capture(mesh, cq_id=0)
+        captured = _block_of_a_model(mesh, given_)
+        ttnn.end_trace_capture(mesh, trace, cq_id=0)
+        for _ in range(2):
+            given_["tokens"].block.copy_(torch.randint(0, 9, given_["tokens"].block.shape))
+            given_["kernels"].block.copy_(torch.randn(given_["kernels"].block.shape))
+            ttnn.execute_trace(mesh, trace, cq_id=0, blocking=True)
+            for have, expected in zip(captured, _block_of_a_model(mesh, given_), strict=True):
+                torch.testing.assert_close(have.block, expected.block)
+                assert have.tensor_topology() == expected.tensor_topology()
+        ttnn.release_trace(mesh, trace)

@@ -51,7 +51,8 @@ def sampling(
     logits = blocks[0].flatten(axes, -2).float() * heat.float()
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     luck = torch.rand(users, 1, generator=generator)
-    place = _drawn(*spread([logits, limit, share.float()], axes), luck)
+    logits, limit, share = spread([logits, limit, share.float()], axes)
+    place = _drawn(logits, limit, share, luck)
     numbers, at = spread([blocks[1].flatten(axes, -2), place], axes)
     chosen = numbers.gather(-1, at).squeeze(-1)
     return result(
