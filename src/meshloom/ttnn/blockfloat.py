@@ -12,11 +12,13 @@ by powers of two, truncating, rounding. `rounded` is for values, `pack` and `unp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from meshloom.errors import ArgumentError
+from meshloom.runtime import state
 from meshloom.runtime.tiles import FACE, TILE, tilize, untilize
 
 BLOCK = FACE
@@ -38,10 +40,7 @@ def levels(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
     """
     exponent = blocks.abs().amax(-1, keepdim=True).view(torch.int32) >> 23
     found = _whole(blocks, exponent.clamp(min=LOW), bits)
-    rows = _special(exponent)
-    if rows is not None:
-        found[rows] = _mended(blocks[rows], exponent[rows], bits)
-    return found, exponent
+    return _with_special(found, exponent, lambda rows: _mended(blocks[rows], exponent[rows], bits)), exponent
 
 
 def _whole(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
@@ -51,13 +50,17 @@ def _whole(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Ten
     return found.clamp_(1 - 2**bits, 2**bits - 1)
 
 
-def _special(exponent: torch.Tensor) -> torch.Tensor | None:
-    """The blocks of tiny values and those with an infinity or a NaN, if there are any. Zeros are nothing special."""
+def _with_special(found: torch.Tensor, exponent: torch.Tensor, mend: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    """Blocks of tiny values and those with an infinity or a NaN done otherwise. Zeros are nothing special."""
+    if state.capture is not None:  # nothing has a value now, so all blocks are done both ways
+        rows = (exponent > 0) & (exponent < LOW) | (exponent == SPECIAL)
+        return torch.where(rows, mend(slice(None)), found)
     low, high = exponent.aminmax()
-    if int(low) >= LOW and int(high) < SPECIAL:
-        return None
-    rows = ((exponent > 0) & (exponent < LOW) | (exponent == SPECIAL)).squeeze(-1)
-    return rows if bool(rows.any()) else None
+    if int(low) < LOW or int(high) == SPECIAL:
+        rows = ((exponent > 0) & (exponent < LOW) | (exponent == SPECIAL)).squeeze(-1)
+        if bool(rows.any()):
+            found[rows] = mend(rows)
+    return found
 
 
 def _mended(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
@@ -73,10 +76,7 @@ def valued(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Te
     """The values of whole numbers of units. Adding zero makes -0 positive."""
     unit = (exponent.clamp(min=LOW) - (bits - 1) << 23).view(torch.float32)
     found = torch.addcmul(ZERO, numbers, unit)
-    rows = _special(exponent)
-    if rows is not None:
-        found[rows] = _read(numbers[rows], exponent[rows], bits)
-    return found
+    return _with_special(found, exponent, lambda rows: _read(numbers[rows], exponent[rows], bits))
 
 
 def _read(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
