@@ -221,6 +221,15 @@ def test_a_scatter_inside_of_an_axis_that_cuts_the_same_dim_has_no_whole(meshes:
     assert ttnn.reduce_scatter(x, 1, cluster_axis=0).tensor_topology() == label(mesh, UNTOLD, UNTOLD)
 
 
+def test_a_label_that_cannot_be_told_is_refused_where_topologies_are_strict(meshes: Any) -> None:
+    mesh = meshes(2, 4)
+    x = tensor_on(mesh, torch.zeros(2, 4, 8, 8), label(mesh, S(1)))
+    with ttnn.manage_config("strict_ccl_topology", True):
+        assert ttnn.all_gather(x, 1, cluster_axis=1).shape == (8, 32)
+        with pytest.raises(OperandError, match="the topology of the result cannot be told"):
+            ttnn.all_gather(x, 1, cluster_axis=0)
+
+
 def test_all_gather_without_dim_takes_the_one_that_is_sharded_or_asks(meshes: Any) -> None:
     mesh = meshes(2, 4)
     rows = ttnn.ShardTensor2dMesh(mesh, mesh_shape=(2, 4), dims=(0, 1))

@@ -25,6 +25,7 @@ from meshloom.placement import Replicate, Shard, Topology
 from meshloom.tensor import collectives as native
 from meshloom.tensor.base import Tensor as Native
 from meshloom.ttnn.calling import operands
+from meshloom.ttnn.config import CONFIG
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.labels import UNKNOWN, by_axis
 from meshloom.ttnn.parts import Block
@@ -198,6 +199,12 @@ class Group:
 
     def label(self, axes: Sequence[Placement]) -> Label:
         """A label from what every mesh axis does; one dim that all of them cut is cut row-major by all devices."""
+        if CONFIG.strict_ccl_topology and UNKNOWN in axes:
+            raise OperandError(
+                f"ttnn.{self.name}: the topology of the result cannot be told",
+                label=self.tensor.tensor_topology(),
+                fix="CONFIG.strict_ccl_topology = False, or go over the axes in another order",
+            )
         return _label(self.mesh, tuple(axes), tuple(getattr(each, "size", None) for each in axes))
 
     def whole_size(self, dim: int) -> int | None:
@@ -254,13 +261,21 @@ def _axes(name: str, mesh: Mesh, cluster_axis: int | None) -> tuple[int, ...]:
 def to_native(block: Block, mesh: Mesh, own: Sequence[int] = ()) -> Native:
     """A block as a native tensor: mesh axes as dims in front. On the axes of `own` every device gets its own part."""
     axes = mesh.ndim
-    lead = [mesh.local_shape[axis] if axis in own else size for axis, size in enumerate(block.shape[:axes])]
-    block = block.expand(*lead, *block.shape[axes:])
+    if own:
+        lead = [mesh.local_shape[axis] if axis in own else size for axis, size in enumerate(block.shape[:axes])]
+        block = block.expand(*lead, *block.shape[axes:])
+    topology = _lying(mesh, tuple(block.shape), short_name(block.dtype))
+    return Native(topology, from_block(block[(slice(None),) * axes + (None,) * axes], topology))
+
+
+@functools.lru_cache(maxsize=4096)
+def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Topology:
+    """How a block of that shape lies: mesh axes cut dims of their own, those of size 1 are replicated."""
+    lead, dims = shape[: mesh.ndim], shape[mesh.ndim :]
     alike = [size == 1 and mesh.shape[axis] > 1 for axis, size in enumerate(lead)]
     placements = [Replicate() if same else Shard(axis) for axis, same in enumerate(alike)]
     front = [1 if same else mesh.shape[axis] for axis, same in enumerate(alike)]
-    topology = Topology(mesh, placements, (*front, *block.shape[axes:]), short_name(block.dtype))
-    return Native(topology, from_block(block.reshape(*lead, *(1,) * axes, *block.shape[axes:]), topology))
+    return Topology(mesh, placements, (*front, *dims), dtype)
 
 
 def from_native(tensor: Native) -> Block:
