@@ -331,6 +331,17 @@ def test_three_operands_equal_torch() -> None:
         ttnn.clamp(a)
 
 
+def test_bcast_repeats_its_second_operand() -> None:
+    a = tensor_of(values((2,), (1, 1, 3, 4), 0.5, 2, 0), (2,))
+    for dim, shape in (("H", (1, 1, 1, 4)), ("W", (1, 1, 3, 1)), ("HW", (1, 1, 1, 1))):
+        b = tensor_of(values((2,), shape, 0.5, 2, 1), (2,))
+        for how, function in (("ADD", torch.add), ("SUB", torch.sub), ("MUL", torch.mul)):
+            found = ttnn.bcast(a, b, math_op=ttnn.BcastOpMath[how], dim=ttnn.BcastOpDim[dim])
+            check_op(found, function, a, b)
+    with pytest.raises(OperandError, match="along H"):
+        ttnn.bcast(a, a, ttnn.BcastOpMath.ADD, ttnn.BcastOpDim.H)
+
+
 def test_where_takes_the_dtype_of_its_values() -> None:
     mask = tensor_of(torch.tensor([[1, 0]]), (1,), dtype=ttnn.int32)
     x = tensor_of(torch.tensor([[0.5, 0.5]]), (1,))

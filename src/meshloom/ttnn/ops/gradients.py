@@ -81,6 +81,8 @@ def _leaf(block: Block, sizes: Sequence[int]) -> Block:
 def _label(grad: Tensor, tensors: Sequence[Tensor], tensor: Tensor) -> TensorTopology:
     """A product with the gradient; where the operand was broadcast, summed over those dims."""
     rank = len(grad.shape)
+    if rank < len(tensor.shape):  # of a reduction: the gradient has lost dims, and the operand knows what is cut
+        return merged((tensor,), len(tensor.shape))
     label = merged((grad, *tensors), rank, keeps="quotient")
     missing = rank - len(tensor.shape)
     whole = Tensor(grad.block, grad.grid, grad.dtype, grad.layout, label)
