@@ -368,6 +368,8 @@ def test_a_captured_tensor_does_not_change_its_array(open_mesh):
     parts = ttnn.from_torch(numbers(4, 2), mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0))
     with pytest.raises(TraceError, match="would differ"):
         ttnn.copy_host_to_device_tensor(parts, same)
+    with pytest.raises(TraceError, match="would differ"):
+        ttnn.add(ttnn.to_device(parts, mesh), 1.0, output_tensor=same)
     ttnn.copy_host_to_device_tensor(ttnn.from_torch(numbers(2, 2) * 5), same)
     ttnn.execute_trace(mesh, trace, cq_id=0, blocking=True)
     assert torch.equal(y.to_torch(), numbers(2, 2) * 5 + 1)

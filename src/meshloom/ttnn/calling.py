@@ -201,11 +201,8 @@ def _written(values: Block, output: Tensor, topology: TensorTopology) -> Tensor:
             f"output_tensor has shape {list(output.shape)}, the result {list(values.shape[axes:])}",
             fix="give one of the shape of the result",
         )
+    output.write(values)
     if output._device is not None and (output._device.watched or state.capture is not None):
         queues.used(output._device, "op", writes=(output,))
-    have, need = output.block.shape[:axes], values.shape[:axes]
-    if any(h < n for h, n in zip(have, need, strict=True)):  # it held the same along an axis, and now does not
-        output._block = values.new_empty((*map(max, have, need), *values.shape[axes:]), dtype=output.block.dtype)
-    output.block.copy_(values)
     output.update_tensor_topology(topology)
     return output

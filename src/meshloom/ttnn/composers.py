@@ -226,7 +226,7 @@ def extents(tensor: Tensor, place: MeshCoordinate) -> list[tuple[int, int]]:
 def piece_of(label: TensorTopology, place: int, dim: int) -> int:
     """Which piece of a dim is at a place of a label, both counted row-major."""
     shape, placements = tuple(label.distribution_shape()), label.placements()
-    index = []
+    index: list[int] = []
     for size in reversed(shape):
         place, at = divmod(place, size)
         index.insert(0, at)
