@@ -90,15 +90,19 @@ def sorted_out(first: Any, second: Any) -> tuple[tuple[int, ...] | None, list[in
 
 def _is_ids(first: Any, second: Any) -> bool:
     """Whether the first argument lists devices and the second is the shape."""
-    if isinstance(first, MeshShape) or first is None:
+    if isinstance(first, MeshShape) or first is None or any(map(_is_path, second)):
         return False
-    if isinstance(second, MeshShape) or any(isinstance(each, (str, os.PathLike)) for each in first):
+    if isinstance(second, MeshShape) or any(map(_is_path, first)):
         return True
     as_written = math.prod(first) == len(second)
     turned = math.prod(second) == len(first)
     if as_written != turned:
         return turned
     return isinstance(first, list) and isinstance(second, tuple)
+
+
+def _is_path(given: Any) -> bool:
+    return isinstance(given, (str, os.PathLike))
 
 
 def _id(given: Any) -> int:

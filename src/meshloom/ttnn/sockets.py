@@ -2,7 +2,7 @@
 
 What is sent is a copy; what is received goes into a tensor that is there, at the receiving coordinates alone. Ops run
 in the order of the program, so a tensor has to be sent before it can be received: where devices would wait for ever,
-this is an error.
+this is an error. Between processes, the sender and the receiver are named by their ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from meshloom.errors import ArgumentError, OperandError, UnsupportedError, where
+import torch
+
+from meshloom.errors import ArgumentError, OperandError, where
 from meshloom.runtime import MeshCoordinate
-from meshloom.ttnn import queues
+from meshloom.ttnn import processes, queues
 from meshloom.ttnn.calling import op, operands
 from meshloom.ttnn.cores import CoreCoord
 from meshloom.ttnn.device import MeshDevice
@@ -101,12 +103,9 @@ class MeshSocket:
     """One end of a socket."""
 
     def __init__(self, device: MeshDevice, config: SocketConfig) -> None:
-        if config.sender_rank is not None or config.receiver_rank is not None:
-            raise UnsupportedError(
-                "sockets between processes are not covered", fix="ttnn.create_socket_pair in one process"
-            )
         self._device, self._config = device, config
-        self._endpoint = SocketEndpoint.SENDER
+        apart = config.sender_rank is not None or config.receiver_rank is not None
+        self._endpoint, self._peer = _apart(config) if apart else (SocketEndpoint.SENDER, None)
         self._waiting: deque[_Sent] = deque()
         self._room = _room(device, config.memory_config)
 
@@ -140,6 +139,19 @@ class MeshSocket:
         return f"MeshSocket({self._endpoint.name} on {self._device}, {len(self._config.connections)} connections)"
 
 
+def _apart(config: SocketConfig) -> tuple[SocketEndpoint, int]:
+    """Which end this process is, and the rank of the other."""
+    processes.init_distributed_context()
+    here, ends = int(processes.distributed_context_get_rank()), (config.sender_rank, config.receiver_rank)
+    if here not in ends or None in ends or ends[0] == ends[1]:
+        raise OperandError(
+            f"rank {here} is not one of two ends of a socket from rank {ends[0]} to rank {ends[1]}",
+            fix="ttnn.create_socket_pair for both ends in one process",
+        )
+    number = ends.index(here)
+    return SocketEndpoint(number), int(ends[1 - number])  # type: ignore[arg-type]
+
+
 def _room(device: MeshDevice, config: SocketMemoryConfig) -> Room:
     is_l1 = config.socket_storage_type is not BufferType.DRAM
     allocator = device.runtime.system.memory["l1" if is_l1 else "dram"]
@@ -158,7 +170,8 @@ def create_socket_pair(
     for connection in socket_config.connections:
         sender_mesh_device.get_device_id(connection.sender_core.device_coord)  # an error if it is not there
         receiver_mesh_device.get_device_id(connection.receiver_core.device_coord)
-    sender, receiver = MeshSocket(sender_mesh_device, socket_config), MeshSocket(receiver_mesh_device, socket_config)
+    here = replace(socket_config, sender_rank=None, receiver_rank=None)
+    sender, receiver = MeshSocket(sender_mesh_device, here), MeshSocket(receiver_mesh_device, here)
     receiver._endpoint, receiver._waiting = SocketEndpoint.RECEIVER, sender._waiting
     return sender, receiver
 
@@ -186,7 +199,11 @@ def send_async(input_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
     """Send what the sending devices of a socket hold."""
     _checked("experimental.send_async", input_tensor, mesh_socket, SocketEndpoint.SENDER)
     parts = [part(input_tensor.block, source).clone() for source, _ in _pairs(mesh_socket)]
-    mesh_socket._waiting.append(_Sent(parts, input_tensor.dtype, where()))
+    if mesh_socket._peer is None:
+        mesh_socket._waiting.append(_Sent(parts, input_tensor.dtype, where()))
+    else:
+        for each in parts:
+            processes.send(each, mesh_socket._peer)
     return []
 
 
@@ -195,6 +212,8 @@ def recv_async(output_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
     """Receive what was sent first into a tensor, at the receiving devices of a socket."""
     name = "experimental.recv_async"
     _checked(name, output_tensor, mesh_socket, SocketEndpoint.RECEIVER)
+    if mesh_socket._peer is not None:
+        mesh_socket._waiting.append(_received(output_tensor, mesh_socket, mesh_socket._peer))
     if not mesh_socket._waiting:
         raise OperandError(
             f"ttnn.{name}: nothing has been sent",
@@ -214,3 +233,11 @@ def recv_async(output_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
         values[target] = arrived
     output_tensor.write(values)
     return [output_tensor]
+
+
+def _received(like: Tensor, socket: MeshSocket, peer: int) -> _Sent:
+    """What another process sent, which has to be of the shape and dtype of what it goes into."""
+    parts = [torch.empty(tuple(like.shape), dtype=like.block.dtype) for _ in _pairs(socket)]
+    for each in parts:
+        processes.receive(each, peer)
+    return _Sent(parts, like.dtype, where())
