@@ -390,3 +390,33 @@ def test_patches_become_channels() -> None:
             x,
             close=1e-4,
         )
+
+
+def test_a_number_of_pictures_that_does_not_divide_stays_known() -> None:
+    with mesh_of((1, 4)) as mesh:
+        whole, kernels = torch.randn(6, 4, 4, 3), torch.randn(5, 3, 3, 3)
+        x = ttnn.from_torch(whole, device=mesh, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0), dtype=ttnn.float32)
+        y = ttnn.from_torch(
+            torch.cat([whole, whole[:1]]),
+            device=mesh,
+            mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0),
+            dtype=ttnn.float32,
+        )
+        assert (x.shape, y.shape) == ([2, 4, 4, 3], [2, 4, 4, 3])
+        w = ttnn.from_torch(kernels, device=mesh, dtype=ttnn.float32)
+        for tensor, count in ((x, 6), (y, 7)):
+            found = ttnn.conv2d(
+                input_tensor=tensor,
+                weight_tensor=w,
+                device=mesh,
+                in_channels=3,
+                out_channels=5,
+                batch_size=2,
+                input_height=4,
+                input_width=4,
+                kernel_size=(3, 3),
+            )
+            expected = flat(F.conv2d(torch.cat([whole, whole[:1]])[:count].permute(0, 3, 1, 2), kernels))
+            torch.testing.assert_close(ttnn.to_torch(found), expected, atol=1e-4, rtol=1e-4)
+            pooled = ttnn.max_pool2d(tensor, 2, 4, 4, 3, [2, 2], [2, 2], [0, 0], [1, 1], dtype=ttnn.float32)
+            assert ttnn.to_torch(pooled).shape == (1, 1, count * 4, 3)

@@ -547,3 +547,20 @@ def test_what_is_alike_is_stored_once(grid: tuple[int, ...]) -> None:
         x = random_tensor(mesh, (2, 3), [True] * len(grid))
         for found in (ttnn.permute(x, (1, 0)), ttnn.concat([x, x], 0), ttnn.repeat(x, (2, 2))):
             assert found.block.shape[: len(grid)] == (1,) * len(grid)
+
+
+def test_the_padding_of_a_dim_that_does_not_divide_goes_along() -> None:
+    with mesh_of((1, 4)) as mesh:
+        whole = torch.randn(10, 6)
+        x = ttnn.from_torch(whole, device=mesh, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0), dtype=ttnn.float32)
+        assert x.shape == [3, 6]
+        moved = {
+            "transpose": (ttnn.transpose(x, 0, 1), whole.T),
+            "unsqueeze": (ttnn.unsqueeze(x, 0), whole[None]),
+            "reshape": (ttnn.reshape(x, (3, 2, 3)), whole.reshape(10, 2, 3)),
+            "slice": (ttnn.slice(x, [0, 2], [3, 4]), whole[:, 2:4]),
+            "concat": (ttnn.concat([x, x], 1), torch.cat([whole, whole], 1)),
+            "repeat_interleave": (ttnn.repeat_interleave(x, 2, 0), whole.repeat_interleave(2, 0)),
+        }
+        for name, (found, expected) in moved.items():
+            assert torch.equal(ttnn.to_torch(found), expected), name

@@ -29,10 +29,13 @@ def same(tensor: Tensor, shift: int = 0) -> tuple[int, ...]:
     return tuple(dim + shift for dim in range(len(tensor.shape)))
 
 
-def mapped(tensor: Tensor, places: Places, shape: Sequence[int], linear: bool = True) -> Label:
-    """Of an op on one tensor that puts dims elsewhere; terms stay terms where the op is linear."""
-    key = ("mapped", tuple(places), tuple(shape), linear, tensor._grid, tensor.shape, id(tensor._topology))
-    return _remembered(key, (tensor,), lambda: _mapped(tensor, places, shape, linear))
+def mapped(tensor: Tensor, places: Places, shape: Sequence[int], linear: bool = True, scales: bool = False) -> Label:
+    """Of an op on one tensor that puts dims elsewhere; terms stay terms where the op is linear.
+
+    It `scales` if a dim that grows does so element by element, in order: padding at its end then stays at the end.
+    """
+    key = ("mapped", tuple(places), tuple(shape), linear, scales, tensor._grid, tensor.shape, id(tensor._topology))
+    return _remembered(key, (tensor,), lambda: _mapped(tensor, places, shape, linear, scales))
 
 
 def _mapped(tensor: Tensor, places: Places, shape: Sequence[int], linear: bool, scales: bool = False) -> Label:
@@ -48,14 +51,14 @@ def _after(
     if not isinstance(placement, PlacementShard):
         return placement
     dim = places[placement.dim] if places else None
-    return UNKNOWN if dim is None else _cut(placement, dim, tensor.shape[placement.dim], shape[dim], scales)
+    return UNKNOWN if dim is None else scaled_cut(placement, dim, tensor.shape[placement.dim], shape[dim], scales)
 
 
-def _cut(placement: PlacementShard, dim: int, had: int, has: int, scales: bool) -> Placement:
+def scaled_cut(placement: PlacementShard, dim: int, had: int, has: int, scales: bool) -> Placement:
     """The cut of a dim whose parts were of one size and are of another: a padded end goes along with a reshape if it is
     whole rows of the result; otherwise padding has got between the elements, and no whole can be told.
 
-    >>> _cut(PlacementShard(0, size=6), 1, 4, 2, True), _cut(PlacementShard(0, size=7), 1, 4, 2, True)
+    >>> scaled_cut(PlacementShard(0, size=6), 1, 4, 2, True), scaled_cut(PlacementShard(0, size=7), 1, 4, 2, True)
     (PlacementShard(1, size=3), PlacementPartial('unknown'))
     """
     if placement.size is None or had == has:

@@ -287,7 +287,7 @@ def _finished(
     made = result(
         values,
         tensor,
-        topology=_label(name, tensors, groups, config.activation is None),
+        topology=_label(name, tensors, values.shape[-2], groups, config.activation is None),
         dtype=dtype,
         layout=config.output_layout,
         memory_config=memory or _out_memory(tensor),
@@ -303,7 +303,7 @@ def _out_memory(tensor: Tensor) -> MemoryConfig:
     return MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
 
 
-def _label(name: str, tensors: Sequence[Tensor], groups: int, linear: bool) -> Any:
+def _label(name: str, tensors: Sequence[Tensor], rows: int, groups: int, linear: bool) -> Any:
     """Cut at the pictures, at the output channels, or (sums over input channels that are cut) terms of a sum."""
     tensor = tensors[0]
     channels = len(tensor.shape) - 1
@@ -314,9 +314,9 @@ def _label(name: str, tensors: Sequence[Tensor], groups: int, linear: bool) -> A
         still = isinstance(w, PlacementReplicate)
         same = all(isinstance(each, PlacementReplicate) for each in biases)
         if isinstance(x, PlacementShard) and x.dim != channels:
-            return pictures_cut(tensor, x) if still and same else None
-        if isinstance(x, PlacementReplicate) and w == PlacementShard(outer):
-            return PlacementShard(3)
+            return pictures_cut(tensor, x, rows) if still and same else None
+        if isinstance(x, PlacementReplicate) and isinstance(w, PlacementShard) and w.dim == outer:
+            return w.at(3) if groups == 1 else PlacementShard(3)
         cut = isinstance(x, PlacementShard)
         if cut and groups > 1 and isinstance(w, PlacementShard) and w.dim == 0:
             return PlacementShard(3)
@@ -330,7 +330,7 @@ def _label(name: str, tensors: Sequence[Tensor], groups: int, linear: bool) -> A
             return None
         return terms if linear and all(each == terms for each in biases) else None
 
-    return label_moves.ruled((name, groups, linear), tensors, rule)
+    return label_moves.ruled((name, rows, groups, linear), tensors, rule)
 
 
 def _asked(made: Tensor, size: Any, weights: tuple[Tensor, Tensor | None], dims: bool, kept: bool) -> Found:

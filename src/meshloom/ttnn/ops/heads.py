@@ -245,7 +245,9 @@ def nlp_concat_heads_decode(
     return result(
         fresh(made),
         input_tensor,
-        topology=label_moves.mapped(input_tensor, (0, 2, 3, None), made.shape[axes:]),
+        topology=label_moves.mapped(
+            input_tensor, (0, 2, 3, None), made.shape[axes:], scales=num_heads == input_tensor.shape[2]
+        ),
         memory_config=memory_config,
         output_tensor=output_tensor,
     )
@@ -290,7 +292,7 @@ def _concatenated(name: str, tensor: Tensor, four: bool, memory: MemoryConfig | 
     return result(
         fresh(made),
         tensor,
-        topology=label_moves.mapped(tensor, places, made.shape[axes:]),
+        topology=label_moves.mapped(tensor, places, made.shape[axes:], scales=True),
         memory_config=memory,
         output_tensor=output,
     )

@@ -290,7 +290,7 @@ def repeat_interleave(
     place = axis_of("repeat_interleave", dim, len(input_tensor.shape))
     axes = len(input_tensor.grid)
     values = block.repeat_interleave(repeats, dim=axes + place)
-    label = label_moves.kept(input_tensor, values.shape[axes:])
+    label = label_moves.mapped(input_tensor, label_moves.same(input_tensor), values.shape[axes:], scales=True)
     return result(values, input_tensor, topology=label, memory_config=memory_config)
 
 

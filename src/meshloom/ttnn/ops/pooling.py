@@ -36,10 +36,11 @@ def _pooled(
     layout: Layout,
     memory: MemoryConfig | None,
 ) -> Tensor:
+    block = flattened(values, len(tensor.grid))
     return result(
-        flattened(values, len(tensor.grid)),
+        block,
         tensor,
-        topology=label(name, tensor, linear),
+        topology=label(name, tensor, block.shape[-2], linear),
         dtype=dtype,
         layout=layout,
         memory_config=memory or MemoryConfig(buffer_type=tensor.memory_config().buffer_type),

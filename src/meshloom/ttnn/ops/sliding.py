@@ -68,21 +68,22 @@ def windows(size: int, kernel: int, stride: int, before: int, after: int, dilati
     return count - 1 if ceil and (count - 1) * stride >= size + before else count
 
 
-def label(name: str, tensor: Tensor, linear: bool) -> Any:
-    """Of an op on every picture and channel alone: cut at the pictures or at the channels."""
-    rank = len(tensor.shape)
+def label(name: str, tensor: Tensor, rows: int, linear: bool) -> Any:
+    """Of an op on every picture and channel alone, with so many rows in its result: cut at pictures or at channels."""
 
     def rule(column: Sequence[Placement]) -> Placement | None:
         placement = column[0]
         if isinstance(placement, PlacementPartial):
             return placement if linear else None
         assert isinstance(placement, PlacementShard)
-        return pictures_cut(tensor, placement) if placement.dim != rank - 1 else placement.at(3)
+        return pictures_cut(tensor, placement, rows) if placement.dim != len(tensor.shape) - 1 else placement.at(3)
 
-    return label_moves.ruled((name, linear), (tensor,), rule)
+    return label_moves.ruled((name, rows, linear), (tensor,), rule)
 
 
-def pictures_cut(tensor: Tensor, placement: PlacementShard) -> Placement | None:
+def pictures_cut(tensor: Tensor, placement: PlacementShard, rows: int) -> Placement | None:
     """The cut of the flattened dim of a result, if an axis cuts pictures; None if it cuts inside of them."""
     flat = len(tensor.shape) == 4 and tuple(tensor.shape[:2]) == (1, 1)
-    return PlacementShard(2) if placement.dim == (2 if flat else 0) else None
+    if placement.dim != (2 if flat else 0):
+        return None
+    return label_moves.scaled_cut(placement, 2, tensor.shape[placement.dim], rows, True)
