@@ -22,6 +22,7 @@ from meshloom.ttnn.fabric import FabricNodeId, MeshId
 from meshloom.ttnn.geometry import MeshDeviceView
 from meshloom.ttnn.subdevices import SubDevices
 from meshloom.ttnn.system import OPEN, Arch, System, get_system, is_line, snake
+from meshloom.ttnn.watching import tell
 
 __all__ = [
     "CloseDevice",
@@ -76,6 +77,7 @@ class MeshDevice:
         self._sub_devices = SubDevices()
         self.watched = device.system.races is not None  # ops say what they use, or wait for a trace: `queues.used`
         OPEN.add(self)
+        tell("opened", self)
 
     # the grid
 
@@ -351,6 +353,7 @@ class MeshDevice:
         self._programs = frozenset()
         OPEN.discard(self)
         self.runtime.close()
+        tell("closed", self)
 
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.shape))

@@ -29,6 +29,7 @@ from meshloom.runtime.races import Access
 from meshloom.runtime.trace import Trace
 from meshloom.ttnn.geometry import MeshCoordinateRange
 from meshloom.ttnn.parts import Block
+from meshloom.ttnn.watching import tell
 
 if TYPE_CHECKING:
     from meshloom.ttnn.device import MeshDevice
@@ -270,6 +271,7 @@ def event_synchronize(mesh_event: MeshEvent) -> None:
     event = _event(mesh_event)
     _refuse_in_capture(EVENTS)
     event.event.synchronize()
+    tell("waited", event)
 
 
 def _event(given: Any) -> MeshEvent:
@@ -287,6 +289,7 @@ def synchronize_device(
         queue_of(device, cq_id)
     _refuse_in_capture(BLOCKING)
     device.runtime.synchronize(None if cq_id is None else int(cq_id))
+    tell("waited", device)
 
 
 synchronize_mesh_device = synchronize_devices = synchronize_device
