@@ -1,11 +1,12 @@
 """Products of matrices: every device multiplies its own parts.
 
-Sums are kept in float32 and rounded once to the dtype of the first operand, or `dtype=`. A block of few devices whose
-weights are the same everywhere is one wide product, not one for every device (torch folds the leading dims).
+Sums are kept in float32 and rounded once to the dtype of the first operand, or `dtype=`. Devices that share an operand
+are folded into the rows or columns of one large product (`multiplied`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,12 +75,27 @@ def _alike(x: Block, y: Block) -> tuple[Block, Block]:
     return x.to(kind), y.to(kind)
 
 
+MANY_ROWS, FEW_COLUMNS = 16, 64  # where one wide product beats many narrow ones, its copy of the second included
+
+
 def multiplied(x: Block, y: Block) -> Block:
-    """x @ y with all leading dims as a batch; where the second is one matrix, the rows of all are one tall matrix."""
-    if all(size == 1 for size in y.shape[:-2]):
-        tall = x.reshape(-1, x.shape[-1]) @ y.reshape(y.shape[-2:])
-        return tall.reshape(*x.shape[:-1], y.shape[-1])
-    return x @ y
+    """x @ y with all leading dims as a batch, folded into one product where no batch is in both.
+
+    >>> multiplied(torch.ones(2, 1, 3, 5), torch.ones(1, 4, 5, 7)).shape  # (2 * 3, 5) @ (5, 4 * 7)
+    torch.Size([2, 4, 3, 7])
+    """
+    if any(1 not in pair for pair in zip(x.shape[:-2], y.shape[:-2], strict=True)):
+        return x @ y
+    (m, k), n = x.shape[-2:], y.shape[-1]
+    count = math.prod(y.shape[:-2])
+    rows, columns = x.reshape(math.prod(x.shape[:-1]), k), y.reshape(count, k, n).transpose(0, 1)
+    if not columns.is_contiguous() and (rows.shape[0] < MANY_ROWS or n >= FEW_COLUMNS):
+        return x @ y
+    lead = x.dim() - 2
+    found = (rows @ columns.reshape(k, count * n)).reshape(*x.shape[:-2], m, *y.shape[:-2], n)
+    pairs = [each for place in range(lead) for each in (place, lead + 1 + place)]
+    sizes = map(max, x.shape[:-2], y.shape[:-2])
+    return found.permute(*pairs, lead, -1).reshape(*sizes, m, n)
 
 
 def _with_vector(x: Block, y: Block, a_rank: int, b_rank: int, axes: int) -> Block:
