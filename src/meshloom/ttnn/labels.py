@@ -131,7 +131,7 @@ def merged(
     first = tensors[0]
     if moved is None:
         label = first._topology
-        if _whole.get(id(label)) is label and _are_alike(tensors):
+        if _whole.get(id(label)) is label and _are_alike(tensors, rank):
             return label
         shapes = tuple(tensor.shape for tensor in tensors)
         key = ("merged", rank, keeps, first._grid, shapes, *(id(tensor._topology) for tensor in tensors))
@@ -150,13 +150,13 @@ def _note_whole(label: Label) -> None:
     _whole[id(label)] = label
 
 
-def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether they have one label object and one shape, so that nothing is broadcast."""
+def _are_alike(tensors: Sequence[Tensor], rank: int) -> bool:
+    """Whether they have one label object and one shape of that rank, so that nothing is broadcast."""
     label, block = tensors[0]._topology, tensors[0]._block
     for each in tensors:  # no generator: this is on the way of every op
         if each._topology is not label or each._block is None or block is None or each._block.shape != block.shape:
             return False
-    return True
+    return block is not None and block.dim() - len(tensors[0]._grid) == rank
 
 
 def _merged(
