@@ -405,6 +405,42 @@ def test_row_126_cards_of_fixed_speed_take_as_long_for_a_batch_eight_times_as_la
     assert rows_per_second(8) >= 7 * rows_per_second(1)
 
 
+# differences on purpose, as docs/ttnn.md lists them
+
+
+def refused(kind: type[Exception], phrase: str, call: Any) -> None:
+    with pytest.raises(kind, match=phrase):
+        call()
+
+
+def test_where_the_original_crashes_or_corrupts_there_is_an_error():
+    with ttnn.create_mesh_device(ttnn.MeshShape(2, 2)) as mesh, ttnn.create_mesh_device(ttnn.MeshShape(1, 2)) as other:
+        x, gone, host = (ttnn.from_torch(values(32, 32), device=where) for where in (mesh, mesh, None))
+        ttnn.deallocate(gone)
+        refused(RuntimeError, "not allocated", lambda: ttnn.to_torch(gone))
+        refused(RuntimeError, "in the order of their names", lambda: ttnn.copy_host_to_device_tensor(x, host))
+        refused(TypeError, "say which", lambda: ttnn.from_torch(values(4).double()))
+        refused(RuntimeError, "must be on device", lambda: ttnn.add(host, host))
+        elsewhere = ttnn.from_torch(values(32, 32), device=other)
+        refused(RuntimeError, "need to be on the same device", lambda: ttnn.add(x, elsewhere))
+        cache = ttnn.reshape(x, (1, 1, 32, 32))
+        refused(RuntimeError, "position 99 of 32", lambda: ttnn.update_cache(cache, cache, 99))
+    refused(RuntimeError, "has been closed", lambda: ttnn.add(x, x))
+
+
+def test_parts_that_the_original_leaves_undefined_are_zero():
+    with ttnn.create_mesh_device(ttnn.MeshShape(2, 2)) as mesh:
+        x = ttnn.from_torch(torch.arange(1.0, 5), device=mesh, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0))
+        sent = ttnn.point_to_point(x, ttnn.MeshCoordinate(0, 1), ttnn.MeshCoordinate(1, 1))
+        parts = ttnn.to_torch(sent, mesh_composer=ttnn.ListMeshToTensor())
+    assert [part.item() for part in parts] == [0, 0, 0, 2]
+
+
+def test_a_range_lists_its_coordinates():
+    first, last = ttnn.MeshCoordinate(0, 0), ttnn.MeshCoordinate(1, 0)
+    assert list(ttnn.MeshCoordinateRange(first, last)) == [first, last]
+
+
 # the checklist of the guide
 
 GOOD = """

@@ -139,7 +139,8 @@ class Seen:
         if not uneven:
             return True, "no device has less than the others"
         first = uneven[0]
-        return False, f"{first.held} of {first.devices} devices have a full part: pad the batch of {first}"
+        size = next((cut.size for cut in first.cuts if cut.size), first.held * first.shape[0])
+        return False, f"{size} does not divide over {first.devices} devices: pad the batch from {first.line}"
 
     def _composed(self) -> tuple[bool, str]:
         wrong = [line for line, right in self.reads if not right]
