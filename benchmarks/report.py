@@ -18,6 +18,7 @@ _FORMATS = {
     "ours_us": "{:.1f} us",
     "copies": "{:.2f}",
     "times_ours": "{:.1f}x ours",
+    "mb_per_s": "{:.0f} MB/s",
     "error": "{:+.0%}",
 }
 

@@ -39,6 +39,7 @@ class Row:
     extra_us: float | None = None
     copies: float | None = None
     times_ours: float | None = None
+    mb_per_s: float | None = None
     predicted_us: float | None = None
     error: float | None = None
     rounds: int | None = None

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import gpt, moves, page, peers, prediction, report, results, runtime
+from benchmarks import blockfloat, gpt, moves, page, peers, prediction, report, results, runtime
 from benchmarks.results import OURS, Row, figures, verdict
 from benchmarks.timing import duel
 from benchmarks.works import Spec, all_works
@@ -34,6 +34,8 @@ def measure(spec: Spec, scale: float) -> Row:
     found: dict[str, Any] = {"copies": pair.copies}
     if pair.ours is not None and pair.dense is not None:
         found = figures(duel(pair.ours, pair.dense, spec.seconds * scale))
+        if pair.nbytes is not None:
+            found["mb_per_s"] = round(pair.nbytes / found["ours_us"], 1)
     judged = verdict(spec.goal, found.get(spec.goal.figure) if spec.goal else None)
     return Row(OURS, spec.name, spec.detail, spec.mesh, spec.devices, spec.shown, **found, **judged)
 
@@ -81,7 +83,7 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
 
 
 def _specs(devices: Sequence[int]) -> list[Spec]:
-    return [*all_works(devices), *gpt.works(devices), *runtime.works(devices)]
+    return [*all_works(devices), *gpt.works(devices), *runtime.works(devices), *blockfloat.works(devices)]
 
 
 def _take(found: Iterable[Row], rows: list[Row], meter: Meter) -> None:

@@ -32,6 +32,7 @@ class Pair:
     ours: Work | None = None
     dense: Work | None = None
     copies: float | None = None
+    nbytes: int | None = None  # what ours goes through in a call
 
 
 @dataclass(frozen=True, slots=True)
