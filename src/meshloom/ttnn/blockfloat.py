@@ -23,9 +23,7 @@ from meshloom.runtime.tiles import FACE, TILE, tilize, untilize
 
 BLOCK = FACE
 ROWS = TILE * TILE // BLOCK  # blocks of a tile
-CHUNK = (
-    31 * ROWS
-)  # blocks: few enough for a cache, and for torch not to share each op among threads, which must then meet
+CHUNK = 1 << 13  # blocks that fit into a cache together with what is made of them
 LOW = 32  # exponents below are scaled up first, so that all scales are normal numbers
 LIFT = 64
 SPECIAL = 255

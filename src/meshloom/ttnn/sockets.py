@@ -105,7 +105,10 @@ class MeshSocket:
     def __init__(self, device: MeshDevice, config: SocketConfig) -> None:
         self._device, self._config = device, config
         apart = config.sender_rank is not None or config.receiver_rank is not None
-        self._endpoint, self._peer = _apart(config) if apart else (SocketEndpoint.SENDER, None)
+        self._peer: int | None = None  # the rank of the other end, if that is in another process
+        self._endpoint = SocketEndpoint.SENDER
+        if apart:
+            self._endpoint, self._peer = _apart(config)
         self._waiting: deque[_Sent] = deque()
         self._room = _room(device, config.memory_config)
 
