@@ -574,3 +574,29 @@ def test_a_program_that_forgets_its_all_reduce_is_caught(mesh, monkeypatch):
     views.row()
     with pytest.raises(AssertionError, match="not close"):
         views.check()
+
+
+@pytest.mark.parametrize("how", [0, 1])
+def test_a_trace_replays_what_was_planned_on_new_values(how, monkeypatch):
+    monkeypatch.setenv("MESHLOOM_CHECK", "races")
+    first, second, w = values(32, 64), values(32, 64, seed=5), values(64, 32, seed=1)
+    with ttnn.create_mesh_device(ttnn.MeshShape(2, 4)) as mesh:
+        x, b = put(first, mesh, how), put(w, mesh, 0)
+        ttnn.distributed.softmax(ttnn.distributed.matmul(x, b, output=S(1)))  # programs are compiled before a capture
+        trace = ttnn.begin_trace_capture(mesh, cq_id=0)
+        y = ttnn.distributed.softmax(ttnn.distributed.matmul(x, b, output=S(1)))
+        ttnn.end_trace_capture(mesh, trace, cq_id=0)
+        for given in (first, second):
+            mapper = ttnn.ShardTensorToMesh(mesh, dim=how)
+            host = ttnn.from_torch(given, layout=ttnn.TILE_LAYOUT, mesh_mapper=mapper)
+            ttnn.copy_host_to_device_tensor(host, x)
+            ttnn.execute_trace(mesh, trace, cq_id=0)
+            check_close(y, (given @ w).softmax(-1))
+        ttnn.release_trace(mesh, trace)
+
+
+def test_a_part_that_is_stored_once_for_all_devices_is_still_a_part_of_each(mesh):
+    x = ttnn.zeros((2, 4), device=mesh, layout=ttnn.TILE_LAYOUT, dtype=ttnn.float32)
+    assert x.block.shape[:2] == (1, 1)
+    x.update_tensor_topology(put(values(16, 4), mesh, 0).tensor_topology())
+    check_close(ttnn.distributed.add(x, 1.0), torch.ones(16, 4))

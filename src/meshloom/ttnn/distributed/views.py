@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -52,14 +53,48 @@ def view(mesh: Mesh, shape: tuple[int, ...]) -> Mesh:
 # from a label to a topology
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a label says of a tensor: the view it lies on, in the order of which devices, cut how, how large."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    sizes: tuple[int | None, ...]
+    is_in_order: bool
+
+
+_KEPT = 4096
+_readings: dict[tuple[Any, ...], tuple[TensorTopology, Reading]] = {}
+
+
 def lifted(tensor: Tensor, block: Block | None = None) -> Native:
     """The whole of a tensor as its label describes it, or of a block that lies as the tensor's does (a cast of it)."""
-    values = tensor.block if block is None else block
+    values, reading = tensor.block if block is None else block, _read(tensor)
+    if not reading.is_in_order:
+        values = in_order(tensor, tensor.tensor_topology().mesh_coords()).to(values.dtype)
+        values = values.reshape(*reading.mesh.shape, *tensor.shape)
+    elif reading.mesh.shape != tensor.grid:
+        values = values.expand(*tensor.grid, *tensor.shape).reshape(*reading.mesh.shape, *tensor.shape)
+    return _whole(values, reading)
+
+
+def _read(tensor: Tensor) -> Reading:
+    """Labels that were seen before, on a mesh that was seen before, cost one look-up."""
     device, label = tensor.device(), tensor.tensor_topology()
     assert device is not None
-    mesh, held, rank = device.runtime.mesh, len(tensor.device_coords()), len(tensor.shape)
+    key = (id(label), device.runtime.mesh, tuple(tensor.shape), tensor._coords)
+    found = _readings.get(key)
+    if found is None:
+        if len(_readings) >= _KEPT:
+            _readings.clear()
+        found = _readings[key] = (label, _reading(tensor, device.runtime.mesh))  # with the label, so that ids are safe
+    return found[1]
+
+
+def _reading(tensor: Tensor, mesh: Mesh) -> Reading:
+    label, held, rank = tensor.tensor_topology(), len(tensor.device_coords()), len(tensor.shape)
     if held == mesh.size and all(isinstance(each, PlacementReplicate) for each in label.placements()):
-        return _whole(values, mesh, (Replicate(),) * mesh.ndim, (None,) * rank)
+        return Reading(mesh, (Replicate(),) * mesh.ndim, (None,) * rank, True)
     shape, placements = tuple(label.distribution_shape()), label.placements()
     order = [mesh.index(place) for place in label.mesh_coords()]
     if len(shape) == 1 and held < mesh.size and isinstance(placements[0], PlacementShard) and _is_first(order, held):
@@ -68,11 +103,9 @@ def lifted(tensor: Tensor, block: Block | None = None) -> Native:
         shape, placements, order = (mesh.size,), [PlacementShard(cut, size)], list(range(mesh.size))
     if math.prod(shape) != mesh.size or sorted(order) != list(range(mesh.size)) or UNKNOWN in placements:
         raise _untold(tensor, mesh)
-    if order != list(range(mesh.size)):
-        values = in_order(tensor, label.mesh_coords()).to(values.dtype)
-        mesh = mesh.reordered(order)
-    values = values.expand(*tensor.grid, *tensor.shape).reshape(*shape, *tensor.shape)
-    return _whole(values, view(mesh, shape), _native(placements, rank), _sizes(placements, rank))
+    is_in_order = order == list(range(mesh.size))
+    seen = view(mesh if is_in_order else mesh.reordered(order), shape)
+    return Reading(seen, _native(placements, rank), _sizes(placements, rank), is_in_order)
 
 
 def _is_first(order: Sequence[int], held: int) -> bool:
@@ -111,26 +144,34 @@ def _sizes(placements: Sequence[LabelPlacement], rank: int) -> tuple[int | None,
     return tuple(known.get(dim) for dim in range(rank))
 
 
-def _whole(block: Block, mesh: Mesh, placements: tuple[Placement, ...], sizes: tuple[int | None, ...]) -> Native:
-    """The native tensor of a block with the axes of that mesh. Padding is zero there, so it is made zero."""
-    dtype, local = short_name(block.dtype), block.shape[mesh.ndim :]
-    for axis, each in enumerate(placements):
+def _whole(block: Block, reading: Reading) -> Native:
+    """The native tensor of a block with the axes of that view. Padding is zero there, so it is made zero."""
+    axes = reading.mesh.ndim
+    for axis, (size, each) in enumerate(zip(reading.mesh.shape, reading.placements, strict=True)):
         if isinstance(each, Replicate):
-            block = block.narrow(axis, 0, 1)
-    cuts = [
-        math.prod(n for n, p in zip(mesh.shape, placements, strict=True) if p == Shard(d)) for d in range(len(local))
-    ]
-    full = tuple(size * count for size, count in zip(local, cuts, strict=True))
-    wanted = tuple(end if size is None else size for size, end in zip(sizes, full, strict=True))
-    topology = Topology(mesh, placements, wanted, dtype)
-    if wanted != full and (topology.stored_shape[len(topology.partial_axes) :] == full) and not _nests(topology):
-        return Native(topology, fill(from_block(block, topology), topology, 0))
-    even = Topology(mesh, placements, full, dtype)
+            block = block.narrow(axis, 0, 1) if block.shape[axis] > 1 else block
+        elif block.shape[axis] != size:  # all hold the same part or term, and it is stored once
+            block = block.expand(*block.shape[:axis], size, *block.shape[axis + 1 :])
+    even, wanted = _topologies(reading, tuple(block.shape[axes:]), short_name(block.dtype))
+    if wanted is even:
+        return Native(even, from_block(block, even))
+    if wanted.stored_shape == even.stored_shape and not _nests(wanted):
+        return Native(wanted, fill(from_block(block, wanted), wanted, 0))
     found = Native(even, from_block(block, even))
-    for dim, size in enumerate(wanted):
-        if size != full[dim]:
+    for dim, size in enumerate(wanted.shape):
+        if size != even.shape[dim]:
             found = found.narrow(dim, 0, size)
     return found
+
+
+@lru_cache(maxsize=4096)
+def _topologies(reading: Reading, local: tuple[int, ...], dtype: str) -> tuple[Topology, Topology]:
+    """Of all that the devices hold, padding included, and of what counts."""
+    pairs = list(zip(reading.mesh.shape, reading.placements, strict=True))
+    full = tuple(size * math.prod(n for n, p in pairs if p == Shard(dim)) for dim, size in enumerate(local))
+    wanted = tuple(end if size is None else size for size, end in zip(reading.sizes, full, strict=True))
+    even = Topology(reading.mesh, reading.placements, full, dtype)
+    return even, Topology(reading.mesh, reading.placements, wanted, dtype)
 
 
 def _nests(topology: Topology) -> bool:
@@ -184,13 +225,13 @@ def lowered(tensor: Native, grid: Sequence[int]) -> tuple[Block, TensorTopology]
             if alike
             else block.expand(*mesh.shape, *local).reshape(*grid, *local)
         )
+    return block, _label(topology, tuple(grid))
+
+
+@lru_cache(maxsize=4096)
+def _label(topology: Topology, grid: tuple[int, ...]) -> TensorTopology:
     placements = [_labelled(each, topology) for each in topology.placements]
-    return block, TensorTopology(mesh.shape, placements, _coordinates(mesh, tuple(grid)))
-
-
-@lru_cache(maxsize=256)
-def _coordinates(mesh: Mesh, grid: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(Mesh.of(grid).coordinates())
+    return TensorTopology(topology.mesh.shape, placements, list(Mesh.of(grid).coordinates()))
 
 
 def _with_padding_at_the_end(tensor: Native) -> Native:
