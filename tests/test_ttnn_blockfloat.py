@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from meshloom.errors import ArgumentError
+from meshloom.runtime import state
 from meshloom.ttnn import blockfloat
 
 COUNT = 1_000_000
@@ -109,6 +110,16 @@ def test_packed_and_read_back_is_the_same_as_rounded(bits: int) -> None:
     packed = blockfloat.pack(values, bits)
     assert packed.shape == (3, 12, 1088 if bits == 7 else 576)
     check_same(blockfloat.unpack(packed, values.shape, bits), blockfloat.rounded(values, bits))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_in_a_capture_where_nothing_has_a_value_the_same_is_computed(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = hostile(1 << 14, seed=bits)
+    expected = blockfloat.rounded(values, bits)
+    monkeypatch.setattr(state, "capture", object())
+    check_same(blockfloat.rounded(values, bits), expected)
 
 
 @pytest.mark.parametrize("bits", BITS)

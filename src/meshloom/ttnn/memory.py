@@ -252,6 +252,23 @@ L1_BLOCK_SHARDED_MEMORY_CONFIG = MemoryConfig(TensorMemoryLayout.BLOCK_SHARDED, 
 L1_HEIGHT_SHARDED_MEMORY_CONFIG = MemoryConfig(TensorMemoryLayout.HEIGHT_SHARDED, BufferType.L1)
 L1_WIDTH_SHARDED_MEMORY_CONFIG = MemoryConfig(TensorMemoryLayout.WIDTH_SHARDED, BufferType.L1)
 
+
+def share_of_bank(config: MemoryConfig, shape: Sequence[int]) -> int | None:
+    """The elements that the fullest core has of a tensor of that shape; None where pages go round all banks.
+
+    >>> config = create_sharded_memory_config((64, 256), CoreGrid(x=8, y=1), ShardStrategy.WIDTH)
+    >>> share_of_bank(config, (64, 256)), share_of_bank(DRAM_MEMORY_CONFIG, (64, 256))
+    (2048, None)
+    """
+    spec = config.shard_spec or config.nd_shard_spec
+    if spec is None or config.interleaved:
+        return None
+    part = spec.shape if isinstance(spec, ShardSpec) else spec.shard_shape
+    whole = (math.prod(shape[:-1]), shape[-1]) if isinstance(spec, ShardSpec) else Shape(shape).to_rank(len(part))
+    shards = math.prod(-(-size // side) for size, side in zip(whole, part, strict=True))
+    return math.prod(part) * -(-shards // spec.num_cores())
+
+
 _LAYOUTS = {
     ShardStrategy.HEIGHT: TensorMemoryLayout.HEIGHT_SHARDED,
     ShardStrategy.WIDTH: TensorMemoryLayout.WIDTH_SHARDED,
