@@ -80,9 +80,12 @@ def line_of(frame: FrameType | None) -> str:
     """The innermost line of the program from a frame on outwards; empty where there is none."""
     while frame is not None:
         if is_program(frame.f_code.co_filename):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return f"{_name(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+_name = cache(os.path.basename)
 
 
 @cache

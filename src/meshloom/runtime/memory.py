@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 
 import numpy
 
@@ -111,6 +111,10 @@ class Gaps:
                 return end - size if from_top else start
         return None
 
+    def before(self, address: int) -> Iterator[tuple[int, int]]:
+        """The pieces that lie in front of an address."""
+        return takewhile(lambda piece: piece[0] < address, self.pieces)
+
     def holds(self, start: int, end: int) -> bool:
         """Whether all of a piece is free."""
         place = bisect_left(self.pieces, (start + 1,)) - 1
@@ -178,12 +182,37 @@ class Allocator:
         """Room for `nbytes` on every device of the mask: lowest address, highest, or the one that was asked for."""
         size = aligned(-(-nbytes // self.banks))
         with self._lock:
+            if (
+                len(self._dropped) == 1
+                and address is None
+                and not from_top
+                and self._is_next(self._dropped[0], size, mask)
+            ):
+                return self._handed_on(self._dropped.popleft(), owner, where)
             self._drain()
             gaps = self._gaps_of(mask)
             found = gaps.fit(size, from_top) if address is None else self._checked(address, size, mask, owner, gaps)
             if found is None:
                 raise self._full(nbytes, mask, owner, where, gaps)
             return self._put(Region(found, size, mask, owner, where))
+
+    def _is_next(self, region: Region, size: int, mask: int) -> bool:
+        """Whether a region that was just dropped is what first fit would find once it is free."""
+        gaps = self._gaps.get(mask)
+        return (
+            not region.freed
+            and (region.size, region.mask) == (size, mask)
+            and gaps is not None
+            and all(end - start < size and end != region.address for start, end in gaps.before(region.address))
+        )
+
+    def _handed_on(self, region: Region, owner: str, where: str) -> Region:
+        """The bytes of a dropped region for the next owner: what is free and what is used stays as it is."""
+        region.freed = True
+        del self._regions[region.number]
+        made = Region(region.address, region.size, region.mask, owner, where)
+        self._regions[made.number] = made
+        return made
 
     def resize(self, region: Region, nbytes: int) -> Region:
         """The region with another size: in place if what follows is free, else moved to the first fit."""

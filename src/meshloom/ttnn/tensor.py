@@ -50,7 +50,7 @@ class Owner:
 
     __slots__ = ("dtype", "shape")
 
-    def __init__(self, dtype: DataType, shape: Shape) -> None:
+    def __init__(self, dtype: DataType, shape: Sequence[int]) -> None:
         self.dtype, self.shape = dtype, shape
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Owner:
 _bytes_known: dict[tuple[Any, ...], int] = {}  # with the usual tile; enum members are told by their value
 
 
-def _bytes(shape: Shape, dtype: DataType, layout: Layout, tile: Tile) -> int:
+def _bytes(shape: tuple[int, ...], dtype: DataType, layout: Layout, tile: Tile) -> int:
     """The bytes that a device needs for its part."""
     key = (shape, dtype._value_, layout._value_)
     found = _bytes_known.get(key) if tile is TILE else None
@@ -160,8 +160,9 @@ class Tensor(metaclass=_Making):
         is_l1 = self._memory.buffer_type is not BufferType.DRAM
         runtime = device.runtime
         allocator = runtime.system.memory["l1" if is_l1 else "dram"]
-        owner: Any = Owner(self.dtype, self.shape)
-        size = _bytes(owner.shape, self.dtype, self.layout, self.tile)
+        shape = self._block.shape[len(self._grid) :]  # type: ignore[union-attr]
+        size = _bytes(shape, self.dtype, self.layout, self.tile)
+        owner: Any = Owner(self.dtype, shape)
         region = allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1)
         queues.allocated(device, region)
         return Room(allocator, region)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
 
 from meshloom.runtime import MeshCoordinate, MeshShape
-
 
 __all__ = ["PlacementPartial", "PlacementReplicate", "PlacementShard", "TensorTopology"]
 
@@ -60,6 +61,9 @@ Placement = PlacementShard | PlacementReplicate | PlacementPartial
 REPLICATE = PlacementReplicate()
 
 
+_known: WeakValueDictionary[Any, TensorTopology] = WeakValueDictionary()
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class TensorTopology:
     """A distribution shape, what each of its axes does, and the coordinates of the devices in its row-major order."""
@@ -68,12 +72,22 @@ class TensorTopology:
     _placements: tuple[Placement, ...]
     _coords: tuple[MeshCoordinate, ...]
 
-    def __init__(
-        self, distribution_shape: Sequence[int], placements: Sequence[Placement], mesh_coords: Sequence[Sequence[int]]
-    ) -> None:
-        object.__setattr__(self, "_shape", MeshShape(list(distribution_shape)))
-        object.__setattr__(self, "_placements", tuple(placements))
-        object.__setattr__(self, "_coords", tuple(MeshCoordinate(list(place)) for place in mesh_coords))
+    def __new__(
+        cls, distribution_shape: Sequence[int], placements: Sequence[Placement], mesh_coords: Sequence[Sequence[int]]
+    ) -> TensorTopology:
+        """Equal ones are one object, so that ops compare labels by identity."""
+        key = tuple(distribution_shape), tuple(placements), tuple(map(tuple, mesh_coords))
+        sizes = tuple(getattr(each, "size", None) for each in key[1])  # of padded dims: not compared
+        found = _known.get((key, sizes))
+        if found is None:
+            found = _known[key, sizes] = object.__new__(cls)
+            object.__setattr__(found, "_shape", MeshShape(list(key[0])))
+            object.__setattr__(found, "_placements", key[1])
+            object.__setattr__(found, "_coords", tuple(MeshCoordinate(list(place)) for place in key[2]))
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorTopology, (tuple(self._shape), self._placements, tuple(map(tuple, self._coords)))
 
     def distribution_shape(self) -> MeshShape:
         """The shape that placements are about; it may differ from the mesh's, as 8 does from 2x4."""
