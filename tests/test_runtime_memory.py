@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import tracemalloc
 
@@ -303,3 +304,22 @@ def test_10000_alloc_and_free_cycles_leak_nothing():
         assert mesh.memory_usage()[0, 0].used == 448
         kept.free()
         assert mesh.memory_usage()[0, 0].largest_free == 1 << 20
+
+
+@given(st.integers(0, 1 << 32))
+def test_memory_that_is_handed_on_lies_where_first_fit_would_put_it(seed):
+    draw = random.Random(seed)
+    noted, freed = (Allocator("DRAM", 1 << 14, banks=1, devices=3) for _ in range(2))
+    live = []
+    for _ in range(40):
+        if live and draw.random() < 0.5:
+            late, early = live.pop(draw.randrange(len(live)))
+            noted.drop(late)
+            freed.release(early)
+        else:
+            size, mask = draw.choice([64, 64, 64, 128, 256]), draw.choice([0b111, 0b111, 0b001, 0b110])
+            pair = noted.allocate(size, mask, "late"), freed.allocate(size, mask, "early")
+            assert pair[0].address == pair[1].address
+            live.append(pair)
+    assert [usage.used for usage in noted.usage()] == [usage.used for usage in freed.usage()]
+    assert [each.address for each in noted.live()] == [each.address for each in freed.live()]
