@@ -61,10 +61,10 @@ def test_row_122_a_sharded_config_is_where_a_tensor_then_lies() -> None:
     config = ttnn.create_sharded_memory_config((1, 1, 64, 256), ttnn.CoreGrid(x=8, y=1), ttnn.ShardStrategy.WIDTH)
     assert config.memory_layout is ttnn.TensorMemoryLayout.WIDTH_SHARDED
     assert config.shard_spec.shape == [64, 32] and config.shard_spec.num_cores() == 8
-    before = ttnn.get_memory_view(mesh, ttnn.BufferType.L1).total_bytes_allocated_per_bank
-    x = ttnn.from_torch(torch.ones(1, 1, 64, 256), layout=ttnn.TILE_LAYOUT, device=mesh, memory_config=config)
+    x = ttnn.from_torch(torch.ones(1, 1, 64, 256), ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=mesh)
+    x = ttnn.to_memory_config(x, config)
     assert x.memory_config() == config and x.is_sharded()
-    assert ttnn.get_memory_view(mesh, ttnn.BufferType.L1).total_bytes_allocated_per_bank > before
+    assert ttnn.get_memory_view(mesh, ttnn.BufferType.L1).total_bytes_allocated_per_bank == 64 * 32 * 2  # a shard
     assert ttnn.get_memory_view(mesh, ttnn.BufferType.DRAM).total_bytes_allocated_per_bank == 0
 
 

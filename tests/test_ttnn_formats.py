@@ -10,7 +10,7 @@ import torch
 from meshloom import ttnn
 from meshloom.errors import ArgumentError
 from meshloom.runtime import tilize
-from meshloom.ttnn import formats
+from meshloom.ttnn import formats, memory
 
 
 def core_range(x0: int, y0: int, x1: int, y1: int) -> ttnn.CoreRange:
@@ -280,3 +280,27 @@ def test_ops_take_configs_of_the_right_type_only() -> None:
             out_subblock_w=1,
             per_core_M=1,
         )
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "cores", "expected"),
+    [
+        ((2, 64, 256), (64, 64), 8, 64 * 64),  # 2 x 4 shards, one each
+        ((2, 64, 256), (32, 64), 8, 2 * 32 * 64),  # 16 shards on 8 cores
+        ((2, 64, 256), (1, 64, 64), 8, 64 * 64),
+        ((3, 2, 64, 64), (1, 64, 64), 6, 64 * 64),  # dims in front count as one
+        ((64,), (1, 1, 64), 1, 64),
+    ],
+)
+def test_the_fullest_core_has_so_many_elements(
+    shape: tuple[int, ...], part: tuple[int, ...], cores: int, expected: int
+) -> None:
+    grid = ttnn.num_cores_to_corerangeset(cores, ttnn.CoreCoord(8, 8), row_wise=True)
+    if len(part) == 2:
+        spec = ttnn.ShardSpec(grid, part, ttnn.ShardOrientation.ROW_MAJOR)
+        config = ttnn.MemoryConfig(ttnn.TensorMemoryLayout.BLOCK_SHARDED, ttnn.BufferType.L1, spec)
+    else:
+        config = ttnn.MemoryConfig(ttnn.BufferType.L1, ttnn.NdShardSpec(part, grid))
+    assert memory.share_of_bank(config, shape) == expected
+    assert memory.share_of_bank(ttnn.L1_MEMORY_CONFIG, shape) is None
+    assert memory.share_of_bank(ttnn.L1_WIDTH_SHARDED_MEMORY_CONFIG, shape) is None  # no shards are told

@@ -264,7 +264,9 @@ def share_of_bank(config: MemoryConfig, shape: Sequence[int]) -> int | None:
     if spec is None or config.interleaved:
         return None
     part = spec.shape if isinstance(spec, ShardSpec) else spec.shard_shape
-    whole = (math.prod(shape[:-1]), shape[-1]) if isinstance(spec, ShardSpec) else Shape(shape).to_rank(len(part))
+    sizes = (1,) * (len(part) - len(shape)) + tuple(shape)
+    first = len(sizes) - len(part) + 1  # dims in front count as one with the first that is cut
+    whole = (math.prod(sizes[:first]), *sizes[first:])
     shards = math.prod(-(-size // side) for size, side in zip(whole, part, strict=True))
     return math.prod(part) * -(-shards // spec.num_cores())
 

@@ -24,7 +24,7 @@ from meshloom.runtime.memory import Allocator, Region
 from meshloom.ttnn import queues, surface
 from meshloom.ttnn.formats import DataType, Layout, Shape, Tile, bytes_of, padded_shape
 from meshloom.ttnn.hostbuffer import DistributedHostBuffer
-from meshloom.ttnn.memory import DRAM_MEMORY_CONFIG, BufferType, MemoryConfig
+from meshloom.ttnn.memory import DRAM_MEMORY_CONFIG, BufferType, MemoryConfig, TensorMemoryLayout, share_of_bank
 from meshloom.ttnn.parts import Block, part
 from meshloom.ttnn.specs import StorageType, TensorSpec
 from meshloom.ttnn.topology import TensorTopology
@@ -162,6 +162,9 @@ class Tensor(metaclass=_Making):
         allocator = runtime.system.memory["l1" if is_l1 else "dram"]
         shape = self._block.shape[len(self._grid) :]  # type: ignore[union-attr]
         size = _bytes(shape, self.dtype, self.layout, self.tile)
+        if self._memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
+            share = share_of_bank(self._memory, padded_shape(shape, self.layout, self.tile))
+            size = size if share is None else bytes_of(share, self.dtype) * allocator.banks
         owner: Any = Owner(self.dtype, shape)
         region = allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1)
         queues.allocated(device, region)
