@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 
+from meshloom import ttnn
 from meshloom.errors import ArgumentError
 from meshloom.runtime import state
 from meshloom.ttnn import blockfloat
@@ -186,3 +187,17 @@ def test_bytes_that_are_no_tiles_are_refused() -> None:
         blockfloat.unpack(torch.zeros(1087, dtype=torch.uint8), (32, 32), 7)
     with pytest.raises(ArgumentError, match="5 bits of mantissa"):
         blockfloat.pack(torch.zeros(32, 32), 5)
+
+
+def test_row_112_sixteen_elements_share_an_exponent_and_the_round_trip_is_within_its_bound():
+    values = torch.randn(2, 1, 64, 128, generator=torch.Generator().manual_seed(0))
+    with ttnn.create_mesh_device(ttnn.MeshShape(1, 2)) as mesh:
+        mapper = ttnn.ShardTensorToMesh(mesh, dim=0)
+        tensor = ttnn.from_torch(values, dtype=ttnn.bfloat8_b, layout=ttnn.TILE_LAYOUT, device=mesh, mesh_mapper=mapper)
+        found = ttnn.to_torch(tensor, mesh_composer=ttnn.ConcatMeshToTensor(mesh, dim=0))
+    blocks, read = (each.reshape(-1, 16) for each in (values, found))
+    exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True)).exponent - 1
+    step = torch.exp2(exponent - 6.0)
+    assert torch.equal(read / step, (read / step).round())  # all of a block are multiples of one step
+    assert ((read - blocks).abs() <= step).all()
+    assert torch.corrcoef(torch.stack([values.flatten(), found.flatten()]))[0, 1] > 0.999
