@@ -286,3 +286,10 @@ def test_explaining_a_collective_with_out_writes_nothing() -> None:
     x, room = loom.ones(8, mesh=mesh, placements="S(0)"), loom.zeros(2, mesh=mesh, placements="R")
     assert len(loom.explain(lambda: loom.collectives.all_reduce(x, out=room)).log) == 1
     assert torch.equal(room.to_torch(), torch.zeros(2))
+
+
+@pytest.mark.parametrize("mode", ["direct", "host", "fabric"])
+def test_a_shift_without_wrap_along_an_axis_of_one_device_leaves_zeros(mode: str) -> None:
+    x = loom.arange(1.0, 4.0, mesh=loom.open_mesh((1, 3), axes=("one", "d")), placements="R, S(0)")
+    assert loom.collectives.shift(x, 1, "one", wrap=False, mode=mode).to_torch().tolist() == [0, 0, 0]
+    assert loom.collectives.shift(x, 1, "one", mode=mode).to_torch().tolist() == [1, 2, 3]

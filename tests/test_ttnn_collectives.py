@@ -313,6 +313,44 @@ def test_broadcast_reaches_the_senders_group_and_leaves_the_others(meshes: Any, 
     assert everywhere.block.flatten().tolist() == [6] and everywhere.tensor_topology() == label(mesh, R, R)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2, None])
+@pytest.mark.parametrize("lead", [(1, 2, 1), (2, 1, 1), (1, 1, 3), (2, 2, 1), (1, 1, 1), (2, 2, 3)])
+def test_broadcast_leaves_other_groups_also_where_parts_are_alike(meshes: Any, lead: Any, axis: int | None) -> None:
+    mesh = meshes(2, 2, 3)
+    x = tensor_on(mesh, torch.arange(float(math.prod(lead))).reshape(*lead, 1, 1))
+    held, sender = parts_of(x), (1, 1, 2)
+    wanted = {
+        place: held[sender] if sender in group else held[place]
+        for group in groups_of((2, 2, 3), axis)
+        for place in group
+    }
+    check_same(ttnn.broadcast(x, ttnn.MeshCoordinate(1, 1, 2), cluster_axis=axis), wanted)
+
+
+def test_what_some_devices_got_alone_is_not_labelled_as_the_same(meshes: Any) -> None:
+    mesh = meshes(2, 4)
+    columns = tensor_on(mesh, torch.arange(4.0).reshape(1, 4, 1, 1), label(mesh, R, S(1)))
+    found = ttnn.broadcast(columns, ttnn.MeshCoordinate(1, 2), cluster_axis=1)
+    assert found.block.flatten().tolist() == [0, 1, 2, 3, 2, 2, 2, 2]
+    with pytest.raises(OperandError, match="composer"):
+        ttnn.to_torch(found)
+    same = ttnn.from_torch(torch.ones(1, 1), device=mesh)
+    for alone in (
+        ttnn.point_to_point(same, ttnn.MeshCoordinate(0, 1), ttnn.MeshCoordinate(0, 3)),
+        ttnn.reduce_to_root(same, same, same, ttnn.MeshCoordinate(1, 0))[0],
+    ):
+        with pytest.raises(OperandError, match="composer"):
+            ttnn.to_torch(alone)
+
+
+def test_an_output_on_another_mesh_or_the_host_is_refused(meshes: Any) -> None:
+    x = ttnn.from_torch(torch.ones(2, 2), device=meshes(2, 4))
+    for output in (ttnn.zeros((2, 2), device=meshes(1, 4)), ttnn.zeros((2, 2))):
+        with pytest.raises(OperandError, match="output_tensor is on"):
+            ttnn.add(x, x, output_tensor=output)
+        assert ttnn.to_torch(output).sum() == 0
+
+
 def test_all_broadcast_gives_what_each_member_holds(meshes: Any) -> None:
     x = tensor_on(meshes(2, 4), torch.arange(8.0).reshape(2, 4, 1))
     found = ttnn.all_broadcast(x, cluster_axis=1)
@@ -479,6 +517,9 @@ def test_neighbours_give_rows_at_the_edges(meshes: Any, padding_mode: str, alike
 
     found = ttnn.experimental.neighbor_pad_async(x, [0], [2], [1], padding_mode, [1])
     check_same(found, by_loops(parts_of(x), (2, 4), 1, step))
+    alone = tensor_on(meshes(1, 4), x.block[:1])
+    found = ttnn.experimental.neighbor_pad_async(alone, [0], [2], [1], padding_mode, [0])
+    check_same(found, by_loops(parts_of(alone), (1, 4), 0, step))
 
 
 def test_slice_reshard_cuts_the_whole_and_shares_it_out_again(meshes: Any) -> None:

@@ -543,8 +543,9 @@ def _rearranged(kind: str, x: Any, axis: Axis, mode: str, order: Sequence[int | 
                 fix="pad the dim to a multiple of the devices",
             )
     call = Call(kind, x, axis, mode)
-    if same:
-        return Tensor(topology, call.tensor._data.clone())
+    if same:  # or a group of one
+        held = call.tensor._data
+        return Tensor(topology, held.clone() if None not in order else torch.zeros_like(held))
     return call.group.each(call.way.rearrange(call.group.parts(), order), topology)
 
 

@@ -9,10 +9,10 @@ in one place (`CHECKS`) and then left alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from meshloom.errors import ArgumentError, OperandError
+from meshloom.errors import ArgumentError, MeshloomError, OperandError
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.ttnn import queues
 from meshloom.ttnn.configs import DeviceComputeKernelConfig, ProgramConfig
@@ -77,9 +77,18 @@ def op(name: str, *aliases: str, spelled: Mapping[str, str] | None = None) -> Ca
                 if other:
                     kwargs = {other.get(argument, argument): value for argument, value in kwargs.items()}
                 _check(name, kwargs)
-            if BEFORE or AFTER:
-                return _hooked(call, function, args, kwargs)
-            return function(*args, **kwargs)
+            for hook in tuple(BEFORE):
+                hook(call, args, kwargs)
+            try:
+                output = function(*args, **kwargs)
+            except FOREIGN as error:
+                told = _told(name, error, args, kwargs)
+                if told is None:
+                    raise
+                raise told from error
+            for hook in tuple(AFTER):
+                hook(call, args, kwargs, output)
+            return output
 
         call.spelled = other  # type: ignore[attr-defined]
         call.python_fully_qualified_name = f"ttnn.{name}"  # type: ignore[attr-defined]
@@ -90,13 +99,25 @@ def op(name: str, *aliases: str, spelled: Mapping[str, str] | None = None) -> Ca
     return register
 
 
-def _hooked(call: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for hook in tuple(BEFORE):
-        hook(call, args, kwargs)
-    output = function(*args, **kwargs)
-    for hook in tuple(AFTER):
-        hook(call, args, kwargs, output)
-    return output
+# What torch and Python say about operands that an op did not check itself.
+FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def _told(name: str, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MeshloomError | None:
+    """An error from inside of an op on tensors as one of ours; None if it is one, or the call itself is wrong."""
+    flat = [
+        each for given in (*args, *kwargs.values()) for each in (given if type(given) in (list, tuple) else (given,))
+    ]
+    tensors = [each for each in flat if isinstance(each, Tensor)]
+    is_inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+    if isinstance(error, MeshloomError) or not tensors or not is_inside:
+        return None
+    kind = ArgumentError if isinstance(error, TypeError) else OperandError
+    said = str(error).partition("\n")[0]
+    return kind(
+        f"ttnn.{name} cannot take these operands: {said}",
+        operands=", ".join(f"{each.dtype.name} {list(each.shape)}" for each in tensors),
+    )
 
 
 def _check(name: str, kwargs: dict[str, Any]) -> None:
@@ -169,7 +190,7 @@ def result(
     number = kind._value_
     values = block if block.dtype is _EXACT[number] else rounded(block, kind)
     if output_tensor is not None:
-        return _written(values, output_tensor, topology)
+        return _written(values, output_tensor, like, topology)
     made = Tensor(
         values,
         like._grid,
@@ -194,8 +215,13 @@ _EXACT = [
 _TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
 
 
-def _written(values: Block, output: Tensor, topology: TensorTopology) -> Tensor:
+def _written(values: Block, output: Tensor, like: Tensor, topology: TensorTopology) -> Tensor:
     axes = len(output.grid)
+    if output._device is not like._device:
+        raise OperandError(
+            f"output_tensor is on {output._device or 'the host'}, the operands are on {like._device or 'the host'}",
+            fix="give one on the same mesh",
+        )
     if values.shape[axes:] != output.block.shape[axes:]:
         raise OperandError(
             f"output_tensor has shape {list(output.shape)}, the result {list(values.shape[axes:])}",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import OperandError
+from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
 from meshloom.ttnn.calling import op, result
@@ -190,17 +190,19 @@ def broadcast(
     place = coordinate(group, sender_coord, "sender_coord")
     root = int(group.position()[tuple(c if axis in group.axes else 0 for axis, c in enumerate(place))])
     found = group.run(native.broadcast, root)
-    others = [axis for axis in range(group.mesh.ndim) if axis not in group.axes and group.mesh.shape[axis] > 1]
-    if all(found.shape[axis] == 1 for axis in others):  # one group, or groups that hold the same
+    if group.size == group.mesh.size or group.block.shape == found.shape:  # one group, or members that hold the same
         return result(found, input_tensor, topology=group.relabelled(REPLICATE), memory_config=memory_config)
     kept = _each(group).clone()
     box = tuple(slice(None) if axis in group.axes else c for axis, c in enumerate(place))
-    kept[box] = found[tuple(0 if axis in group.axes else c for axis, c in enumerate(place))]
-    return result(kept, input_tensor, topology=input_tensor.tensor_topology(), memory_config=memory_config)
+    kept[box] = part(found, place)
+    others = [axis for axis in range(group.mesh.ndim) if axis not in group.axes]
+    return result(kept, input_tensor, topology=group.apart(others), memory_config=memory_config)
 
 
 def coordinate(group: Group, place: Sequence[int], name: str) -> tuple[int, ...]:
     """A coordinate of the mesh, or an error."""
+    if not isinstance(place, (MeshCoordinate, tuple, list)):
+        raise ArgumentError(f"ttnn.{group.name}: {name}={place!r} is not a ttnn.MeshCoordinate")
     found = tuple(place)
     if len(found) != group.mesh.ndim or any(not 0 <= c < size for c, size in zip(found, group.mesh.shape, strict=True)):
         raise OperandError(
@@ -268,7 +270,7 @@ def point_to_point(
     found = group.run(native.send_recv, int(numbers[source]), int(numbers[target]), own=True)
     blank = torch.zeros_like(found) if output_tensor is None else _each(group, output_tensor.block).clone()
     blank[target] = part(found, target)
-    return result(blank, input_tensor, topology=input_tensor.tensor_topology(), output_tensor=output_tensor)
+    return result(blank, input_tensor, topology=group.apart(group.axes), output_tensor=output_tensor)
 
 
 @op("reduce_to_root")
@@ -299,7 +301,7 @@ def reduce_to_root(
     found = _merged(parts, scale_fp32)
     outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
     return [
-        result(_alone(group, values, place), each, topology=each.tensor_topology(), output_tensor=out)
+        result(_alone(group, values, place), each, topology=group.apart(group.axes), output_tensor=out)
         for group, values, each, out in zip(groups, found, given, outputs, strict=True)
     ]
 

@@ -174,6 +174,11 @@ class Group:
         known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
         return self.label([placement if axis in self.axes else each for axis, each in enumerate(known)])
 
+    def apart(self, axes: Sequence[int]) -> Label:
+        """The label when only some devices got other values: what was the same along these axes is so no more."""
+        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        return self.label([UNKNOWN if axis in axes and each == REPLICATE else each for axis, each in enumerate(known)])
+
     def gathered(self, dim: int) -> Label:
         """The label when each member holds what all hold along a dim, in the order of the group.
 
