@@ -369,3 +369,44 @@ def test_a_tensor_on_a_closed_mesh_is_told(mesh: Any) -> None:
         ttnn.to_torch(x)
     with pytest.raises(OperandError, match="cq_id 2 is out of range"):
         ttnn.record_event(mesh, 2)
+
+
+# a mesh that changes under tensors and traces
+
+
+def test_a_mesh_closed_during_a_capture_ends_it(mesh: Any) -> None:
+    with ttnn.create_mesh_device(ttnn.MeshShape(1, 2)) as other:
+        x = ones(other, device=other)
+        ttnn.begin_trace_capture(other)
+        ttnn.add(x, x)
+    assert not ttnn.is_trace_capture_active()
+    assert value_of(ttnn.add(ones(mesh, device=mesh), 1.0)) == 2
+
+
+def test_a_mesh_closed_inside_its_own_capture_tells_the_error_of_the_program() -> None:
+    device = loom.runtime.open_mesh_device((1, 2))
+    with pytest.raises(ZeroDivisionError), device.capture():
+        device.close()
+        raise ZeroDivisionError
+
+
+def test_a_mesh_is_not_reshaped_during_a_capture(mesh: Any) -> None:
+    trace = ttnn.begin_trace_capture(mesh)
+    with pytest.raises(TraceError, match="cannot be reshaped during trace capture"):
+        mesh.reshape(ttnn.MeshShape(2, 1))
+    ttnn.end_trace_capture(mesh, trace)
+
+
+def test_tensors_of_before_a_reshape_are_read_and_refused_by_ops(mesh: Any) -> None:
+    x, same = rows(mesh, torch.arange(2.0).reshape(2, 1), device=mesh), ttnn.ones((1, 1), device=mesh)
+    mesh.reshape(ttnn.MeshShape(2, 1))
+    for call in (
+        lambda: ttnn.add(x, 1.0),
+        lambda: ttnn.all_reduce(same, cluster_axis=0),
+        lambda: ttnn.copy_host_to_device_tensor(rows(mesh, torch.ones(2, 1)), x),
+    ):
+        with pytest.raises(OperandError, match=r"was made when its mesh was of shape \[1, 2\]"):
+            call()
+    assert ttnn.to_torch(x).flatten().tolist() == [0, 1]
+    new = rows(mesh, torch.arange(2.0).reshape(2, 1), device=mesh)
+    assert ttnn.to_torch(ttnn.all_reduce(new, cluster_axis=0)).tolist() == [[1]]

@@ -251,9 +251,15 @@ class MeshDevice:
         try:
             yield trace
         except BaseException:
-            state.capture.end(keep=False)
+            self._end_capture()
             raise
         self.end_trace_capture(trace)
+
+    def _end_capture(self) -> None:
+        """Throw away what this thread is capturing on it."""
+        taken = state.capture
+        if taken is not None and taken.queue is not None and taken.queue.device is self:
+            taken.end(keep=False)
 
     def execute_trace(self, trace: Trace, cq_id: int = 0, *, blocking: bool = True) -> None:
         """Replay a trace on a queue."""
@@ -300,6 +306,7 @@ class MeshDevice:
             return
         for child in self.get_submeshes():
             child.close(timeout)
+        self._end_capture()
         stopped = [queue.runner.stop(timeout) for queue in self.queues]
         self._stop.detach()
         errors = [error for queue in self.queues if (error := queue.forget()) is not None]

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from meshloom import runtime
-from meshloom.errors import ArgumentError, OperandError
+from meshloom.errors import ArgumentError, OperandError, TraceError
 from meshloom.runtime import MeshShape, MeshType
 from meshloom.runtime.memory import Usage
 from meshloom.runtime.opening import sorted_out
@@ -75,6 +75,7 @@ class MeshDevice:
         self._programs: set[Hashable] | frozenset[Hashable] = set()
         self._caches = self._misses_allowed = True
         self._sub_devices = SubDevices()
+        self.reshaped = False  # tensors may be older than its shape
         self.watched = device.system.races is not None  # ops say what they use, or wait for a trace: `queues.used`
         OPEN.add(self)
         tell("opened", self)
@@ -134,8 +135,13 @@ class MeshDevice:
         return 0
 
     def reshape(self, new_shape: Sequence[int]) -> None:
-        """The same devices in another shape: a line goes along the snake, as a line of the system does."""
+        """The same devices in another shape: a line goes along the snake, as a line of the system does.
+
+        Tensors of before can be read, and are refused by ops: they lie as the mesh was.
+        """
         sizes = tuple(new_shape)
+        if runtime.state.capture is not None:
+            raise TraceError("a mesh cannot be reshaped during trace capture", fix="do it before or after the capture")
         if math.prod(sizes) != self.get_num_devices():
             raise OperandError(
                 "New shape must have the same number of devices as current shape: "
@@ -144,6 +150,7 @@ class MeshDevice:
         wanted = self._ids_in(sizes)
         now = self.get_device_ids()
         self.runtime.reshape(*sizes, order=[now.index(each) for each in wanted])
+        self.reshaped = self.watched = True
 
     def _ids_in(self, sizes: tuple[int, ...]) -> Sequence[int]:
         """The devices row-major in another shape."""

@@ -136,7 +136,7 @@ def queue_of(device: MeshDevice, cq_id: int | QueueId | None = None) -> MeshComm
         raise OperandError(
             f"cq_id {number} is out of range",
             mesh=f"{device}, opened with num_command_queues={len(device.runtime.queues)}",
-            fix=f"open_mesh_device(..., num_command_queues={number + 1})",
+            fix="open_mesh_device(..., num_command_queues=2) has queues 0 and 1",
         )
     return device.runtime.queue(number)
 
@@ -146,7 +146,7 @@ def queue_of(device: MeshDevice, cq_id: int | QueueId | None = None) -> MeshComm
 
 def settle(device: MeshDevice) -> None:
     """Wait for what is under way on a mesh. The race detector is not told: the program did not wait."""
-    device.watched = device.runtime.system.races is not None
+    device.watched = device.reshaped or device.runtime.system.races is not None
     for queue in device.runtime.queues:
         queue.settle(queue._last)
 
@@ -158,6 +158,8 @@ def transfer(tensor: Tensor, cq_id: int | QueueId | None, *, writes: bool) -> No
     queue = queue_of(device, cq_id)
     if state.capture is not None:
         raise _refused(WRITES if writes else READS)
+    if writes:
+        _check_grid(device, tensor)
     if device.watched:
         settle(device)
     if device.runtime.system.races is not None:
@@ -175,6 +177,9 @@ def allocated(device: MeshDevice, region: Region) -> None:
 
 def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
     """An op reads tensors of a mesh, or has written some."""
+    if device.reshaped:
+        for tensor in reads:
+            _check_grid(device, tensor)
     capture = state.capture
     if capture is not None:
         for tensor in (*reads, *writes):
@@ -188,6 +193,15 @@ def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Se
             capture.keep(_Accesses(listed))
         else:
             _tell(queue_of(device), f"ttnn.{name} at {where()}", listed)
+
+
+def _check_grid(device: MeshDevice, tensor: Tensor) -> None:
+    if tensor._grid != tuple(device.shape):
+        raise OperandError(
+            f"{_named(tensor)} was made when its mesh was of shape {list(tensor._grid)}",
+            mesh=device,
+            fix="read it with ttnn.to_torch, and make it again with ttnn.from_torch",
+        )
 
 
 class _Accesses(NamedTuple):
