@@ -371,6 +371,20 @@ def test_a_tensor_on_a_closed_mesh_is_told(mesh: Any) -> None:
         ttnn.record_event(mesh, 2)
 
 
+def test_what_a_trace_made_the_same_on_all_devices_takes_results_that_differ(mesh: Any) -> None:
+    x = rows(mesh, torch.arange(2.0).reshape(2, 1), device=mesh)
+    trace = ttnn.begin_trace_capture(mesh)
+    total = ttnn.all_reduce(x)
+    double = ttnn.add(total, total)
+    ttnn.add(x, double, output_tensor=total)
+    ttnn.end_trace_capture(mesh, trace)
+    for values in ([0.0, 1.0], [3.0, 4.0]):
+        ttnn.copy_host_to_device_tensor(rows(mesh, torch.tensor(values).reshape(2, 1)), x)
+        ttnn.execute_trace(mesh, trace)
+        found = [ttnn.to_torch(each).item() for each in ttnn.get_device_tensors(total)]
+        assert found == [each + 2 * sum(values) for each in values]
+
+
 # a mesh that changes under tensors and traces
 
 

@@ -349,7 +349,7 @@ class Tensor(metaclass=_Making):
         """Take on other values, in place. An array that held the same for all devices grows where they now differ."""
         room, axes = self.block, len(self._grid)
         if any(have < need for have, need in zip(room.shape[:axes], values.shape[:axes], strict=True)):
-            if self._pinned:
+            if self._pinned and not (state.capture is not None and state.capture.makes(room)):
                 raise TraceError(
                     "a trace was captured while all devices held the same in this tensor, and now they would differ",
                     fix="make it with ttnn.allocate_tensor_on_device before the capture, or shard it from the start",
