@@ -492,3 +492,61 @@ def test_the_gradient_of_a_broadcast_operand_is_summed_and_labelled_so() -> None
     assert check_claim(first, whole_grad * whole_row) and check_claim(
         second, (whole_grad * whole_x).sum(0, keepdim=True)
     )
+
+
+@pytest.mark.parametrize("name", ["glu", "reglu", "swiglu", "geglu"])
+@pytest.mark.parametrize("grid", [(4,), (2, 3), (2, 1, 2)])
+@pytest.mark.parametrize("dim", [0, 1, 3, -2])
+def test_gates_take_dims_of_the_parts_counted_from_either_end(name: str, grid: tuple[int, ...], dim: int) -> None:
+    gates = {"glu": torch.sigmoid, "reglu": F.relu, "swiglu": F.silu, "geglu": F.gelu}
+    x = tensor_of(torch.randn(*grid, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0)), grid)
+
+    def gated(part: torch.Tensor) -> torch.Tensor:
+        kept, gate = part.chunk(2, dim)
+        return kept * gates[name](gate)
+
+    check_op(getattr(ttnn, name)(x, dim), gated, x)
+
+
+def test_gates_and_triangles_refuse_what_has_no_halves_or_no_rows() -> None:
+    with pytest.raises(OperandError, match="dim -1 has size 5"):
+        ttnn.glu(tensor_of(torch.ones(2, 2, 4, 5), (2, 2)))
+    with pytest.raises(OperandError, match="dim 4 is out of range"):
+        ttnn.swiglu(tensor_of(torch.ones(2, 2, 4, 6), (2, 2)), 4)
+    for triangle in (ttnn.tril, ttnn.triu):
+        with pytest.raises(OperandError, match="at least rank 2"):  # devices are not the rows
+            triangle(tensor_of(torch.ones(2, 2, 4), (2, 2)))
+
+
+def test_operands_cut_at_one_dim_along_different_axes_make_no_whole() -> None:
+    whole = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    rows, columns = distributed(whole, (2, 2), [S(0), R]), distributed(whole, (2, 2), [R, S(0)])
+    found = ttnn.add(rows, columns)
+    assert not check_claim(found, whole + whole)
+    assert found.tensor_topology().placements() == [P("unknown"), P("unknown")]
+    assert check_claim(ttnn.add(rows, rows), whole + whole)
+    both = distributed(whole, (2, 2), [S(0), S(1)])
+    assert check_claim(ttnn.multiply(both, both), whole * whole)
+
+
+@pytest.mark.parametrize("name", ["ones_like", "full_like"])
+def test_one_value_is_no_terms_of_a_sum(name: str) -> None:
+    terms = distributed(torch.ones(4, 6), (2, 3), [P("sum"), S(1)])
+    found = ttnn.ones_like(terms) if name == "ones_like" else ttnn.full_like(terms, 2.5)
+    assert check_claim(found, torch.full((4, 6), 1.0 if name == "ones_like" else 2.5))
+
+
+@pytest.mark.parametrize("name", ["bitwise_and", "gcd", "bitwise_left_shift"])
+def test_what_torch_cannot_take_is_told_with_the_op_and_its_operands(name: str) -> None:
+    x = tensor_of(torch.ones(2, 2, 3, 4), (2, 2))
+    with pytest.raises(OperandError, match=f"ttnn.{name} cannot take these operands") as told:
+        getattr(ttnn, name)(x, x)
+    assert "FLOAT32 [3, 4], FLOAT32 [3, 4]" in str(told.value) and told.value.__cause__ is not None
+
+
+def test_wrong_calls_and_types_inside_are_type_errors() -> None:
+    x = tensor_of(torch.ones(2, 2, 3, 4), (2, 2))
+    with pytest.raises(ArgumentError, match=r"ttnn\.sum cannot take these operands"):
+        ttnn.sum(x, dim="rows")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        ttnn.relu(x, slope=1)

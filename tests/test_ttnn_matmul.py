@@ -221,3 +221,15 @@ def test_a_product_is_written_into_the_tensor_that_is_given() -> None:
     address = room.buffer_address()
     assert ttnn.matmul(a, b, optional_output_tensor=room) is room and room.buffer_address() == address
     check_op(room, torch.matmul, a, b)
+
+
+def test_inner_dims_cut_along_different_axes_leave_no_partial_sums() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(4, 6, generator=generator), torch.randn(6, 8, generator=generator)
+    apart = ttnn.matmul(distributed(a, (2, 2), [S(1), R]), distributed(b, (2, 2), [R, S(0)]))
+    assert not check_claim(apart, a @ b)
+    assert check_claim(ttnn.matmul(distributed(a, (2, 2), [S(1), R]), distributed(b, (2, 2), [S(0), R])), a @ b)
+    batched = torch.randn(4, 4, 6, generator=generator)
+    other = torch.randn(4, 6, 8, generator=generator)
+    found = ttnn.matmul(distributed(batched, (2, 2), [S(0), R]), distributed(other, (2, 2), [R, S(0)]))
+    assert not check_claim(found, batched @ other)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshloom import ttnn
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, OperandError
 from ttnn_cases import check_claim, check_op, check_parts, distributed, each_device, tensor_of
 
 GRID = (2, 2)
@@ -156,3 +156,24 @@ def test_a_wrong_gradient_is_noticed() -> None:
     x = made(3, 5)
     with pytest.raises(AssertionError):
         check_parts(ttnn.moreh_cumsum(x, 1), each_device(flow(lambda p: p.cumsum(1)), x, x))
+
+
+def test_operands_of_different_shapes_are_refused() -> None:
+    x, y = made(4, 6), made(2, 4, 6)
+    for call in (
+        lambda: ttnn.moreh_dot(x, y),
+        lambda: ttnn.moreh_sgd(x, y, momentum_initialized=False),
+        lambda: ttnn.moreh_adam(x, y, x, x, step=1),
+        lambda: ttnn.moreh_softmax_backward(x, y, 0),
+    ):
+        with pytest.raises(OperandError, match="differ"):
+            call()
+
+
+def test_sums_of_an_uneven_dim_are_terms_of_the_whole() -> None:
+    mesh = ttnn.open_mesh_device(ttnn.MeshShape(1, 2))
+    whole = torch.rand(3, 7)
+    mapper = ttnn.ShardTensorToMesh(mesh, dim=1)
+    x = ttnn.exp(ttnn.from_torch(whole, layout=ttnn.TILE_LAYOUT, device=mesh, mesh_mapper=mapper))
+    torch.testing.assert_close(ttnn.to_torch(ttnn.moreh_sum(x, 1)), whole.exp().sum(1))
+    ttnn.close_mesh_device(mesh)

@@ -564,3 +564,24 @@ def test_the_padding_of_a_dim_that_does_not_divide_goes_along() -> None:
         }
         for name, (found, expected) in moved.items():
             assert torch.equal(ttnn.to_torch(found), expected), name
+
+
+def test_numbers_cut_where_the_tensor_is_not_make_no_whole() -> None:
+    whole = torch.randn(4, 6)
+    numbers = torch.randint(0, 6, (4, 6))
+    with mesh_of((2, 2)) as device:
+        index = distributed(device, numbers, [S(0), R])
+        assert composed_or_none(ttnn.gather(distributed(device, whole, [R, R]), 1, index)) is None
+        check_whole(ttnn.gather(distributed(device, whole, [S(0), R]), 1, index), whole.gather(1, numbers))
+        along = distributed(device, numbers, [S(1), R])
+        check_whole(ttnn.gather(distributed(device, whole, [R, R]), 1, along), whole.gather(1, numbers))
+        source = distributed(device, whole, [S(0), R])
+        found = ttnn.scatter(distributed(device, whole, [R, R]), 1, index, source)
+        assert composed_or_none(found) is None
+
+
+def composed_or_none(tensor: Any) -> torch.Tensor | None:
+    try:
+        return composed(tensor)
+    except NoWhole:
+        return None

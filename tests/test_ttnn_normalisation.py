@@ -178,3 +178,21 @@ def test_softmax_over_a_sharded_dim_stands_side_by_side() -> None:
     found = ttnn.softmax(x, -1)
     assert label(found) == [S(1)] and label(ttnn.softmax(distributed(torch.rand(4, 6), (2,), [P()]))) == [P("unknown")]
     check_parts(found, each_device(lambda part: part.softmax(-1), x))
+
+
+def test_group_norm_is_not_the_same_everywhere_if_its_weight_is_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 1, 6, 8, generator=generator), torch.randn(1, 1, 2, 8, generator=generator)
+    cut = distributed(weight, (2, 2), [R, S(2)])
+    found = ttnn.group_norm(distributed(x, (2, 2), [S(0), R]), num_groups=2, weight=cut)
+    assert found.tensor_topology().placements() == [S(0), P("unknown")]
+    alike = distributed(torch.ones(1, 1, 1, 8), (2, 2), [R, R])
+    scaled = ttnn.group_norm(distributed(x, (2, 2), [S(0), R]), num_groups=2, weight=alike)
+    assert scaled.tensor_topology().placements() == [S(0), R]
+
+
+def test_batch_norm_refuses_statistics_that_are_not_of_its_channels() -> None:
+    x = tensor_of(torch.ones(2, 2, 1, 3, 4, 3), (2, 2))
+    flat = tensor_of(torch.ones(2, 2, 3), (2, 2))
+    with pytest.raises(OperandError, match=r"\[1, 3, 1, 1\]"):
+        ttnn.batch_norm(x, running_mean=flat, running_var=flat)

@@ -592,3 +592,8 @@ def test_row_141_a_read_waits_for_what_is_queued(open_mesh):
         assert torch.equal(ttnn.to_torch(y), torch.full((64, 64), 50.0))
         ttnn.copy_host_to_device_tensor(ttnn.from_torch(numbers(64, 64), layout=ttnn.TILE_LAYOUT), x)
     ttnn.release_trace(mesh, trace)
+
+
+def test_complex_numbers_are_refused() -> None:
+    with pytest.raises(TypeError, match="no complex dtypes"):
+        ttnn.from_torch(torch.ones(2, dtype=torch.complex64), dtype=ttnn.float32)

@@ -826,3 +826,10 @@ def test_a_captured_model_replays_with_other_inputs() -> None:
                 torch.testing.assert_close(have.block, expected.block)
                 assert have.tensor_topology() == expected.tensor_topology()
         ttnn.release_trace(mesh, trace)
+
+
+def test_latent_attention_takes_tensors_of_rank_four() -> None:
+    with mesh_of((2, 2)) as device:
+        x = of_block(device, torch.randn(2, 2, 4, 8), [P("unknown"), P("unknown")])
+        with pytest.raises(OperandError, match="rank 4"):
+            ttnn.transformer.flash_mla_prefill(x, x)

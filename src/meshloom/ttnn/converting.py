@@ -113,6 +113,8 @@ def from_torch(
     if spec is not None:
         _check_alone_with_spec(dtype=dtype, layout=layout, memory_config=memory_config, tile=tile)
         dtype, layout, memory_config, tile = spec.dtype, spec.layout, spec.memory_config, spec.tile
+    if tensor.is_complex():
+        raise DTypeError(f"ttnn has no complex dtypes: got {tensor.dtype}", fix="torch.view_as_real(x)")
     kind = dtype or _inferred(tensor)
     values = tensor.detach().transpose(-2, -1) if col_tilize else tensor.detach()
     mapper = mesh_mapper.unwrap() if mesh_mapper is not None else _mapper.get()

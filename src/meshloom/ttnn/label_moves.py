@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshloom.ttnn.labels import UNKNOWN, Frame, _remembered
+from meshloom.ttnn.labels import UNKNOWN, Frame, _remembered, clashing
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import REPLICATE, Placement, PlacementPartial, PlacementReplicate, PlacementShard
 from meshloom.ttnn.topology import TensorTopology as Label
@@ -140,7 +140,9 @@ def _joined(tensors: Sequence[Tensor], places: Sequence[Places], shape: Sequence
         [_after(tensor, placement, where, shape, linear) for placement in row]
         for tensor, where, row in zip(tensors, places, frame.axes, strict=True)
     ]
-    return frame.label([_together(column) for column in zip(*rows, strict=True)])
+    clash = clashing(rows)
+    columns = enumerate(zip(*rows, strict=True))
+    return frame.label([UNKNOWN if axis in clash else _together(column) for axis, column in columns])
 
 
 def _together(column: Sequence[Placement]) -> Placement:

@@ -179,7 +179,33 @@ def _merged(
         return UNKNOWN if tensor.shape[placement.dim] != sizes[dim] else placement.at(dim)  # it was broadcast
 
     rows = [[placed(tensor, p) for p in row] for tensor, row in zip(tensors, frame.axes, strict=True)]
-    return frame.label([_joined(column, keeps) for column in zip(*rows, strict=True)])
+    clash = clashing(rows)
+    return frame.label(
+        [UNKNOWN if axis in clash else _joined(column, keeps) for axis, column in enumerate(zip(*rows, strict=True))]
+    )
+
+
+def clashing(rows: Sequence[Sequence[Placement | None]]) -> set[int]:
+    """Axes that cut a dim of one operand where others cut it along further ones. None is a dim that is summed over.
+
+    Halves of x along one axis with halves of y along another: x0 + y0, x0 + y1, x1 + y0, x1 + y1 are no x + y.
+
+    >>> clashing([[PlacementShard(0), REPLICATE], [REPLICATE, PlacementShard(0)]])
+    {0, 1}
+    >>> clashing([[PlacementShard(0), REPLICATE], [PlacementShard(0), PlacementShard(1)]])
+    set()
+    """
+    found: set[int] = set()
+    for dim in {_cut_dim(each) for row in rows for each in row} - {""}:
+        sets = [{axis for axis, each in enumerate(row) if _cut_dim(each) == dim} for row in rows]
+        cutting = [axes for axes in sets if axes]
+        found |= {axis for axes in cutting for axis in axes if any(axis not in each for each in cutting)}
+    return found
+
+
+def _cut_dim(placement: Placement | None) -> int | str | None:
+    """The dim that is cut, None for the one that is summed over, empty for none."""
+    return placement.dim if isinstance(placement, PlacementShard) else None if placement is None else ""
 
 
 def _joined(column: Sequence[Placement], keeps: str) -> Placement:
@@ -270,7 +296,9 @@ def _contracted(a: Tensor, b: Tensor, a_inner: int, b_inner: int, rank: int) -> 
         return placement.at(dim) if tensor.shape[placement.dim] == sizes[dim] else UNKNOWN
 
     rows = [[placed(n, t, p) for p in row] for n, (t, row) in enumerate(zip((a, b), frame.axes, strict=True))]
-    return frame.label([_multiplied(p, q) for p, q in zip(*rows, strict=True)])
+    clash = clashing(rows)
+    pairs = enumerate(zip(*rows, strict=True))
+    return frame.label([UNKNOWN if axis in clash else _multiplied(p, q) for axis, (p, q) in pairs])
 
 
 def _multiplied(p: Placement | None, q: Placement | None) -> Placement:

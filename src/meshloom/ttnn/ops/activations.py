@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from meshloom.errors import ArgumentError, closest
+from meshloom.errors import ArgumentError, OperandError, closest
 from meshloom.ttnn.parts import Block
 
 __all__ = [
@@ -77,13 +77,14 @@ class Function:
     call: Callable[..., Block]
     parameters: Mapping[str, Any]
     keeps: str = ""
+    rank: int = 0  # the least that a tensor has to have
 
 
 UNARY: dict[str, Function] = {}
 
 
-def _put(name: str, call: Callable[..., Block], keeps: str = "", **parameters: Any) -> None:
-    UNARY[name] = Function(call, parameters, keeps)
+def _put(name: str, call: Callable[..., Block], keeps: str = "", rank: int = 0, **parameters: Any) -> None:
+    UNARY[name] = Function(call, parameters, keeps, rank)
 
 
 def _fine(call: Callable[..., Block]) -> Callable[..., Block]:
@@ -103,6 +104,8 @@ def _rotated(x: Block) -> Block:
 
 def _glu(gate: Callable[[Block], Block]) -> Callable[..., Block]:
     def call(x: Block, dim: int = -1) -> Block:
+        if x.shape[dim] % 2:
+            raise OperandError(f"a gate is the second half of a dim, and dim {dim} has size {x.shape[dim]}")
         kept, gated = x.chunk(2, dim)
         return kept * gate(gated)
 
@@ -163,12 +166,18 @@ _put("softshrink", F.softshrink, lambd=0.5)
 _put("swish", F.silu)
 _put("threshold", F.threshold, threshold=REQUIRED, value=REQUIRED)
 _put("rdiv", lambda x, value, mode: divided(torch.full_like(x, value), x, mode), value=REQUIRED, rounding_mode=None)
-_put("glu", _glu(torch.sigmoid), dim=-1)
-_put("reglu", _glu(F.relu), dim=-1)
-_put("swiglu", _glu(F.silu), dim=-1)
-_put("geglu", lambda x, dim, variant: _glu(lambda y: _gelu(y, variant))(x, dim), dim=-1, variant=GeluVariant.Accurate)
-_put("tril", lambda x, diagonal: x.tril(diagonal), "sum", diagonal=0)
-_put("triu", lambda x, diagonal: x.triu(diagonal), "sum", diagonal=0)
+_put("glu", _glu(torch.sigmoid), rank=1, dim=-1)
+_put("reglu", _glu(F.relu), rank=1, dim=-1)
+_put("swiglu", _glu(F.silu), rank=1, dim=-1)
+_put(
+    "geglu",
+    lambda x, dim, variant: _glu(lambda y: _gelu(y, variant))(x, dim),
+    rank=1,
+    dim=-1,
+    variant=GeluVariant.Accurate,
+)
+_put("tril", lambda x, diagonal: x.tril(diagonal), "sum", rank=2, diagonal=0)
+_put("triu", lambda x, diagonal: x.triu(diagonal), "sum", rank=2, diagonal=0)
 
 
 _KINDS = """ABS ACOS ACOSH ADD_UNARY_SFPU ALT_COMPLEX_ROTATE90 ASIN ASINH ATAN ATANH BITWISE_AND BITWISE_NOT BITWISE_OR

@@ -19,7 +19,7 @@ from meshloom.ttnn.labels import merged, replicated
 from meshloom.ttnn.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import ALONE
+from meshloom.ttnn.topology import ALONE, REPLICATE, PlacementPartial
 
 Shapes = Sequence[int]
 
@@ -98,9 +98,10 @@ def _like(
     if optional_tensor is not None or (device is not None and device is not tensor.device()):
         return made(values, kind, layout or tensor.layout, device, memory_config, optional_tensor)
     block = values.reshape(*(1,) * len(tensor.grid), *values.shape)
-    return result(
-        block, tensor, topology=tensor.tensor_topology(), dtype=kind, layout=layout, memory_config=memory_config
-    )
+    label = tensor.tensor_topology()
+    alike = [REPLICATE if isinstance(each, PlacementPartial) else each for each in label.placements()]
+    topology = label.with_placements(alike)  # one value is no terms of a sum
+    return result(block, tensor, topology=topology, dtype=kind, layout=layout, memory_config=memory_config)
 
 
 _constant("zeros", 0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.block_moves import axis_of
 from meshloom.ttnn.calling import TABLE, op, operands, result, shared_coords
 from meshloom.ttnn.formats import DataType
 from meshloom.ttnn.labels import merged
@@ -85,14 +86,24 @@ def unary(name: str, function: Function) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        values = [given[each] for each in function.parameters]
-        return _unary(name, function, given["input_tensor"], values, given["memory_config"], given["output_tensor"])
+        tensor = given["input_tensor"]
+        values = [
+            from_back(name, given[each], tensor) if each == "dim" else given[each] for each in function.parameters
+        ]
+        return _unary(name, function, tensor, values, given["memory_config"], given["output_tensor"])
 
     call: Any = with_parameters if function.parameters else plain
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{name} of every element."
     call.__signature__ = signature
     op(name)(call)
+
+
+def from_back(name: str, dim: int, tensor: Tensor) -> int:
+    """A dim of the parts counted from the back, as a block takes it."""
+    operands(name, tensor)
+    rank = len(tensor.shape)
+    return axis_of(name, dim, rank) - rank
 
 
 def _unary(
@@ -104,6 +115,8 @@ def _unary(
     output_tensor: Tensor | None,
 ) -> Tensor:
     _, (block,) = operands(name, tensor)
+    if len(tensor.shape) < function.rank:
+        raise OperandError(f"ttnn.{name} needs a tensor of at least rank {function.rank}, not {list(tensor.shape)}")
     kind = tensor.dtype if output_tensor is None else output_tensor.dtype
     label = merged((tensor,), len(tensor.shape), keeps=function.keeps)
     found = function.call(fine(block, kind), *values)

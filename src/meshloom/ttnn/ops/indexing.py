@@ -16,7 +16,7 @@ from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.labels import UNKNOWN
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import REPLICATE, Placement, PlacementPartial, PlacementReplicate
+from meshloom.ttnn.topology import REPLICATE, Placement, PlacementPartial, PlacementReplicate, PlacementShard
 
 # along a dim
 
@@ -38,7 +38,7 @@ def gather(
     block, numbers = spread(blocks, axes)
     inside("gather", numbers, input.shape[place], "index")
     values = block.gather(axes + place, numbers.long())
-    label = _indexed((input, index))
+    label = _indexed((input, index), place)
     return result(
         values,
         input,
@@ -65,8 +65,11 @@ def _common(name: str, tensor: Tensor, dim: int, index: Tensor) -> int:
     return place
 
 
-def _indexed(tensors: Sequence[Tensor]) -> Any:
-    """Cut where tensors of one rank are cut; only what is read may be terms, not the numbers."""
+def _indexed(tensors: Sequence[Tensor], place: int) -> Any:
+    """Cut where all are cut; numbers alone along the dim that is read. Only what is read may be terms.
+
+    Row i of the numbers is about row i of the tensor, so both have to be cut there.
+    """
 
     def rule(column: Sequence[Placement]) -> Placement | None:
         told = {each for each in column if not isinstance(each, PlacementReplicate)}
@@ -74,9 +77,10 @@ def _indexed(tensors: Sequence[Tensor]) -> Any:
         if isinstance(only, PlacementPartial):
             return only if not told and column[0] == only and len(column) == 2 else UNKNOWN
         first = next(each for each in column if each == only)
-        return UNKNOWN if told else first
+        alone = first.dim == place and (len(column) == 2 or isinstance(column[0], PlacementShard))
+        return first if not told and (alone or all(each == only for each in column)) else UNKNOWN
 
-    return label_moves.ruled("indexed", tensors, rule)
+    return label_moves.ruled(("indexed", place), tensors, rule)
 
 
 _REDUCE = {"add": "sum", "sum": "sum", "multiply": "prod", "prod": "prod", "amax": "amax", "amin": "amin"}
@@ -111,7 +115,7 @@ def scatter(
     return result(
         values,
         input,
-        topology=_indexed((input, index, src)),
+        topology=_indexed((input, index, src), place),
         memory_config=memory_config,
         coords=shared_coords(input, index, src),
     )
@@ -147,8 +151,13 @@ def _widened(index: Tensor, like: Tensor) -> Tensor:
     """Numbers [N, W] for whole rows: [N, W, C]."""
     operands("tosa_gather", index, like)
     block = index.block.unsqueeze(-1).expand(*index.block.shape, like.shape[-1])
-    label = label_moves.mapped(index, label_moves.same(index), block.shape[len(index.grid) :])
-    return result(fresh(block), index, topology=label)
+    width = PlacementShard(len(like.shape) - 1)
+
+    def rule(column: Sequence[Placement]) -> Placement:
+        numbers, cut = column
+        return cut if isinstance(numbers, PlacementReplicate) and cut == width else numbers
+
+    return result(fresh(block), index, topology=label_moves.ruled("widened", (index, like), rule))
 
 
 @op("index_fill", "index_fill_new")

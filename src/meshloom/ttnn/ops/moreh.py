@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.calling import op, operands, result, shared_coords
 from meshloom.ttnn.labels import merged, reduced
 from meshloom.ttnn.memory import MemoryConfig
@@ -21,6 +21,13 @@ from meshloom.ttnn.ops.reductions import Dims, dims_of, exact
 from meshloom.ttnn.padding import filled
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
+
+
+def _check_alike(name: str, tensors: Sequence[Tensor]) -> None:
+    for each in tensors[1:]:
+        if tuple(each.shape) != tuple(tensors[0].shape):
+            raise OperandError(f"ttnn.{name}: shapes {list(tensors[0].shape)} and {list(each.shape)} differ")
+
 
 # reductions
 
@@ -41,7 +48,7 @@ def _reduce(
     if not keepdim:
         for each in dims:  # from the front, and those behind keep their number from the back
             found = found.squeeze(each)
-    label = reduced(tensor, dims, keepdim, op_name)
+    label = reduced(tensor, dims, keepdim, op_name, clean=True)
     return result(found, tensor, topology=label, memory_config=memory_config, output_tensor=output)
 
 
@@ -235,6 +242,7 @@ def _soft(kind: str) -> None:
         _, (y, grad) = operands(f"{name}_backward", output_tensor, output_grad_tensor)
         (at,) = dims_of(name, output_tensor, dim)
         both = (output_grad_tensor, output_tensor)
+        _check_alike(f"{name}_backward", both)
         return result(
             backward(y.float(), grad.float(), at),
             output_tensor,
@@ -306,6 +314,7 @@ def moreh_dot(
     """The inner product of two rows [1, 1, 1, n], as [1, 1, 1, 1]."""
     _, (x, y) = operands("moreh_dot", input_tensor_a, input_tensor_b)
     both = (input_tensor_a, input_tensor_b)
+    _check_alike("moreh_dot", both)
     rank = len(input_tensor_a.shape)
     whole = Tensor(
         x, input_tensor_a.grid, input_tensor_a.dtype, input_tensor_a.layout, merged(both, rank, keeps="product")
@@ -436,6 +445,7 @@ def _updated(
     """New values for the first tensor and its state, each where it is, or in the output that is given for it."""
     given = [each for each in tensors if each is not None]
     operands(name, *given)
+    _check_alike(name, given)
     first = given[0]
     label = merged(given, len(first.shape))
     found = function(*(None if each is None else each.block.float() for each in tensors))

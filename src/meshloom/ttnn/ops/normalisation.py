@@ -7,12 +7,13 @@ that the norm is that of the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from meshloom.errors import OperandError
+from meshloom.ttnn import label_moves
 from meshloom.ttnn.calling import op, operands, result, shared_coords
 from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.labels import merged, moved, reduced
@@ -22,6 +23,7 @@ from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.reductions import dims_of
 from meshloom.ttnn.parts import Block, aligned
 from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.topology import Placement, PlacementReplicate, PlacementShard
 
 STATISTICS = 32  # the columns of a tile that holds the statistics of rows
 
@@ -418,14 +420,21 @@ def group_norm(
         normal = ((groups - mean) * torch.rsqrt(var + epsilon)).flatten(-2)
         return _affine(normal, first(weight), first(bias), axes, len(input_tensor.shape))
 
+    def rule(column: Sequence[Placement]) -> Placement | None:
+        x, *others = column
+        is_channels = x == PlacementShard(len(input_tensor.shape) - 1)
+        fits = [isinstance(p, PlacementReplicate) or (is_channels and isinstance(p, PlacementShard)) for p in others]
+        return x if isinstance(x, PlacementShard) and all(fits) else None
+
     _, (block, *_) = operands("group_norm", input_tensor)
     return result(
         call(block.float()),
         input_tensor,
-        topology=merged((input_tensor,), len(input_tensor.shape)),
+        topology=label_moves.ruled("group_norm", present, rule),
         dtype=dtype,
         layout=output_layout,
         memory_config=memory_config,
+        coords=shared_coords(*present),
     )
 
 
@@ -452,6 +461,12 @@ def batch_norm(
         raise OperandError(
             f"ttnn.{name}: batch_norm not supported for tensors with rank {len(input.shape)}", fix="[N, C, H, W]"
         )
+    for each in given:
+        if tuple(each.shape) != (1, input.shape[1], 1, 1):
+            raise OperandError(
+                f"ttnn.{name}: {list(each.shape)} for the channels of {list(input.shape)}",
+                fix=f"[1, {input.shape[1]}, 1, 1]",
+            )
     if not training and (running_mean is None or running_var is None):
         raise OperandError(f"ttnn.{name}: running_mean and running_var must be defined in evaluation mode")
     x = block.float()

@@ -288,6 +288,7 @@ def flash_mla_prefill(
     width = head_dim_v if isinstance(head_dim_v, int) else None
     tensors = given(input_tensor_q, input_tensor_k, value if value is not None else input_tensor_k, attn_mask)
     q, k, v = operands(name, *tensors)[1][:3]
+    check(name, tensors[0], tensors[1], tensors[2], q.shape[-3])
     if is_causal and attn_mask is not None:
         raise OperandError(f"ttnn.{name}: is_causal=True and attn_mask exclude each other", fix="is_causal=False")
     found = attend(
