@@ -660,6 +660,22 @@ def test_what_is_sent_over_a_socket_arrives_in_order_at_the_receivers_alone(mesh
         ttnn.experimental.recv_async(output, receiver)
 
 
+def test_what_arrives_over_a_socket_is_labelled_as_it_was_sent_or_not_as_the_same(meshes: Any) -> None:
+    first, second = meshes(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
+    rows = ttnn.ShardTensorToMesh(first, dim=0)
+    x = ttnn.from_torch(torch.arange(4.0).reshape(4, 1), device=first, mesh_mapper=rows)
+    for pairs in ([((0, i), (0, i)) for i in range(4)], [((0, i), (0, 3 - i)) for i in range(4)], [((0, 1), (0, 1))]):
+        sender, receiver = socket_pair(first, second, pairs)
+        output = ttnn.allocate_tensor_on_device(x.spec, second)
+        ttnn.experimental.send_async(x, sender)
+        ttnn.experimental.recv_async(output, receiver)
+        if pairs[0] == ((0, 0), (0, 0)):
+            assert ttnn.to_torch(output).flatten().tolist() == [0, 1, 2, 3]
+        else:
+            with pytest.raises(OperandError, match="composer"):
+                ttnn.to_torch(output)
+
+
 def test_wrong_ends_meshes_and_shapes_of_sockets_are_told(meshes: Any) -> None:
     first, second = meshes(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
     sender, receiver = socket_pair(first, second, [((0, 0), (0, 0))])

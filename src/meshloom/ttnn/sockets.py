@@ -22,10 +22,12 @@ from meshloom.ttnn.cores import CoreCoord
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.fabric import FabricNodeId
 from meshloom.ttnn.formats import DataType
+from meshloom.ttnn.groups import Group
 from meshloom.ttnn.memory import BufferType
 from meshloom.ttnn.parts import Block, part
 from meshloom.ttnn.subdevices import SubDeviceId
 from meshloom.ttnn.tensor import Room, Tensor
+from meshloom.ttnn.topology import TensorTopology
 
 __all__ = [
     "MeshCoreCoord",
@@ -97,6 +99,7 @@ class _Sent:
     parts: list[Block]
     dtype: DataType
     where: str
+    topology: TensorTopology | None = None  # None if another process sent them
 
 
 class MeshSocket:
@@ -203,7 +206,7 @@ def send_async(input_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
     _checked("experimental.send_async", input_tensor, mesh_socket, SocketEndpoint.SENDER)
     parts = [part(input_tensor.block, source).clone() for source, _ in _pairs(mesh_socket)]
     if mesh_socket._peer is None:
-        mesh_socket._waiting.append(_Sent(parts, input_tensor.dtype, where()))
+        mesh_socket._waiting.append(_Sent(parts, input_tensor.dtype, where(), input_tensor.tensor_topology()))
     else:
         for each in parts:
             processes.send(each, mesh_socket._peer)
@@ -235,7 +238,20 @@ def recv_async(output_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
     for (_, target), arrived in zip(_pairs(mesh_socket), sent.parts, strict=True):
         values[target] = arrived
     output_tensor.write(values)
+    output_tensor.update_tensor_topology(_label(name, output_tensor, mesh_socket, sent))
     return [output_tensor]
+
+
+def _label(name: str, output: Tensor, socket: MeshSocket, sent: _Sent) -> TensorTopology:
+    """The sender's label if every device got what the one at its coordinate had; else none says what is the same."""
+    if output._coords is not None:  # some devices have none of it: nobody takes it for the same on all
+        return output.tensor_topology()
+    pairs, group = _pairs(socket), Group(name, output)
+    places = [tuple(each) for each in group.mesh.coordinates()]
+    straight = sorted(pairs) == [(place, place) for place in places]
+    if straight and sent.topology is not None and [*map(tuple, sent.topology.mesh_coords())] == places:
+        return sent.topology
+    return group.apart(group.axes)
 
 
 def _received(like: Tensor, socket: MeshSocket, peer: int) -> _Sent:
