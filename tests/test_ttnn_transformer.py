@@ -833,3 +833,26 @@ def test_latent_attention_takes_tensors_of_rank_four() -> None:
         x = of_block(device, torch.randn(2, 2, 4, 8), [P("unknown"), P("unknown")])
         with pytest.raises(OperandError, match="rank 4"):
             ttnn.transformer.flash_mla_prefill(x, x)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_queries_that_are_counted_from_the_start_make_no_whole_if_their_sequence_is_cut(window: int | None) -> None:
+    q, k = torch.randn(2, 4, 12, 8), torch.randn(2, 4, 12, 8)
+    keys = [R, R]
+    with mesh_of((2, 2)) as device:
+        near = ttnn.transformer.scaled_dot_product_attention(
+            distributed(device, q, [S(2), S(0)]),
+            distributed(device, k, [R, S(0)]),
+            distributed(device, k, [R, S(0)]),
+            is_causal=False,
+            sliding_window_size=window,
+        )
+        assert near.tensor_topology().placements() == [S(2) if window is None else P("unknown"), S(0)]
+        latent = distributed(device, q, [S(2), R]), distributed(device, k[:, :1], keys)
+        causal = ttnn.transformer.flash_mla_prefill(*latent, 8, is_causal=True)
+        assert causal.tensor_topology().placements() == [P("unknown"), R]
+        check_whole(
+            ttnn.transformer.flash_mla_prefill(*latent, 8, is_causal=False),
+            F.scaled_dot_product_attention(q, k[:, :1], k[:, :1], enable_gqa=True),
+            close=1e-5,
+        )

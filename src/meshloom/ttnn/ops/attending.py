@@ -142,10 +142,11 @@ def regrouped(cache: Block, axes: int, block_size: int, heads: int) -> Block:
     return cache.reshape(*cache.shape[:axes], -1, count, size, cache.shape[-1])
 
 
-def label(name: str, tensors: Sequence[Tensor], q_dims: Sequence[int] = (0, 1, 2)) -> Any:
+def label(name: str, tensors: Sequence[Tensor], q_dims: Sequence[int] = (0, 1, 2), placed: bool = False) -> Any:
     """Of attention of (q, k, v, others...): cut at the batch, the heads, the queries or the width of values.
 
-    `q_dims` are the dims of q that are batch, heads and sequence; those of k and v are 0, 1 and 2.
+    `q_dims` are the dims of q that are batch, heads and sequence; those of k and v are 0, 1 and 2. If queries are
+    `placed`, by a causal mask or a window, every device counts its own from the start: a cut sequence is no whole then.
     """
 
     def rule(column: Sequence[Placement]) -> Placement | None:
@@ -155,11 +156,16 @@ def label(name: str, tensors: Sequence[Tensor], q_dims: Sequence[int] = (0, 1, 2
             role = q_dims.index(q.dim) if q.dim in q_dims else 3
             cut = PlacementShard(role)
             fits = all(isinstance(each, PlacementReplicate) or (each == cut and role < 2) for each in (k, v))
-            return q if fits and role < 3 and not any(isinstance(each, PlacementPartial) for each in others) else None
+            beside = all(
+                isinstance(each, PlacementReplicate)
+                or (isinstance(each, PlacementShard) and (each.dim == 0) == (role == 0))  # batches with batches
+                for each in others
+            )
+            return q if fits and beside and role < (2 if placed else 3) else None
         if not (still[0] and still[1]) or not all(isinstance(each, PlacementReplicate) for each in others):
             return None
         if v == PlacementShard(3):
             return v
         return v if isinstance(v, PlacementPartial) else None
 
-    return label_moves.ruled((name, tuple(q_dims)), tensors, rule)
+    return label_moves.ruled((name, tuple(q_dims), placed), tensors, rule)

@@ -43,9 +43,10 @@ def out(
     name: str,
     memory: MemoryConfig | None,
     q_dims: Sequence[int] = (0, 1, 2),
+    placed: bool = False,
 ) -> Tensor:
     """The result of attention of (q, k, v, others...), like q."""
-    topology = label(name, tensors, q_dims)
+    topology = label(name, tensors, q_dims, placed)
     return result(values, tensors[0], topology=topology, memory_config=memory, coords=shared_coords(*tensors))
 
 
@@ -128,9 +129,10 @@ def scaled_dot_product_attention(
         bias=mask_of(attn_mask),
         sink=sink_of(name, attention_sink, input_tensor_q.shape[1]),
     )
+    placed = causal or seen is not None
     if output_concat_heads:
-        return _heads_together(values, tensors, name, memory_config, axes)
-    return out(values, tensors, name, memory_config)
+        return nlp_concat_heads(out(values, tensors, name, None, placed=placed), memory_config=memory_config)
+    return out(values, tensors, name, memory_config, placed=placed)
 
 
 def _near(queries: int, keys: int, window: int, causal: bool) -> Block:
@@ -149,12 +151,6 @@ def _same_window(q: Block, k: Block, axes: int, bounds: Tensor, offset: int, off
     windows, others = rows.sum(-1), columns.sum(-1)
     seen = windows.unsqueeze(-1) == others.unsqueeze(-2)
     return seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:])
-
-
-def _heads_together(
-    values: Block, tensors: Sequence[Tensor], name: str, memory: MemoryConfig | None, axes: int
-) -> Tensor:
-    return nlp_concat_heads(out(values, tensors, name, None), memory_config=memory)
 
 
 @op("transformer.joint_scaled_dot_product_attention", QUASAR + "joint_scaled_dot_product_attention")
@@ -262,7 +258,7 @@ def _chunk(
         seen=seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:]),
         sink=sink_of(name, sink, three[0].shape[1]),
     )
-    return out(found, tensors, name, memory)
+    return out(found, tensors, name, memory, placed=True)
 
 
 # latent keys, whose first elements are the values
@@ -294,7 +290,7 @@ def flash_mla_prefill(
     found = attend(
         q, k, v[..., :width], len(input_tensor_q.grid), scale=scale, causal=is_causal, bias=mask_of(attn_mask)
     )
-    return out(found, tensors, name, memory_config)
+    return out(found, tensors, name, memory_config, placed=is_causal)
 
 
 @op("transformer.chunked_flash_mla_prefill", QUASAR + "chunked_flash_mla_prefill")
