@@ -158,6 +158,17 @@ def test_models_may_return_several_tensors(pair: Any, name: str) -> None:
     assert made.output_schema == [None, (None, {"x": None})]
 
 
+@pytest.mark.parametrize("name", TRACED)
+def test_a_pipeline_that_is_compiled_again_lets_go_of_the_trace_before(pair: Any, name: str) -> None:
+    made = pipe(name, lambda x: ttnn.add(x, 1.0), pair)
+    inputs = host(pair, batches(pair, 1)[0])
+    used = []
+    for _ in range(3):
+        made.compile(inputs)
+        used.append([pair.memory_usage(kind)[0, 0].used for kind in ("dram", "l1")])
+    assert used[0] == used[1] == used[2]
+
+
 def test_the_pipelined_executor_takes_one_output_and_two_inputs_at_least(pair: Any) -> None:
     name, given = "MultiCQTracedModelPipelinedIOExecutor", torch.ones(2, 1, 32, 32)
     with pytest.raises(TypeError, match="a model with one output, this one returns list"):

@@ -323,14 +323,29 @@ def test_cached_modules_can_be_called(cache: Path, mesh: Any) -> None:
     assert torch.equal(values(made[0](x)), values(found[0](x))) and repr(found[2]) == repr(made[2])
 
 
-@pytest.mark.parametrize("harm", ["cut", "pickle", "index", "gone"])
+def test_a_cache_whose_version_is_no_text_is_made_again(cache: Path) -> None:
+    def made() -> Any:
+        return preprocess_model_parameters(model_name="m", version="1", initialize_model=net)
+
+    made()
+    (cache / "m" / "version.txt").write_bytes(b"\x80\x04")
+    made()
+    assert (cache / "m" / "version.txt").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("harm", ["cut", "empty", "pickle", "index", "dtype", "size", "gone"])
 def test_a_cache_that_is_cut_or_not_ours_is_refused_and_never_unpickled(cache: Path, harm: str) -> None:
     preprocess_model_parameters(
         model_name="m", version="1", initialize_model=net, convert_to_ttnn=lambda module, name: "head" not in name
     )
     folder = cache / "m"
-    bad = folder / "index.json" if harm == "index" else sorted(folder.glob("*.npy"))[0]
-    if harm == "cut":
+    bad = folder / "index.json" if harm in ("index", "dtype", "size") else sorted(folder.glob("*.npy"))[0]
+    if harm in ("dtype", "size"):
+        other = {"dtype": "nonsense", "size": "float64"}[harm]
+        bad.write_text(bad.read_text().replace('"dtype": "float32"', f'"dtype": "{other}"'))
+    elif harm == "empty":
+        bad.write_bytes(b"")
+    elif harm == "cut":
         bad.write_bytes(bad.read_bytes()[:-4])
     elif harm == "gone":
         bad.unlink()

@@ -1,7 +1,7 @@
 """Collectives: literal, on what devices hold. An all_reduce of a replicated tensor on 4 devices is 4 times the tensor.
 
-Sums of low precision are made in float32 and rounded once, in every mode (the original rounds at every hop). Parts that
-the original leaves undefined are zero.
+Sums of low precision are made in float32 and rounded once, in every mode (the original rounds at every hop); those of
+block floats by way of bfloat16, as there. Parts that the original leaves undefined are zero.
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ class _Persistent(Executor):
 
     def _warm_up(self, host_input: Tensor, cq_id: int) -> None:
         """Run the model once outside of any trace, so that what it prepares on first use is there."""
+        self.cleanup()
         copy_host_to_device_tensor(host_input, self._allocate_input(host_input), cq_id)
         self._handed_over(cq_id)
         free(self.model(self._to_l1()))

@@ -54,14 +54,14 @@ class ModelCache:
     def _has(self, version: str) -> bool:
         assert self._folder is not None
         told = self._folder / VERSION
-        return (self._folder / INDEX).exists() and told.exists() and told.read_text() == version
+        return (self._folder / INDEX).exists() and told.exists() and told.read_bytes() == version.encode()
 
     def _save(self, parameters: Any, version: str) -> None:
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / INDEX).unlink(missing_ok=True)
         tree = _Saver(self._folder).saved(parameters)
-        (self._folder / VERSION).write_text(version)
+        (self._folder / VERSION).write_bytes(version.encode())
         beside = self._folder / f"{INDEX}.{os.getpid()}"
         beside.write_text(json.dumps(tree))
         os.replace(beside, self._folder / INDEX)
@@ -71,7 +71,7 @@ class ModelCache:
         try:
             tree = json.loads((self._folder / INDEX).read_text())
             return _loaded(tree, self._folder)
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, EOFError, OSError) as error:
             raise OperandError(
                 f"the model cache in {self._folder} cannot be read: {error}",
                 fix="delete the folder, and it is made again",
@@ -153,7 +153,10 @@ def _loaded(tree: Any, folder: Path) -> Any:
         return load_tensor(folder / tree["ttnn"])
     if "torch" in tree:
         bits = torch.from_numpy(numpy.load(folder / tree["torch"], allow_pickle=False))
-        return bits.view(getattr(torch, tree["dtype"]))
+        dtype = getattr(torch, tree["dtype"])
+        if not isinstance(dtype, torch.dtype) or dtype.itemsize != bits.itemsize:
+            raise ValueError(f"{tree['torch']} holds {bits.dtype}, the index says {tree['dtype']}")
+        return bits.view(dtype)
     if "conv2d" in tree:
         return Conv2d(Conv2dArgs(_args(tree["conv2d"])), _loaded(tree["weight"], folder), _loaded(tree["bias"], folder))
     return MaxPool2d(MaxPool2dArgs(_args(tree["max_pool2d"]))) if "max_pool2d" in tree else tree["value"]
