@@ -351,6 +351,21 @@ def test_an_output_on_another_mesh_or_the_host_is_refused(meshes: Any) -> None:
         assert ttnn.to_torch(output).sum() == 0
 
 
+def test_point_to_point_takes_no_output_of_another_shape(meshes: Any) -> None:
+    x, output = (ttnn.ones((rows, 4), device=meshes(1, 4)) for rows in (1, 2))
+    with pytest.raises(OperandError, match=r"output_tensor has shape \[2, 4\], what is sent \[1, 4\]"):
+        ttnn.point_to_point(x, ttnn.MeshCoordinate(0, 1), ttnn.MeshCoordinate(0, 3), output_tensor=output)
+
+
+def test_persistent_buffers_are_written_in_every_spelling(meshes: Any, semaphores: Any) -> None:
+    mesh = meshes(1, 4)
+    sem, x = semaphores(mesh), ttnn.ones((4, 2), device=mesh)
+    large, small = ttnn.zeros((16, 2), device=mesh), ttnn.zeros((1, 2), device=mesh)
+    assert ttnn.experimental.all_gather_async(x, None, 0, sem, persistent_output_tensor=large) is large
+    assert ttnn.experimental.reduce_scatter_minimal_async(x, small, 0, [sem]) is small
+    assert large.block.unique().tolist() == [1] and small.block.unique().tolist() == [4]
+
+
 def test_all_broadcast_gives_what_each_member_holds(meshes: Any) -> None:
     x = tensor_on(meshes(2, 4), torch.arange(8.0).reshape(2, 4, 1))
     found = ttnn.all_broadcast(x, cluster_axis=1)

@@ -126,7 +126,8 @@ def _gather_async(name: str, reverse: bool) -> Callable[..., Any]:
             topology=topology,
         )
         group = Group(name, input_tensor, named.get("cluster_axis"), mode, named.get("mesh_device"))
-        output = named.get("persistent_output_buffer", persistent_output_tensor)
+        buffer = named.get("persistent_output_buffer")
+        output = persistent_output_tensor if buffer is None else buffer
         how = {"memory_config": memory_config, "output_tensor": output}
         return (_gather_reversed if reverse else gather_along)(group, named.get("dim"), **how)
 
@@ -290,12 +291,13 @@ def _scatter_async(name: str) -> Callable[..., Any]:
     return reduce_scatter_async
 
 
-def _fitting(group: Group, dim: int, buffers: Sequence[Tensor] | None) -> Tensor | None:
+def _fitting(group: Group, dim: int, buffers: Sequence[Tensor] | Tensor | None) -> Tensor | None:
     """Of intermediate and output buffers, the last that has the shape of the result."""
     place = group.dim(dim, "scatter")
     shape = list(group.tensor.shape)
     shape[place] = group.divided(place)
-    return next((each for each in reversed(buffers or ()) if each.shape == shape), None)
+    listed = [buffers] if isinstance(buffers, Tensor) else buffers or ()
+    return next((each for each in reversed(listed) if each.shape == shape), None)
 
 
 reduce_scatter_minimal_async = _scatter_async("experimental.reduce_scatter_minimal_async")

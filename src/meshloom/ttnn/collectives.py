@@ -266,6 +266,12 @@ def point_to_point(
         raise OperandError(
             "ttnn.point_to_point: sharded memory is not supported", fix="ttnn.to_memory_config(tensor, ...) first"
         )
+    if output_tensor is not None and output_tensor.shape != input_tensor.shape:
+        raise OperandError(
+            f"ttnn.point_to_point: output_tensor has shape {list(output_tensor.shape)}, "
+            f"what is sent {list(input_tensor.shape)}",
+            fix="give one of the shape of the input",
+        )
     numbers = group.position()
     found = group.run(native.send_recv, int(numbers[source]), int(numbers[target]), own=True)
     blank = torch.zeros_like(found) if output_tensor is None else _each(group, output_tensor.block).clone()
