@@ -620,3 +620,23 @@ def test_two_processes_share_numbers_bytes_and_a_socket() -> None:
         (0, [10, 11], b"", [1.5, 2.5]),
         (1, [10, 11], b"mesh", [2.5, 1.5]),
     ]
+
+
+def product() -> tuple[bool, torch.Tensor, list[float]]:
+    """Whether the last device is held here, a product of shards, and its sums over the columns in every mode."""
+    with ttnn.create_mesh_device(ttnn.MeshShape(2, 4)) as mesh:
+        given = torch.arange(64.0).reshape(8, 8) / 64
+        rows = ttnn.ShardTensorToMesh(mesh, dim=0)
+        x = ttnn.from_torch(given, device=mesh, mesh_mapper=rows, layout=ttnn.TILE_LAYOUT)
+        made = ttnn.matmul(x, ttnn.from_torch(given.T.contiguous(), device=mesh, layout=ttnn.TILE_LAYOUT))
+        sums = [ttnn.all_reduce(made, mode=mode) for mode in ("direct", "host", "fabric")]
+        is_here = mesh.get_view().is_local(ttnn.MeshCoordinate(1, 3))
+        return is_here, ttnn.to_torch(made), [ttnn.to_torch(each).sum().item() for each in sums]
+
+
+def test_a_mesh_is_whole_in_every_process_and_all_compute_the_same() -> None:
+    given = torch.arange(64.0).reshape(8, 8) / 64
+    for is_here, made, sums in ranks.run(2, "test_ttnn_devices:product"):
+        assert is_here
+        torch.testing.assert_close(made, given @ given.T)
+        assert sums == pytest.approx([float((given @ given.T).sum())] * 3)
