@@ -585,3 +585,23 @@ def composed_or_none(tensor: Any) -> torch.Tensor | None:
         return composed(tensor)
     except NoWhole:
         return None
+
+
+def test_folding_puts_cut_channels_between_each_other() -> None:
+    whole = torch.randn(2, 4, 4, 6)
+    with mesh_of((2, 2)) as device:
+        assert ttnn.fold(distributed(device, whole, [S(3), S(0)]), 2, 2).tensor_topology().placements() == [
+            UNKNOWN,
+            S(0),
+        ]
+        check_whole(ttnn.fold(distributed(device, whole, [S(3), S(0)]), 1, 1), whole)
+
+
+def test_the_gradient_of_a_cut_table_is_not_that_of_the_whole() -> None:
+    numbers, table, grad = torch.randint(0, 4, (2, 3)), torch.randn(8, 4), torch.randn(1, 1, 6, 4)
+    whole = torch.zeros(8, 4).index_add(0, numbers.flatten(), grad[0, 0])
+    with mesh_of((2, 2)) as device:
+        index, flow = distributed(device, numbers, [R, R]), distributed(device, grad, [R, R])
+        found = ttnn.embedding_bw(index, distributed(device, table, [S(0), R]), flow)
+        assert found.tensor_topology().placements() == [UNKNOWN, R]
+        check_whole(ttnn.embedding_bw(index, distributed(device, table, [R, R]), flow), whole[None, None], close=1e-5)

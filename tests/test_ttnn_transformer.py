@@ -856,3 +856,18 @@ def test_queries_that_are_counted_from_the_start_make_no_whole_if_their_sequence
             F.scaled_dot_product_attention(q, k[:, :1], k[:, :1], enable_gqa=True),
             close=1e-5,
         )
+
+
+@pytest.mark.parametrize("name", ["rotary_embedding", "rotary_embedding_hf"])
+def test_angles_by_position_are_cut_with_the_sequence(name: str) -> None:
+    x, cos, sin = torch.randn(1, 2, 8, 4), torch.randn(1, 1, 8, 4), torch.randn(1, 1, 8, 4)
+    turn = getattr(ttnn.experimental, name)
+    with mesh_of((2, 2)) as device:
+        cut = distributed(device, x, [S(2), R])
+        same = turn(cut, distributed(device, cos[:, :, :4], [R, R]), distributed(device, sin[:, :, :4], [R, R]))
+        assert same.tensor_topology().placements() == [P("unknown"), R]
+        found = turn(cut, distributed(device, cos, [S(2), R]), distributed(device, sin, [S(2), R]))
+        turned = torch.cat([-x[..., 2:], x[..., :2]], -1)
+        check_whole(found, x * cos + turned * sin, close=1e-5)
+        with pytest.raises(OperandError, match="another rank"):
+            turn(cut, *[of_block(device, torch.randn(2, 2, 4, 4), [P("unknown")] * 2)] * 2)

@@ -378,7 +378,7 @@ def fold(
     folded = result(
         fresh(patches),
         input,
-        topology=label_moves.kept(input, patches.shape[axes:]),
+        topology=label_moves.mapped(input, (0, 1, 2, 3 if stride_h * stride_w == 1 else None), patches.shape[axes:]),
         memory_config=override_memory_config,
     )
     if output_shape is not None:

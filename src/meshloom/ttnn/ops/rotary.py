@@ -30,20 +30,27 @@ def turned_halves(x: Block) -> Block:
 
 
 def _rotated(x: Block, turned: Block, cos: Block, sin: Block) -> Block:
+    if not x.dim() == cos.dim() == sin.dim():
+        raise OperandError("angles have another rank than what they turn", fix="ttnn.unsqueeze_to_4D(cos)")
     return x.float() * cos.float() + turned.float() * sin.float()
 
 
-def _label(tensors: Sequence[Tensor]) -> Any:
-    """As the first operand: what cuts it may cut the angles at any dim; terms stay terms under the same angles."""
+def _label(tensors: Sequence[Tensor], by_position: bool = False) -> Any:
+    """As the first operand: what cuts it may cut the angles at any dim; terms stay terms under the same angles.
+
+    Angles `by_position` have to be cut where the sequence is: a device takes those from the start.
+    """
 
     def rule(column: Sequence[Placement]) -> Placement | None:
         first, *others = column
+        if by_position and first == PlacementShard(len(tensors[0].shape) - 2) and any(p != first for p in others[:2]):
+            return None
         if isinstance(first, PlacementPartial):
             return first if all(isinstance(each, PlacementReplicate) for each in others) else None
         alone = isinstance(first, PlacementShard) and not any(isinstance(each, PlacementPartial) for each in others)
         return first if alone else None
 
-    return label_moves.ruled("rotary", tensors, rule)
+    return label_moves.ruled(("rotary", by_position), tensors, rule)
 
 
 @op("experimental.rotate_half")
@@ -78,7 +85,11 @@ def rotary_embedding(
     angles = (each[..., first : first + count, :] for each in (cos, sin))
     values = _rotated(x, turned_halves(x), *angles)
     return result(
-        values, input_tensor, topology=_label(tensors), memory_config=memory_config, coords=shared_coords(*tensors)
+        values,
+        input_tensor,
+        topology=_label(tensors, token_index is None),
+        memory_config=memory_config,
+        coords=shared_coords(*tensors),
     )
 
 
@@ -97,7 +108,11 @@ def rotary_embedding_hf(
     x, cos, sin = operands("experimental.rotary_embedding_hf", *tensors)[1]
     values = _rotated(x, turned_halves(x), *_angles(input_tensor, cos, sin, is_decode_mode))
     return result(
-        values, input_tensor, topology=_label(tensors), memory_config=memory_config, coords=shared_coords(*tensors)
+        values,
+        input_tensor,
+        topology=_label(tensors, not is_decode_mode),
+        memory_config=memory_config,
+        coords=shared_coords(*tensors),
     )
 
 
@@ -117,7 +132,11 @@ def rotary_embedding_llama(
     x, cos, sin, matrix = operands("experimental.rotary_embedding_llama", *tensors)[1]
     values = _rotated(x, _turned_by(x, matrix, len(cos_cache.grid)), *_angles(input_tensor, cos, sin, is_decode_mode))
     return result(
-        values, input_tensor, topology=_label(tensors), memory_config=memory_config, coords=shared_coords(*tensors)
+        values,
+        input_tensor,
+        topology=_label(tensors, not is_decode_mode),
+        memory_config=memory_config,
+        coords=shared_coords(*tensors),
     )
 
 

@@ -109,7 +109,11 @@ def embedding_bw(
     table.view(-1, wide).index_add_(0, numbers, grad.reshape(-1, wide).float())
 
     def rule(column: Sequence[Placement]) -> Placement | None:
-        of_index, of_grad = column
+        of_index, of_grad, of_table = column
+        if of_table == PlacementShard(len(weight_tensor.shape) - 2):
+            return None  # rows of the whole table are not there
+        if isinstance(of_index, PlacementReplicate) and isinstance(of_grad, PlacementReplicate):
+            return of_grad
         last = len(output_gradient_tensor.shape) - 1
         if of_grad == PlacementShard(last) and isinstance(of_index, PlacementReplicate):
             return PlacementShard(3)
@@ -119,7 +123,7 @@ def embedding_bw(
     return result(
         table.unsqueeze(axes).unsqueeze(axes),
         output_gradient_tensor,
-        topology=label_moves.ruled("embedding_bw", (input_tensor, output_gradient_tensor), rule),
+        topology=label_moves.ruled("embedding_bw", (input_tensor, output_gradient_tensor, weight_tensor), rule),
         dtype=dtype,
         memory_config=memory_config,
         output_tensor=output_tensor,
