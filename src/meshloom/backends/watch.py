@@ -44,6 +44,7 @@ class Watch:
         self.grid: tuple[int, ...] = ()
         self.story: deque[tuple[int, str]] = deque(maxlen=RECENT)
         self.failure: Failure | None = None
+        self.work: Any = None  # the collective that is under way, or was when it was given up
         self._board = board
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshloom watch", daemon=True)
@@ -78,6 +79,7 @@ class Watch:
         self._done.set()
         self._thread.join(timeout=2 * GRACE)
         self._linger(GRACE)
+        self._await_work(GRACE)
 
     def _linger(self, seconds: float) -> None:
         """The process that holds the store waits until the others have read why, or that, it leaves, or are silent."""
@@ -91,6 +93,14 @@ class Watch:
             if all(status["over"] or now - heard[rank][1] > GRACE for rank, status in others.items()):
                 return
             time.sleep(BEAT / 5)
+
+    def _await_work(self, seconds: float) -> None:
+        """A collective that was given up ends when its peers are gone; torch's thread must not end it amid our exit."""
+        deadline = time.monotonic() + seconds
+        is_over = self.work is None
+        while not is_over and time.monotonic() < deadline:
+            is_over = self.work.is_completed()
+            time.sleep(BEAT / 5)  # after its end too: the thread tidies up
 
     # one collective
 

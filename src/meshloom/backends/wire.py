@@ -58,17 +58,19 @@ def perform(
 
 def wait(work: Any, watch: Any) -> None:
     """Wait for the end of a collective, a slice at a time, for as long as nobody has failed."""
+    watch.work = work
     while True:
         try:
             work.wait(SLICE)
-            return
+            break
         except RuntimeError as error:
             if work.is_completed() and "timed out" not in str(error).lower():
                 raise
             if work.is_completed():
                 work.wait()
-                return
+                break
             watch.look()
+    watch.work = None
 
 
 def _options(op: str) -> Any:
