@@ -594,7 +594,12 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(script, tmp_path):
 def test_the_check_for_processes_left_behind_can_fail(tmp_path):
     mark = str(tmp_path / "left.py")
     process = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(600)  # {mark}"])
+    own = Path("/proc") / str(process.pid)
     try:
+        for _ in range(1000):  # it has its command line a moment after it has its id
+            if mark in command_of(own):
+                break
+            time.sleep(0.01)
         assert running(mark) == [process.pid]
     finally:
         process.kill()

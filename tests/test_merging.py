@@ -31,6 +31,20 @@ def test_a_line_of_one_rank_is_shown_when_the_others_move_on():
     assert shown(merger, (1, "both")) == [([0], "mine"), ([0, 1], "both")]
 
 
+def test_a_rank_that_is_ahead_does_not_keep_others_from_saying_the_same():
+    merger = Merger(range(2))
+    assert shown(merger, (0, "I am 0"), (0, "both")) == []
+    assert shown(merger, (1, "I am 1")) == [([0], "I am 0"), ([1], "I am 1")]
+    assert shown(merger, (1, "both")) == [([0, 1], "both")]
+
+
+def test_a_line_that_gets_a_place_in_front_of_others_does_not_make_them_wait_longer():
+    merger = Merger(range(3), wait=0.5)
+    assert shown(merger, (0, "a"), (0, "b"), (2, "a")) == []
+    assert shown(merger, (1, "c"), now=0.4) == [([0, 2], "a")]
+    assert [plain(each) for each in merger.tick(0.5)] == [([1], "c"), ([0], "b")]
+
+
 def test_a_line_of_some_ranks_is_shown_after_the_wait_and_not_before():
     merger = Merger(range(3), wait=0.5)
     assert shown(merger, (0, "a"), (1, "a")) == []

@@ -20,7 +20,7 @@ from test_optimizers import LAYOUTS, OPTIMIZERS
 from test_random import DRAWS
 
 TIMEOUT = 900.0  # a busy machine is no failure; what hangs is reported by the processes themselves
-CASES = {2: 2000, 4: 2000, 3: 200, 8: 200}
+CASES = {2: 2000, 4: 2000, 3: 200, 8: 100}
 SHAPE = {2: (2, 4), 4: (2, 4), 3: (3, 2), 8: (2, 4)}  # of the mesh that is trained on
 JOURNEYS: dict[int, list[Any]] = {
     2: [
@@ -42,11 +42,16 @@ def per_op(count: int) -> int:
     return -(-CASES[count] // len(SAMPLES))
 
 
+def names(count: int) -> list[str]:
+    """The ops that run on so many processes: all of them, on 8 a third."""
+    return sorted(SAMPLES)[:: 3 if count == 8 else 1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", CASES)
 def test_ops_redistributions_training_and_autograd_are_those_of_one_process(count: int) -> None:
     work: list[Any] = [
-        ("op_cases", (range(per_op(count)),)),
+        ("op_cases", (range(per_op(count)), names(count))),
         ("redistributions", (JOURNEYS[count],)),
         ("training", (SHAPE[count],)),
         ("accumulation", ()),
@@ -61,8 +66,8 @@ def test_ops_redistributions_training_and_autograd_are_those_of_one_process(coun
 
 
 def check_cases(ran: dict[str, int], count: int) -> None:
-    """Every op of the table, and as many cases as were promised."""
-    assert set(ran) == set(SAMPLES)
+    """Every op that was asked for, and as many cases as were promised."""
+    assert set(ran) == set(names(count))
     assert sum(ran.values()) >= CASES[count]
 
 

@@ -20,7 +20,7 @@ from samples import SAMPLES, Draw
 
 CASES = int(os.environ.get("MESHLOOM_CASES", "0"))
 SEED = int(os.environ.get("MESHLOOM_SEED", "0"))
-PER_OP = math.ceil((CASES or 24_000) / len(SAMPLES))
+PER_OP = math.ceil((CASES or 20_500) / len(SAMPLES))
 
 
 def test_every_op_of_the_table_has_samples_and_there_are_twenty_thousand_cases() -> None:

@@ -8,53 +8,63 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 WAIT = 0.5  # seconds that a line waits for the other ranks, and half a line for its end
 LIMIT = 10_000  # lines that are held at most
 
 
+Place = tuple[int, int]  # how many lines before it, and which was heard first
+
+
 @dataclass(slots=True)
 class Said:
-    """A line, the ranks that said it, and when the first of them did."""
+    """A line, the ranks that said it, when the first of them did, and its place among the others."""
 
     line: str
     ranks: set[int]
     since: float
+    place: Place
 
 
 class Merger:
-    """Lines of several ranks in one order.
+    """Lines of several ranks in one order: a line has its place by how many a rank has said before it.
 
     >>> merger = Merger([0, 1])
-    >>> for rank, line in [(0, "start"), (1, "start"), (0, "mine"), (0, "end"), (1, "end")]:
+    >>> for rank, line in [(0, "start"), (1, "start"), (0, "mine"), (0, "end"), (1, "and mine"), (1, "end")]:
     ...     for said in merger.say(rank, line, now=0.0):
     ...         print(sorted(said.ranks), said.line)
     [0, 1] start
     [0] mine
+    [1] and mine
     [0, 1] end
     """
 
     def __init__(self, ranks: Iterable[int], wait: float = WAIT) -> None:
         self._wait = wait
-        self._held: deque[Said] = deque()
-        self._first = 0  # the number of the line at the head; lines are numbered through
-        self._at = dict.fromkeys(ranks, -1)  # the number of the last line of every rank that still runs
-        self._numbers: dict[str, list[int]] = {}  # the numbers of held lines by text
+        self._held: list[Said] = []  # by place
+        self._by_line: dict[str, list[Said]] = {}  # by place too
+        self._at: dict[int, Place] = dict.fromkeys(ranks, (0, -1))  # the last line of every rank that still runs
+        self._heard = count()
 
     def say(self, rank: int, line: str, now: float) -> list[Said]:
         """A rank says a line: what can be shown now."""
-        numbers = self._numbers.setdefault(line, [])
-        later = bisect_right(numbers, self._at[rank])
-        if later == len(numbers):
-            numbers.append(self._first + len(self._held))
-            self._held.append(Said(line, {rank}, now))
-        else:
-            self._held[numbers[later] - self._first].ranks.add(rank)
-        self._at[rank] = numbers[later]
+        same = self._by_line.setdefault(line, [])
+        later = bisect_right(same, self._at[rank], key=_place)
+        if later == len(same):
+            same.append(self._new(line, (self._at[rank][0] + 1, next(self._heard)), now))
+        same[later].ranks.add(rank)
+        self._at[rank] = same[later].place
         return list(self._ready(now))
+
+    def _new(self, line: str, place: Place, now: float) -> Said:
+        """A line at its place; it may not make those behind it wait longer."""
+        index = bisect_right(self._held, place, key=_place)
+        since = self._held[index].since if index < len(self._held) else now
+        self._held.insert(index, said := Said(line, set(), since, place))
+        return said
 
     def leave(self, rank: int, now: float) -> list[Said]:
         """A rank has ended and says no more."""
@@ -73,19 +83,22 @@ class Merger:
     def _ready(self, now: float) -> Iterator[Said]:
         while self._held:
             head = self._held[0]
-            passed = all(at > self._first or rank in head.ranks for rank, at in self._at.items())
+            passed = all(at > head.place or rank in head.ranks for rank, at in self._at.items())
             if not passed and now < head.since + self._wait and len(self._held) <= LIMIT:
                 return
             self._take()
             yield head
 
     def _take(self) -> None:
-        head = self._held.popleft()
-        numbers = self._numbers[head.line]
-        numbers.pop(0)
-        if not numbers:
-            del self._numbers[head.line]
-        self._first += 1
+        head = self._held.pop(0)
+        same = self._by_line[head.line]
+        same.pop(0)
+        if not same:
+            del self._by_line[head.line]
+
+
+def _place(said: Said) -> Place:
+    return said.place
 
 
 class Lines:
