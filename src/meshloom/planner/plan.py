@@ -387,6 +387,8 @@ def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, n
     taken, this = (_held_against(call, choices, each, decided.request, decided.machine) for each in (rows, combination))
     if this < taken * (1 - 1e-9):
         return Considered(name, row, cost, False, "cheaper, but another row was chosen")
+    if this > taken and cost < decided.cost:
+        return Considered(name, row, cost, False, "would move operands that line up")
     return Considered(name, row, cost, False, "dearer" if this > taken else "as dear, stands later")
 
 
