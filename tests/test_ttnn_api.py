@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from meshloom import ttnn
-from meshloom.errors import MeshloomError
+from meshloom.errors import ArgumentError, MeshloomError
+from meshloom.ttnn import calling, surface
 from ttnn_page import PAGE, covered, overloads, page
 
 ALL = overloads()
@@ -81,3 +82,11 @@ def test_an_argument_of_the_wrong_type_is_refused_by_name(argument: str) -> None
     with pytest.raises(TypeError, match=argument):
         ttnn.add(x, x, **{argument: 3})
     ttnn.close_mesh_device(mesh)
+
+
+@pytest.mark.parametrize("names", [("add",), ("a_new_op", "mul")])
+def test_a_name_that_is_taken_cannot_be_registered_again(names: tuple[str, ...]) -> None:
+    before = dict(surface.table())
+    with pytest.raises(ArgumentError, match=f"ttnn.{names[-1]} is in the table already"):
+        calling.op(*names)(lambda: None)
+    assert surface.table() == before

@@ -69,6 +69,9 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
 def op(name: str, *aliases: str, spelled: Mapping[str, str] | None = None) -> Callable[[Function], Function]:
     """Register an op under its name and its aliases; `spelled` maps further spellings of arguments to ours."""
     other = dict(spelled or {})
+    taken = [each for each in (name, *aliases) if each in TABLE]
+    if taken:
+        raise ArgumentError(f"ttnn.{taken[0]} is in the table already", fix="change the function that serves it")
 
     def register(function: Function) -> Function:
         @functools.wraps(function)

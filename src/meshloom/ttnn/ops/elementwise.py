@@ -124,7 +124,8 @@ def _unary(
 
 
 for _name, _function in UNARY.items():
-    unary(_name, _function)
+    if _name != "gelu":  # which takes its variant by name, below
+        unary(_name, _function)
 
 
 @op("logical_not_")

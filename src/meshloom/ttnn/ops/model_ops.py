@@ -9,10 +9,9 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn import calling, label_moves
-from meshloom.ttnn.block_moves import axis_of, fresh, spread
+from meshloom.ttnn.block_moves import spread
 from meshloom.ttnn.calling import op, operands, result, shared_coords
 from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.labels import reduced
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops import elementwise as _elementwise  # noqa: F401  it puts multiply into the table
 from meshloom.ttnn.ops.activations import Activation
@@ -94,30 +93,6 @@ def _drawn_label(tensors: Sequence[Tensor]) -> Any:
         return PlacementShard(3) if cut and fits else None
 
     return label_moves.ruled("sampling", tensors, rule)
-
-
-# sums
-
-
-@op("experimental.fast_reduce_nc")
-def fast_reduce_nc(
-    input: Tensor,
-    *,
-    dims: Sequence[int] = (),
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
-    """Sums over dims before the last two, which stay as dims of size 1; without dims, over all of those."""
-    _, (block,) = operands("experimental.fast_reduce_nc", input)
-    rank, axes = len(input.shape), len(input.grid)
-    gone = [axis_of("experimental.fast_reduce_nc", dim, rank) for dim in dims] or list(range(rank - 2))
-    if any(dim >= rank - 2 for dim in gone):
-        raise OperandError(f"ttnn.experimental.fast_reduce_nc: dims {list(dims)} of rank {rank}", fix="ttnn.sum")
-    values = block.float().sum([axes + dim for dim in gone], keepdim=True) if gone else fresh(block)
-    topology = reduced(input, gone, True, "sum") if gone else label_moves.kept(input)
-    return result(values, input, topology=topology, memory_config=memory_config, output_tensor=output)
 
 
 # products
