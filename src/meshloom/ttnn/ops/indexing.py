@@ -16,7 +16,7 @@ from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.labels import UNKNOWN
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import REPLICATE, Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
 
 # along a dim
 
@@ -294,48 +294,3 @@ def isin(
         output_tensor=out,
         coords=shared_coords(elements, test_elements),
     )
-
-
-@op("fill_rm")
-def fill_rm(
-    N: int,
-    C: int,
-    H: int,
-    W: int,
-    hOnes: int,
-    wOnes: int,
-    any: Tensor,
-    val_hi: float,
-    val_lo: float,
-    *,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """[N, C, H, W] of one value, with another in the first rows and columns; like `any` in all else."""
-    operands("fill_rm", any)
-    axes = len(any.grid)
-    block = torch.full((1,) * axes + (N, C, H, W), val_lo, dtype=torch.float32)
-    block[..., :hOnes, :wOnes] = val_hi
-    label = any.tensor_topology()
-    return result(
-        block,
-        any,
-        topology=label.with_placements([REPLICATE] * len(label.placements())),
-        layout=Layout.ROW_MAJOR,
-        memory_config=memory_config,
-    )
-
-
-@op("fill_ones_rm")
-def fill_ones_rm(
-    N: int,
-    C: int,
-    H: int,
-    W: int,
-    hOnes: int,
-    wOnes: int,
-    any: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """[N, C, H, W] of zeros, with ones in the first rows and columns."""
-    return fill_rm(N, C, H, W, hOnes, wOnes, any, 1.0, 0.0, memory_config=memory_config)
