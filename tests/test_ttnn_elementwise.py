@@ -17,6 +17,9 @@ from meshloom.ttnn.ops.activations import UNARY
 from ttnn_cases import (
     DTYPES,
     GRIDS,
+    P,
+    R,
+    S,
     blocks,
     check_claim,
     check_op,
@@ -25,13 +28,11 @@ from ttnn_cases import (
     distributed,
     each_device,
     grids,
+    label,
     mesh,
     shapes,
     tensor_of,
 )
-
-R, S = ttnn.PlacementReplicate(), ttnn.PlacementShard
-P = ttnn.PlacementPartial
 
 # Values of the parameters that an op asks for.
 ASKED: dict[str, tuple[Any, ...]] = {
@@ -193,10 +194,6 @@ def whole_shape(tensor: Any) -> tuple[int, ...]:
         if isinstance(placement, ttnn.PlacementShard):
             sizes[placement.dim] *= size
     return tuple(sizes)
-
-
-def label(tensor: Any) -> list[Any]:
-    return list(tensor.tensor_topology().placements())
 
 
 def test_sums_keep_terms_and_what_is_not_linear_does_not() -> None:

@@ -9,10 +9,9 @@ import torch
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError
-from ttnn_cases import check_claim, check_op, check_parts, distributed, each_device, tensor_of
+from ttnn_cases import P, R, S, check_claim, check_op, check_parts, distributed, each_device, tensor_of
 
 GRID = (2, 2)
-R, S, P = ttnn.PlacementReplicate(), ttnn.PlacementShard, ttnn.PlacementPartial
 
 
 def made(*shape: int, seed: int = 0, lead: tuple[int, int] = (2, 1)) -> Any:

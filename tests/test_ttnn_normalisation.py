@@ -14,6 +14,10 @@ from meshloom import ttnn
 from meshloom.errors import OperandError
 from ttnn_cases import (
     DTYPES,
+    Grid,
+    P,
+    R,
+    S,
     blocks,
     check_claim,
     check_op,
@@ -22,16 +26,9 @@ from ttnn_cases import (
     distributed,
     each_device,
     grids,
+    label,
     tensor_of,
 )
-
-R, S = ttnn.PlacementReplicate(), ttnn.PlacementShard
-P = ttnn.PlacementPartial
-Grid = tuple[int, ...]
-
-
-def label(tensor: Any) -> list[Any]:
-    return list(tensor.tensor_topology().placements())
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,6 +13,10 @@ from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError
 from ttnn_cases import (
     DTYPES,
+    Grid,
+    P,
+    R,
+    S,
     blocks,
     check_claim,
     check_op,
@@ -23,14 +27,11 @@ from ttnn_cases import (
     each_device,
     grids,
     held,
+    label,
     mesh,
     shapes,
     tensor_of,
 )
-
-R, S = ttnn.PlacementReplicate(), ttnn.PlacementShard
-P = ttnn.PlacementPartial
-Grid = tuple[int, ...]
 
 
 def by_dims(name: str) -> Any:
@@ -48,10 +49,6 @@ def by_dims(name: str) -> Any:
         return x
 
     return call
-
-
-def label(tensor: Any) -> list[Any]:
-    return list(tensor.tensor_topology().placements())
 
 
 @settings(max_examples=60, deadline=None)

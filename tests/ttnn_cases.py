@@ -19,7 +19,8 @@ from meshloom.ttnn.topology import Placement, TensorTopology
 
 GRIDS = [(1,), (4,), (1, 2), (2, 3), (2, 1, 2)]
 DTYPES = [ttnn.float32, ttnn.bfloat16]
-Place = tuple[int, ...]
+R, S, P = ttnn.PlacementReplicate(), ttnn.PlacementShard, ttnn.PlacementPartial
+Place = Grid = tuple[int, ...]
 
 
 @cache
@@ -30,6 +31,11 @@ def mesh(grid: Place) -> Any:
 
 def places(grid: Place) -> list[Place]:
     return list(itertools.product(*map(range, grid)))
+
+
+def label(tensor: Tensor) -> list[Placement]:
+    """What every axis of its distribution does, as it is labelled."""
+    return list(tensor.tensor_topology().placements())
 
 
 def tensor_of(
