@@ -529,8 +529,8 @@ def test_stopping_the_launcher_ends_all_ranks(script, number, code, says, before
 
 def test_ctrl_c_lets_ranks_tidy_up(script):
     path = script("""
-        print("up", flush=True)
         try:
+            print("up", flush=True)  # inside: the signal may come as soon as this is heard
             time.sleep(600)
         finally:
             print("tidy")
