@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshloom as loom
 from meshloom import Mesh, Partial, Replicate
 from meshloom.engines import torch_engine
+from meshloom.engines.layout import torch_dtype
 from meshloom.tensor import dispatch
 
 
@@ -257,7 +260,7 @@ def test_one_and_one_point_zero_and_true_do_not_collide():
         for number in (1, 1.0, True):
             for act in (lambda t, n: t + n, lambda t, n: t * n, lambda t, n: t == n):
                 found, expected = act(x, number), act(dense, number)
-                assert found.dtype == expected.dtype
+                assert torch_dtype(found.topology.dtype) == found.dtype == expected.dtype
                 assert torch.equal(found.to_torch(), expected)
     powers = [(x**2).dtype, (x**2.0).dtype]
     assert powers == [torch.int64, torch.float32]
@@ -283,6 +286,25 @@ def test_autocast_is_part_of_the_key():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (x @ x).dtype == torch.bfloat16
     assert (x @ x).dtype == torch.float32
+
+
+FLOATS = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.int64, torch.float32)]
+ANY_NUMBERS = "add sub mul truediv floordiv mod pow matmul eq ne lt le gt ge".split()
+BITS = "and_ or_ xor".split()
+
+
+@pytest.mark.parametrize(("name", "dtypes"), [*product(ANY_NUMBERS, FLOATS), *product(BITS, [(torch.int64,) * 2])])
+def test_operators_under_autocast_give_what_torch_gives(name, dtypes):
+    """Most operators do not ask whether autocast is on: it must not matter to them, new or seen before."""
+    act, (x, y) = getattr(operator, name), (torch.full((4, 4), 3, dtype=dtype) for dtype in dtypes)
+    if name == "matmul":
+        x = x.to(y.dtype)  # torch refuses two dtypes
+    a, b = (loom.distribute(each, Mesh(cast=2), "S(0)") for each in (x, y))
+    for enabled in (False, True, False, True, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            for found, expected in ((act(a, b), act(x, y)), *(((act(a, 2), act(x, 2)),) if name != "matmul" else ())):
+                assert torch_dtype(found.topology.dtype) == found.dtype == expected.dtype
+                assert torch.equal(found.to_torch(), expected)
 
 
 def test_scopes_do_not_leak_into_cached_calls():

@@ -45,6 +45,8 @@ class Entry:
 
 
 CACHE: dict[Any, Entry] = {}
+_PLAINLY = (False, None)  # not in place, no autocast: nothing in the key, which the hot path builds at every call
+_BESIDES = object()  # no argument is equal to it
 _LOCK = threading.Lock()
 
 
@@ -189,12 +191,14 @@ class Resolved:
         key = reader.key
         if kwargs:
             key.extend(kwargs)
-        key += (kept is not None, autocast_key())
+        special = (kept is not None, autocast_key())
+        if special != _PLAINLY:
+            key += (_BESIDES, *special)
         if output is not None or not state.plain:
             wanted = output if output is not None else state.output
             if kept is None and wanted is not None:
                 self.request = _request(wanted, reader.mesh)
-            key += (self.request, state.machine, freeze(tuple(sorted((state.chosen or {}).items()))))
+            key += (_BESIDES, self.request, state.machine, freeze(tuple(sorted((state.chosen or {}).items()))))
         self.key = tuple(key)
         entry = CACHE.get(self.key)
         self.known = entry is not None

@@ -31,11 +31,11 @@ _any_autocast = torch._C._is_any_autocast_enabled
 
 
 def _binary(name: str) -> Callable[[Any, Any], Any]:
-    get = CACHE.get
+    get, is_cast = CACHE.get, name in _CAST
 
     def operator(self: Tensor, other: Any) -> Any:
-        if other.__class__ is Tensor and state.plain and not _any_autocast():
-            entry = get((name, self.topology, other.topology, False, None))
+        if other.__class__ is Tensor and state.plain and not (is_cast and _any_autocast()):
+            entry = get((name, self.topology, other.topology))
             if entry is not None:
                 direct = entry.direct
                 if direct is not None:
@@ -44,8 +44,8 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
                 function = kernel.bound if kernel.bound is not None else function_of(name)
                 return Tensor(entry.out, kernel.run((self._data, other._data), function))
         elif other.__class__ in _NUMBERS:
-            if state.plain and not _any_autocast():
-                entry = get((name, self.topology, other.__class__, False, None))
+            if state.plain and not (is_cast and _any_autocast()):
+                entry = get((name, self.topology, other.__class__))
                 if entry is not None and entry.direct is not None:
                     return Tensor(entry.out, entry.direct(self._data, other))
         elif not isinstance(other, _OPERANDS):
@@ -59,6 +59,7 @@ _OPERANDS = (Tensor, torch.Tensor, numpy.ndarray, numpy.generic, int, float, boo
 
 
 _NUMBERS = frozenset((int, float))
+_CAST = frozenset(("matmul", "pow"))  # the operators that autocast changes; asking it costs as much as the look-up
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -85,7 +86,7 @@ def _unary(name: str) -> Callable[..., Any]:
 
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and state.plain and not _any_autocast():
-            entry = get((name, self.topology, False, None))
+            entry = get((name, self.topology))
             if entry is not None and entry.direct is not None:
                 return Tensor(entry.out, entry.direct(self._data))
         return invoke(name, (self, *args), kwargs)
