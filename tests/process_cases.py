@@ -26,7 +26,8 @@ import test_autograd
 import test_optimizers
 import test_random
 from meshloom import Mesh, Partial, Placement, Replicate, Shard
-from meshloom.backends import forms, join, nodes, wire
+from meshloom.backends import forms, join, nodes, spread, wire
+from meshloom.backends.forms import scans
 from meshloom.mesh import HERE
 from meshloom.tensor import methods
 from meshloom.tensor.dispatch import CACHE
@@ -83,6 +84,58 @@ def op_cases(numbers: Sequence[int], names: Sequence[str] | None = None) -> Coun
             op_case(name, number)
             ran[name] += 1
     return ran
+
+
+def form_cases(numbers: Sequence[int]) -> set[str]:
+    """Cases of the ops that have a distributed form; which of them took it."""
+    formed: set[str] = set()
+
+    def noted(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            formed.add(name)
+            return form(*args, **kwargs)
+
+        return call
+
+    CACHE.clear()
+    with replaced(spread, "FORMS", {name: noted(name, form) for name, form in forms.FORMS.items()}):
+        op_cases(numbers, sorted(forms.FORMS))
+    CACHE.clear()
+    return formed
+
+
+def talk() -> dict[str, int]:
+    """The elements that this process gives away for an op on 64 x 8 x 16, sharded in a dim that it works on."""
+    join()
+    mesh = loom.open_mesh((2,))
+    x = loom.distribute(torch.randn(64, 8, 16), mesh, "S(0)")
+    spatial, wide = x.redistribute("S(2)"), loom.distribute(torch.randn(64, 128), mesh, "S(1)")
+    few, each = torch.tensor([3, 60, 3]), torch.randint(0, 64, (64, 8, 16))
+    works: dict[str, Callable[[], Any]] = {
+        "batch_norm": lambda: torch.nn.functional.batch_norm(x, None, None, training=True),
+        "group_norm": lambda: torch.nn.functional.group_norm(spatial, 2),
+        "rms_norm": lambda: torch.nn.functional.rms_norm(spatial, (16,)),
+        "std": lambda: x.std(0),
+        "nanmean": lambda: x.nanmean(0),
+        "logsumexp": lambda: x.logsumexp(0),
+        "vector_norm": lambda: torch.linalg.vector_norm(x),
+        "nll_loss": lambda: torch.nn.functional.nll_loss(wide, torch.arange(64)),
+        "cumsum": lambda: x.cumsum(0),
+        "cummax": lambda: x.cummax(0),
+        "topk": lambda: x.topk(2, 0),
+        "searchsorted": lambda: torch.searchsorted(loom.arange(8192, mesh=mesh, placements="S(0)"), few),
+        "index_select": lambda: x.index_select(0, few),
+        "index": lambda: x[few],
+        "index_put": lambda: x.index_put((few,), torch.zeros(8, 16)),
+        "scatter": lambda: x.scatter(0, each, 1.0),
+        "tril": lambda: wide.tril(),
+    }
+    found = {}
+    for name, work in works.items():
+        with counted() as seen:
+            work()
+        found[name] = sum(elements for _, elements in seen)
+    return found
 
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -605,7 +658,12 @@ def _pass(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     return gradient, None
 
 
-def _shifted(self: Any, name: str, dim: int) -> torch.Tensor:
+def _alone(self: Any, totals: torch.Tensor, nothing: float, scan: Any) -> torch.Tensor:
+    """Nothing before any chunk."""
+    return torch.full_like(totals, nothing).unsqueeze(self.dim + 1)
+
+
+def _shifted(self: Any, name: str, dim: int, rank: int | None = None) -> torch.Tensor:
     """Positions as if every process were the first."""
     return torch.arange(self.topology(name).stored_shape[dim])
 
@@ -617,6 +675,9 @@ FAULTS: dict[str, tuple[Any, str, Any, Sequence[str]]] = {  # what is broken, an
     "a gather of oneself": (wire, "all_gather", lambda x, group: torch.stack([x] * group.size), ("relu", "neg")),
     "an exchange with oneself": (wire, "all_to_all", lambda x, group: x.clone(), ("matmul", "softmax", "sub", "mul")),
     "an offset that is forgotten": (forms.Across, "positions", _shifted, ("argmax", "argmin", "embedding")),
+    "an offset that a look-up forgets": (forms.Across, "positions", _shifted, ("gather", "index")),
+    "an offset that a write forgets": (forms.Across, "positions", _shifted, ("index_put", "scatter")),
+    "chunks before that a scan forgets": (scans.Chunks, "before", _alone, ("cumsum", "cumprod")),
 }
 
 

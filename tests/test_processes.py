@@ -13,6 +13,7 @@ import pytest
 import ranks
 from meshloom import Mesh
 from meshloom.backends import join
+from meshloom.backends.forms import FORMS
 from meshloom.mesh import HERE
 from process_cases import FAULTS, FUNCTIONS, KINDS, STYLES, WRITES, grids
 from samples import SAMPLES
@@ -21,6 +22,7 @@ from test_random import DRAWS
 
 TIMEOUT = 900.0  # a busy machine is no failure; what hangs is reported by the processes themselves
 CASES = {2: 2000, 4: 2000, 3: 200, 8: 100}
+PER_FORM = 42  # as many as it takes until each op was drawn with a dim that processes share
 SHAPE = {2: (2, 4), 4: (2, 4), 3: (3, 2), 8: (2, 4)}  # of the mesh that is trained on
 JOURNEYS: dict[int, list[Any]] = {
     2: [
@@ -84,6 +86,36 @@ def check_accumulation(found: Any) -> None:
     assert micro == micro_again == [("all_reduce", 1)] * 3
     assert step == step_again == [("all_reduce", 8 * 12 + 12 + 12 * 8 + 8)]
     assert read == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_ops_on_a_dim_that_processes_share_do_not_gather_it(count: int) -> None:
+    found = ranks.run(count, "process_cases:form_cases", range(PER_FORM), timeout=TIMEOUT)
+    assert all(each == set(FORMS) for each in found), f"never took their distributed form: {set(FORMS) - found[0]}"
+
+
+def test_ops_on_a_dim_that_processes_share_send_statistics_and_no_data() -> None:
+    line = 8 * 16  # what is left of 64 x 8 x 16 elements without the dim that is worked on
+    assert ranks.run(2, "process_cases:talk", timeout=TIMEOUT)[0] == {
+        "batch_norm": 2 * 8,  # two sums per channel
+        "group_norm": 2 * 64 * 2,  # two sums per group
+        "rms_norm": 64 * 8,
+        "std": 2 * line,
+        "nanmean": 2 * line,
+        "logsumexp": 3 * line,  # the maximum counts twice: as it is given, and as the integers that are sent
+        "vector_norm": 1,
+        "nll_loss": 2 * 64,
+        "cumsum": line,
+        "cummax": 2 * line,  # values and indices
+        "topk": 2 * 2 * line,
+        "searchsorted": 3,
+        "index_select": 3 * line,
+        "index": 3 * line,
+        "index_put": 0,
+        "scatter": 0,
+        "tril": 0,
+    }
 
 
 @pytest.mark.slow

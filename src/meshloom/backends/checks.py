@@ -69,7 +69,12 @@ def checksum(data: torch.Tensor) -> int:
         return 0
     values = data.detach().cpu().resolve_conj()
     values = values + 0.0 if values.is_floating_point() or values.is_complex() else values
-    return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(_bytes(values).numpy().data)
+
+
+def _bytes(data: torch.Tensor) -> torch.Tensor:
+    """An array as bytes; one element of any stride is contiguous to torch, which yet refuses to view it so."""
+    return data.contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8)
 
 
 PLAIN = "plain tensor"
@@ -93,7 +98,7 @@ class Frame:
         self.sent[:8] = torch.frombuffer(bytearray(STORY.hash), dtype=torch.uint8)
         self.sent[8] = self.carries
         if self.carries:
-            self.sent[_HEAD : _HEAD + size] = data.contiguous().view(-1).view(torch.uint8)
+            self.sent[_HEAD : _HEAD + size] = _bytes(data)
         self.room = torch.empty(HERE.count, _HEAD + ROOM, dtype=torch.uint8)
 
     def start(self) -> Any:

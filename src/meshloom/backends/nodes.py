@@ -22,6 +22,7 @@ import torch
 
 from meshloom.backends import wire
 from meshloom.backends.world import WORLD, Group
+from meshloom.engines.layout import product
 from meshloom.engines.torch_engine.local import wide_dtype
 
 
@@ -156,4 +157,4 @@ def combined(data: torch.Tensor, group: Group, op: str) -> torch.Tensor:
     if not (torch.is_grad_enabled() and data.requires_grad):
         return wire.all_reduce(data.detach(), group, op)
     stacked = Join.apply(data, group)
-    return stacked.prod(0) if op == "prod" else stacked.amax(0) if op == "max" else stacked.amin(0)
+    return product(stacked, 0) if op == "prod" else stacked.amax(0) if op == "max" else stacked.amin(0)

@@ -112,8 +112,27 @@ class Spread(Kernel):
         whole = not _is_cut(row) and axis not in self.leads
         return isinstance(row.ins[operand], Replicate) and split and not whole
 
+    def _formed(self) -> list[int]:
+        """The axes between processes on which the op takes its distributed form."""
+        return [axis for axis in self._crossing() if self._has_form(axis)]
+
+    def _mapped(self, function: Function, presence: tuple[int | None, ...]) -> Function:
+        """A form communicates, which cannot be mapped: one entry after the other, the same number on every process."""
+        if not self._formed():
+            return super()._mapped(function, presence)
+
+        def run(*datas: torch.Tensor) -> Any:
+            pairs = [*zip(datas, presence, strict=True)]
+            count = next(len(data) for data, there in pairs if there is not None)
+            results = [function(*(d if there is None else d[i] for d, there in pairs)) for i in range(count)]
+            if isinstance(results[0], torch.Tensor):
+                return torch.stack(results)
+            return tuple(torch.stack(each) for each in zip(*results, strict=True))
+
+        return run
+
     def _function(self) -> Function:
-        axes = [axis for axis in self._crossing() if self._has_form(axis)]
+        axes = self._formed()
         if not axes:
             return super()._function()
         form = FORMS[self.plan.call.op]

@@ -100,12 +100,16 @@ class Kernel:
             torch.mm(*ready, out=padded.narrow(0, 0, ready[0].shape[0]))
             return padded
         for presence in reversed(self.presence):
-            function = torch.vmap(function, in_dims=presence)
+            function = self._mapped(function, presence)
         results = function(*ready)
         if isinstance(results, torch.Tensor):
             step = self.finish[0]
             return results if step is None else step(results)
         return tuple(r if step is None else step(r) for r, step in zip(results, self.finish, strict=True))
+
+    def _mapped(self, function: Function, presence: tuple[int | None, ...]) -> Function:
+        """The function on every entry of a device axis, which only some arrays have."""
+        return torch.vmap(function, in_dims=presence)
 
     def prepared(self, datas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The operands' stored arrays as the function takes them."""

@@ -17,12 +17,24 @@ from meshloom.errors import DTypeError, NotationError, closest
 from meshloom.placement import Partial, Replicate, Topology
 from meshloom.types import LONG_NAME, Shape, short_dtype
 
+
+def product(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The product along a dim. torch's own divides by each factor on the way back, and inf / inf is nan."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x.prod(dim, dtype=x.dtype)
+    while x.shape[dim] > 1:
+        half, odd = divmod(x.shape[dim], 2)
+        pairs = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
+        x = torch.cat([pairs, x.narrow(dim, 2 * half, 1)], dim) if odd else pairs
+    return x.squeeze(dim)
+
+
 REDUCE = {
     "sum": lambda x, dim: x.sum(dim, dtype=x.dtype),
     "mean": lambda x, dim: x.mean(dim),
     "max": lambda x, dim: x.amax(dim),
     "min": lambda x, dim: x.amin(dim),
-    "prod": lambda x, dim: x.prod(dim, dtype=x.dtype),
+    "prod": product,
 }
 
 

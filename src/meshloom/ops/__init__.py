@@ -1,7 +1,6 @@
 """The op table: what each op accepts on one mesh axis and what comes out. Start with `table.OPS`."""
 
-from meshloom.ops.across import works_across
 from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Op, Ref, Row
 from meshloom.ops.table import ALIASES, OPS, find
 
-__all__ = ["ALIASES", "OPS", "Call", "Choices", "Even", "Fill", "Inner", "Op", "Ref", "Row", "find", "works_across"]
+__all__ = ["ALIASES", "OPS", "Call", "Choices", "Even", "Fill", "Inner", "Op", "Ref", "Row", "find"]

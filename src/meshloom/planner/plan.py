@@ -24,7 +24,7 @@ from meshloom.collectives import KINDS, Collective, price
 from meshloom.errors import ArgumentError, MeshError
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
-from meshloom.ops import Call, Choices, Inner, Row, find, works_across
+from meshloom.ops import Call, Choices, Inner, Row, find
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, can_be_partial, reduce_together
 from meshloom.planner.redistribution import route
 from meshloom.types import is_floating, itemsize, numel, short_dtype
@@ -136,8 +136,13 @@ def _candidates(
     open_ended = wanted is not None and not isinstance(wanted, Replicate)
     crosses = call.operands[0].mesh.processes[axis] > 1
     rows = (row for row in choices.rows if open_ended or _is_called_for(row, now))
-    rows = (row for row in rows if not crosses or works_across(call.op, row))
+    rows = (row for row in rows if not crosses or _works_across(call, row))
     return tuple(row for row in rows if _fits(row, call) and (isinstance(wanted, Partial) or not _carries(row)))
+
+
+def _works_across(call: Call, row: Row) -> bool:
+    """Whether processes can carry a row out: keys that lie apart while their queries do not are gathered."""
+    return row.local or (call.op, row.label) != ("scaled_dot_product_attention", "keys")
 
 
 def _carries(row: Row) -> bool:

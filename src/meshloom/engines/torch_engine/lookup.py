@@ -60,33 +60,33 @@ def _writing(function: Callable[..., torch.Tensor]) -> Function:
     return write
 
 
-def _scatter(input: Any, dim: int, index: Any, src: Any, value: Any, reduce: str | None) -> torch.Tensor:
+def scatter(input: Any, dim: int, index: Any, src: Any, value: Any, reduce: str | None) -> torch.Tensor:
     content = value if src is None else src
     if reduce is None:
         return torch.scatter(input, dim, index, content)
     return torch.scatter(input, dim, index, content, reduce=reduce)
 
 
-def _indexed_dims(indices: tuple[Any, ...]) -> list[int]:
+def indexed_dims(indices: tuple[Any, ...]) -> list[int]:
     return [dim for dim, each in enumerate(indices) if each is not None]
 
 
-def _entries(indices: tuple[Any, ...]) -> tuple[Any, ...]:
+def entries(indices: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(slice(None) if each is None else each for each in indices)
 
 
 @aware
 def _index(local: Local, input: torch.Tensor, indices: tuple[Any, ...]) -> torch.Tensor:
-    for dim in _indexed_dims(indices):
+    for dim in indexed_dims(indices):
         input = local.whole("input", input, dim)
-    return input[_entries(indices)]
+    return input[entries(indices)]
 
 
 @aware
 def _index_put(
     local: Local, input: torch.Tensor, indices: tuple[Any, ...], values: torch.Tensor, accumulate: bool
 ) -> torch.Tensor:
-    result, dims = input, _indexed_dims(indices)
+    result, dims = input, indexed_dims(indices)
     for dim in dims:
         result = local.whole("input", result, dim)
     result = torch.ops.aten.index_put(result, indices, values, accumulate)
@@ -106,7 +106,7 @@ LOOKUP: dict[str, Function] = {
     "index_add": _writing(torch.index_add),
     "index_copy": _writing(torch.index_copy),
     "index_fill": _writing(torch.index_fill),
-    "scatter": _writing(_scatter),
+    "scatter": _writing(scatter),
     "scatter_add": _writing(torch.scatter_add),
     "scatter_reduce": _writing(torch.scatter_reduce),
     "one_hot": lambda input, num_classes: F.one_hot(input, num_classes),

@@ -9,7 +9,7 @@ import torch
 from meshloom.engines.torch_engine.local import Function, Local, aware
 
 
-def _in_one_piece(value: Any) -> Any:
+def in_one_piece(value: Any) -> Any:
     """torch warns about arrays that it has to copy; one without its padding may be such."""
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
@@ -17,12 +17,12 @@ def _in_one_piece(value: Any) -> Any:
 @aware
 def _searchsorted(local: Local, sorted_sequence: torch.Tensor, input: Any, **options: Any) -> torch.Tensor:
     line = local.whole("sorted_sequence", sorted_sequence, sorted_sequence.dim() - 1)
-    return torch.searchsorted(_in_one_piece(line), _in_one_piece(input), **options)
+    return torch.searchsorted(in_one_piece(line), in_one_piece(input), **options)
 
 
 @aware
 def _bucketize(local: Local, input: Any, boundaries: torch.Tensor, **options: Any) -> torch.Tensor:
-    return torch.bucketize(_in_one_piece(input), _in_one_piece(local.whole("boundaries", boundaries, 0)), **options)
+    return torch.bucketize(in_one_piece(input), in_one_piece(local.whole("boundaries", boundaries, 0)), **options)
 
 
 @aware

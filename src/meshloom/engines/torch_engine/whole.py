@@ -56,7 +56,7 @@ def _group_norm(local: Local, input: torch.Tensor, num_groups: int, weight: Any,
     wide = input.to(wide_dtype(input.dtype)).unflatten(1, (-1, width))
     dims = tuple(range(2, wide.dim()))
     scaled = _scaled(wide, mask, dims, width * local.count(spatial), eps).flatten(1, 2).to(input.dtype)
-    return _per_channel(scaled, weight, bias)
+    return per_channel(scaled, weight, bias)
 
 
 def _scaled(wide: torch.Tensor, mask: torch.Tensor, dims: tuple[int, ...], count: int, eps: float) -> torch.Tensor:
@@ -65,7 +65,7 @@ def _scaled(wide: torch.Tensor, mask: torch.Tensor, dims: tuple[int, ...], count
     return centred * torch.rsqrt(centred.square().sum(dims, keepdim=True) / count + eps)
 
 
-def _per_channel(input: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+def per_channel(input: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
     """Scale and shift, one of each per channel."""
     line = (-1,) + (1,) * (input.dim() - 2)
     input = input if weight is None else input * weight.view(line)
@@ -87,7 +87,7 @@ def _batch_norm(
         spread = inverse.pow(-2) - eps
     else:
         wide = input.to(wide_dtype(input.dtype))
-        out = _per_channel(_scaled(wide, mask, dims, count, eps).to(input.dtype), weight, bias)
+        out = per_channel(_scaled(wide, mask, dims, count, eps).to(input.dtype), weight, bias)
         mean = wide.detach().sum(dims) / count
         spread = (
             torch.where(mask, wide.detach() - mean.view((-1,) + (1,) * (input.dim() - 2)), 0).square().sum(dims) / count
