@@ -32,6 +32,7 @@ COMMON = (
 TOGETHER = (
     ("add", "DTensor, 32x32 per device"),
     ("add", "dense torch, 32x32"),
+    ("add", "DTensor, both over dense torch"),
     ("matmul inner", "DTensor, 1024^3"),
     ("all-reduce", "DTensor, 64 MB"),
     ("all-gather", "DTensor, 64 MB"),
