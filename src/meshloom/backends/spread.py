@@ -9,6 +9,7 @@ takes its distributed form (`forms`), and a replicated operand of split work get
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,8 +139,7 @@ class Spread(Kernel):
         form = FORMS[self.plan.call.op]
         group = group_of(self.plan.mesh, axes)
         assert group is not None
-        across = Across(self.local, self.plan, group)
-        return lambda *_, **arguments: form(across, **arguments)
+        return partial(form, Across(self.local, self.plan, group))
 
 
 def kernel_of(plan: Plan) -> Kernel:

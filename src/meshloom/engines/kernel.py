@@ -8,7 +8,9 @@ result is to stay partial (or comes in partial) does a device axis lead, and the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,8 +124,11 @@ class Kernel:
         if any(isinstance(each, tuple) and _has_ref(each) for each in arguments.values()):
             return lambda *datas: function(*lead, **_substitute(arguments, datas))
         fixed = {name: each for name, each in arguments.items() if not isinstance(each, Ref)}
-        places = [(name, each.index) for name, each in arguments.items() if isinstance(each, Ref)]
-        return lambda *datas: function(*lead, **{name: datas[i] for name, i in places}, **fixed)
+        places = {name: each.index for name, each in arguments.items() if isinstance(each, Ref)}
+        in_order = [*places.values()] == [*range(len(places))] and [*arguments][: len(places)] == [*places]
+        if in_order and _takes_first(function, len(lead), [*places]):
+            return partial(function, *lead, **fixed)
+        return lambda *datas: function(*lead, **{name: datas[i] for name, i in places.items()}, **fixed)
 
     def _function(self) -> Function:
         """The function that computes the op on prepared arrays."""
@@ -146,6 +151,14 @@ def _room(plan: Plan) -> tuple[int, ...] | None:
 def function_of(op: str) -> Function:
     """The engine's function for an op of the table."""
     return FUNCTIONS[op]
+
+
+def _takes_first(function: Function, lead: int, names: list[str]) -> bool:
+    """Whether a function's parameters begin with these names, so that they may be given by place, which is faster."""
+    try:
+        return [*inspect.signature(function).parameters][lead : lead + len(names)] == names
+    except ValueError:  # one of torch's own, which does not tell: its order is that of the table
+        return True
 
 
 def _has_ref(values: tuple[Any, ...]) -> bool:

@@ -39,7 +39,9 @@ def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: C
         front = FRONTS.get(name)
         if front is not None:
             result = front(*args, **kwargs)
-        elif ALIASES.get(name, name) in OPS:
+        elif (op := ALIASES.get(name, name)) in OPS:
+            if not kwargs:
+                return call(op, args, kwargs)
             result = table_call(name, *args, **kwargs)
         elif is_written(name) and find_mesh(args[:1]) is not None:
             result = write(_written(name), own(args[0]), args[1:], kwargs)
