@@ -155,6 +155,20 @@ def one_alone(mesh: Mesh) -> None:
     assert x.redistribute("R, S(1)").sum().item() == pytest.approx(total, abs=1e-4)
 
 
+def recorded(mesh: Mesh) -> None:
+    """A gradient is the same whether somebody watches or not, of a leaf and of what was made from one."""
+    x, given = torch.randn(8, 6), torch.randn(3, 6, 6)
+    weight = given.clone().requires_grad_()
+    (torch.tanh(x @ weight[1]) @ (weight[2] * 2)).sum().backward()
+    for placements in ("R, R", "S(0), R", "R, S(1)"):
+        for watched in (contextlib.nullcontext, loom.record):
+            held = loom.Parameter(given, mesh, placements)
+            with watched():
+                ours = loom.distribute(x, mesh, "S(0), R")
+                (torch.tanh(ours @ held[1]) @ (held[2] * 2)).sum().backward()
+                _same(held.grad, weight.grad, f"{placements} {watched.__name__}")
+
+
 def children(mesh: Mesh) -> None:
     """A child of a rank is no rank: it ends by itself, at once, and nobody hears of it."""
     assert _ended(lambda: sys.exit(3)) == 3
@@ -177,7 +191,7 @@ def _ended(act: Callable[[], None]) -> int:
 
 
 CHECKS = (
-    one_alone, large_gradients, kept_graph, hooks, second_derivatives, nothing_counted, copies, children,
+    one_alone, recorded, large_gradients, kept_graph, hooks, second_derivatives, nothing_counted, copies, children,
 )  # fmt: skip
 
 

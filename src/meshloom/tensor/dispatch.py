@@ -390,9 +390,9 @@ class Watched:
         return [self._tap_operand(i, data) if is_tracked(data) else data for i, data in enumerate(datas)]
 
     def _tap_operand(self, index: int, data: torch.Tensor) -> torch.Tensor:
-        data = self.kernel.enter(index, data)
-        tapped = tap(data, self.events(self.plan.backward(index), "backward"), self.tensors[index])
-        if getattr(data, "_entered", False):
+        entered = self.kernel.enter(index, data)
+        tapped = tap(entered, self.events(self.plan.backward(index), "backward"), self.tensors[index])
+        if entered is not data:  # or the kernel would let it in again, and its gradient would be summed twice
             tapped._entered = True  # type: ignore[attr-defined]
         return tapped
 
