@@ -19,7 +19,7 @@ from meshloom.backends.forms import FORMS, Across
 from meshloom.backends.leaves import entered
 from meshloom.backends.moving import mover
 from meshloom.backends.nodes import Once
-from meshloom.backends.world import WORLD, Group, group_of
+from meshloom.backends.world import WORLD, Group, check_joined, group_of
 from meshloom.engines.kernel import Function, Kernel, Step
 from meshloom.errors import where
 from meshloom.ops import Row
@@ -38,6 +38,7 @@ class Spread(Kernel):
     __slots__ = ("told",)
 
     def __init__(self, plan: Plan) -> None:
+        check_joined(plan.mesh.processes)
         super().__init__(plan)
         self.told = f"{plan.call.op}({', '.join(topology.notation for topology in plan.call.operands)})"
 

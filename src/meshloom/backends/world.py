@@ -196,12 +196,18 @@ def group_of(mesh: Mesh, axes: Sequence[int]) -> Group | None:
     return WORLD.groups[key]
 
 
-def _made(grid: tuple[int, ...], crossing: tuple[int, ...]) -> Group:
+def check_joined(grid: tuple[int, ...]) -> None:
+    """A mesh that processes split is used by all of them, not by one that read it from a file."""
     if math.prod(grid) != HERE.count or not WORLD.is_joined:
         raise LostError(
             f"a mesh over {math.prod(grid)} processes is used by {HERE.count}",
-            fix="open it in the processes that use it: loom.open_mesh(...)",
+            fix="open it in the processes that use it: loom.open_mesh(...); for a file that others read, "
+            "save x.to_torch()",
         )
+
+
+def _made(grid: tuple[int, ...], crossing: tuple[int, ...]) -> Group:
+    check_joined(grid)
     beside = tuple(partition(grid, crossing))
     ranks = next(ranks for ranks in beside if HERE.rank in ranks)
     return Group(ranks, None, ranks.index(HERE.rank), beside)

@@ -24,8 +24,9 @@ from meshloom.tensor.buffers import array_of
 from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written, own
 from meshloom.tensor.creation import place
 from meshloom.tensor.dispatch import CACHE, call, cotangent, refuse_partial_leaf, settle
+from meshloom.tensor.fallback import fallback
 from meshloom.tensor.functions import on_torch
-from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_torch
+from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_dense, to_torch
 
 _any_autocast = torch._C._is_any_autocast_enabled
 
@@ -137,7 +138,10 @@ def _array(self: Tensor, dtype: Any = None, copy: bool | None = None) -> numpy.n
 
 def _len(self: Tensor) -> int:
     if not self.topology.shape:
-        raise ArgumentError("len() of a 0-d tensor")
+        raise ArgumentError(
+            "len() of a 0-d tensor",
+            fix="x.item() reads it; torch.tensor and torch.as_tensor take no tensor on a mesh: use x.to_torch()",
+        )
     return self.topology.shape[0]
 
 
@@ -193,11 +197,11 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
 
 
 def _placed(value: Any, like: Topology) -> Tensor:
-    """A tensor, ours or a dense one, with the placements of another."""
+    """A tensor, of any mesh or a dense one, with the mesh and the placements of another."""
     value = own(value)
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.mesh == like.mesh:
         return redistribute(value, like.placements)
-    return place(value, like.mesh, like.placements)
+    return place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, like.mesh, like.placements)
 
 
 def set_gradient(tensor: Tensor, value: Any) -> None:
@@ -251,8 +255,17 @@ def _set_data(self: Tensor, value: Any) -> None:
     self.topology = self.topology.with_dtype(placed.topology.dtype)
 
 
+def _refuse_is_param(self: Tensor, value: bool) -> None:
+    """`torch.nn.Parameter(x)` ends here: it marks what it is given, and modules then do not take it."""
+    raise ArgumentError(
+        "torch.nn.Parameter does not take a tensor on a mesh",
+        tensor=self.topology,
+        fix="use loom.Parameter(x); load_state_dict without assign=True copies into parameters that are on a mesh",
+    )
+
+
 def _getattr(self: Tensor, name: str) -> Any:
-    """Methods of torch.Tensor that have no rule of their own go through the fallback."""
+    """Methods of torch.Tensor without a rule go through the fallback; `is_nested` and its kind gather nothing."""
     if name == "_data":  # a tensor over a buffer that a queue has been using
         return array_of(self)
     found = getattr(torch.Tensor, name, None)
@@ -260,7 +273,9 @@ def _getattr(self: Tensor, name: str) -> Any:
         raise AttributeError(f"meshloom.Tensor has no attribute {name!r}")
     if callable(found):
         return lambda *args, **kwargs: invoke(name, (self, *args), kwargs, found)
-    return on_torch(found.__get__, (self,), {})
+    if name.startswith("is_"):
+        return getattr(self._data, name)
+    return fallback(found.__get__, (self,), {}, name)
 
 
 def _torch_function(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -302,6 +317,8 @@ _OWN: dict[str, Any] = {
     "is_sparse": property(lambda self: False),
     "layout": property(lambda self: self._data.layout),
     "retains_grad": property(lambda self: self._data.retains_grad),
+    "nbytes": property(lambda self: self.numel() * self._data.itemsize),
+    "_is_param": property(lambda self: False, _refuse_is_param),
     "itemsize": property(lambda self: self._data.itemsize),
     "_version": property(lambda self: self._data._version),
     "requires_grad": property(lambda self: self._data.requires_grad, _set_requires_grad),

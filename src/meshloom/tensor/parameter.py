@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, MeshError
 from meshloom.mesh import Mesh
-from meshloom.placement import Placements, Topology
+from meshloom.mesh.mesh import _made
+from meshloom.placement import Partial, Placements, Replicate, Shard, Topology, as_placements
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import invoke, own, torch_function
 from meshloom.tensor.creation import distribute
 from meshloom.tensor.dispatch import refuse_partial_leaf, transforms_refused
 from meshloom.tensor.functions import KNOWN, on_torch
 from meshloom.tensor.methods import gradient_of, set_gradient
+from meshloom.tensor.moving import redistribute
 
 _FORWARDED = (
     "topology placements mesh block T mT ndim is_meta is_leaf grad_fn to_torch redistribute shard_at tolist item numpy "
@@ -175,6 +177,8 @@ class Parameter(Mirror, torch.nn.Parameter):
                     "a parameter needs a mesh", fix="loom.Parameter(loom.distribute(w, mesh, placements))"
                 )
             tensor = distribute(tensor.detach(), mesh, placements if placements is not None else {})
+        elif mesh is not None:
+            tensor = _asked(tensor, mesh, placements)
         refuse_partial_leaf(tensor.topology)
         leaf = Tensor(tensor.topology, tensor._data.detach().requires_grad_(requires_grad))
         return Mirror._mirror(cls, leaf, requires_grad)
@@ -189,5 +193,21 @@ class Parameter(Mirror, torch.nn.Parameter):
         return _rebuild, (self._loom.topology, self._loom._data.detach(), self.requires_grad)
 
 
+def _asked(tensor: Tensor, mesh: Mesh, placements: Placements | None) -> Tensor:
+    """A tensor that is on a mesh, where it is asked to lie."""
+    if tensor.mesh != mesh:
+        raise MeshError(
+            "a parameter was asked for on another mesh than that of its tensor",
+            tensor=tensor.topology,
+            asked=mesh,
+            fix="loom.Parameter(x.to_torch(), mesh, placements)",
+        )
+    return tensor if placements is None else redistribute(tensor, as_placements(placements, mesh, tensor.ndim))
+
+
 def _rebuild(topology: Topology, data: torch.Tensor, requires_grad: bool) -> Parameter:
     return Parameter(Tensor(topology, data), requires_grad=requires_grad)
+
+
+# plain values, so that `torch.load` reads tensors on a mesh as it reads dense ones
+torch.serialization.add_safe_globals([Tensor, Gradient, _rebuild, Topology, Shard, Replicate, Partial, _made])
