@@ -201,6 +201,13 @@ def test_a_dry_run_tells_every_rank_its_environment_and_command(tmp_path):
     assert not re.search(r"Traceback|torch", done.stderr)
 
 
+def test_n_is_short_for_nproc():
+    short, long = (run(option, "2", "--dry-run", "train.py") for option in ("-n", "--nproc"))
+    assert short.returncode == 0 and "rank 1 on localhost" in short.stdout
+    ports = re.compile(r"\d{4,}")
+    assert ports.sub("", short.stdout) == ports.sub("", long.stdout)
+
+
 def test_a_dry_run_tells_what_the_ranks_then_find(script, tmp_path):
     ranks = tmp_path / "ranks.yaml"
     ranks.write_text(

@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     where = parser.add_argument_group("where")
-    where.add_argument("--nproc", type=_positive, help="the number of processes on this host")
+    where.add_argument("-n", "--nproc", type=_positive, help="the number of processes on this host")
     where.add_argument("--hosts", help="every host with its number of processes, as a:4,b:4, the same on each of them")
     where.add_argument("--node-rank", type=_natural, help="which of the hosts this is (default: found by its name)")
     where.add_argument("--bindings", type=Path, help="a YAML file: rank, mesh id, host rank, devices, variables")

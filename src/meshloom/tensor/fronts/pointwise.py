@@ -86,6 +86,21 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     return write("mul", own(input), (mask,), {}) if inplace else table_call("mul", tensor, mask)
 
 
+def _channel_dropout(dims: int) -> Callable[..., Any]:
+    """`dropout2d` and its kind: one choice for each channel of a batch."""
+
+    def front(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        shape = own(input).shape
+        if len(shape) != dims + 2:
+            return fallback(getattr(F, f"dropout{dims}d"), (input, p, training, inplace), {}, f"dropout{dims}d")
+        if not training or p == 0.0:
+            return dropout(input, p, training)
+        kept = dropout(invoke("new_ones", (input, (*shape[:2], *(1,) * dims)), {}), p)
+        return write("mul", own(input), (kept,), {}) if inplace else table_call("mul", input, kept)
+
+    return front
+
+
 def _where(condition: Any, input: Any = None, other: Any = None, **kwargs: Any) -> Any:
     if input is None:
         return fallback(torch.where, (condition,), {}, "where")
@@ -106,6 +121,7 @@ POINTWISE: dict[str, Front] = {
     **{name: _activation(name) for name in ACTIVATIONS},
     "rrelu": _rrelu,
     "dropout": dropout,
+    **{f"dropout{dims}d": _channel_dropout(dims) for dims in (1, 2, 3)},
     "where": _where,
     "_method_where": lambda input, condition, other: _where(condition, input, other),
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from meshloom.errors import ArgumentError
 from meshloom.runtime import state
 from meshloom.tensor.calling import Front, invoke, own, table_call
 from meshloom.tensor.fallback import fallback
@@ -19,6 +21,25 @@ LOSSES = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.poisson_nll_loss,
     F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div, F.nll_loss, F.cross_entropy,
 )  # fmt: skip
+
+# torch's functions in Python that are made of others
+COMPOSED = (
+    F.local_response_norm, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d,
+    F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss,
+)  # fmt: skip
+
+
+def _composed(function: Any) -> Front:
+    """torch's own body, in which nothing is handed over as a whole: the ops in it come to us one by one."""
+    names = {**function.__globals__}
+    names.update({name: _never for name in names if name.startswith("has_torch_function")})
+    body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+def _never(*_: Any) -> bool:
+    return False
 
 
 def _softmax(name: str) -> Callable[..., Any]:
@@ -149,6 +170,66 @@ def _attention(
     return invoke("matmul", (weights, value), {})
 
 
+def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """`nn.MultiheadAttention`, batch and heads as dims of their own: torch merges them, which gathers a sharded one."""
+    bound = _HEADS.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    if given.add_zero_attn or any(getattr(given, name) is not None for name in ("bias_k", "static_k", "static_v")):
+        return _composed(F.multi_head_attention_forward)(*args, **kwargs)
+    alone = own(given.query).ndim == 2
+    query, key, value = (_heads(each, given.num_heads, alone) for each in _projected(given))
+    mask = _merged_masks(given, own(query).shape[0])
+    is_plain = given.is_causal and given.key_padding_mask is None and not given.need_weights  # then the mask is a hint
+    dropped = given.dropout_p if given.training else 0.0
+    weights = None
+    if given.need_weights:
+        scores = query @ key.transpose(-2, -1) * own(query).shape[-1] ** -0.5
+        weights = F.softmax(scores if mask is None else scores + mask, -1)
+        weights = dropout(weights, dropped)
+        found = weights @ value
+    else:
+        found = _attention(query, key, value, None if is_plain else mask, dropped, is_plain)
+    out = F.linear(found.permute(2, 0, 1, 3).flatten(2), given.out_proj_weight, given.out_proj_bias)
+    if weights is not None and given.average_attn_weights:
+        weights = weights.mean(1)
+    return (out.squeeze(1), weights if weights is None else weights.squeeze(0)) if alone else (out, weights)
+
+
+_HEADS = inspect.signature(F.multi_head_attention_forward)
+
+
+def _projected(given: Any) -> list[Any]:
+    """Query, key and value after their projections, whose weights lie in one matrix or in three."""
+    if given.use_separate_proj_weight:
+        weights = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
+    else:
+        weights = given.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
+    inputs = (given.query, given.key, given.value)
+    return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
+
+
+def _heads(x: Any, count: int, alone: bool) -> Any:
+    """(length, batch, width) as (batch, head, length, width of a head)."""
+    return (x.unsqueeze(1) if alone else x).unflatten(-1, (count, -1)).permute(1, 2, 0, 3)
+
+
+def _merged_masks(given: Any, batch: int) -> Any:
+    """The masks of scores and of keys as one that is added to the scores of (batch, head, query, key), or None."""
+    if given.is_causal and given.attn_mask is None:
+        raise ArgumentError("is_causal is a hint about attn_mask, which is not given", fix="give attn_mask as well")
+    scores, keys = (
+        None if mask is None else F._canonical_mask(mask, name, None, "", own(given.query).dtype, check_other=False)
+        for mask, name in ((given.attn_mask, "attn_mask"), (given.key_padding_mask, "key_padding_mask"))
+    )
+    if scores is not None and scores.dim() == 3:
+        scores = scores.unflatten(0, (batch, -1))
+    if keys is not None:
+        keys = (keys if keys.dim() == 2 else keys.unsqueeze(0))[:, None, None]
+    return keys if scores is None else scores if keys is None else scores + keys
+
+
 def _linear(input: Any, weight: Any, bias: Any = None, **kwargs: Any) -> Any:
     if own(weight).ndim == 1:
         return fallback(F.linear, (input, weight, bias), kwargs, "linear")
@@ -165,11 +246,13 @@ def _einsum(equation: Any, *operands: Any, output: Any = None) -> Any:
 WHOLE: dict[str, Front] = {
     "embedding": _embedding,
     **{function.__name__: _loss(function) for function in LOSSES},
+    **{function.__name__: _composed(function) for function in COMPOSED},
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
     "softmin": _softmin,
     "tensordot": _tensordot,
     "scaled_dot_product_attention": _attention,
+    "multi_head_attention_forward": _multi_head_attention,
     "einsum": _einsum,
     "linear": _linear,
     "softmax": _softmax("softmax"),
