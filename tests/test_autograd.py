@@ -532,3 +532,50 @@ def test_a_compiled_function_gives_the_same_values_and_gradients() -> None:
         results.append([loss.detach().to_torch(), x.grad.to_torch(), p.grad.to_torch()])
     for compiled, plain in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounding whose gradient passes where the input is small."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < 1)
+
+
+def test_a_function_of_the_users_that_would_lose_a_gradient_is_refused():
+    mesh = loom.open_mesh((2,), axes=("dp",))
+    x = loom.zeros(4, mesh=mesh).requires_grad_()
+    for value in (x, x * 2, loom.Parameter(x)):
+        with pytest.raises(loom.GradientError) as caught:
+            Rounded.apply(value)
+        assert (
+            str(caught.value)
+            == """\
+the autograd.Function Rounded would lose the gradient of a tensor on a mesh
+  tensor  f32[4](S(0)) on Mesh(dp=2)
+  fix     apply it to what each device holds: parts = [Rounded.apply(x.shard_at(at)) for at in \
+x.mesh.local_coordinates()]; loom.from_local(parts, x.mesh, x.placements)"""
+        )
+    with torch.no_grad():  # there is none to lose
+        assert Rounded.apply(x + 0.6).tolist() == [1.0] * 4
+    assert Rounded.apply(x.detach() + 0.6).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_function_of_the_users_on_the_part_of_each_device_has_the_gradient_of_dense(layout):
+    x, dense = leaf(layout), drawn().requires_grad_()
+    y = x * 2
+    parts = [Rounded.apply(y.shard_at(at)) for at in y.mesh.local_coordinates()]
+    found = loom.from_local(parts, y.mesh, y.placements)
+    expected = Rounded.apply(dense * 2)
+    torch.testing.assert_close(found.to_torch(), expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert 0 < dense.grad.count_nonzero() < dense.numel()
+    check_gradient(x.grad, dense.grad, x)

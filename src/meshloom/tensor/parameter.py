@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import ArgumentError, MeshError
+from meshloom.errors import ArgumentError, GradientError, MeshError
 from meshloom.mesh import Mesh
 from meshloom.mesh.mesh import _made
 from meshloom.placement import Partial, Placements, Replicate, Shard, Topology, as_placements
@@ -208,6 +208,23 @@ def _asked(tensor: Tensor, mesh: Mesh, placements: Placements | None) -> Tensor:
 def _rebuild(topology: Topology, data: torch.Tensor, requires_grad: bool) -> Parameter:
     return Parameter(Tensor(topology, data), requires_grad=requires_grad)
 
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`autograd.Function.apply` takes what is no torch tensor for a constant: a gradient would end there, unnoticed."""
+    if torch.is_grad_enabled() and not cls.__module__.startswith("torch."):  # checkpoint hands ours on, and knows why
+        for each in args:
+            if isinstance(each, (Tensor, Mirror)) and each.requires_grad:
+                raise GradientError(
+                    f"the autograd.Function {cls.__name__} would lose the gradient of a tensor on a mesh",
+                    tensor=own(each).topology,
+                    fix=f"apply it to what each device holds: parts = [{cls.__name__}.apply(x.shard_at(at)) "
+                    "for at in x.mesh.local_coordinates()]; loom.from_local(parts, x.mesh, x.placements)",
+                )
+    return _torch_apply(cls, *args, **kwargs)
+
+
+_torch_apply: Any = vars(torch.autograd.Function)["apply"].__func__
+setattr(torch.autograd.Function, "apply", classmethod(_apply))  # noqa: B010
 
 # plain values, so that `torch.load` reads tensors on a mesh as it reads dense ones
 torch.serialization.add_safe_globals([Tensor, Gradient, _rebuild, Topology, Shard, Replicate, Partial, _made])
