@@ -169,6 +169,24 @@ def recorded(mesh: Mesh) -> None:
                 _same(held.grad, weight.grad, f"{placements} {watched.__name__}")
 
 
+def losses_in_autocast(mesh: Mesh) -> None:
+    """Autocast computes losses in float32, whoever holds which part of them."""
+    x, target = torch.randn(8, 6).bfloat16(), torch.randint(6, (8,))
+    losses: dict[str, Callable[[Any, Any], Any]] = {
+        "cross_entropy": F.cross_entropy,
+        "nll_loss": lambda x, target: F.nll_loss(x, target),
+        "kl_div": lambda x, target: F.kl_div(x, x.softmax(1), reduction="batchmean"),
+        "mse_loss": lambda x, target: F.mse_loss(x, x * 2),
+    }
+    for placements in ("S(0), R", "S(1), S(0)"):
+        ours = loom.distribute(x, mesh, placements), loom.distribute(target, mesh, {})
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for name, loss in losses.items():
+                found = loss(*ours)
+                assert found.topology.dtype == "f32", name
+                _same(found, loss(x, target), f"{name} {placements}")
+
+
 def children(mesh: Mesh) -> None:
     """A child of a rank is no rank: it ends by itself, at once, and nobody hears of it."""
     assert _ended(lambda: sys.exit(3)) == 3
@@ -191,7 +209,8 @@ def _ended(act: Callable[[], None]) -> int:
 
 
 CHECKS = (
-    one_alone, recorded, large_gradients, kept_graph, hooks, second_derivatives, nothing_counted, copies, children,
+    one_alone, recorded, losses_in_autocast, large_gradients, kept_graph, hooks, second_derivatives, nothing_counted,
+    copies, children,
 )  # fmt: skip
 
 

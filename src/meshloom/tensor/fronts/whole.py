@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from meshloom.errors import ArgumentError
 from meshloom.runtime import state
+from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, invoke, own, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts.casting import cast
@@ -77,9 +78,19 @@ def _loss(function: Callable[..., Any]) -> Front:
         given = signature.bind(*args, **kwargs).arguments
         if any(given.get(each) is not None for each in ("size_average", "reduce")):
             return fallback(function, args, kwargs, name)
+        if torch._C._is_any_autocast_enabled():
+            given = {key: _widened(value) for key, value in given.items()}
         return table_call(name, output=output, **given)
 
     return front
+
+
+def _widened(value: Any) -> Any:
+    """Under autocast losses are computed in float32; torch casts inside its own functions, and ours may have others."""
+    held = own(value)
+    if not isinstance(held, (Tensor, torch.Tensor)) or held.dtype not in (torch.float16, torch.bfloat16):
+        return value
+    return cast(held, torch.float32) if torch.is_autocast_enabled(held.device.type) else value
 
 
 def _batch_norm(
