@@ -138,6 +138,122 @@ def talk() -> dict[str, int]:
     return found
 
 
+NAN, INF = math.nan, math.inf
+_ROWS = torch.tensor([[0.5, -1.0, 2.0], [-0.5, 1.5, 0.0], [2.0, 0.25, -2.0], [1.0, 0.0, 0.5], [-1.0, 2.0, 1.0]])
+_LINE = torch.tensor([1.0, -2.0, 0.5, 3.0, 2.0])
+_PLACES = torch.tensor([[0, 1, 2], [4, 3, 4]])
+_BYTES = torch.tensor([[1, 0], [3, 2], [0, 4], [2, 2], [1, 3]], dtype=torch.uint8)
+
+
+def _with(rows: torch.Tensor, row: int, *values: float) -> torch.Tensor:
+    return torch.cat([rows[:row], torch.tensor([values]), rows[row + 1 :]])
+
+
+def _norm(order: float) -> Callable[[Any], Any]:
+    return lambda x: torch.linalg.vector_norm(x, order, 0)
+
+
+def _product(x: Any, source: Any) -> Any:
+    return torch.scatter_reduce(x, 0, _PLACES, source, "prod")
+
+
+def _classes(*target: int, dtype: torch.dtype = torch.int64, **options: Any) -> Callable[[Any], Any]:
+    return lambda x: torch.nn.functional.cross_entropy(x.T, torch.tensor(target, dtype=dtype), **options)
+
+
+Awkward = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
+AWKWARD: dict[str, Awkward] = {  # rows of the first operand are split: of five, one process holds four
+    "logsumexp of bytes": (lambda x: torch.logsumexp(x, 0), (_BYTES,)),
+    "layer_norm with a wider weight": (
+        lambda x, w: torch.nn.functional.layer_norm(x.T, (5,), w),
+        (_ROWS.bfloat16(), _LINE),
+    ),
+    "batch_norm with a wider weight": (
+        lambda x, w: torch.nn.functional.batch_norm(x, None, None, w, training=True),
+        (_ROWS.bfloat16(), _LINE[:3]),
+    ),
+    "var of infinity": (lambda x: x.var(0), (_with(_ROWS, 1, INF, 0.0, -INF),)),
+    "var without freedom": (lambda x: x.var(0, correction=9), (_ROWS,)),
+    "amax of nothing but -inf": (lambda x: x.amax(0), (torch.full((5, 3), -INF),)),
+    "infinity norm of equal elements": (_norm(INF), (torch.ones(5, 3),)),
+    "smallest of equal elements": (_norm(-INF), (torch.ones(5, 3),)),
+    "norm of infinity": (_norm(2), (_with(_ROWS, 1, INF, 0.0, 1.0),)),
+    "norm where a process holds zeros": (_norm(3), (_with(_ROWS, 4, 0.0, 0.0, 0.0),)),
+    "norm where a process holds nothing": (_norm(-1), (_ROWS[:1] + 4,)),
+    "logcumsumexp": (lambda x: torch.logcumsumexp(x, 0), (_ROWS,)),
+    "cross_entropy of probabilities": (
+        lambda x, p: torch.nn.functional.cross_entropy(x.T, p, reduction="sum"),
+        (_ROWS[:4], torch.eye(4)[:3]),
+    ),
+    "cross_entropy of an ignored row": (_classes(0, -100, 3, reduction="none"), (_with(_ROWS, 2, 1.0, NAN, 0.5),)),
+    "cross_entropy of byte classes": (_classes(0, 4, 3, dtype=torch.uint8), (_ROWS,)),
+    "embedding of bools": (lambda w: torch.nn.functional.embedding(torch.tensor([4, 0]), w), (_ROWS > 0,)),
+    "index_add to nothing": (
+        lambda x, s: torch.index_add(x, 0, torch.zeros(0, dtype=torch.int64), s),
+        (torch.zeros(0, 3), torch.zeros(0, 3)),
+    ),
+    "take_along_dim around the end": (lambda x: torch.take_along_dim(x, torch.tensor([[-1], [7]]), 0), (_ROWS,)),
+    "scatter_reduce of nan": (_product, (_ROWS, torch.tensor([[NAN, 1.0, 2.0], [3.0, 4.0, INF]]))),
+}
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "softmax of integers": lambda x: torch.softmax(x.long(), 0),
+    "nanmean of integers": lambda x: torch.nanmean(x.long(), 0),
+    "layer_norm of integers": lambda x: torch.nn.functional.layer_norm(x.long().T, (5,)),
+    "a class below zero": _classes(0, -2, 1),
+    "a class beyond the last": _classes(0, 5, 1),
+    "classes that are no int64": _classes(0, 4, 1, dtype=torch.int32),
+    "a flat index below zero": lambda x: torch.take_along_dim(x, torch.tensor([-1])),
+    "an index that is no int64": lambda x: torch.index_copy(x, 0, torch.tensor([1], dtype=torch.int32), x[:1]),
+}
+
+
+def awkward() -> tuple[int, int]:
+    """Values that need care in a dim which processes share: results, gradients of both orders, refusals as in torch."""
+    join()
+    for shape, grid, placements in (((4,), (2,), "S(0)"), ((2, 2), (1, 2), "S(0), S(0)")):
+        mesh = loom.open_mesh(shape, processes=grid)
+        for name, (work, given) in AWKWARD.items():
+            _check_awkward(name, work, given, mesh, placements)
+        for name, refused in REFUSED.items():
+            for x in (_ROWS, loom.distribute(_ROWS, mesh, placements)):
+                try:
+                    refused(x)
+                except (RuntimeError, IndexError, loom.DTypeError):
+                    continue
+                raise AssertionError(f"{name} was not refused for {type(x).__name__}")
+    return len(AWKWARD), len(REFUSED)
+
+
+def _check_awkward(
+    name: str, work: Callable[..., Any], given: tuple[torch.Tensor, ...], mesh: Mesh, placements: str
+) -> None:
+    dense = [each.clone().requires_grad_(each.is_floating_point()) for each in given]
+    first = loom.distribute(given[0], mesh, placements)
+    ours = [first.requires_grad_(dense[0].requires_grad), *(each.clone() for each in given[1:])]
+    ours[1:] = [loom.distribute(each, mesh, ", ".join("R" * mesh.ndim)).requires_grad_() for each in ours[1:]]
+    with warnings.catch_warnings():  # torch's own about a variance without freedom
+        warnings.simplefilter("ignore")
+        expected, found = work(*dense), work(*ours)
+    oracle.check_result(found, expected, name)
+    if not expected.requires_grad or not expected.numel() or expected.dtype == torch.bfloat16:
+        return
+    for mine, theirs in zip(*(_both_orders(each, of) for each, of in ((found, ours), (expected, dense))), strict=True):
+        check_padding(mine, f"gradient of {name}")
+        check_close(mine.detach().to_torch(), theirs.detach(), f"gradient of {name}")
+
+
+def _both_orders(result: Any, leaves: list[Any]) -> list[Any]:
+    """The gradients, and where these are finite those of the sum of their squares."""
+    seed = torch.arange(1.0, 1.0 + result.numel()).view(tuple(result.shape))
+    first = torch.autograd.grad((result * seed).sum(), leaves, create_graph=True)
+    finite = all(bool(each.isfinite().all()) for each in first)
+    curved = [each for each in first if each.requires_grad] if finite else []
+    second = (
+        torch.autograd.grad(sum((each * each).sum() for each in curved), leaves, allow_unused=True) if curved else ()
+    )
+    return [*first, *(each for each in second if each is not None)]
+
+
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 

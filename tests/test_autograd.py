@@ -579,3 +579,16 @@ def test_a_function_of_the_users_on_the_part_of_each_device_has_the_gradient_of_
     expected.square().sum().backward()
     assert 0 < dense.grad.count_nonzero() < dense.numel()
     check_gradient(x.grad, dense.grad, x)
+
+
+def test_the_gradient_of_a_partial_product_with_an_infinite_factor_is_that_of_dense() -> None:
+    values = torch.tensor([-1.0, 0.5, 2.0, -0.5])  # log1p of -1 is -inf
+    dense = values.clone().requires_grad_()
+    torch.log1p(dense).backward(torch.ones(4))
+    x = loom.distribute(values, loom.Mesh.of((4,)), "R").requires_grad_()
+    with loom.with_output("P(prod)"):
+        y = torch.log1p(x)
+    assert str(y.placements[0]) == "P(prod)"
+    assert y.tolist()[0] == -float("inf")
+    y.backward(torch.ones(4))
+    check_gradient(x.grad, dense.grad, x)

@@ -9,13 +9,15 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 import ranks
 from meshloom import Mesh
 from meshloom.backends import join
+from meshloom.backends.checks import checksum
 from meshloom.backends.forms import FORMS
 from meshloom.mesh import HERE
-from process_cases import FAULTS, FUNCTIONS, KINDS, STYLES, WRITES, grids
+from process_cases import AWKWARD, FAULTS, FUNCTIONS, KINDS, REFUSED, STYLES, WRITES, grids
 from samples import SAMPLES
 from test_optimizers import LAYOUTS, OPTIMIZERS
 from test_random import DRAWS
@@ -116,6 +118,16 @@ def test_ops_on_a_dim_that_processes_share_send_statistics_and_no_data() -> None
         "scatter": 0,
         "tril": 0,
     }
+
+
+def test_awkward_values_in_a_dim_that_processes_share_are_those_of_one_process() -> None:
+    found = ranks.run(2, "process_cases:awkward", timeout=TIMEOUT)
+    assert found == [(len(AWKWARD), len(REFUSED))] * 2
+
+
+def test_the_checksum_of_one_element_is_that_of_its_value_whatever_its_stride() -> None:
+    assert checksum(torch.arange(8)[4::8]) == checksum(torch.arange(8)[::4][1:]) == checksum(torch.tensor([4]))
+    assert checksum(torch.arange(8)[::4][:1]) == checksum(torch.tensor([0]))
 
 
 @pytest.mark.slow

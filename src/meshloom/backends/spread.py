@@ -29,7 +29,8 @@ from meshloom.planner import Plan
 # ops whose result nobody else holds or has saved for backward: its memory may take the sum
 _FRESH = frozenset("matmul mm bmm mv dot linear einsum sum mean".split())
 
-_EXTREMES = ("amax", "amin")  # their form reduces at once: equal elements share a gradient across processes
+# their form reduces at once: equal elements share a gradient across processes
+_EXTREMES = frozenset("amax amin linalg_vector_norm".split())
 
 
 class Spread(Kernel):
@@ -89,8 +90,8 @@ class Spread(Kernel):
     def _has_form(self, axis: int) -> bool:
         """Whether the op takes its distributed form on an axis."""
         row = self.plan.rows[axis]
-        extreme = self.plan.call.op in _EXTREMES and isinstance(row.outs[0], Partial) and axis not in self.leads
-        return not row.local or (extreme and _is_cut(row))
+        extreme = self.plan.call.op in _EXTREMES and row.outs[0] in (Partial("max"), Partial("min"))
+        return not row.local or (extreme and axis not in self.leads and _is_cut(row))
 
     def _alone(self, operand: int) -> Group | None:
         """The processes of which one takes an operand that a sum counts once, such as the bias of a split product."""

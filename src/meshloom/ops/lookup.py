@@ -29,13 +29,13 @@ def embedding(call: Call) -> Choices:
 
     rows = [row(f"dim {d}", Shard(d), R, Shard(d)) for d in range(len(ids))]
     rows.append(row("width", R, Shard(1), Shard(len(ids))))
-    rows.append(row("vocabulary", R, Shard(0), SUM, local=False))
+    rows.append(row("vocabulary", R, Shard(0), looked_up(call, "weight"), local=False))
     return with_none(call, [ids + (weight[1],)], rows)
 
 
-def looked_up(call: Call) -> Placement:
+def looked_up(call: Call, name: str = "input") -> Placement:
     """What a masked look-up leaves: a sum of one value and zeros; for bool, which has no sum, the largest."""
-    return Partial("max") if call.operands[call.index("input")].dtype == "bool" else SUM
+    return Partial("max") if call.operands[call.index(name)].dtype == "bool" else SUM
 
 
 def masked_row(call: Call, dim: int) -> Row:

@@ -89,7 +89,8 @@ def _batch_row(call: Call, dim: int, place: int, by_index: bool, reduction: str)
     label = f"dim {dim}"
     if reduction == "none":
         return Row(label, tuple(ins), (Shard(place),))
-    even = () if by_index else (Even(call.index("input"), dim, call.shape("input")[dim]),)
+    ignorable = by_index and call.operands[call.index("target")].dtype != "u8"  # no byte is the ignored -100
+    even = () if ignorable else (Even(call.index("input"), dim, call.shape("input")[dim]),)
     if reduction == "sum":
         return Row(label, tuple(ins), (SUM,), even=even)
     return Row(label, tuple(ins), (R,), (Inner("sum", ()), Inner("sum", ())), even=even, local=False)
@@ -110,6 +111,6 @@ def _class_row(call: Call, classes: int, by_index: bool, stats: tuple[Inner, ...
 def cross_entropy_fill(call: Call) -> tuple[Fill, ...]:
     """Padded rows are ignored; padded classes are taken off."""
     target = call.operands[call.index("target")]
-    if is_floating(target.dtype):
+    if is_floating(target.dtype) or target.dtype == "u8":
         return ()
     return (Fill(call.index("target"), call.arguments["ignore_index"], tuple(range(target.ndim))),)

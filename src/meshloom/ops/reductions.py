@@ -8,7 +8,7 @@ from collections.abc import Callable
 from meshloom.ops.labels import SUM, R, kept_rows, normal_dim, normal_dims, others, reduced_dims, reduced_shape
 from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, Rule, with_none
 from meshloom.placement import Partial, Shard
-from meshloom.types import Shape
+from meshloom.types import Shape, is_floating
 
 
 def arg_reduction(call: Call) -> Choices:
@@ -56,10 +56,19 @@ def with_statistics(*ops: str) -> Rule:
         keepdim = bool(call.arguments["keepdim"])
         stats = tuple(Inner(op, others(len(shape), *dims)) for op in ops)
         rows = kept_rows(call, dims, keepdim)
-        rows += [Row(f"dim {dim}", (Shard(dim),), (R,), stats, local=False) for dim in dims]
+        rows += [
+            Row(f"dim {dim}", (Shard(dim),), (R,), stats, even=_weightless(call, dim), local=False) for dim in dims
+        ]
         return with_none(call, [reduced_shape(shape, dims, keepdim)], rows, flops=4 * math.prod(shape))
 
     return rule
+
+
+def _weightless(call: Call, dim: int) -> tuple[Even, ...]:
+    """No padding of a dim under exp unless it can hold -inf: no integer weighs nothing."""
+    place = call.index("input")
+    topology = call.operands[place]
+    return () if is_floating(topology.dtype) else (Even(place, dim, topology.shape[dim]),)
 
 
 def lowest_fill(call: Call) -> tuple[Fill, ...]:

@@ -13,6 +13,7 @@ from meshloom.engines.torch_engine.lookup import entries, indexed_dims, scatter
 from meshloom.ops.lookup import indexed_places
 
 _FROM_THE_END = frozenset("take index index_put index_fill".split())  # ops that take negative indices
+_AROUND = "take_along_dim"  # torch counts its index modulo the size
 
 
 def _embedding(across: Across, input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
@@ -29,18 +30,20 @@ def _spots(across: Across, name: str, dim: int) -> torch.Tensor:
 
 
 def _places(across: Across, index: torch.Tensor, dim: int, name: str = "input") -> torch.Tensor:
-    """Where this process stores what an index names along a dim; -1 where it does not."""
+    """Where this process stores what an index names along a dim; -1 where it does not. Its dtype is the index's own."""
     if index.is_meta:
-        return torch.empty_like(index, dtype=torch.int64)
+        return torch.empty_like(index)
     spots = _spots(across, name, dim)
     size = len(spots)
+    if across.plan.call.op == _AROUND and size:
+        index = index % size
     lowest = -size if across.plan.call.op in _FROM_THE_END else 0
     if index.numel():
         least, most = (int(each) for each in torch.aminmax(index))
         if least < lowest or most >= size:
             wrong = least if least < lowest else most
             raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {size}")
-    return spots.to(index.device)[torch.where(index < 0, index + size, index)]
+    return spots.to(index.device)[torch.where(index < 0, index + size, index)].to(index.dtype)
 
 
 def _finding(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -65,7 +68,8 @@ def _take(across: Across, input: torch.Tensor, index: torch.Tensor) -> torch.Ten
     """Elements by their flat position in the whole."""
     shape = across.plan.call.shape("input")
     size = torch.Size(shape).numel()
-    if not index.is_meta and index.numel() and not -size <= int(index.min()) <= int(index.max()) < size:
+    lowest = -size if across.plan.call.op in _FROM_THE_END else 0
+    if not index.is_meta and index.numel() and not lowest <= int(index.min()) <= int(index.max()) < size:
         raise IndexError(f"out of range: tried to take elements {index.tolist()} of a tensor of {size}")
     rest = torch.where(index < 0, index + size, index)
     flat, missing = torch.zeros_like(rest), torch.zeros_like(rest, dtype=torch.bool)
@@ -83,6 +87,8 @@ def _writing(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     def form(across: Across, input: torch.Tensor, dim: int, index: torch.Tensor, **others: Any) -> torch.Tensor:
         dim = dim % input.dim()
         place, spare = _places(across, index, dim), input.shape[dim]
+        if across.plan.call.op == "scatter_reduce" and others["src"].shape == place.shape:
+            others["src"] = others["src"].masked_fill(place < 0, 1)  # nan on the spare line would have a gradient
         found = function(_roomy(input, dim), dim=dim, index=torch.where(place < 0, spare, place), **others)
         return found.narrow(dim, 0, spare)
 
@@ -90,7 +96,8 @@ def _writing(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _roomy(input: torch.Tensor, dim: int) -> torch.Tensor:
-    return torch.cat([input, torch.zeros_like(input.narrow(dim, 0, 1))], dim)
+    line = [1 if d == dim else size for d, size in enumerate(input.shape)]
+    return torch.cat([input, input.new_zeros(line)], dim)
 
 
 def _located(across: Across, indices: tuple[Any, ...]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:

@@ -13,7 +13,9 @@ from meshloom.backends import wire
 from meshloom.backends.forms.across import Across
 from meshloom.backends.nodes import Leave
 from meshloom.backends.world import Group, group_of
+from meshloom.engines.layout import short_name
 from meshloom.engines.torch_engine.local import wide_dtype
+from meshloom.errors import DTypeError
 
 
 def _cross_entropy(
@@ -68,7 +70,7 @@ def _losses(
     if target.is_floating_point():
         return loss, torch.ones_like(loss)
     kept = target != ignore_index
-    counted = kept if weight is None else torch.where(kept, weight[torch.where(kept, target, 0)], 0)
+    counted = kept if weight is None else torch.where(kept, weight[torch.where(kept, target, 0).long()], 0)
     return loss, counted.to(loss.dtype)
 
 
@@ -98,14 +100,17 @@ class _Classes:
         each = self.held if weight is None else self.held * self._per_class(weight.to(self.x.dtype))
         if target.is_floating_point():
             wanted = (target * (1 - smoothing) + smoothing / self.count) * each
-            return self._against(wanted, normal), torch.ones_like(normal)
+            return self._against(wanted, self.x, normal), torch.ones_like(normal)
+        if target.dtype not in (torch.int64, torch.uint8):
+            raise DTypeError(f"{self.across.plan.call.op} takes classes as i64 or u8, not {short_name(target.dtype)}")
         kept = target != ignore_index
         hit = self._hits(torch.where(kept, target, 0)) * kept.unsqueeze(self.dim) * each
         wanted = hit * (1 - smoothing)
         if smoothing:
             wanted = wanted + smoothing / self.count * each * kept.unsqueeze(self.dim)
         counted = kept.to(normal.dtype) if weight is None else self._total(hit.sum(self.dim))
-        return self._against(wanted, normal), counted
+        loss = self._against(wanted, torch.where(wanted != 0, self.x, 0), normal)
+        return torch.where(kept, loss, 0), counted
 
     def _normaliser(self) -> torch.Tensor:
         high = wire.all_reduce(self.x.detach().amax(self.dim, keepdim=True), self.group, "max")
@@ -116,14 +121,16 @@ class _Classes:
 
     def _hits(self, target: torch.Tensor) -> torch.Tensor:
         """1 where this process holds the class of a target, 0 elsewhere."""
-        place = self.across.spots("input", self.dim)[target]
+        if target.numel() and not target.is_meta:
+            least, most = (int(each) for each in torch.aminmax(target))
+            if least < 0 or most >= self.count:
+                raise IndexError(f"Target {least if least < 0 else most} is out of bounds.")
+        place = self.across.spots("input", self.dim)[target.long()]  # bytes would be a mask
         found = torch.zeros_like(self.x).scatter(self.dim, place.clamp(min=0).unsqueeze(self.dim), 1.0)
         return found * (place >= 0).unsqueeze(self.dim)
 
-    def _against(self, wanted: torch.Tensor, normal: torch.Tensor) -> torch.Tensor:
+    def _against(self, wanted: torch.Tensor, logits: torch.Tensor, normal: torch.Tensor) -> torch.Tensor:
         """Sum over classes of wanted * (normaliser - logit)."""
-        wanted = wanted.expand_as(self.x)
-        logits = torch.where(wanted != 0, self.x, 0)
         both = self._total(torch.stack([wanted.sum(self.dim), (wanted * logits).sum(self.dim)]))
         return both[0] * normal - both[1]
 

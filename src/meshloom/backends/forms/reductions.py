@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from meshloom.backends import wire
 from meshloom.backends.forms.across import Across
 from meshloom.backends.forms.norms import centred
-from meshloom.backends.nodes import Enter, Join, Leave
+from meshloom.backends.nodes import Enter, Leave
 from meshloom.backends.world import Group
 from meshloom.engines.torch_engine.local import wide_dtype
 from meshloom.ops.labels import normal_dims
@@ -23,10 +24,30 @@ def _var(across: Across, input: torch.Tensor, dim: Any, unbiased: Any, keepdim: 
     if not (input.is_floating_point() or input.is_complex()):
         function = getattr(torch, across.plan.call.op)  # torch's own refusal
         return function(input, dims or None, correction=correction, keepdim=keepdim)
-    middle, count = centred(across, input, dims)
-    squares = (middle * middle.conj()).real if middle.is_complex() else middle.square()
-    spread = Leave.apply(squares.sum(dims, keepdim), across.group) / max(count - correction, 0)
+    spread = _Spread.apply(input.to(wide_dtype(input.dtype)), across, dims, correction)
+    spread = spread if keepdim else spread.squeeze(dims)
     return spread if input.is_complex() else spread.to(input.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    """The variance. Its gradient is torch's own, which does not go through the mean: inf - inf would be nan there."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, across: Across, dims: tuple[int, ...], correction: Any) -> torch.Tensor:
+        middle, count = centred(across, input, dims)
+        ctx.save_for_backward(input, middle)
+        ctx.across, ctx.dims, ctx.freedom = across, dims, count - correction
+        squares = (middle * middle.conj()).real if middle.is_complex() else middle.square()
+        return wire.all_reduce(squares.sum(dims, keepdim=True), across.group) / max(ctx.freedom, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        input, middle = ctx.saved_tensors
+        gradient = Enter.apply(gradient, ctx.across.group)
+        if torch.is_grad_enabled():
+            middle = centred(ctx.across, input, ctx.dims)[0]
+        found, mask = gradient * 2 / ctx.freedom * middle, ctx.across.local.mask(input, ctx.dims)
+        return found if mask is None else torch.where(mask, found, 0), None, None, None
 
 
 def _std(across: Across, input: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -38,6 +59,8 @@ def _std(across: Across, input: torch.Tensor, **options: Any) -> torch.Tensor:
 
 def _nanmean(across: Across, input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
     dims, kind = normal_dims(dim, input.dim()), dtype or input.dtype
+    if not input.is_floating_point():
+        return torch.nanmean(input, dims or None, keepdim, dtype=dtype)  # torch's own refusal
     mask, there = across.local.mask(input, dims), ~input.isnan()
     if mask is not None:
         input, there = torch.where(mask, input, 0), there & mask
@@ -58,27 +81,57 @@ def _logsumexp(across: Across, input: torch.Tensor, dim: Any, keepdim: bool) -> 
 
 
 def _vector_norm(across: Across, input: torch.Tensor, ord: float, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
-    """The norm of the parts' norms."""
-    dims = normal_dims(dim, input.dim())
-    own = torch.linalg.vector_norm(input, ord, dims or None, keepdim, dtype=dtype)
-    return torch.linalg.vector_norm(Join.apply(own, across.group), ord, 0)
+    dims, kind = normal_dims(dim, input.dim()), dtype or input.dtype
+    if math.isinf(ord):
+        size = torch.linalg.vector_norm(input.unsqueeze(0), 1, 0, dtype=dtype)
+        found = _Extreme.apply(size, across, dims, "max" if ord > 0 else "min")
+    elif input.numel() == 0 or not (kind.is_floating_point or kind.is_complex):
+        return torch.linalg.vector_norm(input, ord, dims or None, keepdim, dtype=dtype)
+    else:
+        found = _Norm.apply(input.to(wide_dtype(kind)), across.group, dims, ord)
+        found = found.to(kind) if kind.is_floating_point else found
+    return found if keepdim else found.squeeze(dims)
+
+
+class _Norm(torch.autograd.Function):
+    """The norm of the parts' norms. Its gradient asks for the norm of all, and not how a part makes up for it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, group: Group, dims: tuple[int, ...], ord: float) -> torch.Tensor:
+        own = torch.linalg.vector_norm(input, ord, dims or None, True)
+        found: torch.Tensor = torch.linalg.vector_norm(wire.all_gather(own, group), ord, 0)
+        ctx.save_for_backward(input, found)
+        ctx.group, ctx.ord = group, ord
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """sgn(x) (|x| / norm)^(ord - 1), and nothing where there is no norm."""
+        input, found = ctx.saved_tensors
+        none = found == 0
+        whole, gradient = Enter.apply(torch.where(none, 1, found), ctx.group), Enter.apply(gradient, ctx.group)
+        if ctx.ord == 2:
+            return torch.where(none, 0, input / whole * gradient), None, None, None
+        idle = input == 0 if ctx.ord > 0 else (input == 0) | input.isinf()  # padding is among them
+        part = torch.where(idle, 1, input) / whole
+        return torch.where(none | idle, 0, part.sgn() * part.abs().pow(ctx.ord - 1) * gradient), None, None, None
 
 
 class _Extreme(torch.autograd.Function):
     """The largest or smallest element; equal ones share its gradient, wherever they are."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, dims: tuple[int, ...], group: Group, op: str) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, across: Across, dims: tuple[int, ...], op: str) -> torch.Tensor:
         reduce = torch.amax if op == "max" else torch.amin
-        found = wire.all_reduce(reduce(input, dims, True), group, op)
+        found = wire.all_reduce(reduce(input, dims, True), across.group, op)
         ctx.save_for_backward(input, found)
-        ctx.dims, ctx.group = dims, group
+        ctx.dims, ctx.group, ctx.mask = dims, across.group, across.local.mask(input, dims)
         return found
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         input, found = ctx.saved_tensors
-        equal = input == found
+        equal = input == found if ctx.mask is None else (input == found) & ctx.mask
         count = wire.all_reduce(equal.sum(ctx.dims, keepdim=True).to(gradient.dtype), ctx.group)
         return equal * (Enter.apply(gradient, ctx.group) / count), None, None, None
 
@@ -86,7 +139,7 @@ class _Extreme(torch.autograd.Function):
 def _extreme(op: str) -> Callable[..., torch.Tensor]:
     def form(across: Across, input: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
         dims = normal_dims(dim, input.dim())
-        found = _Extreme.apply(input, dims, across.group, op)
+        found = _Extreme.apply(input, across, dims, op)
         return found if keepdim else found.squeeze(dims)
 
     return form

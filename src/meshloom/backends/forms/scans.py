@@ -60,6 +60,9 @@ def _scan(function: Callable[..., torch.Tensor], nothing: float, combine: Callab
         chunks = _chunks(across, dim)
         own = function(chunks.split(input), dim + 1, **options)
         past = chunks.before(own.select(dim + 1, -1), nothing, lambda line: function(line, dim, dtype=line.dtype))
+        mask = across.local.mask(input, (dim,))
+        if mask is not None:  # what becomes of padding has no gradient, of any order
+            own = torch.where(mask.unflatten(0, (chunks.here, chunks.size)), own, 0)
         return combine(own, past).flatten(dim, dim + 1)
 
     return form

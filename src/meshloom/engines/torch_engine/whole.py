@@ -28,9 +28,9 @@ def _layer_norm(
     count = local.count(dims)
     wide = input.to(wide_dtype(input.dtype))
     centred = torch.where(mask, wide - wide.sum(dims, keepdim=True) / count, 0)
-    scaled = (centred * torch.rsqrt(centred.square().sum(dims, keepdim=True) / count + eps)).to(input.dtype)
+    scaled = centred * torch.rsqrt(centred.square().sum(dims, keepdim=True) / count + eps)
     scaled = scaled if weight is None else scaled * weight
-    return scaled if bias is None else scaled + bias
+    return (scaled if bias is None else scaled + bias).to(input.dtype)
 
 
 @aware
@@ -40,8 +40,8 @@ def _rms_norm(local: Local, input: torch.Tensor, normalized_shape: Any, weight: 
         return F.rms_norm(input, tuple(input.shape[d] for d in dims), weight, eps)
     wide = input.to(wide_dtype(input.dtype))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    scaled = (wide * torch.rsqrt(wide.square().sum(dims, keepdim=True) / local.count(dims) + eps)).to(input.dtype)
-    return scaled if weight is None else scaled * weight
+    scaled = wide * torch.rsqrt(wide.square().sum(dims, keepdim=True) / local.count(dims) + eps)
+    return (scaled if weight is None else scaled * weight).to(input.dtype)
 
 
 @aware
@@ -55,8 +55,8 @@ def _group_norm(local: Local, input: torch.Tensor, num_groups: int, weight: Any,
         return torch.group_norm(input, input.shape[1] // width, weight, bias, eps) if input.numel() else input * 1
     wide = input.to(wide_dtype(input.dtype)).unflatten(1, (-1, width))
     dims = tuple(range(2, wide.dim()))
-    scaled = _scaled(wide, mask, dims, width * local.count(spatial), eps).flatten(1, 2).to(input.dtype)
-    return per_channel(scaled, weight, bias)
+    scaled = _scaled(wide, mask, dims, width * local.count(spatial), eps).flatten(1, 2)
+    return per_channel(scaled, weight, bias).to(input.dtype)
 
 
 def _scaled(wide: torch.Tensor, mask: torch.Tensor, dims: tuple[int, ...], count: int, eps: float) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _batch_norm(
         spread = inverse.pow(-2) - eps
     else:
         wide = input.to(wide_dtype(input.dtype))
-        out = per_channel(_scaled(wide, mask, dims, count, eps).to(input.dtype), weight, bias)
+        out = per_channel(_scaled(wide, mask, dims, count, eps), weight, bias).to(input.dtype)
         mean = wide.detach().sum(dims) / count
         spread = (
             torch.where(mask, wide.detach() - mean.view((-1,) + (1,) * (input.dim() - 2)), 0).square().sum(dims) / count
