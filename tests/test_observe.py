@@ -390,6 +390,29 @@ def test_explain_changes_no_data_no_gradient_and_no_random_state(name):
     assert torch.equal(torch.get_rng_state(), seed)
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.ASGD])
+def test_an_optimizer_that_was_explained_goes_on_as_if_it_had_not_been(make):
+    mesh = loom.open_mesh((2,), axes=("dp",))
+    x, found = loom.randn(4, 6, mesh=mesh), []
+    for explained in (False, True):
+        weight = loom.Parameter(torch.arange(18.0).view(6, 3) / 9, mesh, "S(0)")
+        optimizer = make([weight], lr=0.1)
+
+        def loss(weight=weight, optimizer=optimizer):
+            optimizer.zero_grad()
+            value = (x @ weight).square().mean()
+            value.backward()
+            return value
+
+        for _ in range(3):
+            if explained:
+                plan = loom.explain(lambda loss=loss, optimizer=optimizer: optimizer.step(loss))
+                assert plan.bytes > 0
+            optimizer.step(loss)
+        found.append(weight.to_torch().detach())
+    assert torch.equal(*found)
+
+
 def test_explain_inside_record_leaks_no_event_and_no_call():
     x = put("S(0), R", 8, 6)
     with loom.record() as log:

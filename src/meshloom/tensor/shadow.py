@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshloom.tensor.base import Tensor
 
@@ -34,3 +39,28 @@ class Shadows:
             base, moved = tensor._view
             made._view = (self.of(base) if moved else made, moved)
         return made
+
+
+@contextmanager
+def optimizers_kept() -> Iterator[None]:
+    """Optimizers that step meanwhile are afterwards as before: without new averages, their steps not counted."""
+    kept: dict[Optimizer, dict[Any, dict[str, Any]]] = {}
+
+    def keep(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in kept:
+            tables = optimizer.state.items()
+            kept[optimizer] = {p: {name: _copied(value) for name, value in each.items()} for p, each in tables}
+
+    handle = register_optimizer_step_pre_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for optimizer, tables in kept.items():
+            optimizer.state.clear()
+            optimizer.state.update(tables)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a dense count, which a step changes in place; tensors on a mesh have stand-ins meanwhile."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
