@@ -207,8 +207,23 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def awkward() -> tuple[int, int]:
-    """Values that need care in a dim which processes share: results, gradients of both orders, refusals as in torch."""
+def _causal(x: Any) -> Any:
+    rows = x.view(1, 1, 5, 3)
+    return torch.nn.functional.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
+
+
+EXPLAINED: dict[str, Callable[[Any], Any]] = {  # ops that look at where their elements stand
+    "cummax": lambda x: x.cummax(0),
+    "cross_entropy": _classes(0, 4, 1),
+    "attention": _causal,
+}
+
+
+def awkward() -> tuple[int, int, int]:
+    """Values that need care in a dim which processes share: results, gradients of both orders, refusals as in torch.
+
+    Beside them, ops that are explained without their values.
+    """
     join()
     for shape, grid, placements in (((4,), (2,), "S(0)"), ((2, 2), (1, 2), "S(0), S(0)")):
         mesh = loom.open_mesh(shape, processes=grid)
@@ -221,7 +236,10 @@ def awkward() -> tuple[int, int]:
                 except (RuntimeError, IndexError, loom.DTypeError):
                     continue
                 raise AssertionError(f"{name} was not refused for {type(x).__name__}")
-    return len(AWKWARD), len(REFUSED)
+        for name, work in EXPLAINED.items():
+            x = loom.distribute(_ROWS, mesh, placements)
+            assert loom.explain(lambda work=work, x=x: work(x)).events, name
+    return len(AWKWARD), len(REFUSED), len(EXPLAINED)
 
 
 def _check_awkward(

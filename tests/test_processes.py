@@ -17,7 +17,7 @@ from meshloom.backends import join
 from meshloom.backends.checks import checksum
 from meshloom.backends.forms import FORMS
 from meshloom.mesh import HERE
-from process_cases import AWKWARD, FAULTS, FUNCTIONS, KINDS, REFUSED, STYLES, WRITES, grids
+from process_cases import AWKWARD, EXPLAINED, FAULTS, FUNCTIONS, KINDS, REFUSED, STYLES, WRITES, grids
 from samples import SAMPLES
 from test_optimizers import LAYOUTS, OPTIMIZERS
 from test_random import DRAWS
@@ -122,7 +122,7 @@ def test_ops_on_a_dim_that_processes_share_send_statistics_and_no_data() -> None
 
 def test_awkward_values_in_a_dim_that_processes_share_are_those_of_one_process() -> None:
     found = ranks.run(2, "process_cases:awkward", timeout=TIMEOUT)
-    assert found == [(len(AWKWARD), len(REFUSED))] * 2
+    assert found == [(len(AWKWARD), len(REFUSED), len(EXPLAINED))] * 2
 
 
 def test_the_checksum_of_one_element_is_that_of_its_value_whatever_its_stride() -> None:

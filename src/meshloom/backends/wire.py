@@ -222,7 +222,7 @@ def exchange_rows(
     """Some rows for each process: those that this one asked of others (process, row), in the order of the processes."""
     sent = _carried(rows)
     room = sent.new_empty((len(asked), *sent.shape[1:]))
-    if rows.numel() == 0:
+    if rows.is_meta or rows.numel() == 0:
         return _restored(room, rows.dtype)
     width = sent[0].numel()
     order = [row for each in leaving for row in each]

@@ -56,11 +56,11 @@ class _Sequence:
             f"columns {process}",
             lambda: self.across.positions("key", self.key.dim() - 2, self.group.ranks[process]),
         )
-        return found
+        return found.to(self.key.device)
 
     def _allowed(self, mask: Any, is_causal: bool, groups: int) -> Callable[[int], torch.Tensor | None]:
         if is_causal:
-            rows = self.rows.repeat(groups).unsqueeze(-1)
+            rows = self.rows.repeat(groups).unsqueeze(-1).to(self.query.device)
             return lambda process: rows >= self._columns(process)
         if mask is not None and mask.dtype == torch.bool:
             return lambda process: mask[..., self._columns(process).clamp(min=0)]

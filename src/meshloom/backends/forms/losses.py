@@ -125,7 +125,7 @@ class _Classes:
             least, most = (int(each) for each in torch.aminmax(target))
             if least < 0 or most >= self.count:
                 raise IndexError(f"Target {least if least < 0 else most} is out of bounds.")
-        place = self.across.spots("input", self.dim)[target.long()]  # bytes would be a mask
+        place = self.across.spots("input", self.dim).to(target.device)[target.long()]  # bytes would be a mask
         found = torch.zeros_like(self.x).scatter(self.dim, place.clamp(min=0).unsqueeze(self.dim), 1.0)
         return found * (place >= 0).unsqueeze(self.dim)
 

@@ -88,7 +88,7 @@ def _extreme_scan(largest: bool) -> Callable[..., tuple[torch.Tensor, torch.Tens
             values, indices = function(input, dim)
             return values, indices
         chunks = _chunks(across, dim)
-        positions = across.positions("input", dim).view(chunks.here, chunks.size)
+        positions = across.positions("input", dim).view(chunks.here, chunks.size).to(input.device)
         values, spots = function(chunks.split(input), dim + 1)
         line = positions.view(chunks.here, chunks.size, *(1,) * (input.dim() - dim - 1)).expand_as(values)
         indices = line.gather(dim + 1, spots)
@@ -97,7 +97,8 @@ def _extreme_scan(largest: bool) -> Callable[..., tuple[torch.Tensor, torch.Tens
         last = last.view(-1, 1, *(1,) * (input.dim() - dim - 1)).expand_as(values.narrow(dim + 1, 0, 1))
         best, where = (each.gather(dim + 1, last).squeeze(dim + 1) for each in (values, indices))
         past, at = _past(chunks, best, where, function, dim)
-        mine = better(values, past) | values.isnan() | (chunks.places == 0).view(-1, 1, *(1,) * (input.dim() - dim - 1))
+        start = (chunks.places == 0).view(-1, 1, *(1,) * (input.dim() - dim - 1)).to(input.device)
+        mine = better(values, past) | values.isnan() | start
         values, indices = torch.where(mine, values, past), torch.where(mine, indices, at)
         return values.flatten(dim, dim + 1), indices.flatten(dim, dim + 1)
 
