@@ -533,3 +533,68 @@ def test_writes_are_seen_by_a_record() -> None:
         with pytest.raises(loom.CommunicationError):
             target += other
     check_same(target, torch.full((8, 8), 2.0))
+
+
+TURNS: dict[str, Callable[[Any], Any]] = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "swapdims_": lambda x: x.swapdims_(-1, 0),
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "squeeze_": lambda x: x.unsqueeze_(0).squeeze_(0),
+}
+
+
+@pytest.mark.parametrize("placements", ["S(0), S(0)", "R, S(1)", "S(1), S(0)", "P(sum), R"])
+@pytest.mark.parametrize("shape", [(4, 4), (6, 5)])
+@pytest.mark.parametrize("name", TURNS)
+def test_a_tensor_is_turned_in_place_with_what_shares_its_memory(name, shape, placements) -> None:
+    dense = torch.arange(float(shape[0] * shape[1])).view(shape)
+    ours = loom.distribute(dense, loom.open_mesh((2, 2)), {}).redistribute(placements)
+    same = ours.detach()
+    assert TURNS[name](ours) is ours
+    TURNS[name](turned := dense.clone())
+    check_same(ours, turned)
+    check_same(ours + 1, turned + 1)
+    if "P" not in placements:
+        ours.mul_(2)
+        check_same(same, dense * 2)
+
+
+def test_turning_passes_a_gradient_and_refuses_a_leaf() -> None:
+    mesh = loom.open_mesh((2,))
+    leaf, dense = loom.randn(4, 3, mesh=mesh).requires_grad_(), torch.zeros(4, 3)
+    factor = torch.arange(12.0).view(3, 4)
+    ((leaf * 1).t_() * factor).sum().backward()
+    check_same(leaf.grad, dense + factor.t())
+    with pytest.raises(loom.GradientError, match="t_ would change a leaf that requires a gradient"):
+        leaf.t_()
+    with torch.no_grad():
+        assert leaf.t_().shape == (3, 4)
+
+
+@pytest.mark.parametrize("placements", ["S(0), R", "R, R", "S(1), S(0)"])
+@pytest.mark.parametrize("shape", [(4, 12), (12, 4), (5, 5)])
+def test_orthogonal_initialisation_gives_orthogonal_rows_or_columns(shape, placements) -> None:
+    weight = loom.Parameter(torch.zeros(shape), loom.open_mesh((2, 2)), placements)
+    found = torch.nn.init.orthogonal_(weight).to_torch().detach()
+    square = found @ found.T if shape[0] <= shape[1] else found.T @ found
+    torch.testing.assert_close(square, torch.eye(min(shape)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["set_", "resize_", "resize_as_", "as_strided_"])
+def test_what_would_change_the_shape_behind_a_topology_is_refused(name) -> None:
+    x = loom.zeros(4, 4, mesh=loom.open_mesh((2,), axes=("dp",)))
+    with pytest.raises(loom.UnsupportedError) as caught:
+        getattr(x, name)(x)
+    assert str(caught.value) == (
+        f"{name} is not for tensors on a mesh\n"
+        "  tensor  f32[4, 4](S(0)) on Mesh(dp=2)\n"
+        "  fix     make a new tensor, or x.copy_(value)"
+    )
+
+
+def test_a_tensor_that_was_drawn_is_detached_in_place() -> None:
+    x = loom.randn(4, 6, mesh=loom.open_mesh((2, 2))).requires_grad_()
+    y = x * 2
+    assert y.detach_() is y and not y.requires_grad
+    assert x.detach_() is x and not x.requires_grad

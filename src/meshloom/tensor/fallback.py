@@ -100,12 +100,14 @@ class Gathered:
         """Operands that the function changed in place take the new value."""
         for operand in self.operands:
             tensor, data = operand.tensor, operand.dense
-            if data._version == operand.version or same_storage(data, tensor._data):
-                continue
             if tuple(data.shape) != tensor.topology.shape:
                 raise ShapeError(
-                    f"{self.name} changed the shape of its operand to {list(data.shape)}", tensor=tensor.topology
+                    f"{self.name} changed the shape of its operand to {list(data.shape)}",
+                    tensor=tensor.topology,
+                    fix="use the form without the underscore, which gives a new tensor",
                 )
+            if data._version == operand.version or same_storage(data, tensor._data):
+                continue
             assign(tensor, Tensor(tensor.topology.replicated, data), self.name)
 
     def note(self) -> None:

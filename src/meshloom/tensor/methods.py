@@ -231,7 +231,7 @@ def _register_post_hook(self: Tensor, hook: Callable[[Tensor], None]) -> Any:
 
 
 def _detach_(self: Tensor) -> Tensor:
-    self._data.detach_()
+    self._data = self._data.detach()  # what we hold may be a view, which torch would not detach in place
     return self
 
 

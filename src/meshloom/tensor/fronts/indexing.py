@@ -8,16 +8,18 @@ from typing import Any
 import numpy
 import torch
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, GradientError, UnsupportedError
 from meshloom.ops.labels import normal_dim
 from meshloom.ops.shapes import spelled_index
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, invoke, own, table_call
 from meshloom.tensor.fallback import fallback
+from meshloom.tensor.moving import shadowed
 from meshloom.tensor.writing import assign, fill, rewrite, write, write_item, zero
 
 _REWRITING = "scatter scatter_add scatter_reduce index_add index_copy index_fill tril triu".split()
+_TURNING = "t transpose swapdims swapaxes squeeze unsqueeze".split()
 _COUNTING = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -169,6 +171,38 @@ def _transposed_matrix(input: Any) -> Any:
     return table_call("transpose", input, 0, 1) if own(input).ndim == 2 else input
 
 
+def _turned(name: str) -> Front:
+    """`t_` and its kind: the tensor becomes a view of what it was."""
+
+    def front(input: Any, *args: Any, **kwargs: Any) -> Any:
+        target = own(input)
+        tensor = shadowed(target)
+        if torch.is_grad_enabled() and tensor._data.requires_grad and tensor._data.is_leaf:
+            raise GradientError(
+                f"{name}_ would change a leaf that requires a gradient", tensor=tensor.topology, fix=f"use x.{name}()"
+            )
+        made, held = own(invoke(name, (tensor, *args), kwargs)), tensor._view
+        if made is not tensor:
+            tensor.topology, tensor._data = made.topology, made._data
+            tensor._view = None if held is None else (held[0], held[1] or made._view[1])
+        return target
+
+    return front
+
+
+def _fixed_shape(name: str) -> Front:
+    """What gives a tensor other memory or another shape: a topology does not change behind its tensor."""
+
+    def front(input: Any, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{name} is not for tensors on a mesh",
+            tensor=own(input).topology,
+            fix="make a new tensor, or x.copy_(value)",
+        )
+
+    return front
+
+
 def _view(input: Any, *shape: Any, **kwargs: Any) -> Any:
     if (shape and isinstance(shape[0], torch.dtype)) or isinstance(kwargs.get("dtype"), torch.dtype):
         return fallback(torch.Tensor.view, (input, *shape), kwargs, "view")
@@ -201,4 +235,6 @@ INDEXING: dict[str, Front] = {
     "index_put": _index_put,
     "index_put_": _index_put_,
     **{f"{name}_": _rewriting(name) for name in _REWRITING},
+    **{f"{name}_": _turned(name) for name in _TURNING},
+    **{name: _fixed_shape(name) for name in ("set_", "resize_", "resize_as_", "as_strided_")},
 }
