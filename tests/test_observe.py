@@ -413,6 +413,26 @@ def test_an_optimizer_that_was_explained_goes_on_as_if_it_had_not_been(make):
     assert torch.equal(*found)
 
 
+def test_explain_gives_dense_tensors_their_value_back():
+    mesh = loom.open_mesh((2,), axes=("dp",))
+    norm, count, table = torch.nn.BatchNorm1d(3), torch.zeros(()), torch.nn.Parameter(torch.zeros(4, 3), False)
+    x = loom.randn(8, 3, mesh=mesh)
+
+    def program():
+        nonlocal count
+        count += 1
+        table[1] = 7
+        table.add_(1)
+        assert count.item() == 1
+        return norm(x)
+
+    loom.explain(program)
+    assert count.item() == norm.num_batches_tracked.item() == 0 and not table.any()
+    with pytest.raises(KeyError):
+        loom.explain(lambda: (table.add_(1), {}["missing"]))
+    assert not table.any()
+
+
 def test_explain_inside_record_leaks_no_event_and_no_call():
     x = put("S(0), R", 8, 6)
     with loom.record() as log:

@@ -64,11 +64,11 @@ def explain(program: Callable[[], Any]) -> Explanation:
     """
     import torch
 
-    from meshloom.tensor.shadow import Shadows, optimizers_kept
+    from meshloom.tensor.shadow import Shadows, Untouched, optimizers_kept
 
     log = Log()
     unseen = {"logs": (log,), "shadows": Shadows(), "policy": None}
-    with torch.random.fork_rng(devices=[]), optimizers_kept(), state.changed(**unseen):
+    with torch.random.fork_rng(devices=[]), Untouched(), optimizers_kept(), state.changed(**unseen):
         result = program()
     return Explanation(log, result)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from meshloom.tensor.base import Tensor
 
@@ -41,15 +42,38 @@ class Shadows:
         return made
 
 
+class Untouched(TorchFunctionMode):
+    """Dense tensors that are written to meanwhile have their value afterwards: a count of steps, or of batches."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, target = getattr(function, "__name__", ""), args[0] if args else None
+        is_written = name == "__setitem__" or (name.endswith("_") and (name[:3] == "__i" or name[-2:] != "__"))
+        if is_written and _is_dense(target) and id(target) not in self.kept:
+            self.kept[id(target)] = (target, target.detach().clone())
+        return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with torch.no_grad():
+            for target, value in self.kept.values():
+                target.copy_(value)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not hasattr(value, "_loom") and not value.is_meta
+
+
 @contextmanager
 def optimizers_kept() -> Iterator[None]:
-    """Optimizers that step meanwhile are afterwards as before: without new averages, their steps not counted."""
+    """Optimizers that step meanwhile are afterwards as before, without new averages."""
     kept: dict[Optimizer, dict[Any, dict[str, Any]]] = {}
 
     def keep(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in kept:
-            tables = optimizer.state.items()
-            kept[optimizer] = {p: {name: _copied(value) for name, value in each.items()} for p, each in tables}
+            kept[optimizer] = {parameter: dict(table) for parameter, table in optimizer.state.items()}
 
     handle = register_optimizer_step_pre_hook(keep)
     try:
@@ -59,8 +83,3 @@ def optimizers_kept() -> Iterator[None]:
         for optimizer, tables in kept.items():
             optimizer.state.clear()
             optimizer.state.update(tables)
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a dense count, which a step changes in place; tensors on a mesh have stand-ins meanwhile."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
