@@ -49,7 +49,8 @@ class Untouched(TorchFunctionMode):
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, target = getattr(function, "__name__", ""), args[0] if args else None
+        name = getattr(function, "__name__", "")
+        target: Any = args[0] if args else None
         is_written = name == "__setitem__" or (name.endswith("_") and (name[:3] == "__i" or name[-2:] != "__"))
         if is_written and _is_dense(target) and id(target) not in self.kept:
             self.kept[id(target)] = (target, target.detach().clone())
