@@ -51,6 +51,7 @@ SKIPPED: dict[str, str] = {
     ),
     "as_strided_partial_views": "reads storage outside its operand",
     "resize_": "changes the shape of its operand: refused",
+    "resize_as_": "changes the shape of its operand: refused",
 }
 NO_TENSOR, SPARSE, LARGE = "takes no tensor", "sparse operands", f"more than {LARGEST:,} elements"
 

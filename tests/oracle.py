@@ -50,6 +50,8 @@ def draw_values(operand: Operand, seed: int, lead: tuple[int, ...] = ()) -> torc
         return draw_values(Operand(operand.shape, operand.dtype), seed).sort().values
     if operand.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < (0.9 if operand.values == "mostly" else 0.5)
+    if operand.dtype.is_complex:
+        return torch.randn(shape, dtype=operand.dtype, generator=generator)
     if operand.dtype.is_floating_point:
         values = torch.randn(shape, generator=generator)
         if operand.values == "nonzero":

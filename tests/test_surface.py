@@ -60,7 +60,7 @@ linalg_eigvalsh linalg_inv linalg_matrix_exp linalg_matrix_power linalg_matrix_r
 linalg_slogdet linalg_solve linalg_solve_triangular linalg_svd linalg_svdvals logdet matrix_exp matrix_power
 max_pool1d max_pool2d max_pool3d meshgrid moveaxis movedim one_hot pad pixel_shuffle pixel_unshuffle ravel repeat
 repeat_interleave roll rot90 scatter scatter_add scatter_reduce searchsorted slogdet sort take take_along_dim tile topk
-tril triu unbind unflatten unfold
+tril triu unbind unflatten unfold view_as_complex view_as_real
 """.split()
 
 # Public, but not taken along by `from meshloom import *`, which would hide Python's own.
@@ -271,6 +271,8 @@ SAMPLES: dict[str, Callable[[], Arguments]] = {
     "bucketize": lambda: given(x(), torch.arange(3.0)),
     "unflatten": lambda: given(x(), 0, (3, 2)),
     "ravel": lambda: given(x()),
+    "view_as_complex": lambda: given(put("S(0), R", 6, 2)),
+    "view_as_real": lambda: given(loom.complex(x(), x())),
     "movedim": lambda: given(x(), 0, 1),
     "unbind": lambda: given(x(), 1),
     "unfold": lambda: given(x(), 1, 2, 1),

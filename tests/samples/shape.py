@@ -299,6 +299,8 @@ SHAPE: dict[str, Sample] = {
     "meshgrid": meshgrid,
     "pixel_shuffle": pixel_shuffle,
     "pixel_unshuffle": pixel_unshuffle,
+    "view_as_complex": lambda d: Case((Operand((*d.shape(), 2), torch.float32),), torch.view_as_complex),
+    "view_as_real": lambda d: Case((Operand(d.shape(), torch.complex64, "complex"),), torch.view_as_real),
     "ravel": lambda d: Case((Operand(d.shape(), d.pick(ALL)),), torch.ravel),
     "tril": triangle(torch.tril),
     "triu": triangle(torch.triu),

@@ -11,7 +11,7 @@ from meshloom.errors import ArgumentError, ShapeError
 from meshloom.ops.labels import R, normal_dim, normal_dims, others
 from meshloom.ops.rule import Call, Choices, Even, Row, with_none
 from meshloom.ops.shapes import carried, filled_shape, partials, reshaped
-from meshloom.placement import Shard
+from meshloom.placement import Partial, Shard
 from meshloom.types import Shape, numel
 
 
@@ -27,6 +27,26 @@ def unflatten(call: Call) -> Choices:
 def ravel(call: Call) -> Choices:
     """`ravel()`: one dim."""
     return reshaped(call, (numel(call.shape("input")),))
+
+
+def as_complex(call: Call) -> Choices:
+    """`view_as_complex`: the last dim, a real and an imaginary part, becomes one number."""
+    shape = call.shape("input")
+    if not shape or shape[-1] != 2:
+        raise ShapeError(f"view_as_complex needs a last dim of size 2 and got {list(shape)}")
+    return _linearly(call, shape[:-1])
+
+
+def as_real(call: Call) -> Choices:
+    """`view_as_real`: a last dim for the real and the imaginary part."""
+    return _linearly(call, (*call.shape("input"), 2))
+
+
+def _linearly(call: Call, out: Shape) -> Choices:
+    """Dims stay where they are; sums of parts are parts of the sum, which products are not."""
+    rows = [Row(f"dim {d}", (Shard(d),), (Shard(d),)) for d in range(min(len(out), len(call.shape("input"))))]
+    rows += [Row(f"P({op})", (Partial(op),), (Partial(op),)) for op in ("sum", "mean")]
+    return with_none(call, [out], rows)
 
 
 def movedim(call: Call) -> Choices:

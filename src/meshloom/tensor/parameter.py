@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -209,6 +210,10 @@ def _rebuild(topology: Topology, data: torch.Tensor, requires_grad: bool) -> Par
     return Parameter(Tensor(topology, data), requires_grad=requires_grad)
 
 
+_torch_apply: Any = vars(torch.autograd.Function)["apply"].__func__
+
+
+@wraps(_torch_apply)
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`autograd.Function.apply` takes what is no torch tensor for a constant: a gradient would end there, unnoticed."""
     if torch.is_grad_enabled() and not cls.__module__.startswith("torch."):  # checkpoint hands ours on, and knows why
@@ -223,7 +228,6 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _torch_apply(cls, *args, **kwargs)
 
 
-_torch_apply: Any = vars(torch.autograd.Function)["apply"].__func__
 setattr(torch.autograd.Function, "apply", classmethod(_apply))  # noqa: B010
 
 # plain values, so that `torch.load` reads tensors on a mesh as it reads dense ones

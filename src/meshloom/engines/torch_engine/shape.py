@@ -89,6 +89,12 @@ def _interleave(input: torch.Tensor, repeats: int, dim: int | None, output_size:
     return torch.repeat_interleave(input, repeats, dim)
 
 
+def _as_complex(input: torch.Tensor) -> torch.Tensor:
+    """torch wants both parts of a number side by side, which the stored array need not have."""
+    *strides, last = input.stride()
+    return torch.view_as_complex(input if last == 1 and not any(s % 2 for s in strides) else input.contiguous())
+
+
 SHAPE: dict[str, Function] = {
     "reshape": _reshape,
     "view": _reshape,
@@ -106,6 +112,8 @@ SHAPE: dict[str, Function] = {
     "stack": torch.stack,
     "unflatten": _reshape,
     "ravel": _reshape,
+    "view_as_complex": _as_complex,
+    "view_as_real": lambda input: torch.view_as_real(input.resolve_conj()),
     "movedim": torch.movedim,
     "unbind": torch.unbind,
     "unfold": lambda input, dimension, size, step: input.unfold(dimension, size, step),

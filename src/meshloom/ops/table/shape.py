@@ -22,6 +22,8 @@ SHAPE: tuple[Op, ...] = (
     Op("stack", shapes.stack, "tensors, dim=0"),
     Op("unflatten", arranging.unflatten, "input, dim, sizes", is_view=True),
     Op("ravel", arranging.ravel, "input", is_view=True),
+    Op("view_as_complex", arranging.as_complex, "input", is_view=True),
+    Op("view_as_real", arranging.as_real, "input", is_view=True),
     Op("movedim", arranging.movedim, "input, source, destination", is_view=True),
     Op("unbind", arranging.unbind, "input, dim=0", is_view=True),
     Op("unfold", arranging.unfold, "input, dimension, size, step", is_view=True),

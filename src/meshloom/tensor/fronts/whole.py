@@ -187,7 +187,7 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     if given.add_zero_attn or any(getattr(given, name) is not None for name in ("bias_k", "static_k", "static_v")):
-        return _composed(F.multi_head_attention_forward)(*args, **kwargs)
+        return fallback(F.multi_head_attention_forward, args, kwargs, "multi_head_attention_forward")
     alone = own(given.query).ndim == 2
     query, key, value = (_heads(each, given.num_heads, alone) for each in _projected(given))
     mask = _merged_masks(given, own(query).shape[0])
