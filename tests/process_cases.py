@@ -181,6 +181,7 @@ AWKWARD: dict[str, Awkward] = {  # rows of the first operand are split: of five,
     "norm where a process holds zeros": (_norm(3), (_with(_ROWS, 4, 0.0, 0.0, 0.0),)),
     "norm where a process holds nothing": (_norm(-1), (_ROWS[:1] + 4,)),
     "logcumsumexp": (lambda x: torch.logcumsumexp(x, 0), (_ROWS,)),
+    "cumsum in half precision": (lambda x: x.bfloat16().cumsum(0).float(), (torch.linspace(0, 3, 192).view(64, 3),)),
     "cross_entropy of probabilities": (
         lambda x, p: torch.nn.functional.cross_entropy(x.T, p, reduction="sum"),
         (_ROWS[:4], torch.eye(4)[:3]),

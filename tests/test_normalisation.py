@@ -125,3 +125,10 @@ def test_an_unknown_reduction_is_refused_with_the_ways_there_are() -> None:
 def test_softmin_is_the_softmax_of_the_negative() -> None:
     x = loom.distribute(dense(7, 3), MESH, "S(0), S(1)")
     torch.testing.assert_close(F.softmin(x, dim=1).to_torch(), F.softmin(dense(7, 3), dim=1))
+
+
+def test_batch_norm_of_one_value_per_channel_is_refused_in_training_alone() -> None:
+    module, x = nn.BatchNorm1d(5), loom.distribute(dense(1, 5, 1), MESH, "R, S(1)")
+    with pytest.raises(loom.ShapeError, match=r"more than one value per channel and got \[1, 5, 1\]"):
+        module(x)
+    assert module.eval()(x).shape == (1, 5, 1)

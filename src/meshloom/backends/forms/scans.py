@@ -10,6 +10,7 @@ import torch
 
 from meshloom.backends.forms.across import Across
 from meshloom.backends.nodes import Enter, Join
+from meshloom.engines.torch_engine.local import wide_dtype
 
 Totals = Callable[[torch.Tensor], torch.Tensor]
 
@@ -54,6 +55,9 @@ def _scan(function: Callable[..., torch.Tensor], nothing: float, combine: Callab
     """A scan whose padding holds what changes no total, so that the last of a chunk is its total."""
 
     def form(across: Across, input: torch.Tensor, dim: int, **options: Any) -> torch.Tensor:
+        kept = options.get("dtype") or input.dtype
+        if wide_dtype(kept) != kept:  # rounded once, at the end
+            return form(across, input.to(wide_dtype(kept)), dim, **dict.fromkeys(options)).to(kept)
         dim = dim % input.dim()
         if input.numel() == 0:
             return function(input, dim, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, ShapeError
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, invoke, own, table_call
@@ -107,6 +108,12 @@ def _batch_norm(
     options = (weight, bias, training, momentum, eps)
     if not training:
         return table_call("batch_norm", input, running_mean, running_var, *options)
+    shape = own(input).shape
+    if math.prod((*shape[:1], *shape[2:])) == 1:
+        raise ShapeError(
+            f"batch_norm in training needs more than one value per channel and got {list(shape)}",
+            fix="give it a larger batch, or call eval() on the module",
+        )
     with state.changed(output=None):  # what was asked for is asked of the normalised input alone
         out, mean, spread = table_call("batch_norm", input, None, None, *options)
     with torch.no_grad(), state.changed(output=None):
