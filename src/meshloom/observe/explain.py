@@ -38,10 +38,27 @@ class Explanation:
         """The price of all calls in seconds, on the machine they were planned for."""
         return sum(each.cost for each in self.plans)
 
+    @property
+    def brief(self) -> str:
+        """The text without the rows: a line per call, and what it moves.
+
+        >>> import meshloom as loom
+        >>> x = loom.ones(8, 8, mesh=loom.open_mesh((4,), axes=("tp",)), placements="S(1)")
+        >>> print(explain(lambda: (x + 1).sum(1)).brief)  # doctest: +ELLIPSIS
+        add(f32[8, 8](S(1))) -> f32[8, 8](S(1)) on Mesh(tp=4)  at ...
+        sum(f32[8, 8](S(1))) -> f32[8](R) on Mesh(tp=4)  at ...
+          moves all_reduce(sum) over tp of 4: 48 B, ... us
+        1 collective, 48 B per device
+        """
+        return self._text(rows=False)
+
     def __str__(self) -> str:
+        return self._text(rows=True)
+
+    def _text(self, rows: bool) -> str:
         lines: list[str] = []
         for each, where in self.log.calls:
-            lines += _describe(each, where) if isinstance(each, Plan) else [f"{each}  at {where}"]
+            lines += _describe(each, where, rows) if isinstance(each, Plan) else [f"{each}  at {where}"]
         planned = {(each.call.op, where) for each, where in self.log.calls if isinstance(each, Plan)}
         moved = [e for e in self.events if e.phase == "backward" or (e.call, e.where) not in planned]
         if moved:
@@ -73,16 +90,16 @@ def explain(program: Callable[[], Any]) -> Explanation:
     return Explanation(log, result)
 
 
-def _describe(plan: Plan, where: str) -> Iterator[str]:
+def _describe(plan: Plan, where: str, rows: bool) -> Iterator[str]:
     operands = ", ".join(topology.notation for topology in plan.call.operands)
     results = ", ".join(topology.notation for topology in plan.outs)
     yield f"{plan.call.op}({operands}) -> {results} on {plan.mesh}  at {where}"
-    for line in considered(plan):
+    for line in considered(plan) if rows else ():
         mark = "chosen  " if line.chosen else "rejected"
         price = "        -" if line.cost is None else f"{line.cost * 1e6:9.3f}"
         yield f"  {line.axis:>4} {mark} {price} us  {line.row.label:<8} {line.row!s:<28} {line.reason}"
     for collective in plan.forward:
         name, seconds = fastest(collective, plan.machine)
         yield f"  moves {collective}, {name}, {seconds * 1e6:.3f} us"
-    if not plan.forward:
+    if rows and not plan.forward:
         yield "  moves nothing"
