@@ -40,6 +40,9 @@ def searchsorted(d: Draw) -> Case:
 
 def bucketize(d: Draw) -> Case:
     dtype, options = d.pick(_PLAIN), {"right": d.yes(), "out_int32": d.yes()}
+    if d.number(0, 5) == 0:
+        line = Operand((d.size(),), dtype, "sorted")
+        return Case((line,), lambda line: torch.bucketize(1, line, **options))
     operands = (Operand(d.shape(), dtype), Operand((d.size(),), dtype, "sorted"))
 
     def run(x: Any, line: Any) -> Any:

@@ -69,7 +69,7 @@ def searchsorted(call: Call) -> Choices:
 
 def bucketize(call: Call) -> Choices:
     """`bucketize(boundaries)`: as `searchsorted` with one line for all."""
-    values, line = call.shape("input"), call.shape("boundaries")
+    values, line = call.shape("input") if call.has("input") else (), call.shape("boundaries")
     if len(line) != 1:
         raise ShapeError(f"bucketize needs boundaries of one dim and got {list(line)}")
     rows = [named_row(call, f"dim {d}", (Shard(d),), input=Shard(d)) for d in range(len(values))]
