@@ -142,7 +142,7 @@ def _candidates(
 
 def _works_across(call: Call, row: Row) -> bool:
     """Whether processes can carry a row out: keys that lie apart while their queries do not are gathered."""
-    return row.local or (call.op, row.label) != ("scaled_dot_product_attention", "keys")
+    return (call.op, row.label) != ("scaled_dot_product_attention", "keys")
 
 
 def _carries(row: Row) -> bool:

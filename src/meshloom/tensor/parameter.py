@@ -216,7 +216,8 @@ _torch_apply: Any = vars(torch.autograd.Function)["apply"].__func__
 @wraps(_torch_apply)
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`autograd.Function.apply` takes what is no torch tensor for a constant: a gradient would end there, unnoticed."""
-    if torch.is_grad_enabled() and not cls.__module__.startswith("torch."):  # checkpoint hands ours on, and knows why
+    theirs = not cls.__module__.startswith(("torch.", "meshloom."))  # checkpoint hands ours on, and knows why
+    if theirs and torch.is_grad_enabled():
         for each in args:
             if isinstance(each, (Tensor, Mirror)) and each.requires_grad:
                 raise GradientError(

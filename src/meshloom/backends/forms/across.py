@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,24 +29,34 @@ class Across:
 
     def positions(self, name: str, dim: int, rank: int | None = None) -> torch.Tensor:
         """The global index of each element that this process, or another rank, holds along a dim; -1 for padding."""
-        topology = self.topology(name)
-        size = topology.shape[dim]
-        line = pad(torch.arange(1, size + 1), 0, size, topology.shards[dim])
-        return box(line, topology, dim, 0, rank) - 1
+
+        def work() -> torch.Tensor:
+            topology = self.topology(name)
+            size = topology.shape[dim]
+            line = pad(torch.arange(1, size + 1), 0, size, topology.shards[dim])
+            return box(line, topology, dim, 0, rank) - 1
+
+        return self._once("positions", work, name, dim, rank)
 
     def spots(self, name: str, dim: int) -> torch.Tensor:
         """For each global index along a dim where this process holds it; -1 where it does not."""
-        held = self.positions(name, dim)
-        found = torch.full((self.topology(name).shape[dim],), -1)
-        found[held[held >= 0]] = torch.nonzero(held >= 0).squeeze(1)
-        return found
+
+        def work() -> torch.Tensor:
+            found, held = torch.full((self.topology(name).shape[dim],), -1), self.held(name, dim)
+            found[self.positions(name, dim)[held]] = held
+            return found
+
+        return self._once("spots", work, name, dim)
 
     def held(self, name: str, dim: int, rank: int | None = None) -> torch.Tensor:
         """Where along a dim this process, or another rank, stores elements: all places but the padding."""
-        found: torch.Tensor = self.local.once(
-            f"held {name} {dim} {rank}",
-            lambda: torch.nonzero(self.positions(name, dim, rank) >= 0).squeeze(1),
+        return self._once(
+            "held", lambda: torch.nonzero(self.positions(name, dim, rank) >= 0).squeeze(1), name, dim, rank
         )
+
+    def _once(self, what: str, work: Callable[[], torch.Tensor], *of: Any) -> torch.Tensor:
+        """What follows from the call alone is worked out on its first run."""
+        found: torch.Tensor = self.local.once(f"{what} {of}", work)
         return found
 
     def trimmed(self, name: str, data: torch.Tensor, dim: int) -> torch.Tensor:

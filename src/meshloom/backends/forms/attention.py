@@ -52,11 +52,7 @@ class _Sequence:
         return out if groups == 1 else out.unflatten(-2, (groups, -1)).flatten(-4, -3)
 
     def _columns(self, process: int) -> torch.Tensor:
-        found: torch.Tensor = self.across.local.once(
-            f"columns {process}",
-            lambda: self.across.positions("key", self.key.dim() - 2, self.group.ranks[process]),
-        )
-        return found.to(self.key.device)
+        return self.across.positions("key", self.key.dim() - 2, self.group.ranks[process]).to(self.key.device)
 
     def _allowed(self, mask: Any, is_causal: bool, groups: int) -> Callable[[int], torch.Tensor | None]:
         if is_causal:

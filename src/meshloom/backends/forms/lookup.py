@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from meshloom.backends.forms.across import Across
-from meshloom.engines.torch_engine.lookup import entries, indexed_dims, scatter
+from meshloom.engines.torch_engine.lookup import FINDS, WRITES, entries, indexed_dims
 from meshloom.ops.lookup import indexed_places
 
 _FROM_THE_END = frozenset("take index index_put index_fill".split())  # ops that take negative indices
@@ -19,21 +19,16 @@ _AROUND = "take_along_dim"  # torch counts its index modulo the size
 def _embedding(across: Across, input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
     place = _places(across, input, 0, "weight")
     missing = place < 0
-    ignored = None if padding_idx is None else int(_spots(across, "weight", 0)[padding_idx])
+    ignored = None if padding_idx is None else int(across.spots("weight", 0)[padding_idx])
     found = F.embedding(torch.where(missing, 0, place), weight, None if ignored is None or ignored < 0 else ignored)
     return found.masked_fill(missing.unsqueeze(-1), 0)
-
-
-def _spots(across: Across, name: str, dim: int) -> torch.Tensor:
-    found: torch.Tensor = across.local.once(f"spots {name} {dim}", lambda: across.spots(name, dim))
-    return found
 
 
 def _places(across: Across, index: torch.Tensor, dim: int, name: str = "input") -> torch.Tensor:
     """Where this process stores what an index names along a dim; -1 where it does not. Its dtype is the index's own."""
     if index.is_meta:
         return torch.empty_like(index)
-    spots = _spots(across, name, dim)
+    spots = across.spots(name, dim)
     size = len(spots)
     if across.plan.call.op == _AROUND and size:
         index = index % size
@@ -131,16 +126,9 @@ def _index_put(
 
 LOOKUP: dict[str, Callable[..., Any]] = {
     "embedding": _embedding,
-    "gather": _finding(torch.gather),
-    "take_along_dim": _finding(torch.take_along_dim),
+    **{name: _finding(function) for name, function in FINDS.items()},
     "take": _take,
-    "index_select": _finding(torch.index_select),
     "index": _index,
     "index_put": _index_put,
-    "index_add": _writing(torch.index_add),
-    "index_copy": _writing(torch.index_copy),
-    "index_fill": _writing(torch.index_fill),
-    "scatter": _writing(scatter),
-    "scatter_add": _writing(torch.scatter_add),
-    "scatter_reduce": _writing(torch.scatter_reduce),
+    **{name: _writing(function) for name, function in WRITES.items()},
 }

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from meshloom.backends import wire
 from meshloom.backends.forms.across import Across
-from meshloom.backends.forms.norms import centred
-from meshloom.backends.nodes import Enter, Leave
+from meshloom.backends.nodes import Enter, Leave, statistic
 from meshloom.backends.world import Group
 from meshloom.engines.torch_engine.local import wide_dtype
+from meshloom.engines.torch_engine.reductions import centred
 from meshloom.ops.labels import normal_dims
 
 
@@ -34,7 +35,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, across: Across, dims: tuple[int, ...], correction: Any) -> torch.Tensor:
-        middle, count = centred(across, input, dims)
+        middle, count = _middle(across, input, dims), across.local.count(dims)
         ctx.save_for_backward(input, middle)
         ctx.across, ctx.dims, ctx.freedom = across, dims, count - correction
         squares = (middle * middle.conj()).real if middle.is_complex() else middle.square()
@@ -45,9 +46,14 @@ class _Spread(torch.autograd.Function):
         input, middle = ctx.saved_tensors
         gradient = Enter.apply(gradient, ctx.across.group)
         if torch.is_grad_enabled():
-            middle = centred(ctx.across, input, ctx.dims)[0]
+            middle = _middle(ctx.across, input, ctx.dims)
         found, mask = gradient * 2 / ctx.freedom * middle, ctx.across.local.mask(input, ctx.dims)
         return found if mask is None else torch.where(mask, found, 0), None, None, None
+
+
+def _middle(across: Across, x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    total = partial(statistic, group=across.group)
+    return centred(x, across.local.mask(x, dims), dims, across.local.count(dims), total)[0]
 
 
 def _std(across: Across, input: torch.Tensor, **options: Any) -> torch.Tensor:

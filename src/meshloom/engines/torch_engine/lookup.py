@@ -60,7 +60,7 @@ def _writing(function: Callable[..., torch.Tensor]) -> Function:
     return write
 
 
-def scatter(input: Any, dim: int, index: Any, src: Any, value: Any, reduce: str | None) -> torch.Tensor:
+def _scatter(input: Any, dim: int, index: Any, src: Any, value: Any, reduce: str | None) -> torch.Tensor:
     content = value if src is None else src
     if reduce is None:
         return torch.scatter(input, dim, index, content)
@@ -95,19 +95,27 @@ def _index_put(
     return result
 
 
+# ops that find elements along a dim, and ops that write them; processes that share the dim do so in their own way
+FINDS: dict[str, Function] = {
+    "gather": torch.gather,
+    "take_along_dim": torch.take_along_dim,
+    "index_select": torch.index_select,
+}
+WRITES: dict[str, Function] = {
+    "index_add": torch.index_add,
+    "index_copy": torch.index_copy,
+    "index_fill": torch.index_fill,
+    "scatter": _scatter,
+    "scatter_add": torch.scatter_add,
+    "scatter_reduce": torch.scatter_reduce,
+}
+
 LOOKUP: dict[str, Function] = {
     "embedding": _embedding,
-    "gather": _finding(torch.gather),
-    "take_along_dim": _finding(torch.take_along_dim),
+    **{name: _finding(function) for name, function in FINDS.items()},
     "take": _finding(torch.take),
-    "index_select": _finding(torch.index_select),
     "index": _index,
     "index_put": _index_put,
-    "index_add": _writing(torch.index_add),
-    "index_copy": _writing(torch.index_copy),
-    "index_fill": _writing(torch.index_fill),
-    "scatter": _writing(scatter),
-    "scatter_add": _writing(torch.scatter_add),
-    "scatter_reduce": _writing(torch.scatter_reduce),
+    **{name: _writing(function) for name, function in WRITES.items()},
     "one_hot": lambda input, num_classes: F.one_hot(input, num_classes),
 }

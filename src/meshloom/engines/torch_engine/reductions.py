@@ -37,6 +37,22 @@ def _over_dims(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return reduce
 
 
+Total = Callable[[torch.Tensor], torch.Tensor]
+
+
+def alone(sums: torch.Tensor) -> torch.Tensor:
+    """The total of sums of which no other process holds a part."""
+    return sums
+
+
+def centred(
+    x: torch.Tensor, mask: torch.Tensor | None, dims: tuple[int, ...], count: int, total: Total = alone
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An array less its mean over dims, zero where there is padding, and the mean."""
+    mean = total(x.sum(dims, keepdim=True)) / count
+    return x - mean if mask is None else torch.where(mask, x - mean, 0), mean
+
+
 def _correction(unbiased: Any, correction: Any) -> Any:
     if correction is not None:
         return correction
@@ -56,9 +72,8 @@ def _var(local: Local, input: torch.Tensor, dim: Any, unbiased: Any, keepdim: bo
         return _plain(torch.var, input, dim, unbiased, keepdim, correction)
     correction = _correction(unbiased, correction)
     count = local.count(dims)
-    wide = input.to(wide_dtype(input.dtype))
-    centred = torch.where(mask, wide - wide.sum(dims, keepdim=True) / count, 0)
-    squares = (centred * centred.conj()).real if centred.is_complex() else centred.square()
+    middle, _ = centred(input.to(wide_dtype(input.dtype)), mask, dims, count)
+    squares = (middle * middle.conj()).real if middle.is_complex() else middle.square()
     spread = squares.sum(dims, keepdim) / max(count - correction, 0)
     return spread if input.is_complex() else spread.to(input.dtype)
 

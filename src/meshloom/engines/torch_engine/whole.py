@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from meshloom.engines.layout import pad
 from meshloom.engines.torch_engine.local import Function, Local, aware, wide_dtype
+from meshloom.engines.torch_engine.reductions import Total, alone, centred
 from meshloom.ops.labels import broadcast
 from meshloom.ops.normalisation import normalised
 from meshloom.types import Shape
@@ -20,56 +21,85 @@ from meshloom.types import Shape
 def _layer_norm(
     local: Local, input: torch.Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float
 ) -> torch.Tensor:
-    ndim = input.dim()
-    dims = tuple(range(ndim - normalised(local.call), ndim))
-    mask = local.mask(input, dims)
-    if mask is None:
+    dims = _trailing(local, input)
+    if local.mask(input, dims) is None:
         return F.layer_norm(input, tuple(input.shape[d] for d in dims), weight, bias, eps)
-    count = local.count(dims)
-    wide = input.to(wide_dtype(input.dtype))
-    centred = torch.where(mask, wide - wide.sum(dims, keepdim=True) / count, 0)
-    scaled = centred * torch.rsqrt(centred.square().sum(dims, keepdim=True) / count + eps)
-    scaled = scaled if weight is None else scaled * weight
-    return (scaled if bias is None else scaled + bias).to(input.dtype)
+    return layer_norm(local, input, normalized_shape, weight, bias, eps)
+
+
+def layer_norm(
+    local: Local, input: torch.Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float, total: Total = alone
+) -> torch.Tensor:
+    """The norm by its formula, which leaves padding out; `total` adds what other processes hold of a sum."""
+    dims = _trailing(local, input)
+    scaled, _, _ = _scaled(_wide(input), local.mask(input, dims), dims, local.count(dims), eps, total)
+    return _affine(scaled, weight, bias).to(input.dtype)
+
+
+def _trailing(local: Local, input: torch.Tensor) -> tuple[int, ...]:
+    """The dims that a layer_norm or rms_norm call normalises."""
+    return tuple(range(input.dim() - normalised(local.call), input.dim()))
+
+
+def _wide(input: torch.Tensor) -> torch.Tensor:
+    return input.to(wide_dtype(input.dtype))
+
+
+def _scaled(
+    x: torch.Tensor, mask: torch.Tensor | None, dims: tuple[int, ...], count: int, eps: float, total: Total
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zero mean and unit variance over dims, padding left out; and both."""
+    middle, mean = centred(x, mask, dims, count, total)
+    spread = total(middle.square().sum(dims, keepdim=True)) / count
+    return middle * torch.rsqrt(spread + eps), mean, spread
+
+
+def _affine(input: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    input = input if weight is None else input * weight
+    return input if bias is None else input + bias
+
+
+def _per_channel(input: torch.Tensor, *each: Any) -> torch.Tensor:
+    """Scale and shift, one of each per channel."""
+    line = (-1,) + (1,) * (input.dim() - 2)
+    return _affine(input, *(None if x is None else x.view(line) for x in each))
 
 
 @aware
 def _rms_norm(local: Local, input: torch.Tensor, normalized_shape: Any, weight: Any, eps: float | None) -> torch.Tensor:
-    dims = tuple(range(input.dim() - normalised(local.call), input.dim()))
+    dims = _trailing(local, input)
     if local.mask(input, dims) is None:
         return F.rms_norm(input, tuple(input.shape[d] for d in dims), weight, eps)
-    wide = input.to(wide_dtype(input.dtype))
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    scaled = wide * torch.rsqrt(wide.square().sum(dims, keepdim=True) / local.count(dims) + eps)
-    return (scaled if weight is None else scaled * weight).to(input.dtype)
+    return rms_norm(local, input, normalized_shape, weight, eps)
+
+
+def rms_norm(
+    local: Local, input: torch.Tensor, normalized_shape: Any, weight: Any, eps: float | None, total: Total = alone
+) -> torch.Tensor:
+    """The norm by its formula: padding, which is zero, adds nothing."""
+    dims, x = _trailing(local, input), _wide(input)
+    squares = total(x.square().sum(dims, keepdim=True)) / local.count(dims)
+    scaled = x * torch.rsqrt(squares + (torch.finfo(x.dtype).eps if eps is None else eps))
+    return _affine(scaled, weight, None).to(input.dtype)
 
 
 @aware
 def _group_norm(local: Local, input: torch.Tensor, num_groups: int, weight: Any, bias: Any, eps: float) -> torch.Tensor:
-    """The groups that are here, by the channels that one has."""
-    shape = local.call.shape("input")
-    width = shape[1] // num_groups
-    spatial = tuple(range(2, input.dim()))
-    mask = local.mask(input, spatial)
-    if mask is None:
-        return torch.group_norm(input, input.shape[1] // width, weight, bias, eps) if input.numel() else input * 1
-    wide = input.to(wide_dtype(input.dtype)).unflatten(1, (-1, width))
-    dims = tuple(range(2, wide.dim()))
-    scaled = _scaled(wide, mask, dims, width * local.count(spatial), eps).flatten(1, 2)
-    return per_channel(scaled, weight, bias).to(input.dtype)
+    if local.mask(input, tuple(range(2, input.dim()))) is None:
+        groups = input.shape[1] // (local.call.shape("input")[1] // num_groups)
+        return torch.group_norm(input, groups, weight, bias, eps) if input.numel() else input * 1
+    return group_norm(local, input, num_groups, weight, bias, eps)
 
 
-def _scaled(wide: torch.Tensor, mask: torch.Tensor, dims: tuple[int, ...], count: int, eps: float) -> torch.Tensor:
-    """Zero mean and unit variance over dims, padding left out."""
-    centred = torch.where(mask, wide - wide.sum(dims, keepdim=True) / count, 0)
-    return centred * torch.rsqrt(centred.square().sum(dims, keepdim=True) / count + eps)
-
-
-def per_channel(input: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-    """Scale and shift, one of each per channel."""
-    line = (-1,) + (1,) * (input.dim() - 2)
-    input = input if weight is None else input * weight.view(line)
-    return input if bias is None else input + bias.view(line)
+def group_norm(
+    local: Local, input: torch.Tensor, num_groups: int, weight: Any, bias: Any, eps: float, total: Total = alone
+) -> torch.Tensor:
+    """The norm by its formula, of the groups that are here, by the channels that one has."""
+    width, spatial = local.call.shape("input")[1] // num_groups, tuple(range(2, input.dim()))
+    x = _wide(input).unflatten(1, (-1, width))
+    dims, count = tuple(range(2, x.dim())), width * local.count(spatial)
+    scaled, _, _ = _scaled(x, local.mask(input, spatial), dims, count, eps, total)
+    return _per_channel(scaled.flatten(1, 2), weight, bias).to(input.dtype)
 
 
 @aware
@@ -80,19 +110,31 @@ def _batch_norm(
     """In training the batch's mean and unbiased variance come out too."""
     if not training:
         return torch.batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, False)
-    dims = tuple(d for d in range(input.dim()) if d != 1)
-    mask, count = local.mask(input, dims), local.count(dims)
-    if mask is None:
-        out, mean, inverse = torch.native_batch_norm(input, weight, bias, None, None, True, momentum, eps)
-        spread = inverse.pow(-2) - eps
-    else:
-        wide = input.to(wide_dtype(input.dtype))
-        out = per_channel(_scaled(wide, mask, dims, count, eps), weight, bias).to(input.dtype)
-        mean = wide.detach().sum(dims) / count
-        spread = (
-            torch.where(mask, wide.detach() - mean.view((-1,) + (1,) * (input.dim() - 2)), 0).square().sum(dims) / count
-        )
-    return out, mean.detach(), spread.detach() * (count / max(count - 1, 1))
+    dims = _but_channels(input)
+    if local.mask(input, dims) is not None:
+        return batch_norm(local, input, running_mean, running_var, weight, bias, training, momentum, eps)
+    out, mean, inverse = torch.native_batch_norm(input, weight, bias, None, None, True, momentum, eps)
+    return out, mean.detach(), _unbiased(inverse.detach().pow(-2) - eps, local.count(dims))
+
+
+def batch_norm(
+    local: Local, input: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool,
+    momentum: float, eps: float, total: Total = alone,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The norm in training by its formula, with the batch's mean and unbiased variance."""
+    dims = _but_channels(input)
+    count = local.count(dims)
+    scaled, mean, spread = _scaled(_wide(input), local.mask(input, dims), dims, count, eps, total)
+    out = _per_channel(scaled, weight, bias).to(input.dtype)
+    return out, mean.detach().flatten(), _unbiased(spread.detach().flatten(), count)
+
+
+def _but_channels(input: torch.Tensor) -> tuple[int, ...]:
+    return tuple(d for d in range(input.dim()) if d != 1)
+
+
+def _unbiased(spread: torch.Tensor, count: int) -> torch.Tensor:
+    return spread * (count / max(count - 1, 1))
 
 
 def _reduced(local: Local, each: torch.Tensor, reduction: str) -> torch.Tensor:

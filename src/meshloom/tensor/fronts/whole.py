@@ -33,15 +33,16 @@ COMPOSED = (
 
 def _composed(function: Any) -> Front:
     """torch's own body, in which nothing is handed over as a whole: the ops in it come to us one by one."""
-    names = {**function.__globals__}
-    names.update({name: _never for name in names if name.startswith("has_torch_function")})
-    body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    body = FunctionType(function.__code__, _NAMES, function.__name__, function.__defaults__, function.__closure__)
     body.__kwdefaults__ = function.__kwdefaults__
     return body
 
 
 def _never(*_: Any) -> bool:
     return False
+
+
+_NAMES = {name: _never if name.startswith("has_torch_function") else each for name, each in vars(F).items()}
 
 
 def _softmax(name: str) -> Callable[..., Any]:
