@@ -575,7 +575,7 @@ def _recomputed(mesh: Mesh) -> None:
 def _pickled(mesh: Mesh) -> None:
     x, w, *_ = _pair(mesh)
     (x @ w).sum().backward()
-    read = pickle.loads(pickle.dumps(w))
+    read = pickle.loads(pickle.dumps(w))  # it is whole on every process
     _equal(read, w.to_torch())
     (x @ read).sum().backward()
     _equal(read.grad, w.grad.to_torch())

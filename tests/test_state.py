@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import meshloom as loom
-from meshloom import ArgumentError, LostError, MeshError, Replicate, Shard
+import ranks
+from meshloom import ArgumentError, LostError, MeshError, Replicate, Shard, UnsupportedError
 
 MESH = loom.Mesh(dp=2, tp=2)
 OTHER = loom.Mesh(x=3)
@@ -130,3 +136,79 @@ def test_a_tensor_of_two_processes_is_refused_by_one_at_its_first_use():
         with pytest.raises(LostError) as caught:
             use()
         assert caught.value.headline == "a mesh over 2 processes is used by 1"
+
+
+SPLIT = "a tensor that is split over processes cannot be pickled, saved or sent"
+
+
+def _trained(mesh: loom.Mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = _model(mesh, "S(0)")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(loom.ones(4, 6, mesh=mesh)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _check_refused(act: Callable[[], Any], where: str) -> None:
+    """Ours, or torch's report that has ours from every rank in it."""
+    with pytest.raises((UnsupportedError, dcp.CheckpointException)) as caught:
+        act()
+    assert SPLIT in str(caught.value) and "x.to_torch() on all ranks" in str(caught.value), where
+
+
+def files_of_split_tensors(folder: str) -> int:
+    """On every rank: no file and no message holds a part; copies do; what all hold goes through."""
+    mesh = loom.open_mesh((2,))
+    model, optimizer = _trained(mesh)
+    split = loom.arange(4.0, mesh=mesh, placements="S(0)")
+    partial = loom.ones(4, mesh=mesh, placements="P(sum)")
+    kept = {
+        "tensor": split,
+        "partial": partial,
+        "parameter": model[0].weight,
+        "gradient": model[0].weight.grad,
+        "model": model,
+        "state": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    for name, value in kept.items():
+        _check_refused(lambda value=value: pickle.dumps(value), name)
+        _check_refused(lambda value=value: ForkingPickler.dumps(value), name)
+        _check_refused(lambda value=value: torch.save(value, io.BytesIO()), name)
+    for name in ("tensor", "parameter", "state", "optimizer"):
+        value = {name: kept[name]}
+        _check_refused(lambda value=value, name=name: dcp.save(value, checkpoint_id=f"{folder}/{name}"), name)
+    for copied in (copy.copy, copy.deepcopy):
+        for value in (split, partial, model[0].weight, model[0].weight.grad):
+            torch.testing.assert_close(copied(value).to_torch(), value.to_torch())
+    torch.testing.assert_close(copy.deepcopy(model)[0].weight.to_torch(), model[0].weight.to_torch())
+    dense = {"x": model[0].weight.detach().to_torch()}
+    dcp.save(dense, checkpoint_id=f"{folder}/dense")
+    _check_refused(lambda: dcp.load({"x": model[0].weight}, checkpoint_id=f"{folder}/dense"), "loaded into a part")
+    full = split.redistribute("R")
+    assert pickle.loads(pickle.dumps(full)).tolist() == [0.0, 1.0, 2.0, 3.0]
+    dcp.save({"full": full}, checkpoint_id=f"{folder}/full")
+    found = {"full": full * 0}
+    dcp.load(found, checkpoint_id=f"{folder}/full")
+    assert found["full"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    return len(kept)
+
+
+def test_files_and_messages_refuse_a_tensor_that_is_split_over_processes(tmp_path):
+    assert ranks.run(2, "test_state:files_of_split_tensors", str(tmp_path)) == [7, 7]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_one_process_holds_all_of_it(tmp_path):
+    model, optimizer = _trained(loom.Mesh(x=2))
+    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(kept, checkpoint_id=tmp_path)
+    fresh, other = _trained(loom.Mesh(x=2))
+    with torch.no_grad():
+        for each in fresh.parameters():
+            each.zero_()
+    found = {"model": fresh.state_dict(), "optimizer": other.state_dict()}
+    dcp.load(found, checkpoint_id=tmp_path)
+    fresh.load_state_dict(found["model"])
+    for ours, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.to_torch(), theirs.to_torch())

@@ -161,6 +161,12 @@ class Topology:
         return any(self.mesh.processes[axis] > 1 for axis in self.axes_of[dim])
 
     @cached_property
+    def is_whole(self) -> bool:
+        """Whether every process holds all of it: no axis that processes split shards it or keeps it partial."""
+        split = zip(self.mesh.processes, self.placements, strict=True)
+        return all(parts == 1 or isinstance(placement, Replicate) for parts, placement in split)
+
+    @cached_property
     def block_shape(self) -> Shape:
         """Mesh axes (size 1 where replicated), then the local shape; the axes of the box where processes split them."""
         replicated = (isinstance(placement, Replicate) for placement in self.placements)

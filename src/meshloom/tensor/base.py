@@ -9,10 +9,28 @@ import torch
 
 from meshloom.backends import collect, dense
 from meshloom.engines.layout import mask_of, to_block
-from meshloom.errors import PlacementError
+from meshloom.errors import PlacementError, UnsupportedError
 from meshloom.mesh import Mesh
 from meshloom.placement import Placement, Replicate, Topology
 from meshloom.placement.picture import draw_html
+
+
+def refuse_part(topology: Topology) -> None:
+    """An error if this process holds only a part: a file or a message would pass it off as the whole tensor."""
+    if not topology.is_whole:
+        raise UnsupportedError(
+            "a tensor that is split over processes cannot be pickled, saved or sent: each process has its own part",
+            tensor=topology,
+            here=f"{topology.mesh.local_offset} and on, a box of {topology.mesh.local_shape}",
+            fix="full = x.to_torch() on all ranks, torch.save(full, file) on one; after torch.load on all ranks, "
+            "loom.distribute(full, mesh, placements)",
+        )
+
+
+def refuse_checkpoint(tensor: Any) -> Any:
+    """What `torch.distributed.checkpoint` finds where it asks a tensor for its parts; a whole tensor has none."""
+    refuse_part(tensor.topology)
+    raise AttributeError("a whole tensor is saved and loaded as a value")
 
 
 class Tensor:
@@ -127,8 +145,15 @@ class Tensor:
         memo[id(self)] = copied
         return copied
 
+    def __copy__(self) -> Tensor:
+        return Tensor(self.topology, self._data)
+
     def __reduce__(self) -> tuple[Any, ...]:
+        refuse_part(self.topology)
         return Tensor, (self.topology, self._data)
+
+    __create_write_items__ = property(refuse_checkpoint)
+    __create_chunk_list__ = property(refuse_checkpoint)
 
     def __repr__(self) -> str:
         return f"Tensor {self.topology}{self._state()}\n{self._values()!r}"

@@ -17,7 +17,7 @@ from meshloom.errors import ArgumentError, GradientError, MeshError
 from meshloom.mesh import Mesh
 from meshloom.mesh.mesh import _made
 from meshloom.placement import Partial, Placements, Replicate, Shard, Topology, as_placements
-from meshloom.tensor.base import Tensor
+from meshloom.tensor.base import Tensor, refuse_checkpoint, refuse_part
 from meshloom.tensor.calling import invoke, own, torch_function
 from meshloom.tensor.creation import distribute
 from meshloom.tensor.dispatch import refuse_partial_leaf, transforms_refused
@@ -121,6 +121,8 @@ class Mirror(torch.Tensor):
         return iter(self._loom)
 
     __hash__ = torch.Tensor.__hash__
+    __create_write_items__ = property(refuse_checkpoint)
+    __create_chunk_list__ = property(refuse_checkpoint)
 
 
 def _forward(name: str) -> Any:
@@ -144,6 +146,9 @@ class Gradient(Mirror):
 
     def __new__(cls, tensor: Tensor) -> Gradient:
         return Mirror._mirror(cls, tensor, False)
+
+    def __copy__(self) -> Gradient:
+        return Gradient(self._loom)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:
         return Gradient(copy.deepcopy(self._loom, memo))
@@ -184,6 +189,9 @@ class Parameter(Mirror, torch.nn.Parameter):
         leaf = Tensor(tensor.topology, tensor._data.detach().requires_grad_(requires_grad))
         return Mirror._mirror(cls, leaf, requires_grad)
 
+    def __copy__(self) -> Parameter:
+        return _rebuild(*self._value())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         """A copy without the gradient, as torch copies a parameter."""
         copied = _rebuild(self._loom.topology, self._loom._data.detach().clone(), self.requires_grad)
@@ -191,7 +199,11 @@ class Parameter(Mirror, torch.nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self._loom.topology, self._loom._data.detach(), self.requires_grad)
+        refuse_part(self._loom.topology)
+        return _rebuild, self._value()
+
+    def _value(self) -> tuple[Topology, torch.Tensor, bool]:
+        return self._loom.topology, self._loom._data.detach(), self.requires_grad
 
 
 def _asked(tensor: Tensor, mesh: Mesh, placements: Placements | None) -> Tensor:
