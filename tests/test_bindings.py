@@ -239,6 +239,12 @@ def test_any_bindings_survive_their_file(drawn):
     assert bindings_from(bindings_to(found)) == found
 
 
+@pytest.mark.parametrize("text", ["[" * 3000, "{a: " * 3000, "- " * 3000 + "a", "rank_bindings: " + "[" * 3000])
+def test_nesting_without_end_is_refused_before_it_is_read(text):
+    with pytest.raises(BindingError, match="nest deeper than 16"):
+        bindings_from(text)
+
+
 def test_hosts_are_read_from_text():
     assert read_hosts("a:4, b.c:2") == (("a", 4), ("b.c", 2))
     assert Bindings.on(read_hosts("a:2,b:1"))[2] == Binding(2, 0, "b", world_size=3)

@@ -377,13 +377,56 @@ def test_a_shared_directory_is_used_again_and_a_broken_file_is_compiled_again(tm
     assert second.binary(kernel_a, translate) == binary
     assert (first.compiles, second.compiles, second.hits) == (1, 0, 1)
     (path,) = tmp_path.iterdir()
-    path.write_bytes(sealed(binary)[:-3])
+    path.write_bytes(sealed(path.name, binary)[:-3])
     third = CompileCache(tmp_path)
     assert third.binary(kernel_a, translate) == binary and third.compiles == 1
-    assert path.read_bytes() == sealed(binary)
+    assert path.read_bytes() == sealed(path.name, binary)
     x = torch.zeros(1)
     link(binary, kernel_a)(x)
     assert x.item() == 1
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_a_cache_that_others_can_write_is_refused(tmp_path, mode):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    with pytest.raises(ArgumentError, match="can be written by others") as caught:
+        open_mesh_device((2,), cache=shared)
+    assert caught.value.details["fix"].startswith(f"chmod go-w {shared}")
+    assert f"mode {mode:04o}" in str(caught.value)
+
+
+def test_a_cache_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ArgumentError, match="can be written by others"):
+        CompileCache(tmp_path)
+
+
+def test_a_cache_that_becomes_writable_is_refused_before_code_is_read(tmp_path):
+    cache = CompileCache(tmp_path / "made")
+    cache.binary(kernel_a, translate)
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "made").chmod(0o777)
+    with pytest.raises(ArgumentError, match="can be written by others"):
+        cache.binary(lambda x: x, translate)
+
+
+def test_code_that_somebody_else_could_have_written_does_not_run(tmp_path):
+    """Code under the name of a kernel, with the right checksum, in a file that others can write or as another's."""
+
+    def planted(x):
+        raise AssertionError("planted code has run")
+
+    name = fingerprint(kernel_a)
+    path = tmp_path / name
+    path.write_bytes(sealed(name, translate(planted)))
+    path.chmod(0o666)
+    found = CompileCache(tmp_path)
+    assert found.binary(kernel_a, translate) == translate(kernel_a) and found.compiles == 1
+    path.write_bytes(sealed(fingerprint(planted), translate(planted)))
+    found = CompileCache(tmp_path)
+    assert found.binary(kernel_a, translate) == translate(kernel_a) and found.compiles == 1
 
 
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import hashlib
+import json
+import math
 import os
 import pickle
+import random
 
 import pytest
 import torch
@@ -11,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom import ttnn
-from meshloom.errors import ArgumentError, OperandError
+from meshloom.errors import ArgumentError, MeshloomError, OperandError
 from meshloom.ttnn import files
 
 pytest_plugins = ("ttnn_meshes",)
@@ -133,6 +139,144 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no room"):
         ttnn.dump_tensor(path, ttnn.from_torch(torch.zeros(3)))
     assert ttnn.load_tensor(path).to_list() == [1, 1, 1] and os.listdir(tmp_path) == ["x.tensorbin"]
+
+
+# hostile headers under a checksum that is right
+
+JUNK = [
+    None, True, -1, 0, 1, 2, 3, 7, 64, 1 << 40, 1 << 62, 1 << 70, 10**300, 0.5, 1e308, float("nan"), float("inf"), "",
+    "x", "0", "FLOAT32", "INVALID", "sum", "__class__", [], [[]], {}, [0, 0], [1, 1], [1 << 40, 1], [1 << 61, 1 << 61],
+    ["a"], [None], {"shard": 0}, {"shard": 9, "size": None}, {"shard": -9, "size": 1}, {"shard": 0, "size": "x"},
+    {"partial": []}, {"partial": "other"}, {"": 0}, [-1, 1], [0, 0, 0], [1] * 200, [0] * 40,
+]  # fmt: skip
+
+
+def mutated(rng, value):
+    """A value with one thing changed somewhere inside: replaced, left out, repeated; JSON inside text too."""
+    if isinstance(value, str) and value.startswith(("{", "[")) and rng.random() < 0.8:
+        return json.dumps(mutated(rng, json.loads(value)))
+    if not isinstance(value, (dict, list)) or not value or rng.random() < 0.1:
+        return copy.deepcopy(rng.choice(JUNK))
+    made = copy.copy(value)
+    at = rng.choice(list(made)) if isinstance(made, dict) else rng.randrange(len(made))
+    kind = rng.random()
+    if kind < 0.15:
+        del made[at]
+    elif kind < 0.25 and isinstance(made, list):
+        made.insert(at, made[at])
+    else:
+        made[at] = mutated(rng, made[at])
+    return made
+
+
+def write_file(path, header, values=None):
+    """A file with that header, as many bytes as it asks for (if they are few), and the right checksum."""
+    if values is None:
+        try:
+            wanted = math.prod(header["block"]) * files.DataType[header["dtype"]].store.itemsize
+            values = bytes(wanted) if 0 <= wanted < 1 << 16 else b""
+        except (TypeError, KeyError, OverflowError, ValueError):
+            values = bytes(64)
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    content = files.MAGIC + files.HEAD.pack(files.VERSION, len(text)) + text + values
+    path.write_bytes(content + hashlib.blake2b(content, digest_size=files.CHECKSUM).digest())
+
+
+def valid_headers(mesh, folder):
+    """Headers of different kinds of tensors."""
+    x = torch.randn(8, 4)
+    sharded = ttnn.create_sharded_memory_config((32, 32), ttnn.CoreGrid(x=2, y=1), ttnn.ShardStrategy.HEIGHT)
+    tensors = [
+        ttnn.from_torch(x),
+        ttnn.from_torch(x, dtype=ttnn.bfloat8_b, layout=ttnn.TILE_LAYOUT, memory_config=sharded),
+        ttnn.from_torch(x, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0)),
+        ttnn.from_torch(x[:3], mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0)),
+        ttnn.from_torch(x, mesh_mapper=ttnn.ReplicateTensorToMesh(mesh), device=mesh),
+        ttnn.from_torch(x, mesh_mapper=ttnn.ShardTensor2dMesh(mesh, (2, 4), (0, None))),
+    ]
+    for number, tensor in enumerate(tensors):
+        path = folder / f"{number}.tensorbin"
+        ttnn.dump_tensor(path, tensor)
+        raw = path.read_bytes()
+        start = len(files.MAGIC) + files.HEAD.size
+        (_, length) = files.HEAD.unpack(raw[len(files.MAGIC) : start])
+        yield json.loads(raw[start : start + length])
+
+
+def use(path, mesh):
+    """Load a file and do with its tensor what people do; only our own errors may come."""
+    x = ttnn.load_tensor(path)
+    for act in (repr, ttnn.to_torch, ttnn.get_device_tensors, lambda t: ttnn.to_device(t, mesh), copy.copy):
+        with contextlib.suppress(MeshloomError):  # refused in our words, as a label whose parts make up no whole
+            act(x)
+    return x
+
+
+def test_a_thousand_hostile_headers_end_in_a_tensor_or_in_our_error(mesh, tmp_path):
+    rng = random.Random(20)
+    headers, path, loaded = list(valid_headers(mesh, tmp_path)), tmp_path / "x.tensorbin", 0
+    for _ in range(1000):
+        header = rng.choice(headers)
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            header = mutated(rng, header)
+        write_file(path, header)
+        try:
+            use(path, mesh)
+            loaded += 1
+        except OperandError as error:
+            assert str(path) in str(error)
+    assert 20 < loaded < 700, "the mutations are too wild, or too tame"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 100_000,
+        b'{"dtype":' * 50_000,
+        b'{"block": ' + b"9" * 5000 + b"}",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b'"dtype"',
+        b"{}",
+    ],
+)
+def test_a_header_that_is_no_header_is_refused(tmp_path, text):
+    path = tmp_path / "x.tensorbin"
+    write_file(path, text, b"")
+    with pytest.raises(OperandError, match="is damaged: its header cannot be read"):
+        ttnn.load_tensor(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grid": [1 << 40, 1 << 20]},  # of one stored part: no memory was asked for, until somebody counts devices
+        {"grid": [3, 4]},
+        {"grid": []},
+        {"block": [1, 1, 0, 1 << 61, 1 << 61]},
+        {"block": [1, 1] + [1] * 100},
+        {"coords": [[0, 9]]},
+        {"coords": [[0, 0], [0, 0]]},
+        {"mesh_coords": []},
+        {"placements": []},
+        {"memory_config": "[" * 20_000},
+        {"memory_config": " " * 70_000 + "{}"},
+    ],
+)
+def test_sizes_that_do_not_agree_are_refused_before_anything_is_allocated(mesh, tmp_path, changes):
+    path = tmp_path / "x.tensorbin"
+    header = list(valid_headers(mesh, tmp_path))[2]
+    write_file(path, {**header, **changes})
+    with pytest.raises(OperandError, match="is damaged"):
+        ttnn.load_tensor(path)
+
+
+def test_a_file_is_not_dumped_into_a_folder_that_is_not_there(tmp_path):
+    path = tmp_path / "missing" / "x.tensorbin"
+    with pytest.raises(OperandError, match="there is no folder"):
+        ttnn.dump_tensor(path, ttnn.from_torch(torch.ones(3)))
+    assert not path.parent.exists()
 
 
 # as_tensor

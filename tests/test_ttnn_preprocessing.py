@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from meshloom import ttnn
+from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.model_preprocessing import (
     ParameterDict,
     ParameterList,
@@ -352,6 +355,53 @@ def test_a_cache_that_is_cut_or_not_ours_is_refused_and_never_unpickled(cache: P
     else:
         bad.write_bytes(pickle.dumps(_Bomb()))
     with pytest.raises(RuntimeError, match="cannot be read"):
+        preprocess_model_parameters(model_name="m", version="1")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a\0b", 5])
+def test_a_model_name_that_leaves_the_cache_is_refused(cache: Path, name: Any) -> None:
+    with pytest.raises(ArgumentError, match="names no folder"):
+        preprocess_model_parameters(model_name=name, version="1", initialize_model=net)
+    assert not list(cache.iterdir())
+
+
+def _indexed(cache: Path, index: str) -> None:
+    folder = cache / "m"
+    folder.mkdir()
+    (folder / "version.txt").write_text("1")
+    (folder / "index.json").write_text(index)
+
+
+@pytest.mark.parametrize("kind", ["ttnn", "torch"])
+@pytest.mark.parametrize("name", ["../secret{}", "../../x{}", "a/b{}", "{folder}/secret{}", "..", ".", "", None, 3, []])
+def test_an_index_names_files_of_its_folder_only(cache: Path, kind: str, name: Any) -> None:
+    numpy.save(cache / "secret.npy", numpy.arange(3))
+    ttnn.dump_tensor(cache / "secret.tensorbin", ttnn.from_torch(torch.ones(3)))
+    if isinstance(name, str):
+        name = name.format({"ttnn": ".tensorbin", "torch": ".npy"}[kind], folder=cache)
+    _indexed(cache, json.dumps({"dict": [["w", {kind: name, "dtype": "int64"}]]}))
+    with pytest.raises(OperandError, match="is not the name of a file in the folder"):
+        preprocess_model_parameters(model_name="m", version="1")
+
+
+@pytest.mark.parametrize(
+    "index",
+    ['{"list":[' * 20_000, "[" * 100_000, "3", "null", '"dict"', "{}", '{"dict": 5}', '{"dict": [[[], {"value": 1}]]}',
+     '{"list": [{"ttnn": "missing.tensorbin"}]}', '{"conv2d": {"a": {"dtype": []}}, "weight": 1}', "9" * 5000],
+)  # fmt: skip
+def test_an_index_that_is_none_is_refused(cache: Path, index: str) -> None:
+    _indexed(cache, index)
+    with pytest.raises(OperandError, match=r"the model cache in .* cannot be read"):
+        preprocess_model_parameters(model_name="m", version="1")
+
+
+@pytest.mark.parametrize("shape", ["(10000000000000,)", "(1, -5)", "(2,)", "()", "(" * 200 + ")" * 200])
+def test_an_array_that_promises_more_than_its_file_has_is_refused(cache: Path, shape: str) -> None:
+    _indexed(cache, json.dumps({"torch": "w.npy", "dtype": "int32"}))
+    head = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    start = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head
+    (cache / "m" / "w.npy").write_bytes(start + bytes(12))
+    with pytest.raises(OperandError, match=r"the model cache in .* cannot be read"):
         preprocess_model_parameters(model_name="m", version="1")
 
 

@@ -14,7 +14,7 @@ Values are taken as they are written (`on` is "on"). Unknown keys, repeated keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshloom.backends.bindings import ALONE, VISIBLE, Binding, Bindings, read_d
 from meshloom.errors import BindingError, closest
 
 GRAPH = "mesh_graph_desc_path"  # passed on to every rank as TT_MESH_GRAPH_DESC_PATH, as tt-run does
+DEEPEST = 16
 KEYS = ("rank", "mesh_id", "mesh_host_rank", "host", "visible_devices", "env_overrides")
 
 
@@ -44,7 +45,10 @@ def bindings_from(text: str, where: str = "text") -> Bindings:
     import yaml
 
     try:
+        _check_depth(yaml.parse(text, Loader=yaml.BaseLoader))
         root = yaml.compose(text, Loader=yaml.BaseLoader)
+    except BindingError as error:
+        raise error.located(file=where) from None
     except yaml.YAMLError as error:
         raise BindingError(f"{where} is not YAML", reason=error) from error
     try:
@@ -54,6 +58,19 @@ def bindings_from(text: str, where: str = "text") -> Bindings:
         return Bindings.of(_numbered([_row(row, graph) for row in rows]))
     except BindingError as error:
         raise error.located(file=where) from None
+
+
+def _check_depth(events: Iterable[Any]) -> None:
+    """An error where lists and mappings nest deeper than bindings do: YAML's reader would follow them down."""
+    depth = 0
+    for event in events:
+        depth += event.__class__.__name__ in ("SequenceStartEvent", "MappingStartEvent")
+        depth -= event.__class__.__name__ in ("SequenceEndEvent", "MappingEndEvent")
+        if depth > DEEPEST:
+            line = event.start_mark.line + 1
+            raise BindingError(
+                f"line {line}: lists and mappings nest deeper than {DEEPEST}", fix=f"use the keys {KEYS}"
+            )
 
 
 def bindings_to(bindings: Bindings) -> str:

@@ -4,6 +4,9 @@ Without a directory the cache is this process's own. With one (an argument, or M
 binary is written beside its place and renamed onto it, so that nobody ever reads half of one, and whoever finds a
 broken one (its checksum tells) compiles again. Two that compile the same kernel at once write the same file twice.
 
+A binary is code that will run here, so the directory must be this user's own: one that others own or can write to is
+refused, and a file in it that others own or can write to is not read.
+
 A binary of a virtual card is the kernel's code object; what it closes over stays with the kernel itself.
 """
 
@@ -13,6 +16,7 @@ import hashlib
 import importlib.util
 import marshal
 import os
+import stat
 import tempfile
 import threading
 import types
@@ -23,7 +27,7 @@ from typing import Any
 from meshloom.errors import ArgumentError
 
 VARIABLE = "MESHLOOM_CACHE"
-_MAGIC = b"loom1\n"
+_MAGIC = b"loom2\n"
 _DIGEST = hashlib.sha256().digest_size
 Kernel = Callable[..., Any]
 
@@ -78,21 +82,30 @@ def link(binary: bytes, kernel: Kernel) -> Kernel:
     return made
 
 
-def sealed(binary: bytes) -> bytes:
-    """A binary with what it takes to notice that it is broken."""
-    return _MAGIC + hashlib.sha256(binary).digest() + binary
+def sealed(name: str, binary: bytes) -> bytes:
+    """A binary with what it takes to notice that it is broken, or is another kernel's."""
+    return _MAGIC + _digest(name, binary) + binary
 
 
-def opened(content: bytes) -> bytes | None:
-    """The binary of a file's content; None if it is not whole.
+def opened(name: str, content: bytes) -> bytes | None:
+    """The binary of a file's content; None if it is not whole, or not of that name.
 
-    >>> opened(sealed(b"code")), opened(sealed(b"code")[:-1])
-    (b'code', None)
+    >>> kept = sealed("a", b"code")
+    >>> opened("a", kept), opened("a", kept[:-1]), opened("b", kept)
+    (b'code', None, None)
     """
     head = len(_MAGIC) + _DIGEST
     binary = content[head:]
-    whole = content[:head] == _MAGIC + hashlib.sha256(binary).digest()
-    return binary if whole else None
+    return binary if content[:head] == _MAGIC + _digest(name, binary) else None
+
+
+def _digest(name: str, binary: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + binary).digest()
+
+
+def is_own(found: os.stat_result) -> bool:
+    """Whether nobody but this user can have written what is there."""
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 class CompileCache:
@@ -104,6 +117,7 @@ class CompileCache:
         self.compiles = self.hits = 0
         self._known: dict[str, bytes] = {}
         self._lock = threading.Lock()
+        self._check_owner()
 
     def binary(self, kernel: Kernel, compile: Callable[[Kernel], bytes]) -> bytes:
         """The kernel's binary, compiled if nobody has."""
@@ -119,22 +133,37 @@ class CompileCache:
             self._known[name] = found
             return found
 
+    def _check_owner(self) -> None:
+        """An error if somebody else can put code into the directory."""
+        if self.directory is None or not self.directory.exists():
+            return
+        found = self.directory.stat()
+        if not is_own(found):
+            raise ArgumentError(
+                f"the kernel cache {self.directory} can be written by others, who could run code in this process",
+                owner=f"user id {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; this is user id {os.geteuid()}",
+                fix=f"chmod go-w {self.directory}, or name a directory of your own in {VARIABLE}",
+            )
+
     def _read(self, name: str) -> bytes | None:
         if self.directory is None:
             return None
+        self._check_owner()
         try:
-            return opened((self.directory / name).read_bytes())
+            with (self.directory / name).open("rb") as file:
+                return opened(name, file.read()) if is_own(os.fstat(file.fileno())) else None
         except FileNotFoundError:
             return None
 
     def _write(self, name: str, binary: bytes) -> None:
         if self.directory is None:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_owner()
         handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=f".{name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(sealed(binary))
+                file.write(sealed(name, binary))
             os.replace(temporary, self.directory / name)
         except BaseException:
             os.unlink(temporary)

@@ -16,12 +16,13 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from meshloom.errors import ArgumentError, OperandError
+from meshloom.errors import ArgumentError, MeshloomError, OperandError
 from meshloom.runtime import MeshCoordinate
 from meshloom.ttnn.calling import op
 from meshloom.ttnn.converting import from_torch
@@ -39,7 +40,9 @@ MAGIC = b"meshloom-tensor\n"
 VERSION = 1
 HEAD = struct.Struct("<IQ")  # version, bytes of the header
 CHECKSUM = 16
-LONGEST_HEADER = 1 << 24
+LONGEST_HEADER, LONGEST_CONFIG = 1 << 24, 1 << 15  # bytes, of all of it and of the memory config in it
+LARGEST_SIZE, MOST_DIMS, MOST_DEVICES = 1 << 62, 64, 1 << 20
+PARTIALS = ("sum", "mean", "max", "min", "prod", "unknown")
 SUFFIX = ".tensorbin"
 
 
@@ -79,7 +82,8 @@ def dump_tensor(
 
 def _write(path: Path, pieces: list[Any]) -> None:
     """Put pieces and their checksum into a file that appears complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        raise OperandError(f"there is no folder {path.parent} to write {path.name} into", fix=f"mkdir -p {path.parent}")
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -119,12 +123,6 @@ def _written(placement: Placement) -> dict[str, Any]:
     return {"partial": placement.op} if isinstance(placement, PlacementPartial) else {}
 
 
-def _placement(found: dict[str, Any]) -> Placement:
-    if "shard" in found:
-        return PlacementShard(found["shard"], found["size"])
-    return PlacementPartial(found["partial"]) if "partial" in found else REPLICATE
-
-
 # reading
 
 
@@ -155,9 +153,7 @@ def _read(file: BinaryIO, path: Path) -> Tensor:
         raise _refused(path, f"is cut short or damaged: its header should have {length} bytes")
     text = file.read(length)
     header = _parsed(text, path)
-    kind = DataType[header["dtype"]]
-    shape = header["block"]
-    nbytes = math.prod(shape) * kind.store.itemsize
+    nbytes = math.prod(header.block) * header.dtype.store.itemsize
     expected = len(start) + length + nbytes + CHECKSUM
     if size != expected:
         raise _refused(path, f"is cut short or damaged: it has {size} of {expected} bytes")
@@ -168,42 +164,127 @@ def _read(file: BinaryIO, path: Path) -> Tensor:
         total.update(piece)
     if total.digest() != file.read(CHECKSUM):
         raise _refused(path, "is damaged: its checksum is not that of its content")
-    values = torch.frombuffer(raw, dtype=kind.store) if nbytes else torch.empty(0, dtype=kind.store)
-    return _tensor(values.reshape(shape), kind, header)
+    kind = header.dtype.store
+    values = torch.frombuffer(raw, dtype=kind) if nbytes else torch.empty(0, dtype=kind)
+    return header.tensor(values)
 
 
-def _parsed(text: bytes, path: Path) -> dict[str, Any]:
-    """The header, with all that a tensor needs."""
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of its tensor, checked: sizes agree with each other, and every word is one that we write."""
+
+    dtype: DataType
+    layout: Layout
+    tile: Tile
+    pad: float
+    memory: MemoryConfig
+    grid: tuple[int, ...]
+    coords: tuple[MeshCoordinate, ...] | None
+    block: tuple[int, ...]
+    label: TensorTopology
+
+    def tensor(self, values: torch.Tensor) -> Tensor:
+        """The tensor of these values."""
+        return Tensor(
+            values.reshape(self.block),
+            self.grid,
+            self.dtype,
+            self.layout,
+            self.label,
+            None,
+            self.memory,
+            self.tile,
+            self.pad,
+            self.coords,
+        )
+
+
+# What Python raises on the way through JSON that somebody else made: wrong types, missing keys, numbers or nesting
+# beyond all measure; and what our own values say of arguments that they do not take.
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, MeshloomError)
+
+
+def _parsed(text: bytes, path: Path) -> Header:
     try:
-        found = json.loads(text)
-        needed = {"dtype": DataType, "layout": Layout}
-        if not all(found[name] in kinds.__members__ for name, kinds in needed.items()):
-            raise KeyError("a dtype or layout that is not known")
-        if not all(isinstance(size, int) and size >= 0 for size in (*found["block"], *found["grid"])):
-            raise KeyError("sizes that are no sizes")
-    except (ValueError, KeyError, TypeError) as error:
-        raise _refused(path, f"is damaged: its header cannot be read ({error})") from error
-    return dict(found)
+        return _checked(json.loads(text))
+    except UNREADABLE as error:
+        reason = getattr(error, "headline", None) or f"{type(error).__name__}: {error}"
+        raise _refused(path, f"is damaged: its header cannot be read ({reason:.200})") from error
 
 
-def _tensor(block: torch.Tensor, kind: DataType, header: dict[str, Any]) -> Tensor:
-    height, width, transposed = header["tile"]
-    coords = header["coords"]
-    label = TensorTopology(
-        header["distribution_shape"], [_placement(each) for each in header["placements"]], header["mesh_coords"]
-    )
-    return Tensor(
-        block,
-        tuple(header["grid"]),
-        kind,
-        Layout[header["layout"]],
-        label,
-        None,
-        MemoryConfig.from_json(header["memory_config"]),
+def _checked(found: dict[str, Any]) -> Header:
+    grid, block = _sizes(found["grid"], 1), _sizes(found["block"], 0)
+    _check_block(block, grid)
+    coords, (height, width, transposed) = found["coords"], found["tile"]
+    if not isinstance(transposed, bool) or len(found["memory_config"]) > LONGEST_CONFIG:
+        raise ValueError("a tile or a memory config that is none")
+    return Header(
+        _with_values(DataType[found["dtype"]]),
+        Layout[found["layout"]],
         Tile((height, width), transposed),
-        header["pad"],
-        None if coords is None else tuple(MeshCoordinate(place) for place in coords),
+        float(found["pad"]),
+        MemoryConfig.from_json(found["memory_config"]),
+        grid,
+        None if coords is None else _places(coords, grid),
+        block,
+        _label(found, len(block) - len(grid), grid),
     )
+
+
+def _with_values(kind: DataType) -> DataType:
+    if kind is DataType.INVALID:
+        raise ValueError("a dtype without values")
+    return kind
+
+
+def _sizes(found: Any, least: int) -> tuple[int, ...]:
+    if not isinstance(found, list) or not all(type(size) is int and least <= size < LARGEST_SIZE for size in found):
+        raise ValueError(f"{found!s:.60} are no sizes")
+    return tuple(found)
+
+
+def _check_block(block: tuple[int, ...], grid: tuple[int, ...]) -> None:
+    """An error unless the mesh axes of a block are those of the grid, or 1 where all devices hold the same."""
+    lead = block[: len(grid)]
+    if not grid or math.prod(grid) > MOST_DEVICES or len(lead) < len(grid) or len(block) > MOST_DIMS:
+        raise ValueError(f"a block of shape {block} on a grid of shape {grid}")
+    if any(held not in (1, size) for held, size in zip(lead, grid, strict=True)):
+        raise ValueError(f"a block of shape {block} does not lie on a grid of shape {grid}")
+    if math.prod(max(size, 1) for size in block) >= LARGEST_SIZE:  # of zero bytes, and yet too large to be a shape
+        raise ValueError(f"a block of shape {block}")
+
+
+def _places(found: Any, grid: tuple[int, ...]) -> tuple[MeshCoordinate, ...]:
+    places = tuple(MeshCoordinate(_sizes(place, 0)) for place in found)
+    for place in places:
+        if len(place) != len(grid) or any(c >= size for c, size in zip(place, grid, strict=True)):
+            raise ValueError(f"{place} is not on a grid of shape {grid}")
+    if not places or len(set(places)) != len(places):
+        raise ValueError("no devices, or a device twice")
+    return places
+
+
+def _label(found: dict[str, Any], rank: int, grid: tuple[int, ...]) -> TensorTopology:
+    shape, places = _sizes(found["distribution_shape"], 1), _places(found["mesh_coords"], grid)
+    placements = [_placement(each, rank) for each in found["placements"]]
+    if len(placements) != len(shape) or math.prod(shape) != len(places):
+        raise ValueError(f"{len(placements)} placements of {len(places)} devices in the shape {shape}")
+    return TensorTopology(shape, placements, places)
+
+
+def _placement(found: dict[str, Any], rank: int) -> Placement:
+    if "shard" in found:
+        dim, size = found["shard"], found["size"]
+        if type(dim) is not int or not -rank <= dim < rank:
+            raise ValueError(f"a shard of dim {dim!r} of {rank}")
+        return PlacementShard(dim, None if size is None else _sizes([size], 0)[0])
+    if "partial" in found:
+        if found["partial"] not in PARTIALS:
+            raise ValueError(f"a partial {found['partial']!r}")
+        return PlacementPartial(found["partial"])
+    if found != {}:
+        raise ValueError(f"{found!s:.60} is no placement")
+    return REPLICATE
 
 
 # the cache of weights
@@ -288,6 +369,7 @@ def _is_of(tensor: Tensor, mapper: TensorToMesh) -> bool:
 
 
 def _filled(path: Path, tensor: Tensor, mode: DumpTensorMode) -> Tensor:
+    path.parent.mkdir(parents=True, exist_ok=True)
     dump_tensor(path, tensor, mode=mode)
     return tensor
 

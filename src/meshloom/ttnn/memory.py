@@ -82,6 +82,10 @@ class ShardDistributionStrategy(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
+def _are_sizes(given: Sequence[int]) -> bool:
+    return all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in given)
+
+
 @dataclass(eq=True)
 class ShardSpec:
     """The cores that have a shard each, and how large a shard is.
@@ -101,7 +105,7 @@ class ShardSpec:
         shard_shape: Sequence[int],
         shard_orientation: ShardOrientation = ShardOrientation.ROW_MAJOR,
     ) -> None:
-        if not isinstance(grid, CoreRangeSet) or len(shard_shape) != 2:
+        if not isinstance(grid, CoreRangeSet) or len(shard_shape) != 2 or not _are_sizes(shard_shape):
             raise ArgumentError(f"ShardSpec takes a CoreRangeSet and two sizes, not {grid!r} and {shard_shape!r}")
         self.grid, self.shape, self.orientation = grid, list(shard_shape), shard_orientation
 
@@ -139,8 +143,8 @@ class NdShardSpec:
         orientation: ShardOrientation = ShardOrientation.ROW_MAJOR,
         shard_distribution_strategy: ShardDistributionStrategy = ShardDistributionStrategy.ROUND_ROBIN_1D,
     ) -> None:
-        if not isinstance(grid, CoreRangeSet):
-            raise ArgumentError(f"NdShardSpec takes a CoreRangeSet, not {grid!r}")
+        if not isinstance(grid, CoreRangeSet) or not _are_sizes(shard_shape):
+            raise ArgumentError(f"NdShardSpec takes sizes and a CoreRangeSet, not {shard_shape!r} and {grid!r}")
         self.shard_shape, self.grid, self.orientation = Shape(shard_shape), grid, orientation
         self.shard_distribution_strategy = shard_distribution_strategy
 

@@ -7,6 +7,7 @@ last and moved to its place when complete, so a directory without one is no cach
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from typing import Any
 import numpy
 import torch
 
-from meshloom.errors import OperandError
-from meshloom.ttnn.files import dump_tensor, load_tensor
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.files import UNREADABLE, dump_tensor, load_tensor
 from meshloom.ttnn.formats import DataType
 from meshloom.ttnn.parameters import ParameterDict, ParameterList
 from meshloom.ttnn.tensor import Tensor
@@ -27,11 +28,26 @@ INDEX, VERSION = "index.json", "version.txt"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that numpy has, by size
 
 
+def _folder_of(model_name: str) -> str:
+    """The folder of a model inside the cache: its name, never a way out of the cache or the cache itself."""
+    name = model_name.replace("/", "_") if isinstance(model_name, str) else ""
+    if name in ("", ".", "..") or "\0" in name:
+        raise ArgumentError(f"model_name={model_name!r} names no folder", fix='give a name such as "resnet50"')
+    return name
+
+
+def _file_of(name: Any, folder: Path) -> Path:
+    """A file of the index, in the folder of its model and nowhere else."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a file in the folder")
+    return folder / name
+
+
 class ModelCache:
     """The parameters of one model; without a name nothing is kept."""
 
     def __init__(self, path: Path, model_name: str | None, version: str | None) -> None:
-        self._folder = None if model_name is None else path / model_name.replace("/", "_")
+        self._folder = None if model_name is None else path / _folder_of(model_name)
         self._version = version
 
     def get(self, make: Callable[[], Any], can_make: bool) -> Any:
@@ -71,9 +87,9 @@ class ModelCache:
         try:
             tree = json.loads((self._folder / INDEX).read_text())
             return _loaded(tree, self._folder)
-        except (ValueError, LookupError, TypeError, AttributeError, EOFError, OSError) as error:
+        except (*UNREADABLE, EOFError, OSError) as error:
             raise OperandError(
-                f"the model cache in {self._folder} cannot be read: {error}",
+                f"the model cache in {self._folder} cannot be read: {error!s:.400}",
                 fix="delete the folder, and it is made again",
             ) from error
 
@@ -144,15 +160,30 @@ def _args(found: dict[str, Any]) -> dict[str, Any]:
     return {key: one(value) for key, value in found.items()}
 
 
+def _bits(path: Path) -> numpy.ndarray[Any, Any]:
+    """The array of a file, after a look at its size: its first lines may promise more than there is."""
+    with path.open("rb") as file:
+        version = numpy.lib.format.read_magic(file)
+        if version != (1, 0):  # what `numpy.save` writes for integers
+            raise ValueError(f"{path.name} has version {version} of numpy's format")
+        shape, _, dtype = numpy.lib.format.read_array_header_1_0(file)
+        nbytes = math.prod(shape) * dtype.itemsize
+        found = os.fstat(file.fileno()).st_size - file.tell()
+    if dtype.hasobject or min(shape, default=0) < 0 or found != nbytes:
+        raise ValueError(f"{path.name} promises {nbytes} bytes of {dtype} and has {found}")
+    bits: numpy.ndarray[Any, Any] = numpy.load(path, allow_pickle=False)
+    return bits
+
+
 def _loaded(tree: Any, folder: Path) -> Any:
     if "dict" in tree:
         return ParameterDict({key: _loaded(each, folder) for key, each in tree["dict"]})
     if "list" in tree:
         return ParameterList(_loaded(each, folder) for each in tree["list"])
     if "ttnn" in tree:
-        return load_tensor(folder / tree["ttnn"])
+        return load_tensor(_file_of(tree["ttnn"], folder))
     if "torch" in tree:
-        bits = torch.from_numpy(numpy.load(folder / tree["torch"], allow_pickle=False))
+        bits = torch.from_numpy(_bits(_file_of(tree["torch"], folder)))
         dtype = getattr(torch, tree["dtype"])
         if not isinstance(dtype, torch.dtype) or dtype.itemsize != bits.itemsize:
             raise ValueError(f"{tree['torch']} holds {bits.dtype}, the index says {tree['dtype']}")
