@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import meshloom as loom
 from meshloom import Mesh
+from meshloom.mesh.process import counts
 
 NAMES = ("dp", "tp", "pp", "x_1")
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple)
@@ -185,3 +187,44 @@ def test_a_mesh_of_no_axes_is_one_device():
     mesh = Mesh()
     assert mesh.size == 1 and list(mesh.coordinates()) == [()]
     assert loom.ones(3, mesh=mesh).sum().item() == 3
+
+
+def test_a_mesh_costs_what_its_shape_costs():
+    tracemalloc.start()
+    try:
+        mesh = loom.open_mesh((10**9,), axes=("a",))
+        grid = mesh.reshape(x=10**3, y=10**6)
+        halves = mesh.split(4)
+        assert mesh == Mesh(a=10**9) == loom.parse(str(mesh)) == pickle.loads(pickle.dumps(mesh)) == eval(repr(mesh))
+        assert hash(mesh) == hash(Mesh(a=10**9)) and mesh != Mesh(a=10**9 + 1) and mesh != grid
+        assert mesh.device_id((123_456_789,)) == 123_456_789
+        assert grid.virtual_to_physical((5, 7)) == ((5_000_007,), 0) and grid.homes == mesh.homes
+        assert list(itertools.islice(grid.coordinates(), 2)) == [(0, 0), (0, 1)]
+        assert halves.local_shape == (250_000_000,)
+        assert list(itertools.islice(halves.local_coordinates(3), 2)) == [(750_000_000,), (750_000_001,)]
+        assert counts((10**9,))[:4] == [1, 2, 4, 5] and len(counts((10**9,))) == 100
+        assert Mesh.of((10**6, 10**3), physical=(10**3, 10**3)).virtual_to_physical((999_999, 5)) == ((999, 5), 999)
+        assert mesh.reordered(range(10**9)) is mesh
+        assert "Mesh" in mesh._repr_html_()
+        x = loom.ones(4, mesh=mesh, placements="R")
+        assert (x + x).tolist() == [2.0] * 4
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@given(meshes())
+@settings(max_examples=40, deadline=None)
+def test_ids_that_count_through_are_the_same_however_they_were_given(mesh):
+    again = Mesh.of(mesh.shape, mesh.axes, device_ids=list(mesh.device_ids))
+    assert again == mesh and hash(again) == hash(mesh)
+    if mesh.device_ids == tuple(range(mesh.size)):
+        assert again == Mesh.of(mesh.shape, mesh.axes, device_ids=range(mesh.size)) == Mesh.of(mesh.shape, mesh.axes)
+
+
+def test_the_mesh_of_a_device_is_told_from_a_plain_one():
+    with loom.runtime.open_mesh_device((2, 4)) as one, loom.runtime.open_mesh_device((2, 4)) as other:
+        assert one.mesh != other.mesh != Mesh.of((2, 4)) != one.mesh
+        assert one.mesh.leased(None) == Mesh.of((2, 4)) == pickle.loads(pickle.dumps(one.mesh))
+        assert copy.deepcopy(one.mesh) is one.mesh
+        assert one.mesh.reshape(x=8).lease is one.mesh.submesh(x0=0).lease is one.mesh.lease

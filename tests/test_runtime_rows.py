@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -14,8 +16,18 @@ import pytest
 import torch
 
 import meshloom as loom
+from meshloom import ttnn
 from meshloom.backends import control
-from meshloom.errors import ArgumentError, ClosedError, MeshError, OutOfMemoryError, RaceError, ShapeError
+from meshloom.errors import (
+    ArgumentError,
+    ClosedError,
+    MeshError,
+    MeshloomError,
+    OutOfMemoryError,
+    RaceError,
+    ShapeError,
+    UnsupportedError,
+)
 from meshloom.runtime import (
     MeshCoordinateRange,
     MeshDevice,
@@ -540,6 +552,153 @@ def test_row_097_four_processes_compile_the_same_kernel_at_once_without_corrupti
     assert 1 <= compiled <= 4  # each at most once, and whoever came late found it
     files = list(where.iterdir())
     assert len(files) == 1 and not files[0].name.startswith(".")
+
+
+def _scalar_and_used(mesh: Any) -> dict[str, Any]:
+    """Tensors of all kinds on a mesh, each used once, so that whatever remembers calls remembers these."""
+    x = loom.randn(8, 4, mesh=mesh, placements="S(0), S(1)")
+    leaf = loom.ones(4, 4, mesh=mesh, placements="S(0), R").requires_grad_()
+    weight = loom.Parameter(torch.randn(4, 4), mesh, "R, S(0)")
+    (leaf @ weight).sum().backward()
+    made = {"x": x, "leaf": leaf, "weight": weight, "s": loom.ones((), mesh=mesh), "loss": (leaf * 2).sum()}
+    made["optimizer"] = torch.optim.SGD([weight], lr=0.1)
+    for name, use in USES.items():
+        if name not in ("loss.backward()", "torch.autograd.grad"):
+            use(**made)
+    return made
+
+
+USES: dict[str, Any] = {
+    "x + x": lambda x, **_: x + x,
+    "x + 1": lambda x, **_: x + 1,
+    "1 + x": lambda x, **_: 1 + x,
+    "x @ x.T": lambda x, **_: x @ x.T,
+    "x.exp()": lambda x, **_: x.exp(),
+    "torch.add": lambda x, **_: torch.add(x, x),
+    "x.sum()": lambda x, **_: x.sum(),
+    "softmax": lambda x, **_: torch.softmax(x, -1),
+    "fallback": lambda x, **_: torch.fft.fft(x),
+    "x[0]": lambda x, **_: x[0],
+    "x.view": lambda x, **_: x.view(32),
+    "x.detach()": lambda x, **_: x.detach(),
+    "x.clone()": lambda x, **_: x.clone(),
+    "x.double()": lambda x, **_: x.to(torch.float64),
+    "x.add_(1)": lambda x, **_: x.add_(1),
+    "x.zero_()": lambda x, **_: x.zero_(),
+    "x[0] = 1": lambda x, **_: x.__setitem__(0, 1.0),
+    "x.to_torch()": lambda x, **_: x.to_torch(),
+    "x.tolist()": lambda x, **_: x.tolist(),
+    "x.numpy()": lambda x, **_: x.numpy(),
+    "x.block": lambda x, **_: x.block,
+    "x.shard_at": lambda x, **_: x.shard_at((0, 0)),
+    "x.redistribute": lambda x, **_: x.redistribute("R, R"),
+    "all_reduce": lambda x, **_: loom.collectives.all_reduce(x),
+    "zeros_like": lambda x, **_: loom.zeros_like(x),
+    "deepcopy": lambda x, **_: copy.deepcopy(x),
+    "pickle": lambda x, **_: pickle.dumps(x),
+    "explain": lambda x, **_: loom.explain(lambda: x + x),
+    "x.mesh": lambda x, **_: x.mesh,
+    "s.item()": lambda s, **_: s.item(),
+    "bool(s)": lambda s, **_: bool(s),
+    "leaf.grad": lambda leaf, **_: leaf.grad,
+    "weight.grad": lambda weight, **_: weight.grad,
+    "weight + 1": lambda weight, **_: weight + 1,
+    "optimizer.step()": lambda optimizer, **_: optimizer.step(),
+    "loss.backward()": lambda loss, **_: loss.backward(),
+    "torch.autograd.grad": lambda loss, leaf, **_: torch.autograd.grad(loss, leaf),
+}
+
+
+def test_row_177_every_use_of_a_tensor_on_a_closed_mesh_device_raises():
+    with open_mesh_device((2, 2)) as mesh:
+        held = _scalar_and_used(mesh)
+    for name, use in USES.items():
+        with pytest.raises(ClosedError):
+            pytest.fail(f"{name} works on a closed mesh: {use(**held)!r:.80}")
+    for made in (
+        lambda: loom.ones(4, mesh=mesh),
+        lambda: loom.distribute([1.0], mesh.mesh),
+        lambda: loom.Parameter(torch.ones(4), mesh),
+    ):
+        with pytest.raises(ClosedError, match="has been closed"):
+            made()
+    x = held["x"]
+    assert repr(x) == "Tensor f32[8, 4](S(0), S(1)) on Mesh(x0=2, x1=2), closed" and x.shape == (8, 4)
+    with pytest.raises(ClosedError) as caught:
+        x + x
+    assert str(caught.value) == (
+        "f32[8, 4](S(0), S(1)) on Mesh(x0=2, x1=2) is on a mesh device that has been closed\n"
+        "  fix  read it before: x.to_torch() has its values"
+    )
+
+
+def test_row_177_closing_one_mesh_leaves_others_of_its_shape_alone():
+    plain = loom.ones(4, mesh=loom.open_mesh((2, 2)), placements="S(0), R")
+    with open_mesh_device((2, 2)) as open_one:
+        kept = loom.ones(4, mesh=open_one, placements="S(0), R")
+        with open_mesh_device((2, 2)) as other:
+            loom.ones(4, mesh=other, placements="S(0), R") + 1
+            part = other.create_submesh((1, 2))
+            lost = loom.ones(4, mesh=part, placements="R, S(0)")
+            part.close()
+            with pytest.raises(ClosedError):
+                lost + 1
+        assert (kept + 1).tolist() == [2.0] * 4
+    assert (plain + 1).tolist() == [2.0] * 4
+    with open_mesh_device((2, 2)) as again:
+        assert (loom.ones(4, mesh=again, placements="S(0), R") + 1).tolist() == [2.0] * 4
+
+
+def test_row_177_use_after_close_raises_in_the_runtime_and_in_ttnn():
+    with open_mesh_device((2, 2)) as mesh:
+        x = sharded(mesh, 4, 4, shard=(2, 2))
+        view, queue = loom.from_buffer(x), mesh.queue()
+    for use in (
+        lambda: mesh.queue(),
+        lambda: queue.enqueue_write(x, torch.ones(4, 4)),
+        lambda: queue.enqueue_read(x),
+        lambda: mesh.synchronize(),
+        lambda: sharded(mesh, 4, 4, shard=(2, 2)),
+        lambda: x.handle(0, 0),
+        lambda: loom.from_buffer(x),
+        lambda: view + 1,
+        lambda: mesh.create_submesh((1, 1)),
+    ):
+        with pytest.raises(ClosedError):
+            use()
+    device = ttnn.open_mesh_device(ttnn.MeshShape(2, 2))
+    mapper = ttnn.ShardTensorToMesh(device, dim=0)
+    t = ttnn.from_torch(torch.ones(4, 4), layout=ttnn.TILE_LAYOUT, device=device, mesh_mapper=mapper)
+    ttnn.close_mesh_device(device)
+    for use in (
+        lambda: ttnn.add(t, t),
+        lambda: ttnn.to_torch(t),
+        lambda: t + 1,
+        lambda: ttnn.from_torch(torch.ones(2), device=device),
+        lambda: ttnn.distributed.matmul(t, t),
+        lambda: ttnn.all_gather(t, dim=0),
+    ):
+        with pytest.raises(MeshloomError, match=r"closed|not allocated"):
+            use()
+
+
+def test_tensors_on_cards_with_memory_of_their_own_are_refused():
+    with open_mesh_device((2, 2), driver=Strangers()) as mesh:
+        for make in (
+            lambda: loom.ones(4, mesh=mesh),
+            lambda: loom.randn(4, mesh=mesh.mesh),
+            lambda: loom.distribute(torch.ones(4), mesh),
+            lambda: loom.from_local([torch.ones(1)] * 4, mesh, "S(0), S(0)"),
+            lambda: loom.Parameter(torch.ones(4), mesh),
+        ):
+            with pytest.raises(UnsupportedError, match="would stay in host memory"):
+                make()
+        assert not any(card.memory for card in mesh.cards)
+    with ttnn.create_mesh_device(ttnn.MeshShape(2, 2), driver=Strangers()) as device:
+        host = ttnn.from_torch(torch.ones(4, 4))
+        for make in (lambda: ttnn.from_torch(torch.ones(4), device=device), lambda: ttnn.to_device(host, device)):
+            with pytest.raises(UnsupportedError, match="would stay in host memory"):
+                make()
 
 
 def test_row_098_shuffled_completion_finds_a_planted_race_that_the_usual_order_hides():

@@ -1,6 +1,6 @@
 """The mesh: an N-D grid of device coordinates with named axes. Start with `Mesh`."""
 
-from meshloom.mesh.mesh import Coordinate, Mesh
+from meshloom.mesh.mesh import Coordinate, Lease, Mesh
 from meshloom.mesh.process import HERE, Process
 
-__all__ = ["HERE", "Coordinate", "Mesh", "Process"]
+__all__ = ["HERE", "Coordinate", "Lease", "Mesh", "Process"]

@@ -6,19 +6,81 @@ mesh of 4x4 virtual devices on 2x2 physical ones has four lanes per device. Home
 
 Several processes may split a mesh: `processes` is their grid, one number per axis, and each holds the box of
 coordinates at its place in it. Meshes are equal by names, sizes, device ids and that grid.
+
+A mesh costs what its shape costs: ids and homes that follow from the shape are worked out when somebody asks.
+
+The mesh of a device that can be closed has a `lease` of it, and is equal to meshes of the same lease only: what lies on
+such a device can be told from what lies on a mesh that is a value and nothing else.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from meshloom.errors import MeshError, closest
 from meshloom.mesh.process import HERE, check_grid, divided, place_of
 
 Coordinate = tuple[int, ...]
 Home = tuple[Coordinate, int]
+FEW = 1 << 20
+
+
+class Lease(Protocol):
+    """What a device gives the meshes that it owns: it ends when the device is closed."""
+
+    def check_open(self) -> None:
+        """An error if it has been closed."""
+
+    def check_tensors(self) -> None:
+        """An error if tensors cannot lie on it."""
+
+
+class Homes(Sequence[Home]):
+    """Where each virtual device lives: 4x4 on 2x2 puts rows 0-1, columns 0-1 on physical (0, 0), lanes 0 to 3.
+
+    >>> list(Homes((2, 2), (2, 1)))
+    [((0, 0), 0), ((0, 0), 1), ((1, 0), 0), ((1, 0), 1)]
+    """
+
+    __slots__ = ("physical", "shape")
+
+    def __init__(self, shape: tuple[int, ...], physical: tuple[int, ...]) -> None:
+        if len(shape) != len(physical) or any(size % real for size, real in zip(shape, physical, strict=True)):
+            fitting = tuple(math.gcd(size, real) for size, real in zip(shape, physical, strict=False))
+            raise MeshError(
+                f"a virtual mesh of shape {shape} does not lie evenly on physical devices of shape {physical}",
+                fix=f"use a physical shape that divides it axis by axis, such as {fitting}",
+            )
+        self.shape, self.physical = shape, physical
+
+    def __len__(self) -> int:
+        return math.prod(self.shape)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return tuple(self[each] for each in range(len(self))[number])
+        lane, home = 0, []
+        for c, size, real in zip(
+            place_of(range(len(self))[number], self.shape), self.shape, self.physical, strict=True
+        ):
+            lanes = size // real
+            home.append(c // lanes)
+            lane = lane * lanes + c % lanes
+        return tuple(home), lane
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Homes) and (self.shape, self.physical) == (other.shape, other.physical):
+            return True
+        return isinstance(other, (Homes, tuple)) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Homes, (self.shape, self.physical)
 
 
 class Mesh:
@@ -32,17 +94,18 @@ class Mesh:
     """
 
     __slots__ = (
-        "__weakref__", "_hash", "_index", "_local",
-        "axes", "device_ids", "homes", "is_split", "processes", "shape", "size",
+        "__weakref__", "_hash", "_ids", "_index", "_local",
+        "axes", "homes", "is_split", "lease", "processes", "shape", "size",
     )  # fmt: skip
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     size: int
-    device_ids: tuple[int, ...]
-    homes: tuple[Home, ...]
+    homes: Sequence[Home]
     processes: tuple[int, ...]
     is_split: bool
+    lease: Lease | None
+    _ids: Sequence[int]  # a range where they count through
     _local: Mesh | None
     _index: dict[str, int]
     _hash: int
@@ -50,7 +113,7 @@ class Mesh:
     def __init__(self, /, **axes: int) -> None:
         shape = tuple(axes.values())
         _check_axes(tuple(axes), shape)
-        self._fill(tuple(axes), shape, tuple(range(math.prod(shape))), None)
+        self._fill(tuple(axes), shape, range(math.prod(shape)), None)
 
     @classmethod
     def of(
@@ -72,9 +135,11 @@ class Mesh:
             shape = (shape,)
         names = tuple(axes) if axes is not None else tuple(f"x{i}" for i in range(len(shape)))
         _check_axes(names, tuple(shape))
-        ids = tuple(device_ids) if device_ids is not None else tuple(range(math.prod(shape)))
-        _check_ids(ids, tuple(shape))
-        homes = None if physical is None else _homes(tuple(shape), tuple(physical))
+        ids = range(math.prod(shape))
+        if device_ids is not None:
+            ids = device_ids if isinstance(device_ids, range) else tuple(device_ids)
+            _check_ids(ids, tuple(shape))
+        homes = None if physical is None else Homes(tuple(shape), tuple(physical))
         if processes is not None:
             check_grid(tuple(processes), tuple(shape))
         return _made(names, tuple(shape), ids, homes, None if processes is None else tuple(processes))
@@ -83,16 +148,18 @@ class Mesh:
         self,
         axes: tuple[str, ...],
         shape: tuple[int, ...],
-        ids: tuple[int, ...],
-        homes: tuple[Home, ...] | None,
+        ids: Sequence[int],
+        homes: Sequence[Home] | None,
         processes: tuple[int, ...] | None = None,
+        lease: Lease | None = None,
     ) -> None:
         put = object.__setattr__
         put(self, "axes", axes)
         put(self, "shape", shape)
         put(self, "size", math.prod(shape))
-        put(self, "device_ids", ids)
-        put(self, "homes", homes if homes is not None else tuple((c, 0) for c in _grid(shape)))
+        put(self, "_ids", _counted_through(ids))
+        put(self, "homes", homes if homes is not None else Homes(shape, shape))
+        put(self, "lease", lease)
         put(self, "_index", {name: i for i, name in enumerate(axes)})
         put(self, "processes", processes or (1,) * len(shape))
         put(self, "is_split", math.prod(self.processes) > 1)
@@ -106,7 +173,7 @@ class Mesh:
         raise AttributeError(f"a Mesh is a value and cannot change: del {name}")
 
     def _key(self) -> tuple[object, ...]:
-        return self.axes, self.shape, self.device_ids, self.processes
+        return self.axes, self.shape, self._ids, self.processes, self.lease
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -132,10 +199,34 @@ class Mesh:
         return draw_html(self)
 
     def _is_plain(self) -> bool:
-        return self.device_ids == tuple(range(self.size))
+        return self._ids == range(self.size)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _made, (self.axes, self.shape, self.device_ids, self.homes, self.processes)
+        """In a file it is a value: the lease does not go along."""
+        return _made, (self.axes, self.shape, self._ids, self.homes, self.processes)
+
+    def __copy__(self) -> Mesh:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """The ids of the devices, row-major."""
+        return tuple(self._ids)
+
+    def device_id(self, coordinate: Sequence[int]) -> int:
+        """The id of the device at a coordinate.
+
+        >>> Mesh(x=10**9).device_id((123456789,))
+        123456789
+        """
+        return self._ids[self.index(coordinate)]
+
+    def leased(self, lease: Lease | None) -> Mesh:
+        """The same mesh as that of a device, or with None as a value and nothing else."""
+        return _made(self.axes, self.shape, self._ids, self.homes, self.processes, lease)
 
     @property
     def ndim(self) -> int:
@@ -183,8 +274,7 @@ class Mesh:
 
     def local_coordinates(self, rank: int | None = None) -> Iterator[Coordinate]:
         """The coordinates that this process holds, or that of another rank, row-major."""
-        box = zip(self.offset_of(rank), self.local_shape, strict=True)
-        return itertools.product(*(range(start, start + size) for start, size in box))
+        return _grid(self.local_shape, self.offset_of(rank))
 
     def owner(self, coordinate: Sequence[int]) -> int:
         """The rank of the process that holds a coordinate (the first, where all of them hold it)."""
@@ -199,7 +289,7 @@ class Mesh:
         >>> Mesh(dp=2, tp=4).split(4).processes
         (2, 2)
         """
-        return _made(self.axes, self.shape, self.device_ids, self.homes, divided(self.shape, count))
+        return _made(self.axes, self.shape, self._ids, self.homes, divided(self.shape, count), self.lease)
 
     def axis(self, name: str | int) -> int:
         """The position of an axis given by name or by position.
@@ -276,7 +366,8 @@ class Mesh:
                 asked=", ".join(f"{name}={size}" for name, size in axes.items()),
                 fix=f"use sizes whose product is {self.size}",
             )
-        return _made(tuple(axes), shape, self.device_ids, self.homes).split(math.prod(self.processes))
+        made = _made(tuple(axes), shape, self._ids, self.homes, lease=self.lease)
+        return made.split(math.prod(self.processes))
 
     def reordered(self, order: Sequence[int]) -> Mesh:
         """The same shape with its devices, and their homes, in another order.
@@ -284,10 +375,12 @@ class Mesh:
         >>> Mesh(x=3).reordered([2, 0, 1]).device_ids
         (2, 0, 1)
         """
-        if sorted(order) != list(range(self.size)):
+        if len(order) != self.size or (not _is_counting(order) and sorted(order) != list(range(self.size))):
             raise MeshError(f"{list(order)} is no order of {self.size} devices", mesh=self)
-        ids, homes = (tuple(each[i] for i in order) for each in (self.device_ids, self.homes))
-        return _made(self.axes, self.shape, ids, homes, self.processes)  # type: ignore[arg-type]
+        if _is_counting(order):
+            return self
+        ids, homes = tuple(self._ids[i] for i in order), tuple(self.homes[i] for i in order)
+        return _made(self.axes, self.shape, ids, homes, self.processes, self.lease)
 
     def submesh(self, where: Mapping[str, int | slice] | None = None, /, **ranges: int | slice) -> Mesh:
         """The devices at the given places: an int drops the axis, a slice keeps a part of it.
@@ -302,8 +395,9 @@ class Mesh:
         return _made(
             tuple(self.axes[i] for i in kept),
             tuple(len(picks[i]) for i in kept),
-            tuple(self.device_ids[i] for i in indices),
+            tuple(self._ids[i] for i in indices),
             tuple(self.homes[i] for i in indices),
+            lease=self.lease,
         ).split(math.prod(self.processes))
 
     def _places(self, name: str, place: int | slice) -> Sequence[int]:
@@ -325,17 +419,35 @@ class Mesh:
 def _made(
     axes: tuple[str, ...],
     shape: tuple[int, ...],
-    device_ids: tuple[int, ...],
-    homes: tuple[Home, ...] | None,
+    device_ids: Sequence[int],
+    homes: Sequence[Home] | None,
     processes: tuple[int, ...] | None = None,
+    lease: Lease | None = None,
 ) -> Mesh:
     mesh = Mesh.__new__(Mesh)
-    mesh._fill(axes, shape, device_ids, homes, processes)
+    mesh._fill(axes, shape, device_ids, homes, processes, lease)
     return mesh
 
 
-def _grid(shape: Iterable[int]) -> Iterator[Coordinate]:
-    return itertools.product(*(range(size) for size in shape))
+def _grid(shape: Sequence[int], start: Sequence[int] | None = None) -> Iterator[Coordinate]:
+    """The coordinates of a box, row-major, one after the other."""
+    first = start if start is not None else (0,) * len(shape)
+    if math.prod(shape) > FEW:  # `product` would write every axis down before it begins
+        places = (place_of(number, shape) for number in range(math.prod(shape)))
+        return (tuple(map(operator.add, place, first)) for place in places)
+    return itertools.product(*(range(a, a + size) for a, size in zip(first, shape, strict=True)))
+
+
+def _is_counting(numbers: Sequence[int]) -> bool:
+    """Whether they are 0, 1, 2, ... in order."""
+    if isinstance(numbers, range):
+        return numbers == range(len(numbers))
+    return all(number == i for i, number in enumerate(numbers))
+
+
+def _counted_through(ids: Sequence[int]) -> Sequence[int]:
+    """Ids in the one form that stands for them: a range from 0, or a tuple."""
+    return range(len(ids)) if _is_counting(ids) else tuple(ids)
 
 
 def _check_axes(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
@@ -360,30 +472,12 @@ def _check_axes(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
         raise MeshError("two axes have the same name", asked=asked, fix="name every axis differently")
 
 
-def _check_ids(ids: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def _check_ids(ids: Sequence[int], shape: tuple[int, ...]) -> None:
     if len(ids) != math.prod(shape):
         raise MeshError(
             f"a mesh of shape {shape} needs {math.prod(shape)} device ids and got {len(ids)}",
             ids=ids,
             fix="give one id per device",
         )
-    if len(set(ids)) != len(ids):
+    if not isinstance(ids, range) and len(set(ids)) != len(ids):
         raise MeshError("a device id stands twice", ids=ids, fix="name every device once")
-
-
-def _homes(shape: tuple[int, ...], physical: tuple[int, ...]) -> tuple[Home, ...]:
-    """Where each virtual device lives: 4x4 on 2x2 puts rows 0-1, columns 0-1 on physical (0, 0), lanes 0 to 3."""
-    if len(shape) != len(physical) or any(size % real for size, real in zip(shape, physical, strict=True)):
-        fitting = tuple(math.gcd(size, real) for size, real in zip(shape, physical, strict=False))
-        raise MeshError(
-            f"a virtual mesh of shape {shape} does not lie evenly on physical devices of shape {physical}",
-            fix=f"use a physical shape that divides it axis by axis, such as {fitting}",
-        )
-    lanes = tuple(size // real for size, real in zip(shape, physical, strict=True))
-    homes = []
-    for place in _grid(shape):
-        lane = 0
-        for c, n in zip(place, lanes, strict=True):
-            lane = lane * n + c % n
-        homes.append((tuple(c // n for c, n in zip(place, lanes, strict=True)), lane))
-    return tuple(homes)

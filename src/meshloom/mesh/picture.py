@@ -123,7 +123,7 @@ def _label(axes: Sequence[str], place: Coordinate | None) -> str:
 
 
 def _device(mesh: Mesh, where: Coordinate, x: float, y: float, fill: Fill) -> str:
-    number = mesh.device_ids[mesh.index(where)]
+    number = mesh.device_id(where)
     inside, held = fill(where)
     return box(x, y, WIDE, HIGH, inside, [str(number)], f"device {number} at {where}: {held}", inside == EMPTY)
 

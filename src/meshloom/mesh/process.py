@@ -46,7 +46,8 @@ def counts(shape: Sequence[int]) -> list[int]:
     [1, 2, 3, 6]
     """
     size = math.prod(shape)
-    return [count for count in range(1, size + 1) if size % count == 0]
+    small = [count for count in range(1, math.isqrt(size) + 1) if size % count == 0]
+    return sorted({*small, *(size // count for count in small)})
 
 
 def check_grid(grid: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -19,11 +19,11 @@ import math
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from meshloom.errors import DTypeError, PlacementError
-from meshloom.mesh import Coordinate, Mesh
+from meshloom.errors import ClosedError, DTypeError, PlacementError
+from meshloom.mesh import Coordinate, Lease, Mesh
 from meshloom.placement.placements import Partial, Placement, Replicate, Shard
 from meshloom.placement.spelling import spell
 from meshloom.types import Shape, is_floating, itemsize, numel
@@ -58,7 +58,40 @@ class Topology:
                 found = cls._known.setdefault(key, found)
         return found
 
+    def __getattr__(self, name: str) -> Any:
+        """What a topology does not have: its mesh, once that has been closed, and so all that follows from it."""
+        closed = vars(self).get("_closed")
+        if closed is None or name != "mesh":
+            raise AttributeError(f"a topology has no {name}")
+        raise ClosedError(
+            f"{closed} is on a mesh device that has been closed", fix="read it before: x.to_torch() has its values"
+        )
+
+    @classmethod
+    def close(cls, lease: Lease) -> list[Topology]:
+        """End the topologies on the meshes of a lease: shape, dtype and placements are all that they still know."""
+        with cls._lock:
+            ended = [(key, each) for key, each in cls._known.items() if each.mesh.lease is lease]
+            for key, each in ended:
+                del cls._known[key]
+                text, kept = str(each), (each.placements, each.shape, each.dtype)
+                vars(each).clear()
+                each.placements, each.shape, each.dtype = kept
+                vars(each)["_closed"] = text
+        return [each for _, each in ended]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its mesh has been closed."""
+        return "_closed" in vars(self)
+
+    def check_open(self) -> None:
+        """An error if its mesh has been closed."""
+        self.mesh  # noqa: B018  raises
+
     def _validate(self) -> None:
+        if self.mesh.lease is not None:
+            self.mesh.lease.check_open()
         if len(self.placements) != self.mesh.ndim:
             raise PlacementError(f"{len(self.placements)} placements for {self.mesh.ndim} mesh axes", mesh=self.mesh)
         for placement in self.placements:
@@ -80,10 +113,12 @@ class Topology:
             )
 
     def __repr__(self) -> str:
+        if self.is_closed:
+            return str(self)
         return f"Topology({self.mesh!r}, {self.placements!r}, {self.shape!r}, {self.dtype!r})"
 
     def __str__(self) -> str:
-        return f"{self.notation} on {self.mesh}"
+        return f"{vars(self)['_closed']}, closed" if self.is_closed else f"{self.notation} on {self.mesh}"
 
     def _repr_html_(self) -> str:
         from meshloom.placement.picture import draw_html

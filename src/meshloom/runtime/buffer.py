@@ -47,7 +47,7 @@ class MeshBuffer:
         if buffer_type not in MEMORIES:
             raise ArgumentError(f"there is no memory {buffer_type!r}", fix=closest(buffer_type, MEMORIES))
         self.device, self.config = device, config
-        self.layout = layout_of(config, device.mesh)
+        self.layout = layout_of(config, device.mesh.leased(None))  # a value: caches know it from one device to the next
         self.buffer_type = buffer_type
         self.name = name or f"buffer{next(_numbers)}"
         self.where = where()
@@ -96,7 +96,8 @@ class MeshBuffer:
     @property
     def topology(self) -> Topology:
         """The placements that say the same as the layout, or an error if none do."""
-        return need_topology(self.layout)
+        found = need_topology(self.layout)
+        return Topology(self.device.mesh, found.placements, found.shape, found.dtype)
 
     @property
     def is_allocated(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from meshloom.errors import ArgumentError, ClosedError, DeviceTimeoutError, MeshError, TraceError
+from meshloom.errors import ArgumentError, DeviceTimeoutError, MeshError, TraceError
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.runtime import accounts
@@ -16,6 +16,7 @@ from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.card import Card
 from meshloom.runtime.chips import Grid
 from meshloom.runtime.geometry import MeshShape, MeshType
+from meshloom.runtime.leases import Lease
 from meshloom.runtime.memory import Region, Usage
 from meshloom.runtime.queue import MeshCommandQueue
 from meshloom.runtime.records import state
@@ -47,7 +48,10 @@ class MeshDevice:
         parent: MeshDevice | None = None,
     ) -> None:
         self.id = next(_ids)
-        self.mesh, self.system, self.numbers, self.parent = mesh, system, tuple(numbers), parent
+        self.system, self.numbers, self.parent = system, tuple(numbers), parent
+        driver = None if system.driver.shares_memory else type(system.driver).__name__
+        self.lease = Lease(_named(mesh), driver)
+        self.mesh = mesh.leased(self.lease)
         self.mesh_type = mesh_type
         self.mask = sum(1 << number for number in self.numbers)
         self.closed = False
@@ -100,7 +104,7 @@ class MeshDevice:
 
     def get_device_id(self, place: Sequence[int]) -> int:
         """The id of the device at a coordinate."""
-        return self.mesh.device_ids[self.mesh.index(place)]
+        return self.mesh.device_id(place)
 
     def get_device_ids(self) -> list[int]:
         """The ids of the devices, row-major."""
@@ -297,8 +301,7 @@ class MeshDevice:
 
     def check_open(self) -> None:
         """An error if it has been closed."""
-        if self.closed:
-            raise ClosedError(f"{self} has been closed", fix="open it again: open_mesh_device(...)")
+        self.lease.check_open()
 
     def close(self, timeout: float | None = CLOSING_SECONDS) -> None:
         """Wait for all queues, then let everything go. Twice is harmless. Errors nobody was told of are raised."""
@@ -318,6 +321,7 @@ class MeshDevice:
             buffer.free()
         self.closed = True
         accounts.closed(self)
+        self.lease.end()
         if self.parent is None:
             for card in self.system.cards:
                 card.close()
@@ -340,8 +344,12 @@ class MeshDevice:
                 self.close()
 
     def __repr__(self) -> str:
-        grid = "x".join(map(str, self.mesh.shape))
-        return f"MeshDevice({grid}, {self.num_devices} device{'s' if self.num_devices != 1 else ''})"
+        return _named(self.mesh)
+
+
+def _named(mesh: Mesh) -> str:
+    grid = "x".join(map(str, mesh.shape))
+    return f"MeshDevice({grid}, {mesh.size} device{'s' if mesh.size != 1 else ''})"
 
 
 def _let_go(device: weakref.ref[MeshDevice], trace_id: int) -> None:

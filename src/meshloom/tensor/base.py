@@ -98,6 +98,7 @@ class Tensor:
     @property
     def block(self) -> torch.Tensor:
         """What this process holds: mesh axes first (size 1 where replicated), then the shard's dims. Shares memory."""
+        self.topology.check_open()
         return to_block(self._data, self.topology)
 
     def shard_at(self, coordinate: Sequence[int]) -> torch.Tensor:
@@ -156,6 +157,8 @@ class Tensor:
     __create_chunk_list__ = property(refuse_checkpoint)
 
     def __repr__(self) -> str:
+        if self.topology.is_closed:
+            return f"Tensor {self.topology}"
         return f"Tensor {self.topology}{self._state()}\n{self._values()!r}"
 
     def _repr_html_(self) -> str:

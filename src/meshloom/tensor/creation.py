@@ -102,6 +102,8 @@ def _chosen(mesh: Mesh | None) -> Mesh:
     found = getattr(mesh, "mesh", mesh) if mesh is not None else current_mesh()  # a MeshDevice has a mesh
     if not isinstance(found, Mesh):
         raise MeshError(f"mesh= takes a mesh, not {found!r}", fix="open one with loom.open_mesh((2, 4))")
+    if found.lease is not None:
+        found.lease.check_tensors()
     return found
 
 

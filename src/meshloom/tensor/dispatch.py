@@ -7,7 +7,7 @@ of `Tensor` try `CACHE` with a shorter key first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -24,7 +24,7 @@ from meshloom.ops import OPS, Call, Op
 from meshloom.ops.binding import bind, refer
 from meshloom.placement import Partial, Replicate, Topology, as_placements
 from meshloom.planner import Plan, plan, retyped
-from meshloom.runtime import Event, state, where
+from meshloom.runtime import Event, leases, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS, freeze
 
@@ -56,6 +56,17 @@ def remember(key: Any, entry: Entry) -> None:
         if len(CACHE) >= LIMIT:
             CACHE.pop(next(iter(CACHE)), None)
         CACHE[key] = entry
+
+
+def forget(topologies: Collection[Topology]) -> None:
+    """Drop the entries of calls on topologies that have come to their end."""
+    gone = set(map(id, topologies))
+    with _LOCK:
+        for key in [key for key in CACHE if any(id(each) in gone for each in key)]:
+            del CACHE[key]
+
+
+leases.listen(forget)
 
 
 def autocast_key() -> Any:

@@ -17,6 +17,7 @@ from meshloom.tensor.dispatch import is_tracked, tap
 
 def shadowed(tensor: Tensor) -> Tensor:
     """The tensor, or its stand-in without data while something is being explained."""
+    tensor.topology.check_open()
     return tensor if state.shadows is None else state.shadows.of(tensor)
 
 

@@ -159,6 +159,8 @@ class Tensor(metaclass=_Making):
     def _allocate(self, device: MeshDevice) -> Room:
         is_l1 = self._memory.buffer_type is not BufferType.DRAM
         runtime = device.runtime
+        if runtime.lease.driver is not None:
+            runtime.lease.check_tensors()
         allocator = runtime.system.memory["l1" if is_l1 else "dram"]
         shape = self._block.shape[len(self._grid) :]  # type: ignore[union-attr]
         size = _bytes(shape, self.dtype, self.layout, self.tile)
