@@ -135,7 +135,7 @@ class Mesh:
             shape = (shape,)
         names = tuple(axes) if axes is not None else tuple(f"x{i}" for i in range(len(shape)))
         _check_axes(names, tuple(shape))
-        ids = range(math.prod(shape))
+        ids: Sequence[int] = range(math.prod(shape))
         if device_ids is not None:
             ids = device_ids if isinstance(device_ids, range) else tuple(device_ids)
             _check_ids(ids, tuple(shape))
