@@ -424,19 +424,21 @@ def training(shape: tuple[int, ...]) -> int:
 
 
 def accumulation() -> list[list[tuple[str, int]]]:
-    """The collectives of three micro-batches and of the step, with parameters in two groups of an optimizer."""
+    """The collectives of micro-batches, of the backward that sums and of the step, with parameters in two groups."""
     join()
     held, batches = _start(loom.open_mesh((HERE.count, 2), processes=(HERE.count, 1)), "data parallel")
     optimizer = torch.optim.SGD([{"params": held[:2]}, {"params": held[2:], "lr": 0.2}], lr=0.1, foreach=False)
     found = []
     for _ in range(2):
         optimizer.zero_grad()
-        with counted() as micro:
+        with counted() as micro, loom.accumulate():
             for x in batches:
                 _mlp(x, held).square().sum().backward()
+        with counted() as last:
+            _mlp(batches[0], held).square().sum().backward()
         with counted() as step:
             optimizer.step()
-        found += [micro, step]
+        found += [micro, last, step]
     with counted() as again:
         [each.grad for each in held]
     return [*found, again]

@@ -150,6 +150,9 @@ def main(folder: str, target: str) -> None:
     """One rank: run the function, leave its result."""
     import torch
 
+    import meshloom
+
+    warnings.filterwarnings("ignore", category=meshloom.FallbackWarning)
     torch.set_num_threads(1)
     place = Path(folder)
     module, name = target.split(":")

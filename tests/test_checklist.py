@@ -222,19 +222,42 @@ def test_row_028_redistribute_reaches_any_placements_from_any():
 def test_row_047_accumulating_k_micro_batches_reduces_each_parameter_once():
     mesh = loom.open_mesh((4,), axes=("dp",))
     w = loom.Parameter(loom.distribute(values(6, 3), mesh, "R"))
+
+    def backward(step: int) -> None:
+        x = loom.distribute(values(8, 6, seed=step), mesh, "S(0)")
+        (x @ w).square().sum().backward()
+
     with loom.record() as log:
-        for step in range(5):
-            x = loom.distribute(values(8, 6, seed=step), mesh, "S(0)")
-            (x @ w).square().sum().backward()
+        with loom.accumulate():
+            for step in range(4):
+                backward(step)
         before = [event for event in log if event.phase == "backward"]
-        gradient = w.grad
+        backward(4)
     after = [event for event in log if event.phase == "backward"]
     assert before == []
     assert [(event.kind, event.axis, event.bytes) for event in after] == [("all_reduce", "dp", 2 * 6 * 3 * 4 * 3 // 4)]
     dense = values(6, 3).requires_grad_()
     for step in range(5):
         (values(8, 6, seed=step) @ dense).square().sum().backward()
-    check_close(gradient, dense.grad)
+    check_close(w.grad, dense.grad)
+
+
+def test_row_047_the_user_decides_when_to_reduce():
+    mesh = loom.open_mesh((4,), axes=("dp",))
+    w = loom.Parameter(loom.distribute(values(6, 3), mesh, "R"))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    with loom.accumulate():
+        (loom.distribute(values(8, 6), mesh, "S(0)") @ w).sum().backward()
+    with pytest.raises(loom.GradientError, match=r"outside of loom.accumulate\(\).*loom.synchronize\(parameters\)"):
+        optimizer.step()
+    check_close(w, values(6, 3))
+    with loom.record() as log:
+        loom.synchronize([w])
+    assert log.kinds() == {"all_reduce": 1}
+    with loom.communication("forbid"):
+        loom.synchronize([w])  # nothing waits any more
+        optimizer.step()
+    check_close(w, values(6, 3) - 0.1 * values(8, 6).sum(0)[:, None].expand(6, 3))
 
 
 def test_row_128_a_sum_moves_one_partial_per_device_and_not_the_shards(workers):

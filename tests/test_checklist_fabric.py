@@ -68,30 +68,23 @@ def _training() -> tuple[nn.Module, torch.optim.Optimizer]:
     layer.weight = loom.Parameter(layer.weight.detach(), WORKERS, {})
     layer.bias = loom.Parameter(layer.bias.detach(), WORKERS, {})
     x = loom.distribute(values(8, 6), WORKERS, "S(0)")
-    with loom.record():  # reductions that were never watched are not told later
-        layer(x).square().mean().backward()
+    layer(x).square().mean().backward()
     return layer, torch.optim.AdamW(layer.parameters())
 
 
-def test_row_046_an_optimizer_step_has_no_collective_of_its_own():
-    """The gradient's reduction belongs to backward, and runs when somebody first reads `.grad`; a step may be the one.
-
-    So the events of a bare step are exactly those that reading the gradients gives, each with the line of the forward
-    op that caused it; once they are read, a step has none. An explicit all_reduce adds one event per call.
-    """
-    layer, optimizer = _training()
-    with loom.record() as reading:
-        gradients = [parameter.grad for parameter in layer.parameters()]
-    with loom.record() as step:
+def test_row_046_an_optimizer_step_has_no_collective():
+    """The gradient's reduction is a node of backward, with the line of the forward op that caused it."""
+    with loom.record() as before:
+        layer, optimizer = _training()
+    sums = [event for event in before if event.phase == "backward" and event.call == "linear"]
+    assert [event.kind for event in sums] == ["all_reduce"] * 2
+    assert all(event.where.startswith("test_checklist_fabric.py:") for event in sums)
+    with loom.record() as step, loom.communication("forbid"):
         optimizer.step()
-    assert reading.kinds() == {"all_reduce": 2} and len(step) == 0
+    assert len(step) == 0
+    assert len(loom.explain(optimizer.step).events) == 0
 
-    _, unread = _training()
-    with loom.record() as bare:
-        unread.step()
-    assert {event.phase for event in bare} == {"backward"} and {event.call for event in bare} == {"linear"}
-    assert [event.collective for event in bare] == [event.collective for event in reading]
-
+    gradients = [parameter.grad for parameter in layer.parameters()]
     for calls in (1, 2, 5):
         with loom.record() as more:
             for _ in range(calls):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -525,3 +526,29 @@ def test_masked_fill_in_place_works_on_every_placement():
     for one, other in itertools.product(("S(0), S(1)", "P(sum), R", "R, S(0)"), ("S(0), R", "R, R")):
         x = loom.distribute(dense, MESH, one).masked_fill_(loom.distribute(mask, MESH, other), 3.0)
         check_same(x, dense.masked_fill(mask, 3.0), one)
+
+
+def test_a_function_without_a_rule_says_once_per_line_that_it_gathers():
+    x = loom.distribute(values(M, "float", 0), MESH, "S(0), R")
+
+    def run() -> None:
+        torch.renorm(x, 2, 0, 1.0)
+
+    text = r"renorm at test_fallback.py:\d+ has no rule: it gathers f32\[6, 5\]\(S\(0\), R\)"
+    with pytest.warns(loom.FallbackWarning, match=text):
+        run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+    with pytest.warns(loom.FallbackWarning):
+        torch.renorm(x, 2, 0, 1.0)
+
+
+def test_a_function_without_a_rule_is_quiet_where_nothing_moves_or_somebody_records():
+    x, whole = (loom.distribute(values(M, "float", 0), MESH, each_one) for each_one in ("S(0), R", "R, R"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.renorm(whole, 2, 0, 1.0)
+        with loom.record() as log:
+            torch.renorm(x, 2, 0, 1.0)
+    assert log.fallbacks == {"renorm": 1}

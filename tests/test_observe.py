@@ -353,11 +353,35 @@ def test_some_programs_communicate_and_some_do_not():
     assert sum(moved.values()) > 20
 
 
-def test_explain_finds_the_backward_of_a_forgotten_gradient_as_pending():
+def test_explain_tells_the_sums_that_accumulate_holds_back():
     x, w = put("S(0), R", 8, 6), parameter("R, R", 6, 4)
-    found = loom.explain(lambda: (x @ w).sum().backward())
+
+    def run() -> None:
+        with loom.accumulate():
+            (x @ w).sum().backward()
+
+    found = loom.explain(run)
     assert [str(event.collective) for event in found.log.pending] == ["all_reduce(sum) over dp of 2: 96 B"]
-    assert "when .grad is read:" in str(found)
+    assert "held back by accumulate:" in str(found)
+    assert w.grad is None
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("backward")])
+def test_backward_is_seen_and_forbidden_in_its_own_scope_wherever_the_forward_pass_ran(name, monkeypatch):
+    """The backward events of a program are the same when only `backward` runs inside the scope."""
+    whole = [event for event in recorded(PROGRAMS[name]()) if event.phase == "backward"]
+    alone: list[Event] = []
+    inner = loom.Tensor.backward
+
+    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
+        with loom.record() as log:
+            inner(self, *args, **kwargs)
+        alone.extend(event for event in log if event.phase == "backward")
+
+    monkeypatch.setattr(loom.Tensor, "backward", backward)
+    PROGRAMS[name]()()
+    monkeypatch.undo()
+    assert told(alone) == told(whole)
 
 
 def test_forbid_lets_everything_before_the_first_communication_happen():
@@ -469,7 +493,7 @@ def test_explain_prints_rows_costs_reasons_and_moves():
     assert all(line[3] == "us" and float(line[2]) >= 0 for line in chosen)
     assert sum(" rejected " in line for line in lines) >= 8
     assert "operands already line up" in text and "no operand is placed so; ask with output=" in text
-    assert lines[-2].startswith("  moves all_reduce(sum) over tp of 3: 170 B, bidirectional_ring, ")
+    assert lines[-2].startswith("  moves all_reduce(sum) over tp of 3: 171 B, bidirectional_ring, ")
     assert lines[-1] == "1 collective, 170 B per device"
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 import meshloom as loom
 import ranks
+from meshloom.backends import WORLD
 from meshloom.backends.watch import Watch
 from meshloom.errors import GradientError
 
@@ -208,9 +209,88 @@ def _ended(act: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def _scoped_programs(mesh: Mesh) -> dict[str, list[Callable[[], Any]]]:
+    """Programs as phases: each phase runs in a scope of its own."""
+    rows, weight, leaf = torch.randn(7, 4), torch.randn(4, 6), loom.Parameter(torch.randn(4, 6), mesh)
+    x, w = loom.distribute(rows, mesh, "S(0), R"), _leaf(weight, mesh, "S(0), R")
+    deep = _leaf(rows, mesh, "R, S(1)")
+    optimizer = torch.optim.AdamW([leaf], lr=0.1, foreach=False)
+    held: dict[str, Any] = {}
+
+    def keep(name: str, value: Any) -> None:
+        held[name] = value
+
+    return {
+        "a layer and its step": [
+            lambda: keep("loss", (x @ leaf).square().sum()),
+            lambda: held["loss"].backward(),
+            lambda: optimizer.step(),
+            lambda: leaf.grad.norm().item(),
+        ],
+        "a weight that is gathered": [lambda: keep("y", (x @ w).tanh().sum()), lambda: held["y"].backward()],
+        "what was made of a leaf": [
+            lambda: keep("y", (x @ (leaf * 2)).sum()),
+            lambda: keep("g", torch.autograd.grad(held["y"], [leaf])),
+        ],
+        "redistribution": [
+            lambda: keep("y", deep.redistribute("S(0), R")),
+            lambda: held["y"].backward(torch.ones(7, 4)),
+        ],
+        "a dense loss": [lambda: keep("y", (x @ leaf).to_torch().sum()), lambda: held["y"].backward()],
+        "a function without a rule": [
+            lambda: keep("y", torch.renorm(x @ leaf, 2, 0, 1.0).sum()),
+            lambda: held["y"].backward(),
+        ],
+        "softmax of a split dim": [
+            lambda: keep("y", torch.softmax(w * 1, 0).square().sum()),
+            lambda: held["y"].backward(),
+        ],
+        "explicit collectives": [
+            lambda: keep("y", loom.collectives.all_reduce(w * 1, axis=mesh.axes[0])),
+            lambda: held["y"].sum().backward(),
+            lambda: keep("y", loom.collectives.all_gather(w * 1, 0, axis=mesh.axes[0])),
+            lambda: held["y"].sum().backward(),
+            lambda: keep("y", loom.collectives.reduce_scatter((leaf * 1), 0, axis=mesh.axes[0])),
+            lambda: held["y"].sum().backward(),
+        ],
+        "values": [lambda: x.tolist(), lambda: bool((x == x).all()), lambda: x[3, 2].item(), lambda: repr(x)],
+        "in place": [lambda: x.clone().add_(deep.detach()), lambda: x.clone().__setitem__(2, w.detach()[0, :4])],
+        "accumulated": [lambda: _accumulated(x, leaf), lambda: loom.synchronize([leaf])],
+    }
+
+
+def _accumulated(x: Any, leaf: Any) -> None:
+    with loom.accumulate():
+        (x @ leaf).sum().backward()
+
+
+def scopes(mesh: Mesh) -> None:
+    """Whatever goes between processes in a scope is recorded there, and forbidden there before it goes."""
+    names = [*_scoped_programs(mesh)]
+    seen = 0
+    for name in names:
+        phases = len(_scoped_programs(mesh)[name])
+        for stop in range(phases):
+            for is_forbidden in (False, True):
+                torch.manual_seed(0)
+                program = _scoped_programs(mesh)[name]
+                for phase in program[:stop]:
+                    phase()
+                before = WORLD.watch.number
+                level = "forbid" if is_forbidden else "allow"
+                with loom.record() as log, contextlib.suppress(loom.CommunicationError), loom.communication(level):
+                    program[stop]()
+                crossed = WORLD.watch.number - before
+                assert not (is_forbidden and crossed), f"{name}, phase {stop}: {crossed} collectives were not forbidden"
+                assert is_forbidden or not crossed or len(log), f"{name}, phase {stop}: {crossed} were not recorded"
+                seen += crossed
+                loom.synchronize()
+    assert seen, "nothing crossed"
+
+
 CHECKS = (
     one_alone, recorded, losses_in_autocast, large_gradients, kept_graph, hooks, second_derivatives, nothing_counted,
-    copies, children,
+    copies, scopes, children,
 )  # fmt: skip
 
 

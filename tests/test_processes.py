@@ -83,11 +83,11 @@ def check_journeys(found: Any, count: int) -> None:
 
 
 def check_accumulation(found: Any) -> None:
-    """Micro-batches reduce their losses alone; the step makes one reduction of all parameters."""
-    micro, step, micro_again, step_again, read = found
+    """Micro-batches reduce their losses alone, the backward after them makes one reduction of all parameters."""
+    micro, last, step, micro_again, last_again, step_again, read = found
     assert micro == micro_again == [("all_reduce", 1)] * 3
-    assert step == step_again == [("all_reduce", 8 * 12 + 12 + 12 * 8 + 8)]
-    assert read == []
+    assert last == last_again == [("all_reduce", 1), ("all_reduce", 8 * 12 + 12 + 12 * 8 + 8)]
+    assert step == step_again == read == []
 
 
 @pytest.mark.slow

@@ -449,18 +449,23 @@ def test_gradient_accumulation_reduces_once_per_parameter(micro: int) -> None:
     with loom.record() as log:
         for step in range(2):
             optimizer.zero_grad()
+            losses = [
+                forward(loom.randn(8, 8, mesh=mesh, placements={"dp": Shard(0)}), held).sum() for _ in range(micro + 1)
+            ]
             seen = len(log)
-            for _ in range(micro):
-                forward(loom.randn(8, 8, mesh=mesh, placements={"dp": Shard(0)}), held).sum().backward()
-            # each loss is one number, reduced forward; no gradient has been reduced yet
-            assert moved(log.events[seen:]) == [("all_reduce", "dp", all_reduce(4, 4))] * micro
+            with loom.accumulate():
+                for loss in losses[1:]:
+                    loss.backward()
+            assert moved(log.events[seen:]) == []
             assert len(log.pending) == 4
-            before = len(log)
-            optimizer.step()
-            assert moved(log.events[before:]) == [("all_reduce", "dp", all_reduce(size, 4)) for size in sizes], step
+            losses[0].backward()
+            sums = log.events[seen:]
+            assert sorted(moved(sums)) == sorted(("all_reduce", "dp", all_reduce(size, 4)) for size in sizes), step
             assert log.pending == []
-            assert all(event.phase == "backward" for event in log.events[before:])
-            assert all(event.where.startswith("test_training.py:") for event in log.events[before:])
+            assert all(event.phase == "backward" for event in sums)
+            assert all(event.where.startswith("test_training.py:") for event in sums)
+            optimizer.step()
+            assert len(log) == seen + 4
 
 
 def test_accumulated_gradients_equal_those_of_the_whole_batch() -> None:
@@ -476,33 +481,50 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_reading_a_gradient_reduces_it_and_reading_again_does_not() -> None:
+def test_backward_reduces_a_gradient_and_reading_it_or_a_step_does_not() -> None:
     mesh = loom.open_mesh((4,), axes=("dp",))
     p = loom.Parameter(torch.ones(8, 8), mesh, {})
     x = loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)})
     with loom.record() as log:
         y = x @ p
-        y.backward(torch.ones(8, 8))
         assert moved(log) == []
-        assert p.grad is not None
+        y.backward(torch.ones(8, 8))
         assert moved(log) == [("all_reduce", "dp", all_reduce(256, 4))]
         assert p.grad is not None
         nn.utils.clip_grad_value_([p], 1.0)
         torch.optim.SGD([p], lr=0.1).step()
         assert len(log) == 1
         (x @ p).backward(torch.ones(8, 8))
-        assert p.grad is not None
         assert len(log) == 2
 
 
-def test_a_gradient_that_is_thrown_away_is_never_reduced() -> None:
+def test_parts_that_are_thrown_away_are_never_reduced() -> None:
     mesh = loom.open_mesh((4,), axes=("dp",))
     p = loom.Parameter(torch.ones(8, 8), mesh, {})
     with loom.record() as log:
-        (loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)}) @ p).backward(torch.ones(8, 8))
+        with loom.accumulate():
+            (loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)}) @ p).backward(torch.ones(8, 8))
         p.grad = None
         assert p.grad is None
-    assert moved(log) == []
+        loom.synchronize()
+    assert moved(log) == [] and log.pending == []
+
+
+def test_autograd_grad_reduces_what_it_gives_and_leaves_what_waits() -> None:
+    mesh = loom.open_mesh((4,), axes=("dp",))
+    p, q = (loom.Parameter(torch.ones(8, 8), mesh, {}) for _ in range(2))
+    x = loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)})
+    with loom.record() as log, loom.accumulate():
+        (x @ p).sum().backward()
+        seen = len(log)
+        (found,) = torch.autograd.grad((x @ p @ q).sum(), [q])
+    assert moved(log.events[seen + 1 :]) == [("all_reduce", "dp", all_reduce(256, 4))]
+    check_same(found, torch.full((8, 8), 64.0))
+    assert len(log.pending) == 1
+    with pytest.raises(loom.GradientError, match="not summed"):
+        p.grad  # noqa: B018
+    loom.synchronize(p)
+    check_same(p.grad, torch.full((8, 8), 8.0))
 
 
 def test_a_replicated_and_a_sharded_use_of_one_parameter_add_up() -> None:
@@ -525,11 +547,10 @@ def test_the_collectives_of_a_data_parallel_mlp() -> None:
         y = forward(x, held)
         assert moved(log) == []
         y.backward(torch.ones(16, 8))
-        assert moved(log) == []
-        gradients = [each.grad for each in held]
+    gradients = [each.grad for each in held]
     assert all(each.placements == (Replicate(), Replicate()) for each in gradients)
     sizes = [12 * 8 * 4, 12 * 4, 8 * 12 * 4, 8 * 4]
-    assert moved(log) == [("all_reduce", "dp", all_reduce(size, 2)) for size in sizes]
+    assert sorted(moved(log)) == sorted(("all_reduce", "dp", all_reduce(size, 2)) for size in sizes)
 
 
 def test_the_collectives_of_a_tensor_parallel_mlp() -> None:
@@ -565,11 +586,10 @@ def test_the_collectives_of_a_data_and_tensor_parallel_mlp() -> None:
             ("all_reduce", "dp", all_reduce(4, 2)),
         ]
         loss.backward()
-        assert len(log) == 2
-        gradients = [each.grad for each in held]
+    gradients = [each.grad for each in held]
     # a quarter of both weights and of the first bias, all of the second bias, over dp alone
     sizes = [3 * 8 * 4, 3 * 4, 8 * 3 * 4, 8 * 4]
-    assert moved(log.events[2:]) == [("all_reduce", "dp", all_reduce(size, 2)) for size in sizes]
+    assert sorted(moved(log.events[2:])) == sorted(("all_reduce", "dp", all_reduce(size, 2)) for size in sizes)
     forward(data, dense).square().mean().backward()
     for mine, theirs in zip(gradients, dense, strict=True):
         assert theirs.grad is not None
@@ -592,16 +612,43 @@ def test_the_collectives_of_fully_sharded_parameters() -> None:
     assert sorted(moved(log.events[seen:])) == sorted([*scattered, ("all_reduce", "dp", all_reduce(8 * 4, 4))])
 
 
-def test_backward_communication_can_be_forbidden_where_it_would_happen() -> None:
+def test_backward_communication_is_forbidden_where_it_would_happen_and_a_step_has_none() -> None:
     mesh = loom.open_mesh((4,), axes=("dp",))
     p = loom.Parameter(torch.ones(8, 8), mesh, {})
+    y = loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)}) @ p
+    with (
+        loom.communication("forbid"),
+        pytest.raises(loom.CommunicationError, match="matmul would communicate 384 B per device"),
+    ):
+        y.backward(torch.ones(8, 8), retain_graph=True)
+    p.grad = None
+    y.backward(torch.ones(8, 8))
     with loom.communication("forbid"):
-        y = loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)}) @ p
-        y.backward(torch.ones(8, 8))
-        with pytest.raises(loom.CommunicationError, match="matmul would communicate 384 B per device"):
-            torch.optim.SGD([p], lr=0.1).step()
-    assert p.grad is not None
-    check_same(p, torch.ones(8, 8))
+        torch.optim.SGD([p], lr=0.1).step()
+    check_same(p, torch.ones(8, 8) - 0.8)
+
+
+def test_the_backward_of_a_dense_loss_is_seen_too() -> None:
+    mesh = loom.open_mesh((4,), axes=("dp",))
+    p = loom.Parameter(torch.ones(8, 8), mesh, {})
+    loss = F.mse_loss((loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)}) @ p).to_torch(), torch.zeros(8, 8))
+    assert type(loss) is torch.Tensor
+    with loom.communication("forbid"), pytest.raises(loom.CommunicationError, match="matmul would communicate 384 B"):
+        loss.backward()
+
+
+def test_only_gradients_that_are_computed_are_told() -> None:
+    mesh = loom.open_mesh((4,), axes=("tp",))
+    w = loom.Parameter(torch.ones(8, 8), mesh, {"tp": Shard(1)})
+    x = loom.ones(2, 8, mesh=mesh, placements={}).requires_grad_()
+    loss = ((x * 2) @ w).square().sum()
+    with loom.record() as log:
+        loss.backward(inputs=[w], retain_graph=True)
+        torch.autograd.grad(loss, [w], retain_graph=True)
+    assert moved(log) == []
+    with loom.record() as log:
+        torch.autograd.grad(loss, [x])
+    assert moved(log) == [("all_reduce", "tp", all_reduce(2 * 8 * 4, 4))]
 
 
 def test_training_while_recording_gives_the_same_numbers() -> None:

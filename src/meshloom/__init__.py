@@ -63,11 +63,12 @@ _LAZY = {
     **dict.fromkeys(("control", "discover"), "meshloom.backends.control"),
     "process": "meshloom.backends.bindings",
     **dict.fromkeys(("from_buffer",), "meshloom.tensor.buffers"),
+    **dict.fromkeys(("accumulate", "synchronize"), "meshloom.tensor.gradient_sums"),
     **dict.fromkeys(("dropout",), "meshloom.tensor.fronts.pointwise"),
     **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
     **dict.fromkeys(("simulate", "Simulation"), "meshloom.observe.simulate"),
     **dict.fromkeys(
-        "communication record with_output choose use_fabric use_machine CommunicationWarning".split(),
+        "communication record with_output choose use_fabric use_machine CommunicationWarning FallbackWarning".split(),
         "meshloom.observe.scopes",
     ),
     **dict.fromkeys(("stress",), "meshloom.tensor.handles"),

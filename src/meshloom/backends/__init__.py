@@ -9,19 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshloom.backends.leaves import collect, drop, summed, twins
-    from meshloom.backends.moving import dense, move
+    from meshloom.backends.leaves import at_end_of_backward, collect, drop, finish_with, is_waiting, summed, twins
+    from meshloom.backends.moving import move
     from meshloom.backends.spread import kernel_of
     from meshloom.backends.world import WORLD, join
 
 _LAZY = {
-    **dict.fromkeys(("collect", "drop", "summed", "twins"), "meshloom.backends.leaves"),
-    **dict.fromkeys(("dense", "move"), "meshloom.backends.moving"),
+    **dict.fromkeys(
+        ("at_end_of_backward", "collect", "drop", "finish_with", "is_waiting", "summed", "twins"),
+        "meshloom.backends.leaves",
+    ),
+    "move": "meshloom.backends.moving",
     "kernel_of": "meshloom.backends.spread",
     **dict.fromkeys(("WORLD", "join"), "meshloom.backends.world"),
 }
 
-__all__ = ["WORLD", "collect", "dense", "drop", "join", "kernel_of", "move", "summed", "twins"]
+__all__ = [
+    "WORLD",
+    "at_end_of_backward",
+    "collect",
+    "drop",
+    "finish_with",
+    "is_waiting",
+    "join",
+    "kernel_of",
+    "move",
+    "summed",
+    "twins",
+]
 
 
 def __getattr__(name: str) -> Any:

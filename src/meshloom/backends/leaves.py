@@ -1,14 +1,14 @@
-"""Gradients of replicated leaves that split work uses: kept apart on each process, and summed once, when they are read.
+"""Gradients of replicated leaves that split work uses: kept apart on each process, and summed at the end of backward.
 
 Such a use goes through a second leaf that shares the first one's memory, its *twin*: backward accumulates this
-process's part there, over as many micro-batches as there are. `collect` then sums what is waiting, of all leaves
-together: small gradients travel in one buffer, large ones in their own memory.
+process's part there, over as many micro-batches as there are inside `loom.accumulate()`. `collect` then sums what is
+waiting, of all leaves together: small gradients travel in one buffer, large ones in their own memory.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,17 @@ class Waiting:
 
 
 _waiting: dict[int, Waiting] = {}  # in the order of backward, which is the same on every process
+_passes: dict[
+    Callable[[], None], int
+] = {}  # by what comes at the end, the pass of backward that it was last queued for
+
+
+def at_end_of_backward(finish: Callable[[], None]) -> None:
+    """Call `finish` once when the pass of backward that is under way has ended."""
+    current = torch._C._current_graph_task_id()
+    if _passes.get(finish) != current:
+        _passes[finish] = current
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
 
 
 def entered(data: torch.Tensor, group: Group) -> torch.Tensor:
@@ -106,8 +117,18 @@ def _note(leaf: weakref.ref[torch.Tensor], group: Group) -> Callable[[torch.Tens
             raise _late_hooks(held)
         if id(array) not in _waiting:
             _waiting[id(array)] = Waiting(array, group, held)
+        at_end_of_backward(_finish)
 
     return note
+
+
+_finish: Callable[[], None]
+
+
+def finish_with(finish: Callable[[], None]) -> None:
+    """What the end of a pass of backward calls when sums are waiting: it decides whether they are carried out now."""
+    global _finish
+    _finish = finish
 
 
 def _has_hooks(leaf: torch.Tensor) -> bool:
@@ -128,10 +149,15 @@ def drop(leaf: torch.Tensor) -> None:
         twin.array.grad = None
 
 
-def collect() -> None:
-    """Sum what is waiting over the processes and add it to the leaves' gradients."""
-    waiting = [each for each in _waiting.values() if each.array.grad is not None]
-    _waiting.clear()
+def is_waiting(leaf: torch.Tensor) -> bool:
+    """Whether parts of a leaf's gradient are not summed yet."""
+    return any(twin.array.grad is not None for twin in _known(leaf))
+
+
+def collect(only: Collection[int] | None = None) -> None:
+    """Sum what is waiting over the processes and add it to the leaves' gradients; of some leaves only, by id."""
+    due = [key for key, each in _waiting.items() if only is None or id(each.leaf) in only]
+    waiting = [each for each in (_waiting.pop(key) for key in due) if each.array.grad is not None]
     for group, dtype in dict.fromkeys((each.group, each.gradient.dtype) for each in waiting):
         alike = [each for each in waiting if each.group is group and each.gradient.dtype == dtype]
         alone = [each for each in alike if each.gradient.numel() >= LARGE or each.gradient.requires_grad]

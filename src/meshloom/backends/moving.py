@@ -38,11 +38,6 @@ def move(
     return data if step is None else step(data)
 
 
-def dense(data: torch.Tensor, topology: Topology) -> torch.Tensor:
-    """The tensor as one dense array; shares storage where nothing had to move."""
-    return move(data, topology, topology.replicated)
-
-
 @lru_cache(maxsize=4096)
 def _known(source: Topology, target: Topology, machine: Machine) -> Step | None:
     return mover(source, target, machine)

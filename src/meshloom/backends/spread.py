@@ -69,11 +69,6 @@ class Spread(Kernel):
         plan = self.plan
         return mover(plan.call.operands[operand], self.ins[operand], plan.machine)
 
-    def enter(self, operand: int, data: torch.Tensor) -> torch.Tensor:
-        """An operand that nothing moves, ready to be used by split work."""
-        group = None if self._move(operand) is not None else self._entry(operand)
-        return data if group is None else entered(data, group)
-
     def _hand_over(self, result: int, arrived: Topology) -> Step | None:
         plan = self.plan
         raw, out = plan.raw[result], plan.outs[result]

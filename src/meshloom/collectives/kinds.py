@@ -19,14 +19,19 @@ class Kind:
     size: Callable[[int, int, int], int]
 
 
+def _from_others(size: int, p: int) -> int:
+    """What comes from the others if everybody has as much; whole bytes, so that one byte is never none."""
+    return -(-size * (p - 1) // p)
+
+
 KINDS: dict[str, Kind] = {
-    "all_gather": Kind(lambda before, after, p: after * (p - 1) // p),
-    "all_reduce": Kind(lambda before, after, p: 2 * (before * (p - 1) // p)),
-    "reduce_scatter": Kind(lambda before, after, p: before * (p - 1) // p),
-    "all_to_all": Kind(lambda before, after, p: before * (p - 1) // p),
+    "all_gather": Kind(lambda before, after, p: _from_others(after, p)),
+    "all_reduce": Kind(lambda before, after, p: _from_others(2 * before, p)),
+    "reduce_scatter": Kind(lambda before, after, p: _from_others(before, p)),
+    "all_to_all": Kind(lambda before, after, p: _from_others(before, p)),
     "broadcast": Kind(lambda before, after, p: after),
     "reduce": Kind(lambda before, after, p: before),
-    "gather": Kind(lambda before, after, p: after * (p - 1) // p),
+    "gather": Kind(lambda before, after, p: _from_others(after, p)),
     "scatter": Kind(lambda before, after, p: after),
     "send_recv": Kind(lambda before, after, p: before),
     "shift": Kind(lambda before, after, p: before),

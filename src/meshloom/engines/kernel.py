@@ -65,10 +65,6 @@ class Kernel:
 
         return prepare
 
-    def enter(self, operand: int, data: torch.Tensor) -> torch.Tensor:
-        """An operand as split work uses it; in one process there is nothing to do."""
-        return data
-
     def _bring(self, operand: int) -> Step | None:
         """An operand to where the rows want it."""
         return mover(self.plan.call.operands[operand], self.ins[operand])

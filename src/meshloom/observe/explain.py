@@ -64,7 +64,7 @@ class Explanation:
         if moved:
             lines += ["also:", *(f"  {event}" for event in moved)]
         if self.log.pending:
-            lines += ["when .grad is read:", *(f"  {event}" for event in self.log.pending)]
+            lines += ["held back by accumulate:", *(f"  {event}" for event in self.log.pending)]
         count = len(self.events)
         return "\n".join([*lines, f"{count} collective{'' if count == 1 else 's'}, {self.bytes} B per device"])
 
@@ -84,7 +84,7 @@ def explain(program: Callable[[], Any]) -> Explanation:
     from meshloom.tensor.shadow import Shadows, Untouched, optimizers_kept
 
     log = Log()
-    unseen = {"logs": (log,), "shadows": Shadows(), "policy": None}
+    unseen = {"logs": (log,), "shadows": Shadows(), "policy": None, "waiting": {}}
     with torch.random.fork_rng(devices=[]), Untouched(), optimizers_kept(), state.changed(**unseen):
         result = program()
     return Explanation(log, result)

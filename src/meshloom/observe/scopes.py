@@ -9,7 +9,7 @@ from meshloom.errors import ArgumentError
 from meshloom.fabric import Fabric, Machine
 from meshloom.placement import Placements
 from meshloom.runtime import Log, Policy, state
-from meshloom.runtime.records import CommunicationWarning
+from meshloom.runtime.records import CommunicationWarning, FallbackWarning
 
 _ROWS = {"row": "m", "column": "n", "inner": "k"}
 
@@ -109,4 +109,13 @@ def use_fabric(fabric: Fabric) -> Iterator[Fabric]:
         yield fabric
 
 
-__all__ = ["CommunicationWarning", "choose", "communication", "record", "use_fabric", "use_machine", "with_output"]
+__all__ = [
+    "CommunicationWarning",
+    "FallbackWarning",
+    "choose",
+    "communication",
+    "record",
+    "use_fabric",
+    "use_machine",
+    "with_output",
+]

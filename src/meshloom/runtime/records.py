@@ -25,6 +25,10 @@ class CommunicationWarning(UserWarning):
     """Communication above the limit of `communication("warn")`."""
 
 
+class FallbackWarning(UserWarning):
+    """A function without a rule gathered its operands; said once per function and line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One collective that an op caused, with the line of the program that called the op."""
@@ -60,7 +64,7 @@ class Log:
     """What happened while it was open.
 
     `calls` are the planned calls in order (plans, or a text for a call that went through the fallback), `pending` the
-    reductions of leaves whose gradient nobody has read yet.
+    sums of leaves that `accumulate` holds back.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -142,6 +146,9 @@ class State(threading.local):
     stress: Any = None
     capture: Any = None  # the trace that array calls of this thread go into
     checked = False  # every call is compared with those of the other processes
+    accumulating = False  # sums of gradients wait
+    waiting: dict[int, Any] = {}  # leaves with sums that are told and not carried out, of all threads
+    asked: dict[int, Any] | None = None  # the sums of leaves whose gradients `torch.autograd.grad` gives
 
     @property
     def watching(self) -> bool:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshloom.backends import collect, dense
+from meshloom.backends import is_waiting
 from meshloom.engines.layout import mask_of, to_block
-from meshloom.errors import PlacementError, UnsupportedError
+from meshloom.errors import CommunicationError, GradientError, PlacementError, UnsupportedError
 from meshloom.mesh import Mesh
 from meshloom.placement import Placement, Replicate, Topology
 from meshloom.placement.picture import draw_html
@@ -125,24 +125,28 @@ class Tensor:
             part = part.narrow(dim, 0, extent)
         return part
 
-    def _dense(self) -> torch.Tensor:
-        """The dense array; shares memory where nothing had to move."""
-        return dense(self._data, self.topology)
-
     def _masked_(self) -> None:
         """Set padding to zero again, in place."""
         mask = mask_of(self.topology, self._data.device) if self.topology.padded else None
         if mask is not None:
             self._data.masked_fill_(~mask, 0)
 
+    def _check_summed(self) -> None:
+        """An error while parts of the gradient wait to be summed."""
+        if self._pending or is_waiting(self._data):
+            raise GradientError(
+                "the gradient is not summed over the devices yet: its parts wait, as loom.accumulate() asks",
+                tensor=self.topology,
+                fix="run the last backward outside of loom.accumulate(), or call loom.synchronize(parameters) before "
+                "the step; to drop the parts: p.grad = None",
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if self.mesh.is_split:
-            collect()  # a copy has the gradient, not what it is still to be summed from
+        self._check_summed()  # a copy has the gradient, not what it is still to be summed from
         data = self._data.detach().clone().requires_grad_(self._data.requires_grad)
         copied = Tensor(self.topology, data)
         if self._data.is_leaf and self._data.grad is not None:
             data.grad = self._data.grad.detach().clone()
-            copied._pending = None if self._pending is None else dict(self._pending)
         memo[id(self)] = copied
         return copied
 
@@ -159,14 +163,20 @@ class Tensor:
     def __repr__(self) -> str:
         if self.topology.is_closed:
             return f"Tensor {self.topology}"
-        return f"Tensor {self.topology}{self._state()}\n{self._values()!r}"
+        return f"Tensor {self.topology}{self._state()}
+{self._values()}"
 
     def _repr_html_(self) -> str:
         """The tensor in a notebook: its pieces, who holds them, and its values."""
-        return draw_html(self.topology, self._state(), repr(self._values()))
+        return draw_html(self.topology, self._state(), self._values())
 
     def _state(self) -> str:
         return ", requires_grad=True" if self._data.requires_grad else ""
 
-    def _values(self) -> torch.Tensor:
-        return self._data if self._data.is_meta else self._dense().detach()
+    def _values(self) -> str:
+        if self._data.is_meta:
+            return repr(self._data)
+        try:
+            return repr(self._read("repr"))
+        except CommunicationError:
+            return "(values not shown: communication is forbidden here)"

@@ -15,7 +15,6 @@ import torch
 
 from meshloom.backends import kernel_of
 from meshloom.backends.checks import is_listening, note_data
-from meshloom.collectives import Collective
 from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
 from meshloom.errors import GradientError, MeshError, MeshloomError, UnsupportedError
@@ -27,6 +26,7 @@ from meshloom.planner import Plan, plan, retyped
 from meshloom.runtime import Event, leases, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS, freeze
+from meshloom.tensor.gradient_sums import Back, follow
 
 LIMIT = 1 << 14
 
@@ -34,7 +34,7 @@ LIMIT = 1 << 14
 class Entry:
     """A call seen before: its plan, its kernel and the topologies that come out."""
 
-    __slots__ = ("direct", "kernel", "out", "outs", "plan")
+    __slots__ = ("_back", "communicates_back", "direct", "kernel", "out", "outs", "plan")
 
     def __init__(self, decided: Plan, kernel: Kernel, direct: Function | None) -> None:
         self.plan = decided
@@ -42,6 +42,24 @@ class Entry:
         self.outs = decided.outs
         self.out = decided.outs[0]
         self.direct = direct
+        self._back: Back | None = None
+        self.communicates_back = True  # until the first call with a gradient has looked
+
+    def back(self) -> Back:
+        """What its backward communicates."""
+        if self._back is None:
+            plan, places = self.plan, range(len(self.plan.call.operands))
+            lasts = tuple(self.kernel.ins[i].placements == plan.call.operands[i].placements for i in places)
+            self._back = Back(plan.backward_results(), tuple(plan.backward(i) for i in places), lasts)
+            self.communicates_back = bool(self._back)
+        return self._back
+
+    def follow(self, results: Any, tensors: Sequence[Tensor]) -> None:
+        """Let the backward of a call be seen, if it has one that communicates."""
+        first = results if isinstance(results, torch.Tensor) else results[0]
+        tracked = first.requires_grad or (first is not results and any(each.requires_grad for each in results))
+        if tracked and self.back():
+            follow(self.plan.call.op, self.back, results, tensors)
 
 
 CACHE: dict[Any, Entry] = {}
@@ -236,14 +254,16 @@ class Resolved:
             kernel = self.entry.kernel
             bound = kernel.bound
             results = kernel.run(datas, bound if bound is not None else self.function())
+            if self.entry.communicates_back:
+                self.entry.follow(results, self.tensors)
             return _wrap(self.op, self.entry, results, self.tensors)
         function = self.function()
         if state.watching:
             if state.policy is not None and not known:
                 self.entry = _typed(self.entry, _dry_run(self.entry.kernel, datas, function))
-            watched = Watched(self.entry, self.tensors)
+            watched = Watched(self.entry)
             state.check(watched.forward)
-            results = watched.tap_results(self.entry.kernel.run(watched.tap_operands(datas), function))
+            results = self.entry.kernel.run(datas, function)
         else:
             results = self.entry.kernel.run(datas, function)
         if not known:
@@ -251,6 +271,8 @@ class Resolved:
             remember(self.key, self.entry)
         if watched is not None:
             watched.log(self.entry)
+        if self.entry.communicates_back:
+            self.entry.follow(results, self.tensors)
         return _wrap(self.op, self.entry, results, self.tensors)
 
     def function(self, replaced: Function | None = None) -> Function:
@@ -345,49 +367,16 @@ PACKED: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-class Tap(torch.autograd.Function):
-    """Identity forward; calls back when a gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, callback: Callable[[], None]) -> torch.Tensor:
-        ctx.callback = callback
-        return data.view_as(data)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.callback()
-        return gradient, None
-
-
-def is_tracked(data: torch.Tensor) -> bool:
-    """Whether a gradient will come back to the array."""
-    return torch.is_grad_enabled() and data.requires_grad
-
-
-def tap(data: torch.Tensor, events: Sequence[Event], tensor: Tensor | None = None) -> torch.Tensor:
-    """The array, with events that happen when its gradient passes; those of a leaf `tensor` wait until it is read."""
-    if not events:
-        return data
-    if tensor is not None and data.is_leaf:
-        return Tap.apply(data, lambda: defer(tensor, events))
-    return Tap.apply(data, lambda: happen(events))
-
-
 class Watched:
-    """One call while somebody is watching: its events, and taps where its gradient will communicate."""
+    """One call while somebody is watching: its events."""
 
-    def __init__(self, entry: Entry, tensors: list[Tensor]) -> None:
-        self.plan, self.kernel, self.tensors = entry.plan, entry.kernel, tensors
-        self.where = where()
+    def __init__(self, entry: Entry) -> None:
+        self.plan, self.where = entry.plan, where()
 
     @property
     def forward(self) -> list[Event]:
         """The events of the call itself."""
-        return self.events(self.plan.forward, "forward")
-
-    def events(self, collectives: Sequence[Collective], phase: str) -> list[Event]:
-        """Collectives as events of this call."""
-        return [Event(each, self.plan.call.op, self.where, phase) for each in collectives]
+        return [Event(each, self.plan.call.op, self.where) for each in self.plan.forward]
 
     def log(self, entry: Entry) -> None:
         """Write the call into every open log."""
@@ -395,54 +384,6 @@ class Watched:
         for log in state.logs:
             log.called(entry.plan, self.where)
         state.log(self.forward)
-
-    def tap_operands(self, datas: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The operands, tapped where their gradient communicates."""
-        return [self._tap_operand(i, data) if is_tracked(data) else data for i, data in enumerate(datas)]
-
-    def _tap_operand(self, index: int, data: torch.Tensor) -> torch.Tensor:
-        entered = self.kernel.enter(index, data)
-        tapped = tap(entered, self.events(self.plan.backward(index), "backward"), self.tensors[index])
-        if entered is not data:  # or the kernel would let it in again, and its gradient would be summed twice
-            tapped._entered = True  # type: ignore[attr-defined]
-        return tapped
-
-    def tap_results(self, results: Any) -> Any:
-        """The results, the first that has a gradient tapped for what backward does before it reaches the operands."""
-        listed = (results,) if isinstance(results, torch.Tensor) else tuple(results)
-        first = next((i for i, result in enumerate(listed) if is_tracked(result)), None)
-        if first is None:
-            return results
-        tapped = tap(listed[first], self.events(self.plan.backward_results(), "backward"))
-        return tapped if listed[0] is results else (*listed[:first], tapped, *listed[first + 1 :])
-
-
-def happen(events: Sequence[Event]) -> None:
-    """Communication of backward: it may be forbidden, and it is logged."""
-    state.check(events)
-    state.log(events)
-
-
-def defer(tensor: Tensor, events: Sequence[Event]) -> None:
-    """A leaf's gradient is reduced once, when it is read: keep what will then happen."""
-    waiting = tensor._pending if tensor._pending is not None else {}
-    for event in events:
-        waiting.setdefault((event.kind, event.axis, event.bytes), event)
-    tensor._pending = waiting
-    for log in state.logs:
-        log.pending[:] = [*(each for each in log.pending if each not in waiting.values()), *waiting.values()]
-
-
-def settle(tensor: Tensor) -> None:
-    """A leaf's gradient is being read: its reduction happens now."""
-    if not tensor._pending:
-        return
-    events = list(tensor._pending.values())
-    state.check(events)
-    tensor._pending = None
-    for log in state.logs:
-        log.pending[:] = [each for each in log.pending if each not in events]
-    state.log(events)
 
 
 def cotangent(gradient: torch.Tensor, topology: Topology) -> torch.Tensor:

@@ -7,6 +7,7 @@ operands that the function changed are written back.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,15 @@ from meshloom.errors import MeshloomError, ShapeError, UnsupportedError
 from meshloom.mesh import Mesh
 from meshloom.placement import Replicate, Topology
 from meshloom.planner import moves
-from meshloom.runtime import Event, state, where
+from meshloom.runtime import state, where
+from meshloom.runtime.records import FallbackWarning
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import find_mesh, is_tracked, refuse_transforms, tap
+from meshloom.tensor.dispatch import find_mesh, refuse_transforms
+from meshloom.tensor.gradient_sums import Back, follow, is_tracked
 from meshloom.tensor.moving import same_storage, shadowed, to_dense
 from meshloom.tensor.writing import assign, is_cut_off
+
+_said: set[tuple[str, str]] = set()  # functions and lines that a warning has named
 
 
 def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -115,6 +120,15 @@ class Gathered:
         for log in state.logs:
             log.fallbacks[self.name] += 1
             log.called(f"{self.name}: no rule, gathered and computed dense", self.where)
+        moved = [each.tensor.topology for each in self.operands if each.moved]
+        if moved and not state.logs and (self.name, self.where) not in _said:
+            warnings.warn(
+                f"{self.name} at {self.where} has no rule: it gathers {moved[0]} and computes dense. To be quiet: "
+                "warnings.filterwarnings('ignore', category=meshloom.FallbackWarning)",
+                FallbackWarning,
+                stacklevel=2,
+            )
+            _said.add((self.name, self.where))
 
     def give(self, result: Any) -> Any:
         """The result with every tensor on the mesh."""
@@ -140,7 +154,10 @@ class Gathered:
             return result
         source = Topology(self.mesh, (Replicate(),) * self.mesh.ndim, tuple(result.shape), short_name(result.dtype))
         target = self._kept(source)
-        made = Tensor(target, move(self._tap(result, source, target), source, target))
+        made = Tensor(target, move(result, source, target))
+        if is_tracked(made._data) and source is not target:
+            machine = state.machine
+            follow(self.name, lambda: Back(moves(target, source, machine), (), ()), made._data, ())
         base = next((each for each in self.operands if same_storage(result, each.dense)), None)
         if base is not None:
             made._view = (base.tensor, base.moved)
@@ -153,9 +170,3 @@ class Gathered:
             if topology.shape == source.shape and source.ndim:
                 return source.with_placements(topology.reduced.placements)
         return source
-
-    def _tap(self, result: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
-        if not (state.watching and is_tracked(result)):
-            return result
-        back = moves(target, source, state.machine)
-        return tap(result, [Event(each, self.name, self.where, "backward") for each in back])

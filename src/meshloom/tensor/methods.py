@@ -12,7 +12,6 @@ from typing import Any
 import numpy
 import torch
 
-from meshloom.backends import collect, drop
 from meshloom.engines.kernel import function_of
 from meshloom.engines.layout import fill
 from meshloom.errors import ArgumentError, GradientError
@@ -23,9 +22,10 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.buffers import array_of
 from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written, own
 from meshloom.tensor.creation import place
-from meshloom.tensor.dispatch import CACHE, call, cotangent, refuse_partial_leaf, settle
+from meshloom.tensor.dispatch import CACHE, call, cotangent, refuse_partial_leaf
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.functions import on_torch
+from meshloom.tensor.gradient_sums import discard
 from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_dense, to_torch
 
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -40,10 +40,14 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
             if entry is not None:
                 direct = entry.direct
                 if direct is not None:
-                    return Tensor(entry.out, direct(self._data, other._data))
-                kernel = entry.kernel
-                function = kernel.bound if kernel.bound is not None else function_of(name)
-                return Tensor(entry.out, kernel.run((self._data, other._data), function))
+                    result = direct(self._data, other._data)
+                else:
+                    kernel = entry.kernel
+                    function = kernel.bound if kernel.bound is not None else function_of(name)
+                    result = kernel.run((self._data, other._data), function)
+                if entry.communicates_back and result.requires_grad:
+                    entry.follow(result, (self, other))
+                return Tensor(entry.out, result)
         elif other.__class__ in _NUMBERS:
             if state.plain and not (is_cast and _any_autocast()):
                 entry = get((name, self.topology, other.__class__))
@@ -177,14 +181,12 @@ def _set_requires_grad(self: Tensor, value: bool) -> None:
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
-    """The gradient of a leaf, placed as the leaf is, its padding zero; reading it is when it is reduced."""
+    """The gradient of a leaf, placed as the leaf is, its padding zero; backward has summed it."""
     tensor = shadowed(tensor)
-    if tensor.mesh.is_split:
-        collect()
+    tensor._check_summed()
     found = tensor._data.grad
     if found is None:
         return None
-    settle(tensor)
     if found._is_zerotensor():
         found = tensor._data.grad = found.clone()
     if found.requires_grad:  # of create_graph: the mask belongs to the graph
@@ -207,8 +209,7 @@ def _placed(value: Any, like: Topology) -> Tensor:
 def set_gradient(tensor: Tensor, value: Any) -> None:
     """Replace a leaf's gradient; None takes it away."""
     tensor = shadowed(tensor)
-    tensor._pending = None
-    drop(tensor._data)
+    discard(tensor)
     if value is None:
         tensor._data.grad = None
         return
@@ -295,6 +296,7 @@ _OWN: dict[str, Any] = {
     "is_same_size": lambda self, other: self.shape == other.shape,
     "element_size": lambda self: self._data.element_size(),
     "data_ptr": lambda self: self._data.data_ptr(),
+    "_read": lambda self, call: to_dense(shadowed(self), call).detach(),
     "item": _item,
     "tolist": lambda self: read(self, "tolist").tolist(),
     "numpy": _numpy,

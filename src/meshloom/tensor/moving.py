@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,7 +12,7 @@ from meshloom.placement import Placements, Topology, as_placements
 from meshloom.planner import moves
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import is_tracked, tap
+from meshloom.tensor.gradient_sums import Back, follow, is_tracked
 
 
 def shadowed(tensor: Tensor) -> Tensor:
@@ -54,22 +54,24 @@ def redistribute(tensor: Tensor, placements: Placements | None = None) -> Tensor
 def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     """The stored array of a tensor at another topology; may share memory with it."""
     source = tensor.topology
-    if source is target or not state.watching:
-        return move(tensor._data, source, target, state.machine, call)
-    line = where()
-    events = [Event(each, call, line) for each in moves(source, target, state.machine)]
-    state.check(events)
-    data = move(_tapped(tensor, target, call, line), source, target, state.machine, call)
+    if source is target:
+        return tensor._data
+    events: list[Event] = []
+    if state.watching:
+        line = where()
+        events = [Event(each, call, line) for each in moves(source, target, state.machine)]
+        state.check(events)
+    data = move(tensor._data, source, target, state.machine, call)
+    if is_tracked(data) and data is not tensor._data:
+        follow(call, _moves_back(source, target), data, (tensor,))
     state.log(events)
     return data
 
 
-def _tapped(tensor: Tensor, target: Topology, call: str, line: str) -> torch.Tensor:
-    data = tensor._data
-    if not is_tracked(data):
-        return data
-    back = moves(target.reduced, tensor.topology.reduced, state.machine)
-    return tap(data, [Event(each, call, line, "backward") for each in back], tensor)
+def _moves_back(source: Topology, target: Topology) -> Callable[[], Back]:
+    """What brings the gradient of a tensor that moved home; it crosses processes as it comes."""
+    machine = state.machine
+    return lambda: Back((), (moves(target.reduced, source.reduced, machine),), (False,))
 
 
 def to_dense(tensor: Tensor, call: str) -> torch.Tensor:

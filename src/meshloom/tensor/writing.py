@@ -91,6 +91,8 @@ def _write_directly(found: Resolved, tensor: Tensor) -> None:
         if "can't be cast" in str(error):
             raise DTypeError(f"{name} gives a dtype that {held} cannot hold", target=tensor.topology) from error
         raise
+    if found.entry.communicates_back:
+        found.entry.follow(tensor._data, found.tensors)
     tensor._masked_()
     if not found.known:
         remember(found.key, found.entry)

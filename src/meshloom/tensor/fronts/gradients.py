@@ -12,22 +12,32 @@ from meshloom.errors import GradientError
 from meshloom.tensor import creation
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, own
-from meshloom.tensor.dispatch import cotangent, settle
+from meshloom.tensor.dispatch import cotangent
+from meshloom.tensor.gradient_sums import asking, give
 from meshloom.tensor.moving import shadowed
 
 
-def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _autograd_grad(*args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.grad` for our tensors: gradients have the placements of their values."""
+    with asking():
+        return _grad(*args, **kwargs)
+
+
+def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     ins = _listed(inputs)
     start, seeded = _starts(outputs, grad_outputs)
     held = [_array_of(own(each)) for each in ins]
     others = [[twin.array for twin in twins(array)] for array in held]
     if not any(others):
         found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
+        for value in ins:
+            give(shadowed(own(value)))
         return tuple(_dual(own(value), each) for value, each in zip(ins, found, strict=True))
     flat = [*held, *(twin for each in others for twin in each)]
     parts = iter(torch.autograd.grad(start, flat, seeded, *args, **{**kwargs, "allow_unused": True}))
     firsts = [next(parts) for _ in held]
+    for value in ins:
+        give(shadowed(own(value)))
     sums = [
         summed(array, first, [next(parts) for _ in each])
         for array, first, each in zip(held, firsts, others, strict=True)
@@ -45,7 +55,6 @@ def _listed(values: Any) -> list[Any]:
 def _dual(value: Any, gradient: torch.Tensor | None) -> Any:
     if gradient is None or not isinstance(value, Tensor):
         return gradient
-    settle(value)
     topology = value.topology.reduced
     return Tensor(topology, fill_padding(cotangent(gradient, value.topology), topology, 0))
 
