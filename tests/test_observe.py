@@ -494,7 +494,7 @@ def test_explain_prints_rows_costs_reasons_and_moves():
     assert sum(" rejected " in line for line in lines) >= 8
     assert "operands already line up" in text and "no operand is placed so; ask with output=" in text
     assert lines[-2].startswith("  moves all_reduce(sum) over tp of 3: 171 B, bidirectional_ring, ")
-    assert lines[-1] == "1 collective, 170 B per device"
+    assert lines[-1] == "1 collective, 171 B per device"
 
 
 def test_explain_says_why_a_row_that_carries_a_partial_sum_was_not_taken():

@@ -163,8 +163,7 @@ class Tensor:
     def __repr__(self) -> str:
         if self.topology.is_closed:
             return f"Tensor {self.topology}"
-        return f"Tensor {self.topology}{self._state()}
-{self._values()}"
+        return f"Tensor {self.topology}{self._state()}\n{self._values()}"
 
     def _repr_html_(self) -> str:
         """The tensor in a notebook: its pieces, who holds them, and its values."""
