@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import meshloom as loom
-from meshloom.ops import OPS, Call, Inner, Op, Row
+from meshloom.ops import CONDITIONS, OPS, Call, Inner, Op, Row
 from meshloom.ops.table import FAMILIES
 from test_surface import SAMPLES, ways
 
@@ -24,6 +24,13 @@ communicates inside, forward and (after `;`) backward. Ops with the same rows sh
 which all is replicated. A partial result is reduced by the op itself (an all-reduce, or a reduce-scatter if `output=`
 asks for shards), unless `output=` asks for it as it is. A `shift` goes around the whole ring: one less than there are
 devices.
+
+A row with partial operands is offered only where its identity holds for every value of the dtype: sums and products
+keep their dtype, and the numbers that scale them are positive and finite (for integers: integers). Where it is not
+offered, `output=` has its operands reduced first and the result made partial again. The word after `if` says what a row
+needs besides:
+
+{conditions}
 
 *Padding* says what an op does where a chunk is shorter than the others: nothing (`zero`), mask its result (`finite`),
 fill with 1 first (`singular`), or take the padding off (`trimmed`); `fill` is a fill of its own.
@@ -71,7 +78,8 @@ def lines_of(ops: tuple[Op, ...]) -> Iterator[str]:
 
 def page() -> str:
     """The whole page."""
-    parts = [INTRO.replace("{count}", str(len(OPS)))]
+    needs = "\n".join(f"- `{word}`: it holds {each.meaning}." for word, each in CONDITIONS.items())
+    parts = [INTRO.replace("{count}", str(len(OPS))).replace("{conditions}", needs)]
     for title, ops in FAMILIES.items():
         parts.append(f"## {title.capitalize()}\n\n| op | sample | rows | padding |\n|---|---|---|---|\n")
         parts.append("\n".join(lines_of(ops)) + "\n\n")

@@ -14,6 +14,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,6 +162,18 @@ def _classes(*target: int, dtype: torch.dtype = torch.int64, **options: Any) -> 
     return lambda x: torch.nn.functional.cross_entropy(x.T, torch.tensor(target, dtype=dtype), **options)
 
 
+LINEAR = ("sum", "mean", "max", "min")  # in the gradient: that of a product is the other factors
+
+
+def _through(op: str, x: Any) -> Any:
+    """The same values, partial on every axis for a while."""
+    if not isinstance(x, loom.Tensor):
+        return x
+    return x.redistribute((Partial(op),) * x.mesh.ndim).redistribute(x.placements)
+
+
+_SPECIAL = torch.tensor([[0.0, -0.0, 1.0], [-2.0, NAN, INF], [-INF, -0.0, 0.0], [3.0, -1.0, 1e-45], [-0.0, 0.0, 5.0]])
+
 Awkward = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 AWKWARD: dict[str, Awkward] = {  # rows of the first operand are split: of five, one process holds four
     "logsumexp of bytes": (lambda x: torch.logsumexp(x, 0), (_BYTES,)),
@@ -172,6 +185,21 @@ AWKWARD: dict[str, Awkward] = {  # rows of the first operand are split: of five,
         lambda x, w: torch.nn.functional.batch_norm(x, None, None, w, training=True),
         (_ROWS.bfloat16(), _LINE[:3]),
     ),
+    "layer_norm without eps": (lambda x, w: torch.nn.functional.layer_norm(x, (3,), w, eps=0.0), (_ROWS, _LINE[:3])),
+    "layer_norm along processes without eps": (
+        lambda x, w: torch.nn.functional.layer_norm(x.T, (5,), w, eps=0.0),
+        (_ROWS, _LINE),
+    ),
+    "rms_norm without eps": (lambda x, w: torch.nn.functional.rms_norm(x, (3,), w, eps=0.0), (_ROWS, _LINE[:3])),
+    "group_norm without eps": (
+        lambda x, w: torch.nn.functional.group_norm(x.view(5, 1, 3), 1, w, eps=0.0),
+        (_ROWS, _LINE[:1]),
+    ),
+    **{f"{op} of special parts": (partial(_through, op), (_SPECIAL,)) for op in LINEAR},
+    **{f"{op} of infinite gradients": (lambda x, op=op: _through(op, x) * INF, (_SPECIAL,)) for op in LINEAR},
+    **{f"{op} of signed zeros": (lambda x, op=op: 1 / _through(op, x), (_SPECIAL,)) for op in LINEAR},
+    "mean of large parts": (partial(_through, "mean"), (torch.full((5, 3), 2e38),)),
+    "mean of large wide parts": (partial(_through, "mean"), (torch.full((5, 3), 1e308, dtype=torch.float64),)),
     "var of infinity": (lambda x: x.var(0), (_with(_ROWS, 1, INF, 0.0, -INF),)),
     "var without freedom": (lambda x: x.var(0, correction=9), (_ROWS,)),
     "amax of nothing but -inf": (lambda x: x.amax(0), (torch.full((5, 3), -INF),)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from meshloom import Mesh, Partial, Replicate
 from meshloom.engines import torch_engine
 from meshloom.engines.layout import torch_dtype
 from meshloom.tensor import dispatch
+from meshloom.tensor.binding import freeze
 
 
 class Calls(TorchDispatchMode):
@@ -371,3 +373,17 @@ def test_a_product_with_padded_rows_is_the_same_with_and_without_a_gradient(rows
         assert not found._data.detach()[rows:].any()
     (tracked @ right).sum().backward()
     torch.testing.assert_close(tracked.grad.to_torch(), torch.ones(rows, 6) @ b.T)
+
+
+def test_zero_and_minus_zero_are_different_arguments() -> None:
+    x = loom.ones(3, mesh=loom.open_mesh((2,)))
+    for value in (0.0, -0.0, 0.0):
+        found = torch.nn.functional.pad(x, (1, 0), value=value).to_torch()
+        assert math.copysign(1.0, float(found[0])) == math.copysign(1.0, value)
+
+
+def test_complex_arguments_go_by_both_signs_of_zero() -> None:
+    keys = {freeze(complex(a, b)) for a in (0.0, -0.0, 1.0) for b in (0.0, -0.0, 1.0)}
+    assert len(keys) == 9
+    assert freeze(math.nan) == freeze(math.nan) != freeze(1.0)
+    assert len({freeze(0), freeze(0.0), freeze(-0.0), freeze(False), freeze(True), freeze(1)}) == 6

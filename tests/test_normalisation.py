@@ -11,6 +11,7 @@ from torch import nn
 
 import meshloom as loom
 from meshloom import Mesh
+from oracle import check_raw_gradient
 
 MESH = Mesh(dp=2, tp=3)
 PLACED = ("S(0), R", "S(0), S(0)", "R, S(1)", "S(1), S(0)", "S(2), S(0)", "R, R")
@@ -132,3 +133,44 @@ def test_batch_norm_of_one_value_per_channel_is_refused_in_training_alone() -> N
     with pytest.raises(loom.ShapeError, match=r"more than one value per channel and got \[1, 5, 1\]"):
         module(x)
     assert module.eval()(x).shape == (1, 5, 1)
+
+
+def channels(function: Any, *lead: Any) -> Any:
+    return lambda x, w, b, eps: function(x, *lead, weight=w, bias=b, eps=eps)
+
+
+NORMS: dict[str, Any] = {
+    "layer_norm": (lambda x, w, b, eps: F.layer_norm(x, (4,), w, b, eps), (3, 5, 4), 4),
+    "rms_norm": (lambda x, w, b, eps: F.rms_norm(x, (4,), w, eps), (3, 5, 4), 4),
+    "group_norm": (channels(F.group_norm, 3), (3, 6, 5), 6),
+    "instance_norm": (lambda x, w, b, eps: F.instance_norm(x, weight=w, bias=b, eps=eps), (3, 5, 4), 5),
+    "batch_norm": (lambda x, w, b, eps: F.batch_norm(x, None, None, w, b, training=True, eps=eps), (3, 5, 4), 5),
+    "batch_norm in use": (
+        lambda x, w, b, eps: F.batch_norm(x, torch.zeros(5), torch.arange(1.0, 6.0), w, b, eps=eps),
+        (3, 5, 4),
+        5,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    "placements", ["S(0), R", "S(0), S(1)", "S(1), S(0)", "S(2), S(0)", "S(1), S(2)", "S(0), S(0)"]
+)
+@pytest.mark.parametrize("eps", [0.0, 1e-50, 1e-5])
+def test_norms_of_padded_lines_have_finite_gradients_without_eps(name: str, placements: str, eps: float) -> None:
+    run, shape, width = NORMS[name]
+    eps = eps or (1e-60 if name == "batch_norm" else 0.0)  # torch refuses to train it without
+    plain = [dense(*shape), dense(width), dense(width + 1)[1:].clone()]
+    for each in plain:
+        each.requires_grad_()
+    seed = dense(*shape).flip(0)
+    run(*plain, eps).backward(seed)
+    ours = [loom.distribute(plain[0].detach(), MESH, placements).requires_grad_()]
+    ours += [loom.distribute(each.detach(), MESH, "R, R").requires_grad_() for each in plain[1:]]
+    run(*ours, eps).backward(seed)
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            check_raw_gradient(mine, name)
+            torch.testing.assert_close(mine.grad.to_torch(), theirs.grad, rtol=1e-3, atol=1e-3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshloom as loom
+from meshloom.tensor import random
 from meshloom.tensor.random import TILE
 
 LAYOUTS = [
@@ -202,3 +205,65 @@ def test_attention_dropout_is_equal_across_placements() -> None:
         torch.testing.assert_close(each, found[0])
     with_none = F.scaled_dot_product_attention(*inputs, is_causal=True)
     assert not torch.allclose(found[0], with_none)
+
+
+def tile_of(key: int, tile: int, count: int = 1024) -> torch.Tensor:
+    return random.uniform(torch.empty(count), random.STREAMS.at(key, tile))
+
+
+def test_tiles_whose_seeds_agree_in_32_bits_differ() -> None:
+    assert not torch.equal(tile_of(12345, 11149), tile_of(12345, 40422))
+
+
+@pytest.mark.parametrize("bit", [0, 1, 31, 32, 33, 62, 63])
+def test_a_stream_depends_on_every_bit_of_key_and_tile(bit: int) -> None:
+    first = tile_of(5, 9)
+    assert torch.equal(first, tile_of(5, 9))
+    for other in (tile_of(5 ^ 1 << bit, 9), tile_of(5, 9 ^ 1 << bit)):
+        assert int((first == other).sum()) < 8  # 24 bits each: equal by chance at most
+
+
+def test_no_two_of_many_streams_begin_alike() -> None:
+    """200,000 seeds of 32 bits would collide 4 or 5 times."""
+    starts = {tuple(tile_of(key, tile, 4).tolist()) for key in range(200) for tile in range(1000)}
+    assert len(starts) == 200_000
+
+
+def test_neighbouring_streams_are_not_correlated() -> None:
+    tiles = torch.stack(
+        [tile_of(7, tile, 4096) for tile in range(40)] + [tile_of(key, 7, 4096) for key in range(40, 80)]
+    )
+    found = torch.corrcoef(tiles - 0.5) * 64
+    off = found[~torch.eye(80, dtype=torch.bool)]
+    assert off.abs().max() < 6 and 0.9 < off.std() < 1.1
+
+
+def test_draws_of_every_kind_start_from_all_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing seeds a generator with a number, which would keep 32 bits of it."""
+
+    class Seedless(torch.Generator):
+        def manual_seed(self, seed: int) -> Any:
+            raise AssertionError("a generator was seeded with a number")
+
+    random.STREAMS.at(0, 0)
+    monkeypatch.setattr(torch, "Generator", Seedless)
+    mesh = loom.open_mesh((2,))
+    chances = loom.ones(4, 3, mesh=mesh)
+    loom.randperm(5, mesh=mesh), loom.randint(9, (4,), mesh=mesh), loom.multinomial(chances, 2)
+    loom.bernoulli(chances / 2), torch.nn.functional.dropout(chances), loom.randn(3, mesh=mesh), loom.rand(3, mesh=mesh)
+
+
+def test_exponential_draws_have_their_moments_and_stay_above_zero() -> None:
+    drawn = random.exponential(torch.empty(1 << 16, dtype=torch.float64), random.STREAMS.at(1, 2))
+    assert drawn.min() > 0
+    torch.testing.assert_close(drawn.mean().item(), 1.0, atol=0.02, rtol=0)
+    torch.testing.assert_close(drawn.var().item(), 1.0, atol=0.05, rtol=0)
+    assert abs((drawn > 3).double().mean().item() - math.exp(-3)) < 0.003
+
+
+def test_threads_draw_without_disturbing_each_other() -> None:
+    expected = [tile_of(key, 1) for key in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            found = list(pool.map(lambda key: tile_of(key, 1), range(8)))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import meshloom as loom
 from meshloom import Mesh, Partial, Placement, Replicate, Shard, Topology
 from meshloom.collectives import KINDS
+from meshloom.engines import layout
 from meshloom.fabric import VIRTUAL
 from meshloom.planner import route
 from meshloom.planner.redistribution import WHOLE
@@ -387,3 +388,64 @@ def test_parts_on_two_axes_of_one_dim_nest_left_first():
     parts = [torch.full((n,), float(i)) for i, n in enumerate([2, 2, 1, 0, 2, 2, 1, 0])]
     x = loom.from_local(parts, mesh, "S(0), S(0)")
     assert x.to_torch().tolist() == [0, 0, 1, 1, 2, 4, 4, 5, 5, 6]
+
+
+LAYOUTS = [((2,), "P({})"), ((4,), "P({})"), ((2, 4), "S(0), P({})"), ((3, 2), "P({}), S(0)"), ((2, 2), "P({}), P({})")]
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "prod"])
+@pytest.mark.parametrize(("sizes", "placements"), LAYOUTS)
+def test_values_that_become_partial_and_whole_again_keep_the_sign_of_zero(
+    op: str, sizes: tuple[int, ...], placements: str
+) -> None:
+    mesh = Mesh.of(sizes)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        dense = torch.tensor([-0.0, 0.0, -1.0, torch.inf, -torch.inf, torch.nan, -0.0], dtype=dtype)
+        found = loom.distribute(dense, mesh, "R" + ", R" * (len(sizes) - 1)).redistribute(placements.format(op, op))
+        torch.testing.assert_close(found.to_torch(), dense, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.to_torch().signbit()[dense == 0], dense.signbit()[dense == 0])
+
+
+def test_complex_values_that_become_partial_and_whole_again_keep_the_signs_of_zeros() -> None:
+    dense = torch.tensor([complex(-0.0, -0.0), complex(1.0, -0.0), complex(-0.0, torch.inf)])
+    found = loom.distribute(dense, Mesh.of((2,)), "R").redistribute("P(sum)").to_torch()
+    for ours, theirs in ((found.real, dense.real), (found.imag, dense.imag)):
+        assert torch.equal(ours, theirs) and torch.equal(ours.signbit(), theirs.signbit())
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 128])
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 2e38), (torch.float64, 1e308), (torch.float16, 6e4)])
+def test_a_mean_of_large_parts_does_not_overflow(devices: int, dtype: torch.dtype, large: float) -> None:
+    dense = torch.tensor([large, -large, 1.0, torch.finfo(dtype).tiny], dtype=dtype)
+    x = loom.distribute(dense, Mesh.of((devices,)), "R").requires_grad_()
+    found = x.redistribute("P(mean)").redistribute("R")
+    torch.testing.assert_close(found.to_torch().detach(), dense)
+    found.sum().backward()
+    torch.testing.assert_close(x.grad.to_torch(), torch.ones_like(dense))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "prod"])
+@pytest.mark.parametrize("seed", [1.0, torch.inf, -torch.inf, 0.0])
+def test_gradients_through_partial_values_are_denses_at_nan_and_at_infinity(op: str, seed: float) -> None:
+    dense = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 2.0, -3.0])
+    x = loom.distribute(dense, Mesh.of((4,)), "R").requires_grad_()
+    whole = x.redistribute(f"P({op})").redistribute("S(0)")
+    whole.backward(torch.full((7,), seed))
+    torch.testing.assert_close(x.grad.to_torch(), torch.full((7,), seed))
+
+
+@pytest.mark.parametrize(("op", "winner"), [("max", 0), ("min", 1)])
+def test_an_infinite_gradient_goes_to_the_part_that_was_chosen(op: str, winner: int) -> None:
+    data = torch.tensor([[3.0, torch.nan], [2.0, 1.0]], requires_grad=True)
+    reduced = layout.REDUCE[op](data, 0)
+    reduced.backward(torch.tensor([torch.inf, torch.inf]))
+    expected = torch.zeros(2, 2)
+    expected[winner, 0] = expected[0, 1] = torch.inf
+    assert torch.equal(data.grad, expected)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_equal_parts_share_a_gradient(op: str) -> None:
+    data = torch.tensor([[3.0, 1.0], [3.0, 1.0], [3.0, 1.0], [3.0, 1.0]], requires_grad=True)
+    layout.REDUCE[op](data, 0).sum().backward()
+    assert torch.equal(data.grad, torch.full((4, 2), 0.25))

@@ -109,7 +109,7 @@ def _lead(place: int, added: int) -> Step:
 
     def run(data: torch.Tensor) -> torch.Tensor:
         data = data.unsqueeze(place)
-        return torch.constant_pad_nd(data, [0, 0] * (data.dim() - place - 1) + [0, added]) if added else data
+        return torch.constant_pad_nd(data, [0, 0] * (data.dim() - place - 1) + [0, added], -0.0) if added else data
 
     return run
 
@@ -122,7 +122,9 @@ def _added(source: Topology, target: Topology, axis: int) -> int:
 
 def _sum(group: Group | None, dims: tuple[int, ...], own: bool) -> Step:
     def run(data: torch.Tensor) -> torch.Tensor:
-        local = data.sum(dims, dtype=data.dtype) if dims else data
+        local = data
+        for place in reversed(dims):
+            local = layout.total(local, place)
         return local if group is None else Leave.apply(local, group, own or bool(dims))
 
     return run
@@ -191,17 +193,20 @@ def _exchange(before: Topology, after: Topology, here: int, there: int, group: G
     return lambda data: source.whole(target.merged(Swap.apply(target.apart(data), group), 1))
 
 
+_NEUTRAL: dict[str, Step] = {"sum": layout.nothing_like, "prod": torch.ones_like}
+
+
 def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Step:
     """R->P: the first coordinate keeps the value, the others hold what does not change it."""
     placement = after.placements[axis]
     assert isinstance(placement, Partial)
     made = layout.mover(before.held, after.held)
-    neutral = {"sum": 0, "prod": 1}.get(placement.op)
+    neutral = _NEUTRAL.get(placement.op)
 
     def run(data: torch.Tensor) -> torch.Tensor:
         data = Enter.apply(data, group)
         if neutral is not None and group.index:
-            data = torch.where(data.new_zeros((), dtype=torch.bool), data, torch.full_like(data, neutral))
+            data = torch.where(data.new_zeros((), dtype=torch.bool), data, neutral(data))
         return layout.fill(data if made is None else made(data), after, 0)
 
     return run

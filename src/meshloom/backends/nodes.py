@@ -22,8 +22,7 @@ import torch
 
 from meshloom.backends import wire
 from meshloom.backends.world import WORLD, Group
-from meshloom.engines.layout import product
-from meshloom.engines.torch_engine.local import wide_dtype
+from meshloom.engines.layout import REDUCE, nothing_like
 
 
 def _keep(ctx: Any, group: Group) -> None:
@@ -120,11 +119,11 @@ class _Collect(torch.autograd.Function):
 
 
 class Once(torch.autograd.Function):
-    """A value of which a sum over processes counts one: the first process keeps it, the others hold zero."""
+    """A value of which a sum over processes counts one: the first process keeps it, the others add nothing."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        return data.view_as(data) if group.index == 0 else torch.zeros_like(data)
+        return data.view_as(data) if group.index == 0 else nothing_like(data)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -152,9 +151,14 @@ def statistic(data: torch.Tensor, group: Group) -> torch.Tensor:
 
 def combined(data: torch.Tensor, group: Group, op: str) -> torch.Tensor:
     """The reduction of every process's array by another op than sum, as one value; its gradient is that of the op."""
-    if op == "mean":  # in the dtype that torch adds up in: the mean of equal parts is what they are
-        return (Leave.apply(data.to(wide_dtype(data.dtype)), group) / group.size).to(data.dtype)
+    if op == "mean":  # in a dtype whose sums do not overflow, and with a power of two taken out where there is none
+        wide, part = _widest(data), 2.0 ** -group.size.bit_length()
+        return (Leave.apply(wide * part, group) / (group.size * part)).to(data.dtype)
     if not (torch.is_grad_enabled() and data.requires_grad):
         return wire.all_reduce(data.detach(), group, op)
     stacked = Join.apply(data, group)
-    return product(stacked, 0) if op == "prod" else stacked.amax(0) if op == "max" else stacked.amin(0)
+    return REDUCE[op](stacked, 0)
+
+
+def _widest(data: torch.Tensor) -> torch.Tensor:
+    return data.to(torch.complex128 if data.is_complex() else torch.float64)

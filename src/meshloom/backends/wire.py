@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from meshloom.backends.checks import Frame, is_checked, note
 from meshloom.backends.world import WORLD, Group
+from meshloom.engines.layout import total
 
 SLICE = timedelta(seconds=0.25)  # how long a wait lasts before it looks whether another process has failed
 
@@ -134,8 +135,8 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
 
 
 _REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "mean": lambda parts: parts.sum(0, dtype=parts.dtype),
+    "sum": lambda parts: total(parts, 0),
+    "mean": lambda parts: total(parts, 0),
     "max": lambda parts: parts.amax(0),
     "min": lambda parts: parts.amin(0),
     "prod": lambda parts: parts.prod(0, dtype=parts.dtype),

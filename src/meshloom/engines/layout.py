@@ -29,13 +29,77 @@ def product(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.squeeze(dim)
 
 
-REDUCE = {
-    "sum": lambda x, dim: x.sum(dim, dtype=x.dtype),
-    "mean": lambda x, dim: x.mean(dim),
-    "max": lambda x, dim: x.amax(dim),
-    "min": lambda x, dim: x.amin(dim),
+def total(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum along a dim. torch's own starts from +0, so that a sum of nothing but -0 would lose its sign."""
+    if x.shape[dim] == 1:
+        return x.squeeze(dim).clone()
+    found = x.sum(dim, dtype=x.dtype)
+    if x.is_floating_point() or x.is_complex():
+        with torch.no_grad():
+            _reals(found).masked_fill_(_is_negative_zero(_reals(x), dim), -0.0)
+    return found
+
+
+def _reals(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+
+
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def _is_negative_zero(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Whether all along a dim is -0, whose bits are those of the lowest integer."""
+    bits = _BITS[x.element_size()]
+    return x.view(bits).amax(dim) == torch.iinfo(bits).min
+
+
+def mean(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The mean along a dim. Where the sum overflows and the mean does not, a power of two is taken out first."""
+    count, wide = x.shape[dim], x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    found = total(wide, dim) / count
+    part = 2.0 ** -count.bit_length()
+    return torch.where(found.isfinite(), found, (wide * part).sum(dim) / (count * part)).to(x.dtype)
+
+
+class Extreme(torch.autograd.Function):
+    """The largest or the smallest along a dim; equal ones share the gradient, and nan equals nan.
+
+    The gradient of torch's own is multiplied by a mask: at nan it has no share, and infinity times zero is nan.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, largest: bool) -> torch.Tensor:
+        found = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
+        ctx.save_for_backward((x == found) | (x.isnan() & found.isnan()))  # not x, which may be written to
+        ctx.dim = dim
+        return found.squeeze(dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (chosen,) = ctx.saved_tensors
+        share = (gradient / chosen.sum(ctx.dim)).unsqueeze(ctx.dim)
+        return torch.where(chosen, share, 0), None, None
+
+
+def extreme(x: torch.Tensor, dim: int, largest: bool) -> torch.Tensor:
+    """The largest or the smallest along a dim."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return Extreme.apply(x, dim, largest)
+    return x.amax(dim) if largest else x.amin(dim)
+
+
+REDUCE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "sum": total,
+    "mean": mean,
+    "max": lambda x, dim: extreme(x, dim, True),
+    "min": lambda x, dim: extreme(x, dim, False),
     "prod": product,
 }
+
+
+def nothing_like(data: torch.Tensor, shape: Shape | None = None) -> torch.Tensor:
+    """What changes no sum: x + 0 turns -0 into 0, so it is -0 where there is one."""
+    return data.new_zeros(data.shape if shape is None else shape).neg_()
 
 
 def torch_dtype(short: str) -> torch.dtype:
@@ -206,7 +270,7 @@ def _make_partial(data: torch.Tensor, source: Topology, target: Topology) -> tor
             # memory of its own: in-place ops refuse an expanded array
             data = data.expand(data.shape[:place] + (devices,) + data.shape[place + 1 :]).contiguous()
         elif devices > 1:
-            rest = data.new_zeros(data.shape[:place] + (devices - 1,) + data.shape[place + 1 :])
+            rest = nothing_like(data, data.shape[:place] + (devices - 1,) + data.shape[place + 1 :])
             if placement.op == "prod":
                 ones = torch.ones_like(rest)
                 mask = mask_of(target, data.device)

@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from meshloom.errors import ArgumentError, ShapeError
-from meshloom.ops.labels import R, normal_dim, normal_dims, others
+from meshloom.ops.labels import SUM, R, normal_dim, normal_dims, others
 from meshloom.ops.rule import Call, Choices, Even, Row, with_none
 from meshloom.ops.shapes import carried, filled_shape, partials, reshaped
-from meshloom.placement import Partial, Shard
+from meshloom.placement import Shard
 from meshloom.types import Shape, numel
 
 
@@ -43,10 +43,9 @@ def as_real(call: Call) -> Choices:
 
 
 def _linearly(call: Call, out: Shape) -> Choices:
-    """Dims stay where they are; sums of parts are parts of the sum, which products are not."""
+    """Dims stay where they are; sums of parts are parts of the sum, which products and complex quotients are not."""
     rows = [Row(f"dim {d}", (Shard(d),), (Shard(d),)) for d in range(min(len(out), len(call.shape("input"))))]
-    rows += [Row(f"P({op})", (Partial(op),), (Partial(op),)) for op in ("sum", "mean")]
-    return with_none(call, [out], rows)
+    return with_none(call, [out], [*rows, Row("P(sum)", (SUM,), (SUM,))])
 
 
 def movedim(call: Call) -> Choices:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from meshloom.errors import ArgumentError, ShapeError, closest
 from meshloom.ops.rule import Call, Choices, Fill, Inner, Op, Ref, Row, Rule, with_none
@@ -82,16 +83,19 @@ def carried_placement(shape: Shape, out: Shape, dim: int) -> Placement:
     return Shard(own) if carried else R
 
 
-def _partial_row(text: str) -> tuple[tuple[Placement, ...], Placement]:
-    left, right = text.split("->")
-    return read_placements(left), read_placements(right)[0]
+def _partial_row(text: str) -> Row:
+    """A row from its text, with what it needs after `if`.
 
-
-def pointwise(*partials: str, when: Callable[[Call], bool] = lambda call: True) -> Rule:
-    """The rule of an op that acts on each element: any dim may be sharded; `partials` are its rows with P.
-
-    `when` looks at the arguments that the partial rows depend on.
+    >>> str(_partial_row("P(max) -> P(min) if floating"))
+    'P(max) -> P(min) if floating'
     """
+    identity, _, when = text.partition(" if ")
+    left, right = identity.split("->")
+    return Row("", read_placements(left), read_placements(right), when=when)
+
+
+def pointwise(*partials: str) -> Rule:
+    """The rule of an op that acts on each element: any dim may be sharded; `partials` are its rows with P."""
     known = tuple(_partial_row(text) for text in partials)
 
     def rule(call: Call) -> Choices:
@@ -101,36 +105,34 @@ def pointwise(*partials: str, when: Callable[[Call], bool] = lambda call: True) 
             Row(f"dim {dim}", tuple(carried_placement(shape, out, dim) for shape in shapes), (Shard(dim),))
             for dim in range(len(out))
         ]
-        if when(call):
-            rows += _partial_rows(call, known, shapes)
+        rows += _partial_rows(call, known, shapes)
         return with_none(call, [out], rows, flops=math.prod(out))
 
     return rule
 
 
-def _partial_rows(
-    call: Call, known: Iterable[tuple[tuple[Placement, ...], Placement]], shapes: Sequence[Shape]
-) -> Iterable[Row]:
+def _partial_rows(call: Call, known: Iterable[Row], shapes: Sequence[Shape]) -> Iterable[Row]:
     """The rows with P that fit the call: a number counts as R, and a 0-d partial operand must be alone.
 
     A 0-d operand has weaker type promotion; the partial axis would give it a dim.
     """
-    for ins, out in known:
-        if len(ins) != len(call.leaves):
+    for row in known:
+        if len(row.ins) != len(call.leaves):
             continue
-        pairs = list(zip(ins, call.leaves, strict=True))
+        pairs = list(zip(row.ins, call.leaves, strict=True))
         if any(not isinstance(leaf, Ref) and placement != R for placement, leaf in pairs):
             continue
         kept = tuple(placement for placement, leaf in pairs if isinstance(leaf, Ref))
         if len(shapes) > 1 and any(p != R and not shape for p, shape in zip(kept, shapes, strict=True)):
             continue
-        yield Row(" ".join(str(p) for p in kept if p != R), kept, (out,))
+        yield replace(row, label=" ".join(str(p) for p in kept if p != R), ins=kept)
 
 
 def contraction_rows(inputs: Sequence[str], output: str, refs: Sequence[int], operands: int) -> list[Row]:
     """Rows for einsum labels: one per label that may be sharded, then P(sum) carried through each operand.
 
-    A label that stands twice in one operand is a diagonal and cannot be sharded.
+    A label that stands twice in one operand is a diagonal and cannot be sharded. Sums are carried for integers only:
+    the other operand may hold infinity, and infinity times the zeros of a sum is nan.
     """
     order = dict.fromkeys(output + "".join(inputs))
     rows = []
@@ -145,7 +147,7 @@ def contraction_rows(inputs: Sequence[str], output: str, refs: Sequence[int], op
     for ref in refs:
         ins = [R] * operands
         ins[ref] = SUM
-        rows.append(Row("P(sum)", tuple(ins), (SUM,)))
+        rows.append(Row("P(sum)", tuple(ins), (SUM,), when="whole"))
     return rows
 
 
@@ -240,7 +242,7 @@ def _with_bias(row: Row, index: int, shape: Shape, out: Shape) -> Row:
         raise ShapeError(f"a bias of shape {list(shape)} does not add to a result of shape {list(out)}")
     result = row.outs[0]
     own: Placement = carried_placement(shape, out, result.dim) if isinstance(result, Shard) else result
-    return Row(row.label, row.ins[:index] + (own,) + row.ins[index + 1 :], row.outs)
+    return replace(row, ins=row.ins[:index] + (own,) + row.ins[index + 1 :])
 
 
 REDUCED_BY = {"sum": SUM, "mean": SUM, "max": Partial("max"), "min": Partial("min"), "prod": Partial("prod")}
@@ -283,7 +285,7 @@ def reduction(op: str, *partials: str, ties: bool = False) -> Rule:
         count = (Inner("sum", others(len(shape), *dims)),) if ties else ()
         rows = kept_rows(call, dims, keepdim)
         rows += [Row(f"dim {dim}", (Shard(dim),), (REDUCED_BY[op],), backward=count) for dim in dims]
-        rows += [Row(str(ins[0]), ins, (out,), backward=count) for ins, out in known]
+        rows += [replace(row, label=str(row.ins[0]), backward=count) for row in known]
         return with_none(call, [reduced_shape(shape, dims, keepdim)], rows, flops=math.prod(shape))
 
     return rule

@@ -99,6 +99,11 @@ def batch_norm(call: Call) -> Choices:
     return with_none(call, shapes, rows, flops=8 * math.prod(shape))
 
 
+def batch_norm_fill(call: Call) -> tuple[Fill, ...]:
+    """Channels that are padding have unit variance: without eps they would be divided by zero."""
+    return (Fill(call.index("running_var"), 1, (0,)),) if call.has("running_var") else ()
+
+
 def _channel_row(
     call: Call, dim: int, outs: tuple[Placement, ...], even: Even | None = None, sums: tuple[Inner, ...] = ()
 ) -> Row:

@@ -78,6 +78,7 @@ class Even:
 class Row:
     """On one mesh axis: the operands' placements, the results', and what is communicated inside, forward and backward.
 
+    `when` names what the row needs besides, a word of `algebra.CONDITIONS`: an identity may hold for some dtypes only.
     `local` says that a device computes the row with the op itself on what it holds; otherwise it needs the statistics
     of `inner`, or its place on the mesh.
     """
@@ -89,9 +90,11 @@ class Row:
     backward: tuple[Inner, ...] = ()
     even: tuple[Even, ...] = ()
     local: bool = True
+    when: str = ""
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.ins))} -> {', '.join(map(str, self.outs))}"
+        identity = f"{', '.join(map(str, self.ins))} -> {', '.join(map(str, self.outs))}"
+        return f"{identity} if {self.when}" if self.when else identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +132,9 @@ class Op:
     `finite` (mask the result), `singular` (fill the operands with 1 first, then mask the result), `trimmed` (take the
     padding off first and put it back after, for ops whose time grows with it: 16 rows over 128 devices are stored as
     128 and would cost a matmul 7x; taking rows off is a view).
-    `fill` says what an operand's padding must hold before the op runs. `result` is the dtype that comes out, for prices
-    only.
+    `fill` says what an operand's padding must hold before the op runs. `result` is the dtype that comes out: `promote`
+    (by torch's promotion), `accumulate` (i64 for integers), `float` (f32 for integers), or a dtype. Prices use it, and
+    rows that carry sums, which must keep their dtype.
     """
 
     name: str

@@ -140,8 +140,9 @@ def _slid_row(call: Call, dim: int, even: Sequence[Even]) -> Row:
 
 
 def _linear(call: Call) -> list[Row]:
-    """Linear in the input and in the weight."""
-    return [named_row(call, "P(sum)", (SUM,), bias=SUM, **{name: SUM}) for name in ("input", "weight")]
+    """Linear in the input and in the weight, of which the other may hold infinity unless it is of integers."""
+    rows = [named_row(call, "P(sum)", (SUM,), bias=SUM, **{name: SUM}) for name in ("input", "weight")]
+    return [replace(row, when="whole") for row in rows]
 
 
 def _pooled_lead(call: Call, count: int) -> Shape:
@@ -201,7 +202,8 @@ def _lead_rows(lead: Shape) -> list[Row]:
 
 def _pooled(call: Call, out: Shape, rows: list[Row], window: int) -> Choices:
     kept = Partial("max") if "max" in call.op else SUM
-    rows.append(Row(str(kept), (kept,), (kept,)))
+    when = "floating" if kept == SUM else ""  # a mean of integers is rounded
+    rows.append(Row(str(kept), (kept,), (kept,), when=when))
     return with_none(call, [out], rows, flops=math.prod(out) * window)
 
 
@@ -211,7 +213,9 @@ def interpolate(call: Call) -> Choices:
     if len(shape) < 3:
         raise ShapeError(f"interpolate needs [n, channels, ...] and got {list(shape)}")
     out = shape[:2] + interpolated_sizes(call)
-    rows = [*_lead_rows(shape[:2]), Row("P(sum)", (SUM,), (SUM,))]
+    rows = _lead_rows(shape[:2])
+    if call.arguments["mode"] != "bicubic":  # some of its weights are negative, and -1 * 0 is lost in a sum of parts
+        rows.append(Row("P(sum)", (SUM,), (SUM,)))
     return with_none(call, [out], rows, flops=4 * math.prod(out))
 
 

@@ -24,7 +24,7 @@ from meshloom.collectives import KINDS, Collective, price
 from meshloom.errors import ArgumentError, MeshError
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
-from meshloom.ops import Call, Choices, Inner, Row, find
+from meshloom.ops import CONDITIONS, Call, Choices, Inner, Row, find, holds
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, can_be_partial, reduce_together
 from meshloom.planner.redistribution import route
 from meshloom.types import is_floating, itemsize, numel, short_dtype
@@ -131,7 +131,7 @@ def _candidates(
 ) -> tuple[Row, ...]:
     name = call.operands[0].mesh.axes[axis]
     if name in chosen:
-        return _chosen_row(choices, chosen[name], name)
+        return _chosen_row(call, choices, chosen[name], name)
     now = [topology.placements[axis] for topology in call.operands]
     open_ended = wanted is not None and not isinstance(wanted, Replicate)
     crosses = call.operands[0].mesh.processes[axis] > 1
@@ -157,9 +157,22 @@ def _is_reduced_first(row: Row, now: Sequence[Placement], wanted: Placement | No
 
 
 def _fits(row: Row, call: Call) -> bool:
-    """Whether the operands' dtypes can be partial as the row wants them."""
+    """Whether the operands' dtypes can be partial as the row wants them, and the row holds for all their values."""
+    return _has_meaning(row, call) and holds(find(call.op), call, row)
+
+
+def _has_meaning(row: Row, call: Call) -> bool:
     pairs = zip(row.ins, call.operands, strict=True)
     return all(not isinstance(want, Partial) or can_be_partial(want, have.dtype) for want, have in pairs)
+
+
+def _why_not(row: Row, call: Call) -> str:
+    if not _has_meaning(row, call):
+        return "has no meaning for these dtypes"
+    needs = CONDITIONS.get(row.when)
+    if needs is not None and not needs.test(call, row):
+        return f"holds {needs.meaning}"
+    return "holds for sums that keep their dtype and are scaled by positive finite numbers"
 
 
 def _is_called_for(row: Row, now: Sequence[Placement]) -> bool:
@@ -167,8 +180,11 @@ def _is_called_for(row: Row, now: Sequence[Placement]) -> bool:
     return row.label == "none" or any(isinstance(want, Shard) and want == have for want, have in pairs)
 
 
-def _chosen_row(choices: Choices, label: str, axis: str) -> tuple[Row, ...]:
+def _chosen_row(call: Call, choices: Choices, label: str, axis: str) -> tuple[Row, ...]:
     rows = tuple(row for row in choices.rows if row.label == label)
+    if rows and not any(_fits(row, call) for row in rows):
+        raise ArgumentError(f"row {label!r} does not fit this call", row=rows[0], why=f"it {_why_not(rows[0], call)}")
+    rows = tuple(row for row in rows if _fits(row, call))
     if not rows:
         known = ", ".join(dict.fromkeys(row.label for row in choices.rows))
         raise ArgumentError(f"the op has no row {label!r} for axis {axis!r}", fix=f"its rows are {known}")
@@ -291,6 +307,7 @@ def _statistic(ins: Sequence[Topology], axis: int, inner: Inner) -> Collective:
     return Collective(inner.kind, topology.mesh.axes[axis], devices, size, topology.dtype, shape, op)
 
 
+_INTEGERS_GIVE = {"accumulate": "i64", "float": "f32"}
 _NUMBERS: dict[type, str] = {bool: "bool", int: "i64", float: "f32", complex: "c64"}
 
 
@@ -299,14 +316,14 @@ def result_dtype(call: Call) -> str:
     if call.arguments.get("dtype") is not None:
         return short_dtype(str(call.arguments["dtype"]))
     kind = find(call.op).result
-    if kind not in ("promote", "accumulate"):
+    if kind != "promote" and kind not in _INTEGERS_GIVE:
         return kind
     numbers = [_NUMBERS[type(leaf)] for leaf in call.leaves if type(leaf) in _NUMBERS]
     floating = [topology.dtype for topology in call.operands if is_floating(topology.dtype)]
     if not floating:
         floating = [dtype for dtype in numbers if is_floating(dtype)]
-    if not floating and kind == "accumulate":
-        return "i64"
+    if not floating and kind in _INTEGERS_GIVE:
+        return _INTEGERS_GIVE[kind]
     return max(floating or [*numbers, *(topology.dtype for topology in call.operands)], key=itemsize)
 
 
@@ -378,7 +395,7 @@ def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, n
     call, rows = decided.call, decided.rows
     combination = rows[:axis] + (row,) + rows[axis + 1 :]
     if not _fits(row, call):
-        return Considered(name, row, None, False, "has no meaning for these dtypes")
+        return Considered(name, row, None, False, _why_not(row, call))
     if not _is_possible(call, combination):
         return Considered(name, row, None, False, "needs shards that divide the dim")
     cost = _cost(call, choices, combination, decided.request, decided.machine)

@@ -13,11 +13,21 @@ class Unhashable(Exception):
     """An argument that no cache key can hold; such a call goes through the fallback."""
 
 
+def freeze_number(value: Any) -> tuple[Any, ...]:
+    """A number with its kind. 0.0 equals -0.0 and nan not even itself: these, and complex numbers, go by their text.
+
+    >>> freeze_number(0.0) == freeze_number(-0.0), freeze_number(1) == freeze_number(1.0)
+    (False, False)
+    """
+    kind = value.__class__
+    return (kind, repr(value)) if not value or value != value or kind is complex else (kind, value)
+
+
 def freeze(value: Any) -> Any:
-    """A hashable stand-in for an argument that tells 1, 1.0 and True apart."""
+    """A hashable stand-in for an argument that tells 1, 1.0 and True apart, and 0.0 and -0.0."""
     kind = value.__class__
     if kind in NUMBERS:
-        return (kind, "nan") if value != value else (kind, value)
+        return freeze_number(value)
     if kind is slice:
         return (slice, freeze(value.start), freeze(value.stop), freeze(value.step))
     if isinstance(value, (tuple, list)):

@@ -25,7 +25,7 @@ from meshloom.placement import Partial, Replicate, Topology, as_placements
 from meshloom.planner import Plan, plan, retyped
 from meshloom.runtime import Event, leases, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.binding import NUMBERS, freeze
+from meshloom.tensor.binding import NUMBERS, freeze, freeze_number
 from meshloom.tensor.gradient_sums import Back, follow
 
 LIMIT = 1 << 14
@@ -125,7 +125,7 @@ class Reader:
             if self.shadows is not None:
                 value = self.shadows.of(value)
         elif kind in NUMBERS:
-            self.key.append((kind, value) if self.numbers and value == value else kind)
+            self.key.append(freeze_number(value) if self.numbers else kind)
             return value
         elif kind is tuple or kind is list:
             self.key.append(len(value))
@@ -228,6 +228,12 @@ class Resolved:
             if kept is None and wanted is not None:
                 self.request = _request(wanted, reader.mesh)
             key += (_BESIDES, self.request, state.machine, freeze(tuple(sorted((state.chosen or {}).items()))))
+        if self.request is not None and any(each.__class__ is Partial for each in self.request):
+            # rows that keep a sum look at the numbers that scale it
+            key += (
+                _BESIDES,
+                *(freeze(each) for each in (*self.args, *self.kwargs.values()) if each.__class__ in NUMBERS),
+            )
         self.key = tuple(key)
         entry = CACHE.get(self.key)
         self.known = entry is not None

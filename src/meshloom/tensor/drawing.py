@@ -127,8 +127,8 @@ def randperm(n: int, *, generator: torch.Generator | None = None, **options: Any
         kind = dtype or torch.int64
         if str(device) == "meta":
             return torch.empty(n, dtype=kind, device="meta")
-        drawn = torch.Generator().manual_seed(random.seed_of(random.draw_key(generator), 0))
-        return torch.randperm(n, generator=drawn, dtype=kind).to(device or "cpu")
+        drawn = torch.randperm(n, generator=random.STREAMS.at(random.draw_key(generator), 0), dtype=kind)
+        return drawn.to(device or "cpu")
 
     return _make(dense, **options)
 
@@ -205,11 +205,8 @@ def _check_chances(chances: Tensor, count: int, replacement: bool) -> None:
 
 def _exponential(size: Any, **options: Any) -> Tensor:
     generator = options.pop("generator")
-
-    def draw(out: torch.Tensor, tile: torch.Generator) -> torch.Tensor:
-        return out.exponential_(generator=tile)
-
-    return _make(lambda dtype, device: _tiled(size, dtype or torch.float32, device, draw, generator), **options)
+    kept = random.exponential
+    return _make(lambda dtype, device: _tiled(size, dtype or torch.float32, device, kept, generator), **options)
 
 
 def _drawn_again(chances: Tensor, count: int, generator: Any) -> Tensor:

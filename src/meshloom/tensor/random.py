@@ -1,18 +1,20 @@
-"""Random numbers that do not depend on placements: fixed tiles of the flat global index, each with its own seed.
+"""Random numbers that do not depend on placements: fixed tiles of the flat global index, each with its own stream.
 
 Each random op draws one 64-bit key from torch's default generator, so that `manual_seed`, `fork_rng` and activation
-checkpointing hold. Tile t of a tensor is drawn from a generator seeded by (key, t); whoever needs a part of a tile
-draws the tile, so the values are the same wherever they are needed.
+checkpointing hold. Tile t of a tensor is drawn from a stream that depends on all 128 bits of (key, t); whoever needs a
+part of a tile draws the tile, so the values are the same wherever they are needed.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
+import numpy
 import torch
 
 from meshloom.backends.checks import is_listening, note
-from meshloom.errors import where
+from meshloom.errors import UnsupportedError, where
 from meshloom.types import Shape, numel
 
 TILE = 1 << 16
@@ -29,26 +31,46 @@ def draw_key(generator: torch.Generator | None = None) -> int:
     return key
 
 
-def seed_of(key: int, tile: int) -> int:
-    """A seed for one tile (splitmix64 of the key advanced by the tile).
+class Streams(threading.local):
+    """torch's generator, started anew for each tile from 128 bits: (key, tile).
 
-    >>> seed_of(1, 0) != seed_of(1, 1) != seed_of(2, 0)
-    True
+    `manual_seed` would keep 32 bits, and tiles would collide. So all 624 words of the generator's state are set, from
+    numpy's Philox under the key (key, tile); torch's distributions stay as they are.
     """
-    z = (key + 0x9E3779B97F4A7C15 * (tile + 1)) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (z ^ (z >> 31)) >> 1
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(_PROBE)
+        self._state = self._generator.get_state()
+        self._words = self._state.numpy()[_WORDS : _WORDS + 624 * 8].view(numpy.uint64)
+        if self._state.numel() != 5056 or self._words[:2].tolist() != _PROBED:
+            raise UnsupportedError(f"torch {torch.__version__} keeps the state of its generator in another layout")
+        self._philox = numpy.random.Philox(key=0)
+        self._start = self._philox.state
+
+    def at(self, key: int, tile: int) -> torch.Generator:
+        """The generator at the start of a tile's stream; it is the same object every time.
+
+        >>> a, b, c = (float(torch.rand((), generator=STREAMS.at(1, tile))) for tile in (0, 1, 0))
+        >>> a == c, a == b
+        (True, False)
+        """
+        self._start["state"]["key"][:] = key, tile
+        self._philox.state = self._start
+        self._words[:] = self._philox.random_raw(312).view(numpy.uint32)
+        return self._generator.set_state(self._state)
+
+
+_PROBE, _WORDS = 5, 24  # a seed, and where its words begin: after the seed, two counters and the place of the next word
+_PROBED = [_PROBE, (1812433253 * _PROBE + 1) % (1 << 32)]  # the first words of a Mersenne twister of that seed
+STREAMS = Streams()
 
 
 def fill_tiles(shape: Shape, dtype: torch.dtype, draw: Draw, key: int) -> torch.Tensor:
     """A dense tensor whose flat index is filled tile by tile."""
     count = numel(shape)
     flat = torch.empty(count, dtype=dtype)
-    generator = torch.Generator()
     for tile in range(-(-count // TILE)):
-        generator.manual_seed(seed_of(key, tile))
-        draw(flat[tile * TILE : (tile + 1) * TILE], generator)
+        draw(flat[tile * TILE : (tile + 1) * TILE], STREAMS.at(key, tile))
     return flat.view(shape)
 
 
@@ -60,3 +82,9 @@ def normal(out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def uniform(out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Uniform values in [0, 1)."""
     return out.uniform_(generator=generator)
+
+
+def exponential(out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Exponential values above zero. torch's own may be drawn by another library from a seed of 32 bits."""
+    drawn = torch.empty(out.shape, dtype=torch.float64).uniform_(generator=generator)
+    return out.copy_(drawn.neg_().log1p_().neg_().clamp_(min=2.0**-60))

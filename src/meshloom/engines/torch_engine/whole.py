@@ -22,7 +22,7 @@ def _layer_norm(
     local: Local, input: torch.Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float
 ) -> torch.Tensor:
     dims = _trailing(local, input)
-    if local.mask(input, dims) is None:
+    if local.mask(input, dims) is None and not _divides_padding(local, input, eps):
         return F.layer_norm(input, tuple(input.shape[d] for d in dims), weight, bias, eps)
     return layer_norm(local, input, normalized_shape, weight, bias, eps)
 
@@ -32,8 +32,19 @@ def layer_norm(
 ) -> torch.Tensor:
     """The norm by its formula, which leaves padding out; `total` adds what other processes hold of a sum."""
     dims = _trailing(local, input)
-    scaled, _, _ = _scaled(_wide(input), local.mask(input, dims), dims, local.count(dims), eps, total)
+    lines = _lines(local, input, dims)
+    scaled, _, _ = _scaled(_wide(input), local.mask(input, dims), dims, local.count(dims), eps, total, lines)
     return _affine(scaled, weight, bias).to(input.dtype)
+
+
+def _divides_padding(local: Local, input: torch.Tensor, eps: float) -> bool:
+    """Whether lines that are all padding would be divided by their spread, which is zero: eps does not help."""
+    return eps < torch.finfo(wide_dtype(input.dtype)).tiny and local.mask(input, tuple(range(input.dim()))) is not None
+
+
+def _lines(local: Local, input: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor | None:
+    """True where a line along dims holds elements, False where it is all padding; None where all of them do."""
+    return local.mask(input, tuple(dim for dim in range(input.dim()) if dim not in dims))
 
 
 def _trailing(local: Local, input: torch.Tensor) -> tuple[int, ...]:
@@ -46,12 +57,18 @@ def _wide(input: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(
-    x: torch.Tensor, mask: torch.Tensor | None, dims: tuple[int, ...], count: int, eps: float, total: Total
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zero mean and unit variance over dims, padding left out; and both."""
+    x: torch.Tensor, mask: torch.Tensor | None, dims: tuple[int, ...], count: int, eps: float, total: Total,
+    lines: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Zero mean and unit variance over dims, padding left out; and both. Where no line is, the variance is 1."""
     middle, mean = centred(x, mask, dims, count, total)
     spread = total(middle.square().sum(dims, keepdim=True)) / count
-    return middle * torch.rsqrt(spread + eps), mean, spread
+    return middle * _inverse_root(spread + eps, lines), mean, spread
+
+
+def _inverse_root(squares: torch.Tensor, lines: torch.Tensor | None) -> torch.Tensor:
+    """1 / sqrt, and 1 for lines that are all padding: 1 / sqrt(0) would be infinite, its gradient nan."""
+    return torch.rsqrt(squares if lines is None else torch.where(lines, squares, 1))
 
 
 def _affine(input: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
@@ -68,7 +85,7 @@ def _per_channel(input: torch.Tensor, *each: Any) -> torch.Tensor:
 @aware
 def _rms_norm(local: Local, input: torch.Tensor, normalized_shape: Any, weight: Any, eps: float | None) -> torch.Tensor:
     dims = _trailing(local, input)
-    if local.mask(input, dims) is None:
+    if local.mask(input, dims) is None and not _divides_padding(local, input, 1 if eps is None else eps):
         return F.rms_norm(input, tuple(input.shape[d] for d in dims), weight, eps)
     return rms_norm(local, input, normalized_shape, weight, eps)
 
@@ -79,13 +96,14 @@ def rms_norm(
     """The norm by its formula: padding, which is zero, adds nothing."""
     dims, x = _trailing(local, input), _wide(input)
     squares = total(x.square().sum(dims, keepdim=True)) / local.count(dims)
-    scaled = x * torch.rsqrt(squares + (torch.finfo(x.dtype).eps if eps is None else eps))
+    squares = squares + (torch.finfo(x.dtype).eps if eps is None else eps)
+    scaled = x * _inverse_root(squares, _lines(local, input, dims))
     return _affine(scaled, weight, None).to(input.dtype)
 
 
 @aware
 def _group_norm(local: Local, input: torch.Tensor, num_groups: int, weight: Any, bias: Any, eps: float) -> torch.Tensor:
-    if local.mask(input, tuple(range(2, input.dim()))) is None:
+    if local.mask(input, tuple(range(2, input.dim()))) is None and not _divides_padding(local, input, eps):
         groups = input.shape[1] // (local.call.shape("input")[1] // num_groups)
         return torch.group_norm(input, groups, weight, bias, eps) if input.numel() else input * 1
     return group_norm(local, input, num_groups, weight, bias, eps)
@@ -98,8 +116,14 @@ def group_norm(
     width, spatial = local.call.shape("input")[1] // num_groups, tuple(range(2, input.dim()))
     x = _wide(input).unflatten(1, (-1, width))
     dims, count = tuple(range(2, x.dim())), width * local.count(spatial)
-    scaled, _, _ = _scaled(x, local.mask(input, spatial), dims, count, eps, total)
+    lines = local.mask(input, (0,))  # groups are whole
+    scaled, _, _ = _scaled(x, local.mask(input, spatial), dims, count, eps, total, _deeper(lines))
     return _per_channel(scaled.flatten(1, 2), weight, bias).to(input.dtype)
+
+
+def _deeper(lines: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask of the batch for an array whose channels are two dims."""
+    return None if lines is None else lines.unsqueeze(-1)
 
 
 @aware
@@ -111,7 +135,7 @@ def _batch_norm(
     if not training:
         return torch.batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, False)
     dims = _but_channels(input)
-    if local.mask(input, dims) is not None:
+    if local.mask(input, dims) is not None or _divides_padding(local, input, eps):
         return batch_norm(local, input, running_mean, running_var, weight, bias, training, momentum, eps)
     out, mean, inverse = torch.native_batch_norm(input, weight, bias, None, None, True, momentum, eps)
     return out, mean.detach(), _unbiased(inverse.detach().pow(-2) - eps, local.count(dims))
@@ -124,7 +148,8 @@ def batch_norm(
     """The norm in training by its formula, with the batch's mean and unbiased variance."""
     dims = _but_channels(input)
     count = local.count(dims)
-    scaled, mean, spread = _scaled(_wide(input), local.mask(input, dims), dims, count, eps, total)
+    lines = _lines(local, input, dims)
+    scaled, mean, spread = _scaled(_wide(input), local.mask(input, dims), dims, count, eps, total, lines)
     out = _per_channel(scaled, weight, bias).to(input.dtype)
     return out, mean.detach().flatten(), _unbiased(spread.detach().flatten(), count)
 

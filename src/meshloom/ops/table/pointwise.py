@@ -1,45 +1,43 @@
-"""Ops that act on each element by itself. The comment is the identity that justifies a partial row."""
+"""Ops that act on each element by itself. The comment is the identity that justifies a partial row.
+
+The word after `if` is what the identity needs to hold for every value of the dtype (`algebra.CONDITIONS`).
+"""
 
 from __future__ import annotations
 
 from meshloom.ops import activations
 from meshloom.ops.labels import pointwise
-from meshloom.ops.rule import Call, Op
-
-
-def _true_division(call: Call) -> bool:
-    return call.arguments.get("rounding_mode") is None
-
-
-def _plain_bounds(call: Call) -> bool:
-    return len(call.operands) == 1
-
+from meshloom.ops.rule import Op
 
 _LINEAR = ("P(sum) -> P(sum)",)
+_BOUNDED = ("P(max) -> P(max) if bounded", "P(min) -> P(min) if bounded")
 _MONOTONE = ("P(max) -> P(max)", "P(min) -> P(min)")  # f(max(a, b)) = max(f(a), f(b))
 
 POINTWISE: tuple[Op, ...] = (
     # arithmetic
     Op("add", pointwise("P(sum), P(sum) -> P(sum)")),  # sum(a) + sum(b) = sum(a + b)
-    Op("sub", pointwise("P(sum), P(sum) -> P(sum)")),  # sum(a) - sum(b) = sum(a - b)
-    Op("mul", pointwise("P(sum), R -> P(sum)", "R, P(sum) -> P(sum)")),  # sum(a) * b = sum(a * b)
-    Op("div", pointwise("P(sum), R -> P(sum)", when=_true_division), at_zero="singular"),  # sum(a) / b = sum(a / b)
+    Op("sub", pointwise("P(sum), P(sum) -> P(sum) if whole")),  # sum(a) - sum(b) = sum(a - b)
+    Op("mul", pointwise("P(sum), R -> P(sum) if scaled", "R, P(sum) -> P(sum) if scaled")),  # sum(a) * b = sum(a * b)
+    Op("div", pointwise("P(sum), R -> P(sum) if divided"), at_zero="singular", result="float"),  # sum(a)/b = sum(a/b)
     Op("floor_divide", pointwise(), at_zero="singular"),
     Op("remainder", pointwise(), at_zero="singular"),
     Op("fmod", pointwise(), at_zero="singular"),
     Op("pow", pointwise(), at_zero="singular"),  # x ** 0.5 and x ** -1 have no derivative at 0
-    Op("neg", pointwise("P(sum) -> P(sum)", "P(max) -> P(min)", "P(min) -> P(max)")),  # -max(a, b) = min(-a, -b)
+    Op(
+        "neg",  # -max(a, b) = min(-a, -b)
+        pointwise("P(sum) -> P(sum) if whole", "P(max) -> P(min) if floating", "P(min) -> P(max) if floating"),
+    ),
     Op("abs", pointwise()),
     Op("positive", pointwise(*_LINEAR, *_MONOTONE)),
     Op("square", pointwise()),
-    Op("sign", pointwise(*_MONOTONE)),
+    Op("sign", pointwise("P(max) -> P(max) if whole", "P(min) -> P(min) if whole")),  # of nan it is 0
     Op("sgn", pointwise()),
     Op("angle", pointwise()),
-    Op("conj_physical", pointwise(*_LINEAR)),  # conj(a + b) = conj(a) + conj(b)
-    Op("complex", pointwise("P(sum), P(sum) -> P(sum)")),
+    Op("conj_physical", pointwise()),
+    Op("complex", pointwise()),
     Op("reciprocal", pointwise(), at_zero="singular"),
     Op("float_power", pointwise(), at_zero="singular"),
-    Op("ldexp", pointwise("P(sum), R -> P(sum)")),  # sum(a) * 2**b = sum(a * 2**b)
+    Op("ldexp", pointwise()),  # 2**b may be infinite
     Op("maximum", pointwise("P(max), P(max) -> P(max)", "P(max), R -> P(max)", "R, P(max) -> P(max)")),
     Op("minimum", pointwise("P(min), P(min) -> P(min)", "P(min), R -> P(min)", "R, P(min) -> P(min)")),
     Op("fmax", pointwise()),
@@ -89,9 +87,9 @@ POINTWISE: tuple[Op, ...] = (
     # choice and range
     Op("where", pointwise("R, P(sum), P(sum) -> P(sum)", "R, P(max), P(max) -> P(max)", "R, P(min), P(min) -> P(min)")),
     Op("masked_fill", pointwise()),
-    Op("clamp", pointwise("P(max) -> P(max)", "P(min) -> P(min)", when=_plain_bounds), at_zero="finite"),  # monotone
-    Op("clamp_min", pointwise(*_MONOTONE, when=_plain_bounds), at_zero="finite"),
-    Op("clamp_max", pointwise(*_MONOTONE, when=_plain_bounds), at_zero="finite"),
+    Op("clamp", pointwise(*_BOUNDED), at_zero="finite"),  # monotone
+    Op("clamp_min", pointwise(*_BOUNDED), at_zero="finite"),
+    Op("clamp_max", pointwise(*_BOUNDED), at_zero="finite"),
     Op("nan_to_num", pointwise()),
     # functions of one number; the monotone ones that are defined everywhere commute with max and min
     Op("exp", pointwise(*_MONOTONE), at_zero="finite"),
@@ -117,8 +115,8 @@ POINTWISE: tuple[Op, ...] = (
     Op("acosh", pointwise(), at_zero="singular"),
     Op("atanh", pointwise()),
     Op("sinc", pointwise(), at_zero="finite"),
-    Op("deg2rad", pointwise(*_LINEAR, *_MONOTONE)),
-    Op("rad2deg", pointwise(*_LINEAR, *_MONOTONE)),
+    Op("deg2rad", pointwise(*_LINEAR, *_MONOTONE), result="float"),
+    Op("rad2deg", pointwise(*_LINEAR, *_MONOTONE), result="float"),
     Op("floor", pointwise(*_MONOTONE)),
     Op("ceil", pointwise(*_MONOTONE)),
     Op("round", pointwise(*_MONOTONE)),
@@ -164,7 +162,7 @@ POINTWISE: tuple[Op, ...] = (
     Op("leaky_relu", pointwise()),  # a negative slope is not monotone
     Op("prelu", activations.prelu, "input, weight"),
     Op("softplus", pointwise(), at_zero="finite"),
-    Op("softsign", pointwise(*_MONOTONE)),
+    Op("softsign", pointwise()),  # inf / (1 + inf) is nan
     Op("softshrink", pointwise()),
     Op("hardshrink", pointwise()),
     Op("tanhshrink", pointwise(*_MONOTONE)),

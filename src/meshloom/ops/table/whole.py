@@ -25,6 +25,7 @@ WHOLE: tuple[Op, ...] = (
         normalisation.batch_norm,
         "input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-05",
         "finite",
+        normalisation.batch_norm_fill,
     ),
     # losses
     Op("mse_loss", losses.of_elements(), _LOSS + ", weight=None", "finite"),
