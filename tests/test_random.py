@@ -267,3 +267,13 @@ def test_threads_draw_without_disturbing_each_other() -> None:
         for _ in range(5):
             found = list(pool.map(lambda key: tile_of(key, 1), range(8)))
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_attention_with_dropout_differs_from_dense_by_its_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every element kept, what is left of dropout is its scale."""
+    monkeypatch.setattr(random, "uniform", lambda out, generator: out.zero_())
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 5, 4).unbind(0)
+    mesh = loom.open_mesh((2,))
+    found = F.scaled_dot_product_attention(*(loom.distribute(each, mesh, "S(0)") for each in (q, k, v)), dropout_p=0.25)
+    torch.testing.assert_close(found.to_torch() * 0.75, F.scaled_dot_product_attention(q, k, v))

@@ -449,3 +449,13 @@ def test_equal_parts_share_a_gradient(op: str) -> None:
     data = torch.tensor([[3.0, 1.0], [3.0, 1.0], [3.0, 1.0], [3.0, 1.0]], requires_grad=True)
     layout.REDUCE[op](data, 0).sum().backward()
     assert torch.equal(data.grad, torch.full((4, 2), 0.25))
+
+
+@pytest.mark.parametrize("placements", ["R", "S(0)", "P(sum)"])
+def test_redistribute_to_the_same_placements_is_the_tensor_itself_unless_a_copy_is_asked_for(placements: str) -> None:
+    x = loom.distribute(torch.arange(3.0), Mesh.of((2,)), "R").redistribute(placements)
+    assert x.redistribute(placements) is x
+    y = x.redistribute(placements, copy=True)
+    assert y.topology is x.topology
+    y.add_(1)
+    assert torch.equal(x.to_torch(), torch.arange(3.0)) and torch.equal(y.to_torch(), torch.arange(3.0) + 1)

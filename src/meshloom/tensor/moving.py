@@ -39,11 +39,14 @@ def target_topology(tensor: Tensor, placements: Placements | None) -> Topology:
     return topology.with_placements(as_placements(placements, topology.mesh, topology.ndim))
 
 
-def redistribute(tensor: Tensor, placements: Placements | None = None) -> Tensor:
-    """The same tensor placed otherwise; a new value that shares nothing with the old one."""
+def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: bool = False) -> Tensor:
+    """The same values placed otherwise, in memory of their own.
+
+    As with `Tensor.to`, a tensor that has these placements already is returned itself; `copy=True` copies it.
+    """
     tensor = shadowed(tensor)
     target = target_topology(tensor, placements)
-    if target is tensor.topology:
+    if target is tensor.topology and not copy:
         return tensor
     data = carry(tensor, target, "redistribute")
     if same_storage(data, tensor._data):
