@@ -162,6 +162,7 @@ class MeshBuffer:
         """Let the host have it: wait for all commands that use it; what comes after is ordered after the host."""
         self.check()
         self.wait()
+        self.device.system.launches.check_cards(self.device.numbers)
         if self.device.system.races is not None:
             self.device.system.races.touched(self.region, self.device.numbers)
 

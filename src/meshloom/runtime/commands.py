@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from meshloom.mesh import Coordinate
 from meshloom.runtime import transfers
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.events import MeshEvent
+from meshloom.runtime.launches import GivenUp, UnderWay
 from meshloom.runtime.program import Launch, places_of, total
 from meshloom.runtime.races import Access
 from meshloom.runtime.records import state
@@ -23,6 +25,14 @@ from meshloom.runtime.system import Failures, System
 if TYPE_CHECKING:
     from meshloom.runtime.queue import MeshCommandQueue
     from meshloom.runtime.trace import Trace
+
+
+_here = threading.local()
+
+
+def running_here() -> Command | None:
+    """The command that this thread is running, if it is a queue's."""
+    return getattr(_here, "command", None)
 
 
 class Note:
@@ -73,15 +83,20 @@ class Command:
             self.skip()
             return
         self.note.status = "running"
+        _here.command = self
         try:
             with _disable_current_modes() if state.capture is not None else nullcontext():
                 self.run(self.queue.id)
-        except (Exception, SystemExit) as error:
+        except GivenUp:
+            return
+        except BaseException as error:  # this is a thread of ours: nobody else would hear of it
             self.note.status = "failed"
             self.queue.fail(self, error)
             self.skip()
         else:
             self.note.status = "done"
+        finally:
+            _here.command = None
 
     def run(self, queue: int) -> None:
         """Do it."""
@@ -164,16 +179,29 @@ class Run(Command):
     def run(self, queue: int) -> None:
         system, left = self._system, []
         for launch in self.launches:
-            launch.prepare(system, per_card=False)
-            function = launch.block_function(system)
-            if function is None:
+            if self._launch_all(launch):
+                system.tell("launch", launch.where, 0, queue, total([launch]))
+            else:
                 launch.prepare(system, per_card=True)
                 left.append(launch)
-            else:
-                launch.run_on_block(function)
-                system.tell("launch", launch.where, 0, queue, total([launch]))
         if left:
             self._launch_each(left, queue)
+
+    def _launch_all(self, launch: Launch) -> bool:
+        """Run a kernel once for all devices of its range; False if it must run on each."""
+        under_way = self._begin(launch.where)
+        try:
+            launch.prepare(self._system, per_card=False)
+            function = launch.block_function(self._system)  # tries the kernel on shapes
+            if function is not None:
+                launch.run_on_block(function)
+        finally:
+            self._system.launches.end(under_way)
+        return function is not None
+
+    def _begin(self, places: Collection[Coordinate]) -> UnderWay:
+        """A kernel starts, for the command that this thread is running: this one, or the replay that it is part of."""
+        return self._system.launches.begin(running_here() or self, places)
 
     def _launch_each(self, launches: Sequence[Launch], queue: int) -> None:
         """Start all of them in row-major order, then wait for all: one that fails does not stop the others."""
@@ -182,19 +210,27 @@ class Run(Command):
         tickets, failed = [], []
         for place, launch in places_of(launches):
             card = device.card(place)
+            under_way = self._begin((place,))
             try:
                 handles = [buffer.storage.at(place) for buffer in launch.program.buffers]
                 ticket = card.launch(launch.program.loaded(card, system), handles, launch.args_at(place))
                 tickets.append((place, card, ticket))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 failed.append((place, error))
+            system.launches.end(under_way)
             system.tell("launch", [place], 0, queue, 1)
-        end = None if system.timeout is None else time.monotonic() + system.timeout
+        timeout = system.launches.timeout
+        end = None if timeout is None else time.monotonic() + timeout
         for place, card, ticket in tickets:
             left = None if end is None else max(0.0, end - time.monotonic())
-            if not card.wait(ticket, left):
-                device.hang(self.buffers)
-                failed.append((place, DeviceTimeoutError(f"did not end within {system.timeout:g} s")))
+            try:
+                if not card.wait(ticket, left):
+                    device.hang(self.buffers)
+                    if not getattr(card, "hangs", False):  # a virtual card refuses work by itself, until it is reset
+                        device.lose((place,), f"{self.text} did not end within {timeout:g} s")
+                    failed.append((place, DeviceTimeoutError(f"did not end within {timeout:g} s")))
+            except BaseException as error:
+                failed.append((place, error))
         if failed:
             raise Failures(sorted(failed, key=lambda pair: pair[0]))
 

@@ -283,6 +283,12 @@ class MeshDevice:
         """A launch did not end and may still write to these: nobody else gets their memory while the mesh is open."""
         self._hung.update(buffers)
 
+    def lose(self, places: Iterable[Coordinate], reason: str) -> None:
+        """The cards at some coordinates do not come back."""
+        for place in places:
+            number = self.numbers[self.mesh.index(place)]
+            self.system.launches.lost[number] = f"at {tuple(place)}, {reason}"
+
     def free_later(self, buffer: MeshBuffer) -> None:
         """A buffer was freed that something still uses: its place stays taken until that is over."""
         names = ", ".join(str(trace.id) for trace in self._traces.values() if buffer in trace.buffers)

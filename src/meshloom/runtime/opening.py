@@ -46,7 +46,7 @@ def open_mesh_device(
     Without ids it takes all visible devices in order; without a shape, all of them in a row. With `memory` (bytes per
     device) or a machine `preset`, tensors on its mesh are accounted for. `check="races"` watches every queue.
     `dispatch="slow"` (or MESHLOOM_DISPATCH) runs every command at once, card by card. `stress` is a seed that shuffles
-    the queues. `timeout` is how long a launch may take.
+    the queues. `timeout` is how many seconds a launch may take; a card that takes longer is lost.
 
     >>> with open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2)) as mesh:
     ...     mesh.get_device_ids()

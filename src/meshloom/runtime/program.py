@@ -175,7 +175,7 @@ def _works(batched: Callable[..., Any], buffers: Sequence[MeshBuffer]) -> bool:
     try:
         with _disable_current_modes():
             batched(*blocks)
-    except Exception:  # whatever it is, running on each device will tell
+    except BaseException:  # whatever it is, running on each device will tell
         return False
     return True
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshloom.errors import DeviceError, DeviceTimeoutError, MeshError, MeshloomError, where
+from meshloom.errors import DeviceError, DeviceTimeoutError, MeshError, MeshloomError, RaceError, where
 from meshloom.runtime import transfers
 from meshloom.runtime.buffer import MeshBuffer
-from meshloom.runtime.commands import Command, Note, Read, Record, Replay, Run, Wait, Write
+from meshloom.runtime.commands import Command, Note, Read, Record, Replay, Run, Wait, Write, running_here
 from meshloom.runtime.events import MeshEvent
+from meshloom.runtime.launches import UnderWay
 from meshloom.runtime.system import Failures
 from meshloom.runtime.workload import MeshWorkload
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from meshloom.runtime.trace import Capture, Trace
 
 STORY = 12  # commands that an error tells of
+GIVEN_UP = "given up"
+LOST = (
+    "a lost card takes no further work: close the mesh device and open it again, with a longer timeout= if it needs one"
+)
 
 
 class Pending:
@@ -133,9 +138,17 @@ class MeshCommandQueue:
 
     # inside
 
+    def _runs_here(self) -> bool:
+        """Whether this is the thread that runs the queue's commands."""
+        running = running_here()
+        return running is not None and running.queue is self
+
     def submit(self, command: Command, blocking: bool) -> None:
         """Take a command: check it, number it, hand it to the worker (or to the trace being captured)."""
         self.device.check_open()
+        self.system.launches.check_process()
+        if self.system.launches.lost:
+            self.system.launches.check_cards(card for access in command.accesses() for card in access.cards)
         if self.capture is not None:
             self.capture.add(command, blocking)
             return
@@ -148,11 +161,20 @@ class MeshCommandQueue:
             for buffer in command.buffers:
                 buffer.used(self, self._last)
             self.runner.submit(command)
+        self.runner.some()
         if blocking:
             self.finish()
+        elif self.runner.waits and not self._runs_here():
+            self.wait(command.number)
 
     def wait(self, number: int, timeout: float | None = None) -> None:
         """Wait for a command; errors stay for later."""
+        if self._runs_here():
+            raise RaceError(
+                f"a kernel waits for queue {self.cq_id}, on which it runs itself: neither would ever end",
+                kernel=running_here(),
+                fix="wait outside of the kernel, after it was enqueued",
+            )
         if not self.runner.wait(number, timeout):
             running = next((note for note in self._story if note.status == "running"), None)
             raise DeviceTimeoutError(
@@ -178,6 +200,19 @@ class MeshCommandQueue:
         """A command failed: what follows is not run until somebody has been told."""
         self._failures.append((command.note, error))
 
+    def give_up(self, launch: UnderWay) -> None:
+        """A launch takes too long: it is left to itself, its cards are lost, and what is behind it is not run."""
+        note, late = launch.command.note, f"did not end within {self.system.launches.timeout:g} s"
+        note.status = GIVEN_UP
+        self.device.lose(launch.places, f"{note.text} at {note.where} {late}")
+        self.device.hang(launch.command.buffers)
+        found = [(place, DeviceTimeoutError(late)) for place in launch.places]
+        with self._lock:
+            self._failures.append((note, Failures(found)))
+            left = self.runner.abandon(self._last)
+        for command in left:
+            command.perform()  # the queue has failed: it is not run
+
     def story(self) -> str:
         """The last commands and how they went."""
         return "\n".join(str(note) for note in self._story)
@@ -199,7 +234,9 @@ class MeshCommandQueue:
             queue=f"{self.cq_id} of {self.device}",
             devices="\n".join(_told(place, each) for place, each in found),
             story=self.story(),
-            fix="the queue is clear again; what was not run must be enqueued again",
+            fix=LOST
+            if note.status == GIVEN_UP
+            else "the queue is clear again; what was not run must be enqueued again",
         )
         made.__cause__ = found[0][1]
         return made

@@ -13,9 +13,10 @@ from meshloom.errors import ArgumentError, DeviceTimeoutError, closest
 from meshloom.mesh import Coordinate
 from meshloom.runtime.card import Card, Driver
 from meshloom.runtime.compile_cache import CompileCache
+from meshloom.runtime.launches import Launches
 from meshloom.runtime.memory import Allocator
 from meshloom.runtime.races import Races
-from meshloom.runtime.runners import Inline, Runner, Shuffle, Shuffled, Threaded
+from meshloom.runtime.runners import Runner, Shuffle, Shuffled, Threaded
 
 CHECKS = ("races",)
 DISPATCH = ("fast", "slow")
@@ -58,7 +59,7 @@ class System:
         timeout: float | None,
         cache: Any,
     ) -> None:
-        self.driver, self.cards, self.timeout = driver, tuple(cards), timeout
+        self.driver, self.cards, self.launches = driver, tuple(cards), Launches(timeout)
         self.dispatch = _known("dispatch", dispatch, DISPATCH)
         self.races = Races() if check is not None and _known("check", check, CHECKS) else None
         chip = cards[0].info().chip
@@ -83,9 +84,8 @@ class System:
 
     def runner(self, name: str) -> Runner:
         """Who runs a queue."""
-        if self.dispatch == "slow":
-            return Inline()
-        return Threaded(name) if self._shuffle is None else Shuffled(self._shuffle)
+        thread = Threaded(name, self.launches, waits=self.dispatch == "slow")
+        return thread if thread.waits or self._shuffle is None else Shuffled(self._shuffle, thread)
 
     @property
     def is_vectorised(self) -> bool:
@@ -116,7 +116,7 @@ class System:
         for place, card in members:
             try:
                 act(place, card)
-            except (Exception, SystemExit) as error:  # a driver may leave with SystemExit
+            except BaseException as error:  # a driver may leave with SystemExit or KeyboardInterrupt
                 failed.append((place, error))
         if failed:
             raise Failures(failed)

@@ -8,6 +8,7 @@ the lowest number), so that a consumer that does not wait computes with it, as i
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,8 @@ WORKERS = 2
 
 
 @lru_cache(maxsize=1)
-def _workers() -> ThreadPoolExecutor:
+def _workers(process: int) -> ThreadPoolExecutor:
+    """The threads of a process: those of its parent do not come along when it is forked."""
     return ThreadPoolExecutor(WORKERS, thread_name_prefix="meshloom-collective")
 
 
@@ -51,7 +53,8 @@ class Handle:
     def __init__(self, name: str, topology: Topology, work: Callable[[], Tensor], at_once: bool = False) -> None:
         self.name = name
         self.topology = topology
-        self._future: Future[Tensor] = _done(work) if at_once else _workers().submit(work)
+        self._process = os.getpid()
+        self._future: Future[Tensor] = _done(work) if at_once else _workers(self._process).submit(work)
 
     def done(self) -> bool:
         """Whether the result is there; never waits."""
@@ -59,6 +62,12 @@ class Handle:
 
     def wait(self, timeout: float | None = None) -> Tensor:
         """The result; an error of the collective is raised here."""
+        if not self._future.done() and os.getpid() != self._process:
+            raise RaceError(
+                f"{self.name} was started by process {self._process}, and process {os.getpid()} was forked from it",
+                tensor=self.topology,
+                fix="wait for it before the fork, or start it in the child",
+            )
         return self._future.result(timeout)
 
     @property
