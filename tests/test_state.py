@@ -81,9 +81,11 @@ def test_what_was_saved_is_loaded_as_torch_loads_by_default(weights_only):
         "gradient": model[0].weight.grad,
         "partial": loom.ones(3, mesh=MESH, placements="P(mean), R"),
         "mesh": MESH.submesh(dp=1),
+        "virtual": loom.Mesh.of((4, 4), physical=(2, 2)).reshape(x=16),
     }
     found = _saved_and_loaded(kept, weights_only=weights_only)
     assert found["mesh"] == kept["mesh"]
+    assert found["virtual"].virtual_to_physical((15,)) == kept["virtual"].virtual_to_physical((15,)) == ((1, 1), 3)
     for name in ("parameter", "gradient", "partial"):
         assert type(found[name]) is type(kept[name]) and found[name].topology is kept[name].topology
         torch.testing.assert_close(found[name].to_torch(), kept[name].to_torch())

@@ -71,6 +71,28 @@ def closest(name: object, known: Iterable[object]) -> str:
     return f"did you mean {near[0]!r}? {listing}" if near else listing
 
 
+def expect(what: str, value: object, kind: type | tuple[type, ...], fix: str | None = None) -> None:
+    """An error unless an argument is of a type; True is no number.
+
+    >>> expect("stress", "x", int, fix="give a seed, such as 0")
+    Traceback (most recent call last):
+        ...
+    meshloom.errors.ArgumentError: stress='x' is of type str
+      fix  give a seed, such as 0
+    """
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ArgumentError(f"{what}={value!r:.80} is of type {type(value).__name__}", fix=fix)
+
+
+def expect_seconds(what: str, value: object, least: float = 0.0) -> None:
+    """An error unless an argument is a time: seconds, or None for no end."""
+    if value is None:
+        return
+    expect(what, value, (int, float), fix="give seconds, or None for no end")
+    if not least <= value < 1e9:  # type: ignore[operator]
+        raise ArgumentError(f"{what}={value!r} is no time to wait", fix="give seconds above 0, or None for no end")
+
+
 def where() -> str:
     """The line of the program that is calling, outside of meshloom and torch: `train.py:12`."""
     return line_of(sys._getframe(1)) or "unknown line"

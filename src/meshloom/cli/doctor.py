@@ -33,19 +33,32 @@ def run(options: argparse.Namespace) -> None:
         raise LaunchError(f"there is no script {options.script}")
     if options.system is not None:
         os.environ["MESHLOOM_SYSTEM"] = options.system
-    from meshloom.ttnn import doctor  # loads torch
+    from meshloom.ttnn import doctor, system  # loads torch
 
+    if options.system is not None:
+        system.get_system(options.system)  # an error at once if there is no such system
     stand_in()
     with doctor.watch() as seen:
         error = _run(options.script, options.arguments)
     if error is not None and not seen.opened:
-        seen.refused = str(error).splitlines()[0] if str(error) else repr(error)
+        if not isinstance(error, MeshloomError):  # it never came to what the checklist is about
+            raise LaunchError(
+                f"the script {_ending(error)} before it opened a mesh: there is nothing to check", script=options.script
+            ) from error
+        seen.refused = error.headline
     print(seen.report())
     if error is not None:
         raise LaunchError(f"the script failed: {error!r}") from error
     wrong = [finding.item for finding in seen.findings() if not finding.holds]
     if wrong:
         raise LaunchError(f"{len(wrong)} of 7 items: {'; '.join(wrong)}")
+
+
+def _ending(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"ended with exit code {error.code}"
+    line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+    return f"failed with {type(error).__name__}{line} ({error})"
 
 
 def stand_in() -> None:

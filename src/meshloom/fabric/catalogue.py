@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
-from meshloom.errors import FabricError, closest
+from meshloom.errors import FabricError, closest, expect
 from meshloom.fabric import reading
 from meshloom.fabric.fabric import Fabric, Pair, checked_kinds, checked_shape
 from meshloom.fabric.links import Link
@@ -202,6 +202,7 @@ def _shipped(name: str) -> Preset:
 
 def load_preset(path: str | os.PathLike[str]) -> Preset:
     """A preset from a TOML file; its name is that in the file, or the file's own."""
+    expect("path", path, (str, os.PathLike), fix="give the path of a TOML file")
     file = os.fspath(path)
     try:
         with open(file, encoding="utf-8") as stream:

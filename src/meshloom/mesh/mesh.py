@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from meshloom.errors import MeshError, closest
@@ -133,6 +133,9 @@ class Mesh:
         """
         if isinstance(shape, int):
             shape = (shape,)
+        for name, given in (("shape", shape), ("axes", axes), ("device_ids", device_ids), ("physical", physical)):
+            _check_listed(name, given)
+        _check_listed("processes", processes)
         names = tuple(axes) if axes is not None else tuple(f"x{i}" for i in range(len(shape)))
         _check_axes(names, tuple(shape))
         ids: Sequence[int] = range(math.prod(shape))
@@ -203,7 +206,9 @@ class Mesh:
 
     def __reduce__(self) -> tuple[object, ...]:
         """In a file it is a value: the lease does not go along."""
-        return _made, (self.axes, self.shape, self._ids, self.homes, self.processes)
+        ids = None if self._is_plain() else self._ids
+        homes = None if self.homes == Homes(self.shape, self.shape) else self.homes
+        return _made, (self.axes, self.shape, ids, homes, self.processes)
 
     def __copy__(self) -> Mesh:
         return self
@@ -301,7 +306,7 @@ class Mesh:
             if name not in self._index:
                 raise MeshError(f"the mesh has no axis {name!r}", mesh=self, fix=closest(name, self.axes))
             return self._index[name]
-        if not -self.ndim <= name < self.ndim:
+        if not hasattr(name, "__index__") or not -self.ndim <= name < self.ndim:
             raise MeshError(
                 f"axis {name} is out of range for {self.ndim} axes", mesh=self, fix=closest(name, self.axes)
             )
@@ -325,8 +330,12 @@ class Mesh:
 
     def check(self, coordinate: Sequence[int]) -> Coordinate:
         """The coordinate as a tuple, or an error if the mesh does not have it."""
-        place = tuple(coordinate)
-        if len(place) != self.ndim or not all(0 <= c < size for c, size in zip(place, self.shape, strict=True)):
+        place = tuple(coordinate) if isinstance(coordinate, Sequence) else (coordinate,)
+        if (
+            len(place) != self.ndim
+            or not all(type(c) is int or hasattr(c, "__index__") for c in place)
+            or not all(0 <= c < size for c, size in zip(place, self.shape, strict=True))
+        ):
             last = tuple(size - 1 for size in self.shape)
             raise MeshError(
                 f"coordinate {place} is not on the mesh",
@@ -407,7 +416,7 @@ class Mesh:
             if not picked:
                 raise MeshError(f"slice {place.start}:{place.stop} of axis {name!r} holds no device", mesh=self)
             return picked
-        if not -size <= place < size:
+        if not hasattr(place, "__index__") or not -size <= place < size:
             raise MeshError(
                 f"place {place} is out of range for axis {name!r} of size {size}",
                 mesh=self,
@@ -419,13 +428,14 @@ class Mesh:
 def _made(
     axes: tuple[str, ...],
     shape: tuple[int, ...],
-    device_ids: Sequence[int],
+    device_ids: Sequence[int] | None,
     homes: Sequence[Home] | None,
     processes: tuple[int, ...] | None = None,
     lease: Lease | None = None,
 ) -> Mesh:
     mesh = Mesh.__new__(Mesh)
-    mesh._fill(axes, shape, device_ids, homes, processes, lease)
+    ids = device_ids if device_ids is not None else range(math.prod(shape))
+    mesh._fill(axes, shape, ids, homes, processes, lease)
     return mesh
 
 
@@ -448,6 +458,13 @@ def _is_counting(numbers: Sequence[int]) -> bool:
 def _counted_through(ids: Sequence[int]) -> Sequence[int]:
     """Ids in the one form that stands for them: a range from 0, or a tuple."""
     return range(len(ids)) if _is_counting(ids) else tuple(ids)
+
+
+def _check_listed(name: str, given: object) -> None:
+    if given is not None and not isinstance(given, Iterable):
+        raise MeshError(
+            f"{name}={given!r} is of type {type(given).__name__}", fix="give one entry per axis, or per device"
+        )
 
 
 def _check_axes(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:

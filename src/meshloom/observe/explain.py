@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshloom.collectives import fastest
+from meshloom.errors import ArgumentError
 from meshloom.planner import Plan, considered
 from meshloom.runtime import Event, Log, state
 
@@ -79,6 +80,8 @@ def explain(program: Callable[[], Any]) -> Explanation:
     >>> [str(event.collective) for event in found.events]
     ['all_reduce(sum) over tp of 4: 384 B']
     """
+    if not callable(program):
+        raise ArgumentError(f"explain takes a program, not {program!r:.80}", fix="explain(lambda: x @ w)")
     import torch
 
     from meshloom.tensor.shadow import Shadows, Untouched, optimizers_kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, expect
 from meshloom.fabric import Fabric, Machine
 from meshloom.placement import Placements
 from meshloom.runtime import Log, Policy, state
@@ -23,6 +23,10 @@ def communication(level: str, above: int = 0) -> Iterator[None]:
     >>> with communication("forbid"):
     ...     y = x * 2
     """
+    if isinstance(above, bool) or not isinstance(above, (int, float)) or not above >= 0:
+        raise ArgumentError(
+            f"above={above!r} is no number of bytes", fix="give the bytes per op that are still allowed"
+        )
     with state.changed(policy=Policy(level, above)):
         yield
 
@@ -71,6 +75,8 @@ def choose(**rows: str) -> Iterator[None]:
     """
     if not rows:
         raise ArgumentError("choose needs an axis and a row", fix='write choose(tp="inner")')
+    for axis, row in rows.items():
+        expect(axis, row, str, fix='name a row: choose(tp="inner")')
     with state.changed(chosen={axis: _ROWS.get(row, row) for axis, row in rows.items()}):
         yield
 

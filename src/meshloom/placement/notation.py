@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from meshloom.errors import NotationError
+from meshloom.errors import NotationError, expect
 from meshloom.mesh import Mesh
 from meshloom.placement.placements import Placement
 from meshloom.placement.spelling import as_placements, read_placements
@@ -24,6 +24,7 @@ def parse(text: str) -> Mesh | Placement | tuple[Placement, ...] | Topology:
     >>> parse("Mesh(dp=2, tp=4)"), parse("S(0)"), parse("(S(0), R)")
     (Mesh(dp=2, tp=4), Shard(dim=0), (Shard(dim=0), Replicate()))
     """
+    expect("text", text, str, fix='parse takes the printed notation, such as "f32[16, 8](S(0), R) on Mesh(dp=2, tp=4)"')
     bare = text.strip()
     if bare.startswith("Mesh("):
         return _read_mesh(bare)

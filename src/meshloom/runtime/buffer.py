@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from meshloom.errors import ArgumentError, ClosedError, closest, where
+from meshloom.errors import ArgumentError, ClosedError, closest, expect, where
 from meshloom.mesh import Coordinate
 from meshloom.placement import Topology
 from meshloom.runtime.layouts import (
@@ -43,6 +43,8 @@ class MeshBuffer:
         address: int | None = None,
         name: str | None = None,
     ) -> None:
+        if address is not None:
+            expect("address", address, int, fix="leave it out, and the allocator chooses one")
         device.check_open()
         if buffer_type not in MEMORIES:
             raise ArgumentError(f"there is no memory {buffer_type!r}", fix=closest(buffer_type, MEMORIES))
@@ -199,6 +201,8 @@ def create_mesh_buffer(
     ...     create_mesh_buffer(mesh, layout="sharded", global_shape=(4, 4), shard_shape=(2, 2), name="x")
     MeshBuffer(x: f32[4, 4] shards [2, 2], at 0x0 in dram)
     """
+    if not hasattr(mesh, "adopt"):
+        raise ArgumentError(f"a buffer is on a MeshDevice, not on {mesh!r:.80}", fix="mesh = open_mesh_device((2, 4))")
     if isinstance(layout, (ReplicatedBufferConfig, ShardedBufferConfig)):
         config: Config = layout
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, expect
 from meshloom.fabric.catalogue import Preset, load_preset, preset
 
 ALIGNMENT = 64
@@ -74,6 +74,8 @@ def read_preset(given: str | Preset) -> Preset:
     """A preset by name, from a file, or as it is."""
     if isinstance(given, Preset):
         return given
+    expect("preset", given, (str, os.PathLike), fix="give the name of a preset, its file, or a Preset")
+    given = os.fspath(given)
     return load_preset(given) if os.sep in given or given.endswith(".toml") else preset(given)
 
 
@@ -89,7 +91,7 @@ def chip_of(given: str | Preset | None = None, memory: float | None = None) -> C
         chip = replace(_OF_PRESET.get(found.name, HOST), dram=int(found.memory))
     if memory is None:
         return chip
-    if isinstance(memory, bool) or not memory >= ALIGNMENT:
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not ALIGNMENT <= memory < 1e18:
         raise ArgumentError(
             f"memory={memory!r} is not a size", fix=f"give the bytes of one device, {ALIGNMENT} or more"
         )

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, expect
 
 VARIABLE = "MESHLOOM_CACHE"
 _MAGIC = b"loom2\n"
@@ -113,6 +113,8 @@ class CompileCache:
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         named = directory if directory is not None else os.environ.get(VARIABLE) or None
+        if named is not None:
+            expect("cache", named, (str, os.PathLike), fix="give the path of a directory of your own")
         self.directory = None if named is None else Path(named)
         self.compiles = self.hits = 0
         self._known: dict[str, bytes] = {}

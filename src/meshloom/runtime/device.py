@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from meshloom.errors import ArgumentError, DeviceTimeoutError, MeshError, TraceError
+from meshloom.errors import ArgumentError, DeviceTimeoutError, MeshError, TraceError, closest, expect
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.runtime import accounts
@@ -146,6 +146,7 @@ class MeshDevice:
     def create_submesh(self, shape: Sequence[int], offset: Sequence[int] | None = None) -> MeshDevice:
         """A mesh of some of the devices, with queues of its own; memory is one account, so they may overlap safely."""
         self.check_open()
+        expect("shape", shape, Sequence, fix="give a size for every axis")
         sizes, start = tuple(shape), tuple(offset) if offset is not None else (0,) * self.mesh.ndim
         if len(sizes) != self.mesh.ndim or len(start) != self.mesh.ndim or min(sizes) < 1:
             raise MeshError(f"a submesh of shape {sizes} at {start}", mesh=self.mesh, fix="give a size for every axis")
@@ -177,6 +178,8 @@ class MeshDevice:
 
     def memory_usage(self, buffer_type: str = "dram") -> dict[Coordinate, Usage]:
         """The memory of every device: used, free, peak, largest free piece."""
+        if buffer_type not in self.system.memory:
+            raise ArgumentError(f"there is no memory {buffer_type!r}", fix=closest(buffer_type, self.system.memory))
         usage = self.system.memory[buffer_type].usage()
         return {place: usage[number] for place, number in zip(self.coordinates(), self.numbers, strict=True)}
 
@@ -205,10 +208,12 @@ class MeshDevice:
     def queue(self, cq_id: int = 0) -> MeshCommandQueue:
         """The command queue of that number."""
         self.check_open()
+        expect("cq_id", cq_id, int, fix=f"queues are numbered from 0 to {len(self.queues) - 1}")
         if not 0 <= cq_id < len(self.queues):
+            more = f", or open more: open_mesh_device(..., num_command_queues={cq_id + 1})" if cq_id > 0 else ""
             raise MeshError(
                 f"there is no queue {cq_id}: {len(self.queues)} were opened",
-                fix=f"open_mesh_device(..., num_command_queues={cq_id + 1})",
+                fix=f"queues are numbered from 0 to {len(self.queues) - 1}{more}",
             )
         return self.queues[cq_id]
 
@@ -241,6 +246,7 @@ class MeshDevice:
 
     def end_trace_capture(self, trace: Trace) -> None:
         """The trace can be replayed from now on."""
+        expect("trace", trace, Trace, fix="give what begin_trace_capture returned")
         taken = state.capture
         if taken is None or taken.trace is not trace:
             raise TraceError(f"trace {trace.id} is not being captured in this thread")
@@ -271,6 +277,7 @@ class MeshDevice:
 
     def release_trace(self, trace: Trace) -> None:
         """Let a trace's memory go."""
+        expect("trace", trace, Trace, fix="give what begin_trace_capture returned")
         trace.release()
 
     def is_held(self, buffer: MeshBuffer) -> bool:
@@ -371,14 +378,19 @@ def _stop(runners: Sequence[Runner]) -> None:
 
 def enqueue_mesh_workload(mesh: MeshDevice, workload: MeshWorkload, blocking: bool = True, *, cq_id: int = 0) -> None:
     """Launch every program of a workload on its range; with `blocking`, return when all devices are done."""
-    mesh.queue(cq_id).enqueue_workload(workload, blocking=blocking)
+    _check_device(mesh).queue(cq_id).enqueue_workload(workload, blocking=blocking)
 
 
 def synchronize_mesh_device(mesh: MeshDevice) -> None:
     """Return only after all that was queued on every device."""
-    mesh.synchronize()
+    _check_device(mesh).synchronize()
 
 
 def close_mesh_device(mesh: MeshDevice) -> None:
     """Close a mesh device; twice is harmless."""
-    mesh.close()
+    _check_device(mesh).close()
+
+
+def _check_device(mesh: MeshDevice) -> MeshDevice:
+    expect("mesh", mesh, MeshDevice, fix="give what open_mesh_device returned")
+    return mesh

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,9 @@ class MeshCoordinateRange:
     end: Coordinate
 
     def __init__(self, start: Sequence[int], end: Sequence[int] | None = None) -> None:
+        for corner in (start, end):
+            if corner is not None and (isinstance(corner, str) or not isinstance(corner, Sequence)):
+                raise MeshError(f"{corner!r} is no coordinate", fix="MeshCoordinateRange((0, 0), (1, 1))")
         last = tuple(size - 1 for size in start) if end is None else tuple(end)
         first = (0,) * len(start) if end is None else tuple(start)
         if len(first) != len(last) or any(a > b for a, b in zip(first, last, strict=False)):
@@ -131,6 +134,10 @@ def range_of(given: Any) -> MeshCoordinateRange:
     """
     if isinstance(given, MeshCoordinateRange):
         return given
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise MeshError(
+            f"{given!r} is no range of coordinates", fix="give None for all devices, (0, 1), or its two corners"
+        )
     corners = tuple(given)
     pair = bool(corners) and not isinstance(corners[0], int)
     return MeshCoordinateRange(*corners) if pair else MeshCoordinateRange(corners, corners)

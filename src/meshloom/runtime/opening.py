@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom.backends.control import discover
-from meshloom.errors import ArgumentError, MeshError
+from meshloom.errors import ArgumentError, MeshError, closest, expect, expect_seconds
 from meshloom.fabric.catalogue import Preset
 from meshloom.mesh import Mesh
 from meshloom.runtime import accounts
@@ -22,6 +22,9 @@ from meshloom.runtime.virtual import VirtualDriver
 
 DISPATCH = "MESHLOOM_DISPATCH"
 TIMEOUT = 60.0
+FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0"'
+DEVICE = re.compile(r"(?:/dev/tenstorrent/|virtual:)?(\d+)")
+DRIVER = ("shares_memory", "enumerate", "open", "compile", "is_plain")
 
 
 def open_mesh_device(
@@ -53,6 +56,11 @@ def open_mesh_device(
     [3, 1]
     """
     shape, ids = sorted_out(mesh_shape, device_ids)
+    kind = read_mesh_type(mesh_type)
+    expect_seconds("timeout", timeout, least=1e-9)
+    if stress is not None:
+        expect("stress", stress, int, fix="give a seed, such as stress=0")
+    _check_driver(driver)
     chip = chip_of(preset, memory)
     rack = driver if driver is not None else VirtualDriver(_declared(), chip)
     sizes, chosen = _fitted(shape, ids, rack)
@@ -68,11 +76,27 @@ def open_mesh_device(
         timeout=timeout,
         cache=cache,
     )
-    kind = MeshType[mesh_type] if isinstance(mesh_type, str) else mesh_type
     made = MeshDevice(mesh, range(mesh.size), system, num_command_queues, kind)
     if memory is not None or preset is not None:
         accounts.opened(made)
     return made
+
+
+def read_mesh_type(given: MeshType | str | None) -> MeshType | None:
+    """A type of mesh, which may be given by its name."""
+    if isinstance(given, str) and given in MeshType.__members__:
+        return MeshType[given]
+    if given is not None and not isinstance(given, MeshType):
+        raise ArgumentError(f"there is no mesh type {given!r}", fix=closest(given, MeshType.__members__))
+    return given
+
+
+def _check_driver(driver: Any) -> None:
+    if isinstance(driver, type):
+        raise ArgumentError(f"driver={driver.__name__} is a class", fix=f"make one: driver={driver.__name__}()")
+    if driver is not None and not isinstance(driver, Driver):
+        missing = [name for name in DRIVER if not hasattr(driver, name)]
+        raise ArgumentError(f"driver={driver!r} has no {', '.join(missing)}", fix="see meshloom.runtime.card.Driver")
 
 
 def _declared() -> list[int] | None:
@@ -82,6 +106,12 @@ def _declared() -> list[int] | None:
 
 def sorted_out(first: Any, second: Any) -> tuple[tuple[int, ...] | None, list[int] | None]:
     """Shape and ids, whichever came first; ids are numbers or paths."""
+    for each in (first, second):
+        if each is not None and not isinstance(each, (int, Sequence)):
+            raise ArgumentError(f"{each!r} is neither a shape nor a list of devices", fix="open_mesh_device((2, 4))")
+        for item in each if isinstance(each, Sequence) else ():
+            if not _is_path(item) and (isinstance(item, bool) or not isinstance(item, int)):
+                raise ArgumentError(f"{item!r} is neither a size nor a device", fix=FORMS)
     if second is not None and _is_ids(first, second):
         first, second = second, first
     shape = None if first is None else MeshShape(first) if not isinstance(first, MeshShape) else first
@@ -109,7 +139,7 @@ def _id(given: Any) -> int:
     """A device id from a number or a path that ends with one."""
     if isinstance(given, int) and not isinstance(given, bool):
         return given
-    found = re.search(r"(\d+)$", os.fspath(given))
+    found = DEVICE.fullmatch(os.fspath(given)) if _is_path(given) else None
     if found is None:
         raise ArgumentError(f"{given!r} names no device", fix="give an id, or a path such as /dev/tenstorrent/0")
     return int(found[1])

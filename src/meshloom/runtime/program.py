@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, expect
 from meshloom.mesh import Coordinate
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.card import Card, Kernel
@@ -57,6 +57,10 @@ class Program:
         vectorised: bool | None = None,
     ) -> None:
         code_of(kernel)
+        for role, given in (("reads", reads), ("writes", writes), ("updates", updates)):
+            if not isinstance(given, Sequence) or not all(isinstance(each, MeshBuffer) for each in given):
+                raise ArgumentError(f"{role}={given!r:.80} is no list of buffers", fix=f"{role}=[buffer, ...]")
+        expect("args", args or {}, Mapping, fix='give arguments by name: args={"by": 2}')
         self.kernel = kernel
         self.reads, self.writes, self.updates = tuple(reads), tuple(writes), tuple(updates)
         self.buffers = (*self.reads, *self.writes, *self.updates)

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshloom.errors import DeviceError, DeviceTimeoutError, MeshError, MeshloomError, RaceError, where
+from meshloom.errors import (
+    ArgumentError,
+    DeviceError,
+    DeviceTimeoutError,
+    MeshError,
+    MeshloomError,
+    RaceError,
+    expect,
+    expect_seconds,
+    where,
+)
 from meshloom.runtime import transfers
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.commands import Command, Note, Read, Record, Replay, Run, Wait, Write, running_here
@@ -102,11 +112,16 @@ class MeshCommandQueue:
 
     def enqueue_workload(self, workload: MeshWorkload, *, blocking: bool = False) -> None:
         """Launch every program of a workload on its range."""
+        expect(
+            "workload", workload, MeshWorkload, fix="workload = MeshWorkload(); workload.add_program(range, program)"
+        )
         self.device.check_open()
         self.submit(Run(workload.name, workload.launches(self.device), self.system), blocking)
 
     def enqueue_trace(self, trace: Trace, *, blocking: bool = False) -> None:
         """Replay a trace on this queue."""
+        if not hasattr(trace, "replay"):
+            raise ArgumentError(f"trace={trace!r} is no trace", fix="give what begin_trace_capture returned")
         trace.check(self.device)
         self.submit(Replay(trace), blocking)
 
@@ -124,6 +139,7 @@ class MeshCommandQueue:
     def wait_for_event(self, event: MeshEvent) -> None:
         """Let what is enqueued from now on wait for an event of another queue."""
         self._refuse_in_capture(Wait.captured)
+        expect("event", event, MeshEvent, fix="give what record_event() of another queue returned")
         if event.queue.system is not self.system:
             raise MeshError("the event is of another mesh", fix="wait for it on the host: event.synchronize()")
         if self.system.races is not None:
@@ -169,6 +185,7 @@ class MeshCommandQueue:
 
     def wait(self, number: int, timeout: float | None = None) -> None:
         """Wait for a command; errors stay for later."""
+        expect_seconds("timeout", timeout)
         if self._runs_here():
             raise RaceError(
                 f"a kernel waits for queue {self.cq_id}, on which it runs itself: neither would ever end",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshloom.errors import ShapeError
+from meshloom.errors import ShapeError, expect
 
 TILE, FACE = 32, 16
 _SIDES = TILE // FACE
@@ -22,6 +22,7 @@ def tilize(data: torch.Tensor, *, pad: bool = False) -> torch.Tensor:
     >>> tilize(torch.arange(32 * 32).view(32, 32))[14:18]
     tensor([14, 15, 32, 33])
     """
+    expect("data", data, torch.Tensor)
     _check_matrix(data.shape)
     rows, cols = (-(-side // TILE) * TILE for side in data.shape[-2:])
     if (rows, cols) != tuple(data.shape[-2:]):

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshloom.engines.layout import torch_dtype
-from meshloom.errors import ArgumentError, PlacementError, ShapeError
+from meshloom.errors import ArgumentError, DTypeError, PlacementError, ShapeError
 from meshloom.mesh import Coordinate
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.card import Card
@@ -25,7 +25,12 @@ def host_value(data: Any, shape: tuple[int, ...], dtype: str, what: str) -> torc
             raise ArgumentError(f"a {type(data).__name__} cannot be written", reason=error) from None
         if tuple(value.shape) != shape:
             raise ShapeError(f"{what} takes {dtype}{list(shape)} and got shape {list(value.shape)}")
-        return value.to(torch_dtype(dtype), copy=True, memory_format=torch.contiguous_format)
+        wanted = torch_dtype(dtype)
+        if value.is_complex() and not wanted.is_complex:
+            raise DTypeError(
+                f"{what} holds {dtype} and got complex numbers", fix="write x.real, or make it dtype='c64'"
+            )
+        return value.to(wanted, copy=True, memory_format=torch.contiguous_format)
 
 
 def write_all(buffer: MeshBuffer, value: torch.Tensor, queue: int) -> None:

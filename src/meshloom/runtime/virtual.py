@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import ArgumentError, DeviceError, closest
+from meshloom.errors import ArgumentError, DeviceError, closest, expect, expect_seconds
 from meshloom.runtime.card import CardInfo, Kernel
 from meshloom.runtime.chips import HOST, Chip
 from meshloom.runtime.compile_cache import link, translate
@@ -158,6 +158,7 @@ class VirtualCard:
         for name in seconds:
             if name not in COMMANDS:
                 raise ArgumentError(f"a card has no command {name!r}", fix=closest(name, COMMANDS))
+            expect_seconds(name, seconds[name])
         self._delays.update(seconds)
         self._driver.special.add(self._index)
 
@@ -208,6 +209,8 @@ class VirtualDriver:
     shares_memory = True
 
     def __init__(self, ids: Iterable[int] | None = None, chip: Chip = HOST, clock: Clock | None = None) -> None:
+        if ids is not None:
+            expect("ids", ids, Iterable, fix="give the ids of the cards, such as range(4)")
         self.ids = None if ids is None else tuple(ids)
         self.chip, self.clock = chip, clock or Clock()
         self.special: set[int] = set()
@@ -218,6 +221,7 @@ class VirtualDriver:
 
     def open(self, index: int) -> VirtualCard:
         """The card of that id."""
+        expect("index", index, int)
         if index < 0 or (self.ids is not None and index not in self.ids):
             raise DeviceError(f"there is no card {index}", cards=self.ids)
         return VirtualCard(self, index)

@@ -142,6 +142,7 @@ class Tensor:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        self.topology.check_open()
         self._check_summed()  # a copy has the gradient, not what it is still to be summed from
         data = self._data.detach().clone().requires_grad_(self._data.requires_grad)
         copied = Tensor(self.topology, data)
@@ -174,7 +175,7 @@ class Tensor:
 
     def _values(self) -> str:
         if self._data.is_meta:
-            return repr(self._data)
+            return repr(self._data.detach().new_empty(self.topology.shape))  # not the shape that is stored
         try:
             return repr(self._read("repr"))
         except CommunicationError:

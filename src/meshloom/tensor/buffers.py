@@ -11,6 +11,7 @@ import weakref
 
 import torch
 
+from meshloom.errors import expect
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.transfers import stored_array
 from meshloom.tensor.base import Tensor
@@ -29,6 +30,7 @@ def from_buffer(buffer: MeshBuffer) -> Tensor:
     ...     (from_buffer(x) * 10).tolist()
     [10.0, 20.0, 30.0, 40.0]
     """
+    expect("buffer", buffer, MeshBuffer, fix="give what create_mesh_buffer returned")
     buffer.take()
     made = Tensor(buffer.topology, stored_array(buffer))
     key = id(made)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -20,7 +21,7 @@ from meshloom.backends.checks import is_listening, note_data
 from meshloom.backends.control import visible_mesh
 from meshloom.backends.parts import Part, described
 from meshloom.engines.layout import from_block, short_name, torch_dtype
-from meshloom.errors import ArgumentError, MeshError, PlacementError, ShapeError, where
+from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, expect, where
 from meshloom.mesh import HERE, Coordinate, Mesh
 from meshloom.mesh.process import counts
 from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
@@ -58,6 +59,10 @@ def open_mesh(
     if shape is None:
         seen = visible_mesh()
         shape, device_ids = seen.shape, device_ids or seen.device_ids
+    if not isinstance(shape, (int, Sequence)):
+        raise MeshError(
+            f"shape={shape!r} is of type {type(shape).__name__}", fix="give a size per axis, such as (2, 4)"
+        )
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if join(timeout, check).is_joined:
         state._set({"checked": WORLD.check == "always"})
@@ -139,7 +144,7 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
             tensor=value.topology,
             fix="x.redistribute(placements) moves it on its mesh; x.to_torch() makes it dense",
         )
-    data = value if isinstance(value, torch.Tensor) else _dense(value)
+    data = _check_plain(value) if isinstance(value, torch.Tensor) else _dense(value)
     if _chosen(mesh).is_split and is_listening() and not data.is_meta and state.shadows is None:
         note_data("given to distribute", data, where())
     made = place(data, mesh, placements)
@@ -148,6 +153,37 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
     if isinstance(value, (torch.Tensor, numpy.ndarray)) and same_storage(made._data, data):
         made._data = made._data.clone(memory_format=torch.contiguous_format)
     return made
+
+
+def _check_plain(data: torch.Tensor) -> torch.Tensor:
+    """A tensor of numbers, one beside the other; sparse, nested and quantized ones are not."""
+    kinds = {"quantized": data.is_quantized, "nested": data.is_nested, "sparse": data.layout is not torch.strided}
+    for kind, is_so in kinds.items():
+        if is_so:
+            name = "mkldnn" if data.is_mkldnn else kind
+            raise ArgumentError(
+                f"a {name} tensor cannot lie on a mesh",
+                fix={"quantized": "x.dequantize()", "nested": "pad it: x.to_padded_tensor(0.0)"}.get(
+                    kind, "x.to_dense()"
+                ),
+            )
+    return data
+
+
+@contextmanager
+def _allocating(size: Shape, dtype: torch.dtype) -> Iterator[None]:
+    """torch's own words for too little memory, in ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate" not in str(error) and "Storage size" not in str(error):
+            raise
+        nbytes = math.prod(size) * dtype.itemsize
+        raise OutOfMemoryError(
+            f"a tensor of {math.prod(size)} elements needs {nbytes} bytes, and this process cannot have them",
+            asked=f"{short_name(dtype)}{list(size)}",
+            fix='use device="meta" for a dry run without data, more processes, or a smaller tensor',
+        ) from None
 
 
 def _dense(value: Any) -> torch.Tensor:
@@ -175,6 +211,9 @@ def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | 
     tensor([1., 2., 3.])
     """
     chosen = _chosen(mesh)
+    expect(
+        "parts", parts, (Sequence, Mapping, torch.Tensor), fix="give one part per device, in a list or by coordinate"
+    )
     held = _by_coordinate(parts, chosen)
     first = next(iter(held.values()))
     placed = as_placements(placements, chosen, first.dim())
@@ -192,18 +231,22 @@ def _by_coordinate(parts: Parts, mesh: Mesh) -> dict[Coordinate, torch.Tensor]:
     """The parts that this process holds."""
     here = list(mesh.local_coordinates())
     if isinstance(parts, Mapping):
-        held = {mesh.check(c): torch.as_tensor(part) for c, part in parts.items()}
+        held = {mesh.check(c): _part(part) for c, part in parts.items()}
     else:
         alone = isinstance(parts, torch.Tensor) and len(here) == 1 and mesh.is_split
         listed = [parts] if alone else list(parts)
         if len(listed) != len(here):
             fix = "give one part per device" + (" of this process" if mesh.is_split else "")
             raise ShapeError(f"{len(listed)} parts for {len(here)} devices", mesh=mesh, fix=fix)
-        held = dict(zip(here, (torch.as_tensor(part) for part in listed), strict=True))
+        held = dict(zip(here, (_part(part) for part in listed), strict=True))
     missing = [c for c in here if c not in held]
     if missing:
         raise ShapeError(f"there is no part for coordinate {missing[0]}", mesh=mesh, fix="give one part per device")
     return {c: held[c] for c in here}
+
+
+def _part(value: Any) -> torch.Tensor:
+    return _check_plain(value) if isinstance(value, torch.Tensor) else _dense(value)
 
 
 def _global_shape(known: Mapping[Coordinate, Part], mesh: Mesh, placements: Sequence[Placement], dims: int) -> Shape:
@@ -280,8 +323,24 @@ def _finish(made: Tensor, requires_grad: bool) -> Tensor:
     return made
 
 
+def checked_device(device: Any) -> torch.device:
+    """A device of torch that is there."""
+    try:
+        found = torch.device(device)
+        if found.type not in ("cpu", "meta"):
+            torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(
+            f"device={device!r} cannot be used", reason=reason, fix='use device="cpu" or "meta"'
+        ) from None
+    return found
+
+
 def _device(device: Any) -> Any:
-    return "meta" if state.shadows is not None else device
+    if state.shadows is not None:
+        return "meta"
+    return None if device is None else checked_device(device)
 
 
 def full(
@@ -301,8 +360,12 @@ def full(
             [7, 7]])
     """
     kind = _dtype(dtype) if dtype is not None else None
-    dense = torch.full((), fill_value, dtype=kind, device=_device(device)).expand(_sizes((size,)))
-    return _finish(_owned(place(dense, mesh, placements)), requires_grad)
+    if not isinstance(fill_value, (int, float, complex, numpy.generic, torch.Tensor)):
+        raise ArgumentError(f"fill_value={fill_value!r:.80} is no number", fix="give one number")
+    value: Any = fill_value
+    dense = torch.full((), value, dtype=kind, device=_device(device)).expand(_sizes((size,)))
+    with _allocating(tuple(dense.shape), dense.dtype):
+        return _finish(_owned(place(dense, mesh, placements)), requires_grad)
 
 
 def _owned(made: Tensor) -> Tensor:
@@ -341,7 +404,13 @@ def arange(
     >>> arange(1, 6, 2, mesh=open_mesh((2,))).shard_at((1,))
     tensor([5])
     """
-    dense = torch.arange(*bounds, dtype=None if dtype is None else _dtype(dtype), device=_device(device))
+    try:
+        dense = torch.arange(*bounds, dtype=None if dtype is None else _dtype(dtype), device=_device(device))
+    except (TypeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(
+            f"arange{bounds!r:.80} cannot be made", reason=reason, fix="arange(start, end, step)"
+        ) from None
     return _finish(place(dense, mesh, placements), requires_grad)
 
 
@@ -362,7 +431,10 @@ def _draw(
     if str(_device(device)) == "meta":
         return _finish(place(torch.empty(size, dtype=kind, device="meta"), mesh, placements), requires_grad)
     _topology(size, kind, mesh, placements)  # raises before a key is drawn
-    dense = random.fill_tiles(size, kind, draw, random.draw_key(generator))
+    if generator is not None:
+        expect("generator", generator, torch.Generator, fix="torch.Generator().manual_seed(0)")
+    with _allocating(size, kind):
+        dense = random.fill_tiles(size, kind, draw, random.draw_key(generator))
     return _finish(place(dense.to(device or "cpu"), mesh, placements), requires_grad)
 
 
@@ -386,6 +458,7 @@ def rand(*size: Any, **options: Any) -> Tensor:
 
 def like(tensor: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """Options that make a tensor like another: its mesh, its placements (partial ones reduced), its dtype."""
+    expect("input", tensor, Tensor, fix="the _like functions take a tensor on a mesh")
     kept = {key: value for key, value in options.items() if key not in ("memory_format", "layout", "pin_memory")}
     kept.setdefault("mesh", tensor.mesh)
     kept.setdefault("placements", tensor.topology.reduced.placements)
@@ -394,23 +467,28 @@ def like(tensor: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _made_like(make: Callable[..., Tensor], tensor: Tensor, options: dict[str, Any]) -> Tensor:
+    kept = like(tensor, options)
+    return make(tensor.topology.shape, **kept)
+
+
 def zeros_like(input: Tensor, **options: Any) -> Tensor:
     """Zeros with the shape, dtype, mesh and placements of a tensor.
 
     >>> zeros_like(arange(6, mesh=open_mesh((2,)), placements="S(0)")).topology.notation
     'i64[6](S(0))'
     """
-    return zeros(input.topology.shape, **like(input, options))
+    return _made_like(zeros, input, options)
 
 
 def ones_like(input: Tensor, **options: Any) -> Tensor:
     """Ones with the shape, dtype, mesh and placements of a tensor."""
-    return ones(input.topology.shape, **like(input, options))
+    return _made_like(ones, input, options)
 
 
 def full_like(input: Tensor, fill_value: Any, **options: Any) -> Tensor:
     """One value with the shape, dtype, mesh and placements of a tensor."""
-    return full(input.topology.shape, fill_value, **like(input, options))
+    return _made_like(lambda size, **kept: full(size, fill_value, **kept), input, options)
 
 
 def empty_like(input: Tensor, **options: Any) -> Tensor:
@@ -420,12 +498,12 @@ def empty_like(input: Tensor, **options: Any) -> Tensor:
 
 def randn_like(input: Tensor, **options: Any) -> Tensor:
     """Standard normal values like a tensor."""
-    return randn(input.topology.shape, **like(input, options))
+    return _made_like(randn, input, options)
 
 
 def rand_like(input: Tensor, **options: Any) -> Tensor:
     """Uniform values like a tensor."""
-    return rand(input.topology.shape, **like(input, options))
+    return _made_like(rand, input, options)
 
 
 def dropout_mask(tensor: Tensor, keep: float) -> Tensor:

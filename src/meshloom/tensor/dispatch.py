@@ -17,7 +17,7 @@ from meshloom.backends import kernel_of
 from meshloom.backends.checks import is_listening, note_data
 from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
-from meshloom.errors import GradientError, MeshError, MeshloomError, UnsupportedError
+from meshloom.errors import GradientError, MeshError, MeshloomError, OperandError, UnsupportedError
 from meshloom.mesh import Mesh
 from meshloom.ops import OPS, Call, Op
 from meshloom.ops.binding import bind, refer
@@ -269,9 +269,8 @@ class Resolved:
                 self.entry = _typed(self.entry, _dry_run(self.entry.kernel, datas, function))
             watched = Watched(self.entry)
             state.check(watched.forward)
-            results = self.entry.kernel.run(datas, function)
-        else:
-            results = self.entry.kernel.run(datas, function)
+        run = self.entry.kernel.run if known else self._first_run
+        results = run(datas, function)
         if not known:
             self.entry = _typed(self.entry, results)
             remember(self.key, self.entry)
@@ -280,6 +279,17 @@ class Resolved:
         if self.entry.communicates_back:
             self.entry.follow(results, self.tensors)
         return _wrap(self.op, self.entry, results, self.tensors)
+
+    def _first_run(self, datas: list[torch.Tensor], function: Function) -> Any:
+        """Run a call that was not seen before: what torch refuses, it refuses here, and the error says on what."""
+        try:
+            return self.entry.kernel.run(datas, function)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or self.tensors[0].mesh.is_split:
+                raise  # ours, one that programs tell by its class, or perhaps of a transport
+            operands = tuple(tensor.topology for tensor in self.tensors)
+            headline, _, rest = str(error).partition("\n")
+            raise located(OperandError(headline, details=rest or None), self.op.name, operands) from error
 
     def function(self, replaced: Function | None = None) -> Function:
         """The function on prepared arrays: the engine's, or another with the same arguments."""

@@ -15,7 +15,7 @@ import torch
 
 from meshloom.errors import ArgumentError, GradientError, MeshError
 from meshloom.mesh import Mesh
-from meshloom.mesh.mesh import _made
+from meshloom.mesh.mesh import Homes, _made
 from meshloom.placement import Partial, Placements, Replicate, Shard, Topology, as_placements
 from meshloom.tensor.base import Tensor, refuse_checkpoint, refuse_part
 from meshloom.tensor.calling import invoke, own, torch_function
@@ -186,6 +186,9 @@ class Parameter(Mirror, torch.nn.Parameter):
         elif mesh is not None:
             tensor = _asked(tensor, mesh, placements)
         refuse_partial_leaf(tensor.topology)
+        if requires_grad and not (tensor._data.is_floating_point() or tensor._data.is_complex()):
+            fix = "cast it: x.float(), or give requires_grad=False"
+            raise GradientError(f"a parameter of {tensor.topology.dtype} has no gradient", fix=fix)
         leaf = Tensor(tensor.topology, tensor._data.detach().requires_grad_(requires_grad))
         return Mirror._mirror(cls, leaf, requires_grad)
 
@@ -244,4 +247,4 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 setattr(torch.autograd.Function, "apply", classmethod(_apply))  # noqa: B010
 
 # plain values, so that `torch.load` reads tensors on a mesh as it reads dense ones
-torch.serialization.add_safe_globals([Tensor, Gradient, _rebuild, Topology, Shard, Replicate, Partial, _made])
+torch.serialization.add_safe_globals([Tensor, Gradient, _rebuild, Topology, Shard, Replicate, Partial, _made, Homes])

@@ -20,7 +20,7 @@ from meshloom.ttnn.calling import op
 from meshloom.ttnn.composers import ListMeshToTensor, MeshToTensor, whole
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import DataType, Layout, Tile, rounded
-from meshloom.ttnn.mappers import ReplicateTensorToMeshWrapper, TensorToMesh
+from meshloom.ttnn.mappers import ReplicateTensorToMeshWrapper, TensorToMesh, mapper_of
 from meshloom.ttnn.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import TILE, Tensor
@@ -117,7 +117,11 @@ def from_torch(
         raise DTypeError(f"ttnn has no complex dtypes: got {tensor.dtype}", fix="torch.view_as_real(x)")
     kind = dtype or _inferred(tensor)
     values = tensor.detach().transpose(-2, -1) if col_tilize else tensor.detach()
-    mapper = mesh_mapper.unwrap() if mesh_mapper is not None else _mapper.get()
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise ArgumentError(
+            "ttnn.from_torch takes a dense tensor", got=tensor.layout, fix="x.to_dense(), x.dequantize()"
+        )
+    mapper = mapper_of(mesh_mapper, device) or _mapper.get()
     block, label, coords = mapper.map(values) if mapper is not None else (values[(None,) * 2], ALONE, None)
     made = Tensor(
         converted(block, kind, values),

@@ -11,10 +11,10 @@ from itertools import count
 from typing import Any
 
 from meshloom import runtime
-from meshloom.errors import ArgumentError, OperandError, TraceError
+from meshloom.errors import ArgumentError, OperandError, TraceError, expect
 from meshloom.runtime import MeshShape, MeshType
 from meshloom.runtime.memory import Usage
-from meshloom.runtime.opening import sorted_out
+from meshloom.runtime.opening import read_mesh_type, sorted_out
 from meshloom.runtime.virtual import VirtualDriver
 from meshloom.ttnn import fabric
 from meshloom.ttnn.cores import CoreCoord, CoreGrid
@@ -441,7 +441,7 @@ def _opened(
     if isinstance(queues, bool) or queues not in range(1, MAXIMUM_QUEUES + 1):
         raise ArgumentError(f"num_command_queues={queues!r}", fix="1 or 2")
     fabric.check_opening(system, ids)
-    kind = MeshType[mesh_type] if isinstance(mesh_type, str) else mesh_type
+    kind = read_mesh_type(mesh_type)
     settings.setdefault("check", "races" if "races" in os.environ.get(RACES, "").split(",") else None)
     if not {"driver", "memory", "preset"} & settings.keys():
         settings["driver"] = VirtualDriver(None, system.chip)
@@ -459,6 +459,7 @@ def _size(name: str, given: Any) -> int:
 
 def close_mesh_device(mesh_device: MeshDevice) -> None:
     """Close a mesh; twice is harmless."""
+    expect("mesh_device", mesh_device, MeshDevice, fix="give what ttnn.open_mesh_device returned")
     mesh_device.close()
 
 

@@ -22,13 +22,13 @@ from typing import Any, BinaryIO
 
 import torch
 
-from meshloom.errors import ArgumentError, MeshloomError, OperandError
+from meshloom.errors import ArgumentError, MeshloomError, OperandError, expect
 from meshloom.runtime import MeshCoordinate
 from meshloom.ttnn.calling import op
 from meshloom.ttnn.converting import from_torch
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import DataType, Layout, Tile
-from meshloom.ttnn.mappers import TensorToMesh
+from meshloom.ttnn.mappers import TensorToMesh, mapper_of
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import REPLICATE, Placement, PlacementPartial, PlacementShard, TensorTopology
@@ -56,6 +56,7 @@ class DumpTensorMode(enum.Enum):
 
 
 def _path(file_name: str | os.PathLike[str]) -> Path:
+    expect("file_name", file_name, (str, os.PathLike), fix=f"give a path that ends with {SUFFIX}")
     path = Path(file_name)
     if path.suffix != SUFFIX:
         raise OperandError(f"File {path} must have {SUFFIX} extension", fix=f"{path}{SUFFIX}")
@@ -320,7 +321,7 @@ def as_tensor(
     """
     if device is not None and memory_config is None:
         raise OperandError("memory_config must be specified when device is specified", fix="ttnn.DRAM_MEMORY_CONFIG")
-    mapper = mesh_mapper.unwrap() if mesh_mapper is not None else None
+    mapper = mapper_of(mesh_mapper, device)
     if dtype is not None and dtype.is_block_float and layout is Layout.ROW_MAJOR:
         layout = Layout.TILE
     kept = None if mapper is not None and mapper.is_replicated else mapper

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import ArgumentError, OperandError
+from meshloom.errors import ArgumentError, OperandError, expect
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.parts import Block
@@ -265,6 +265,21 @@ def check_mesh(mesh: Any) -> None:
         raise ArgumentError(f"{mesh!r} is not a MeshDevice", fix="ttnn.open_mesh_device(ttnn.MeshShape(2, 4))")
 
 
+def mapper_of(given: Any, device: MeshDevice | None) -> TensorToMesh | None:
+    """The mapper of an argument, made for the mesh that the tensor goes to; None where there is none."""
+    if given is None:
+        return None
+    if not isinstance(given, (TensorToMesh, ReplicateTensorToMeshWrapper)):
+        raise ArgumentError(f"mesh_mapper={given!r} is not a mapper", fix="ttnn.ShardTensorToMesh(mesh, dim=0)")
+    mapper = given.unwrap()
+    if device is not None and mapper.grid != tuple(device.shape):
+        raise OperandError(
+            f"the mapper is for a mesh of shape {list(mapper.grid)} and the device has shape {list(device.shape)}",
+            fix="make the mapper with the mesh that the tensor goes to",
+        )
+    return mapper
+
+
 CppTensorToMesh = TensorToMesh
 
 
@@ -295,6 +310,7 @@ def replicate_tensor_to_mesh_mapper(mesh_device: MeshDevice) -> TensorToMesh:
 def shard_tensor_to_mesh_mapper(mesh_device: MeshDevice, dim: int, *, uneven: bool = False) -> TensorToMesh:
     """A dim cut over all devices, row-major."""
     check_mesh(mesh_device)
+    expect("dim", dim, int, fix="give the number of a dim, such as dim=0")
     config = MeshMapperConfig([PlacementShard(dim)], [math.prod(mesh_device.shape)])
     return TensorToMesh(mesh_device, config, uneven)
 

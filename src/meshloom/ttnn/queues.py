@@ -298,6 +298,8 @@ def synchronize_device(
     device: MeshDevice, cq_id: int | QueueId | None = None, sub_device_ids: Sequence[Any] = ()
 ) -> None:
     """Wait for all queues of a mesh, its submeshes included, or for one queue."""
+    if not hasattr(device, "_sub_devices"):
+        raise ArgumentError(f"device={device!r} is not a MeshDevice", fix="give what ttnn.open_mesh_device returned")
     device._sub_devices.check(sub_device_ids)
     if cq_id is not None:
         queue_of(device, cq_id)

@@ -172,6 +172,27 @@ class Tensor(metaclass=_Making):
         queues.allocated(device, region)
         return Room(allocator, region)
 
+    def __copy__(self) -> Tensor:
+        """Another name for the same parts."""
+        made: Tensor = object.__new__(Tensor)
+        for name in self.__slots__:
+            if name != "__weakref__" and hasattr(self, name):
+                setattr(made, name, getattr(self, name))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made: Tensor = self._like(self.block.clone())
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.home is not None:
+            raise OperandError(
+                f"a tensor of {self.dtype.name} {list(self.shape)} on {self.home} cannot be pickled: the mesh is here",
+                fix="ttnn.dump_tensor(file, tensor) keeps it with its placement; ttnn.load_tensor(file, device=mesh)",
+            )
+        return super().__reduce_ex__(protocol)
+
     # shape and format
 
     @property

@@ -10,6 +10,7 @@ import torch
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, own, table_call
+from meshloom.tensor.creation import checked_device
 from meshloom.tensor.moving import shadowed
 
 
@@ -28,7 +29,7 @@ def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
         wanted = wanted or next((each for each in args[1:] if isinstance(each, torch.dtype)), None)
     if wanted is not None and (wanted != tensor.dtype or kwargs.get("copy") or state.output is not None):
         tensor = table_call("to", tensor, wanted)
-    if device is not None and torch.device(device) != tensor.device and state.shadows is None:
+    if device is not None and state.shadows is None and checked_device(device) != tensor.device:
         tensor = Tensor(tensor.topology, tensor._data.to(device))
     if kwargs.get("copy") and tensor._data is shadowed(own(input))._data:
         tensor = table_call("clone", tensor)
@@ -81,6 +82,7 @@ CASTING: dict[str, Front] = {
     "byte": _cast(torch.uint8),
     "bool": _cast(torch.bool),
     "contiguous": _contiguous,
+    "cuda": lambda input, device=None, *args, **kwargs: cast(input, "cuda" if device is None else torch.device(device)),
     "cpu": _same,
     "detach": _detach,
 }
