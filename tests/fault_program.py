@@ -152,6 +152,24 @@ def silent_divergence():
     print("end")
 
 
+def differs_at_the_end():
+    """Another op in the last collective, which the default check does not compare."""
+    x = rows(opened(check="sample"))
+    for _ in range(70):
+        step(x)
+    x.amax() if IS_BAD else x.sum()  # @end
+    if not IS_BAD:
+        time.sleep(1)  # the last to leave sees what all did
+
+
+def in_a_thread():
+    x = rows(opened(check="always"))
+    thread = threading.Thread(target=lambda: x.amax() if IS_BAD else x.sum())
+    thread.start()
+    thread.join()
+    print("end")
+
+
 def late_mismatch():
     """Different shapes in a collective that "sample" does not compare."""
     mesh = opened(check="sample")

@@ -1,41 +1,45 @@
 """One program on every process: ranks compare what they do before they do it together.
 
-Every call adds to a running hash: the number of the collective, the op, its operands, the random key, the line. Before
-a collective that is checked, all processes exchange a frame of fixed size with that hash; the data of a small
-collective travels in the same frame, so that the check costs no call of its own. Different hashes are a
-`DivergenceError` on every process that shows both sides. `check="always"` compares every collective, "sample" the
-first ones and then some.
+Every collective adds to a running hash: its number and kind, the op, which tensors it works on, shapes, random keys,
+values of plain tensors. Before a collective that is checked, all processes exchange a frame of fixed size with that
+hash; the data of a small collective travels in the same frame, so that the check costs no call of its own. The hash is
+of everything since the start: what differed between two checks is found by the next one, or at the end of the program.
+Different hashes are a `DivergenceError` on every process that shows both sides. `check="always"` compares every
+collective and every call, "sample" the first ones and then some. Lines of the program are told and not compared: the
+same call may stand in two places.
 """
 
 from __future__ import annotations
 
-import hashlib
+import os
+import sys
 import zlib
 from typing import Any
 
 import torch
 
-from meshloom.backends.watch import RECENT
+from meshloom.backends.watch import RECENT, Told
 from meshloom.backends.world import WORLD, Group, World
-from meshloom.errors import DivergenceError
+from meshloom.errors import DivergenceError, where
 from meshloom.mesh import HERE
 
 FIRST = 64  # collectives that "sample" compares one by one
 EVERY = 64  # and then one of so many
 ROOM = 1024  # bytes of data that a frame has room for
+SAMPLED = 256  # elements of a plain tensor that are compared at every use
 _HEAD = 16
 
 
 class Story:
-    """The running hash of what this process has done."""
+    """The running hash of what this process has done, and which tensors the call that is under way works on."""
 
     def __init__(self) -> None:
-        self.hash = bytes(8)
-        self.changed = False
+        self.hash = 0
+        self.identity = 0
 
     def add(self, text: str) -> None:
         """One more thing that all processes do alike."""
-        self.hash = hashlib.blake2b(self.hash + text.encode(), digest_size=8).digest()
+        self.hash = zlib.crc32(text.encode(), self.hash)
 
 
 STORY = Story()
@@ -48,15 +52,36 @@ def is_listening(world: World = WORLD) -> bool:
     return world.check == "always" or world.watch.number < FIRST
 
 
-def note(text: str) -> None:
+def is_compared(world: World = WORLD) -> bool:
+    """Whether this process compares what it does with others at all."""
+    return world.watch is not None and world.check != "off"
+
+
+def note(text: str, line: str) -> None:
     """Write down something that all processes must do alike; the next check compares it."""
     STORY.add(text)
-    WORLD.watch.story.append((WORLD.watch.number, text))
+    WORLD.watch.tell(text, line)
 
 
-def note_data(what: str, data: torch.Tensor, line: str) -> None:
-    """Write down a plain tensor, which counts as replicated: its values must be the same everywhere."""
-    note(f"{PLAIN} {what} {tuple(data.shape)} {checksum(data):08x} at {line}")
+def note_collective(kind: str, sent: torch.Tensor) -> None:
+    """Write down the collective that begins."""
+    watch = WORLD.watch
+    STORY.add(f"{kind} {watch.number} of {watch.call} {STORY.identity:x} {sent.dtype} {tuple(sent.shape)}")
+
+
+def note_data(what: str, data: torch.Tensor) -> None:
+    """Write down a plain tensor, which counts as replicated: its values must be the same everywhere.
+
+    While every call is compared all of its values count, else some of them, so that it costs next to nothing.
+    """
+    some = data if is_listening() or data.numel() <= SAMPLED else _some_of(data)
+    note(f"{PLAIN} {what} {tuple(data.shape)} {checksum(some):08x}", where())
+
+
+def _some_of(data: torch.Tensor) -> torch.Tensor:
+    """Elements from all over a tensor, at a distance that no power of two divides."""
+    flat = data.detach().reshape(-1) if data.is_contiguous() else data.detach().flatten()[: 1 << 16]
+    return flat[:: (flat.numel() // SAMPLED) | 1]
 
 
 def checksum(data: torch.Tensor) -> int:
@@ -95,7 +120,7 @@ class Frame:
         self.carries = data.device.type == "cpu" and size <= ROOM
         self.like, self.size = data, size
         self.sent = torch.zeros(_HEAD + ROOM, dtype=torch.uint8)
-        self.sent[:8] = torch.frombuffer(bytearray(STORY.hash), dtype=torch.uint8)
+        self.sent[:8] = torch.frombuffer(bytearray(STORY.hash.to_bytes(8, "little")), dtype=torch.uint8)
         self.sent[8] = self.carries
         if self.carries:
             self.sent[_HEAD : _HEAD + size] = _bytes(data)
@@ -120,9 +145,14 @@ class Frame:
 
 def _divergence(hashes: list[bytes]) -> DivergenceError:
     told = _told_apart(WORLD.watch.stories())
-    is_plain = any(PLAIN in text for text in told.values())
+    is_plain = any(PLAIN in text for text, _ in told.values())
+    plainly = {rank: (text.split(_TENSOR)[0], line) for rank, (text, line) in told.items()}
     what = "a plain tensor, which counts as replicated, differs" if is_plain else "the processes do different things"
-    calls = [f"rank {rank}: {told.get(rank, 'silent')}" for rank in range(HERE.count)]
+    if len({text for text, _ in plainly.values()}) == 1 and not is_plain:
+        what = "the processes do the same on different tensors"
+    else:
+        told = plainly
+    calls = [f"rank {rank}: {_spelled(*told.get(rank, ('silent', '')))}" for rank in range(HERE.count)]
     sides = [[rank for rank, each in enumerate(hashes) if each == side] for side in dict.fromkeys(hashes)]
     error: DivergenceError = WORLD.watch.diverged(
         f"{what}: {', but '.join(calls[side[0]] for side in sides)}",
@@ -133,6 +163,34 @@ def _divergence(hashes: list[bytes]) -> DivergenceError:
     return error
 
 
+def compare_at_end() -> None:
+    """Compare what came after the last check; who leaves last sees all. An exit code says so: the program has ended."""
+    watch = WORLD.watch
+    if not is_compared() or watch.failure is not None:
+        return
+    ends = watch.ends(f"{watch.number} collectives, hash {STORY.hash:08x}")
+    if len({*ends.values()}) > 1:
+        error = watch.diverged(
+            "the processes did different things after the last check",
+            ends="\n".join(f"rank {rank}: {told}" for rank, told in ends.items()),
+            fix='check="always" (or MESHLOOM_CHECK=always) finds the first call that differs',
+        )
+        print(f"DivergenceError: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+_TENSOR = " of tensor "
+
+
+def describe(text: str, identity: int) -> str:
+    """A call with the tensors that it works on, as stories are compared."""
+    return f"{text}{_TENSOR}{identity:x}" if identity else text
+
+
+def _spelled(text: str, line: str) -> str:
+    return f"{text} at {line}" if line else text
+
+
 _FIX_DATA = "give what each process holds to loom.from_local, or make it the same everywhere: seed every rank alike"
 _FIX_CALLS = "every rank runs the same calls in the same order; branch on values that all of them share"
 
@@ -141,23 +199,23 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _told_apart(stories: dict[int, list[tuple[int, str]]]) -> dict[int, str]:
-    """For each process the first call in which the stories differ, from where all of them remember.
+def _told_apart(stories: dict[int, list[Told]]) -> dict[int, tuple[str, str]]:
+    """For each process the first call in which the stories differ, and its line, from where all of them remember.
 
-    >>> _told_apart({0: [(1, "sum"), (1, "amax")], 1: [(1, "sum"), (1, "amin")]})
-    {0: 'amax', 1: 'amin'}
+    >>> _told_apart({0: [(1, "sum", "a.py:1"), (1, "amax", "a.py:2")], 1: [(1, "sum", ""), (1, "amin", "a.py:2")]})
+    {0: ('amax', 'a.py:2'), 1: ('amin', 'a.py:2')}
     """
     start = max((_remembered(each) for each in stories.values()), default=0)
-    texts = {rank: [text for number, text in story if number >= start] for rank, story in stories.items()}
-    longest = max((len(each) for each in texts.values()), default=0)
+    kept = {rank: [(text, line) for number, text, line in each if number >= start] for rank, each in stories.items()}
+    longest = max((len(each) for each in kept.values()), default=0)
     for i in range(longest):
-        here = {rank: each[i] if i < len(each) else "nothing more" for rank, each in texts.items()}
-        if len(set(here.values())) > 1:
+        here = {rank: each[i] if i < len(each) else ("nothing more", "") for rank, each in kept.items()}
+        if len({text for text, _ in here.values()}) > 1:
             return here
-    return {rank: each[-1] if each else "nothing" for rank, each in texts.items()}
+    return {rank: each[-1] if each else ("nothing", "") for rank, each in kept.items()}
 
 
-def _remembered(story: list[tuple[int, str]]) -> int:
+def _remembered(story: list[Told]) -> int:
     """The first collective of which a story has everything; a full one has lost the beginning of its oldest."""
     oldest = story[0][0] if story else 0
     return oldest + 1 if len(story) >= RECENT else oldest

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshloom.backends.checks import is_listening, note
+from meshloom.backends.checks import STORY, describe, is_listening, note
 from meshloom.backends.forms import FORMS, Across
 from meshloom.backends.leaves import entered
 from meshloom.backends.moving import mover
@@ -47,7 +47,7 @@ class Spread(Kernel):
         """The results' stored arrays; what is done is said before it is done."""
         WORLD.watch.begin(self.told, self.plan.mesh)
         if is_listening() and not any(data.is_meta for data in datas):  # what is explained is nobody else's business
-            note(f"{self.told} at {where()}")
+            note(describe(self.told, STORY.identity), where())
         return super().run(datas, function)
 
     def _crossing(self) -> list[int]:

@@ -28,9 +28,10 @@ from meshloom.mesh import HERE, Mesh
 
 BEAT = 0.25  # seconds between two looks of the thread
 GRACE = 2.0  # how long a process that fails waits for the others to say where they are
-RECENT = 256  # calls that are remembered
+RECENT = 1024  # calls that are remembered
 
 Failure = dict[str, Any]
+Told = tuple[int, str, str]  # the number of the last collective, what was done, and the line
 
 
 class Watch:
@@ -42,7 +43,7 @@ class Watch:
         self.call = "open_mesh"  # what may communicate
         self.kind, self.of, self.line, self.since = "", "", "", 0.0  # the last collective, and when it began to wait
         self.grid: tuple[int, ...] = ()
-        self.story: deque[tuple[int, str]] = deque(maxlen=RECENT)
+        self.story: deque[Told] = deque(maxlen=RECENT)
         self.failure: Failure | None = None
         self.work: Any = None  # the collective that is under way, or was when it was given up
         self._board = board
@@ -59,6 +60,7 @@ class Watch:
         self._thread.start()
         faulthandler.enable()
         sys.excepthook, self._hook = self._uncaught, sys.excepthook
+        threading.excepthook, self._thread_hook = self._uncaught_in_thread, threading.excepthook
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, self._terminated)
@@ -68,6 +70,8 @@ class Watch:
         """A child of this process, such as a loader of data, is no rank: it ends as it would without us."""
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hook
+        if threading.excepthook == self._uncaught_in_thread:
+            threading.excepthook = self._thread_hook
         if signal.getsignal(signal.SIGTERM) == self._terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -114,7 +118,10 @@ class Watch:
             raise self._lost("cannot go on")
         self.number += 1
         self.kind, self.of, self.line, self.since = kind, self.call, where(), time.monotonic()
-        self.story.append((self.number, f"{kind} of {self.of} at {self.line}"))
+
+    def tell(self, text: str, line: str) -> None:
+        """One more thing that this process has done, for the story of a divergence."""
+        self.story.append((self.number, text, line))
 
     def leave(self) -> None:
         """The collective has ended."""
@@ -200,6 +207,12 @@ class Watch:
         self._let_go()
         self._linger(5 * GRACE)
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)  # collectives under way would keep it alive
+
+    def _uncaught_in_thread(self, args: Any) -> None:
+        """What ends all processes ends this one too, wherever it was raised."""
+        if isinstance(args.exc_value, (LostError, DivergenceError)):
+            self._uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+        self._thread_hook(args)
 
     def _told(self, kind: Any, error: Any, trace: Any) -> tuple[str, str]:
         """The headline and the cause of an exception of the program."""
@@ -315,15 +328,24 @@ class Watch:
 
     # stories, for a divergence
 
-    def stories(self) -> dict[int, list[tuple[int, str]]]:
+    def ends(self, told: str) -> dict[int, str]:
+        """What the processes that have come to the end of the program say of it, this one included."""
+        try:
+            self._board.write(f"end {HERE.rank}", told, GRACE)
+            notes = self._board.read_all([f"end {rank}" for rank in range(HERE.count)], GRACE)
+        except RuntimeError:  # the store has gone with the rank that holds it, which has compared what it saw
+            return {HERE.rank: told}
+        return {rank: note for rank, note in enumerate(notes) if note is not None}
+
+    def stories(self) -> dict[int, list[Told]]:
         """What every process has been doing, by rank; whoever does not say so in time is left out."""
         key, deadline = f"story {self.number} ", time.monotonic() + 2 * GRACE
         self._board.write(key + str(HERE.rank), json.dumps(list(self.story)), GRACE)
-        found: dict[int, list[tuple[int, str]]] = {}
+        found: dict[int, list[Told]] = {}
         while len(found) < HERE.count and time.monotonic() < deadline:
             for rank in set(range(HERE.count)) - set(found):
                 if (note := self._board.read(key + str(rank), GRACE)) is not None:
-                    found[rank] = [(number, text) for number, text in json.loads(note)]
+                    found[rank] = [(number, text, line) for number, text, line in json.loads(note)]
             time.sleep(BEAT / 5)
         return found
 

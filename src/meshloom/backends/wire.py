@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.backends.checks import Frame, is_checked, note
+from meshloom.backends.checks import STORY, Frame, describe, is_checked, is_compared, note_collective
 from meshloom.backends.world import WORLD, Group
 from meshloom.engines.layout import total
 
@@ -41,9 +41,11 @@ def perform(
     watch = WORLD.watch
     group.connect()
     watch.enter(kind)
+    watch.tell(describe(f"{kind} of {watch.of}: {sent.dtype} {tuple(sent.shape)}", STORY.identity), watch.line)
     try:
+        if is_compared():
+            note_collective(kind, sent)
         if is_checked(watch):
-            note(f"{kind} {watch.number} of {watch.call}: {sent.dtype} {tuple(sent.shape)} at {watch.line}")
             frame = Frame(sent)
             wait(frame.start(), watch)
             frame.compare()

@@ -177,6 +177,9 @@ def _device() -> torch.device:
 
 def _leave() -> None:
     if WORLD.watch is not None:
+        from meshloom.backends.checks import compare_at_end
+
+        compare_at_end()
         WORLD.watch.stop()
     for group in (*WORLD.groups.values(), *([WORLD.control] if WORLD.control else [])):
         object.__setattr__(group, "handle", None)  # torch's threads must end before the interpreter does

@@ -13,6 +13,7 @@ from meshloom.errors import CommunicationError, GradientError, PlacementError, U
 from meshloom.mesh import Mesh
 from meshloom.placement import Placement, Replicate, Topology
 from meshloom.placement.picture import draw_html
+from meshloom.runtime import state
 
 
 def refuse_part(topology: Topology) -> None:
@@ -46,12 +47,12 @@ class Tensor:
     30
     """
 
-    __slots__ = ("__weakref__", "_data", "_pending", "_view", "topology")
+    __slots__ = ("__weakref__", "_data", "_number", "_view", "topology")
 
     topology: Topology
     _data: torch.Tensor
     _view: Any
-    _pending: Any
+    _number: int  # what it was made from, as a number that is the same in every process; 0 is not known
 
     if TYPE_CHECKING:  # the ops are attached in tensor.methods
 
@@ -63,7 +64,7 @@ class Tensor:
         self.topology = topology
         self._data = data
         self._view = None
-        self._pending = None
+        self._number = 0
 
     @property
     def shape(self) -> torch.Size:
@@ -133,7 +134,7 @@ class Tensor:
 
     def _check_summed(self) -> None:
         """An error while parts of the gradient wait to be summed."""
-        if self._pending or is_waiting(self._data):
+        if id(self) in state.waiting or is_waiting(self._data):
             raise GradientError(
                 "the gradient is not summed over the devices yet: its parts wait, as loom.accumulate() asks",
                 tensor=self.topology,

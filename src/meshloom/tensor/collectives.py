@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from meshloom.backends import WORLD, wire
+from meshloom.backends.checks import STORY
 from meshloom.backends.leaves import entered
 from meshloom.backends.members import members_of
 from meshloom.backends.world import group_of
@@ -209,6 +210,7 @@ class Call:
         self._tell(kind, mode, op, grows)
         if self.group.members.crosses and not self.tensor._data.is_meta:
             WORLD.watch.begin(f"{kind}({self.tensor.topology.notation}) over {self.group.name}", self.tensor.mesh)
+            STORY.add(f"{kind} {self.tensor._number:x}")
 
     def _way(self, kind: str, mode: str, name: str | None, precise: bool) -> Direct:
         if name is not None:

@@ -17,11 +17,11 @@ import numpy
 import torch
 
 from meshloom.backends import WORLD, join, move
-from meshloom.backends.checks import is_listening, note_data
+from meshloom.backends.checks import is_compared, note_data
 from meshloom.backends.control import visible_mesh
 from meshloom.backends.parts import Part, described
 from meshloom.engines.layout import from_block, short_name, torch_dtype
-from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, expect, where
+from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, expect
 from meshloom.mesh import HERE, Coordinate, Mesh
 from meshloom.mesh.process import counts
 from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
@@ -128,7 +128,17 @@ def place(data: torch.Tensor, mesh: Mesh | None, placements: Placements | None) 
     topology = _topology(tuple(data.shape), data.dtype, mesh, placements)
     if topology.mesh.is_split and not data.is_meta:
         data = data.to(WORLD.device)
-    return Tensor(topology, move(data, topology.replicated, topology))
+    return _numbered(Tensor(topology, move(data, topology.replicated, topology)))
+
+
+def _numbered(made: Tensor) -> Tensor:
+    """A tensor that was made of nothing on the mesh: every process makes them in the same order."""
+    if made.topology.mesh.is_split:
+        made._number = next(_numbers)
+    return made
+
+
+_numbers = itertools.count(1)
 
 
 def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | None = None) -> Tensor:
@@ -145,8 +155,8 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
             fix="x.redistribute(placements) moves it on its mesh; x.to_torch() makes it dense",
         )
     data = _check_plain(value) if isinstance(value, torch.Tensor) else _dense(value)
-    if _chosen(mesh).is_split and is_listening() and not data.is_meta and state.shadows is None:
-        note_data("given to distribute", data, where())
+    if _chosen(mesh).is_split and is_compared() and not data.is_meta and state.shadows is None:
+        note_data("given to distribute", data)
     made = place(data, mesh, placements)
     if state.shadows is not None:
         return state.shadows.of(made)
@@ -224,7 +234,7 @@ def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | 
         _check_part(coordinate, part, topology, known)
     blocks = [_padded(held[c], topology.local_shape) for c in _distinct(topology)]
     block = torch.stack(blocks).view(topology.block_shape)
-    return Tensor(topology, from_block(block, topology))
+    return _numbered(Tensor(topology, from_block(block, topology)))
 
 
 def _by_coordinate(parts: Parts, mesh: Mesh) -> dict[Coordinate, torch.Tensor]:

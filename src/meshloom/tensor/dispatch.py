@@ -7,14 +7,15 @@ of `Tensor` try `CACHE` with a shorter key first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 
 from meshloom.backends import kernel_of
-from meshloom.backends.checks import is_listening, note_data
+from meshloom.backends.checks import STORY, is_compared, note_data
 from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
 from meshloom.errors import GradientError, MeshError, MeshloomError, OperandError, UnsupportedError
@@ -34,7 +35,7 @@ LIMIT = 1 << 14
 class Entry:
     """A call seen before: its plan, its kernel and the topologies that come out."""
 
-    __slots__ = ("_back", "communicates_back", "direct", "kernel", "out", "outs", "plan")
+    __slots__ = ("_back", "communicates_back", "direct", "kernel", "out", "outs", "plan", "salt")
 
     def __init__(self, decided: Plan, kernel: Kernel, direct: Function | None) -> None:
         self.plan = decided
@@ -42,6 +43,7 @@ class Entry:
         self.outs = decided.outs
         self.out = decided.outs[0]
         self.direct = direct
+        self.salt = _salt(decided) if decided.mesh.is_split else 0  # of what this call makes of its operands' numbers
         self._back: Back | None = None
         self.communicates_back = True  # until the first call with a gradient has looked
 
@@ -61,6 +63,24 @@ class Entry:
         if tracked and self.back():
             follow(self.plan.call.op, self.back, results, tensors)
 
+
+def _salt(decided: Plan) -> int:
+    """A number of a call and its arguments that is the same in every process; 0 stands for one process."""
+    call = decided.call
+    plain = {name: each for name, each in call.arguments.items() if isinstance(each, (int, float, str, tuple))}
+    return zlib.crc32(f"{call.op} {call.operands} {plain} {call.leaves}".encode()) or 1
+
+
+def identity(salt: int, values: Iterable[Any]) -> int:
+    """What a call makes of the numbers of its operands: which tensors it works on, the same in every process."""
+    for each in values:
+        kind = each.__class__
+        number = each._number if kind is Tensor else hash(each) if kind in NUMBERS and each == each else 0
+        salt = (salt * 1000003 + number) & _MASK
+    return salt
+
+
+_MASK = (1 << 63) - 1
 
 CACHE: dict[Any, Entry] = {}
 _PLAINLY = (False, None)  # not in place, no autocast: nothing in the key, which the hot path builds at every call
@@ -153,8 +173,8 @@ def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
     if own is not None:
         return state.shadows.of(own) if state.shadows is not None else own
     refuse_transforms(value)
-    if mesh.is_split and is_listening() and not value.is_meta and state.shadows is None:
-        note_data("operand", value, where())
+    if mesh.is_split and is_compared() and not value.is_meta and state.shadows is None:
+        note_data("operand", value)
     if mesh.is_split and value.is_leaf and value.requires_grad:
         value = value.view_as(value)  # torch reads its gradient, not we: it is summed at each use
     shape = tuple(value.shape)
@@ -254,6 +274,17 @@ class Resolved:
 
     def perform(self) -> Any:
         """The wrapped result of the call."""
+        if not self.entry.salt:
+            return self._perform()
+        STORY.identity = identity(self.entry.salt, (*self.tensors, *self.args))
+        results = self._perform()
+        for i, made in enumerate(results if isinstance(results, tuple) else (results,)):
+            if made.__class__ is Tensor:
+                made._number = STORY.identity + i
+        STORY.identity = 0
+        return results
+
+    def _perform(self) -> Any:
         datas = [tensor._data for tensor in self.tensors]
         known, watched = self.known, None
         if known and state.plain:

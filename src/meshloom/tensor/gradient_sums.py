@@ -103,18 +103,22 @@ def happen(events: Sequence[Event]) -> None:
 # The sums of leaves
 
 
+class Waiting(NamedTuple):
+    """A leaf with sums that are told and not carried out."""
+
+    leaf: Tensor
+    told: dict[Any, Event]
+
+
 def defer(leaf: Tensor, events: Sequence[Event]) -> None:
     """A leaf's sum happens once, at the end of the pass: keep what will then happen."""
     if state.asked is not None:
         _add(state.asked.setdefault(id(leaf), {}), events)
         return
-    leaf._pending = _add(leaf._pending or {}, events)
-    state.waiting[id(leaf)] = leaf
+    told = state.waiting.setdefault(id(leaf), Waiting(leaf, {})).told
+    _add(told, events)
     for log in state.logs:
-        log.pending[:] = [
-            *(each for each in log.pending if each not in leaf._pending.values()),
-            *leaf._pending.values(),
-        ]
+        log.pending += [each for each in told.values() if each not in log.pending]
     at_end_of_backward(finish)
 
 
@@ -134,21 +138,20 @@ def finish() -> None:
 finish_with(finish)
 
 
-def _carry_out(leaves: Sequence[Tensor], only: set[int] | None) -> None:
-    events = [event for leaf in leaves for event in (leaf._pending or {}).values()]
+def _carry_out(waiting: Sequence[Waiting], only: set[int] | None) -> None:
+    events = [event for each in waiting for event in each.told.values()]
     state.check(events)
     collect(only)
-    for leaf in leaves:
-        forget(leaf)
+    for each in waiting:
+        forget(each.leaf)
     state.log(events)
 
 
 def forget(leaf: Tensor) -> None:
     """No sum of a leaf is told any more."""
-    told, leaf._pending = leaf._pending, None
-    state.waiting.pop(id(leaf), None)
-    for log in state.logs:
-        log.pending[:] = [each for each in log.pending if each not in (told or {}).values()]
+    waiting = state.waiting.pop(id(leaf), None)
+    for log in state.logs if waiting is not None else ():
+        log.pending[:] = [each for each in log.pending if each not in waiting.told.values()]
 
 
 def discard(leaf: Tensor) -> None:
@@ -209,4 +212,5 @@ def synchronize(parameters: Any = None) -> None:
         return
     given = [parameters] if isinstance(parameters, (Tensor, torch.Tensor)) else list(parameters)
     leaves = [each for each in (getattr(one, "_loom", one) for one in given) if isinstance(each, Tensor)]
-    _carry_out([each for each in leaves if each._pending], {id(each._data) for each in leaves})
+    waiting = [state.waiting[id(each)] for each in leaves if id(each) in state.waiting]
+    _carry_out(waiting, {id(each._data) for each in leaves})

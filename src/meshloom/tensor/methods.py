@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from meshloom.backends.checks import STORY
 from meshloom.engines.kernel import function_of
 from meshloom.engines.layout import fill
 from meshloom.errors import ArgumentError, GradientError
@@ -22,7 +23,7 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.buffers import array_of
 from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written, own
 from meshloom.tensor.creation import place
-from meshloom.tensor.dispatch import CACHE, call, cotangent, refuse_partial_leaf
+from meshloom.tensor.dispatch import CACHE, Entry, call, cotangent, identity, refuse_partial_leaf
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.functions import on_torch
 from meshloom.tensor.gradient_sums import discard
@@ -38,6 +39,8 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
         if other.__class__ is Tensor and state.plain and not (is_cast and _any_autocast()):
             entry = get((name, self.topology, other.topology))
             if entry is not None:
+                if entry.salt:
+                    return run_split(name, entry, self, other)
                 direct = entry.direct
                 if direct is not None:
                     result = direct(self._data, other._data)
@@ -52,12 +55,29 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
             if state.plain and not (is_cast and _any_autocast()):
                 entry = get((name, self.topology, other.__class__))
                 if entry is not None and entry.direct is not None:
-                    return Tensor(entry.out, entry.direct(self._data, other))
+                    made = Tensor(entry.out, entry.direct(self._data, other))
+                    if entry.salt:
+                        made._number = identity(entry.salt, (self, other))
+                    return made
         elif not isinstance(other, _OPERANDS):
             return NotImplemented
         return call(name, (self, other), {})
 
     return operator
+
+
+def run_split(name: str, entry: Entry, first: Tensor, second: Tensor) -> Tensor:
+    """A call seen before, of two tensors on a mesh that processes split: what it works on is told."""
+    STORY.identity = number = identity(entry.salt, (first, second))
+    kernel = entry.kernel
+    function = kernel.bound if kernel.bound is not None else function_of(name)
+    result = kernel.run((first._data, second._data), function)
+    STORY.identity = 0
+    if entry.communicates_back and result.requires_grad:
+        entry.follow(result, (first, second))
+    made = Tensor(entry.out, result)
+    made._number = number
+    return made
 
 
 _OPERANDS = (Tensor, torch.Tensor, numpy.ndarray, numpy.generic, int, float, bool, complex)
@@ -93,7 +113,10 @@ def _unary(name: str) -> Callable[..., Any]:
         if not args and not kwargs and state.plain and not _any_autocast():
             entry = get((name, self.topology))
             if entry is not None and entry.direct is not None:
-                return Tensor(entry.out, entry.direct(self._data))
+                made = Tensor(entry.out, entry.direct(self._data))
+                if entry.salt:
+                    made._number = identity(entry.salt, (self,))
+                return made
         return invoke(name, (self, *args), kwargs)
 
     method.__name__ = name
@@ -193,6 +216,7 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
         found = fill(found, tensor.topology.reduced, 0)
         tensor._data.grad = found
     made = Tensor(tensor.topology.reduced, cotangent(found, tensor.topology))
+    made._number = tensor._number + 1
     with torch.no_grad():
         made._masked_()
     return made

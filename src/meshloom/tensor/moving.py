@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from meshloom.backends import move
+from meshloom.backends.checks import STORY
 from meshloom.errors import UnsupportedError
 from meshloom.placement import Placements, Topology, as_placements
 from meshloom.planner import moves
@@ -51,7 +52,9 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
     data = carry(tensor, target, "redistribute")
     if same_storage(data, tensor._data):
         data = data.clone()
-    return Tensor(target, data)
+    made = Tensor(target, data)
+    made._number = tensor._number
+    return made
 
 
 def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
@@ -64,7 +67,9 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
         line = where()
         events = [Event(each, call, line) for each in moves(source, target, state.machine)]
         state.check(events)
+    STORY.identity = tensor._number
     data = move(tensor._data, source, target, state.machine, call)
+    STORY.identity = 0
     if is_tracked(data) and data is not tensor._data:
         follow(call, _moves_back(source, target), data, (tensor,))
     state.log(events)

@@ -190,6 +190,7 @@ class Parameter(Mirror, torch.nn.Parameter):
             fix = "cast it: x.float(), or give requires_grad=False"
             raise GradientError(f"a parameter of {tensor.topology.dtype} has no gradient", fix=fix)
         leaf = Tensor(tensor.topology, tensor._data.detach().requires_grad_(requires_grad))
+        leaf._number = tensor._number
         return Mirror._mirror(cls, leaf, requires_grad)
 
     def __copy__(self) -> Parameter:

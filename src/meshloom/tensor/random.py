@@ -13,8 +13,9 @@ from collections.abc import Callable
 import numpy
 import torch
 
-from meshloom.backends.checks import is_listening, note
+from meshloom.backends.checks import is_compared, note
 from meshloom.errors import UnsupportedError, where
+from meshloom.runtime import state
 from meshloom.types import Shape, numel
 
 TILE = 1 << 16
@@ -26,8 +27,8 @@ Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 def draw_key(generator: torch.Generator | None = None) -> int:
     """One 64-bit key from torch's default generator, or from a given one."""
     key = int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, generator=generator).item()) & _MASK
-    if is_listening():
-        note(f"random key {key:016x} at {where()}")
+    if is_compared() and state.shadows is None:
+        note(f"random key {key:016x}", where())
     return key
 
 

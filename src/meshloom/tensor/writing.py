@@ -12,7 +12,7 @@ from meshloom.ops.shapes import bounds, indexed_dims
 from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import Resolved, as_tensor, call, remember
+from meshloom.tensor.dispatch import Resolved, as_tensor, call, identity, remember
 from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense
 
 
@@ -59,6 +59,8 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
         _write_result(found, tensor, tracked)
     else:
         _write_directly(found, tensor)
+    if found.entry.salt:
+        tensor._number = identity(found.entry.salt, (*found.tensors, *found.args))
     return target
 
 
