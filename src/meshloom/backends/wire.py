@@ -41,9 +41,7 @@ def perform(
     watch = WORLD.watch
     group.connect()
     watch.enter(kind)
-    watch.tell(
-        describe(f"{kind} {watch.number} of {watch.of}: {sent.dtype} {tuple(sent.shape)}", STORY.identity), watch.line
-    )
+    watch.tell(describe(f"{kind} of {watch.of}", STORY.identity), watch.line)
     try:
         if is_compared():
             note_collective(kind, sent)
