@@ -7,7 +7,8 @@ still gives the right number in one process; here it does not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ import torch
 import meshloom as loom
 from forms import FORMS, Net, compute
 from meshloom import Mesh, Partial, Replicate, Shard, Topology
+from meshloom.engines import layout
 from meshloom.engines.layout import short_name
 from meshloom.ops import OPS, Call, Choices, Inner, Row
 from meshloom.placement import can_be_partial
-from oracle import REDUCE, check_close, draw_values
+from oracle import check_close, draw_values
 from samples import Case, Draw, Operand
 
+Values = Callable[..., torch.Tensor]
 _INDEXED = "argmax argmin max_dim min_dim median nanmedian mode kthvalue cummax cummin".split()
 
 
@@ -45,23 +48,33 @@ def describe(case: Case, devices: int) -> Call:
 class Operands:
     """The operands of a row: dense, and what each device holds."""
 
-    def __init__(self, operands: Sequence[Operand], row: Row, devices: int, seed: int, gradients: bool = False) -> None:
+    def __init__(
+        self,
+        operands: Sequence[Operand],
+        row: Row,
+        devices: int,
+        seed: int,
+        gradients: bool = False,
+        draw: Values = draw_values,
+    ) -> None:
         self.dense: list[torch.Tensor] = []
         self.held: list[list[torch.Tensor]] = [[] for _ in range(devices)]
         for number, (operand, placement) in enumerate(zip(operands, row.ins, strict=True)):
             wanted = gradients and operand.gradient and operand.dtype.is_floating_point
-            parts = split(operand, placement, devices, seed + number)
+            parts = split(operand, placement, devices, seed + number, draw)
             self.dense.append(parts[0].detach().clone().requires_grad_(wanted))
             for device, part in enumerate(parts[1]):
                 self.held[device].append(part.detach().clone().requires_grad_(wanted))
 
 
-def split(operand: Operand, placement: Any, devices: int, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def split(
+    operand: Operand, placement: Any, devices: int, seed: int, draw: Values = draw_values
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """An operand dense, and one part per device."""
     if isinstance(placement, Partial):
-        parts = draw_values(operand, seed, (devices,))
-        return REDUCE[placement.op](parts), list(parts)
-    dense = draw_values(operand, seed)
+        parts = draw(operand, seed, (devices,))
+        return layout.REDUCE[placement.op](parts, 0), list(parts)
+    dense = draw(operand, seed)
     if isinstance(placement, Replicate):
         return dense, [dense] * devices
     return dense, [dense.narrow(placement.dim, *chunk) for chunk in chunks(operand.shape, placement.dim, devices)]
@@ -70,6 +83,38 @@ def split(operand: Operand, placement: Any, devices: int, seed: int) -> tuple[to
 def chunks(shape: Sequence[int], dim: int, devices: int) -> list[tuple[int, int]]:
     topology = Topology(Mesh(d=devices), (Shard(dim),), tuple(shape), "f32")
     return [topology.chunk((device,), dim) for device in range(devices)]
+
+
+def specials(dtype: torch.dtype) -> list[Any]:
+    """Values at which identities of real numbers fail; few and small, so that sums of them are exact."""
+    if dtype == torch.bool:
+        return [True, False]
+    if dtype.is_floating_point:
+        return [math.nan, math.inf, -math.inf, 0.0, -0.0, 0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5]
+    info = torch.iinfo(dtype)
+    return [info.min, info.max, info.min, info.max, info.max // 2 + 1, 100, 0, 1, 3]
+
+
+def draw_specials(operand: Operand, seed: int, lead: tuple[int, ...] = ()) -> torch.Tensor:
+    """Values that break things: nan, infinities, both zeros, the ends of the integers; indices stay what they are."""
+    if operand.values != "any" or operand.dtype.is_complex:
+        return draw_values(operand, seed, lead)
+    shape, known = lead + operand.shape, torch.tensor(specials(operand.dtype), dtype=operand.dtype)
+    return known[torch.randint(len(known), shape, generator=torch.Generator().manual_seed(seed))]
+
+
+def check_identity(call: Call, choices: Choices, row: Row, case: Case, devices: int, seed: int) -> None:
+    """A row with partial operands gives the dense result for special values, signs of zeros included."""
+    what = f"{call.op} {row} of {[str(each.dtype) for each in case.operands]} on {devices} devices"
+    made = Operands(case.operands, row, devices, seed, draw=draw_specials)
+    dense = compute(call, made.dense, choices.shapes)
+    results = [compute(call, made.held[i], local_shapes(choices, row, devices, i)) for i in range(devices)]
+    for number, placement in enumerate(row.outs):
+        found, expected = assemble([result[number] for result in results], placement, what), dense[number]
+        check_close(found, expected, what)
+        if expected.is_floating_point() and placement == Partial("sum"):
+            zeros = (expected == 0) & (found == 0)
+            assert torch.equal(found[zeros].signbit(), expected[zeros].signbit()), f"{what}: signs of zeros differ"
 
 
 def is_runnable(row: Row, operands: Sequence[Operand], choices: Choices, devices: int) -> bool:
@@ -99,7 +144,7 @@ def local_shapes(choices: Choices, row: Row, devices: int, device: int) -> list[
 def assemble(parts: Sequence[torch.Tensor], placement: Any, what: str) -> torch.Tensor:
     """One tensor from the parts that devices hold; replicated parts must agree."""
     if isinstance(placement, Partial):
-        return REDUCE[placement.op](torch.stack([part.detach() for part in parts]))
+        return layout.REDUCE[placement.op](torch.stack([part.detach() for part in parts]), 0)
     if isinstance(placement, Shard):
         return torch.cat([part.detach() for part in parts], placement.dim)
     for part in parts[1:]:

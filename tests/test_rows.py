@@ -12,11 +12,22 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from devices import check_form, check_row, describe, draw_seed, exact, is_runnable, rows_of
-from forms import FORMS, has_form
+from devices import (
+    check_form,
+    check_identity,
+    check_row,
+    describe,
+    draw_seed,
+    draw_specials,
+    exact,
+    is_runnable,
+    rows_of,
+)
+from forms import FORMS, compute, has_form
 from meshloom.engines import torch_engine
-from meshloom.ops import OPS, Op
+from meshloom.ops import OPS, Op, holds
 from meshloom.ops.labels import pointwise, reduction
+from meshloom.placement import Partial
 from meshloom.tensor.dispatch import CACHE
 from oracle import check_case
 from samples import SAMPLES, Draw
@@ -63,6 +74,51 @@ def test_every_row_holds_on_separate_devices(name: str) -> None:
     assert seen["none"] > 0
     assert seen["local"] > 0, f"no sharded row of {name} was ever run"
     assert (seen["form"] > 0) == (name in FORMS), f"{name}: {dict(seen)}"
+
+
+DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+def walk_identities(name: str, d: Draw, seen: Counter[str]) -> None:
+    """Draw one case of an op in some dtype and check each row with partial operands that is offered for it."""
+    case, devices = SAMPLES[name](d), d.number(2, 3)
+    dtypes = {each.dtype: d.pick(DTYPES) for each in case.operands if each.values == "any"}
+    dtypes = {old: new for old, new in dtypes.items() if old != torch.bool and not old.is_complex}
+    operands = (
+        dataclasses.replace(each, dtype=dtypes.get(each.dtype, each.dtype)) if each.values == "any" else each
+        for each in case.operands
+    )
+    case = dataclasses.replace(case, operands=tuple(operands), gradients=False)
+    try:
+        call = describe(case, devices)
+        choices = rows_of(call)
+        compute(call, [draw_specials(each, 0) for each in case.operands], choices.shapes)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError):
+        return  # torch has no such op for these dtypes
+    for row in choices.rows:
+        carries = row.local and any(isinstance(placement, Partial) for placement in row.ins)
+        if carries and is_runnable(row, case.operands, choices, devices) and holds(OPS[call.op], call, row):
+            check_identity(call, choices, row, case, devices, draw_seed(d))
+            seen[str(row)] += 1
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_every_row_with_partial_operands_holds_for_every_value_of_the_dtype(name: str) -> None:
+    run_cases(lambda d: walk_identities(name, d, Counter()), 12)
+
+
+FORGETFUL = {
+    "neg": "P(max) -> P(min)",
+    "sign": "P(max) -> P(max)",
+    "mul": "P(sum), R -> P(sum)",
+    "sub": "P(sum), P(sum) -> P(sum)",
+}
+
+
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_a_row_that_forgets_its_condition_is_caught(plant: Callable[[Op], None], name: str) -> None:
+    plant(changed(name, rule=pointwise(FORGETFUL[name])))
+    expect_caught(lambda d: walk_identities(name, d, Counter()))
 
 
 @pytest.fixture

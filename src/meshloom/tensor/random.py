@@ -47,6 +47,7 @@ class Streams(threading.local):
             raise UnsupportedError(f"torch {torch.__version__} keeps the state of its generator in another layout")
         self._philox = numpy.random.Philox(key=0)
         self._start = self._philox.state
+        self._key = self._start["state"]["key"]
 
     def at(self, key: int, tile: int) -> torch.Generator:
         """The generator at the start of a tile's stream; it is the same object every time.
@@ -55,7 +56,7 @@ class Streams(threading.local):
         >>> a == c, a == b
         (True, False)
         """
-        self._start["state"]["key"][:] = key, tile
+        self._key[0], self._key[1] = key, tile
         self._philox.state = self._start
         self._words[:] = self._philox.random_raw(312).view(numpy.uint32)
         return self._generator.set_state(self._state)
