@@ -6,6 +6,7 @@ Lines that a report must name carry a tag, as in `time.sleep(600)  # @sleep`.
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ RANK, COUNT = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 TIMEOUT = float(os.environ.get("FAULT_TIMEOUT", "4"))
 BAD = int(os.environ.get("FAULT_RANK", "1"))
 IS_BAD = RANK == BAD
+GO_ON = pathlib.Path(sys.argv[2]) / "go_on"  # the test says that the end may come
 
 
 def opened(shape=(COUNT,), axes=("dp",), **options):
@@ -244,6 +246,25 @@ def goes_on():
     print("READY", flush=True)
     while True:
         step(x)
+
+
+def goes_on_until():
+    """Together, until the test says so; every rank leaves after the same step."""
+    mesh = opened()
+    x = rows(mesh)
+    print("READY", flush=True)
+    while loom.from_local(torch.tensor([float(GO_ON.exists())]), mesh, "S(0)").sum().item() != COUNT:
+        step(x)
+    print("END")
+
+
+def raises_later():
+    x = rows(opened())
+    step(x)
+    print("READY", flush=True)
+    while not GO_ON.exists():
+        time.sleep(0.01)
+    raises()
 
 
 def goes_on_but_one():

@@ -51,10 +51,20 @@ def errors(text: str) -> str:
     return "\n".join(lines[starts[0] :])
 
 
-def run(case: str, folder: Path, count: int = 2, absent: Sequence[int] = (), **environment: str) -> list[Ended]:
-    """Start the ranks but those that are absent, wait for all of them, and see that nothing is left."""
+def run(
+    case: str,
+    folder: Path,
+    count: int = 2,
+    absent: Sequence[int] = (),
+    meanwhile: Callable[[], None] | None = None,
+    **environment: str,
+) -> list[Ended]:
+    """Start the ranks but those that are absent, wait for all of them, and see that nothing is left.
+
+    `meanwhile` is called when all are ready, and lets them go on.
+    """
     shared = {
-        **_clean(),
+        **clean(),
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -68,6 +78,11 @@ def run(case: str, folder: Path, count: int = 2, absent: Sequence[int] = (), **e
         for rank in range(count)
         if rank not in absent
     }
+    if meanwhile is not None:
+        outputs = [folder / f"rank-{rank}" for rank in started]
+        wait_until(lambda: all("READY" in each.read_text() for each in outputs), list(started.values()), folder)
+        meanwhile()
+        (folder / "go_on").touch()
     ends = wait_for(list(started.values()), folder)
     ended = [
         Ended(rank, process.returncode, end, (folder / f"rank-{rank}").read_text(errors="replace"))
@@ -80,7 +95,7 @@ def torchrun(case: str, folder: Path, count: int = 2, **environment: str) -> lis
     """The same under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--redirects", "3"]
     command += ["--log-dir", str(folder / "logs"), str(PROGRAM), case, str(folder)]
-    process = _start(command, folder / "launcher", {**_clean(), **environment})
+    process = _start(command, folder / "launcher", {**clean(), **environment})
     end = wait_for([process], folder)[0]
     return told(case, [Ended(rank, None, end, _logged(folder, f"{rank}/*.log")) for rank in range(count)])
 
@@ -88,7 +103,7 @@ def torchrun(case: str, folder: Path, count: int = 2, **environment: str) -> lis
 def start_meshloom_run(case: str, folder: Path, count: int = 2, **environment: str) -> subprocess.Popen[bytes]:
     """`meshloom run`, not waited for."""
     command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), "--log-dir", str(folder / "logs")]
-    return _start([*command, str(PROGRAM), case, str(folder)], folder / "launcher", {**_clean(), **environment})
+    return _start([*command, str(PROGRAM), case, str(folder)], folder / "launcher", {**clean(), **environment})
 
 
 def meshloom_run(case: str, folder: Path, count: int = 2, **environment: str) -> list[Ended]:
@@ -106,7 +121,8 @@ def _logged(folder: Path, pattern: str) -> str:
     return "".join(each.read_text(errors="replace") for each in sorted((folder / "logs").rglob(pattern)))
 
 
-def _clean() -> dict[str, str]:
+def clean() -> dict[str, str]:
+    """The environment without what would make this process a rank."""
     given = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MESHLOOM_TIMEOUT")}
     return {**given, "OMP_NUM_THREADS": "1"}
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import pytest
 from meshloom.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
+SECRET = "0123456789abcdef"  # of hosts that meet; a run on one host makes its own
 LIMIT = 240  # seconds after which a run of these tests counts as hung
 
 
@@ -67,7 +69,7 @@ def command_of(process: Path) -> str:
 
 def environment(**more: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "LOGLEVEL")}
-    return {**inherited, **more}
+    return {**inherited, "MESHLOOM_SECRET": SECRET, **more}
 
 
 def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -191,9 +193,10 @@ def test_log_files_hold_what_each_rank_said(script, tmp_path):
 def test_a_dry_run_tells_every_rank_its_environment_and_command(tmp_path):
     done = run("--hosts", "a:2,b:1", "--timeout", "30", "--check", "always", "--dry-run", "train.py", "--lr", "0.1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("3 ranks on 2 hosts, meeting at a:29500 (static)\n\nrank  local rank  host")
+    assert done.stdout.startswith("3 ranks on 2 hosts, meeting at a:29500\n\nrank  local rank  host")
     assert re.search(
-        r"rank 2 on b\n  environment  RANK=2 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=1 MASTER_ADDR=a "
+        r"rank 2 on b\n  environment  RANK=2 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=1 "
+        r"GROUP_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=\w+ TORCHELASTIC_USE_AGENT_STORE=False MASTER_ADDR=a "
         r"MASTER_PORT=29500 MESHLOOM_TIMEOUT=30.0 MESHLOOM_CHECK=always OMP_NUM_THREADS=\d+\n"
         r"  command      \S*python\S* -u \S*rank\.py train\.py --lr 0\.1\n",
         done.stdout,
@@ -239,6 +242,28 @@ def test_the_cores_are_shared_out_unless_the_user_has_said_so(script):
     assert run("--nproc", "2", path, OMP_NUM_THREADS="3").stdout == "[all 2] 3\n"
 
 
+def test_what_is_typed_goes_to_the_first_rank(script):
+    path = script("print(rank, sys.stdin.read())")
+    command = [sys.executable, "-m", "meshloom", "run", "--nproc", "2", path]
+    done = subprocess.run(command, input="typed", capture_output=True, text=True, timeout=LIMIT, env=environment())
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 typed", "[rank 1] 1 "], done.stderr
+
+
+def test_a_program_of_plain_torch_meets_as_it_does_under_torchrun(script):
+    path = script("""
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        x = torch.full((2,), float(rank))
+        dist.all_reduce(x)
+        print(x.tolist())
+        dist.destroy_process_group()
+    """)
+    done = run("--nproc", "2", path)
+    assert (done.returncode, done.stdout) == (0, "[all 2] [1.0, 1.0]\n"), done.stderr
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -267,6 +292,47 @@ def test_row_54_two_hosts_meet_and_every_rank_reads_its_binding(script):
     first, second = two_hosts("--hosts", "a:2,b:1", path)
     assert sorted(first.splitlines()) == ["[rank 0] 0 0 3 0", "[rank 1] 1 1 3 0"]
     assert second.splitlines() == ["[rank 2] 2 0 3 1"]
+
+
+def end(*hosts: subprocess.Popen[str]) -> list[tuple[int | None, str]]:
+    """How each launcher ended, and what it said."""
+    try:
+        told = [host.communicate(timeout=LIMIT) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    return [(host.returncode, out + error) for host, (out, error) in zip(hosts, told, strict=True)]
+
+
+def meet(*guests: tuple[str, ...]) -> list[tuple[int | None, str]]:
+    """How launchers at one meeting point end; the first argument of each is its number."""
+    endpoint = ("--rdzv-endpoint", f"localhost:{free_port()}", "--start-timeout", "20")
+    return end(*[start(*endpoint, "--node-rank", node, *arguments) for node, *arguments in guests])
+
+
+def test_hosts_that_disagree_about_the_hosts_end_together(script):
+    path = script("print('ran')")
+    ended = meet(("0", "--hosts", "a:2,b:2", path), ("1", "--hosts", "a:2,b:1", path))
+    for code, said in ended:
+        assert code == 1 and "[rank" not in said
+        assert "the hosts differ: node 0 has --hosts a:2,b:2, node 1 has --hosts a:2,b:1" in said
+
+
+def test_two_hosts_with_one_number_end_together(script):
+    path = script("print('ran')")
+    ended = meet(*[(node, "--hosts", "a:1,b:1,c:1", path) for node in "011"])
+    assert [code for code, _ in ended] == [1, 1, 1]
+    assert all("two hosts came as node 1" in said for _, said in ended)
+
+
+def test_two_jobs_at_one_meeting_point_do_not_mix(script, tmp_path):
+    path, other = script("print('ran')"), tmp_path / "other.py"
+    other.write_text("print('other')")
+    common = ("--hosts", "a:1,b:1", "--rdzv-endpoint", f"localhost:{free_port()}", "--start-timeout", "60")
+    first = start(*common, "--node-rank", "0", path)
+    ((code, said),) = end(start(*common, "--node-rank", "1", str(other)))
+    assert code == 1 and f"another job waits there: {path}" in said and f"here  {other}" in said
+    assert end(first, start(*common, "--node-rank", "1", path)) == [(0, "[rank 0] ran\n"), (0, "[rank 1] ran\n")]
 
 
 # what ranks then do
@@ -360,6 +426,8 @@ def test_the_first_documented_command_prints_what_the_document_shows():
             ["--hosts", "a:2,b:2", "--node-rank", "0", "--rdzv-endpoint", "a:port", "train.py"],
             "--rdzv-endpoint a:port has no port",
         ),
+        (["-n", "2", "--rdzv-endpoint", "fd77::1", "train.py"], "write [fd77::1]:port, as in [fd77::1]:29500"),
+        (["-n", "2", "--rdzv-endpoint", "fd77::1:29500", "train.py"], "is an IPv6 address without brackets"),
         (["--bindings", "nothing.yaml", "train.py"], "nothing.yaml cannot be read"),
     ],
 )
@@ -394,7 +462,7 @@ def test_hosts_that_do_not_come_are_said_within_the_time(script):
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"meshloom run: the 2 hosts did not meet at {endpoint} within 1 s")
-    assert "1/2 clients joined" in done.stderr and "frame #" not in done.stderr
+    assert "reason  1 of 2 came\n" in done.stderr
 
 
 # what goes wrong while it runs
@@ -458,7 +526,9 @@ def test_a_killed_rank_is_named_with_its_signal_and_its_half_line_is_shown(scrip
     ("ending", "says"),
     [
         ("sys.exit(3)", "exit code 3"),
-        ("sys.exit('enough')", "exit code 1"),
+        ("sys.exit('enough')", "exit code 1\n  error   enough\n"),
+        ("raise ValueError('long ' * 2000)", "exit code 1\n  error   ValueError: long long"),
+        ("raise ValueError('\\U0001f600\\0' * 2000)", "exit code 1\n  error   ValueError: "),
         ("os._exit(4)", "exit code 4"),
         ("os.abort()", "killed by SIGABRT (signal 6)"),
         ("raise KeyboardInterrupt", "exit code 130"),
@@ -505,6 +575,47 @@ def test_children_of_ranks_are_ended_with_them(script):
         time.sleep(600)
     """)
     assert run("--nproc", "2", path).returncode == 1
+
+
+def test_a_child_that_has_left_its_session_is_ended_too(script):
+    path = script("""
+        import subprocess
+        subprocess.Popen(["setsid", sys.executable, "-c", f"import time; time.sleep(600)  # {__file__}"])
+        meet("start", 2)
+        if rank == 0:
+            sys.exit(2)
+        time.sleep(600)
+    """)
+    assert run("--nproc", "2", path).returncode == 1
+
+
+def test_what_a_rank_leaves_running_after_a_good_end_goes_on(script, tmp_path):
+    path = script(f"""
+        import subprocess
+        subprocess.Popen([sys.executable, "-c", "import pathlib, time; time.sleep(1); "
+            "pathlib.Path({str(tmp_path / "saved")!r}).touch()"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """)
+    assert run("--nproc", "1", path).returncode == 0
+    for _ in range(300):
+        if (tmp_path / "saved").exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the child was ended")
+
+
+def test_the_rank_that_left_early_is_blamed_for_the_failure_of_others(script):
+    path = script("""
+        import meshloom as loom
+        mesh = loom.open_mesh((2,), timeout=60)
+        x = loom.ones(8, mesh=mesh, placements="S(0)")
+        x.sum().item()
+        if rank == 1:
+            sys.exit(0)
+        x.sum().item()
+    """)
+    done = run("--nproc", "2", path)
+    assert done.returncode == 1
+    assert "meshloom run: rank 1 left before the others, and rank 0 failed of it: exit code 1\n" in done.stderr
 
 
 STAY = """
@@ -577,6 +688,114 @@ def test_ranks_end_when_the_launcher_is_killed(script):
         process.communicate(timeout=30)
 
 
+def test_nothing_stays_behind_when_the_launcher_is_killed(script, tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    path = script("""
+        import subprocess
+        wait = [sys.executable, "-c", f"import time; time.sleep(600)  # {__file__}"]
+        subprocess.Popen(wait)
+        subprocess.Popen(["setsid", *wait])
+        subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.Popen({wait})"]).wait()
+        print("up", flush=True)
+        time.sleep(600)
+    """)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshloom", "run", "--nproc", "2", path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(TMPDIR=str(folder)),
+    )
+    try:
+        read_until(process, "up")
+        assert len(list(folder.iterdir())) == 1
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+    assert running(path) == []
+    assert list(folder.iterdir()) == []
+
+
+def test_ranks_end_when_their_guardian_is_killed(script):
+    process = start("--nproc", "2", script(STAY.format(before="pass")))
+    try:
+        read_until(process, "up")
+        (guardian,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(guardian), signal.SIGKILL)
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "the guardian of the ranks was killed" in told
+
+
+def test_nohup_is_respected(script, tmp_path):
+    path = script(f"""
+        print("up", flush=True)
+        while not pathlib.Path({str(tmp_path / "go_on")!r}).exists():
+            time.sleep(0.01)
+        print("done")
+    """)
+    command = ["nohup", sys.executable, "-m", "meshloom", "run", "--nproc", "2", path]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=environment()
+    )
+    try:
+        read_until(process, "up")
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        (tmp_path / "go_on").touch()
+        out, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "done" in out, told
+
+
+# a screen that does not take what ranks say: how the shell opens it, and what stderr then says
+SCREENS = {
+    "full": (">/dev/full", "meshloom run: stdout is no longer shown: No space left on device\n"),
+    "closed": (">&-", ""),
+    "both full": (">/dev/full 2>&1", ""),
+    "both closed": (">&- 2>&-", ""),
+    "all closed": ("<&- >&- 2>&-", ""),
+    "stderr closed": ("2>&- >/dev/null", ""),
+}
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_a_screen_that_takes_nothing_keeps_no_rank_waiting(screen, script, tmp_path):
+    path = script("""
+        for _ in range(3000):
+            print("x" * 100)
+            print("y" * 100, file=sys.stderr)
+        pathlib.Path(__file__).with_name(f"done.{rank}").touch()
+    """)
+    opened, says = SCREENS[screen]
+    command = ["sh", "-c", f'exec "$@" {opened}', "sh", sys.executable, "-m", "meshloom", "run", "-n", "2", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert says in done.stderr
+    assert len(list(tmp_path.glob("done.*"))) == 2
+
+
+def test_a_run_whose_reader_does_not_read_can_be_stopped(script, tmp_path):
+    path = script("""
+        while True:
+            print("x" * 1000)
+            pathlib.Path(__file__).with_name("speaks").touch()
+    """)
+    process = start("--nproc", "2", path)
+    try:
+        while not (tmp_path / "speaks").exists():
+            time.sleep(0.05)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=40) == 143
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_reader_that_goes_away_ends_the_run(script):
     process = start("--nproc", "2", script("while True: print('more')"))
     try:
@@ -596,6 +815,16 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(script, tmp_path):
     assert run("--nproc", "2", script("print(1)"), TMPDIR=str(folder)).returncode == 0
     assert run("--nproc", "2", script("sys.exit(rank)"), TMPDIR=str(folder)).returncode == 1
     assert list(folder.iterdir()) == []
+
+
+def test_a_full_folder_for_temporary_files_is_named(script, monkeypatch, capsys):
+    def full(**_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    assert main(["run", "--nproc", "2", script("")]) == 1
+    said = capsys.readouterr().err
+    assert f"the folder for temporary files {tempfile.gettempdir()} cannot be written: No space left on" in said
 
 
 def test_the_check_for_processes_left_behind_can_fail(tmp_path):

@@ -30,7 +30,8 @@ ALONE = "localhost"  # the host of ranks that name none
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What the launcher and torchrun set for every rank: a file of bindings must not.
-OWNED = frozenset((*RANKS, "MASTER_ADDR", "MASTER_PORT", *MESH_ID, *HOST_RANK, "MESHLOOM_LIFELINE"))
+_RUN = ("MESHLOOM_LIFELINE", "MESHLOOM_STORE", "MESHLOOM_SECRET")
+OWNED = frozenset((*RANKS, "MASTER_ADDR", "MASTER_PORT", *MESH_ID, *HOST_RANK, *_RUN))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
-"""The board: the store at which the processes meet and leave notes for each other, with answers in bounded time.
+"""The board: where the processes meet and leave notes for each other, with answers in bounded time.
 
-On a link that is cut, the store's own calls wait until the system notices, a quarter of an hour later. Here they run in
-a thread of their own, so that whoever asks waits only for as long as it says.
+`meshloom run` says where it is (`MESHLOOM_STORE`): on one host a folder of this user, so that no store listens at all;
+on several hosts a store that rank 0 holds, at one address. Without that, it is the store of whoever started the
+processes. On a link that is cut, a store's own calls wait until the system notices, a quarter of an hour later. Here
+they run in a thread of their own, so that whoever asks waits only for as long as it says.
 """
 
 from __future__ import annotations
@@ -11,51 +13,93 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from meshloom.backends import interfaces
+from meshloom.backends.notes import FolderNotes
+from meshloom.backends.sealing import seal_of_run
 from meshloom.errors import LostError
 
+VARIABLE = "MESHLOOM_STORE"  # file:///folder or tcp://address:port
 LOOK = 0.1  # seconds between two looks while processes meet
-_ALL = "all came"
+_MET = "all came"
 _FAILED = "nobody waits"
+
+Result = TypeVar("Result")
+
+
+def bounded(seconds: float, call: Callable[[], Result]) -> Result:
+    """What a call gives; a RuntimeError if it does not come back in time (a call into C cannot be ended)."""
+    answer: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="meshloom bounded call", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except Late:
+        raise RuntimeError(f"there was no answer within {seconds:.3g} s") from None
+
+
+class UnwrittenError(RuntimeError):
+    """A note that could not be written now, such as on a full disk; the store is still there."""
 
 
 class Board:
-    """Notes by name, on the store through which the processes met."""
+    """Notes by name, on the store through which the processes met; what others write there is not a note."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, notes: Any) -> None:
         self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
         self._is_silent = False
         self._lost: str | None = None
-        self._store = dist.PrefixStore("meshloom", store.clone())
+        self._notes = notes
+        self._seal = seal_of_run()
         threading.Thread(target=self._serve, name="meshloom board", daemon=True).start()
 
-    def write(self, name: str, text: str, seconds: float) -> None:
+    @classmethod
+    def on_store(cls, store: Any) -> Board:
+        """A board on a store of torch."""
+        return cls(dist.PrefixStore("meshloom", store.clone()))
+
+    def write(self, name: str, value: Any, seconds: float) -> None:
         """Put a note up."""
-        self._ask(seconds, "set", name, text)
+        self._ask(seconds, "set", name, self._seal.wrap(name, value))
 
-    def read(self, name: str, seconds: float) -> str | None:
+    def write_first(self, name: str, value: Any, seconds: float) -> Any:
+        """Put a note up unless there is one; the note that is there."""
+        own, expected = self._seal.wrap(name, value), b""
+        for _ in range(3):  # a stranger may write between
+            expected = self._ask(seconds, "compare_set", name, expected, own)
+            if (note := self._seal.unwrap(name, expected)) is not None:
+                return note
+        return value
+
+    def read(self, name: str, seconds: float) -> Any:
         """A note, or None if it is not there."""
-        return self._ask(seconds, "get", name).decode() if self.has(name, seconds) else None
+        return self._seal.unwrap(name, self._ask(seconds, "get", name)) if self.has(name, seconds) else None
 
-    def read_all(self, names: list[str], seconds: float) -> list[str | None]:
+    def read_all(self, names: list[str], seconds: float) -> list[Any]:
         """Several notes, in two questions where all of them are there."""
         if not self._ask(seconds, "check", names):
             return [self.read(name, seconds) for name in names]
-        return [note.decode() for note in self._ask(seconds, "multi_get", names)]
+        found = self._ask(seconds, "multi_get", names)
+        return [self._seal.unwrap(name, note) for name, note in zip(names, found, strict=True)]
 
     def has(self, name: str, seconds: float) -> bool:
-        """Whether a note is there."""
+        """Whether something is written there."""
         return bool(self._ask(seconds, "check", [name]))
-
-    def count(self, name: str, seconds: float) -> int:
-        """Count one more; how many there are now."""
-        return int(self._ask(seconds, "add", name, 1))
 
     def _ask(self, seconds: float, method: str, *arguments: Any) -> Any:
         """A RuntimeError if there is no answer in time; once silent, nobody waits until there is one again."""
@@ -73,10 +117,12 @@ class Board:
         while True:
             method, arguments, answer = self._asked.get()
             try:
-                answer.set_result(getattr(self._store, method)(*arguments))
-            except dist.DistNetworkError as error:  # asking again would only fill the output with torch's warnings
+                answer.set_result(getattr(self._notes, method)(*arguments))
+            except (dist.DistNetworkError, FileNotFoundError) as error:  # asking again would only give more warnings
                 self._lost = f"the store of the processes is gone: {first_line(error)}"
                 answer.set_exception(RuntimeError(self._lost))
+            except OSError as error:
+                answer.set_exception(UnwrittenError(f"the store of the processes cannot be written: {error}"))
             except Exception as error:
                 answer.set_exception(error)
             self._is_silent = False
@@ -84,48 +130,83 @@ class Board:
 
 def holds_store(rank: int) -> bool:
     """Whether the store is inside of this process."""
-    return rank == 0 and not is_agents()
+    return rank == 0 and holder() == "rank 0"
 
 
-def is_agents() -> bool:
-    """Whether the store is inside of torchrun's agent, rather than in rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def holder() -> str:
+    """Who holds the store: nobody but the disk, torchrun's agent, or rank 0."""
+    if urlsplit(os.environ.get(VARIABLE, "")).scheme == "file":
+        return "the folder of the run"
+    return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
 def meet(rank: int, count: int, seconds: float, line: str) -> tuple[Any, Board]:
     """The store and the board on it, once all processes have come; an error on each that names those who never did."""
     start = time.monotonic()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    place = os.environ.get(VARIABLE) or f"tcp://{_bracketed(os.environ['MASTER_ADDR'])}:{os.environ['MASTER_PORT']}"
 
-    def missing(headline: str, reason: object = None) -> LostError:
+    def missing(headline: str, reason: object = None, fix: str = _FIX) -> LostError:
         return LostError(
             f"rank {rank} waited {time.monotonic() - start:.1f} s in open_mesh at {line}: {headline}",
-            meeting_point=f"{address}:{port}",
+            meeting_point=place.partition("//")[2],
             timeout=f"{seconds:g} s",
             reason=reason,
-            fix="start all ranks with the same WORLD_SIZE and meeting point; raise timeout= (or MESHLOOM_TIMEOUT)",
+            fix=fix,
         )
 
-    is_holder = holds_store(rank)
     try:
-        if not is_holder:
-            _wait_for_answer(address, port, start + seconds)
-        store = dist.TCPStore(
-            address, port, count, is_holder, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True
-        )
+        store, board = _open(place, rank, count, seconds)
     except (OSError, RuntimeError) as error:
-        fate = "it cannot hold the store there" if is_holder else "nobody answers where rank 0 should be"
+        fate = "it cannot hold the store there" if holds_store(rank) else "nobody answers where rank 0 should be"
         raise missing(fate, first_line(error)) from None
-    board = Board(store)
     try:
-        absent = _wait_for_all(board, rank, count, start + seconds)
+        absent, wrong = _wait_for_all(board, rank, count, start + seconds)
     except RuntimeError as error:
         raise missing("the meeting point does not answer any more", first_line(error)) from None
+    if holds_store(rank) and (absent or wrong):
+        time.sleep(10 * LOOK)  # the others read it before the store goes
+    if wrong:
+        raise missing(wrong, fix=_FIX_ADDRESS)
     if absent:
-        if is_holder:
-            time.sleep(10 * LOOK)  # the others read it before the store goes
         raise missing(f"{absent} of {count} never came")
     return store, board
+
+
+_FIX = "start all ranks with the same WORLD_SIZE and meeting point; raise timeout= (or MESHLOOM_TIMEOUT)"
+_FIX_ADDRESS = (
+    f"set {interfaces.VARIABLE} on every host to the interface that joins the hosts, or give the host's name an "
+    "address that the others can reach (/etc/hosts)"
+)
+
+
+def _open(place: str, rank: int, count: int, seconds: float) -> tuple[Any, Board]:
+    url = urlsplit(place)
+    if url.scheme == "file":
+        folder = Path(url.path)
+        return dist.FileStore(str(folder / "store"), -1), Board(FolderNotes(folder / "notes"))
+    address, port = url.hostname or "", url.port or 0
+    until, is_holder = time.monotonic() + seconds, holds_store(rank)
+    if not is_holder:
+        _wait_for_answer(address, port, until)
+    door = _listen(address, port) if is_holder and VARIABLE in os.environ else None
+
+    def connect() -> tuple[Any, Board]:
+        patience = timedelta(seconds=seconds)
+        shared = door is None
+        store = dist.TCPStore(address, port, count, is_holder, patience, False, shared, door)  # waits for nobody
+        return store, Board.on_store(store)
+
+    return bounded(max(LOOK, until - time.monotonic()), connect)
+
+
+def _listen(address: str, port: int) -> int:
+    """A socket at one address alone; torch's own would listen on all interfaces."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=1024).detach()
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
 
 
 def _wait_for_answer(address: str, port: int, deadline: float) -> None:
@@ -140,20 +221,33 @@ def _wait_for_answer(address: str, port: int, deadline: float) -> None:
         time.sleep(LOOK)
 
 
-def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> str | None:
-    """None when all have come; else who has not, as the first one that stopped waiting says."""
-    board.write(f"came {rank}", socket.gethostname(), LOOK + deadline - time.monotonic())
-    if board.count("came", LOOK + deadline - time.monotonic()) == count:
-        board.write(_ALL, "", LOOK + deadline - time.monotonic())
-    while not board.has(_ALL, seconds := max(LOOK, deadline - time.monotonic())):
+def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> tuple[str, str]:
+    """Who has not come, as the first one that stopped waiting says, and what rank 0 finds wrong with those who have."""
+    names = [f"came {each}" for each in range(count)]
+    own = {"host": socket.gethostname(), "machine": interfaces.machine(), "address": interfaces.gloo_address()}
+    board.write(names[rank], own, LOOK + deadline - time.monotonic())
+    while (met := board.read(_MET, seconds := max(LOOK, deadline - time.monotonic()))) is None:
         if (absent := board.read(_FAILED, seconds)) is not None:
-            return absent
-        if time.monotonic() > deadline:
-            late = [str(each) for each in range(count) if not board.has(f"came {each}", seconds)]
-            board.write(_FAILED, absent := f"rank{'s' * (len(late) > 1)} {', '.join(late)}", seconds)
-            return absent
+            return str(absent), ""
+        came = board.read_all(names, seconds) if rank == 0 or time.monotonic() > deadline else []
+        late = [str(each) for each, note in enumerate(came) if note is None]
+        if rank == 0 and not late:
+            board.write(_MET, {"wrong": _find_unreachable(came)}, seconds)
+        elif late and time.monotonic() > deadline:
+            return str(board.write_first(_FAILED, f"rank{'s' * (len(late) > 1)} {', '.join(late)}", seconds)), ""
         time.sleep(LOOK)
-    return None
+    return "", str(met["wrong"])
+
+
+def _find_unreachable(came: list[Any]) -> str:
+    """What is wrong with where Gloo would listen, before it is asked: it would wait for the others far too long."""
+    several = len({note["machine"] for note in came}) > 1
+    for rank, note in enumerate(came):
+        if note["address"] is None:
+            return f"rank {rank} on {note['host']} has no interface named {interfaces.VARIABLE}"
+        if several and interfaces.is_loopback(note["address"]):
+            return f"rank {rank} on {note['host']} would wait at {note['address']}, which no other host can reach"
+    return ""
 
 
 def first_line(error: Exception) -> str:

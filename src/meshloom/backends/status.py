@@ -21,8 +21,18 @@ LEFT: Status = {
     "seconds": 0,
     "over": True,
 }
+_STATES = (*ENDED, "gone", "running", "waiting")
 SHOWN = 4  # processes that a headline names
 _HEAD = ("rank", "place", "host", "call", "number", "line", "state")
+
+
+def is_status(note: Any) -> bool:
+    """Whether a note is a status; without a secret anybody may have written it.
+
+    >>> is_status(LEFT), is_status({"beats": 1}), is_status(7)
+    (True, False, False)
+    """
+    return isinstance(note, dict) and set(LEFT) <= set(note) and note["state"] in _STATES
 
 
 def judged(first: Mapping[int, Status], last: Mapping[int, Status], here: int) -> dict[int, Status]:

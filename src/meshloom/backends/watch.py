@@ -9,7 +9,6 @@ all processes. Nobody waits for ever.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -18,11 +17,12 @@ import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from meshloom.backends.board import Board, first_line, holds_store, is_agents
-from meshloom.backends.status import LEFT, Status, blamed, has_answered, judged, table
+from meshloom.backends.board import Board, UnwrittenError, first_line, holder, holds_store
+from meshloom.backends.status import LEFT, Status, blamed, has_answered, is_status, judged, table
 from meshloom.errors import DivergenceError, LostError, MeshloomError, is_program, line_of, where
 from meshloom.mesh import HERE, Mesh
 
@@ -79,7 +79,7 @@ class Watch:
         """Say that this process leaves."""
         self._state, self._is_over = "left", True
         if holds_store(HERE.rank) and self.failure is None:
-            self._board.write("closed", "", GRACE)
+            self._board.write("closed", True, GRACE)
         self._done.set()
         self._thread.join(timeout=2 * GRACE)
         self._linger(GRACE)
@@ -185,10 +185,9 @@ class Watch:
         self._state = "raised"
         told: Failure = {"rank": HERE.rank, "headline": headline, "cause": cause or headline}
         try:
-            if self._board.count("failures", GRACE) == 1:
-                self._board.write("failure", json.dumps(told), GRACE)
-            elif self.failure is None:
-                self._read_failure(GRACE)
+            first = self._board.write_first("failure", told, GRACE)
+            if self.failure is None and _is_failure(first):
+                self.failure = first
             self._publish(GRACE)
         except RuntimeError as error:  # the process that holds the store is gone too
             told["cause"] += f" (nobody else was told: {first_line(error)})"
@@ -251,9 +250,10 @@ class Watch:
     def _look_at_board(self) -> bool:
         """Write the status, read whether somebody failed; false when the run is over."""
         try:
-            self._publish(self.world.timeout)
+            with suppress(UnwrittenError):  # a full disk ends nobody whose collectives go on
+                self._publish(self.world.timeout)
             self._read_failure(self.world.timeout)
-            self._is_closed = self._board.has("closed", self.world.timeout)
+            self._is_closed = self._board.read("closed", self.world.timeout) is not None
             if self._is_closed:
                 self._let_go()
             return not self._is_closed
@@ -263,8 +263,7 @@ class Watch:
             return not self._done.is_set()
 
     def _cut_off(self) -> str:
-        holder = "the launcher" if is_agents() else "rank 0"
-        return f"rank {HERE.rank} has lost {holder}, which holds the store of the processes"
+        return f"rank {HERE.rank} has lost {holder()}, which holds the store of the processes"
 
     def _abandon(self) -> None:
         """The program does not come back from where it is (a call into C that waits): end it with the report."""
@@ -274,11 +273,11 @@ class Watch:
         os._exit(1)
 
     def _read_failure(self, seconds: float) -> None:
-        if self.failure is None and (told := self._board.read("failure", seconds)) is not None:
-            self.failure = json.loads(told)
+        if self.failure is None and _is_failure(told := self._board.read("failure", seconds)):
+            self.failure = told
 
     def _publish(self, seconds: float) -> None:
-        self._board.write(f"status {HERE.rank}", json.dumps(self._status()), seconds)
+        self._board.write(f"status {HERE.rank}", self._status(), seconds)
 
     def _let_go(self) -> None:
         """Say that this process has read all that it will; the store may go."""
@@ -324,7 +323,7 @@ class Watch:
 
     def _statuses(self) -> dict[int, Status]:
         notes = self._board.read_all([f"status {rank}" for rank in range(HERE.count)], GRACE)
-        return {rank: json.loads(note) for rank, note in enumerate(notes) if note is not None}
+        return {rank: note for rank, note in enumerate(notes) if is_status(note)}
 
     # stories, for a divergence
 
@@ -340,17 +339,22 @@ class Watch:
     def stories(self) -> dict[int, list[Told]]:
         """What every process has been doing, by rank; whoever does not say so in time is left out."""
         key, deadline = f"story {self.number} ", time.monotonic() + 2 * GRACE
-        self._board.write(key + str(HERE.rank), json.dumps(list(self.story)), GRACE)
+        self._board.write(key + str(HERE.rank), list(self.story), GRACE)
         found: dict[int, list[Told]] = {}
         while len(found) < HERE.count and time.monotonic() < deadline:
             for rank in set(range(HERE.count)) - set(found):
-                if (note := self._board.read(key + str(rank), GRACE)) is not None:
-                    found[rank] = [(number, text, line) for number, text, line in json.loads(note)]
+                if isinstance(note := self._board.read(key + str(rank), GRACE), list):
+                    found[rank] = [(number, text, line) for number, text, line in note]
             time.sleep(BEAT / 5)
         return found
 
 
 _FIX = "look at the rank that failed or hangs; raise timeout= (or MESHLOOM_TIMEOUT) if it was only slow"
+
+
+def _is_failure(note: Any) -> bool:
+    """Whether a note tells of a failure; without a secret anybody may have written it."""
+    return isinstance(note, dict) and {"rank", "headline", "cause"} <= set(note)
 
 
 def where_raised(trace: Any) -> str:

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from meshloom.backends.bindings import process
-from meshloom.backends.board import Board, meet
+from meshloom.backends.board import Board, bounded, meet
 from meshloom.backends.watch import Watch
 from meshloom.errors import ArgumentError, LostError, closest, where
 from meshloom.mesh import HERE, Mesh
 
 CHECKS = ("always", "sample", "off")
 TIMEOUT = 300.0
+MARGIN = 1.0  # seconds after which we no longer wait for torch's own timeout
 LONGEST = 1e6  # seconds, 11 days
 
 
@@ -113,7 +114,7 @@ def _check(value: str) -> str:
 def _meet() -> None:
     WORLD.device = _device()
     if dist.is_initialized():
-        board = Board(dist.distributed_c10d._get_default_store())
+        board = Board.on_store(dist.distributed_c10d._get_default_store())
     else:
         board = _initialize(where())
         atexit.register(_leave)
@@ -127,7 +128,7 @@ def _meet() -> None:
     WORLD.watch.start()
     dist.distributed_c10d._set_pg_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     if HERE.rank == 0:
-        board.write("random", f"{torch.initial_seed()} {bytes(torch.get_rng_state().tolist()).hex()}", WORLD.timeout)
+        board.write("random", [torch.initial_seed(), bytes(torch.get_rng_state().tolist()).hex()], WORLD.timeout)
     WORLD.control = Group(ranks, _new_handle(ranks, backend="gloo"), HERE.rank)
     _share_random(board)
 
@@ -135,10 +136,8 @@ def _meet() -> None:
 def _share_random(board: Board) -> None:
     """Random numbers are the same on every process: where seeds differ, as of processes that nobody seeded, the first
     one's state holds."""
-    note = board.read("random", WORLD.timeout)
-    assert note is not None  # written before the processes made their first group
-    seed, state = note.split()
-    if int(seed) != torch.initial_seed():
+    seed, state = board.read("random", WORLD.timeout)  # written before the processes made their first group
+    if seed != torch.initial_seed():
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8))
 
 
@@ -147,7 +146,12 @@ def _initialize(line: str) -> Board:
     rank, count = here.rank, here.count
     store, board = meet(rank, count, WORLD.timeout, line)
     try:
-        dist.init_process_group(_backend(WORLD.device), store=store, rank=rank, world_size=count, timeout=_patience(1))
+        bounded(
+            WORLD.timeout + MARGIN,
+            lambda: dist.init_process_group(
+                _backend(WORLD.device), store=store, rank=rank, world_size=count, timeout=_patience(1)
+            ),
+        )
     except RuntimeError as error:
         raise LostError(
             f"rank {rank} lost others in open_mesh at {line}: all {count} came, and then some did not connect",
@@ -244,13 +248,18 @@ def _handle(ranks: tuple[int, ...]) -> Any:
     return WORLD.handles[ranks]
 
 
+def _connect(ranks: tuple[int, ...], backend: str | None) -> Any:
+    handle = dist.new_group(list(ranks), timeout=_patience(1), backend=backend)
+    if HERE.rank in ranks:
+        handle.allreduce([torch.zeros(1)]).wait(_patience(1))
+    return handle
+
+
 def _new_handle(ranks: tuple[int, ...], backend: str | None = None) -> Any:
     """A new group, which all processes make together; nobody goes on, or away, before all members are connected."""
     WORLD.watch.enter("new_group")
     try:
-        handle = dist.new_group(list(ranks), timeout=_patience(1), backend=backend)
-        if HERE.rank in ranks:
-            handle.allreduce([torch.zeros(1)]).wait(_patience(1))
+        handle = bounded(WORLD.timeout + MARGIN, lambda: _connect(ranks, backend))
     except RuntimeError as error:
         raise WORLD.watch.explained(error) from None
     WORLD.watch.leave()

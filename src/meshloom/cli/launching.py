@@ -1,150 +1,109 @@
-"""Starting ranks with torchrun's own agent, and a thread that listens to them.
+"""Running the ranks of this host: one loop that listens to them, shows what they say, and ends them.
 
-torchrun opens for every rank the files that `Outlets.reify` names: they are pipes here. A third pipe, the lifeline,
-tells when and how a rank ends (`cli/rank.py`), so that the first failure is known in the order that it happened.
+The guardian (`cli/guardian.py`) starts the ranks and says how each one ended. Every rank has three pipes to this
+process: its output, and the lifeline, on which it says that it failed before anything else of it ends (`cli/rank.py`),
+so that the first failure is known in the order that it happened. Nothing in the loop waits for the screen.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import selectors
 import shutil
 import signal
+import socket
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.launcher.api import LaunchConfig, launch_agent
-
-from meshloom.cli import rank as entry
-from meshloom.cli.merging import Lines, Merger, tag
+from meshloom.cli.guardian import CAUGHT, Guardian, Start, kill_group
+from meshloom.cli.meeting import Met, meet_hosts, meet_in
+from meshloom.cli.merging import Lines, Merger, Said, tag
 from meshloom.cli.run import Launch
+from meshloom.cli.showing import DESCRIPTORS, Screen, open_log
 from meshloom.errors import LaunchError
 
 GRACE = 5  # seconds between asking a rank to end and ending it
 TAIL = 20  # last lines of stderr in a report
-STREAMS = ("stdout", "stderr")
+STREAMS = tuple(DESCRIPTORS)
 
 
 def launch(plan: Launch) -> None:
     """Run every rank of this host to its end; an error that names the first failure, if there is one."""
-    _silence_torchrun()
-    listener, meeting = Listener(plan), Meeting()
+    screen = Screen()
+    met = _meet(plan)
+    logs = _open_logs(plan)
+    folder = _make_folder()
+    with _catch_signals() as heard:
+        run = Run(plan, screen, logs, heard)
+        run.start(folder, met or meet_in(folder, plan.interface))
+        run.listen()
+    if run.stopped_by is not None:
+        _stop(plan, run.stopped_by)
+    if run.failures:
+        raise _failure(plan, run)
+
+
+def _meet(plan: Launch) -> Met | None:
+    """On several hosts, what they agree upon; on one there is nobody to meet."""
     try:
-        launch_agent(_config(plan, listener, meeting), sys.executable, list(plan.command[1:]))
-    except ChildFailedError as error:
-        listener.finish(end_all=True)
-        raise _failure(plan, listener, error.failures) from None
-    except SignalException as error:
-        _ignore_signals()
-        listener.finish(end_all=True)
-        _stopped(plan, error.sigval)
-    except (RendezvousError, DistError) as error:
+        return meet_hosts(plan) if plan.has_several_hosts else None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("no rank had started") from None
+
+
+def _make_folder() -> Path:
+    """A folder that only this user can open (mode 0700), with room in it."""
+    where = tempfile.gettempdir()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="meshloom-"))
+        try:
+            (folder / "room").write_bytes(bytes(1 << 16))
+            (folder / "room").unlink()
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
         raise LaunchError(
-            f"the {len(plan.bindings.hosts)} hosts did not meet at {plan.endpoint} within {plan.start_timeout} s",
-            reason=str(error).partition("\n")[0],
-            fix="start the same command on every host, each with its --node-rank; the endpoint must be reachable",
+            f"the folder for temporary files {where} cannot be written: {error.strerror}",
+            fix="make room there, or set TMPDIR to another folder",
         ) from error
+    return folder
+
+
+def _open_logs(plan: Launch) -> dict[tuple[str, int], int]:
+    if plan.log_dir is None:
+        return {}
+    places = [(stream, binding.rank) for binding in plan.local for stream in STREAMS]
+    return {(stream, rank): open_log(plan.log_dir / f"rank-{rank}.{stream}.log") for stream, rank in places}
+
+
+@contextmanager
+def _catch_signals() -> Iterator[int]:
+    """A descriptor from which the numbers of signals can be read; SIGHUP stays ignored where it is (nohup)."""
+    ear, mouth = os.pipe()
+    os.set_blocking(ear, False)
+    os.set_blocking(mouth, False)
+    before = {number: signal.getsignal(number) for number in CAUGHT}
+    signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    for number, handler in before.items():
+        if (number, handler) != (signal.SIGHUP, signal.SIG_IGN):
+            signal.signal(number, lambda *_: None)
+    try:
+        yield ear
     finally:
-        meeting.end()
-        listener.finish()
-
-
-def _silence_torchrun() -> None:
-    """Leave it to us to tell what happens, unless the user asks torchrun to with LOGLEVEL."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
-    for name in () if "LOGLEVEL" in os.environ else names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _ignore_signals() -> None:
-    """The end has begun, and a second Ctrl-C must not leave it half done."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-class Meeting:
-    """Ctrl-C while hosts meet: torch waits for them in C++, where Python does not hear it, so a thread listens."""
-
-    def __init__(self) -> None:
-        self._ear, self._mouth = os.pipe()
-        os.set_blocking(self._mouth, False)
-        signal.set_wakeup_fd(self._mouth)
-        self._is_over = False
-        threading.Thread(target=self._wait, name="meshloom-meeting", daemon=True).start()
-
-    def end(self) -> None:
-        """The hosts have met, or failed to."""
-        if not self._is_over:
-            self._is_over = True
-            signal.set_wakeup_fd(-1)
-            os.close(self._mouth)
-
-    def _wait(self) -> None:
-        heard = os.read(self._ear, 1)
-        os.close(self._ear)
-        if heard:
-            _write(2, b"meshloom run: stopped, no rank had started\n")
-            os._exit(128 + heard[0])
-
-
-def _config(plan: Launch, listener: Listener, meeting: Meeting) -> LaunchConfig:
-    settings: dict[str, Any] = {
-        "min_nodes": len(plan.bindings.hosts),
-        "max_nodes": len(plan.bindings.hosts),
-        "nproc_per_node": len(plan.local),
-        "run_id": plan.run_id,
-        "rdzv_backend": plan.backend,
-        "rdzv_endpoint": plan.endpoint,
-        "rdzv_configs": {"timeout": plan.start_timeout, "rank": plan.node},
-        "max_restarts": 0,
-        "local_addr": "localhost" if plan.backend == "c10d" and len(plan.bindings.hosts) == 1 else None,
-        "logs_specs": Outlets(plan, listener, meeting),
-        "shutdown_timeout": GRACE,
-    }
-    known = {each.name for each in fields(LaunchConfig)}  # shutdown_timeout is younger than the oldest torch we take
-    return LaunchConfig(**{name: value for name, value in settings.items() if name in known})
-
-
-class Outlets(LogsSpecs):
-    """Where torchrun sends the output of its ranks, and the place at which it asks for their environment."""
-
-    def __init__(self, plan: Launch, listener: Listener, meeting: Meeting) -> None:
-        super().__init__()
-        self._plan = plan
-        self._listener = listener
-        self._meeting = meeting
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._plan.log_dir or os.devnull)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Pipes for every rank; its environment grows by what its binding says."""
-        self._meeting.end()
-        paths: dict[str, dict[int, str]] = {stream: {} for stream in STREAMS}
-        for local_rank, environment in envs.items():
-            rank = int(environment["RANK"])
-            pipes = self._listener.add(rank)
-            environment |= self._plan.environment_of(rank)
-            environment |= {entry.LIFELINE: str(pipes["lifeline"]), "TORCHELASTIC_ERROR_FILE": ""}
-            for stream in STREAMS:
-                paths[stream][local_rank] = str(pipes[stream])
-        self._listener.start()
-        nowhere = dict.fromkeys(envs, os.devnull)
-        return LogsDest(stdouts=paths["stdout"], stderrs=paths["stderr"], error_files=nowhere)
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(ear)
+        os.close(mouth)
 
 
 @dataclass(slots=True)
@@ -153,88 +112,106 @@ class Rank:
 
     number: int
     pid: int | None = None
-    has_ended: bool = False
-    has_failed: bool = False  # by its own word, before it ended
+    code: int | None = None  # how it ended
+    said: int | None = None  # the exit code by its own word, before it ended
     error: str | None = None
     deadline: float | None = None  # when it is ended by force
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))
 
+    @property
+    def fate(self) -> int:
+        """Its exit code: its own, although it may have been ended while it tidied up."""
+        assert self.code is not None
+        return self.said or self.code
 
-class Listener(threading.Thread):
+
+class Run:
     """Reads what ranks say and shows it at once; sees them end, and ends those that do not."""
 
-    def __init__(self, plan: Launch) -> None:
-        super().__init__(name="meshloom-listener", daemon=True)
+    def __init__(self, plan: Launch, screen: Screen, logs: dict[tuple[str, int], int], signals: int) -> None:
         self.order: list[int] = []  # ranks as they ended or said that they failed
-        self.ranks: dict[int, Rank] = {}
-        self._plan = plan
-        self._folder: Path | None = None
-        self._selector = selectors.DefaultSelector()
-        local = [binding.rank for binding in plan.local]
-        self._mergers = {stream: Merger(local, plan.hold) for stream in STREAMS}
-        self._lines: dict[tuple[str, int], Lines] = {}
-        self._logs: dict[tuple[str, int], int] = {}
-        self._is_over = threading.Event()
-        self._showing = True
+        self.ranks = {binding.rank: Rank(binding.rank) for binding in plan.local}
+        self.stopped_by: signal.Signals | None = None
+        self._plan, self._screen, self._logs = plan, screen, logs
+        self._selector = selectors.PollSelector()  # the screen may be a file, which epoll does not take
+        self._mergers = {stream: Merger(self.ranks, plan.hold) for stream in STREAMS}
+        self._lines = {(stream, rank): Lines(plan.hold) for rank in self.ranks for stream in STREAMS}
+        self._lifelines: dict[int, int] = {}  # by rank
+        self._pipes: dict[int, Callable[[], bool]] = {}  # output of ranks, and who takes it
+        self._watch(signals, partial(self._take_signals, signals))
 
-    def add(self, rank: int) -> dict[str, Path]:
-        """Make the pipes of a rank."""
-        self.ranks[rank] = Rank(rank)
-        folder = self._folder = self._folder or Path(tempfile.mkdtemp(prefix="meshloom-"))
-        pipes = {name: folder / f"{rank}.{name}" for name in (*STREAMS, "lifeline")}
-        for name, path in pipes.items():
-            os.mkfifo(path, 0o600)
-            self._selector.register(os.open(path, os.O_RDONLY | os.O_NONBLOCK), selectors.EVENT_READ, (name, rank))
-        for stream in STREAMS:
-            self._lines[stream, rank] = Lines(self._plan.hold)
-            if self._plan.log_dir is not None:
-                path = self._plan.log_dir / f"rank-{rank}.{stream}.log"
-                self._logs[stream, rank] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        return pipes
+    def start(self, folder: Path, met: Met) -> None:
+        """Start the guardian, and with it the ranks."""
+        with _reserve_port() as port:
+            starts = [self._prepare(rank, met, port.getsockname()[1]) for rank in self.ranks]
+            try:
+                self._guardian = Guardian(starts, folder)
+            except OSError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        self._watch(self._guardian.reports, self._take_reports)
 
-    def finish(self, end_all: bool = False) -> None:
-        """Show what is left; with `end_all` end whatever the ranks have left behind."""
-        if end_all:
-            for rank in self.ranks.values():
-                self._kill(rank)
-        self._is_over.set()
-        if self.is_alive():
-            self.join()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+    def _prepare(self, rank: int, met: Met, port: int) -> Start:
+        """The pipes of a rank, with its environment."""
+        ends = {}
+        for name in (*STREAMS, "lifeline"):
+            ear, ends[name] = os.pipe()
+            os.set_blocking(ear, False)
+            if name == "lifeline":
+                self._lifelines[rank] = ear
+                self._watch(ear, partial(self._take_news, rank))
+            else:
+                self._pipes[ear] = partial(self._take_output, ear, name, rank)
+                self._watch(ear, self._pipes[ear])
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {**inherited, **alone, **met.environment(), **self._plan.environment_of(rank)}
+        return Start(rank, self._plan.command, environment, has_stdin=rank == min(self.ranks), **ends)
 
-    def run(self) -> None:
-        """Listen until the launch is over, then show the rest."""
-        while not self._is_over.is_set():
-            self._listen(self._patience())
-        while self._listen(0):
+    def _watch(self, descriptor: int, take: Callable[[], object], events: int = selectors.EVENT_READ) -> None:
+        self._selector.register(descriptor, events, take)
+
+    @property
+    def failures(self) -> dict[int, Rank]:
+        """The ranks that did not end well."""
+        return {number: rank for number, rank in self.ranks.items() if rank.code}
+
+    def listen(self) -> None:
+        """Until all ranks have ended, and what they said is shown."""
+        try:
+            while any(rank.code is None for rank in self.ranks.values()):
+                self._listen_once(self._patience())
+        finally:
+            is_well = not self.failures and self.stopped_by is None and all(r.code == 0 for r in self.ranks.values())
+            self._guardian.end(is_well)
+        while self._read_rest():
             pass
-        for (stream, rank), lines in self._lines.items():
-            self._say(stream, rank, lines.end())
-        for stream, merger in self._mergers.items():
-            for rank in self.ranks:
-                self._show(stream, merger.leave(rank, time.monotonic()))
-        for descriptor in self._logs.values():
+        self._show_rest()
+        for descriptor in (*self._logs.values(), *self._lifelines.values(), *self._pipes, self._guardian.reports):
             os.close(descriptor)
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
         self._selector.close()
 
-    def _listen(self, patience: float) -> bool:
-        """Read once from every pipe that has something; whether any had."""
-        heard = [(key, *key.data, _read(key.fd)) for key, _ in self._selector.select(patience)]
-        for _, name, rank, data in heard:
-            if name in STREAMS and data:
-                self._hear(name, rank, data)
-        for key, _, rank, data in (each for each in heard if each[1] == "lifeline"):  # as they spoke or died
-            if data:
-                self._learn(self.ranks[rank], data)
-            else:
-                self._selector.unregister(key.fd)
-                os.close(key.fd)
-                self._bury(self.ranks[rank])
+    def _listen_once(self, patience: float) -> None:
+        self._register_screen()
+        for key, _ in self._selector.select(patience):
+            key.data()
+        if self._screen.has_lost_reader:  # as with `| head`: so does the run
+            self._stop(signal.SIGTERM)
         self._tick(time.monotonic())
-        return any(data for *_, data in heard)
+
+    def _register_screen(self) -> None:
+        """Wait for a slow reader, and keep ranks waiting when it is too slow."""
+        known = set(self._selector.get_map())
+        for stream, descriptor in DESCRIPTORS.items():
+            if stream in self._screen.waiting and descriptor not in known:
+                self._watch(descriptor, partial(self._screen.flush, stream), selectors.EVENT_WRITE)
+            elif stream not in self._screen.waiting and descriptor in known:
+                self._selector.unregister(descriptor)
+        for ear, take in self._pipes.items():
+            if self._screen.is_full and ear in known:
+                self._selector.unregister(ear)
+            elif not self._screen.is_full and ear not in known:
+                self._watch(ear, take)
 
     def _patience(self) -> float:
         """How long to wait for output: until something is due, a tenth of a second at most."""
@@ -242,37 +219,88 @@ class Listener(threading.Thread):
         soonest = min((due for due in dues if due is not None), default=None)
         return 0.1 if soonest is None else min(0.1, max(0.0, soonest - time.monotonic()))
 
-    def _hear(self, stream: str, rank: int, data: bytes) -> None:
-        self._log(stream, rank, data)
-        self._say(stream, rank, self._lines[stream, rank].feed(data, time.monotonic()))
+    # what is heard
 
-    def _say(self, stream: str, rank: int, lines: list[str]) -> None:
-        for line in lines:
-            line = line.removeprefix(f"[rank{rank}]: ")  # torch's own, before its tracebacks
-            if stream == "stderr":
-                self.ranks[rank].tail.append(line)
-            self._show(stream, self._mergers[stream].say(rank, line, time.monotonic()))
+    def _take_output(self, ear: int, stream: str, rank: int) -> bool:
+        data = _read(ear)
+        if data == b"":  # all who could speak have ended
+            self._drop(ear)
+        elif data:
+            self._log(stream, rank, data)
+            self._say(stream, rank, self._lines[stream, rank].feed(data, time.monotonic()))
+        return bool(data)
 
-    def _log(self, stream: str, rank: int, data: bytes) -> None:
-        descriptor = self._logs.get((stream, rank))
-        if descriptor is None:
-            return
-        try:
-            _write(descriptor, data)
-        except OSError as error:
-            os.close(self._logs.pop((stream, rank)))
-            _write(2, f"meshloom run: the {stream} of rank {rank} is no longer logged: {error}\n".encode())
+    def _drop(self, ear: int) -> None:
+        del self._pipes[ear]
+        if ear in self._selector.get_map():
+            self._selector.unregister(ear)
+        os.close(ear)
 
-    def _show(self, stream: str, said: list[Any]) -> None:
-        world = len(self._plan.bindings)
-        text = "".join(f"{tag(each.ranks, world)} {each.line}\n" for each in said)
-        if not text or not self._showing:
-            return
-        try:
-            _write(1 if stream == "stdout" else 2, text.encode(errors="replace"))
-        except BrokenPipeError:  # the reader has gone (as with `| head`): so does the run
-            self._showing = False
-            os.kill(os.getpid(), signal.SIGTERM)
+    def _take_news(self, rank: int) -> None:
+        """What a rank says on its lifeline: that it has failed; it may tidy up, not stay."""
+        data, known = _read(self._lifelines[rank]), self.ranks[rank]
+        if data == b"" and self._lifelines[rank] in self._selector.get_map():
+            self._selector.unregister(self._lifelines[rank])
+        for facts in map(json.loads, (data or b"").splitlines()):
+            if facts["has_failed"]:
+                known.said, known.error = facts["code"], facts["error"]
+                known.deadline = time.monotonic() + GRACE
+                self._note_end(rank)
+
+    def _take_reports(self) -> None:
+        """What the guardian says; first all that ranks have said before it."""
+        data = _read(self._guardian.reports)
+        for rank in self.ranks:
+            self._take_news(rank)
+        if data == b"":
+            self._selector.unregister(self._guardian.reports)
+            self._bury_all()
+        for facts in map(json.loads, (data or b"").splitlines()):
+            known = self.ranks[facts["rank"]]
+            known.pid = facts.get("pid", known.pid)
+            if "error" in facts:
+                known.error, facts["code"] = f"it could not be started: {facts['error']}", 1
+            if "code" in facts:
+                self._bury(known, facts["code"])
+
+    def _bury_all(self) -> None:
+        """The guardian was killed, and the system has ended the ranks with it."""
+        for rank in self.ranks.values():
+            if rank.code is None:
+                if rank.pid is not None:
+                    kill_group(rank.pid, signal.SIGKILL)
+                rank.error = rank.error or "the guardian of the ranks was killed"
+                self._bury(rank, -signal.SIGKILL)
+
+    def _bury(self, rank: Rank, code: int) -> None:
+        """A rank has ended; if it failed, the others are asked to end."""
+        rank.code, rank.deadline = code, None
+        self._note_end(rank.number)
+        if code:
+            self._ask_to_end(signal.SIGTERM)
+
+    def _note_end(self, rank: int) -> None:
+        if rank not in self.order:
+            self.order.append(rank)
+
+    def _ask_to_end(self, number: int) -> None:
+        """A signal to those who still run and have not been asked; they get a deadline."""
+        asked = [rank for rank in self.ranks.values() if rank.code is None and rank.deadline is None]
+        if asked:
+            self._guardian.send(number, [rank.number for rank in asked])
+        for rank in asked:
+            rank.deadline = time.monotonic() + GRACE
+
+    def _take_signals(self, signals: int) -> None:
+        for number in _read(signals) or b"":
+            if number in CAUGHT:
+                self._stop(signal.Signals(number))
+
+    def _stop(self, number: signal.Signals) -> None:
+        """The end begins, once: a second Ctrl-C must not leave it half done."""
+        if self.stopped_by is None:
+            self.stopped_by = number
+            self._ask_to_end(number)
 
     def _tick(self, now: float) -> None:
         for (stream, rank), lines in self._lines.items():
@@ -281,78 +309,101 @@ class Listener(threading.Thread):
             self._show(stream, merger.tick(now))
         for late in self.ranks.values():
             if late.deadline is not None and now >= late.deadline:
-                late.deadline = None
-                self._kill(late)
+                late.deadline = now + GRACE
+                self._guardian.send(signal.SIGKILL, [late.number])
 
-    def _learn(self, rank: Rank, data: bytes) -> None:
-        for line in data.splitlines():
-            facts = json.loads(line)
-            rank.pid = facts.get("pid", rank.pid)
-            if facts.get("has_failed"):
-                rank.has_failed, rank.error = True, facts.get("error")
-                rank.deadline = time.monotonic() + GRACE  # it has failed; it may tidy up, not stay
-                self.order.append(rank.number)
+    # what is shown
 
-    def _bury(self, rank: Rank) -> None:
-        """A rank has ended: torchrun asks the others to end if it failed, and here they get a deadline."""
-        rank.has_ended, rank.deadline = True, None
-        if rank.number not in self.order:
-            self.order.append(rank.number)
-        if rank.pid is not None and (rank.has_failed or _status(rank.pid)):
-            for other in self.ranks.values():
-                if not other.has_ended and other.deadline is None:
-                    other.deadline = time.monotonic() + GRACE
+    def _say(self, stream: str, rank: int, lines: list[str]) -> None:
+        for line in lines:
+            line = line.removeprefix(f"[rank{rank}]: ")  # torch's own, before its tracebacks
+            if stream == "stderr":
+                self.ranks[rank].tail.append(line)
+            self._show(stream, self._mergers[stream].say(rank, line, time.monotonic()))
 
-    def _kill(self, rank: Rank) -> None:
-        if rank.pid is None:
+    def _show(self, stream: str, said: list[Said]) -> None:
+        world = len(self._plan.bindings)
+        if said:
+            self._screen.show(stream, "".join(f"{tag(each.ranks, world)} {each.line}\n" for each in said))
+
+    def _log(self, stream: str, rank: int, data: bytes) -> None:
+        descriptor = self._logs.get((stream, rank))
+        if descriptor is None:
             return
         try:
-            os.killpg(rank.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # nothing of the group is left
-            return
+            while data:
+                data = data[os.write(descriptor, data) :]
+        except OSError as error:
+            os.close(self._logs.pop((stream, rank)))
+            self._screen.show("stderr", f"meshloom run: the {stream} of rank {rank} is no longer logged: {error}\n")
+
+    def _read_rest(self) -> bool:
+        """What is left in the pipes; children that ranks left running may speak on, to nobody."""
+        self._drain_screen()
+        heard = [take() for take in list(self._pipes.values())]
+        return any(heard)
+
+    def _show_rest(self) -> None:
+        for (stream, rank), lines in self._lines.items():
+            self._say(stream, rank, lines.end())
+        for stream, merger in self._mergers.items():
+            for rank in self.ranks:
+                self._show(stream, merger.leave(rank, time.monotonic()))
+        self._drain_screen()
+
+    def _drain_screen(self) -> None:
+        """Wait for a slow reader, until somebody stops the run; then for a moment."""
+        until = None
+        while self._screen.waiting and (until is None or time.monotonic() < until):
+            self._listen_once(0.1)
+            if self.stopped_by is not None and until is None:
+                until = time.monotonic() + GRACE
 
 
-def _read(descriptor: int) -> bytes:
+@contextmanager
+def _reserve_port() -> Iterator[socket.socket]:
+    """A port of loopback for programs of plain torch, whose rank 0 may listen there; nobody else is given it.
+
+    It is bound and does not listen, and the guardian has it for as long as ranks run.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held
+
+
+def _read(descriptor: int) -> bytes | None:
+    """What there is to read: nothing at the end, None if there is nothing yet."""
     try:
         return os.read(descriptor, 1 << 16)
     except BlockingIOError:
-        return b""
+        return None
 
 
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _status(pid: int) -> int:
-    """The exit status of a child that is just ending, left for torchrun to collect; 0 if that has been done already."""
-    until = time.monotonic() + 0.05
-    while time.monotonic() < until:
-        try:
-            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        except ChildProcessError:
-            return 0
-        if found is not None:
-            return found.si_status
-        time.sleep(0.001)
-    return 0
-
-
-def _failure(plan: Launch, listener: Listener, failures: dict[int, ProcessFailure]) -> LaunchError:
+def _failure(plan: Launch, run: Run) -> LaunchError:
     """The first failure as an error: who, how, and the last that it said."""
-    torchs = min(failures, key=lambda rank: failures[rank].timestamp)
-    first = next((rank for rank in listener.order if rank in failures), torchs)
-    known = listener.ranks[first]
-    several = len(plan.bindings.hosts) > 1
+    first = next(rank for rank in run.order if rank in run.failures)
+    known = run.ranks[first]
+    here = " on this host" if plan.has_several_hosts else ""
+    headline = f"rank {first} of {len(plan.bindings)} failed first{here}: {_ending(known.fate)}"
+    if early := _left_early(run, known):
+        headline = f"{early} left before the others{here}, and rank {first} failed of it: {_ending(known.fate)}"
     return LaunchError(
-        f"rank {first} of {len(plan.bindings)} failed first{' on this host' if several else ''}: "
-        + _ending(failures[first].exitcode),
-        host=plan.bindings[first].host if several else None,
+        headline,
+        host=plan.bindings[first].host if here else None,
         error=known.error,
         stderr="\n".join(known.tail) or None,
-        others=_others(listener, failures, first),
+        others=_others(run, first),
         logs=plan.log_dir,
     )
+
+
+def _left_early(run: Run, first: Rank) -> str:
+    """Who ended well while another one still needed it, as that one says."""
+    if not (first.error or "").startswith("LostError"):
+        return ""
+    early = [rank for rank in run.order[: run.order.index(first.number)] if run.ranks[rank].code == 0]
+    return f"rank{'s' * (len(early) > 1)} {', '.join(map(str, early))}" if early else ""
 
 
 def _ending(code: int) -> str:
@@ -364,18 +415,17 @@ def _ending(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name} (signal {-code})"
 
 
-def _others(listener: Listener, failures: dict[int, ProcessFailure], first: int) -> str | None:
+def _others(run: Run, first: int) -> str | None:
     """The ranks that failed after the first one, not those that the launcher ended."""
     own = [
-        f"rank {rank}: {_ending(failure.exitcode)}"
-        + (f", {listener.ranks[rank].error}" * bool(listener.ranks[rank].error))
-        for rank, failure in sorted(failures.items())
-        if rank != first and failure.exitcode not in (-signal.SIGTERM, -signal.SIGKILL)
+        f"rank {number}: {_ending(rank.fate)}" + (f", {rank.error}" * bool(rank.error))
+        for number, rank in sorted(run.failures.items())
+        if number != first and rank.fate not in (-signal.SIGTERM, -signal.SIGKILL)
     ]
     return "\n".join(own) or None
 
 
-def _stopped(plan: Launch, number: signal.Signals) -> None:
+def _stop(plan: Launch, number: signal.Signals) -> None:
     """End as a process does that was stopped by this signal."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt(f"all {len(plan.local)} ranks have ended")

@@ -1,7 +1,7 @@
 """What a rank runs first: a line to the launcher, then the user's script as `python script.py` would run it.
 
-Started by its path, so that it costs no import of the package. On the line it says its process id, then how the script
-ended, before the interpreter winds down; the system closes the line when the process dies, however it dies.
+Started by its path, so that it costs no import of the package. On the line it says how the script ended, before the
+interpreter winds down.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ import sys
 from types import TracebackType
 from typing import Any
 
-LIFELINE = "MESHLOOM_LIFELINE"
+LIFELINE = "MESHLOOM_LIFELINE"  # the descriptor of the line, and the process id of the guardian
+LONGEST = 600  # characters of an error on the line
 
 
 def main(arguments: list[str]) -> None:
     """Run a script, or with `-m` a module, and tell the launcher how it ended."""
-    end_with(os.getppid())
-    tell = open_line(os.environ.pop(LIFELINE))
+    line, parent = map(int, os.environ.pop(LIFELINE).split(":"))
+    end_with(parent)
+    tell = open_line(line)
     try:
         run(arguments)
     except BaseException as error:
         code = exit_code(error)
         if isinstance(error, SystemExit):
-            tell(has_failed=code != 0)
+            text = None if error.code is None or isinstance(error.code, int) else str(error.code)
+            tell(has_failed=code != 0, code=code, error=text)
             raise
-        tell(has_failed=True, error=f"{type(error).__name__}: {error}")
+        tell(has_failed=True, code=code, error=f"{type(error).__name__}: {error}")
         trace = of_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(code)
@@ -51,16 +54,18 @@ def exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def open_line(path: str) -> Any:
+def open_line(line: int) -> Any:
     """A function that sends what it is given to the launcher; children of this process have none, and say nothing."""
-    line, own = os.open(path, os.O_WRONLY), os.getpid()
+    own = os.getpid()
+    os.set_inheritable(line, False)
     os.register_at_fork(after_in_child=lambda: os.close(line))
 
-    def tell(**facts: Any) -> None:
+    def tell(error: str | None = None, **facts: Any) -> None:
         if os.getpid() == own:
-            os.write(line, json.dumps(facts).encode()[:4000] + b"\n")
+            shown = None if error is None else error[:LONGEST]  # a pipe takes 4096 bytes as one piece
+            text = json.dumps({**facts, "error": shown}, ensure_ascii=False)
+            os.write(line, text.encode(errors="replace") + b"\n")
 
-    tell(pid=own)
     return tell
 
 
@@ -73,14 +78,14 @@ def of_script(trace: TracebackType | None) -> TracebackType | None:
     return found or trace
 
 
-def end_with(launcher: int) -> None:
-    """Let the system end this process when the launcher dies, even by kill -9 (Linux only)."""
+def end_with(parent: int) -> None:
+    """Let the system end this process when its guardian dies, even by kill -9 (Linux only)."""
     if sys.platform != "linux":
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher:
+    if os.getppid() != parent:
         sys.exit("the launcher is gone")
 
 

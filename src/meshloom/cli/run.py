@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import getpass
+import hashlib
+import ipaddress
+import json
 import os
 import shlex
 import socket
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,8 +51,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--bindings", type=Path, help="a YAML file: rank, mesh id, host rank, devices, variables")
     meeting = parser.add_argument_group("how hosts meet (as in torchrun)")
     meeting.add_argument("--rdzv-endpoint", help=f"host:port of the meeting point (default: the first host, {PORT})")
-    meeting.add_argument("--rdzv-backend", choices=("static", "c10d"), help="default: static; c10d on one host")
-    meeting.add_argument("--rdzv-id", help="a name for this run, the same on every host")
+    meeting.add_argument(
+        "--rdzv-backend", choices=("static",), help="the only one: torch's c10d unpickles what it meets"
+    )
+    meeting.add_argument(
+        "--rdzv-id", help="a name for this run, the same on every host (default: from user and command)"
+    )
+    meeting.add_argument("--interface", help="the network interface that joins the hosts (GLOO_SOCKET_IFNAME)")
     meeting.add_argument("--start-timeout", type=_positive, default=300, help="seconds to wait for hosts (%(default)s)")
     how = parser.add_argument_group("how it runs")
     how.add_argument("--timeout", type=_seconds, help="seconds that a collective may take (MESHLOOM_TIMEOUT)")
@@ -73,20 +79,9 @@ def run(options: argparse.Namespace) -> None:
     _check_script(options)
     if plan.log_dir is not None:
         _check_folder(plan.log_dir)
-    with _quiet_start():
-        from meshloom.cli.launching import launch  # loads torch
+    from meshloom.cli.launching import launch
 
     launch(plan)
-
-
-@contextmanager
-def _quiet_start() -> Iterator[None]:
-    """Load torch such that its C++ code does not log in this process; ranks do not inherit that."""
-    name, before = "TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ.setdefault(name, "FATAL")
-    yield
-    if before is None:
-        del os.environ[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +90,31 @@ class Launch:
 
     bindings: Bindings
     node: int
-    command: tuple[str, ...]
+    typed: tuple[str, ...]
     settings: tuple[tuple[str, str], ...]
-    backend: str
-    endpoint: str
+    endpoint: str | None
+    interface: str | None
     run_id: str
     start_timeout: int
     log_dir: Path | None
     hold: float
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What a rank runs: the script, as it was typed, after the line to the launcher."""
+        return (sys.executable, "-u", ENTRY, *self.typed)
+
+    @property
+    def has_several_hosts(self) -> bool:
+        """Whether hosts have to meet before ranks start."""
+        return len(self.bindings.hosts) > 1
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The meeting point: a name or an address, and a port."""
+        assert self.endpoint is not None
+        name, _, port = self.endpoint.rpartition(":")
+        return name.strip("[]"), int(port)
 
     @property
     def local(self) -> tuple[Binding, ...]:
@@ -111,8 +123,9 @@ class Launch:
         return tuple(binding for binding in self.bindings if binding.host == host)
 
     def environment_of(self, rank: int) -> dict[str, str]:
-        """What the launcher adds to a rank's environment, beside torchrun's own variables."""
-        return {**dict(self.settings), **self._threads(rank), **self.bindings[rank].environment()}
+        """What the launcher adds to a rank's environment: torchrun's own variables, the settings, the binding."""
+        binding = self.bindings[rank]
+        return {**self._torchruns(binding), **dict(self.settings), **self._threads(rank), **binding.environment()}
 
     def _threads(self, rank: int) -> dict[str, str]:
         """The cores of a host shared out to its ranks, unless the user has said otherwise."""
@@ -122,19 +135,19 @@ class Launch:
         return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
 
     def __str__(self) -> str:
-        hosts = self.bindings.hosts
-        head = f"{_count(len(self.bindings), 'rank')} on {_count(len(hosts), 'host')}, meeting at {self.endpoint}"
+        head = f"{_count(len(self.bindings), 'rank')} on {_count(len(self.bindings.hosts), 'host')}"
+        meeting = f", meeting at {self.endpoint}" if self.has_several_hosts else ""
         ranks = "\n\n".join(self._told(binding) for binding in self.bindings)
-        return f"{head} ({self.backend})\n\n{self.bindings}\n\n{ranks}"
+        return f"{head}{meeting}\n\n{self.bindings}\n\n{ranks}"
 
     def _told(self, binding: Binding) -> str:
-        told = {**self._torchruns(binding), **self.environment_of(binding.rank)}
+        told = self.environment_of(binding.rank)
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
         command = shlex.join(self.command)
         return message(f"rank {binding.rank} on {binding.host}", environment=variables, command=command)
 
     def _torchruns(self, binding: Binding) -> dict[str, str]:
-        """The variables that torchrun sets and that are known beforehand."""
+        """The variables that torchrun sets; rank 0 holds whatever store a program of plain torch opens there."""
         names = [host for host, _ in self.bindings.hosts]
         found: dict[str, object] = {
             "RANK": binding.rank,
@@ -142,10 +155,12 @@ class Launch:
             "LOCAL_RANK": binding.local_rank,
             "LOCAL_WORLD_SIZE": dict(self.bindings.hosts)[binding.host],
             "GROUP_RANK": names.index(binding.host),
+            "GROUP_WORLD_SIZE": len(names),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": False,
         }
-        if self.backend == "static":
-            address, _, port = self.endpoint.rpartition(":")
-            found |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+        if self.endpoint is not None:
+            found |= dict(zip(("MASTER_ADDR", "MASTER_PORT"), self.place, strict=True))
         return {name: str(value) for name, value in found.items()}
 
 
@@ -153,23 +168,24 @@ def planned(options: argparse.Namespace) -> Launch:
     """The launch that the command line asks for."""
     bindings = _bindings(options)
     hosts = bindings.hosts
-    backend = options.rdzv_backend or ("static" if len(hosts) > 1 or options.rdzv_endpoint else "c10d")
-    if backend == "c10d" and len(hosts) > 1 and options.bindings:
-        raise LaunchError(
-            "c10d hands out ranks as hosts arrive, so bindings cannot hold", fix="leave out --rdzv-backend"
-        )
+    typed = (*(["-m"] if options.module else []), options.script, *options.args)
     return Launch(
         bindings=bindings,
         node=_node(options, hosts),
-        command=(sys.executable, "-u", ENTRY, *(["-m"] if options.module else []), options.script, *options.args),
+        typed=typed,
         settings=_settings(options),
-        backend=backend,
-        endpoint=_endpoint(options.rdzv_endpoint, backend, hosts),
-        run_id=options.rdzv_id or ("meshloom" if len(hosts) > 1 else uuid.uuid4().hex),
+        endpoint=_endpoint(options.rdzv_endpoint, hosts),
+        interface=options.interface or os.environ.get("GLOO_SOCKET_IFNAME"),
+        run_id=options.rdzv_id or _run_id(typed),
         start_timeout=options.start_timeout,
         log_dir=options.log_dir,
         hold=options.hold,
     )
+
+
+def _run_id(typed: tuple[str, ...]) -> str:
+    """A name that two jobs do not share, unless one user runs the same command twice."""
+    return hashlib.sha256(json.dumps([getpass.getuser(), *typed]).encode()).hexdigest()[:16]
 
 
 def _bindings(options: argparse.Namespace) -> Bindings:
@@ -216,14 +232,27 @@ def _node(options: argparse.Namespace, hosts: tuple[tuple[str, int], ...]) -> in
     return found[0]
 
 
-def _endpoint(given: str | None, backend: str, hosts: tuple[tuple[str, int], ...]) -> str:
+def _endpoint(given: str | None, hosts: tuple[tuple[str, int], ...]) -> str | None:
+    """host:port; None on one host, where nobody has to come."""
     if given is None:
-        return "localhost:0" if backend == "c10d" and len(hosts) == 1 else f"{hosts[0][0]}:{PORT}"
+        return f"{hosts[0][0]}:{PORT}" if len(hosts) > 1 else None
     name, _, port = given.rpartition(":")
-    name, port = (name, port) if name else (given, str(PORT))
-    if not port.isdecimal() or int(port) > 65535:
+    if _is_ipv6(given) or _is_ipv6(name):  # fd77::1:29500 could be read in two ways
+        address = given if _is_ipv6(given) else name
+        raise LaunchError(
+            f"--rdzv-endpoint {given} is an IPv6 address without brackets",
+            fix=f"write [{address}]:port, as in [{address}]:{PORT}",
+        )
+    if not name or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise LaunchError(f"--rdzv-endpoint {given} has no port", fix=f"write host:port, as in {hosts[0][0]}:{PORT}")
-    return f"{name}:{port}"
+    return given
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 def _settings(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
