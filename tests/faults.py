@@ -81,8 +81,10 @@ def run(
     if meanwhile is not None:
         outputs = [folder / f"rank-{rank}" for rank in started]
         wait_until(lambda: all("READY" in each.read_text() for each in outputs), list(started.values()), folder)
-        meanwhile()
-        (folder / "go_on").touch()
+        try:
+            meanwhile()
+        finally:
+            (folder / "go_on").touch()
     ends = wait_for(list(started.values()), folder)
     ended = [
         Ended(rank, process.returncode, end, (folder / f"rank-{rank}").read_text(errors="replace"))
@@ -151,24 +153,32 @@ def wait_for(started: list[subprocess.Popen[bytes]], folder: Path, seconds: floa
                 ends[process.pid] = time.time()
         time.sleep(0.02)
     hung = [process for process in started if process.pid not in ends]
-    for process in hung:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    end(hung)
     said = "".join(each.read_text(errors="replace") for each in folder.rglob("*") if each.is_file())
     assert not hung, f"{len(hung)} of {len(started)} hung for {seconds:g} s:\n{said}"
     assert left(folder) == [], f"processes were left behind:\n{said}"
     return [ends[process.pid] for process in started]
 
 
+def end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End by force what still runs; a launcher's guardian then ends its ranks."""
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def wait_until(
     is_so: Callable[[], bool], started: Sequence[subprocess.Popen[bytes]], folder: Path, seconds: float = LIMIT
 ) -> None:
-    """Wait for something that the processes bring about; an error if they end, or take too long."""
+    """Wait for something that the processes bring about; an error, and their end, if they end or take too long."""
     deadline = time.monotonic() + seconds
     while not is_so():
-        said = "".join(each.read_text(errors="replace") for each in folder.rglob("*") if each.is_file())
-        assert all(process.poll() is None for process in started), f"ended too early:\n{said}"
-        assert time.monotonic() < deadline, f"not within {seconds:g} s:\n{said}"
+        is_early = any(process.poll() is not None for process in started)
+        if is_early or time.monotonic() > deadline:
+            said = "".join(each.read_text(errors="replace") for each in folder.rglob("*") if each.is_file())
+            end(started)
+            raise AssertionError(f"{'ended too early' if is_early else f'not within {seconds:g} s'}:\n{said}")
         time.sleep(0.05)
 
 

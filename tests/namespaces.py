@@ -107,10 +107,10 @@ def environment(hosts: tuple[Host, Host], rank: int, count: int) -> dict[str, st
 
 
 def start_ranks(
-    hosts: tuple[Host, Host], count: int, command: list[str], folder: Path
+    hosts: tuple[Host, Host], count: int, command: list[str], folder: Path, **more: str
 ) -> list[subprocess.Popen[bytes]]:
     """A process per rank; what each says goes to `rank-N` in the folder."""
     return [
-        hosts[rank * 2 // count].start(command, folder / f"rank-{rank}", environment(hosts, rank, count))
+        hosts[rank * 2 // count].start(command, folder / f"rank-{rank}", {**environment(hosts, rank, count), **more})
         for rank in range(count)
     ]

@@ -68,7 +68,9 @@ def try_all(tried: dict[str, Callable[[], object]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    import torch.distributed  # noqa: F401  (before this user cannot read it any more)
+    import encodings.idna  # noqa: F401  (while it is still a user who can read the library)
+
+    import torch.distributed  # noqa: F401
 
     os.setgroups([])
     os.setgid(NOBODY)

@@ -373,6 +373,20 @@ def test_ctrl_c_at_the_launcher_ends_all_ranks_with_where_they_were(to_group, tm
         )
 
 
+def test_a_launcher_that_is_paused_changes_nothing(tmp_path):
+    process = faults.start_meshloom_run("goes_on_until", tmp_path)
+    logs = [tmp_path / "logs" / f"rank-{rank}.stdout.log" for rank in range(2)]
+    faults.wait_until(lambda: all(each.exists() and "READY" in each.read_text() for each in logs), [process], tmp_path)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(6)  # longer than the timeout of the ranks, which need the launcher only to be shown
+    process.send_signal(signal.SIGCONT)
+    time.sleep(1)
+    (tmp_path / "go_on").touch()
+    faults.wait_for([process], tmp_path)
+    said = (tmp_path / "launcher").read_text()
+    assert process.returncode == 0 and "[all 2] END" in said, said
+
+
 def test_a_log_folder_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path):
     (tmp_path / "logs").write_text("a file, not a folder")
     process = faults.start_meshloom_run("goes_on", tmp_path)

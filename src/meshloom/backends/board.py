@@ -8,6 +8,7 @@ they run in a thread of their own, so that whoever asks waits only for as long a
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import socket
@@ -29,6 +30,7 @@ from meshloom.backends.sealing import seal_of_run
 from meshloom.errors import LostError
 
 VARIABLE = "MESHLOOM_STORE"  # file:///folder or tcp://address:port
+MARGIN = 1.0  # seconds after which we no longer wait for torch's own timeout
 LOOK = 0.1  # seconds between two looks while processes meet
 _MET = "all came"
 _FAILED = "nobody waits"
@@ -46,10 +48,12 @@ def bounded(seconds: float, call: Callable[[], Result]) -> Result:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="meshloom bounded call", daemon=True).start()
+    thread = threading.Thread(target=run, name="meshloom bounded call", daemon=True)
+    thread.start()
     try:
         return answer.result(seconds)
     except Late:
+        atexit.register(thread.join, 2 * MARGIN)  # coming back amid our exit, it would abort the process
         raise RuntimeError(f"there was no answer within {seconds:.3g} s") from None
 
 
@@ -189,14 +193,15 @@ def _open(place: str, rank: int, count: int, seconds: float) -> tuple[Any, Board
     if not is_holder:
         _wait_for_answer(address, port, until)
     door = _listen(address, port) if is_holder and VARIABLE in os.environ else None
+    left = max(LOOK, until - time.monotonic())
 
     def connect() -> tuple[Any, Board]:
-        patience = timedelta(seconds=seconds)
-        shared = door is None
-        store = dist.TCPStore(address, port, count, is_holder, patience, False, shared, door)  # waits for nobody
+        patience, shared = timedelta(seconds=left / 2), door is None  # torch gives up before we do
+        store = dist.TCPStore(address, port, count, is_holder, patience, False, shared, door)
+        store.set_timeout(timedelta(seconds=seconds))
         return store, Board.on_store(store)
 
-    return bounded(max(LOOK, until - time.monotonic()), connect)
+    return bounded(left + MARGIN, connect)
 
 
 def _listen(address: str, port: int) -> int:
@@ -224,7 +229,12 @@ def _wait_for_answer(address: str, port: int, deadline: float) -> None:
 def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> tuple[str, str]:
     """Who has not come, as the first one that stopped waiting says, and what rank 0 finds wrong with those who have."""
     names = [f"came {each}" for each in range(count)]
-    own = {"host": socket.gethostname(), "machine": interfaces.machine(), "address": interfaces.gloo_address()}
+    own = {
+        "host": socket.gethostname(),
+        "machine": interfaces.machine(),
+        "interface": os.environ.get(interfaces.VARIABLE),
+        "address": interfaces.gloo_address(),
+    }
     board.write(names[rank], own, LOOK + deadline - time.monotonic())
     while (met := board.read(_MET, seconds := max(LOOK, deadline - time.monotonic()))) is None:
         if (absent := board.read(_FAILED, seconds)) is not None:
@@ -244,7 +254,7 @@ def _find_unreachable(came: list[Any]) -> str:
     several = len({note["machine"] for note in came}) > 1
     for rank, note in enumerate(came):
         if note["address"] is None:
-            return f"rank {rank} on {note['host']} has no interface named {interfaces.VARIABLE}"
+            return f"rank {rank} on {note['host']} has no interface named {note['interface']} with an address"
         if several and interfaces.is_loopback(note["address"]):
             return f"rank {rank} on {note['host']} would wait at {note['address']}, which no other host can reach"
     return ""

@@ -52,7 +52,7 @@ def interface_of(address: str) -> str | None:
 def is_loopback(address: str) -> bool:
     """Whether only its own host can reach an address.
 
-    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("::1")
+    >>> is_loopback("127.0.1.1"), is_loopback("192.0.2.1"), is_loopback("::1")
     (True, False, True)
     """
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 
 from meshloom.backends.bindings import process
-from meshloom.backends.board import Board, bounded, meet
+from meshloom.backends.board import MARGIN, Board, bounded, meet
 from meshloom.backends.watch import Watch
 from meshloom.errors import ArgumentError, LostError, closest, where
 from meshloom.mesh import HERE, Mesh
 
 CHECKS = ("always", "sample", "off")
 TIMEOUT = 300.0
-MARGIN = 1.0  # seconds after which we no longer wait for torch's own timeout
 LONGEST = 1e6  # seconds, 11 days
 
 
