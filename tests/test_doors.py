@@ -156,7 +156,7 @@ def boards(folder: Path) -> dict[str, tuple[Board, object]]:
     """A board on every kind of store, with the store as a stranger sees it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     notes = FolderNotes(folder)
-    return {"tcp": (Board.on_store(store), dist.PrefixStore("meshloom", store)), "folder": (Board(notes), notes)}
+    return {"tcp": (Board.beside(store), dist.PrefixStore("meshloom", store)), "folder": (Board(notes), notes)}
 
 
 # what a stranger may write, and whether only a secret tells that it is no note

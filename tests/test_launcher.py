@@ -257,11 +257,13 @@ def test_a_program_of_plain_torch_meets_as_it_does_under_torchrun(script):
         dist.init_process_group("gloo")
         x = torch.full((2,), float(rank))
         dist.all_reduce(x)
-        print(x.tolist())
+        import meshloom as loom
+
+        print(x.tolist(), loom.ones(8, mesh=loom.open_mesh((2,)), placements="S(0)").sum().item())
         dist.destroy_process_group()
     """)
     done = run("--nproc", "2", path)
-    assert (done.returncode, done.stdout) == (0, "[all 2] [1.0, 1.0]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[all 2] [1.0, 1.0] 8.0\n"), done.stderr
 
 
 def free_port() -> int:
@@ -717,7 +719,10 @@ def test_nothing_stays_behind_when_the_launcher_is_killed(script, tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_ranks_end_when_their_guardian_is_killed(script):
+def test_ranks_end_when_their_guardian_is_killed(script, tmp_path, monkeypatch):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
     process = start("--nproc", "2", script(STAY.format(before="pass")))
     try:
         read_until(process, "up")
@@ -727,6 +732,7 @@ def test_ranks_end_when_their_guardian_is_killed(script):
     finally:
         process.kill()
     assert process.returncode == 1 and "the guardian of the ranks was killed" in told
+    assert list(folder.iterdir()) == []
 
 
 def test_nohup_is_respected(script, tmp_path):

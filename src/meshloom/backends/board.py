@@ -20,7 +20,7 @@ from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
@@ -73,9 +73,10 @@ class Board:
         threading.Thread(target=self._serve, name="meshloom board", daemon=True).start()
 
     @classmethod
-    def on_store(cls, store: Any) -> Board:
-        """A board on a store of torch."""
-        return cls(dist.PrefixStore("meshloom", store.clone()))
+    def beside(cls, store: Any) -> Board:
+        """The board of processes that met through a store of torch: in the folder of the run, or else on that store."""
+        folder = folder_of_run()
+        return cls(FolderNotes(folder / "notes") if folder else dist.PrefixStore("meshloom", store.clone()))
 
     def write(self, name: str, value: Any, seconds: float) -> None:
         """Put a note up."""
@@ -132,6 +133,12 @@ class Board:
             self._is_silent = False
 
 
+def folder_of_run() -> Path | None:
+    """Where the processes of one host meet, if `meshloom run` has started them."""
+    url = urlsplit(os.environ.get(VARIABLE, ""))
+    return Path(unquote(url.path)) if url.scheme == "file" else None
+
+
 def holds_store(rank: int) -> bool:
     """Whether the store is inside of this process."""
     return rank == 0 and holder() == "rank 0"
@@ -139,7 +146,7 @@ def holds_store(rank: int) -> bool:
 
 def holder() -> str:
     """Who holds the store: nobody but the disk, torchrun's agent, or rank 0."""
-    if urlsplit(os.environ.get(VARIABLE, "")).scheme == "file":
+    if folder_of_run():
         return "the folder of the run"
     return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
@@ -184,10 +191,10 @@ _FIX_ADDRESS = (
 
 
 def _open(place: str, rank: int, count: int, seconds: float) -> tuple[Any, Board]:
+    if folder := folder_of_run():
+        store = dist.FileStore(str(folder / "store"), -1)
+        return store, Board.beside(store)
     url = urlsplit(place)
-    if url.scheme == "file":
-        folder = Path(url.path)
-        return dist.FileStore(str(folder / "store"), -1), Board(FolderNotes(folder / "notes"))
     address, port = url.hostname or "", url.port or 0
     until, is_holder = time.monotonic() + seconds, holds_store(rank)
     if not is_holder:
@@ -199,7 +206,7 @@ def _open(place: str, rank: int, count: int, seconds: float) -> tuple[Any, Board
         patience, shared = timedelta(seconds=left / 2), door is None  # torch gives up before we do
         store = dist.TCPStore(address, port, count, is_holder, patience, False, shared, door)
         store.set_timeout(timedelta(seconds=seconds))
-        return store, Board.on_store(store)
+        return store, Board.beside(store)
 
     return bounded(left + MARGIN, connect)
 

@@ -6,7 +6,6 @@ of one. (torch's own FileStore only ever grows, and every process writes its sta
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
@@ -41,11 +40,12 @@ class FolderNotes:
     def compare_set(self, name: str, expected: str | bytes, desired: str) -> bytes:
         """Write a note if there is none, or the expected one; the note that is there afterwards."""
         draft = self._draft(desired)
-        with contextlib.suppress(FileExistsError):  # another one was first
+        try:
             os.link(draft, self._path(name))
+        except FileExistsError:  # another one was first
+            if self.get(name) == (expected.encode() if isinstance(expected, str) else expected):
+                self.set(name, desired)
         draft.unlink()
-        if expected and self.get(name) == (expected.encode() if isinstance(expected, str) else expected):
-            self.set(name, desired)
         return self.get(name)
 
     def _path(self, name: str) -> Path:

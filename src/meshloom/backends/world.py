@@ -113,7 +113,7 @@ def _check(value: str) -> str:
 def _meet() -> None:
     WORLD.device = _device()
     if dist.is_initialized():
-        board = Board.on_store(dist.distributed_c10d._get_default_store())
+        board = Board.beside(dist.distributed_c10d._get_default_store())
     else:
         board = _initialize(where())
         atexit.register(_leave)

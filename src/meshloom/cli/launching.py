@@ -43,8 +43,11 @@ def launch(plan: Launch) -> None:
     folder = _make_folder()
     with _catch_signals() as heard:
         run = Run(plan, screen, logs, heard)
-        run.start(folder, met or meet_in(folder, plan.interface))
-        run.listen()
+        try:
+            run.start(folder, met or meet_in(folder, plan.interface))
+            run.listen()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # the guardian has done it, unless it was killed
     if run.stopped_by is not None:
         _stop(plan, run.stopped_by)
     if run.failures:
@@ -144,11 +147,7 @@ class Run:
         """Start the guardian, and with it the ranks."""
         with _reserve_port() as port:
             starts = [self._prepare(rank, met, port.getsockname()[1]) for rank in self.ranks]
-            try:
-                self._guardian = Guardian(starts, folder)
-            except OSError:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+            self._guardian = Guardian(starts, folder)
         self._watch(self._guardian.reports, self._take_reports)
 
     def _prepare(self, rank: int, met: Met, port: int) -> Start:
