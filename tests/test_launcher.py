@@ -204,6 +204,15 @@ def test_a_dry_run_tells_every_rank_its_environment_and_command(tmp_path):
     assert not re.search(r"Traceback|torch", done.stderr)
 
 
+def test_a_user_without_a_name_can_run(monkeypatch, capsys):
+    def find_nobody() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr("getpass.getuser", find_nobody)
+    assert main(["run", "-n", "2", "--dry-run", "train.py"]) == 0
+    assert "rank 1 on localhost" in capsys.readouterr().out
+
+
 def test_n_is_short_for_nproc():
     short, long = (run(option, "2", "--dry-run", "train.py") for option in ("-n", "--nproc"))
     assert short.returncode == 0 and "rank 1 on localhost" in short.stdout

@@ -72,7 +72,7 @@ def held_port(answer: Callable[[socket.socket], None]) -> Iterator[int]:
 def test_a_meeting_point_held_by_somebody_else_is_an_error_on_every_rank(stranger, tmp_path):
     with held_port(stranger) as port:
         began = time.monotonic()
-        ranks = faults.run("never_starts", tmp_path, MASTER_PORT=str(port), FAULT_RANK="-1", MESHLOOM_TIMEOUT="5")
+        ranks = faults.run("never_starts", tmp_path, MASTER_PORT=str(port), FAULT_RANK="-1", MESHLOOM_TIMEOUT="3")
     assert time.monotonic() - began < 60  # twenty times that without a deadline
     for rank in ranks:
         told = errors(rank.text)

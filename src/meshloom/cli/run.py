@@ -185,7 +185,11 @@ def planned(options: argparse.Namespace) -> Launch:
 
 def _run_id(typed: tuple[str, ...]) -> str:
     """A name that two jobs do not share, unless one user runs the same command twice."""
-    return hashlib.sha256(json.dumps([getpass.getuser(), *typed]).encode()).hexdigest()[:16]
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a number without a name
+        user = str(os.getuid())
+    return hashlib.sha256(json.dumps([user, *typed]).encode()).hexdigest()[:16]
 
 
 def _bindings(options: argparse.Namespace) -> Bindings:
