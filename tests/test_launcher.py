@@ -603,8 +603,10 @@ def test_a_child_that_has_left_its_session_is_ended_too(script):
 def test_what_a_rank_leaves_running_after_a_good_end_goes_on(script, tmp_path):
     path = script(f"""
         import subprocess
-        subprocess.Popen([sys.executable, "-c", "import pathlib, time; time.sleep(1); "
-            "pathlib.Path({str(tmp_path / "saved")!r}).touch()"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        speak = "import pathlib, time; until = time.time() + 2\\nwhile time.time() < until: print('on', flush=True)"
+        save = "import pathlib, time; time.sleep(1); pathlib.Path({str(tmp_path / "saved")!r}).touch()"
+        subprocess.Popen([sys.executable, "-c", save], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, "-c", speak], stderr=subprocess.DEVNULL)  # the launcher does not wait for it
     """)
     assert run("--nproc", "1", path).returncode == 0
     for _ in range(300):

@@ -8,6 +8,7 @@ so that the first failure is known in the order that it happened. Nothing in the
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import shutil
@@ -31,6 +32,8 @@ from meshloom.cli.showing import DESCRIPTORS, Screen, open_log
 from meshloom.errors import LaunchError
 
 GRACE = 5  # seconds between asking a rank to end and ending it
+PIECE = 1 << 16  # bytes that are read at once
+ROUNDS = 16  # pieces that a pipe holds at most, as the system has it
 TAIL = 20  # last lines of stderr in a report
 STREAMS = tuple(DESCRIPTORS)
 
@@ -135,12 +138,13 @@ class Run:
         self.order: list[int] = []  # ranks as they ended or said that they failed
         self.ranks = {binding.rank: Rank(binding.rank) for binding in plan.local}
         self.stopped_by: signal.Signals | None = None
+        self._patient_until = math.inf  # with a reader that does not read
         self._plan, self._screen, self._logs = plan, screen, logs
         self._selector = selectors.PollSelector()  # the screen may be a file, which epoll does not take
         self._mergers = {stream: Merger(self.ranks, plan.hold) for stream in STREAMS}
         self._lines = {(stream, rank): Lines(plan.hold) for rank in self.ranks for stream in STREAMS}
         self._lifelines: dict[int, int] = {}  # by rank
-        self._pipes: dict[int, Callable[[], bool]] = {}  # output of ranks, and who takes it
+        self._pipes: dict[int, Callable[[], object]] = {}  # output of ranks, and who takes it
         self._watch(signals, partial(self._take_signals, signals))
 
     def start(self, folder: Path, met: Met) -> None:
@@ -181,10 +185,10 @@ class Run:
             while any(rank.code is None for rank in self.ranks.values()):
                 self._listen_once(self._patience())
         finally:
-            is_well = not self.failures and self.stopped_by is None and all(r.code == 0 for r in self.ranks.values())
+            is_well = self.stopped_by is None and all(rank.code == 0 for rank in self.ranks.values())
             self._guardian.end(is_well)
-        while self._read_rest():
-            pass
+        for _ in range(ROUNDS):  # not until nothing comes: children that go on may speak on, to nobody
+            self._read_rest()
         self._show_rest()
         for descriptor in (*self._logs.values(), *self._lifelines.values(), *self._pipes, self._guardian.reports):
             os.close(descriptor)
@@ -220,14 +224,13 @@ class Run:
 
     # what is heard
 
-    def _take_output(self, ear: int, stream: str, rank: int) -> bool:
+    def _take_output(self, ear: int, stream: str, rank: int) -> None:
         data = _read(ear)
         if data == b"":  # all who could speak have ended
             self._drop(ear)
         elif data:
             self._log(stream, rank, data)
             self._say(stream, rank, self._lines[stream, rank].feed(data, time.monotonic()))
-        return bool(data)
 
     def _drop(self, ear: int) -> None:
         del self._pipes[ear]
@@ -298,7 +301,7 @@ class Run:
     def _stop(self, number: signal.Signals) -> None:
         """The end begins, once: a second Ctrl-C must not leave it half done."""
         if self.stopped_by is None:
-            self.stopped_by = number
+            self.stopped_by, self._patient_until = number, time.monotonic() + 2 * GRACE
             self._ask_to_end(number)
 
     def _tick(self, now: float) -> None:
@@ -336,11 +339,10 @@ class Run:
             os.close(self._logs.pop((stream, rank)))
             self._screen.show("stderr", f"meshloom run: the {stream} of rank {rank} is no longer logged: {error}\n")
 
-    def _read_rest(self) -> bool:
-        """What is left in the pipes; children that ranks left running may speak on, to nobody."""
+    def _read_rest(self) -> None:
         self._drain_screen()
-        heard = [take() for take in list(self._pipes.values())]
-        return any(heard)
+        for take in list(self._pipes.values()):
+            take()
 
     def _show_rest(self) -> None:
         for (stream, rank), lines in self._lines.items():
@@ -351,12 +353,9 @@ class Run:
         self._drain_screen()
 
     def _drain_screen(self) -> None:
-        """Wait for a slow reader, until somebody stops the run; then for a moment."""
-        until = None
-        while self._screen.waiting and (until is None or time.monotonic() < until):
+        """Wait for a slow reader, unless somebody has stopped the run and it had its moment."""
+        while self._screen.waiting and time.monotonic() < self._patient_until:
             self._listen_once(0.1)
-            if self.stopped_by is not None and until is None:
-                until = time.monotonic() + GRACE
 
 
 @contextmanager
@@ -374,7 +373,7 @@ def _reserve_port() -> Iterator[socket.socket]:
 def _read(descriptor: int) -> bytes | None:
     """What there is to read: nothing at the end, None if there is nothing yet."""
     try:
-        return os.read(descriptor, 1 << 16)
+        return os.read(descriptor, PIECE)
     except BlockingIOError:
         return None
 
