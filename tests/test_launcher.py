@@ -251,6 +251,16 @@ def test_the_cores_are_shared_out_unless_the_user_has_said_so(script):
     assert run("--nproc", "2", path, OMP_NUM_THREADS="3").stdout == "[all 2] 3\n"
 
 
+def test_a_script_may_close_every_file_and_open_its_own(script, tmp_path):
+    path = script("""
+        os.closerange(3, 256)
+        own = [open(pathlib.Path(__file__).with_name(f"own{number}"), "w") for number in range(20)]
+    """)
+    done = run("--nproc", "1", path)
+    assert done.returncode == 0, done.stderr
+    assert [each.read_text() for each in tmp_path.glob("own*")] == [""] * 20
+
+
 def test_what_is_typed_goes_to_the_first_rank(script):
     path = script("print(rank, sys.stdin.read())")
     command = [sys.executable, "-m", "meshloom", "run", "--nproc", "2", path]

@@ -239,15 +239,15 @@ class Run:
         os.close(ear)
 
     def _take_news(self, rank: int) -> None:
-        """What a rank says on its lifeline: that it has failed; it may tidy up, not stay."""
+        """What a rank says on its lifeline: how its script ended; after a failure it may tidy up, not stay."""
         data, known = _read(self._lifelines[rank]), self.ranks[rank]
         if data == b"" and self._lifelines[rank] in self._selector.get_map():
             self._selector.unregister(self._lifelines[rank])
         for facts in map(json.loads, (data or b"").splitlines()):
-            if facts["has_failed"]:
-                known.said, known.error = facts["code"], facts["error"]
+            known.said, known.error = facts["code"], facts["error"]
+            self._note_end(rank)
+            if known.said:
                 known.deadline = time.monotonic() + GRACE
-                self._note_end(rank)
 
     def _take_reports(self) -> None:
         """What the guardian says; first all that ranks have said before it."""
@@ -380,7 +380,8 @@ def _read(descriptor: int) -> bytes | None:
 
 def _failure(plan: Launch, run: Run) -> LaunchError:
     """The first failure as an error: who, how, and the last that it said."""
-    first = next(rank for rank in run.order if rank in run.failures)
+    failed = [rank for rank in run.order if rank in run.failures]
+    first = next((rank for rank in failed if run.ranks[rank].said != 0), failed[0])  # 0: ended while it tidied up
     known = run.ranks[first]
     here = " on this host" if plan.has_several_hosts else ""
     headline = f"rank {first} of {len(plan.bindings)} failed first{here}: {_ending(known.fate)}"
@@ -400,7 +401,9 @@ def _left_early(run: Run, first: Rank) -> str:
     """Who ended well while another one still needed it, as that one says."""
     if not (first.error or "").startswith("LostError"):
         return ""
-    early = [rank for rank in run.order[: run.order.index(first.number)] if run.ranks[rank].code == 0]
+    early = [
+        rank for rank in run.order[: run.order.index(first.number)] if 0 in (run.ranks[rank].said, run.ranks[rank].code)
+    ]
     return f"rank{'s' * (len(early) > 1)} {', '.join(map(str, early))}" if early else ""
 
 

@@ -29,12 +29,13 @@ def main(arguments: list[str]) -> None:
         code = exit_code(error)
         if isinstance(error, SystemExit):
             text = None if error.code is None or isinstance(error.code, int) else str(error.code)
-            tell(has_failed=code != 0, code=code, error=text)
+            tell(code, text)
             raise
-        tell(has_failed=True, code=code, error=f"{type(error).__name__}: {error}")
+        tell(code, f"{type(error).__name__}: {error}")
         trace = of_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(code)
+    tell(0)
 
 
 def run(arguments: list[str]) -> None:
@@ -56,17 +57,25 @@ def exit_code(error: BaseException) -> int:
 
 def open_line(line: int) -> Any:
     """A function that sends what it is given to the launcher; children of this process have none, and say nothing."""
-    own = os.getpid()
+    own, pipe = os.getpid(), os.fstat(line)
     os.set_inheritable(line, False)
     os.register_at_fork(after_in_child=lambda: os.close(line))
 
-    def tell(error: str | None = None, **facts: Any) -> None:
-        if os.getpid() == own:
+    def tell(code: int, error: str | None = None) -> None:
+        if os.getpid() == own and is_open(line, pipe):
             shown = None if error is None else error[:LONGEST]  # a pipe takes 4096 bytes as one piece
-            text = json.dumps({**facts, "error": shown}, ensure_ascii=False)
+            text = json.dumps({"code": code, "error": shown}, ensure_ascii=False)
             os.write(line, text.encode(errors="replace") + b"\n")
 
     return tell
+
+
+def is_open(line: int, pipe: os.stat_result) -> bool:
+    """Whether the line is still what it was: a script may close what it does not know, and open files of its own."""
+    try:
+        return os.path.samestat(os.fstat(line), pipe)
+    except OSError:
+        return False
 
 
 def of_script(trace: TracebackType | None) -> TracebackType | None:
