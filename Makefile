@@ -31,8 +31,9 @@ test: $(STAMP) ## lint, types, doctests and tests
 bench: $(STAMP) ## measure against dense torch, DTensor and (with the bench extra) JAX
 	@$(BIN)/python benchmarks/run.py
 
-soak: $(STAMP) ## the property suite with many more cases (CASES in all, 100000), from a new SEED
-	@MESHLOOM_CASES=$(CASES) $(if $(SEED),MESHLOOM_SEED=$(SEED)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_property.py
+soak: $(STAMP) ## CASES calls of ops and CASES programs (100000) from a new SEED, and torch's databases whole
+	@MESHLOOM_CASES=$(CASES) $(if $(SEED),MESHLOOM_SEED=$(SEED)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
+	    tests/test_programs.py tests/test_property.py tests/test_op_db.py tests/test_module_db.py
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -598,3 +598,29 @@ def test_a_tensor_that_was_drawn_is_detached_in_place() -> None:
     y = x * 2
     assert y.detach_() is y and not y.requires_grad
     assert x.detach_() is x and not x.requires_grad
+
+
+@pytest.mark.parametrize("placements", ["R", "S(0)", "P(max)"])
+def test_an_empty_tensor_that_was_placed_otherwise_is_no_view_and_can_be_written(placements: str) -> None:
+    leaf = loom.zeros(0, 3, mesh=loom.open_mesh((2,)), placements="S(1)").requires_grad_()
+    placed = leaf.redistribute(placements)
+    assert placed.add_(1).shape == (0, 3)
+    view = (leaf * 2).unsqueeze(0)
+    assert view.mul_(2).shape == (1, 0, 3)
+
+
+def test_items_of_a_tensor_can_be_set_to_the_tensor_itself() -> None:
+    dense = torch.arange(2).view(1, 2)
+    x = loom.distribute(dense.clone(), loom.open_mesh((3, 2)), "S(1), R")
+    x[:1, None] = x
+    check_same(x, dense)
+
+
+def test_a_write_without_gradients_into_a_view_of_a_leaf_keeps_its_gradient() -> None:
+    for shape, placements in (((2, 2), "S(1), S(1)"), ((2, 1), "S(1), S(1)"), ((2,), "S(0)")):
+        x = loom.distribute(drawn((7, 3)), loom.open_mesh(shape), placements).requires_grad_()
+        view = x.T
+        with torch.no_grad():
+            view.neg_()
+        view.sum().backward()
+        check_same(x.grad, torch.ones(7, 3))

@@ -195,6 +195,8 @@ def _requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
         refuse_partial_leaf(self.topology)
         if not (self._data.is_floating_point() or self._data.is_complex()):
             raise GradientError(f"a tensor of {self.topology.dtype} has no gradient", fix="cast it: x.float()")
+        if self._data._is_view():  # torch looks for the gradient of a view that is written at the end of the chain
+            self._data = self._data.detach()
     self._data.requires_grad_(requires_grad)
     return self
 

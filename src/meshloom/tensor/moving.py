@@ -26,9 +26,10 @@ def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two arrays share memory."""
     if first.is_meta or second.is_meta:
         return first is second or (first._is_view() and first._base is second)
-    if first is second:
+    held, other = first.untyped_storage(), second.untyped_storage()
+    if held._cdata == other._cdata:  # the one thing that tells of empty arrays
         return True
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() and first.numel() > 0
+    return held.data_ptr() == other.data_ptr() != 0
 
 
 def target_topology(tensor: Tensor, placements: Placements | None) -> Topology:

@@ -162,6 +162,8 @@ def write_item(target: Tensor, index: Any, value: Any) -> None:
     topology = tensor.topology
     given = value if isinstance(value, Tensor) or not isinstance(value, torch.Tensor) else as_tensor(value, tensor.mesh)
     content = to_dense(shadowed(given), "setitem") if isinstance(given, Tensor) else given
+    if isinstance(content, torch.Tensor) and same_storage(content, tensor._data):
+        content = content.clone()  # torch does not write an array from itself at other places
     where = _stored_index(index, topology)
     crosses = any(topology.crosses(dim) for dim in range(topology.ndim))
     if crosses or topology.partial_axes or any(len(topology.axes_of[dim]) > 1 for dim in topology.padded_dims):

@@ -91,6 +91,15 @@ def _stacked(ndim: int, dim: int, column: bool = False) -> Front:
     return front
 
 
+def _cat(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch joins a tensor of shape [0] with tensors of any number of dims, for programs of its first years."""
+    given = tensors if isinstance(tensors, (tuple, list)) else ()
+    shapes = [tuple(own(each).shape) for each in given]
+    if (0,) in shapes and any(len(shape) != 1 for shape in shapes):
+        return fallback(torch.cat, (tensors, *args), kwargs, "cat")
+    return table_call("cat", tensors, *args, **kwargs)
+
+
 def _column(input: Any) -> Any:
     shape = tuple(own(input).shape)
     return input if len(shape) > 1 else table_call("reshape", input, (*(shape or (1,)), 1))
@@ -135,6 +144,7 @@ ARRANGING: dict[str, Front] = {
     "row_stack": _stacked(2, 0),
     "dstack": _stacked(3, 2),
     "column_stack": _stacked(2, 1, column=True),
+    "cat": _cat,
     "diag": _diag,
     "linalg_diagonal": _matrix_diagonal,
     "fliplr": _flipped("fliplr", 1),
