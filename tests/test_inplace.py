@@ -624,3 +624,19 @@ def test_a_write_without_gradients_into_a_view_of_a_leaf_keeps_its_gradient() ->
             view.neg_()
         view.sum().backward()
         check_same(x.grad, torch.ones(7, 3))
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_what_an_extreme_was_reduced_to_can_be_written_and_has_its_gradient(op: str) -> None:
+    leaf = loom.distribute(drawn(), loom.open_mesh((2,)), "R").requires_grad_()
+    reduced = leaf.redistribute(f"P({op})").redistribute("R")
+    reduced.mul_(2).sum().backward()
+    check_same(leaf.grad, torch.full(SHAPE, 2.0))
+
+
+def test_the_parameters_of_a_norm_of_an_empty_batch_have_gradients_of_zeros() -> None:
+    mesh = loom.open_mesh((2, 3))
+    weight, bias = (loom.ones(4, mesh=mesh, placements="R, S(0)").requires_grad_() for _ in range(2))
+    F.group_norm(loom.zeros(0, 4, mesh=mesh), 2, weight, bias).sum().backward()
+    check_same(weight.grad, torch.zeros(4))
+    check_same(bias.grad, torch.zeros(4))

@@ -69,10 +69,11 @@ class Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, largest: bool) -> torch.Tensor:
-        found = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
-        ctx.save_for_backward((x == found) | (x.isnan() & found.isnan()))  # not x, which may be written to
+        found = x.amax(dim) if largest else x.amin(dim)  # no view of anything: it may be written to, as x may
+        wide = found.unsqueeze(dim)
+        ctx.save_for_backward((x == wide) | (x.isnan() & wide.isnan()))
         ctx.dim = dim
-        return found.squeeze(dim)
+        return found
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -105,7 +105,9 @@ def rms_norm(
 def _group_norm(local: Local, input: torch.Tensor, num_groups: int, weight: Any, bias: Any, eps: float) -> torch.Tensor:
     if local.mask(input, tuple(range(2, input.dim()))) is None and not _divides_padding(local, input, eps):
         groups = input.shape[1] // (local.call.shape("input")[1] // num_groups)
-        return torch.group_norm(input, groups, weight, bias, eps) if input.numel() else input * 1
+        if not input.numel():  # torch does not take it, and the parameters have a gradient of zeros
+            return _per_channel(input * 1, weight, bias)
+        return torch.group_norm(input, groups, weight, bias, eps)
     return group_norm(local, input, num_groups, weight, bias, eps)
 
 
