@@ -87,6 +87,9 @@ OPEN_CALLS: dict[str, Callable[[], Any]] = {
         loom.zeros(0, 5, 2, 2, mesh=Mesh.of((2,)), placements="S(1)"), None, None, training=True
     ),
 }
+# Complex vectors of these are right up to a phase, which depends on how a matrix lies in memory.
+TURNED = "svd linalg_svd linalg_eig linalg_eigh svd_lowrank pca_lowrank".split()
+PHASE = "vectors up to a phase"
 NO_TENSOR, SPARSE, LARGE = "takes no tensor", "sparse operands", f"more than {LARGEST:,} elements"
 
 
@@ -293,6 +296,8 @@ def why_not(call: Call) -> str:
         return LARGE
     if call.sample.kwargs.get("dropout_p"):
         return RANDOM
+    if call.dtype.is_complex and call.name in TURNED:
+        return PHASE
     return SKIPPED.get(call.name, "")
 
 
