@@ -113,6 +113,7 @@ __all__ = [
     "UnsupportedError",
     "ViewError",
     "collectives",
+    "distributed",
     "engines",
     "fabric",
     "parse",
@@ -126,8 +127,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         found = getattr(import_module(_LAZY[name]), name)
-    elif name == "ttnn":
-        found = import_module("meshloom.ttnn")
+    elif name in ("distributed", "ttnn"):
+        found = import_module(f"meshloom.{name}")
     elif name in _OPS:
         found = import_module("meshloom.tensor.named").named(name)
     else:
