@@ -1,4 +1,4 @@
-"""JAX on forced host devices in one process, beside dense torch and plain copies.
+"""JAX on forced host devices in one process, beside ours, dense torch and plain copies.
 
 Runs as `python -m benchmarks.jaxdevices --ranks 8` in a process of its own, since the number of devices is fixed when
 JAX starts; prints one line of JSON per work as soon as it is measured. Every function is compiled, and waited for.
@@ -7,7 +7,6 @@ JAX starts; prints one line of JSON per work as soon as it is measured. Every fu
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks import moves
-from benchmarks.timing import Work, duel
+from benchmarks.beside import compare, our_work, tell
+from benchmarks.peers import MEMORY
+from benchmarks.timing import Side, Work
 from benchmarks.works import BATCH, FEATURES, REPLICATED_BYTES, SIZE, mlp, training_step
 
 Make = Callable[["Devices"], tuple[Work, Work]]
@@ -134,7 +135,9 @@ WORKS: dict[tuple[str, str], tuple[Make, float]] = {
 }
 COLLECTIVES: dict[tuple[str, str], tuple[Make, float]] = {
     moves.ALL_REDUCE: (_all_reduce, 4.0),
+    moves.ALL_REDUCE_NEW: (_all_reduce, 4.0),
     moves.ALL_GATHER: (_all_gather, 4.0),
+    moves.ALL_GATHER_NEW: (_all_gather, 4.0),
 }
 
 
@@ -157,16 +160,15 @@ def measure(ranks: int, scale: float) -> None:
     """Print the figures of every work on that many devices."""
     devices = Devices(ranks)
     torch.manual_seed(0)
-    print(json.dumps({"work": "memory", "detail": "replicated 4 MB", "copies": copies(devices)}), flush=True)
-    for (name, detail), (make, seconds) in works(ranks).items():
-        timing = duel(*make(devices), seconds * scale)
-        found = {"work": name, "detail": detail, "timing": [timing.ours, timing.dense, timing.rounds]}
-        print(json.dumps(found), flush=True)
+    tell(MEMORY, copies=copies(devices))
+    for work, (make, seconds) in works(ranks).items():
+        theirs, dense = make(devices)
+        compare(work, Side(theirs), our_work(work, ranks), dense, seconds * scale)
 
 
 def main() -> None:
     """Read the command line, set the number of devices and measure."""
-    parser = argparse.ArgumentParser(description="JAX on forced host devices beside dense torch, as lines of JSON.")
+    parser = argparse.ArgumentParser(description="JAX on forced host devices beside ours, as lines of JSON.")
     parser.add_argument("--ranks", type=int, default=8, help="number of host devices (default 8)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the seconds per work (default 1)")
     options = parser.parse_args()

@@ -1,17 +1,17 @@
-"""DTensor on virtual ranks in one process (torch's LocalTensor mode), beside its own dense baseline.
+"""DTensor on virtual ranks in one process (torch's LocalTensor mode), beside ours and dense torch.
 
 Runs as `python -m benchmarks.localtensor --ranks 8` in a process of its own, since the fake process group and the mode
 are global; prints one line of JSON per work as soon as it is measured. The mode is entered for DTensor's rounds only,
-outside the clock: the dense rounds run without it.
+outside the clock: the rounds of ours and of dense torch run without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -23,7 +23,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import moves
-from benchmarks.timing import Work, duel
+from benchmarks.beside import compare, our_work, tell
+from benchmarks.peers import MEMORY
+from benchmarks.timing import Side, Work
 from benchmarks.works import BATCH, FEATURES, REPLICATED_BYTES, SIZE, mlp, training_step
 
 Make = Callable[[LocalTensorMode, DeviceMesh], tuple[Work, Work]]
@@ -83,7 +85,9 @@ WORKS: dict[tuple[str, str], tuple[Make, float]] = {
 }
 COLLECTIVES: dict[tuple[str, str], tuple[Make, float]] = {
     moves.ALL_REDUCE: (_all_reduce, 5.0),
+    moves.ALL_REDUCE_NEW: (_all_reduce, 5.0),
     moves.ALL_GATHER: (_all_gather, 4.0),
+    moves.ALL_GATHER_NEW: (_all_gather, 4.0),
 }
 
 
@@ -106,23 +110,38 @@ def parts(local: torch.Tensor) -> list[torch.Tensor]:
     return list(cast(LocalTensor, local)._local_tensors.values())
 
 
+@contextmanager
+def virtual_ranks(ranks: int) -> Iterator[tuple[LocalTensorMode, DeviceMesh]]:
+    """The fake process group, the mode, and a mesh of one axis. Our meshes are opened before it: they would join it."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        mode = LocalTensorMode(ranks)
+        with mode:
+            mesh = init_device_mesh("cpu", (ranks,))
+        yield mode, mesh
+    finally:
+        dist.destroy_process_group()
+
+
 def measure(ranks: int, scale: float) -> None:
     """Print the figures of every work on that many virtual ranks."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    mode = LocalTensorMode(ranks)
-    with mode:
-        mesh = init_device_mesh("cpu", (ranks,))
-    print(json.dumps({"work": "memory", "detail": "replicated 4 MB", "copies": copies(mode, mesh)}), flush=True)
-    for (name, detail), (make, seconds) in works(ranks).items():
-        timing = duel(*make(mode, mesh), seconds * scale, around=lambda: mode)
-        found = {"work": name, "detail": detail, "timing": [timing.ours, timing.dense, timing.rounds]}
-        print(json.dumps(found), flush=True)
-    dist.destroy_process_group()
+    with virtual_ranks(ranks) as place:
+        tell(MEMORY, copies=copies(*place))
+    for work, (make, seconds) in works(ranks).items():
+        measure_work(work, make, ranks, seconds * scale)
+
+
+def measure_work(work: tuple[str, str], make: Make, ranks: int, seconds: float) -> None:
+    """Print the figures of one work."""
+    ours = our_work(work, ranks)
+    with virtual_ranks(ranks) as (mode, mesh):
+        theirs, dense = make(mode, mesh)
+        compare(work, Side(theirs, lambda: mode), ours, dense, seconds)
 
 
 def main() -> None:
     """Read the command line and measure."""
-    parser = argparse.ArgumentParser(description="DTensor in LocalTensor mode beside dense torch, as lines of JSON.")
+    parser = argparse.ArgumentParser(description="DTensor in LocalTensor mode beside ours, as lines of JSON.")
     parser.add_argument("--ranks", type=int, default=8, help="number of virtual ranks (default 8)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the seconds per work (default 1)")
     options = parser.parse_args()

@@ -12,7 +12,10 @@ BYTES = 64 << 20
 # What every system is asked for; `BYTES` is what each device holds, or what all of them hold together.
 ALL_REDUCE = ("all-reduce", "64 MB per device")
 ALL_GATHER = ("all-gather", "64 MB in all")
-WORKS = (ALL_REDUCE, ALL_GATHER)
+# Peers write a result of their own in every call. Ours can write into a tensor that is there, or do as they do.
+ALL_REDUCE_NEW = ("all-reduce", "64 MB per device, new result")
+ALL_GATHER_NEW = ("all-gather", "64 MB in all, new result")
+WORKS = (ALL_REDUCE, ALL_REDUCE_NEW, ALL_GATHER, ALL_GATHER_NEW)
 
 
 def elements() -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import figure, process_line
+from benchmarks.report import figure, prediction_line, process_line
 from benchmarks.results import JAX, LOCAL_TENSOR, OURS, PROCESSES, Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +53,11 @@ def figures(conditions: dict[str, Any], rows: Sequence[Row]) -> str:
         head = ("work", "against", "ours", "theirs", "ratio", "theirs / ours", "goal", "")
         lines = [[*process_line(row), _verdict([row])] for row in together]
         parts.append(f"### On {together[0].devices} processes\n\n{_markdown(head, lines)}")
+    predicted = [row for row in rows if row.shown == "error"]
+    if predicted:
+        head = ("collective", "devices", "predicted", "measured", "error")
+        lines = [prediction_line(row) for row in predicted]
+        parts.append(f"### Predicted\n\n{_markdown(head, lines)}")
     missing = dict.fromkeys(f"{row.who}: {row.missing}" for row in rows if row.missing is not None)
     return "\n\n".join([*parts, *missing])
 

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,8 @@ from threading import Event, Timer
 from typing import IO, Any
 
 from benchmarks import goals, moves
-from benchmarks.results import JAX, LOCAL_TENSOR, OURS, PROCESSES, Row, figures, verdict
-from benchmarks.timing import Timing
+from benchmarks.results import JAX, LOCAL_TENSOR, PROCESSES, Row, compared, figures, verdict
+from benchmarks.timing import Comparison, Timing
 
 ROOT = Path(__file__).resolve().parents[1]
 # The works that localtensor.py and jaxdevices.py measure on any number of ranks; repeated here, since they may not even
@@ -52,7 +52,7 @@ class Peer:
     ranks: tuple[int, ...]
     works: tuple[tuple[str, str], ...]
     hint: str = ""
-    limit: float = 180.0  # seconds
+    limit: float = 300.0  # seconds
 
     def works_on(self, ranks: int) -> tuple[tuple[str, str], ...]:
         """What it is measured at on so many ranks."""
@@ -67,7 +67,7 @@ ALL = (
 PROCESS_PEER = Peer(PROCESSES, "benchmarks.processes", (2,), TOGETHER, limit=300.0)
 
 
-def answers(peer: Peer, ranks: int, scale: float, ours: Sequence[Row]) -> Iterator[Row]:
+def answers(peer: Peer, ranks: int, scale: float) -> Iterator[Row]:
     """What a peer does on that many ranks, row by row as they arrive."""
     command = [sys.executable, "-m", peer.module, "--ranks", str(ranks), "--scale", str(scale)]
     left = list(peer.works_on(ranks))
@@ -78,28 +78,26 @@ def answers(peer: Peer, ranks: int, scale: float, ours: Sequence[Row]) -> Iterat
             continue
         found = json.loads(line)
         left.remove((found["work"], found["detail"]))
-        yield _row(peer, found, ranks, ours)
+        yield _row(peer, found, ranks)
     hint = peer.hint if "No module named" in reason else ""
     for work, detail in left:
         missing = f"missing: {reason or 'no answer'}{hint}"
         yield Row(peer.who, work, detail, (ranks,), ranks, "ratio", missing=missing)
 
 
-def _row(peer: Peer, found: dict[str, Any], ranks: int, ours: Sequence[Row]) -> Row:
-    """The figures of a line; of a peer also how many times ours on as many devices that is."""
+def _row(peer: Peer, found: dict[str, Any], ranks: int) -> Row:
+    """The figures of a line; of a peer also how many times ours that is, measured beside it."""
     work, detail = found["work"], found["detail"]
     place = (peer.who, work, detail, (ranks,), ranks)
     if "copies" in found:
         return Row(*place, "copies", copies=found["copies"])
-    timing = Timing(*found["timing"])
     if peer.who == PROCESSES:
+        timing = Timing(*found["timing"])
         judged = verdict(goals.of_processes(work, detail), timing.ratio)
         return Row(*place, "ratio", **figures(timing), **judged)
-    twin = next((r for r in ours if r.who == OURS and (r.work, r.detail, r.devices) == (work, detail, ranks)), None)
-    times = None if twin is None or not twin.ours_us else round(timing.ours * 1e6 / twin.ours_us, 2)
-    judged = verdict(goals.of_peer(work, ranks), times)
-    shown = "ratio" if times is None else "times_ours"
-    return Row(*place, shown, times_ours=times, **figures(timing), **judged)
+    beside = Comparison(*found["timing"])
+    judged = verdict(goals.of_peer(work, ranks), beside.times_ours)
+    return Row(*place, "times_ours", **compared(beside), **judged)
 
 
 def _lines(command: list[str], limit: float) -> Iterator[str]:

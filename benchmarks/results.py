@@ -15,7 +15,7 @@ import torch
 
 import meshloom as loom
 from benchmarks.goals import Goal
-from benchmarks.timing import Timing
+from benchmarks.timing import Comparison, Timing
 
 OURS = "meshloom"
 LOCAL_TENSOR = "DTensor LocalTensor"
@@ -38,6 +38,7 @@ class Row:
     ratio: float | None = None
     extra_us: float | None = None
     copies: float | None = None
+    theirs_us: float | None = None
     times_ours: float | None = None
     mb_per_s: float | None = None
     predicted_us: float | None = None
@@ -61,6 +62,18 @@ def figures(timing: Timing) -> dict[str, Any]:
         "ratio": timing.ratio,
         "extra_us": timing.extra_us,
         "rounds": timing.rounds,
+    }
+
+
+def compared(beside: Comparison) -> dict[str, Any]:
+    """A comparison with a peer as the fields of a row: `ratio` is theirs to dense torch."""
+    return {
+        "theirs_us": round(beside.theirs * 1e6, 3),
+        "ours_us": round(beside.ours * 1e6, 3),
+        "dense_us": round(beside.dense * 1e6, 3),
+        "ratio": beside.ratio,
+        "times_ours": beside.times_ours,
+        "rounds": beside.rounds,
     }
 
 

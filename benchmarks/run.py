@@ -79,11 +79,25 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
             _take(prediction.predictions(quick), rows, meter)
         for peer, count in asked:
             meter.begin(f"{peer.who}, {count} ranks")
-            _take(peers.answers(peer, count, scale, tuple(rows)), rows, meter)
+            _take(peers.answers(peer, count, scale), rows, meter)
 
 
 def _specs(devices: Sequence[int]) -> list[Spec]:
     return [*all_works(devices), *gpt.works(devices), *runtime.works(devices), *blockfloat.works(devices)]
+
+
+def misses(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """The figures of these works that miss their goals as they are now, and those that were not measured."""
+    found = {(row.work, row.detail, row.devices): row for row in rows if row.who == OURS}
+    told = []
+    for spec in _specs(DEVICES):
+        if spec.goal is None or spec.name not in names:
+            continue
+        row = found.get((spec.name, spec.detail, spec.devices))
+        value = None if row is None else getattr(row, spec.goal.figure)
+        if value is None or not spec.goal.met(value):
+            told.append(f"{spec.name}, {spec.detail}, {spec.devices} devices: {value}, goal {spec.goal}")
+    return told
 
 
 def _take(found: Iterable[Row], rows: list[Row], meter: Meter) -> None:

@@ -19,8 +19,8 @@ ROWS, WIDTH = 32, 64  # per device
 Sides = tuple[Work, Work]
 REPLAY = Goal("ratio", 1.2)
 EAGER = Goal("ratio", 2.0)
-COMMANDS = Goal("ratio", 1.0)
-BULK = Goal("ratio", 1.0, from_devices=2)
+COMMANDS = Goal("ratio", 0.9)  # less than enqueuing them, by more than noise
+BULK = Goal("ratio", 0.9, from_devices=2)  # faster, by more than noise
 
 
 def works(devices: Sequence[int]) -> list[Spec]:

@@ -128,12 +128,14 @@ def small(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["all-reduce", "all-gather"])
 def test_a_collective_is_measured_beside_a_copy_with_its_traffic(bench: Any, small: None, name: str) -> None:
-    [spec] = [spec for spec in bench("works").all_works((8,)) if spec.name == name]
-    pair = spec.make()
+    there, new = [spec for spec in bench("works").all_works((8,)) if spec.name == name]
+    pair = there.make()
     first = pair.ours()
     assert pair.ours() is first, "both sides write into memory that is there"
-    row = bench("run").measure(spec, 0.0)
+    row = bench("run").measure(there, 0.0)
     assert row.goal == "<= 1.5x" and row.ratio == pytest.approx(row.ours_us / row.dense_us, rel=0.05)
+    pair = new.make()
+    assert pair.ours() is not pair.ours() and new.detail == f"{there.detail}, new result"
 
 
 def test_the_copy_reads_every_part_and_writes_one(bench: Any) -> None:
@@ -172,19 +174,21 @@ def test_a_peer_that_is_missing_gives_rows_that_say_why(
     peers = bench("peers")
     monkeypatch.setattr(peers, "_lines", lambda command, limit: iter(["ModuleNotFoundError: No module named 'x'\n"]))
     peer = [*peers.ALL, peers.PROCESS_PEER][number]
-    rows = list(peers.answers(peer, 8, 1.0, ()))
+    rows = list(peers.answers(peer, 8, 1.0))
     assert [(row.work, row.detail) for row in rows] == list(peer.works_on(8))
     assert {row.missing for row in rows} == {f"missing: ModuleNotFoundError: No module named 'x'{peer.hint}"}
     assert {bench("report").figure(row) for row in rows} == {"missing"}
 
 
 def test_a_peer_is_held_to_a_multiple_of_our_time_on_the_same_work(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers, results = bench("peers"), bench("results")
-    lines = [json.dumps({"work": "all-reduce", "detail": "64 MB per device", "timing": [0.4, 0.01, 3]})]
+    peers = bench("peers")
+    details = ("64 MB per device", "64 MB per device, new result")
+    lines = [json.dumps({"work": "all-reduce", "detail": each, "timing": [0.4, 0.1, 0.01, 3]}) for each in details]
     monkeypatch.setattr(peers, "_lines", lambda command, limit: iter(lines))
-    ours = results.Row("meshloom", "all-reduce", "64 MB per device", (8,), 8, "ratio", ours_us=100_000.0)
-    first = next(peers.answers(peers.ALL[1], 8, 1.0, [ours]))
+    first, second, *_ = peers.answers(peers.ALL[1], 8, 1.0)
     assert (first.times_ours, first.goal, first.ok) == (4.0, ">= 5x ours", False)
+    assert (first.theirs_us, first.ours_us, first.dense_us, first.ratio) == (400_000, 100_000, 10_000, 40)
+    assert second.detail == details[1] and second.times_ours == 4.0
     assert bench("report").figure(first) == "4.0x ours"
 
 
@@ -192,14 +196,13 @@ def test_a_peer_is_held_to_a_multiple_of_our_time_on_the_same_work(bench: Any, m
 def test_a_peers_training_step_is_held_to_more_on_more_devices(
     bench: Any, monkeypatch: pytest.MonkeyPatch, devices: int, goal: str | None
 ) -> None:
-    peers, results = bench("peers"), bench("results")
+    peers = bench("peers")
     lines = [
         json.dumps({"work": "memory", "detail": "replicated 4 MB", "copies": 8.0}),
-        json.dumps({"work": "MLP step", "detail": "data-parallel", "timing": [0.5, 0.1, 3]}),
+        json.dumps({"work": "MLP step", "detail": "data-parallel", "timing": [0.5, 0.1, 0.1, 3]}),
     ]
     monkeypatch.setattr(peers, "_lines", lambda command, limit: iter(lines))
-    ours = results.Row("meshloom", "MLP step", "data-parallel", (devices,), devices, "ratio", ours_us=100_000.0)
-    memory, step = list(peers.answers(peers.ALL[1], devices, 1.0, [ours]))[:2]
+    memory, step = list(peers.answers(peers.ALL[1], devices, 1.0))[:2]
     assert (memory.copies, bench("report").figure(memory), memory.goal) == (8.0, "8.00", None)
     assert (step.times_ours, step.goal) == (5.0, goal)
 
@@ -212,7 +215,7 @@ def test_work_on_processes_has_a_table_of_its_own(bench: Any, monkeypatch: pytes
         for work, detail in peers.PROCESS_PEER.works
     ]
     monkeypatch.setattr(peers, "_lines", lambda command, limit: iter(lines))
-    rows = list(peers.answers(peers.PROCESS_PEER, 2, 1.0, ()))
+    rows = list(peers.answers(peers.PROCESS_PEER, 2, 1.0))
     judged = {(row.work, row.detail): (row.ratio, row.goal, row.ok) for row in rows}
     assert judged["add", "DTensor, 32x32 per device"] == (0.1, "<= 0.333x", True)
     assert judged["MLP step", "DDP, data-parallel"] == (1.04, "<= 1.05x", True)
@@ -250,6 +253,53 @@ def test_the_page_and_its_plot_show_the_figures_of_the_results(bench: Any) -> No
     assert text == page.filled(text, conditions, rows), "run python -m benchmarks.page"
     first = next(row for row in rows if row.work == "MLP step" and row.devices == 128)
     assert f"{first.ratio:.2f}x" in text
+
+
+def test_every_prediction_is_on_the_page(bench: Any) -> None:
+    page = bench("page")
+    _, rows = page.read()
+    predicted = [row for row in rows if row.shown == "error"]
+    assert len(predicted) == bench("prediction").count(quick=False) == 6
+    text = page.PAGE.read_text()
+    for row in predicted:
+        assert "| " + " | ".join(bench("report").prediction_line(row)) + " |" in text
+
+
+@pytest.mark.parametrize("number", [27, 41, 68])
+def test_row_027_and_041_and_068_the_committed_figures_reach_their_goals(bench: Any, number: int) -> None:
+    _, rows = bench("page").read()
+    works = bench("goals").CHECKLIST[number]
+    assert bench("run").misses(rows, works) == []
+
+
+@pytest.mark.parametrize(("number", "value"), [(27, 1.31), (41, 0.95), (68, 0.95)])
+def test_a_figure_that_misses_its_goal_or_was_not_measured_is_found(bench: Any, number: int, value: float) -> None:
+    _, rows = bench("page").read()
+    works = bench("goals").CHECKLIST[number]
+    slower = [replace(row, ratio=value) if (row.work, row.devices) == (works[-1], 32) else row for row in rows]
+    told = bench("run").misses(slower, works)
+    assert told and all(f"32 devices: {value}, goal <= " in each for each in told)
+    absent = [row for row in rows if (row.work, row.devices) != (works[0], 128)]
+    assert "128 devices: None, goal" in " ".join(bench("run").misses(absent, works))
+
+
+def test_rounds_of_all_sides_take_turns(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timing, seen = bench("timing"), []
+    monkeypatch.setattr(timing, "_calibrate", lambda side: 1)
+    sides = [timing.Side(lambda name=name: seen.append(name)) for name in ("theirs", "ours", "dense")]
+    best, rounds = timing.contest(sides, 0.0)
+    assert len(best) == 3 and rounds == timing.MINIMUM_ROUNDS
+    assert seen[:6] == ["theirs", "ours", "dense", "ours", "dense", "theirs"]
+
+
+def test_a_peers_process_measures_ours_beside_it(bench: Any, small: None, capsys: pytest.CaptureFixture[str]) -> None:
+    beside, moves, timing = bench("beside"), bench("moves"), bench("timing")
+    for work in moves.WORKS:
+        ours = beside.our_work(work, moves.DEVICES)
+        beside.compare(work, timing.Side(lambda: None), ours, lambda: None, 0.0)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["work"], each["detail"]) for each in told] == list(moves.WORKS)
+    assert all(len(each["timing"]) == 4 and each["timing"][1] > 0 for each in told)
 
 
 def test_the_plot_has_a_point_for_every_system_and_number_of_devices(bench: Any) -> None:
@@ -290,6 +340,19 @@ def test_peers_and_their_process_name_the_same_works(bench: Any) -> None:
     [peer] = [peer for peer in peers.ALL if peer.module == "benchmarks.localtensor"]
     for ranks in peer.ranks:
         assert {*bench("localtensor").works(ranks), peers.MEMORY} == set(peer.works_on(ranks))
+
+
+def test_localtensor_is_measured_with_ours_and_dense_in_one_process(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensor mode")
+    localtensor, work = bench("localtensor"), ("add", "32x32 per device")
+    make, _ = localtensor.WORKS[work]
+    localtensor.measure_work(work, make, 2, 0.0)
+    told = json.loads(capsys.readouterr().out)
+    theirs, ours, dense, rounds = told["timing"]
+    assert (told["work"], told["detail"], rounds) == (*work, 3) and min(theirs, ours, dense) > 0
+    assert not torch.distributed.is_initialized(), "the fake group is gone"
 
 
 @pytest.mark.parametrize(
