@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 import traceback
 from collections.abc import Callable
 
@@ -186,3 +187,24 @@ def row_155_data_numpy_does_not_depend_on_the_order_of_arrival() -> None:
     for order in itertools.permutations(parts):
         mine = {place: parts[place] for place in order if mesh.is_here(place)}
         assert (loom.from_local(mine, mesh, "S(0)").data.numpy() == expected).all()
+
+
+def matmul_spans(rounds: int, in_turn: bool) -> list[tuple[float, float]]:
+    """When this rank multiplied its rows, on the clock that processes of one host share; `in_turn` plants the fault."""
+    mesh = loom.open_mesh((2,), axes=("w",))
+    check_split(mesh)
+    a = loom.distribute(values(2048, 1024), mesh, "S(0)")
+    b = loom.distribute(values(1024, 1024, seed=1), mesh, "R")
+    waits, lets_go = (in_turn and loom.process().rank == rank for rank in (1, 0))
+    spans = []
+    for _ in range(rounds):
+        torch.distributed.barrier()
+        if waits:
+            torch.distributed.barrier()
+        start = time.monotonic()
+        with loom.communication("forbid"):
+            a @ b
+        spans.append((start, time.monotonic()))
+        if lets_go:
+            torch.distributed.barrier()
+    return spans

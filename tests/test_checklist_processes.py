@@ -47,6 +47,21 @@ def test_row_103_the_documented_command_runs_two_ranks(tmp_path):
     assert "2 processes, mesh 2x4" in done.stdout
 
 
+def overlaps(spans: list[list[tuple[float, float]]]) -> int:
+    """In how many rounds all ranks were at work at the same time."""
+    rounds = list(zip(*spans, strict=True))
+    assert rounds
+    return sum(max(start for start, _ in each) < min(end for _, end in each) for each in rounds)
+
+
+def test_row_144_workers_multiply_their_rows_at_the_same_time():
+    assert overlaps(ranks.run(2, "row_ranks:matmul_spans", 10, False)) > 0
+
+
+def test_row_144_workers_that_multiply_in_turn_are_found():
+    assert overlaps(ranks.run(2, "row_ranks:matmul_spans", 3, True)) == 0
+
+
 def test_row_167_killing_one_of_four_workers_is_an_error_on_the_others(tmp_path):
     workers = faults.run("kill_after", tmp_path, count=4, FAULT_RANK="3")
     assert [worker.code for worker in workers] == [1, 1, 1, -signal.SIGKILL]

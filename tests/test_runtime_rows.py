@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -45,9 +46,10 @@ from meshloom.runtime import (
     tilize,
     untilize,
 )
+from meshloom.runtime.card import Card
 from meshloom.runtime.memory import Allocator
 from meshloom.runtime.virtual import SimulatedClock
-from test_runtime_cards import Strangers
+from test_runtime_cards import Stranger, Strangers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -361,6 +363,20 @@ def test_row_064_slow_and_fast_dispatch_give_equal_results(monkeypatch):
     assert run().equal(fast)
     with pytest.raises(ArgumentError, match="there is no dispatch 'slwo'"):
         open_mesh_device((2,), dispatch="slwo")
+
+
+@pytest.mark.parametrize("driver", [VirtualDriver, Strangers])
+def test_row_065_and_069_a_card_is_used_through_memory_kernels_and_waiting_alone(driver):
+    """Firmware, launch messages, multicast and structs are the driver's business: the protocol has no verb for them."""
+    spoken = {name for name in vars(Card) if not name.startswith("_")}
+    assert spoken >= {"alloc", "write", "read", "load", "launch", "wait"}
+    assert not [name for name in spoken if re.search("firmware|message|multicast|struct|abi|register", name)]
+    assert {name for name in vars(Stranger) if not name.startswith("_")} <= spoken  # a card that has nothing else
+    with open_mesh_device((2, 2), driver=driver()) as mesh:
+        x = create_mesh_buffer(mesh, global_shape=(2,))
+        enqueue_mesh_workload(mesh, on_all(write_place, x))
+        for place in mesh.coordinates():
+            assert mesh.queue().enqueue_read(x, coordinate=place).tolist() == list(place)
 
 
 def test_row_066_memory_is_aligned_freed_joined_reused_and_never_overcommitted():

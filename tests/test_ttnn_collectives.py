@@ -270,7 +270,7 @@ def test_persistent_outputs_are_written_in_place(meshes: Any) -> None:
         ttnn.reduce_scatter(x, 0, output_tensor=gathered)
 
 
-def test_row_043_047_the_log_of_communication_has_every_collective_with_axis_and_bytes(meshes: Any) -> None:
+def test_row_043_and_047_the_log_of_communication_has_every_collective_with_axis_and_bytes(meshes: Any) -> None:
     x = tensor_on(meshes(2, 4), torch.ones(2, 4, 8, 8))
     with loom.record() as log:
         ttnn.all_reduce(x, cluster_axis=1)
