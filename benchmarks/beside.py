@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.timing import Comparison, Side, Work, contest
+from benchmarks.timing import Side, Work, contest
 from benchmarks.works import all_works
 
 
@@ -17,10 +17,9 @@ def our_work(work: tuple[str, str], devices: int) -> Work:
 
 
 def compare(work: tuple[str, str], theirs: Side, ours: Work, dense: Work, seconds: float) -> None:
-    """Time the three in turn and print the line of the work."""
+    """Time the three in turn and print the line of the work, its timing as a `Comparison` has it."""
     best, rounds = contest((theirs, Side(ours), Side(dense)), seconds)
-    found = Comparison(*best, rounds)
-    tell(work, timing=[found.theirs, found.ours, found.dense, found.rounds])
+    tell(work, timing=[*best, rounds])
 
 
 def tell(work: tuple[str, str], **figures: object) -> None:

@@ -33,11 +33,3 @@ def gather_traffic(whole: torch.Tensor) -> Work:
     """Read the whole once and write it once."""
     out = torch.zeros_like(whole)
     return lambda: out.copy_(whole)
-
-
-def baselines() -> dict[tuple[str, str], Work]:
-    """The copies alone, for processes that hold their operands in another form."""
-    return {
-        ALL_REDUCE: reduce_traffic(torch.ones(DEVICES, elements())),
-        ALL_GATHER: gather_traffic(torch.ones(elements())),
-    }

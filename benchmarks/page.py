@@ -48,18 +48,24 @@ def figures(conditions: dict[str, Any], rows: Sequence[Row]) -> str:
     """Everything that comes from a run, as Markdown."""
     parts = [_setting(conditions)]
     parts += [f"### {title}\n\n{_table(found)}" for title, found in _parts(rows) if found]
-    together = [row for row in rows if row.who == PROCESSES]
-    if together:
-        head = ("work", "against", "ours", "theirs", "ratio", "theirs / ours", "goal", "")
-        lines = [[*process_line(row), _verdict([row])] for row in together]
-        parts.append(f"### On {together[0].devices} processes\n\n{_markdown(head, lines)}")
-    predicted = [row for row in rows if row.shown == "error"]
-    if predicted:
-        head = ("collective", "devices", "predicted", "measured", "error")
-        lines = [prediction_line(row) for row in predicted]
-        parts.append(f"### Predicted\n\n{_markdown(head, lines)}")
+    parts += [*_processes(rows), *_predictions(rows)]
     missing = dict.fromkeys(f"{row.who}: {row.missing}" for row in rows if row.missing is not None)
     return "\n\n".join([*parts, *missing])
+
+
+def _processes(rows: Sequence[Row]) -> list[str]:
+    together = [row for row in rows if row.who == PROCESSES]
+    if not together:
+        return []
+    head = ("work", "against", "ours", "theirs", "ratio", "theirs / ours", "goal", "")
+    lines = [[*process_line(row), _verdict([row])] for row in together]
+    return [f"### On {together[0].devices} processes\n\n{_markdown(head, lines)}"]
+
+
+def _predictions(rows: Sequence[Row]) -> list[str]:
+    lines = [prediction_line(row) for row in rows if row.shown == "error"]
+    head = ("collective", "devices", "predicted", "measured", "error")
+    return [f"### Predicted\n\n{_markdown(head, lines)}"] if lines else []
 
 
 def _setting(conditions: dict[str, Any]) -> str:

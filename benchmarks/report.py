@@ -128,7 +128,7 @@ def _section(row: Row) -> str:
 
 def _line(rows: Sequence[Row], columns: Sequence[int]) -> list[str]:
     first, cells = rows[0], {row.devices: _cell(row) for row in rows}
-    title = f"{first.work}, {first.detail}" if first.who == OURS else f"{_short(first.who)}: {first.work}"
+    title = f"{'' if first.who == OURS else _short(first.who) + ': '}{first.work}, {first.detail}"
     goal = ", ".join(dict.fromkeys(row.goal for row in rows if row.goal is not None))
     return [title, *(cells.get(count, "") for count in columns), duration(rows[-1].dense_us), goal, _verdict(rows)]
 
