@@ -36,6 +36,7 @@ TOGETHER = (
     ("matmul inner", "DTensor, 1024^3"),
     ("all-reduce", "DTensor, 64 MB"),
     ("all-gather", "DTensor, 64 MB"),
+    ("reduce-scatter", "DTensor, 64 MB"),
     ("MLP step", "DTensor, data-parallel"),
     ("MLP step", "DDP, data-parallel"),
     ("divergence check", "MLP step, sample against off"),

@@ -1,8 +1,9 @@
 """meshloom beside DTensor and DDP on real Gloo processes over loopback, in one run.
 
-`python -m benchmarks.processes --ranks 2` starts the processes, which time both sides in turn: short rounds of the same
-number of calls on every process, a barrier before each, best of many. It prints one line of JSON per work, with the
-seconds of rank 0. All sides use one thread per process, as torchrun sets it.
+`python -m benchmarks.processes --ranks 2` starts the processes (`--megabytes` sets the size of the collectives), which
+time both sides in turn: short rounds of the same number of calls on every process, a barrier before each, best of many.
+It prints one line of JSON per work, with the seconds of rank 0. All sides use one thread per process, as torchrun sets
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.timing import Work
 from benchmarks.works import BATCH, FEATURES, SIZE, mlp, training_step
 
 MEGABYTES = 64
-ADD, INNER, REDUCE, GATHER = "add", "matmul inner", "all-reduce", "all-gather"
+ADD, INNER, REDUCE, GATHER, SCATTER = "add", "matmul inner", "all-reduce", "all-gather", "reduce-scatter"
 STEP, CHECK = "MLP step", "divergence check"
 LIMIT_SECONDS = 240.0
 
@@ -38,6 +39,7 @@ WORKS = (
     (INNER, f"DTensor, {SIZE}^3"),
     (REDUCE, f"DTensor, {MEGABYTES} MB"),
     (GATHER, f"DTensor, {MEGABYTES} MB"),
+    (SCATTER, f"DTensor, {MEGABYTES} MB"),
     (STEP, "DTensor, data-parallel"),
     (STEP, "DDP, data-parallel"),
     (CHECK, "MLP step, sample against off"),
@@ -49,7 +51,7 @@ Sides = tuple[Work, ...]  # ours first
 Seconds = tuple[float, ...]
 
 
-def _works(count: int) -> Iterator[tuple[tuple[str, str], Sides, int, int]]:
+def _works(count: int, megabytes: int) -> Iterator[tuple[tuple[str, str], Sides, int, int]]:
     """Each work: its sides, calls per round, rounds."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -69,16 +71,18 @@ def _works(count: int) -> Iterator[tuple[tuple[str, str], Sides, int, int]]:
     c, d = distribute_tensor(x, theirs, [Shard(1)]), distribute_tensor(y, theirs, [Shard(0)])
     yield WORKS[3], (lambda: a @ b, lambda: (c @ d).redistribute(theirs, [Replicate()])), 2, 30
 
-    size = MEGABYTES * (1 << 20) // 4
+    size = megabytes * (1 << 20) // 4
     part = torch.randn(size)
     e = loom.from_local(part, mesh, "P(sum)")
     f = DTensor.from_local(part, theirs, [Partial()])
     yield WORKS[4], (lambda: e.redistribute("R"), lambda: f.redistribute(theirs, [Replicate()])), 1, 40
+    scatter = (lambda: e.redistribute("S(0)"), lambda: f.redistribute(theirs, [Shard(0)]))
 
     part = torch.randn(size // count)
     g = loom.from_local(part, mesh, "S(0)")
     h = DTensor.from_local(part, theirs, [Shard(0)])
     yield WORKS[5], (lambda: g.redistribute("R"), lambda: h.redistribute(theirs, [Replicate()])), 1, 40
+    yield WORKS[6], scatter, 1, 40
     yield from _steps(mesh, theirs)
 
 
@@ -97,9 +101,9 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Sides, int
     step = training_step(ours, loom.distribute(x, mesh, "S(0)"), loom.distribute(y, mesh, "S(0)"))
     split = distribute_module(copy.deepcopy(dense), theirs)
     a, b = (distribute_tensor(each, theirs, [Shard(0)]) for each in (x, y))
-    yield WORKS[6], (step, training_step(split, a, b)), 1, 60
+    yield WORKS[7], (step, training_step(split, a, b)), 1, 60
     wrapped = DistributedDataParallel(copy.deepcopy(dense))
-    yield WORKS[7], (step, training_step(wrapped, x[mine], y[mine])), 1, 60
+    yield WORKS[8], (step, training_step(wrapped, x[mine], y[mine])), 1, 60
 
     def under(check: str) -> Work:
         def run() -> object:
@@ -108,8 +112,8 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Sides, int
 
         return run
 
-    yield WORKS[8], (under("sample"), under("off")), 1, 120
-    yield WORKS[9], (under("always"), under("off")), 1, 40
+    yield WORKS[9], (under("sample"), under("off")), 1, 120
+    yield WORKS[10], (under("always"), under("off")), 1, 40
     WORLD.check = "sample"
 
 
@@ -149,17 +153,17 @@ def _rows(work: tuple[str, str], best: Seconds) -> list[tuple[tuple[str, str], S
     return [*zip(WORKS[:3], figures, strict=True)]
 
 
-def rank(count: int, scale: float) -> None:
+def rank(count: int, scale: float, megabytes: int) -> None:
     """One process: measure every work together with the others."""
     torch.manual_seed(0)
-    for work, sides, calls, rounds in _works(count):
+    for work, sides, calls, rounds in _works(count, megabytes):
         taken = max(3, int(rounds * scale))
         for (name, detail), seconds in _rows(work, _best(sides, calls, taken)):
             if dist.get_rank() == 0:
                 print(json.dumps({"work": name, "detail": detail, "timing": (*seconds, taken)}), flush=True)
 
 
-def launch(count: int, scale: float) -> int:
+def launch(count: int, scale: float, megabytes: int) -> int:
     """Start the processes and wait for them; rank 0 prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -172,6 +176,7 @@ def launch(count: int, scale: float) -> int:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "benchmarks.processes", "--ranks", str(count), "--scale", str(scale)]
+    command += ["--megabytes", str(megabytes)]
     started = [
         subprocess.Popen(command, env={**shared, "RANK": str(i), "LOCAL_RANK": str(i)}, cwd=Path(__file__).parents[1])
         for i in range(count)
@@ -189,10 +194,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="of the collectives")
     given = parser.parse_args()
     if "RANK" not in os.environ:
-        return launch(given.ranks, given.scale)
-    rank(given.ranks, given.scale)
+        return launch(given.ranks, given.scale, given.megabytes)
+    rank(given.ranks, given.scale, given.megabytes)
     return 0
 
 

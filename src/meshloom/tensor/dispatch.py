@@ -71,12 +71,13 @@ def _salt(decided: Plan) -> int:
     return zlib.crc32(f"{call.op} {call.operands} {plain} {call.leaves}".encode()) or 1
 
 
-def identity(salt: int, values: Iterable[Any]) -> int:
-    """What a call makes of the numbers of its operands: which tensors it works on, the same in every process."""
-    for each in values:
-        kind = each.__class__
-        number = each._number if kind is Tensor else hash(each) if kind in NUMBERS and each == each else 0
-        salt = (salt * 1000003 + number) & _MASK
+def identity(salt: int, tensors: Iterable[Tensor], arguments: Iterable[Any] = ()) -> int:
+    """What a call makes of its operands: which tensors it works on, as a number that is the same in every process."""
+    for tensor in tensors:
+        salt = (salt * 1000003 + tensor._number) & _MASK
+    for each in arguments:
+        if each.__class__ in NUMBERS and each == each:
+            salt = (salt * 1000003 + hash(each)) & _MASK
     return salt
 
 
@@ -276,7 +277,7 @@ class Resolved:
         """The wrapped result of the call."""
         if not self.entry.salt:
             return self._perform()
-        STORY.identity = identity(self.entry.salt, (*self.tensors, *self.args))
+        STORY.identity = identity(self.entry.salt, self.tensors, self.args)
         results = self._perform()
         for i, made in enumerate(results if isinstance(results, tuple) else (results,)):
             if made.__class__ is Tensor:

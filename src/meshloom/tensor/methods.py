@@ -57,7 +57,7 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
                 if entry is not None and entry.direct is not None:
                     made = Tensor(entry.out, entry.direct(self._data, other))
                     if entry.salt:
-                        made._number = identity(entry.salt, (self, other))
+                        made._number = identity(entry.salt, (self,), (other,))
                     return made
         elif not isinstance(other, _OPERANDS):
             return NotImplemented
@@ -68,11 +68,15 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
 
 def run_split(name: str, entry: Entry, first: Tensor, second: Tensor) -> Tensor:
     """A call seen before, of two tensors on a mesh that processes split: what it works on is told."""
-    STORY.identity = number = identity(entry.salt, (first, second))
-    kernel = entry.kernel
-    function = kernel.bound if kernel.bound is not None else function_of(name)
-    result = kernel.run((first._data, second._data), function)
-    STORY.identity = 0
+    number = identity(entry.salt, (first, second))
+    direct = entry.direct
+    if direct is not None:
+        result = direct(first._data, second._data)
+    else:
+        kernel = entry.kernel
+        STORY.identity = number
+        result = kernel.run((first._data, second._data), kernel.bound or function_of(name))
+        STORY.identity = 0
     if entry.communicates_back and result.requires_grad:
         entry.follow(result, (first, second))
     made = Tensor(entry.out, result)

@@ -60,7 +60,7 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     else:
         _write_directly(found, tensor)
     if found.entry.salt:
-        tensor._number = identity(found.entry.salt, (*found.tensors, *found.args))
+        tensor._number = identity(found.entry.salt, found.tensors, found.args)
     return target
 
 
