@@ -1,14 +1,22 @@
-"""`meshloom.distributed` is `meshloom.ttnn.distributed`: one module under two names, so that there is one matmul.
+"""`meshloom.distributed`: the names of `meshloom.ttnn.distributed`, which are the same objects. There is one matmul.
 
->>> import meshloom
->>> meshloom.distributed is meshloom.ttnn.distributed
+>>> from meshloom import distributed, ttnn
+>>> distributed.matmul is ttnn.distributed.matmul
 True
 """
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
-from meshloom.ttnn import distributed
+from meshloom.ttnn import distributed as _original
 
-sys.modules[__name__] = distributed
+__all__ = _original.__all__
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_original, name)
+
+
+def __dir__() -> list[str]:
+    return dir(_original)
