@@ -334,12 +334,28 @@ def test_a_peer_process_that_fails_hands_over_its_last_line_without_paths(bench:
     assert list(lines) == ["ImportError: cannot import x from lib.py"]
 
 
-def test_peers_and_their_process_name_the_same_works(bench: Any) -> None:
-    pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensor mode")
+@pytest.mark.parametrize("name", ["localtensor", "jaxdevices"])
+def test_peers_and_their_process_name_the_same_works(bench: Any, name: str) -> None:
+    if name == "localtensor":
+        pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensor mode")
     peers = bench("peers")
-    [peer] = [peer for peer in peers.ALL if peer.module == "benchmarks.localtensor"]
+    [peer] = [peer for peer in peers.ALL if peer.module == f"benchmarks.{name}"]
     for ranks in peer.ranks:
-        assert {*bench("localtensor").works(ranks), peers.MEMORY} == set(peer.works_on(ranks))
+        assert {*bench(name).works(ranks), peers.MEMORY} == set(peer.works_on(ranks))
+
+
+def test_ours_runs_in_the_process_of_jax_too(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices, work = bench("jaxdevices"), ("add", "32x32 per device")
+    monkeypatch.setattr(devices, "Devices", lambda ranks: None)  # JAX itself is an optional extra
+    monkeypatch.setattr(devices, "copies", lambda found: 2.0)
+    monkeypatch.setattr(devices, "works", lambda ranks: {work: (lambda found: (lambda: None, lambda: None), 0.0)})
+    devices.measure(2, 0.0)
+    memory, add = map(json.loads, capsys.readouterr().out.splitlines())
+    assert memory == {"work": "memory", "detail": "replicated 4 MB", "copies": 2.0}
+    theirs, ours, _, _ = add["timing"]
+    assert (add["work"], add["detail"]) == work and ours > theirs > 0
 
 
 def test_localtensor_is_measured_with_ours_and_dense_in_one_process(
