@@ -136,7 +136,8 @@ class Tensor:
         """An error while parts of the gradient wait to be summed."""
         if id(self) in state.waiting or is_waiting(self._data):
             raise GradientError(
-                "the gradient is not summed over the devices yet: its parts wait, as loom.accumulate() asks",
+                "the gradient is not summed over the devices yet: its parts wait since a backward inside of "
+                "loom.accumulate(), or one that did not end",
                 tensor=self.topology,
                 fix="run the last backward outside of loom.accumulate(), or call loom.synchronize(parameters) before "
                 "the step; to drop the parts: p.grad = None",

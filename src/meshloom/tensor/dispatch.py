@@ -60,8 +60,8 @@ class Entry:
         """Let the backward of a call be seen, if it has one that communicates."""
         first = results if isinstance(results, torch.Tensor) else results[0]
         tracked = first.requires_grad or (first is not results and any(each.requires_grad for each in results))
-        if tracked and self.back():
-            follow(self.plan.call.op, self.back, results, tensors)
+        if tracked:
+            follow(self.plan.call.op, self.back(), results, tensors)
 
 
 def _salt(decided: Plan) -> int:

@@ -156,8 +156,7 @@ class Gathered:
         target = self._kept(source)
         made = Tensor(target, move(result, source, target))
         if is_tracked(made._data) and source is not target:
-            machine = state.machine
-            follow(self.name, lambda: Back(moves(target, source, machine), (), ()), made._data, ())
+            follow(self.name, Back(moves(target, source, state.machine), (), ()), made._data, ())
         base = next((each for each in self.operands if same_storage(result, each.dense)), None)
         if base is not None:
             made._view = (base.tensor, base.moved)

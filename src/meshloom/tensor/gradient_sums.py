@@ -7,7 +7,7 @@ end of the pass, or wait inside `accumulate` for the first pass after it. An opt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -40,13 +40,13 @@ class Hook:
 
     __slots__ = ("back", "call", "line", "sources", "task")
 
-    def __init__(self, call: str, back: Callable[[], Back], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, call: str, back: Back, tensors: Sequence[Tensor]) -> None:
         self.call, self.back, self.line, self.task = call, back, where(), -1
         # the node of an operand says whether its gradient is wanted; a leaf has its own only while backward runs
         self.sources = [
             (i, tensor if tensor._data.is_leaf else tensor._data.grad_fn)
             for i, tensor in enumerate(tensors)
-            if tensor._data.requires_grad
+            if back.operands[i] and tensor._data.requires_grad
         ]
 
     def __call__(self, gradients: Any) -> None:
@@ -56,12 +56,11 @@ class Hook:
         if task == self.task:
             return
         self.task = task
-        back = self.back()
-        happen(self._events(back.results))
+        happen(self._events(self.back.results))
         for i, source in self.sources:
-            if back.operands[i] and _is_wanted(source):
-                events = self._events(back.operands[i])
-                if back.lasts[i] and isinstance(source, Tensor):
+            if _is_wanted(source):
+                events = self._events(self.back.operands[i])
+                if self.back.lasts[i] and isinstance(source, Tensor):
                     defer(source, events)
                 else:
                     happen(events)
@@ -84,13 +83,14 @@ def _is_executed(node: Any) -> bool:
         return True
 
 
-def follow(call: str, back: Callable[[], Back], results: Any, tensors: Sequence[Tensor]) -> None:
-    """Let the backward of a call be seen."""
+def follow(call: str, back: Back, results: Any, tensors: Sequence[Tensor]) -> None:
+    """Let the backward of a call be seen, if it communicates."""
+    if not back:
+        return
     listed = (results,) if isinstance(results, torch.Tensor) else results
-    hook = None
+    hook = Hook(call, back, tensors)
     for node in dict.fromkeys(each.grad_fn for each in listed if each.requires_grad):
         if node is not None:
-            hook = hook or Hook(call, back, tensors)
             node.register_prehook(hook)
 
 

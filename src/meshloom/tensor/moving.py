@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -77,10 +77,9 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     return data
 
 
-def _moves_back(source: Topology, target: Topology) -> Callable[[], Back]:
+def _moves_back(source: Topology, target: Topology) -> Back:
     """What brings the gradient of a tensor that moved home; it crosses processes as it comes."""
-    machine = state.machine
-    return lambda: Back((), (moves(target.reduced, source.reduced, machine),), (False,))
+    return Back((), (moves(target.reduced, source.reduced, state.machine),), (False,))
 
 
 def to_dense(tensor: Tensor, call: str) -> torch.Tensor:

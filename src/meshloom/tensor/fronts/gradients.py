@@ -30,14 +30,12 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
     others = [[twin.array for twin in twins(array)] for array in held]
     if not any(others):
         found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
-        for value in ins:
-            give(shadowed(own(value)))
+        _give_all(ins)
         return tuple(_dual(own(value), each) for value, each in zip(ins, found, strict=True))
     flat = [*held, *(twin for each in others for twin in each)]
     parts = iter(torch.autograd.grad(start, flat, seeded, *args, **{**kwargs, "allow_unused": True}))
     firsts = [next(parts) for _ in held]
-    for value in ins:
-        give(shadowed(own(value)))
+    _give_all(ins)
     sums = [
         summed(array, first, [next(parts) for _ in each])
         for array, first, each in zip(held, firsts, others, strict=True)
@@ -46,6 +44,13 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
     if not allowed and any(each is None for each in sums):
         raise GradientError("the outputs do not depend on one of the inputs", fix="allow_unused=True gives None for it")
     return tuple(_dual(own(value), each) for value, each in zip(ins, sums, strict=True))
+
+
+def _give_all(inputs: list[Any]) -> None:
+    """The sums of the gradients that are given are carried out now."""
+    for value in map(own, inputs):
+        if isinstance(value, Tensor):
+            give(shadowed(value))
 
 
 def _listed(values: Any) -> list[Any]:
