@@ -22,7 +22,7 @@ TIMEOUT = float(os.environ.get("FAULT_TIMEOUT", "4"))
 BAD = int(os.environ.get("FAULT_RANK", "1"))
 IS_BAD = RANK == BAD
 BEGAN = time.monotonic()
-GO_ON = pathlib.Path(sys.argv[2]) / "go_on"  # the test says that the end may come
+GO_ON = pathlib.Path(*sys.argv[2:3]) / "go_on"  # the test says that the end may come
 
 
 def opened(shape=(COUNT,), axes=("dp",), **options):

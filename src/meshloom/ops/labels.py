@@ -123,6 +123,8 @@ def _partial_rows(call: Call, known: Iterable[Row], shapes: Sequence[Shape]) -> 
         if any(not isinstance(leaf, Ref) and placement != R for placement, leaf in pairs):
             continue
         kept = tuple(placement for placement, leaf in pairs if isinstance(leaf, Ref))
+        if len(kept) != len(shapes):  # a tensor that was given by name, such as a bound of clamp
+            continue
         if len(shapes) > 1 and any(p != R and not shape for p, shape in zip(kept, shapes, strict=True)):
             continue
         yield replace(row, label=" ".join(str(p) for p in kept if p != R), ins=kept)
