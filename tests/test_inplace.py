@@ -640,3 +640,21 @@ def test_the_parameters_of_a_norm_of_an_empty_batch_have_gradients_of_zeros() ->
     F.group_norm(loom.zeros(0, 4, mesh=mesh), 2, weight, bias).sum().backward()
     check_same(weight.grad, torch.zeros(4))
     check_same(bias.grad, torch.zeros(4))
+
+
+def test_a_write_by_index_into_a_view_whose_elements_share_memory_is_refused_and_loses_nothing() -> None:
+    x = loom.arange(6, mesh=loom.open_mesh((3,)), placements="R")
+    windows = x.unfold(0, 2, 1)
+    with pytest.raises(loom.ViewError, match="elements of it share memory"):
+        windows.index_copy_(0, torch.tensor([0]), torch.tensor([[7, 8]]))
+    assert x.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_write_without_gradients_into_a_view_that_was_made_without_them_is_torchs() -> None:
+    x = loom.distribute(torch.ones(4, 6), loom.open_mesh((2, 3)), "S(0), R").requires_grad_()
+    with torch.no_grad():
+        view = x[:]
+    again = view.view_as(view)
+    with torch.no_grad():
+        again.lerp_(loom.zeros(4, 6, mesh=x.mesh, placements="R, R"), 0.5)
+    assert x.tolist() == [[0.5] * 6] * 4

@@ -116,3 +116,10 @@ def test_a_monotone_function_keeps_a_partial_maximum_when_asked() -> None:
         found = loom.atan(part, output="P(max), R")
     assert str(found.placements[0]) == "P(max)"
     torch.testing.assert_close(found.to_torch(), dense(6, 4).atan())
+
+
+def test_gradients_can_be_added_to_that_of_sgn() -> None:
+    x = loom.distribute(torch.tensor([-2.0, 0.0, 3.0]), Mesh(d=2), "S(0)").requires_grad_()
+    x.sgn().sum().backward()
+    (x * 2).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]

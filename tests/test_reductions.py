@@ -115,3 +115,10 @@ def test_a_scan_skips_padding_in_the_middle() -> None:
     assert x.cumsum(0).tolist() == value.cumsum(0).tolist()
     assert x.cumprod(0).tolist() == value.cumprod(0).tolist()
     assert x.cummax(0).indices.tolist() == list(range(10))
+
+
+def test_the_padding_of_a_partial_extreme_is_zero_where_devices_hold_nothing() -> None:
+    x = loom.distribute(torch.randn(10, 1), loom.open_mesh((4, 4)), "R, R")
+    found = loom.amax(x, -1, output="P(max), S(0)")
+    assert found._data[:, 10:].eq(0).all()
+    assert torch.equal(found.to_torch(), x.to_torch().amax(-1))

@@ -74,7 +74,9 @@ class Kernel:
         arrived = folded(plan.raw[result], self.leads)
         arrived = arrived.replicated if self.trimmed and arrived.padded else arrived
         hand_over = self._hand_over(result, arrived)
-        if not (arrived.padded and _needs_mask(plan)):
+        # where an axis leads, a device may hold nothing but what its operand was filled with
+        is_filled = bool(self.leads) and any(each.value != 0 for each in _fills(plan))
+        if not (arrived.padded and (is_filled or _needs_mask(plan))):
             return hand_over
 
         def finish(data: torch.Tensor) -> torch.Tensor:

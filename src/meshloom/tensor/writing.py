@@ -68,9 +68,29 @@ def rewrite(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, 
     """An op of the table that changes some elements of its first operand, in place: `scatter_`, `index_put_`."""
     check_writable(target)
     tensor = shadowed(target)
+    if overlaps(tensor._data):  # all of it is written back, and what stays would overwrite what changed
+        raise ViewError(
+            f"{name}_ cannot write into this view: elements of it share memory",
+            view=tensor.topology,
+            fix=f"write to the base, or take a copy first: view.clone().{name}_(...)",
+        )
     # backward may need the value that is about to be overwritten
     source = Tensor(tensor.topology, tensor._data.clone()) if torch.is_grad_enabled() else tensor
     return assign(target, call(name, (source, *args), kwargs, tensor.topology.reduced.placements), f"{name}_")
+
+
+def overlaps(data: torch.Tensor) -> bool:
+    """Whether elements of an array share memory, as the windows of `unfold` do.
+
+    >>> overlaps(torch.ones(4).unfold(0, 2, 1)), overlaps(torch.ones(4, 4)[::2].T)
+    (True, False)
+    """
+    reach = 0
+    for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _write_result(found: Resolved, tensor: Tensor, tracked: bool) -> None:
@@ -93,7 +113,7 @@ def _write_directly(found: Resolved, tensor: Tensor) -> None:
         if "can't be cast" in str(error):
             raise DTypeError(f"{name} gives a dtype that {held} cannot hold", target=tensor.topology) from error
         raise
-    if found.entry.communicates_back:
+    if found.entry.communicates_back and torch.is_grad_enabled():
         found.entry.follow(tensor._data, found.tensors)
     tensor._masked_()
     if not found.known:

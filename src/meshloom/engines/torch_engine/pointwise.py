@@ -7,6 +7,12 @@ import torch.nn.functional as F
 
 from meshloom.engines.torch_engine.local import Function
 
+
+def _sgn(input: torch.Tensor) -> torch.Tensor:
+    """Of real numbers `sign`: the gradient of torch's own `sgn` has no memory, and nothing can be added to it."""
+    return torch.sgn(input) if input.is_complex() else torch.sign(input)
+
+
 POINTWISE: dict[str, Function] = {
     "add": torch.add,
     "sub": torch.sub,
@@ -66,7 +72,7 @@ POINTWISE: dict[str, Function] = {
     "to": lambda input, dtype: input.to(dtype),
     "clone": torch.clone,
     "positive": torch.positive,
-    "sgn": torch.sgn,
+    "sgn": _sgn,
     "angle": torch.angle,
     "conj_physical": torch.conj_physical,
     "complex": torch.complex,
