@@ -153,8 +153,8 @@ def number(d: Drawing) -> str | None:
         "{} / 4",
         "{} - 0.25",
         "2.5 - {}",
-        "{}.clamp(-1, 1)",
-        "{}.clamp_min(0.5)",
+        "{}.clamp(-1.1, 1.1)",  # no drawn value is a bound: parts that are equal there would share a gradient
+        "{}.clamp_min(0.55)",
         "{} ** 2",
         "1 - {}",
     )
@@ -460,8 +460,8 @@ def write_number(d: Drawing) -> str | None:
     floats = [
         "add_(0.5)",
         "sub_(0.25)",
-        "clamp_(-1, 1)",
-        "clamp_(min=-0.5)",
+        "clamp_(-1.1, 1.1)",
+        "clamp_(min=-0.55)",
         "fill_(0.75)",
         "zero_()",
         "relu_()",
