@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -635,6 +638,45 @@ def test_the_backward_of_a_dense_loss_is_seen_too() -> None:
     assert type(loss) is torch.Tensor
     with loom.communication("forbid"), pytest.raises(loom.CommunicationError, match="matmul would communicate 384 B"):
         loss.backward()
+    p.grad = None
+
+
+def test_what_moves_back_is_told_where_the_stored_array_did_not_change() -> None:
+    x = loom.ones(8, mesh=loom.open_mesh((4,), axes=("dp",)), placements="R").requires_grad_()
+    y = (x * 1).redistribute("S(0)")
+    with loom.record() as log:
+        y.backward(torch.ones(8))
+    assert moved(log) == [("all_gather", "dp", 24)]
+
+
+def test_the_backward_of_what_one_device_holds_is_seen_too() -> None:
+    mesh = loom.open_mesh((4,), axes=("dp",))
+    p = loom.Parameter(torch.ones(8, 8), mesh, {})
+    part = (loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)}) @ p).shard_at((1,))
+    with loom.communication("forbid"), pytest.raises(loom.CommunicationError, match="matmul would communicate 384 B"):
+        part.sum().backward()
+    p.grad = None
+
+
+def test_graphs_with_notes_are_freed() -> None:
+    mesh = loom.open_mesh((4,), axes=("dp",))
+    p, x = loom.Parameter(torch.ones(8, 8), mesh, {}), loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)})
+    gc.collect()
+    gc.disable()
+    try:
+        for make in (
+            lambda: x @ p,
+            lambda: (x @ p).to_torch(),
+            lambda: (x * 1).add_(p),
+            lambda: (x @ p).shard_at((0,)),
+        ):
+            made, held = make(), threading.Event()
+            made.grad_fn.metadata["held by the graph"] = held
+            alive = weakref.ref(held)
+            del made, held
+            assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_only_gradients_that_are_computed_are_told() -> None:

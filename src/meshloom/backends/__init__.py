@@ -9,14 +9,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshloom.backends.leaves import at_end_of_backward, collect, drop, finish_with, is_waiting, summed, twins
+    from meshloom.backends.leaves import (
+        at_end_of_backward,
+        collect,
+        drop,
+        finish_with,
+        is_waiting,
+        queue_at_end,
+        summed,
+        twins,
+    )
     from meshloom.backends.moving import move
     from meshloom.backends.spread import kernel_of
     from meshloom.backends.world import WORLD, join
 
 _LAZY = {
     **dict.fromkeys(
-        ("at_end_of_backward", "collect", "drop", "finish_with", "is_waiting", "summed", "twins"),
+        "at_end_of_backward collect drop finish_with is_waiting queue_at_end summed twins".split(),
         "meshloom.backends.leaves",
     ),
     "move": "meshloom.backends.moving",
@@ -34,6 +43,7 @@ __all__ = [
     "join",
     "kernel_of",
     "move",
+    "queue_at_end",
     "summed",
     "twins",
 ]

@@ -72,7 +72,12 @@ def at_end_of_backward(finish: Callable[[], None]) -> None:
     current = torch._C._current_graph_task_id()
     if _passes.get(finish) != current:
         _passes[finish] = current
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        queue_at_end(finish)
+
+
+def queue_at_end(function: Callable[[], None]) -> None:
+    """Call a function when the pass of backward that is under way has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def entered(data: torch.Tensor, group: Group) -> torch.Tensor:

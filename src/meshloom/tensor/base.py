@@ -124,7 +124,7 @@ class Tensor:
         part = self.block[inside]
         for dim, extent in enumerate(self.topology.extent(place)):
             part = part.narrow(dim, 0, extent)
-        return part
+        return self._seen(part)
 
     def _masked_(self) -> None:
         """Set padding to zero again, in place."""

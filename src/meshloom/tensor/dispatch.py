@@ -58,10 +58,9 @@ class Entry:
 
     def follow(self, results: Any, tensors: Sequence[Tensor]) -> None:
         """Let the backward of a call be seen, if it has one that communicates."""
-        first = results if isinstance(results, torch.Tensor) else results[0]
-        tracked = first.requires_grad or (first is not results and any(each.requires_grad for each in results))
-        if tracked:
-            follow(self.plan.call.op, self.back(), results, tensors)
+        tracked = results.requires_grad if isinstance(results, torch.Tensor) else any(r.requires_grad for r in results)
+        if tracked and (back := self._back or self.back()):
+            follow(self.plan.call.op, back, results, tensors)
 
 
 def _salt(decided: Plan) -> int:

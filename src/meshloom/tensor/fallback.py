@@ -155,8 +155,8 @@ class Gathered:
         source = Topology(self.mesh, (Replicate(),) * self.mesh.ndim, tuple(result.shape), short_name(result.dtype))
         target = self._kept(source)
         made = Tensor(target, move(result, source, target))
-        if is_tracked(made._data) and source is not target:
-            follow(self.name, Back(moves(target, source, state.machine), (), ()), made._data, ())
+        if is_tracked(made._data) and (back := Back(moves(target, source, state.machine), (), ())):
+            follow(self.name, back, made._data, ())
         base = next((each for each in self.operands if same_storage(result, each.dense)), None)
         if base is not None:
             made._view = (base.tensor, base.moved)

@@ -1,8 +1,10 @@
 """What backward communicates: seen by whoever watches while it runs, wherever the forward pass ran.
 
-A call whose gradients communicate leaves a hook at the graph node of its result. While somebody records or forbids, the
-hook tells what the gradient that arrives there causes. The sums of a leaf come last: they are carried out once, at the
-end of the pass, or wait inside `accumulate` for the first pass after it. An optimizer step has none of its own.
+A call whose gradients communicate leaves a note at the graph node of its result. When backward starts while somebody
+records, forbids or accumulates, the notes that it will meet become hooks, which tell what the gradient that arrives
+there causes. A dense tensor that was made of ours does the same when its gradient arrives. The sums of a leaf come
+last: they are carried out once, at the end of the pass, or wait inside `accumulate` for the first pass after it. An
+optimizer step has none of its own.
 """
 
 from __future__ import annotations
@@ -13,21 +15,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshloom.backends import at_end_of_backward, collect, drop, finish_with, twins
+from meshloom.backends import at_end_of_backward, collect, drop, finish_with, queue_at_end, twins
 from meshloom.collectives import Collective
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 
 
-class Back(NamedTuple):
-    """What the backward of a call communicates: before it reaches the operands, and for the gradient of each."""
+class Back:
+    """What the backward of a call communicates: before it reaches the operands, and for the gradient of each.
 
-    results: tuple[Collective, ...]
-    operands: tuple[tuple[Collective, ...], ...]
-    lasts: tuple[bool, ...]  # of a leaf, whether the collectives are its sum, which comes at the end of the pass
+    `lasts` says, should the operand be a leaf, whether its collectives are a sum that comes at the end of the pass.
+    """
+
+    __slots__ = ("lasts", "operands", "results", "wanted")
+
+    def __init__(
+        self, results: tuple[Collective, ...], operands: Sequence[tuple[Collective, ...]], lasts: Sequence[bool]
+    ) -> None:
+        self.results, self.operands, self.lasts = results, operands, lasts
+        self.wanted = tuple(i for i, each in enumerate(operands) if each)
 
     def __bool__(self) -> bool:
-        return bool(self.results) or any(self.operands)
+        return bool(self.results or self.wanted)
 
 
 def is_tracked(data: torch.Tensor) -> bool:
@@ -35,23 +44,21 @@ def is_tracked(data: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and data.requires_grad
 
 
-class Hook:
-    """At the node of a call's result: tells what its backward communicates, once per pass."""
+class Note:
+    """At the node of a call's result: what its backward communicates. As a hook it tells so, once per pass."""
 
     __slots__ = ("back", "call", "line", "sources", "task")
 
     def __init__(self, call: str, back: Back, tensors: Sequence[Tensor]) -> None:
         self.call, self.back, self.line, self.task = call, back, where(), -1
         # the node of an operand says whether its gradient is wanted; a leaf has its own only while backward runs
-        self.sources = [
-            (i, tensor if tensor._data.is_leaf else tensor._data.grad_fn)
-            for i, tensor in enumerate(tensors)
-            if back.operands[i] and tensor._data.requires_grad
-        ]
+        self.sources = []
+        for i in back.wanted:
+            data = tensors[i]._data
+            if data.requires_grad:
+                self.sources.append((i, tensors[i] if data.is_leaf else data.grad_fn))
 
     def __call__(self, gradients: Any) -> None:
-        if not (state.watching or state.accumulating or state.waiting):
-            return
         task = torch._C._current_graph_task_id()
         if task == self.task:
             return
@@ -83,15 +90,69 @@ def _is_executed(node: Any) -> bool:
         return True
 
 
+_KEY = "meshloom"
+
+
 def follow(call: str, back: Back, results: Any, tensors: Sequence[Tensor]) -> None:
-    """Let the backward of a call be seen, if it communicates."""
-    if not back:
-        return
-    listed = (results,) if isinstance(results, torch.Tensor) else results
-    hook = Hook(call, back, tensors)
-    for node in dict.fromkeys(each.grad_fn for each in listed if each.requires_grad):
-        if node is not None:
-            node.register_prehook(hook)
+    """Let the backward of a call that communicates be seen."""
+    note = Note(call, back, tensors)
+    for each in (results,) if isinstance(results, torch.Tensor) else results:
+        if each.requires_grad:
+            node: Any = each.grad_fn
+            node.metadata[_KEY] = note
+
+
+def _is_seen() -> bool:
+    """Whether anybody wants to know what backward communicates."""
+    return bool(state.watching or state.accumulating or state.waiting)
+
+
+@contextmanager
+def seen(roots: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A pass of backward from these arrays, of which whoever watches is told."""
+    handles = _hook([root.grad_fn for root in roots]) if _is_seen() else []
+    try:
+        yield
+    finally:
+        _remove(handles)
+
+
+def _hook(nodes: list[Any]) -> list[Any]:
+    """The notes at all nodes behind these become hooks."""
+    handles: list[Any] = []
+    known: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        note = node.metadata.get(_KEY)
+        if note is not None:
+            handles.append(node.register_prehook(note))
+        nodes += [behind for behind, _ in node.next_functions]
+    return handles
+
+
+def watch_dense(data: torch.Tensor) -> torch.Tensor:
+    """A dense array that was made of ours: torch may start backward from it, and then we hear of it here."""
+    node: Any = data.grad_fn if is_tracked(data) else None
+    if node is not None:
+        own, behind = node.metadata.get(_KEY), [each for each, _ in node.next_functions]
+
+        def arrive(gradients: Any) -> None:
+            if _is_seen():
+                if own is not None:
+                    own(gradients)
+                handles = _hook([*behind])
+                queue_at_end(lambda: _remove(handles))
+
+        node.register_prehook(arrive)
+    return data
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def happen(events: Sequence[Event]) -> None:

@@ -26,7 +26,7 @@ from meshloom.tensor.creation import place
 from meshloom.tensor.dispatch import CACHE, Entry, call, cotangent, identity, refuse_partial_leaf
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.functions import on_torch
-from meshloom.tensor.gradient_sums import discard
+from meshloom.tensor.gradient_sums import discard, watch_dense
 from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_dense, to_torch
 
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -327,6 +327,7 @@ _OWN: dict[str, Any] = {
     "element_size": lambda self: self._data.element_size(),
     "data_ptr": lambda self: self._data.data_ptr(),
     "_read": lambda self, call: to_dense(shadowed(self), call).detach(),
+    "_seen": staticmethod(watch_dense),
     "item": _item,
     "tolist": lambda self: read(self, "tolist").tolist(),
     "numpy": _numpy,

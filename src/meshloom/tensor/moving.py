@@ -13,7 +13,7 @@ from meshloom.placement import Placements, Topology, as_placements
 from meshloom.planner import moves
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.gradient_sums import Back, follow, is_tracked
+from meshloom.tensor.gradient_sums import Back, follow, is_tracked, watch_dense
 
 
 def shadowed(tensor: Tensor) -> Tensor:
@@ -71,8 +71,10 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     STORY.identity = tensor._number
     data = move(tensor._data, source, target, state.machine, call)
     STORY.identity = 0
-    if is_tracked(data) and data is not tensor._data:
-        follow(call, _moves_back(source, target), data, (tensor,))
+    if is_tracked(data) and (back := _moves_back(source, target)):
+        if data is tensor._data:  # stored alike: a node of its own has the note
+            data = data.view_as(data)
+        follow(call, back, data, (tensor,))
     state.log(events)
     return data
 
@@ -91,7 +93,7 @@ def to_torch(tensor: Tensor) -> torch.Tensor:
     """The tensor as one dense torch tensor of its own, always; partial sums are reduced."""
     tensor = shadowed(tensor)
     found = to_dense(tensor, "to_torch")
-    return found.clone() if same_storage(found, tensor._data) else found
+    return watch_dense(found.clone() if same_storage(found, tensor._data) else found)
 
 
 def read(tensor: Tensor, call: str) -> torch.Tensor:

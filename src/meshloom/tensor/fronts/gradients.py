@@ -13,7 +13,7 @@ from meshloom.tensor import creation
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, own
 from meshloom.tensor.dispatch import cotangent
-from meshloom.tensor.gradient_sums import asking, give
+from meshloom.tensor.gradient_sums import asking, give, seen
 from meshloom.tensor.moving import shadowed
 
 
@@ -29,11 +29,13 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
     held = [_array_of(own(each)) for each in ins]
     others = [[twin.array for twin in twins(array)] for array in held]
     if not any(others):
-        found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
+        with seen(start):
+            found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
         _give_all(ins)
         return tuple(_dual(own(value), each) for value, each in zip(ins, found, strict=True))
     flat = [*held, *(twin for each in others for twin in each)]
-    parts = iter(torch.autograd.grad(start, flat, seeded, *args, **{**kwargs, "allow_unused": True}))
+    with seen(start):
+        parts = iter(torch.autograd.grad(start, flat, seeded, *args, **{**kwargs, "allow_unused": True}))
     firsts = [next(parts) for _ in held]
     _give_all(ins)
     sums = [
@@ -123,7 +125,8 @@ def _autograd_backward(
     leaves = None if inputs is None else [_array_of(own(each)) for each in _listed(inputs)]
     if leaves is not None:
         leaves = [*leaves, *(twin.array for leaf in leaves for twin in twins(leaf))]
-    torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
+    with seen(roots):
+        torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
 
 
 def _array_of(value: Any) -> torch.Tensor:
