@@ -71,7 +71,7 @@ def command_of(pid: int) -> bytes:
 
 @LINUX
 def test_the_look_at_listening_sockets_finds_a_store():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     found = sockets.listening([os.getpid()])[os.getpid()]
     assert store.port in [port for _, port in found] and sockets.is_store("127.0.0.1", store.port, seconds=30)
 
@@ -107,7 +107,7 @@ def check_stranger(tmp_path: Path) -> None:
         path.write_text("")
         path.chmod(0o666)
     tmp_path.chmod(0o777)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     done = done_by_stranger(place, [], [store.port], patience=30)
     assert done[:2] == ["list the folder", "read the store"] and done[-1] == f"write to the store on port {store.port}"
     assert len(done) == 7 and b"a stranger says so" in store.get("meshloom/failure")
@@ -158,7 +158,7 @@ def test_on_several_hosts_everything_listens_on_the_interface_that_joins_them(tm
 
 def boards(folder: Path) -> dict[str, tuple[Board, object]]:
     """A board on every kind of store, with the store as a stranger sees it."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     notes = FolderNotes(folder)
     return {"tcp": (Board.beside(store), dist.PrefixStore("meshloom", store)), "folder": (Board(notes), notes)}
 
@@ -202,7 +202,7 @@ def test_garbage_in_the_store_neither_ends_a_run_nor_its_watch(tmp_path):
     port = faults.free_port()
 
     def spoil() -> None:
-        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=5))
+        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60))
         for name in ("failure", "closed", "status 0", "status 1"):
             for text in ("no note", '- {"rank": 1, "headline": "a stranger says so", "cause": "a stranger"}', "- 5"):
                 store.set(f"meshloom/{name}", text)

@@ -57,7 +57,7 @@ def walk_rows(name: str, d: Draw, seen: Counter[str]) -> None:
     call = describe(case, devices)
     choices = rows_of(call)
     for row in choices.rows:
-        if not is_runnable(row, case.operands, choices, devices):
+        if not is_runnable(row, case.operands, choices, devices) or not holds(OPS[call.op], call, row):
             continue
         if row.local:
             check_row(call, choices, row, case, devices, draw_seed(d))

@@ -77,7 +77,7 @@ POINTWISE: tuple[Op, ...] = (
     Op("bitwise_left_shift", pointwise()),
     Op("bitwise_right_shift", pointwise()),
     Op("isclose", pointwise(), at_zero="finite", result="bool"),
-    Op("signbit", pointwise(), result="bool"),
+    Op("signbit", pointwise(), at_zero="finite", result="bool"),  # padding may be -0
     Op("isreal", pointwise(), at_zero="finite", result="bool"),
     Op("isposinf", pointwise(), result="bool"),
     Op("isneginf", pointwise(), result="bool"),
