@@ -649,6 +649,19 @@ def test_what_moves_back_is_told_where_the_stored_array_did_not_change() -> None
     assert moved(log) == [("all_gather", "dp", 24)]
 
 
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_what_moves_back_is_told_of_an_op_that_gives_its_operand(is_leaf: bool) -> None:
+    leaf = loom.ones(8, mesh=loom.open_mesh((4,), axes=("dp",)), placements="R").requires_grad_()
+    x = leaf if is_leaf else leaf * 1
+    y, z = loom.positive(x, output="S(0)"), x * 2
+    with loom.record() as log:
+        z.sum().backward(retain_graph=True)
+    assert moved(log) == []
+    with loom.record() as log:
+        y.backward(torch.ones(8))
+    assert moved(log) == [("all_gather", "dp", 24)]
+
+
 def test_the_backward_of_what_one_device_holds_is_seen_too() -> None:
     mesh = loom.open_mesh((4,), axes=("dp",))
     p = loom.Parameter(torch.ones(8, 8), mesh, {})

@@ -56,11 +56,12 @@ class Entry:
             self.communicates_back = bool(self._back)
         return self._back
 
-    def follow(self, results: Any, tensors: Sequence[Tensor]) -> None:
-        """Let the backward of a call be seen, if it has one that communicates."""
+    def follow(self, results: Any, tensors: Sequence[Tensor], is_written: bool = False) -> Any:
+        """The results; if they have a backward that communicates, it is seen."""
         tracked = results.requires_grad if isinstance(results, torch.Tensor) else any(r.requires_grad for r in results)
         if tracked and (back := self._back or self.back()):
-            follow(self.plan.call.op, back, results, tensors)
+            return follow(self.plan.call.op, back, results, tensors, is_written)
+        return results
 
 
 def _salt(decided: Plan) -> int:
@@ -292,7 +293,7 @@ class Resolved:
             bound = kernel.bound
             results = kernel.run(datas, bound if bound is not None else self.function())
             if self.entry.communicates_back:
-                self.entry.follow(results, self.tensors)
+                results = self.entry.follow(results, self.tensors)
             return _wrap(self.op, self.entry, results, self.tensors)
         function = self.function()
         if state.watching:
@@ -308,7 +309,7 @@ class Resolved:
         if watched is not None:
             watched.log(self.entry)
         if self.entry.communicates_back:
-            self.entry.follow(results, self.tensors)
+            results = self.entry.follow(results, self.tensors)
         return _wrap(self.op, self.entry, results, self.tensors)
 
     def _first_run(self, datas: list[torch.Tensor], function: Function) -> Any:

@@ -93,13 +93,24 @@ def _is_executed(node: Any) -> bool:
 _KEY = "meshloom"
 
 
-def follow(call: str, back: Back, results: Any, tensors: Sequence[Tensor]) -> None:
-    """Let the backward of a call that communicates be seen."""
+def follow(call: str, back: Back, results: Any, tensors: Sequence[Tensor], is_written: bool = False) -> Any:
+    """The results of a call whose backward communicates, so that it is seen; `is_written` of a call in place."""
     note = Note(call, back, tensors)
-    for each in (results,) if isinstance(results, torch.Tensor) else results:
-        if each.requires_grad:
-            node: Any = each.grad_fn
-            node.metadata[_KEY] = note
+    operands = () if is_written else tensors
+    if isinstance(results, torch.Tensor):
+        return _mark(results, note, operands)
+    return tuple(_mark(each, note, operands) for each in results)
+
+
+def _mark(data: torch.Tensor, note: Note, operands: Sequence[Tensor]) -> torch.Tensor:
+    """A result with a note at its node; one that is an operand's own array gets a node of its own first."""
+    if not data.requires_grad:
+        return data
+    if any(data is operand._data for operand in operands):
+        data = data.view_as(data)
+    node: Any = data.grad_fn
+    node.metadata[_KEY] = note
+    return data
 
 
 def _is_seen() -> bool:

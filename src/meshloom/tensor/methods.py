@@ -49,7 +49,7 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
                     function = kernel.bound if kernel.bound is not None else function_of(name)
                     result = kernel.run((self._data, other._data), function)
                 if entry.communicates_back and result.requires_grad:
-                    entry.follow(result, (self, other))
+                    result = entry.follow(result, (self, other))
                 return Tensor(entry.out, result)
         elif other.__class__ in _NUMBERS:
             if state.plain and not (is_cast and _any_autocast()):
@@ -78,7 +78,7 @@ def run_split(name: str, entry: Entry, first: Tensor, second: Tensor) -> Tensor:
         result = kernel.run((first._data, second._data), kernel.bound or function_of(name))
         STORY.identity = 0
     if entry.communicates_back and result.requires_grad:
-        entry.follow(result, (first, second))
+        result = entry.follow(result, (first, second))
     made = Tensor(entry.out, result)
     made._number = number
     return made

@@ -72,9 +72,7 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     data = move(tensor._data, source, target, state.machine, call)
     STORY.identity = 0
     if is_tracked(data) and (back := _moves_back(source, target)):
-        if data is tensor._data:  # stored alike: a node of its own has the note
-            data = data.view_as(data)
-        follow(call, back, data, (tensor,))
+        data = follow(call, back, data, (tensor,))
     state.log(events)
     return data
 

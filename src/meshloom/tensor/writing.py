@@ -114,7 +114,7 @@ def _write_directly(found: Resolved, tensor: Tensor) -> None:
             raise DTypeError(f"{name} gives a dtype that {held} cannot hold", target=tensor.topology) from error
         raise
     if found.entry.communicates_back and torch.is_grad_enabled():
-        found.entry.follow(tensor._data, found.tensors)
+        found.entry.follow(tensor._data, found.tensors, is_written=True)
     tensor._masked_()
     if not found.known:
         remember(found.key, found.entry)
