@@ -671,6 +671,12 @@ def test_the_backward_of_what_one_device_holds_is_seen_too() -> None:
     p.grad = None
 
 
+@pytest.mark.parametrize("given", [5, ["a"], "all"])
+def test_synchronize_takes_parameters_alone(given: Any) -> None:
+    with pytest.raises(loom.ArgumentError, match="parameters"):
+        loom.synchronize(given)
+
+
 def test_graphs_with_notes_are_freed() -> None:
     mesh = loom.open_mesh((4,), axes=("dp",))
     p, x = loom.Parameter(torch.ones(8, 8), mesh, {}), loom.ones(8, 8, mesh=mesh, placements={"dp": Shard(0)})

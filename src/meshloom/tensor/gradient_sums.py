@@ -17,6 +17,7 @@ import torch
 
 from meshloom.backends import at_end_of_backward, collect, drop, finish_with, queue_at_end, twins
 from meshloom.collectives import Collective
+from meshloom.errors import expect
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 
@@ -282,7 +283,10 @@ def synchronize(parameters: Any = None) -> None:
     if parameters is None:
         _carry_out([*state.waiting.values()], None)
         return
+    expect("parameters", parameters, (Tensor, torch.Tensor, Iterable), fix="loom.synchronize(model.parameters())")
     given = [parameters] if isinstance(parameters, (Tensor, torch.Tensor)) else list(parameters)
+    for each in given:
+        expect("parameters", each, (Tensor, torch.Tensor), fix="loom.synchronize(model.parameters())")
     leaves = [each for each in (getattr(one, "_loom", one) for one in given) if isinstance(each, Tensor)]
     waiting = [state.waiting[id(each)] for each in leaves if id(each) in state.waiting]
     _carry_out(waiting, {id(each._data) for each in leaves})
