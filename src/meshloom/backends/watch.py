@@ -17,7 +17,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -51,6 +52,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="meshloom watch", daemon=True)
         self._beats = 0
         self._state = "running"
+        self._is_telling = False  # an error that says who is where is being made
         self._is_over = False  # this process needs the store no more
         self._is_closed = False  # rank 0 has left, and the store with it
 
@@ -162,23 +164,32 @@ class Watch:
 
     def _give_up(self, headline: str, **details: Any) -> LostError:
         """The first error of all, with who is not where this process is."""
-        self._state = "raised"
-        seen, unknown = self._seen()
-        headline += blamed(seen, HERE.rank)
-        self._tell(headline)
-        return LostError(headline, **details, processes=self._table(seen, unknown), fix=_FIX)
+        with self._telling():
+            seen, unknown = self._seen()
+            headline += blamed(seen, HERE.rank)
+            self._tell(headline)
+            return LostError(headline, **details, processes=self._table(seen, unknown), fix=_FIX)
 
     def _lost(self, what: str) -> LostError:
         """An error that follows from another one."""
         failure = self.failure
         assert failure is not None
-        self._state = "raised"
-        return LostError(
-            f"{self._here()} {what}: {failure['headline']}",
-            cause=failure["cause"] if failure["cause"] != failure["headline"] else None,
-            processes=self._table(*self._seen()),
-            fix=_FIX,
-        )
+        with self._telling():
+            return LostError(
+                f"{self._here()} {what}: {failure['headline']}",
+                cause=failure["cause"] if failure["cause"] != failure["headline"] else None,
+                processes=self._table(*self._seen()),
+                fix=_FIX,
+            )
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """While an error is made, no signal cuts it short."""
+        self._state, self._is_telling = "raised", True
+        try:
+            yield
+        finally:
+            self._is_telling = False
 
     def _tell(self, headline: str, cause: str = "") -> None:
         """Write the failure down, unless another one was first."""
@@ -222,6 +233,8 @@ class Watch:
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM, from whoever started the processes or from our own thread: say where we were."""
+        if self._is_telling:
+            return  # it came because another one was quicker; this process is about to end with more to say
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once
         self._await_cause(2 * BEAT)
         line = line_of(frame)
