@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from meshloom.errors import ClosedError, DTypeError, PlacementError
 from meshloom.mesh import Coordinate, Lease, Mesh
@@ -40,6 +40,7 @@ class Topology:
     """
 
     _known: ClassVar[WeakValueDictionary[tuple[object, ...], Topology]] = WeakValueDictionary()
+    _leased: ClassVar[dict[Lease, WeakSet[Topology]]] = {}  # those on meshes that end
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     mesh: Mesh
@@ -56,6 +57,8 @@ class Topology:
             found._validate()
             with cls._lock:  # `setdefault` of a weak dictionary is not atomic
                 found = cls._known.setdefault(key, found)
+                if mesh.lease is not None:
+                    cls._leased.setdefault(mesh.lease, WeakSet()).add(found)
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -71,14 +74,14 @@ class Topology:
     def close(cls, lease: Lease) -> list[Topology]:
         """End the topologies on the meshes of a lease: shape, dtype and placements are all that they still know."""
         with cls._lock:
-            ended = [(key, each) for key, each in cls._known.items() if each.mesh.lease is lease]
-            for key, each in ended:
-                del cls._known[key]
+            ended = list(cls._leased.pop(lease, ()))
+            for each in ended:
+                del cls._known[each.mesh, each.placements, each.shape, each.dtype]
                 text, kept = str(each), (each.placements, each.shape, each.dtype)
                 vars(each).clear()
                 each.placements, each.shape, each.dtype = kept
                 vars(each)["_closed"] = text
-        return [each for _, each in ended]
+        return ended
 
     @property
     def is_closed(self) -> bool:

@@ -7,16 +7,16 @@ So the next use of such a tensor is a first use, and ends at what is missing. On
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from meshloom.errors import ClosedError, UnsupportedError
 from meshloom.placement import Topology
 
-_listeners: list[Callable[[Collection[Topology]], None]] = []
+_listeners: list[Callable[[Lease], None]] = []
 
 
-def listen(listener: Callable[[Collection[Topology]], None]) -> None:
-    """Call a function with the topologies that have come to their end."""
+def listen(listener: Callable[[Lease], None]) -> None:
+    """Call a function with each lease that ends."""
     _listeners.append(listener)
 
 
@@ -47,7 +47,6 @@ class Lease:
     def end(self) -> None:
         """The device is closed: so is all that lies on it."""
         self._closed = True
-        ended = Topology.close(self)
-        if ended:
+        if Topology.close(self):
             for listener in _listeners:
-                listener(ended)
+                listener(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -19,7 +19,7 @@ from meshloom.backends.checks import STORY, is_compared, note_data
 from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
 from meshloom.errors import GradientError, MeshError, MeshloomError, OperandError, UnsupportedError
-from meshloom.mesh import Mesh
+from meshloom.mesh import Lease, Mesh
 from meshloom.ops import OPS, Call, Op
 from meshloom.ops.binding import bind, refer
 from meshloom.placement import Partial, Replicate, Topology, as_placements
@@ -86,6 +86,7 @@ _MASK = (1 << 63) - 1
 CACHE: dict[Any, Entry] = {}
 _PLAINLY = (False, None)  # not in place, no autocast: nothing in the key, which the hot path builds at every call
 _BESIDES = object()  # no argument is equal to it
+_LEASED: dict[Lease, set[Any]] = {}  # the keys of calls on meshes that end
 _LOCK = threading.Lock()
 
 
@@ -95,14 +96,16 @@ def remember(key: Any, entry: Entry) -> None:
         if len(CACHE) >= LIMIT:
             CACHE.pop(next(iter(CACHE)), None)
         CACHE[key] = entry
+        lease = entry.plan.mesh.lease
+        if lease is not None:
+            _LEASED.setdefault(lease, set()).add(key)
 
 
-def forget(topologies: Collection[Topology]) -> None:
-    """Drop the entries of calls on topologies that have come to their end."""
-    gone = set(map(id, topologies))
+def forget(lease: Lease) -> None:
+    """Drop the entries of calls on a mesh that has come to its end."""
     with _LOCK:
-        for key in [key for key in CACHE if any(id(each) in gone for each in key)]:
-            del CACHE[key]
+        for key in _LEASED.pop(lease, ()):
+            CACHE.pop(key, None)
 
 
 leases.listen(forget)
