@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,12 +113,11 @@ def _check(value: str) -> str:
 
 def _meet() -> None:
     WORLD.device = _device()
-    if dist.is_initialized():
-        board = Board.beside(dist.distributed_c10d._get_default_store())
-    else:
-        board = _initialize(where())
-        atexit.register(_leave)
-        os.register_at_fork(after_in_child=lambda: atexit.unregister(_leave))
+    is_theirs = dist.is_initialized()
+    board = Board.beside(dist.distributed_c10d._get_default_store()) if is_theirs else _initialize(where())
+    leave = partial(_leave, is_theirs)
+    atexit.register(leave)
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(leave))
     HERE.rank, HERE.count = dist.get_rank(), dist.get_world_size()
     if HERE.count == 1:
         return
@@ -178,16 +178,17 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-def _leave() -> None:
+def _leave(is_theirs: bool) -> None:
+    """End our threads and torch's before the interpreter does; a group that the program made is its own to end."""
     if WORLD.watch is not None:
         from meshloom.backends.checks import compare_at_end
 
         compare_at_end()
         WORLD.watch.stop()
     for group in (*WORLD.groups.values(), *([WORLD.control] if WORLD.control else [])):
-        object.__setattr__(group, "handle", None)  # torch's threads must end before the interpreter does
+        object.__setattr__(group, "handle", None)
     WORLD.handles.clear()
-    if dist.is_initialized() and not (WORLD.watch is not None and WORLD.watch.failure):
+    if not is_theirs and dist.is_initialized() and not (WORLD.watch is not None and WORLD.watch.failure):
         dist.destroy_process_group()
 
 
