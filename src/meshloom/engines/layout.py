@@ -173,6 +173,13 @@ def _valid(topology: Topology, dims: tuple[int, ...], device: str) -> torch.Tens
     return None if mask is None else mask.to(device)
 
 
+@lru_cache(maxsize=4096)
+def padding_of(topology: Topology, device: torch.device) -> torch.Tensor | None:
+    """True where the stored array holds padding, broadcastable to it; None where it has none."""
+    mask = mask_of(topology, device)
+    return None if mask is None else ~mask
+
+
 def box(data: torch.Tensor, topology: Topology, dim: int, place: int, rank: int | None = None) -> torch.Tensor:
     """Of an array that is stored whole along a dim (at `place`), what this process holds, or that of another rank."""
     mesh, axes = topology.mesh, topology.axes_of[dim]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshloom.backends import is_waiting
-from meshloom.engines.layout import mask_of, to_block
+from meshloom.engines.layout import padding_of, to_block
 from meshloom.errors import CommunicationError, GradientError, PlacementError, UnsupportedError
 from meshloom.mesh import Mesh
 from meshloom.placement import Placement, Replicate, Topology
@@ -128,9 +128,9 @@ class Tensor:
 
     def _masked_(self) -> None:
         """Set padding to zero again, in place."""
-        mask = mask_of(self.topology, self._data.device) if self.topology.padded else None
-        if mask is not None:
-            self._data.masked_fill_(~mask, 0)
+        padding = padding_of(self.topology, self._data.device) if self.topology.padded else None
+        if padding is not None:
+            self._data.masked_fill_(padding, 0)
 
     def _check_summed(self) -> None:
         """An error while parts of the gradient wait to be summed."""
