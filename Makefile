@@ -4,7 +4,7 @@
 #   make SEED=17 soak              the cases of an earlier long run again
 
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= 3
 CASES ?= 100000
 
 VENV := .venv

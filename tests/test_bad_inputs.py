@@ -497,7 +497,7 @@ def test_the_doctor_does_not_judge_a_script_that_never_opened_a_mesh(tmp_path, c
 
 
 def test_the_doctor_refuses_a_system_that_nobody_knows(tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("MESHLOOM_SYSTEM", raising=False)
+    monkeypatch.setenv("MESHLOOM_SYSTEM", "")  # so that what the command sets is taken back
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError('it has run')")
     assert main(["doctor", "--system", "Bogus", str(script)]) == 1
