@@ -252,8 +252,8 @@ def goes_on():
     x = rows(opened())
     step(x)
     print("READY", flush=True)
-    while True:
-        step(x)
+    while True:  # @loop
+        step(x)  # @next
 
 
 def goes_on_until():
