@@ -49,6 +49,7 @@ from meshloom.runtime import (
 from meshloom.runtime.card import Card
 from meshloom.runtime.memory import Allocator
 from meshloom.runtime.virtual import SimulatedClock
+from meshloom.tensor import dispatch as calls
 from test_runtime_cards import Stranger, Strangers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -663,6 +664,17 @@ def test_row_177_closing_one_mesh_leaves_others_of_its_shape_alone():
     assert (plain + 1).tolist() == [2.0] * 4
     with open_mesh_device((2, 2)) as again:
         assert (loom.ones(4, mesh=again, placements="S(0), R") + 1).tolist() == [2.0] * 4
+
+
+def test_an_open_mesh_device_keeps_no_more_calls_than_the_cache_holds(monkeypatch):
+    calls.CACHE.clear()
+    monkeypatch.setattr(calls, "LIMIT", 4)
+    with open_mesh_device((2,)) as mesh:
+        for size in range(1, 10):
+            loom.ones(size, mesh=mesh) + 1
+        kept = calls._LEASED[mesh.mesh.lease]
+        assert kept == set(calls.CACHE) and len(kept) == 4
+    assert not calls.CACHE and mesh.mesh.lease not in calls._LEASED
 
 
 def test_row_177_use_after_close_raises_in_the_runtime_and_in_ttnn():

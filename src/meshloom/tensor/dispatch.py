@@ -86,7 +86,7 @@ _MASK = (1 << 63) - 1
 CACHE: dict[Any, Entry] = {}
 _PLAINLY = (False, None)  # not in place, no autocast: nothing in the key, which the hot path builds at every call
 _BESIDES = object()  # no argument is equal to it
-_LEASED: dict[Lease, set[Any]] = {}  # the keys of calls on meshes that end
+_LEASED: dict[Lease | None, set[Any]] = {}  # the keys of calls on meshes that end
 _LOCK = threading.Lock()
 
 
@@ -94,7 +94,8 @@ def remember(key: Any, entry: Entry) -> None:
     """Keep an entry; the oldest goes when the cache is full."""
     with _LOCK:
         if len(CACHE) >= LIMIT:
-            CACHE.pop(next(iter(CACHE)), None)
+            oldest = next(iter(CACHE))
+            _LEASED.get(CACHE.pop(oldest).plan.mesh.lease, set()).discard(oldest)
         CACHE[key] = entry
         lease = entry.plan.mesh.lease
         if lease is not None:
