@@ -50,7 +50,7 @@ __version__ = "0.1.0"
 # Where the names that need torch (or are seldom needed) come from.
 _LAZY = {
     **dict.fromkeys(("Tensor",), "meshloom.tensor.base"),
-    **dict.fromkeys(("Parameter", "Gradient"), "meshloom.tensor.parameter"),
+    **dict.fromkeys(("Parameter",), "meshloom.tensor.parameter"),
     **dict.fromkeys(
         "open_mesh current_mesh distribute from_local full zeros ones arange randn rand zeros_like ones_like full_like "
         "empty_like randn_like rand_like".split(),

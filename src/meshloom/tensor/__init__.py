@@ -1,7 +1,7 @@
 """Global-view tensors: creation, dispatch, autograd. Start with `base.Tensor`, then `dispatch`."""
 
-from meshloom.tensor import accounting as _accounting  # noqa: F401  listens for meshes with a memory limit
+from meshloom.tensor import methods as _methods  # noqa: F401  attaches the ops to Tensor
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.parameter import Gradient, Parameter
+from meshloom.tensor.parameter import Parameter
 
-__all__ = ["Gradient", "Parameter", "Tensor"]
+__all__ = ["Parameter", "Tensor"]

@@ -1,8 +1,7 @@
 """Tensors in the books of a mesh that was opened with a memory limit or a machine preset.
 
-While such a mesh is open, `Tensor` has a `__setattr__` that notices when a tensor gets its array: it then holds room on
-every device of its mesh, until no tensor refers to that array any more. While none is open there is nothing to notice,
-and a tensor costs what it always did.
+A tensor on the mesh of a device tells of its array when it gets one: it then holds room on every device of its mesh,
+until no tensor refers to that array any more. A tensor on a mesh that is a value costs what it always did.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import torch
 
 from meshloom.errors import OutOfMemoryError, where
 from meshloom.runtime import accounts, state
-from meshloom.tensor.base import Tensor
 
 if TYPE_CHECKING:
     from meshloom.runtime.device import MeshDevice
     from meshloom.runtime.memory import Region
     from meshloom.runtime.system import System
+    from meshloom.tensor.base import Tensor
 
 # How many tensors refer to an array on the devices of a system, and the room it has there.
 _Key = tuple[int, int]
@@ -29,20 +28,8 @@ _rooms: dict[_Key, tuple[System, Region]] = {}
 _held: dict[int, _Key] = {}
 
 
-def _follow(on: bool) -> None:
-    if on:
-        Tensor.__setattr__ = _set  # type: ignore[assignment, method-assign]
-    elif "__setattr__" in vars(Tensor):
-        del Tensor.__setattr__
-
-
-def _set(tensor: Tensor, name: str, value: Any) -> None:
-    if name == "_data":
-        _account(tensor, value)
-    object.__setattr__(tensor, name, value)
-
-
-def _account(tensor: Tensor, data: torch.Tensor) -> None:
+def account(tensor: Tensor, data: torch.Tensor) -> None:
+    """Note that a tensor on the mesh of a device has this array."""
     device = accounts.account_of(tensor.topology.mesh)
     before = _held.get(id(tensor))
     if device is None or data.is_meta:
@@ -81,6 +68,3 @@ def _leave(identity: int) -> None:
         del _users[key]
         system, region = _rooms.pop(key)
         system.memory["dram"].drop(region)
-
-
-accounts.listen(_follow)

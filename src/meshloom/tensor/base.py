@@ -1,8 +1,13 @@
-"""The tensor: a topology and the array that holds its block. Ops are attached to it in `tensor.methods`."""
+"""The tensor: a topology and the array that holds its block. Ops are attached to it in `tensor.methods`.
+
+To torch it is a tensor of its own class without storage, with the global shape. Its flag `requires_grad` is always that
+of its array: `autograd.Function.apply` asks nobody and looks at the flag.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +19,7 @@ from meshloom.mesh import Mesh
 from meshloom.placement import Placement, Replicate, Topology
 from meshloom.placement.picture import draw_html
 from meshloom.runtime import state
+from meshloom.tensor.accounting import account
 
 
 def refuse_part(topology: Topology) -> None:
@@ -34,7 +40,36 @@ def refuse_checkpoint(tensor: Any) -> Any:
     raise AttributeError("a whole tensor is saved and loaded as a value")
 
 
-class Tensor:
+_make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
+
+def maker(topology: Topology, dtype: torch.dtype, tracked: bool) -> Callable[[], Any]:
+    """What makes tensors of a topology on the CPU, quickly: everything that does not change is given beforehand.
+
+    Torch asks a tensor without a gradient for its layout when a `Function` gives it as a result (`tensor.joining`).
+    """
+    return partial(
+        _make,
+        Tensor,
+        topology.shape,
+        None,
+        None,
+        None,
+        dtype,
+        torch.strided,
+        _CPU,
+        False,
+        tracked,
+        None,
+        False,
+        not tracked,
+    )
+
+
+_CPU = torch.device("cpu")
+
+
+class Tensor(torch.Tensor):
     """A tensor on a mesh, seen globally: `shape` is the global shape, ops communicate by themselves.
 
     >>> import meshloom as loom
@@ -47,27 +82,52 @@ class Tensor:
     30
     """
 
-    __slots__ = ("__weakref__", "_data", "_number", "_view", "topology")
+    __slots__ = ("_data", "topology")
 
     topology: Topology
     _data: torch.Tensor
-    _view: Any
-    _number: int  # what it was made from, as a number that is the same in every process; 0 is not known
+    _view: Any = None
+    _number: int = 0  # what it was made from, as a number that is the same in every process; 0 is not known
+    _is_param = False  # torch's mark of a parameter of another class than its own
 
     if TYPE_CHECKING:  # the ops are attached in tensor.methods
 
         def __getattr__(self, name: str) -> Any: ...
 
-        def __getitem__(self, index: Any) -> Any: ...
+    def __new__(cls, topology: Topology, data: torch.Tensor) -> Tensor:
+        tracked = data.requires_grad
+        made: Tensor = _make(
+            Tensor, topology.shape, None, None, None, data.dtype, torch.strided, data.device, False, tracked, None,
+            False, not tracked,
+        )  # fmt: skip
+        made.topology = topology
+        made._data = data
+        if topology.mesh.lease is not None:
+            account(made, data)
+        return made
 
-    def __init__(self, topology: Topology, data: torch.Tensor) -> None:
-        self.topology = topology
+    def _replace(self, data: torch.Tensor) -> None:
+        """Give the tensor another array."""
         self._data = data
-        self._view = None
-        self._number = 0
+        if self.topology.mesh.lease is not None:
+            account(self, data)
+        self._mirror()
+
+    def _become(self, other: Tensor) -> None:
+        """Take the topology and the array of another tensor, which may have another shape or dtype."""
+        with torch._C.DisableTorchFunctionSubclass():
+            _FLAG.__set__(self, False)
+            torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.topology = other.topology
+        self._replace(other._data)
+
+    def _mirror(self) -> None:
+        """Let torch's own flag say what the array's says."""
+        with torch._C.DisableTorchFunctionSubclass():
+            _FLAG.__set__(self, self._data.requires_grad)
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         """The global shape."""
         return torch.Size(self.topology.shape)
 
@@ -82,17 +142,17 @@ class Tensor:
         return self.topology.placements
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype."""
         return self._data.dtype
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """Where the block is held."""
         return self._data.device
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # type: ignore[override]
         """The number of dims."""
         return len(self.topology.shape)
 
@@ -100,6 +160,7 @@ class Tensor:
     def block(self) -> torch.Tensor:
         """What this process holds: mesh axes first (size 1 where replicated), then the shard's dims. Shares memory."""
         self.topology.check_open()
+        self._guard()
         return to_block(self._data, self.topology)
 
     def shard_at(self, coordinate: Sequence[int]) -> torch.Tensor:
@@ -144,29 +205,39 @@ class Tensor:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy; of a parameter without its gradient, as in torch."""
         self.topology.check_open()
-        self._check_summed()  # a copy has the gradient, not what it is still to be summed from
+        if not self._is_param:
+            self._check_summed()  # a copy has the gradient, not what it is still to be summed from
         data = self._data.detach().clone().requires_grad_(self._data.requires_grad)
         copied = Tensor(self.topology, data)
-        if self._data.is_leaf and self._data.grad is not None:
+        if self._is_param:
+            copied._is_param = True
+        elif self._data.is_leaf and self._data.grad is not None:
             data.grad = self._data.grad.detach().clone()
         memo[id(self)] = copied
         return copied
 
     def __copy__(self) -> Tensor:
+        if self._is_param:
+            return rebuild(*self._value())
         return Tensor(self.topology, self._data)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         refuse_part(self.topology)
-        return Tensor, (self.topology, self._data)
+        return (rebuild, self._value()) if self._is_param else (Tensor, (self.topology, self._data))
+
+    def _value(self) -> tuple[Topology, torch.Tensor, bool]:
+        return self.topology, self._data.detach(), self._data.requires_grad
 
     __create_write_items__ = property(refuse_checkpoint)
     __create_chunk_list__ = property(refuse_checkpoint)
 
-    def __repr__(self) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        name = "Parameter" if self._is_param else "Tensor"
         if self.topology.is_closed:
-            return f"Tensor {self.topology}"
-        return f"Tensor {self.topology}{self._state()}\n{self._values()}"
+            return f"{name} {self.topology}"
+        return f"{name} {self.topology}{self._state()}\n{self._values()}"
 
     def _repr_html_(self) -> str:
         """The tensor in a notebook: its pieces, who holds them, and its values."""
@@ -182,3 +253,13 @@ class Tensor:
             return repr(self._read("repr"))
         except CommunicationError:
             return "(values not shown: communication is forbidden here)"
+
+
+_FLAG: Any = torch._C.TensorBase.requires_grad
+
+
+def rebuild(topology: Topology, data: torch.Tensor, requires_grad: bool) -> Tensor:
+    """A parameter from what a file or a message has of it."""
+    made = Tensor(topology, data.detach().requires_grad_(requires_grad))
+    made._is_param = True
+    return made

@@ -1,8 +1,7 @@
 """Tensors over buffers of the runtime: one memory, two views.
 
 Tensor ops run on the caller's thread. When a queue is given a command that uses the buffer, the tensor forgets its
-array; the next op that wants it (`array_of`) waits for the commands on this buffer, and no others, and finds it again.
-So a tensor that nobody queues for costs nothing.
+array; the next op that wants it waits for the commands on this buffer, and no others, and finds it again.
 """
 
 from __future__ import annotations
@@ -15,9 +14,28 @@ from meshloom.errors import expect
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.transfers import stored_array
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.lazy import STORED, ask
 
-# The buffers of tensors that have forgotten their array, by the tensor's id: `==` of tensors is an op.
-_forgotten: dict[int, MeshBuffer] = {}
+
+class BufferArray:
+    """The array of a buffer; forgotten while a queue uses the buffer."""
+
+    def __init__(self, buffer: MeshBuffer, tensor: Tensor) -> None:
+        self.buffer, self.tensor, self.forgotten = buffer, weakref.ref(tensor), False
+
+    def find(self, tensor: Tensor) -> torch.Tensor:
+        """The array, after the commands that use it."""
+        if self.forgotten:
+            self.buffer.take()
+            STORED.__set__(tensor, stored_array(self.buffer))
+            self.forgotten = False
+        found: torch.Tensor = STORED.__get__(tensor)
+        return found
+
+    def forget(self) -> bool:
+        """A queue uses the buffer; whether the tensor is still there."""
+        self.forgotten = True
+        return self.tensor() is not None
 
 
 def from_buffer(buffer: MeshBuffer) -> Tensor:
@@ -33,27 +51,6 @@ def from_buffer(buffer: MeshBuffer) -> Tensor:
     expect("buffer", buffer, MeshBuffer, fix="give what create_mesh_buffer returned")
     buffer.take()
     made = Tensor(buffer.topology, stored_array(buffer))
-    key = id(made)
-    reference = weakref.ref(made, lambda _: _forgotten.pop(key, None))
-
-    def forget() -> bool:
-        tensor = reference()
-        if tensor is not None and id(tensor) not in _forgotten:
-            _forgotten[id(tensor)] = buffer
-            del tensor._data
-        return tensor is not None
-
-    buffer.watch(forget)
-    return made
-
-
-def array_of(tensor: Tensor) -> torch.Tensor:
-    """The array that a tensor has forgotten, after the commands that use it."""
-    buffer = _forgotten.get(id(tensor))
-    if buffer is None:
-        raise AttributeError("_data")
-    buffer.take()
-    data = stored_array(buffer)
-    _forgotten.pop(id(tensor), None)
-    tensor._data = data
-    return data
+    finder = BufferArray(buffer, made)
+    buffer.watch(finder.forget)
+    return ask(made, finder)

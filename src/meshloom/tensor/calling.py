@@ -13,18 +13,14 @@ import torch.nn.functional as F
 
 from meshloom.errors import ArgumentError
 from meshloom.ops import ALIASES, OPS
+from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import Unhashable
-from meshloom.tensor.dispatch import call, find_mesh
+from meshloom.tensor.dispatch import call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.writing import write, write_out
 
 Front = Callable[..., Any]
 FRONTS: dict[str, Front] = {}
-
-
-def own(value: Any) -> Any:
-    """Our tensor inside a parameter or a gradient; anything else as it is."""
-    return getattr(value, "_loom", value) if isinstance(value, torch.Tensor) else value
 
 
 def table_call(name: str, *args: Any, output: Any = None, out: Any = None, **kwargs: Any) -> Any:
@@ -38,19 +34,14 @@ def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: C
     try:
         front = FRONTS.get(name)
         if front is not None:
-            result = front(*args, **kwargs)
-        elif (op := ALIASES.get(name, name)) in OPS:
-            if not kwargs:
-                return call(op, args, kwargs)
-            result = table_call(name, *args, **kwargs)
-        elif is_written(name) and find_mesh(args[:1]) is not None:
-            result = write(_written(name), own(args[0]), args[1:], kwargs)
-        else:
-            result = fallback(function or torch_function(name), args, kwargs, name)
+            return front(*args, **kwargs)
+        if (op := ALIASES.get(name, name)) in OPS:
+            return table_call(name, *args, **kwargs) if kwargs else call(op, args, kwargs)
+        if is_written(name) and isinstance(args[0], Tensor):
+            return write(_written(name), args[0], args[1:], kwargs)
     except Unhashable:
-        return fallback(function or torch_function(name), args, kwargs, name)
-    # an in-place op returns what it was given, be it a parameter
-    return args[0] if args and result is not None and result is not args[0] and result is own(args[0]) else result
+        pass
+    return fallback(function or torch_function(name), args, kwargs, name)
 
 
 INPLACE = {f"__i{name}__": op for name, op in {

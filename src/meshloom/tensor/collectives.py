@@ -33,7 +33,6 @@ from meshloom.ops.labels import normal_dim
 from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import own
 from meshloom.tensor.moving import same_storage, shadowed
 from meshloom.tensor.ways import Between, Direct, Host, HostBetween, LinksBetween, OverLinks
 from meshloom.tensor.writing import check_writable
@@ -167,7 +166,7 @@ def group_axes(mesh: Mesh, axis: Axis) -> tuple[int, ...]:
 
 
 def _tensor(x: Any) -> Tensor:
-    tensor = own(x)
+    tensor = x
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"a collective takes a meshloom tensor, not {type(x).__name__}", fix="loom.distribute it")
     return tensor

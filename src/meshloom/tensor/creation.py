@@ -161,12 +161,18 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
     if state.shadows is not None:
         return state.shadows.of(made)
     if isinstance(value, (torch.Tensor, numpy.ndarray)) and same_storage(made._data, data):
-        made._data = made._data.clone(memory_format=torch.contiguous_format)
+        made._replace(made._data.clone(memory_format=torch.contiguous_format))
     return made
 
 
 def _check_plain(data: torch.Tensor) -> torch.Tensor:
     """A tensor of numbers, one beside the other; sparse, nested and quantized ones are not."""
+    if isinstance(data, Tensor):
+        raise ArgumentError(
+            "a plain tensor is wanted and this one lies on a mesh",
+            tensor=data.topology,
+            fix="x.to_torch() makes it dense",
+        )
     kinds = {"quantized": data.is_quantized, "nested": data.is_nested, "sparse": data.layout is not torch.strided}
     for kind, is_so in kinds.items():
         if is_so:
@@ -329,7 +335,7 @@ def _dtype(dtype: torch.dtype | str | None, default: torch.dtype | None = None) 
 def _finish(made: Tensor, requires_grad: bool) -> Tensor:
     if requires_grad:
         refuse_partial_leaf(made.topology)
-        made._data = made._data.detach().requires_grad_()
+        made._replace(made._data.detach().requires_grad_())
     return made
 
 
@@ -379,7 +385,7 @@ def full(
 
 
 def _owned(made: Tensor) -> Tensor:
-    made._data = made._data.contiguous()
+    made._replace(made._data.contiguous())
     return made
 
 

@@ -18,7 +18,7 @@ from meshloom.backends import kernel_of
 from meshloom.backends.checks import STORY, is_compared, note_data
 from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
-from meshloom.errors import GradientError, MeshError, MeshloomError, OperandError, UnsupportedError
+from meshloom.errors import GradientError, MeshError, MeshloomError, OperandError
 from meshloom.mesh import Lease, Mesh
 from meshloom.ops import OPS, Call, Op
 from meshloom.ops.binding import bind, refer
@@ -28,6 +28,7 @@ from meshloom.runtime import Event, leases, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS, freeze, freeze_number
 from meshloom.tensor.gradient_sums import Back, follow
+from meshloom.tensor.joining import transforms_refused
 
 LIMIT = 1 << 14
 
@@ -146,7 +147,7 @@ class Reader:
     def read(self, value: Any) -> Any:
         """The argument as dispatch uses it."""
         kind = value.__class__
-        if kind is Tensor:
+        if kind is Tensor or isinstance(value, Tensor):
             if self.shadows is not None:
                 value = self.shadows.of(value)
         elif kind in NUMBERS:
@@ -174,9 +175,8 @@ class Reader:
 
 def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
     """A torch tensor as one of ours: a parameter's own, or a replicated one."""
-    own = getattr(value, "_loom", None)
-    if own is not None:
-        return state.shadows.of(own) if state.shadows is not None else own
+    if isinstance(value, Tensor):
+        return state.shadows.of(value) if state.shadows is not None else value
     refuse_transforms(value)
     if mesh.is_split and is_compared() and not value.is_meta and state.shadows is None:
         note_data("operand", value)
@@ -193,22 +193,11 @@ def refuse_transforms(value: torch.Tensor) -> None:
         raise transforms_refused()
 
 
-def transforms_refused() -> UnsupportedError:
-    """What a torch.func transform of our tensors raises."""
-    return UnsupportedError(
-        "torch.func transforms do not work on meshloom tensors",
-        fix="use backward() or torch.autograd.grad for gradients; shard a batch dim instead of vmap",
-    )
-
-
 def find_mesh(values: Any) -> Mesh | None:
     """The mesh of the first meshloom tensor among arguments, lists included."""
     for value in values:
         if isinstance(value, Tensor):
             return value.topology.mesh
-        own = getattr(value, "_loom", None)
-        if own is not None:
-            return own.topology.mesh
         if isinstance(value, (tuple, list)):
             found = find_mesh(value)
             if found is not None:
@@ -284,7 +273,7 @@ class Resolved:
         STORY.identity = identity(self.entry.salt, self.tensors, self.args)
         results = self._perform()
         for i, made in enumerate(results if isinstance(results, tuple) else (results,)):
-            if made.__class__ is Tensor:
+            if isinstance(made, Tensor):
                 made._number = STORY.identity + i
         STORY.identity = 0
         return results
@@ -338,8 +327,8 @@ class Resolved:
 
         def run(*datas: torch.Tensor) -> Any:
             left = iter(datas)
-            positional = [next(left) if each.__class__ is Tensor else each for each in args]
-            named = {name: next(left) if each.__class__ is Tensor else each for name, each in kwargs.items()}
+            positional = [next(left) if isinstance(each, Tensor) else each for each in args]
+            named = {name: next(left) if isinstance(each, Tensor) else each for name, each in kwargs.items()}
             return function(*positional, **named)
 
         return run
@@ -349,7 +338,7 @@ def _follow_to_meta(plain: list[Tensor], tensors: list[Tensor]) -> None:
     """A plain tensor beside one without data is taken for its shape only: a dry run may have plain operands."""
     if any(tensor._data.is_meta for tensor in tensors):
         for tensor in plain:
-            tensor._data = tensor._data.to("meta")
+            tensor._replace(tensor._data.to("meta"))
 
 
 def _number(op: str, key: str, value: Any) -> Any:
@@ -436,21 +425,6 @@ class Watched:
         for log in state.logs:
             log.called(entry.plan, self.where)
         state.log(self.forward)
-
-
-def cotangent(gradient: torch.Tensor, topology: Topology) -> torch.Tensor:
-    """A value's gradient from its array's: a partial sum has the same one on every device, and it is taken once."""
-    if gradient._is_zerotensor():  # torch's zero without memory, as of sgn
-        gradient = gradient.clone()
-    for axis in topology.partial_axes:
-        if topology.placements[axis] != Partial("sum"):
-            raise GradientError(
-                f"a tensor that is {topology.placements[axis]} has no gradient of its own",
-                tensor=topology,
-                fix=f"redistribute it first: x.redistribute({{{topology.mesh.axes[axis]!r}: Replicate()}})",
-            )
-        gradient = gradient[0]
-    return gradient
 
 
 def refuse_partial_leaf(topology: Topology) -> None:

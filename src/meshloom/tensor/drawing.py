@@ -18,7 +18,7 @@ from meshloom.placement import Placements, Replicate, Shard
 from meshloom.runtime import state
 from meshloom.tensor import creation, random
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import own, table_call
+from meshloom.tensor.calling import table_call
 from meshloom.tensor.moving import shadowed
 
 Dense = Callable[[torch.dtype | None, Any], torch.Tensor]
@@ -154,7 +154,7 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None
 
 def _spread(mean: Any, std: Any) -> Tensor:
     """A tensor with the shape that mean and std broadcast to."""
-    tensors = [own(each) for each in (mean, std) if isinstance(own(each), (Tensor, torch.Tensor))]
+    tensors = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
     if not tensors:
         raise ArgumentError("normal takes a size where neither mean nor std is a tensor", fix="normal(0, 1, (3,))")
     return shadowed(tensors[0] if len(tensors) == 1 else table_call("mul", *tensors))
@@ -166,10 +166,10 @@ def bernoulli(input: Any, p: Any = None, *, generator: torch.Generator | None = 
     >>> bernoulli(creation.ones(3, mesh=creation.open_mesh((2,)))).tolist()
     [1.0, 1.0, 1.0]
     """
-    chances = shadowed(own(input))
+    chances = shadowed(input)
     wide = torch.float64 if chances.dtype == torch.float64 else torch.float32
     drawn = _noise(chances, creation.rand, generator, wide)
-    return table_call("to", table_call("lt", drawn, chances if p is None else own(p)), chances.dtype)
+    return table_call("to", table_call("lt", drawn, chances if p is None else p), chances.dtype)
 
 
 def multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Tensor:
@@ -179,7 +179,7 @@ def multinomial(input: Any, num_samples: int, replacement: bool = False, *, gene
     >>> multinomial(chances, 1).tolist()
     [[1], [0]]
     """
-    chances = shadowed(own(input))
+    chances = shadowed(input)
     _check_chances(chances, num_samples, replacement)
     if replacement and num_samples != 1:
         return _drawn_again(chances, num_samples, generator)

@@ -74,9 +74,8 @@ class Gathered:
 
     def take(self, value: Any) -> Any:
         """The argument with every tensor of ours gathered."""
-        own = value if isinstance(value, Tensor) else getattr(value, "_loom", None)
-        if isinstance(own, Tensor):
-            return self._gather(own, value)
+        if isinstance(value, Tensor):
+            return self._gather(value, value)
         if isinstance(value, torch.Tensor):
             refuse_transforms(value)
             self.plain.append(value)

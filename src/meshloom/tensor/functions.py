@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from meshloom.ops import ALIASES, OPS
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import INPLACE, invoke, is_written, own, spellings
+from meshloom.tensor.calling import INPLACE, invoke, is_written, spellings
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts import FRONTS
 
@@ -47,13 +47,41 @@ def on_torch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     if name is not None:
         return invoke(name, args, kwargs, function)
     name = getattr(function, "__name__", str(function))
-    if name in QUESTIONS and args and isinstance(own(args[0]), Tensor):
-        return getattr(own(args[0]), name)(*args[1:], **kwargs)
+    if name in _ACCESS:
+        return _access(function, name, args)
+    if args and isinstance(args[0], Tensor):
+        if name in QUESTIONS:
+            return getattr(args[0], name)(*args[1:], **kwargs)
+        if name in NATIVE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
     return fallback(function, args, kwargs, name)
+
+
+_ACCESS = frozenset(("__get__", "__set__", "__delete__"))
+
+
+def _access(function: Any, kind: str, args: tuple[Any, ...]) -> Any:
+    """An attribute of torch's class that ours does not define."""
+    tensor, name = args[0], function.__self__.__name__
+    if kind == "__get__" and name in KNOWN_ATTRIBUTES:
+        return invoke(name, (tensor,), {}, function)
+    if kind == "__get__" and (name.startswith("is_") or name in _OF_ARRAYS):
+        return getattr(tensor._data, name)
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args)
+
+
+KNOWN_ATTRIBUTES = frozenset(("real", "imag", "H", "mH"))
+_OF_ARRAYS = frozenset("_backward_hooks _post_accumulate_grad_hooks output_nr grad_dtype".split())
+# what torch answers from the tensor itself: global sizes, no storage
+NATIVE = frozenset(
+    "stride storage_offset is_contiguous is_pinned is_set_to has_names dim_order sym_numel sym_size".split()
+)
 
 
 QUESTIONS = frozenset(
     "size numel nelement dim ndimension is_complex is_floating_point is_contiguous element_size item tolist numpy "
     "requires_grad_ retain_grad register_hook detach_ is_signed is_same_size __len__ __bool__ __float__ __int__ "
-    "__index__ __contains__ __format__ __array__ __repr__ __hash__ data_ptr".split()
+    "__index__ __contains__ __format__ __array__ __repr__ __hash__ data_ptr untyped_storage storage".split()
 )

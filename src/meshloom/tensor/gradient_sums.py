@@ -154,7 +154,7 @@ def watch_dense(data: torch.Tensor) -> torch.Tensor:
         def arrive(gradients: Any) -> None:
             if _is_seen():
                 if own is not None:
-                    own(gradients)
+                    gradients
                 handles = _hook([*behind])
                 queue_at_end(lambda: _remove(handles))
 
@@ -283,10 +283,10 @@ def synchronize(parameters: Any = None) -> None:
     if parameters is None:
         _carry_out([*state.waiting.values()], None)
         return
-    expect("parameters", parameters, (Tensor, torch.Tensor, Iterable), fix="loom.synchronize(model.parameters())")
-    given = [parameters] if isinstance(parameters, (Tensor, torch.Tensor)) else list(parameters)
+    expect("parameters", parameters, (torch.Tensor, Iterable), fix="loom.synchronize(model.parameters())")
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for each in given:
-        expect("parameters", each, (Tensor, torch.Tensor), fix="loom.synchronize(model.parameters())")
-    leaves = [each for each in (getattr(one, "_loom", one) for one in given) if isinstance(each, Tensor)]
+        expect("parameters", each, torch.Tensor, fix="loom.synchronize(model.parameters())")
+    leaves = [each for each in given if isinstance(each, Tensor)]
     waiting = [state.waiting[id(each)] for each in leaves if id(each) in state.waiting]
     _carry_out(waiting, {id(each._data) for each in leaves})

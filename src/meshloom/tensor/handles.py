@@ -25,7 +25,6 @@ from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor import collectives
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import own
 from meshloom.tensor.shadow import Shadows
 
 WORKERS = 2
@@ -200,7 +199,7 @@ def start(name: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> H
 
 def _leaves_the_process(function: Callable[..., Tensor], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given = signature(function).bind(x, *args, **kwargs).arguments
-    return collectives.Group(own(x), given.get("axis")).members.crosses
+    return collectives.Group(x, given.get("axis")).members.crosses
 
 
 def _asynchronous(name: str) -> Callable[..., Handle]:

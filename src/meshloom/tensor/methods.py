@@ -6,6 +6,7 @@ The operators hold the hot path: while nothing special is going on, a call seen 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,13 +21,23 @@ from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.buffers import array_of
-from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written, own
+from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written
 from meshloom.tensor.creation import place
-from meshloom.tensor.dispatch import CACHE, Entry, call, cotangent, identity, refuse_partial_leaf
+from meshloom.tensor.dispatch import CACHE, Entry, call, identity, refuse_partial_leaf
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.functions import on_torch
 from meshloom.tensor.gradient_sums import discard, watch_dense
+from meshloom.tensor.joining import (
+    callers,
+    cotangent,
+    gradient_array,
+    gradient_tensor,
+    is_noticed,
+    native,
+    notice,
+    refuse_plain_results,
+    transforms_refused,
+)
 from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_dense, to_torch
 
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -84,7 +95,7 @@ def run_split(name: str, entry: Entry, first: Tensor, second: Tensor) -> Tensor:
     return made
 
 
-_OPERANDS = (Tensor, torch.Tensor, numpy.ndarray, numpy.generic, int, float, bool, complex)
+_OPERANDS = (torch.Tensor, numpy.ndarray, numpy.generic, int, float, bool, complex)
 
 
 _NUMBERS = frozenset((int, float))
@@ -200,8 +211,9 @@ def _requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
         if not (self._data.is_floating_point() or self._data.is_complex()):
             raise GradientError(f"a tensor of {self.topology.dtype} has no gradient", fix="cast it: x.float()")
         if self._data._is_view():  # torch looks for the gradient of a view that is written at the end of the chain
-            self._data = self._data.detach()
+            self._replace(self._data.detach())
     self._data.requires_grad_(requires_grad)
+    self._mirror()
     return self
 
 
@@ -213,9 +225,15 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     """The gradient of a leaf, placed as the leaf is, its padding zero; backward has summed it."""
     tensor = shadowed(tensor)
     tensor._check_summed()
-    found = tensor._data.grad
+    data = tensor._data
+    if not (data.is_leaf or data.retains_grad):
+        return None
+    found = data.grad
     if found is None:
         return None
+    kept = vars(tensor).get("_gradient")
+    if kept is not None and kept[0] is found:
+        return kept[1]
     if found._is_zerotensor():
         found = tensor._data.grad = found.clone()
     if found.requires_grad:  # of create_graph: the mask belongs to the graph
@@ -225,12 +243,14 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     made._number = tensor._number + 1
     with torch.no_grad():
         made._masked_()
+    if found is made._data:
+        tensor._gradient = (found, made)  # the same tensor as long as it is the same array
     return made
 
 
 def _placed(value: Any, like: Topology) -> Tensor:
     """A tensor, of any mesh or a dense one, with the mesh and the placements of another."""
-    value = own(value)
+    value = value
     if isinstance(value, Tensor) and value.mesh == like.mesh:
         return redistribute(value, like.placements)
     return place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, like.mesh, like.placements)
@@ -247,22 +267,29 @@ def set_gradient(tensor: Tensor, value: Any) -> None:
 
 
 def _register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-    topology = self.topology.reduced
+    topology = self.topology  # and not the tensor, which would keep itself and its graph for ever
 
     def on_array(gradient: torch.Tensor) -> torch.Tensor | None:
-        result = hook(Tensor(topology, fill(cotangent(gradient, self.topology), topology, 0)))
-        return None if result is None else redistribute(own(result), topology.placements)._data.expand_as(gradient)
+        result = hook(gradient_tensor(gradient, topology))
+        return None if result is None else gradient_array(result, topology, tuple(gradient.shape))
 
     return self._data.register_hook(on_array)
 
 
 def _register_post_hook(self: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Call `hook` with the tensor when backward has added to its gradient."""
-    return self._data.register_post_accumulate_grad_hook(lambda _: hook(self))
+    here = weakref.ref(self)
+
+    def on_array(_: torch.Tensor) -> None:
+        tensor = here()
+        if tensor is not None:
+            hook(tensor)
+
+    return self._data.register_post_accumulate_grad_hook(on_array)
 
 
 def _detach_(self: Tensor) -> Tensor:
-    self._data = self._data.detach()  # what we hold may be a view, which torch would not detach in place
+    self._replace(self._data.detach())  # what we hold may be a view, which torch would not detach in place
     return self
 
 
@@ -279,38 +306,36 @@ def _data_of(self: Tensor) -> Tensor:
 
 
 def _set_data(self: Tensor, value: Any) -> None:
-    if own(value).shape != self.shape:
+    if value.shape != self.shape:
         raise ArgumentError(f"data of shape {list(value.shape)} for a tensor of {list(self.shape)}")
     placed = _placed(value, self.topology)
     self._data.data = placed._data.detach()
+    if placed.dtype != native(self, "dtype"):
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._C.TensorBase.data.__set__(self, placed.detach())  # type: ignore[attr-defined]
     self.topology = self.topology.with_dtype(placed.topology.dtype)
-
-
-def _refuse_is_param(self: Tensor, value: bool) -> None:
-    """`torch.nn.Parameter(x)` ends here: it marks what it is given, and modules then do not take it."""
-    raise ArgumentError(
-        "torch.nn.Parameter does not take a tensor on a mesh",
-        tensor=self.topology,
-        fix="use loom.Parameter(x); load_state_dict without assign=True copies into parameters that are on a mesh",
-    )
-
-
-def _getattr(self: Tensor, name: str) -> Any:
-    """Methods of torch.Tensor without a rule go through the fallback; `is_nested` and its kind gather nothing."""
-    if name == "_data":  # a tensor over a buffer that a queue has been using
-        return array_of(self)
-    found = getattr(torch.Tensor, name, None)
-    if name.startswith("__") or found is None:
-        raise AttributeError(f"meshloom.Tensor has no attribute {name!r}")
-    if callable(found):
-        return lambda *args, **kwargs: invoke(name, (self, *args), kwargs, found)
-    if name.startswith("is_"):
-        return getattr(self._data, name)
-    return fallback(found.__get__, (self,), {}, name)
 
 
 def _torch_function(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     return on_torch(function, args, kwargs or {})
+
+
+def _torch_dispatch(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What C++ calls by itself: a question about a result that is recorded, or a function without its arguments sorted."""
+    if function is torch.ops.prim.layout.default:
+        notice(args[0])
+        return torch.strided
+    if _is_transformed():
+        raise transforms_refused()
+    if function is torch.ops.aten.detach.default:
+        tensor = args[0]
+        return notice(Tensor(tensor.topology, tensor._data.detach()))
+    return fallback(function, args, kwargs or {}, function.overloadpacket.__name__)
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func is under way: it calls from Python, further up."""
+    return any(name.startswith("torch._functorch.") for name in callers())
 
 
 _OWN: dict[str, Any] = {
@@ -325,9 +350,9 @@ _OWN: dict[str, Any] = {
     "is_contiguous": lambda self, **_: True,
     "is_same_size": lambda self, other: self.shape == other.shape,
     "element_size": lambda self: self._data.element_size(),
-    "data_ptr": lambda self: self._data.data_ptr(),
     "_read": lambda self, call: to_dense(shadowed(self), call).detach(),
     "_seen": staticmethod(watch_dense),
+    "_guard": refuse_plain_results,
     "item": _item,
     "tolist": lambda self: read(self, "tolist").tolist(),
     "numpy": _numpy,
@@ -341,8 +366,8 @@ _OWN: dict[str, Any] = {
     "T": property(_transposed),
     "mT": property(_matrix_transposed),
     "data": property(_data_of, _set_data),
-    "grad": property(gradient_of, set_gradient),
-    "grad_fn": property(lambda self: shadowed(self)._data.grad_fn),
+    "grad": property(gradient_of, set_gradient, lambda self: set_gradient(self, None)),
+    "grad_fn": property(lambda self: native(self, "grad_fn") if is_noticed(self) else shadowed(self)._data.grad_fn),
     "is_leaf": property(lambda self: self._data.is_leaf),
     "is_meta": property(lambda self: self._data.is_meta),
     "is_cpu": property(lambda self: self._data.is_cpu),
@@ -351,7 +376,6 @@ _OWN: dict[str, Any] = {
     "layout": property(lambda self: self._data.layout),
     "retains_grad": property(lambda self: self._data.retains_grad),
     "nbytes": property(lambda self: self.numel() * self._data.itemsize),
-    "_is_param": property(lambda self: False, _refuse_is_param),
     "itemsize": property(lambda self: self._data.itemsize),
     "_version": property(lambda self: self._data._version),
     "requires_grad": property(lambda self: self._data.requires_grad, _set_requires_grad),
@@ -372,8 +396,8 @@ _OWN: dict[str, Any] = {
     "__invert__": lambda self: call("bitwise_not", (self,), {}),
     "__getitem__": _item_at,
     "__setitem__": lambda self, index, value: invoke("__setitem__", (self, index, value), {}),
-    "__getattr__": _getattr,
     "__torch_function__": classmethod(_torch_function),
+    "__torch_dispatch__": classmethod(_torch_dispatch),
     "where": lambda self, condition, other: invoke("where", (condition, self, other), {}),
 }
 

@@ -14,6 +14,7 @@ from meshloom.planner import moves
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked, watch_dense
+from meshloom.tensor.joining import refuse_plain_results
 
 
 def shadowed(tensor: Tensor) -> Tensor:
@@ -90,6 +91,7 @@ def to_dense(tensor: Tensor, call: str) -> torch.Tensor:
 def to_torch(tensor: Tensor) -> torch.Tensor:
     """The tensor as one dense torch tensor of its own, always; partial sums are reduced."""
     tensor = shadowed(tensor)
+    refuse_plain_results(tensor)
     found = to_dense(tensor, "to_torch")
     return watch_dense(found.clone() if same_storage(found, tensor._data) else found)
 
@@ -105,4 +107,5 @@ def read(tensor: Tensor, call: str) -> torch.Tensor:
         )
     if state.capture is not None:
         raise state.capture.refuse(f"{call}() needs values, and while a trace is captured nothing is computed")
+    refuse_plain_results(tensor)
     return to_dense(tensor, call).detach()

@@ -64,7 +64,7 @@ class Untouched(TorchFunctionMode):
 
 
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not hasattr(value, "_loom") and not value.is_meta
+    return isinstance(value, torch.Tensor) and not isinstance(value, Tensor) and not value.is_meta
 
 
 @contextmanager

@@ -223,7 +223,7 @@ def write_out(result: Any, out: Any) -> Any:
     """Store a result where `out=` says, and return that."""
     if isinstance(out, (tuple, list)):
         return type(out)(write_out(each, where) for each, where in zip(result, out, strict=True))
-    target = getattr(out, "_loom", out)
+    target = out
     if tuple(target.shape) != tuple(result.shape):
         raise ShapeError(f"out= has shape {list(target.shape)} and the result has {list(result.shape)}")
     if not torch.can_cast(result.dtype, target.dtype):

@@ -12,18 +12,18 @@ from meshloom.ops.arranging import split_sizes
 from meshloom.ops.labels import normal_dim
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, own, table_call
+from meshloom.tensor.calling import Front, table_call
 from meshloom.tensor.fallback import fallback
 
 
 def _unbind(input: Any, dim: int = 0) -> Any:
-    shape = own(input).shape
+    shape = input.shape
     return () if shape and not shape[normal_dim(dim, len(shape))] else table_call("unbind", input, dim)
 
 
 def _repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, **kwargs: Any) -> Any:
     """Repeats given by a tensor make a shape that depends on values: no rule."""
-    if isinstance(repeats, (Tensor, torch.Tensor)) or repeats is None:
+    if isinstance(repeats, torch.Tensor) or repeats is None:
         given = () if repeats is None else (repeats, dim)
         return fallback(torch.repeat_interleave, (input, *given), kwargs, "repeat_interleave")
     return table_call("repeat_interleave", input, repeats, dim, **kwargs)
@@ -31,7 +31,7 @@ def _repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, 
 
 def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
     asked = kwargs.get("indices", kwargs.get("sections", indices_or_sections))
-    shape = own(input).shape
+    shape = input.shape
     place = normal_dim(dim, len(shape))
     whole = isinstance(asked, (int, tuple, list)) and bool(shape)
     sizes = split_sizes(shape[place], asked) if whole else None
@@ -45,7 +45,7 @@ def _split_along(name: str, dim: int, least: int) -> Front:
 
     def front(input: Any, indices_or_sections: Any = None, **kwargs: Any) -> Any:
         asked = kwargs.get("indices", kwargs.get("sections", indices_or_sections))
-        shape = own(input).shape
+        shape = input.shape
         if len(shape) < least:
             raise ShapeError(f"{name} needs {least} dims or more and got {list(shape)}")
         place = 0 if name == "hsplit" and len(shape) == 1 else dim
@@ -69,7 +69,7 @@ def _at_least(ndim: int) -> Front:
 
 
 def _raised(input: Any, ndim: int) -> Any:
-    shape = tuple(own(input).shape)
+    shape = tuple(input.shape)
     if len(shape) >= ndim:
         return input
     if ndim == 3:
@@ -85,7 +85,7 @@ def _stacked(ndim: int, dim: int, column: bool = False) -> Front:
     def front(tensors: Sequence[Any], **kwargs: Any) -> Any:
         with state.changed(output=None):
             raised = [_column(each) if column else _raised(each, ndim) for each in tensors]
-        place = 0 if dim == 1 and own(raised[0]).ndim == 1 else dim
+        place = 0 if dim == 1 and raised[0].ndim == 1 else dim
         return table_call("cat", raised, place, **kwargs)
 
     return front
@@ -94,23 +94,23 @@ def _stacked(ndim: int, dim: int, column: bool = False) -> Front:
 def _cat(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """torch joins a tensor of shape [0] with tensors of any number of dims, for programs of its first years."""
     given = tensors if isinstance(tensors, (tuple, list)) else ()
-    shapes = [tuple(own(each).shape) for each in given]
+    shapes = [tuple(each.shape) for each in given]
     if (0,) in shapes and any(len(shape) != 1 for shape in shapes):
         return fallback(torch.cat, (tensors, *args), kwargs, "cat")
     return table_call("cat", tensors, *args, **kwargs)
 
 
 def _column(input: Any) -> Any:
-    shape = tuple(own(input).shape)
+    shape = tuple(input.shape)
     return input if len(shape) > 1 else table_call("reshape", input, (*(shape or (1,)), 1))
 
 
 def _diag(input: Any, diagonal: int = 0, **kwargs: Any) -> Any:
     """A matrix of a line, or the line of a matrix; a copy, as in torch."""
-    if own(input).ndim == 1:
+    if input.ndim == 1:
         return table_call("diag_embed", input, diagonal, **kwargs)
-    if own(input).ndim != 2:
-        raise ShapeError(f"diag takes a line or a matrix, not {list(own(input).shape)}", fix="use diagonal")
+    if input.ndim != 2:
+        raise ShapeError(f"diag takes a line or a matrix, not {list(input.shape)}", fix="use diagonal")
     with state.changed(output=None):
         line = table_call("diagonal", input, diagonal)
     return table_call("clone", line, **kwargs)
@@ -122,8 +122,8 @@ def _matrix_diagonal(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1)
 
 def _flipped(name: str, dim: int) -> Front:
     def front(input: Any) -> Any:
-        if own(input).ndim <= dim:
-            raise ShapeError(f"{name} needs {dim + 1} dims or more and got {list(own(input).shape)}")
+        if input.ndim <= dim:
+            raise ShapeError(f"{name} needs {dim + 1} dims or more and got {list(input.shape)}")
         return table_call("flip", input, dim)
 
     return front

@@ -9,20 +9,20 @@ import torch
 
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, own, table_call
+from meshloom.tensor.calling import Front, table_call
 from meshloom.tensor.creation import checked_device
 from meshloom.tensor.moving import shadowed
 
 
 def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
     """`to(dtype)`, `to(device)`, `to(other)`, with torch's keywords."""
-    tensor = shadowed(own(input))
+    tensor = shadowed(input)
     target = args[0] if args else kwargs.get("other", kwargs.get("dtype", kwargs.get("device")))
-    target = own(target)
+    target = target
     wanted, device = kwargs.get("dtype"), kwargs.get("device")
     if isinstance(target, torch.dtype):
         wanted = target
-    elif isinstance(target, (Tensor, torch.Tensor)):
+    elif isinstance(target, torch.Tensor):
         wanted = target.dtype
     elif args:
         device = target
@@ -31,9 +31,9 @@ def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = table_call("to", tensor, wanted)
     if device is not None and state.shadows is None and checked_device(device) != tensor.device:
         tensor = Tensor(tensor.topology, tensor._data.to(device))
-    if kwargs.get("copy") and tensor._data is shadowed(own(input))._data:
+    if kwargs.get("copy") and tensor._data is shadowed(input)._data:
         tensor = table_call("clone", tensor)
-    return input if tensor is own(input) else tensor
+    return input if tensor is input else tensor
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
@@ -42,12 +42,12 @@ def _cast(dtype: torch.dtype) -> Callable[..., Any]:
 
 def _type(input: Any, dtype: Any = None, **kwargs: Any) -> Any:
     if dtype is None:
-        return torch.empty(0, dtype=own(input).dtype).type()
+        return torch.empty(0, dtype=input.dtype).type()
     return cast(input, dtype)
 
 
 def _type_as(input: Any, other: Any) -> Any:
-    return cast(input, own(other).dtype)
+    return cast(input, other.dtype)
 
 
 def _same(input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,12 +56,12 @@ def _same(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Any:
     """The tensor itself; a view with other strides is copied, as in torch, so that writes do not reach its base."""
-    tensor = shadowed(own(input))
+    tensor = shadowed(input)
     return input if tensor._view is None or tensor._data.is_contiguous() else table_call("clone", tensor)
 
 
 def _detach(input: Any) -> Any:
-    tensor = shadowed(own(input))
+    tensor = shadowed(input)
     made = Tensor(tensor.topology, tensor._data.detach())
     made._view = tensor._view
     return made

@@ -8,19 +8,19 @@ from typing import Any
 from meshloom.placement import Replicate
 from meshloom.tensor import creation, drawing
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, own
+from meshloom.tensor.calling import Front
 from meshloom.tensor.moving import shadowed
 
 
 def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
-    return lambda input, *args, **kwargs: make(shadowed(own(input)), *args, **kwargs)
+    return lambda input, *args, **kwargs: make(shadowed(input), *args, **kwargs)
 
 
 def _new(name: str) -> Callable[..., Any]:
     """new_zeros and the like: replicated, since the shape says nothing about placement."""
 
     def front(input: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = own(input)
+        tensor = input
         sizes = (size,) if isinstance(size, int) and name != "full" else size
         if isinstance(size, int) and args and name != "full":
             sizes, args = (size, *args), ()

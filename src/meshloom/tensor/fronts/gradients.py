@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from meshloom.backends import summed, twins
-from meshloom.engines.layout import fill as fill_padding
 from meshloom.errors import GradientError
 from meshloom.tensor import creation
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, own
-from meshloom.tensor.dispatch import cotangent
+from meshloom.tensor.calling import Front
 from meshloom.tensor.gradient_sums import asking, give, seen
+from meshloom.tensor.joining import gradient_tensor
 from meshloom.tensor.moving import shadowed
 
 
@@ -26,13 +25,13 @@ def _autograd_grad(*args: Any, **kwargs: Any) -> Any:
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     ins = _listed(inputs)
     start, seeded = _starts(outputs, grad_outputs)
-    held = [_array_of(own(each)) for each in ins]
+    held = [_array_of(each) for each in ins]
     others = [[twin.array for twin in twins(array)] for array in held]
     if not any(others):
         with seen(start):
             found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
         _give_all(ins)
-        return tuple(_dual(own(value), each) for value, each in zip(ins, found, strict=True))
+        return tuple(_dual(value, each) for value, each in zip(ins, found, strict=True))
     flat = [*held, *(twin for each in others for twin in each)]
     with seen(start):
         parts = iter(torch.autograd.grad(start, flat, seeded, *args, **{**kwargs, "allow_unused": True}))
@@ -45,12 +44,12 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
     allowed = kwargs.get("allow_unused") or kwargs.get("materialize_grads") or any(args[3:4])
     if not allowed and any(each is None for each in sums):
         raise GradientError("the outputs do not depend on one of the inputs", fix="allow_unused=True gives None for it")
-    return tuple(_dual(own(value), each) for value, each in zip(ins, sums, strict=True))
+    return tuple(_dual(value, each) for value, each in zip(ins, sums, strict=True))
 
 
 def _give_all(inputs: list[Any]) -> None:
     """The sums of the gradients that are given are carried out now."""
-    for value in map(own, inputs):
+    for value in inputs:
         if isinstance(value, Tensor):
             give(shadowed(value))
 
@@ -62,8 +61,7 @@ def _listed(values: Any) -> list[Any]:
 def _dual(value: Any, gradient: torch.Tensor | None) -> Any:
     if gradient is None or not isinstance(value, Tensor):
         return gradient
-    topology = value.topology.reduced
-    return Tensor(topology, fill_padding(cotangent(gradient, value.topology), topology, 0))
+    return gradient_tensor(gradient, value.topology)
 
 
 def _root(value: Any) -> torch.Tensor:
@@ -77,7 +75,7 @@ def _root(value: Any) -> torch.Tensor:
 
 
 def _seed(seed: Any, out: Any) -> torch.Tensor:
-    tensor = shadowed(own(out))
+    tensor = shadowed(out)
     if isinstance(seed, Tensor):
         return seed.redistribute(tensor.topology.reduced.placements)._data
     return creation.place(seed, tensor.mesh, tensor.topology.reduced.placements)._data
@@ -102,7 +100,7 @@ def _start(value: Any, seed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _starts(outputs: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     outs = _listed(outputs)
     given = [None] * len(outs) if seeds is None else _listed(seeds)
-    pairs = [_start(own(out), own(seed)) for out, seed in zip(outs, given, strict=True)]
+    pairs = [_start(out, seed) for out, seed in zip(outs, given, strict=True)]
     return [root for root, _ in pairs], [seed for _, seed in pairs]
 
 
@@ -122,7 +120,7 @@ def _autograd_backward(
     inputs: Any = None,
 ) -> None:
     roots, seeds = _starts(tensors, grad_tensors)
-    leaves = None if inputs is None else [_array_of(own(each)) for each in _listed(inputs)]
+    leaves = None if inputs is None else [_array_of(each) for each in _listed(inputs)]
     if leaves is not None:
         leaves = [*leaves, *(twin.array for leaf in leaves for twin in twins(leaf))]
     with seen(roots):

@@ -13,8 +13,9 @@ from meshloom.ops.labels import normal_dim
 from meshloom.ops.shapes import spelled_index
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, invoke, own, table_call
+from meshloom.tensor.calling import Front, invoke, table_call
 from meshloom.tensor.fallback import fallback
+from meshloom.tensor.joining import called_from, notice
 from meshloom.tensor.moving import shadowed
 from meshloom.tensor.writing import assign, fill, rewrite, write, write_item, zero
 
@@ -26,7 +27,7 @@ _COUNTING = (torch.int8, torch.int16, torch.int32, torch.int64)
 def _getitem(input: Any, index: Any) -> Any:
     if _is_basic(index):
         return table_call("getitem", input, index)
-    found = _by_tensors(index, own(input).ndim)
+    found = _by_tensors(index, input.ndim)
     if found is None:
         return fallback(torch.Tensor.__getitem__, (input, index), {}, "getitem")
     basic, indices = found
@@ -47,7 +48,7 @@ def _by_tensors(index: Any, ndim: int) -> tuple[tuple[Any, ...] | None, tuple[An
     parts = [_as_index(each) for each in (index if isinstance(index, tuple) else (index,))]
     if not all(_is_tensor(each) or _is_basic(each) for each in parts):
         return None
-    counted = [own(each) for each in parts if _is_tensor(each)]
+    counted = [each for each in parts if _is_tensor(each)]
     if any(each.dtype not in _COUNTING or (not each.ndim and len(counted) > 1) for each in counted):
         return None
     spelled = spelled_index(tuple(parts), ndim)
@@ -59,7 +60,7 @@ def _by_tensors(index: Any, ndim: int) -> tuple[tuple[Any, ...] | None, tuple[An
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, (Tensor, torch.Tensor))
+    return isinstance(value, torch.Tensor)
 
 
 def _as_index(value: Any) -> Any:
@@ -70,25 +71,25 @@ def _as_index(value: Any) -> Any:
 
 
 def _copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
-    if isinstance(own(input), Tensor):
-        return assign(own(input), own(src))
+    if isinstance(input, Tensor):
+        return assign(input, src)
     return fallback(torch.Tensor.copy_, (input, src), {}, "copy_")
 
 
 def _fill_(input: Any, value: Any) -> Any:
-    if isinstance(own(input), Tensor):
-        return fill(own(input), own(value))
+    if isinstance(input, Tensor):
+        return fill(input, value)
     return fallback(torch.Tensor.fill_, (input, value), {}, "fill_")
 
 
 def _setitem(input: Any, index: Any, value: Any) -> None:
-    target = own(input)
+    target = input
     if not isinstance(target, Tensor):
         fallback(torch.Tensor.__setitem__, (input, index, value), {}, "setitem")
     elif _is_basic(index):
-        write_item(target, index, own(value))
+        write_item(target, index, value)
     elif _is_mask(index, target) and _is_held(value, target.dtype):
-        wide = (..., *(None,) * (target.ndim - own(index).ndim))
+        wide = (..., *(None,) * (target.ndim - index.ndim))
         write("masked_fill", target, (index[wide], value), {})
     else:
         _set_by_tensors(target, index, value)
@@ -99,13 +100,13 @@ def _set_by_tensors(target: Tensor, index: Any, value: Any) -> None:
     if found is None or found[0] is not None or not (_is_tensor(value) or _is_held(value, target.dtype)):
         fallback(torch.Tensor.__setitem__, (target, index, value), {}, "setitem")
         return
-    content = own(value).to(target.dtype) if _is_tensor(value) else torch.tensor(value, dtype=target.dtype)
+    content = value.to(target.dtype) if _is_tensor(value) else torch.tensor(value, dtype=target.dtype)
     rewrite("index_put", target, (found[1], content), {})
 
 
 def _is_mask(index: Any, target: Tensor) -> bool:
     """Whether an index is a boolean tensor over the target's first dims."""
-    mask = own(index)
+    mask = index
     return _is_tensor(mask) and mask.dtype == torch.bool and mask.ndim > 0 and mask.shape == target.shape[: mask.ndim]
 
 
@@ -118,7 +119,7 @@ def _rewriting(name: str) -> Front:
     """The in-place form of an op that changes some elements."""
 
     def front(input: Any, *args: Any, **kwargs: Any) -> Any:
-        target = own(input)
+        target = input
         if not isinstance(target, Tensor):
             return fallback(getattr(torch.Tensor, f"{name}_"), (input, *args), kwargs, f"{name}_")
         return rewrite(name, target, args, kwargs)
@@ -128,26 +129,26 @@ def _rewriting(name: str) -> Front:
 
 def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False, **kwargs: Any) -> Any:
     """Boolean masks have no rule: how many values they take depends on theirs."""
-    if any(each is not None and own(each).dtype not in _COUNTING for each in indices):
+    if any(each is not None and each.dtype not in _COUNTING for each in indices):
         return fallback(torch.index_put, (input, indices, values, accumulate), {}, "index_put")
     return table_call("index_put", input, indices, values, accumulate, **kwargs)
 
 
 def _index_put_(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    if not isinstance(own(input), Tensor) or any(own(each).dtype not in _COUNTING for each in indices):
+    if not isinstance(input, Tensor) or any(each.dtype not in _COUNTING for each in indices):
         return fallback(torch.Tensor.index_put_, (input, indices, values, accumulate), {}, "index_put_")
-    return rewrite("index_put", own(input), (indices, values, accumulate), {})
+    return rewrite("index_put", input, (indices, values, accumulate), {})
 
 
 def _one_hot(tensor: Any, num_classes: int = -1, **kwargs: Any) -> Any:
     """Without a number of classes the largest value says it: one small reduction, and a read."""
-    if num_classes == -1 and own(tensor).numel():
+    if num_classes == -1 and tensor.numel():
         num_classes = int(invoke("amax", (tensor,), {})) + 1
     return table_call("one_hot", tensor, num_classes, **kwargs)
 
 
 def _select(input: Any, dim: int, index: int) -> Any:
-    place = normal_dim(dim, own(input).ndim)
+    place = normal_dim(dim, input.ndim)
     return table_call("getitem", input, (slice(None),) * place + (index,))
 
 
@@ -166,24 +167,24 @@ def _is_plain_slice(value: Any) -> bool:
 
 
 def _transposed_matrix(input: Any) -> Any:
-    if own(input).ndim > 2:
-        raise ArgumentError(f"t() takes a tensor of at most 2 dims, not {own(input).ndim}", fix="use transpose or mT")
-    return table_call("transpose", input, 0, 1) if own(input).ndim == 2 else input
+    if input.ndim > 2:
+        raise ArgumentError(f"t() takes a tensor of at most 2 dims, not {input.ndim}", fix="use transpose or mT")
+    return table_call("transpose", input, 0, 1) if input.ndim == 2 else input
 
 
 def _turned(name: str) -> Front:
     """`t_` and its kind: the tensor becomes a view of what it was."""
 
     def front(input: Any, *args: Any, **kwargs: Any) -> Any:
-        target = own(input)
+        target = input
         tensor = shadowed(target)
         if torch.is_grad_enabled() and tensor._data.requires_grad and tensor._data.is_leaf:
             raise GradientError(
                 f"{name}_ would change a leaf that requires a gradient", tensor=tensor.topology, fix=f"use x.{name}()"
             )
-        made, held = own(invoke(name, (tensor, *args), kwargs)), tensor._view
+        made, held = invoke(name, (tensor, *args), kwargs), tensor._view
         if made is not tensor:
-            tensor.topology, tensor._data = made.topology, made._data
+            tensor._become(made)
             tensor._view = None if held is None else (held[0], held[1] or made._view[1])
         return target
 
@@ -196,7 +197,7 @@ def _fixed_shape(name: str) -> Front:
     def front(input: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
             f"{name} is not for tensors on a mesh",
-            tensor=own(input).topology,
+            tensor=input.topology,
             fix="make a new tensor, or x.copy_(value)",
         )
 
@@ -213,8 +214,15 @@ def _narrow(input: Any, dim: int, start: Any, length: int) -> Any:
     return table_call("narrow", input, dim, int(start) if _is_tensor(start) else start, length)
 
 
+def _view_as(input: Any, other: Any) -> Any:
+    """`autograd.Function.apply` makes a view of an operand that is given back as a result, and records its node there."""
+    if input is other and called_from() == "torch.autograd.function":
+        return notice(Tensor(input.topology, input._data.detach()))
+    return table_call("view", input, *other.shape)
+
+
 def _as(name: str) -> Callable[..., Any]:
-    return lambda input, other: table_call(name, input, *own(other).shape)
+    return lambda input, other: table_call(name, input, *other.shape)
 
 
 INDEXING: dict[str, Front] = {
@@ -224,11 +232,11 @@ INDEXING: dict[str, Front] = {
     "t": _transposed_matrix,
     "view": _view,
     "expand_as": _as("expand"),
-    "view_as": _as("view"),
+    "view_as": _view_as,
     "reshape_as": _as("reshape"),
     "copy_": _copy_,
     "fill_": _fill_,
-    "zero_": lambda input: zero(own(input)),
+    "zero_": lambda input: zero(input),
     "select": _select,
     "narrow": _narrow,
     "one_hot": _one_hot,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ShapeError
-from meshloom.tensor.calling import Front, own, table_call
+from meshloom.tensor.calling import Front, table_call
 from meshloom.tensor.fallback import fallback
 
 
@@ -40,7 +40,7 @@ def _pinverse(input: Any, rcond: float = 1e-15) -> Any:
 def _cross(input: Any, other: Any, dim: int | None = None, **kwargs: Any) -> Any:
     """Without a dim: the first of size 3."""
     if dim is None:
-        sizes = list(own(input).shape)
+        sizes = list(input.shape)
         if 3 not in sizes:
             raise ShapeError(f"cross needs a dim of size 3 and {sizes} has none")
         dim = sizes.index(3)

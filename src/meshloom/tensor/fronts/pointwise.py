@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from meshloom.errors import ArgumentError, DTypeError
 from meshloom.tensor import creation
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, invoke, own, table_call
+from meshloom.tensor.calling import Front, invoke, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.moving import shadowed
 from meshloom.tensor.writing import write
@@ -30,9 +30,9 @@ def _rsub(input: Any, other: Any, alpha: Any = 1) -> Any:
 
 def _reversed(name: str, input: Any, other: Any) -> Any:
     """`other op input` where `other` may be a number: torch wants a tensor first."""
-    if isinstance(other, (Tensor, torch.Tensor)):
+    if isinstance(other, torch.Tensor):
         return table_call(name, other, input)
-    held = own(input).dtype
+    held = input.dtype
     dtype = torch.result_type(torch.empty((1,), dtype=held), other)
     if name == "div":  # as torch does, so that the last bit is the same
         return table_call("mul", table_call("reciprocal", input), other)
@@ -81,22 +81,22 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
         raise ArgumentError(f"dropout probability {p} is not between 0 and 1")
     if not training or p == 0.0:
         return input
-    tensor = shadowed(own(input))
+    tensor = shadowed(input)
     mask = creation.dropout_mask(tensor, 1.0 - p)
-    return write("mul", own(input), (mask,), {}) if inplace else table_call("mul", tensor, mask)
+    return write("mul", input, (mask,), {}) if inplace else table_call("mul", tensor, mask)
 
 
 def _channel_dropout(dims: int) -> Callable[..., Any]:
     """`dropout2d` and its kind: one choice for each channel of a batch."""
 
     def front(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        shape = own(input).shape
+        shape = input.shape
         if len(shape) != dims + 2:
             return fallback(getattr(F, f"dropout{dims}d"), (input, p, training, inplace), {}, f"dropout{dims}d")
         if not training or p == 0.0:
             return dropout(input, p, training)
         kept = dropout(invoke("new_ones", (input, (*shape[:2], *(1,) * dims)), {}), p)
-        return write("mul", own(input), (kept,), {}) if inplace else table_call("mul", input, kept)
+        return write("mul", input, (kept,), {}) if inplace else table_call("mul", input, kept)
 
     return front
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, invoke, own, table_call
+from meshloom.tensor.calling import Front, invoke, table_call
 from meshloom.tensor.dispatch import PACKED
 from meshloom.tensor.fallback import fallback
 
@@ -19,7 +19,7 @@ def _max(name: str) -> Callable[..., Any]:
 
     def front(input: Any, *args: Any, **kwargs: Any) -> Any:
         other = args[0] if args else kwargs.get("other")
-        if isinstance(other, (Tensor, torch.Tensor)):
+        if isinstance(other, torch.Tensor):
             return table_call(pair, input, other, **{k: v for k, v in kwargs.items() if k != "other"})
         if args or "dim" in kwargs or "axis" in kwargs:
             return table_call(f"{name}_dim", input, *args, **kwargs)
@@ -80,7 +80,7 @@ def _linalg_norm(
     A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
 ) -> Any:
     """torch.linalg.norm: of a vector, or of a matrix where that is the norm of its elements."""
-    dims = (dim,) if isinstance(dim, int) else dim if dim is not None else tuple(range(own(A).ndim))
+    dims = (dim,) if isinstance(dim, int) else dim if dim is not None else tuple(range(A.ndim))
     of_elements = ord is None or (len(dims) == 1 and not isinstance(ord, str)) or (len(dims) == 2 and ord == "fro")
     if not of_elements:
         return fallback(torch.linalg.norm, (A, ord, dim, keepdim), {"out": out, "dtype": dtype}, "linalg_norm")
@@ -108,8 +108,8 @@ def _normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out
 
 
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    if own(x1).shape != own(x2).shape:  # a dim of size 1 counts as often as it is read
-        shape = torch.broadcast_shapes(own(x1).shape, own(x2).shape)
+    if x1.shape != x2.shape:  # a dim of size 1 counts as often as it is read
+        shape = torch.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = (table_call("expand", each, *shape) for each in (x1, x2))
     product = table_call("mul", *(_normalize(each, 2.0, dim, eps) for each in (x1, x2)))
     return table_call("sum", product, dim)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from meshloom.errors import ArgumentError, ShapeError
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Front, invoke, own, table_call
+from meshloom.tensor.calling import Front, invoke, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts.casting import cast
 from meshloom.tensor.fronts.pointwise import dropout
@@ -89,8 +89,8 @@ def _loss(function: Callable[..., Any]) -> Front:
 
 def _widened(value: Any) -> Any:
     """Under autocast losses are computed in float32; torch casts inside its own functions, and ours may have others."""
-    held = own(value)
-    if not isinstance(held, (Tensor, torch.Tensor)) or held.dtype not in (torch.float16, torch.bfloat16):
+    held = value
+    if not isinstance(held, torch.Tensor) or held.dtype not in (torch.float16, torch.bfloat16):
         return value
     return cast(held, torch.float32) if torch.is_autocast_enabled(held.device.type) else value
 
@@ -109,7 +109,7 @@ def _batch_norm(
     options = (weight, bias, training, momentum, eps)
     if not training:
         return table_call("batch_norm", input, running_mean, running_var, *options)
-    shape = own(input).shape
+    shape = input.shape
     if math.prod((*shape[:1], *shape[2:])) == 1:
         raise ShapeError(
             f"batch_norm in training needs more than one value per channel and got {list(shape)}",
@@ -120,7 +120,7 @@ def _batch_norm(
     with torch.no_grad(), state.changed(output=None):
         for running, now in ((running_mean, mean), (running_var, spread)):
             if running is not None:
-                invoke("lerp_", (running, cast(now, own(running).dtype), momentum), {})
+                invoke("lerp_", (running, cast(now, running.dtype), momentum), {})
     return out if state.output is None else table_call("clone", out)
 
 
@@ -138,7 +138,7 @@ def _instance_norm(
     if not use_input_stats:
         return table_call("batch_norm", input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is None and running_var is None:
-        return table_call("group_norm", input, own(input).shape[1], weight, bias, eps)
+        return table_call("group_norm", input, input.shape[1], weight, bias, eps)
     given = (input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     return fallback(F.instance_norm, given, {}, "instance_norm")
 
@@ -152,7 +152,7 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> Any:
     dims = dims.tolist() if isinstance(dims, torch.Tensor) else dims
     if not isinstance(dims, int):
         first, second = ([each] if isinstance(each, int) else each for each in dims)
-        sizes = zip((own(a).shape[d] for d in first), (own(b).shape[d] for d in second), strict=False)
+        sizes = zip((a.shape[d] for d in first), (b.shape[d] for d in second), strict=False)
         if any(here != there and 1 in (here, there) for here, there in sizes):
             return fallback(torch.tensordot, (a, b, dims), {"out": out}, "tensordot")
     return table_call("tensordot", a, b, dims, out=out)
@@ -196,14 +196,14 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
     given = SimpleNamespace(**bound.arguments)
     if given.add_zero_attn or any(getattr(given, name) is not None for name in ("bias_k", "static_k", "static_v")):
         return fallback(F.multi_head_attention_forward, args, kwargs, "multi_head_attention_forward")
-    alone = own(given.query).ndim == 2
+    alone = given.query.ndim == 2
     query, key, value = (_heads(each, given.num_heads, alone) for each in _projected(given))
-    mask = _merged_masks(given, own(query).shape[0])
+    mask = _merged_masks(given, query.shape[0])
     is_plain = given.is_causal and given.key_padding_mask is None and not given.need_weights  # then the mask is a hint
     dropped = given.dropout_p if given.training else 0.0
     weights = None
     if given.need_weights:
-        scores = query @ key.transpose(-2, -1) * own(query).shape[-1] ** -0.5
+        scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
         weights = F.softmax(scores if mask is None else scores + mask, -1)
         weights = dropout(weights, dropped)
         found = weights @ value
@@ -239,7 +239,7 @@ def _merged_masks(given: Any, batch: int) -> Any:
     if given.is_causal and given.attn_mask is None:
         raise ArgumentError("is_causal is a hint about attn_mask, which is not given", fix="give attn_mask as well")
     scores, keys = (
-        None if mask is None else F._canonical_mask(mask, name, None, "", own(given.query).dtype, check_other=False)
+        None if mask is None else F._canonical_mask(mask, name, None, "", given.query.dtype, check_other=False)
         for mask, name in ((given.attn_mask, "attn_mask"), (given.key_padding_mask, "key_padding_mask"))
     )
     if scores is not None and scores.dim() == 3:
@@ -250,7 +250,7 @@ def _merged_masks(given: Any, batch: int) -> Any:
 
 
 def _linear(input: Any, weight: Any, bias: Any = None, **kwargs: Any) -> Any:
-    if own(weight).ndim == 1:
+    if weight.ndim == 1:
         return fallback(F.linear, (input, weight, bias), kwargs, "linear")
     return table_call("linear", input, weight, bias, **kwargs)
 
