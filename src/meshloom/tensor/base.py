@@ -109,6 +109,7 @@ class Tensor(torch.Tensor):
     def _replace(self, data: torch.Tensor) -> None:
         """Give the tensor another array."""
         self._data = data
+        vars(self).pop("_dense", None)
         if self.topology.mesh.lease is not None:
             account(self, data)
         self._mirror()
@@ -123,8 +124,11 @@ class Tensor(torch.Tensor):
 
     def _mirror(self) -> None:
         """Let torch's own flag say what the array's says."""
+        self._mirror_to(self._data.requires_grad)
+
+    def _mirror_to(self, tracked: bool) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            _FLAG.__set__(self, self._data.requires_grad)
+            _FLAG.__set__(self, tracked)
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -234,7 +238,7 @@ class Tensor(torch.Tensor):
     __create_chunk_list__ = property(refuse_checkpoint)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        name = "Parameter" if self._is_param else "Tensor"
+        name = "Parameter containing:\nTensor" if self._is_param else "Tensor"
         if self.topology.is_closed:
             return f"{name} {self.topology}"
         return f"{name} {self.topology}{self._state()}\n{self._values()}"

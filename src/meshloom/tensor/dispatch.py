@@ -20,7 +20,7 @@ from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
 from meshloom.errors import GradientError, MeshError, MeshloomError, OperandError
 from meshloom.mesh import Lease, Mesh
-from meshloom.ops import OPS, Call, Op
+from meshloom.ops import OPS, Call
 from meshloom.ops.binding import bind, refer
 from meshloom.placement import Partial, Replicate, Topology, as_placements
 from meshloom.planner import Plan, plan, retyped
@@ -29,6 +29,7 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS, freeze, freeze_number
 from meshloom.tensor.gradient_sums import Back, follow
 from meshloom.tensor.joining import transforms_refused
+from meshloom.tensor.views import attach
 
 LIMIT = 1 << 14
 
@@ -287,7 +288,7 @@ class Resolved:
             results = kernel.run(datas, bound if bound is not None else self.function())
             if self.entry.communicates_back:
                 results = self.entry.follow(results, self.tensors)
-            return _wrap(self.op, self.entry, results, self.tensors)
+            return self._wrap(results)
         function = self.function()
         if state.watching:
             if state.policy is not None and not known:
@@ -303,7 +304,21 @@ class Resolved:
             watched.log(self.entry)
         if self.entry.communicates_back:
             results = self.entry.follow(results, self.tensors)
-        return _wrap(self.op, self.entry, results, self.tensors)
+        return self._wrap(results)
+
+    def _wrap(self, results: Any) -> Any:
+        """The results as tensors; those of a view op are tied to its operand."""
+        op, entry = self.op, self.entry
+        if isinstance(results, torch.Tensor):
+            made = Tensor(entry.out, results)
+            if op.is_view:
+                attach(self.tensors[0], (made,), op.name, self.args[1:], self.kwargs)
+            return made
+        wrapped = [Tensor(topology, result) for topology, result in zip(entry.outs, results, strict=True)]
+        if op.is_view:
+            attach(self.tensors[0], wrapped, op.name, self.args[1:], self.kwargs)
+        pack = PACKED.get(op.name)
+        return tuple(wrapped) if pack is None else pack(wrapped)
 
     def _first_run(self, datas: list[torch.Tensor], function: Function) -> Any:
         """Run a call that was not seen before: what torch refuses, it refuses here, and the error says on what."""
@@ -386,20 +401,6 @@ def _typed(entry: Entry, results: Any) -> Entry:
         function = function_of(decided.call.op)
         direct = None if getattr(function, "is_aware", False) else function
     return Entry(decided, entry.kernel, direct)
-
-
-def _wrap(op: Op, entry: Entry, results: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(results, torch.Tensor):
-        made = Tensor(entry.out, results)
-        if op.is_view:
-            made._view = (tensors[0], bool(entry.plan.forward))
-        return made
-    wrapped = [Tensor(topology, result) for topology, result in zip(entry.outs, results, strict=True)]
-    if op.is_view:
-        for each in wrapped:
-            each._view = (tensors[0], bool(entry.plan.forward))
-    pack = PACKED.get(op.name)
-    return tuple(wrapped) if pack is None else pack(wrapped)
 
 
 PACKED: dict[str, Callable[[list[Any]], Any]] = {

@@ -26,14 +26,15 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.dispatch import find_mesh, refuse_transforms
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked
 from meshloom.tensor.moving import same_storage, shadowed, to_dense
-from meshloom.tensor.writing import assign, is_cut_off
+from meshloom.tensor.views import Recipe, is_alias, moved_view, tie
+from meshloom.tensor.writing import assign
 
 _said: set[tuple[str, str]] = set()  # functions and lines that a warning has named
 
 
 def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """Run any torch function on gathered operands."""
-    gathered = Gathered(name, find_mesh(args) or find_mesh(kwargs.values()))
+    gathered = Gathered(name, find_mesh(args) or find_mesh(kwargs.values()), function, args, kwargs)
     dense_args = gathered.take(args)
     dense_kwargs = gathered.take(kwargs)
     try:
@@ -67,8 +68,11 @@ class Operand:
 class Gathered:
     """The operands of one fallback call: what they were, what they became, and what must be written back."""
 
-    def __init__(self, name: str, mesh: Mesh | None) -> None:
+    def __init__(
+        self, name: str, mesh: Mesh | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.name, self.mesh, self.where = name, mesh, where()
+        self.function, self.given, self.named = function, args, kwargs
         self.operands: list[Operand] = []
         self.plain: list[torch.Tensor] = []
 
@@ -94,7 +98,7 @@ class Gathered:
         data = to_dense(tensor, self.name)
         if not data.is_contiguous():  # as a dense tensor would be: some functions look at strides
             data = data.contiguous()
-        if is_cut_off(tensor) and same_storage(data, tensor._data):
+        if moved_view(tensor) is not None and same_storage(data, tensor._data):
             data = data.clone()
         moved = bool(moves(tensor.topology, tensor.topology.replicated, state.machine))
         self.operands.append(Operand(tensor, given, data, data._version, moved))
@@ -158,8 +162,15 @@ class Gathered:
             follow(self.name, back, made._data, ())
         base = next((each for each in self.operands if same_storage(result, each.dense)), None)
         if base is not None:
-            made._view = (base.tensor, base.moved)
+            self._tie(made, base)
         return made
+
+    def _tie(self, made: Tensor, base: Operand) -> None:
+        """A result that shares memory with a gathered operand is a view of it."""
+        if moved_view(base.tensor) is None and is_alias(made._data, base.tensor._data):
+            tie(made, base.tensor, None)
+        elif self.given and self.given[0] is base.given:
+            tie(made, base.tensor, Recipe(self.name, self.given[1:], self.named, None, self.function))
 
     def _kept(self, source: Topology) -> Topology:
         """The placements that can be kept: those of the first operand of the same shape, partial ones reduced."""

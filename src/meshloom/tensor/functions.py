@@ -13,6 +13,7 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import INPLACE, invoke, is_written, spellings
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts import FRONTS
+from meshloom.tensor.lists import is_of_lists, run_lists
 
 
 def _known_functions() -> dict[Any, str]:
@@ -47,6 +48,8 @@ def on_torch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     if name is not None:
         return invoke(name, args, kwargs, function)
     name = getattr(function, "__name__", str(function))
+    if is_of_lists(name):
+        return run_lists(function, name, args, kwargs)
     if name in _ACCESS:
         return _access(function, name, args)
     if args and isinstance(args[0], Tensor):

@@ -38,6 +38,7 @@ from meshloom.tensor.joining import (
     refuse_plain_results,
     transforms_refused,
 )
+from meshloom.tensor.memory import data_ptr, storage, untyped_storage
 from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_dense, to_torch
 
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -352,6 +353,9 @@ _OWN: dict[str, Any] = {
     "element_size": lambda self: self._data.element_size(),
     "_read": lambda self, call: to_dense(shadowed(self), call).detach(),
     "_seen": staticmethod(watch_dense),
+    "data_ptr": data_ptr,
+    "untyped_storage": untyped_storage,
+    "storage": storage,
     "_guard": refuse_plain_results,
     "item": _item,
     "tolist": lambda self: read(self, "tolist").tolist(),

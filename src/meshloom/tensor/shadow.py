@@ -11,6 +11,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.lazy import STORED, ask
+from meshloom.tensor.views import MovedView, moved_view
 
 
 class Shadows:
@@ -21,7 +23,7 @@ class Shadows:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The stand-in of a tensor; a tensor without data stands for itself."""
-        if tensor._data.is_meta:
+        if STORED.__get__(tensor).is_meta:
             return tensor
         found = self.known.get(id(tensor))
         if found is None:
@@ -30,15 +32,17 @@ class Shadows:
         return found[1]
 
     def _make(self, tensor: Tensor) -> Tensor:
-        data = tensor._data
+        data = STORED.__get__(tensor)  # as it is: nothing is made again for the sake of its shape
         shape = torch.empty_like(data, device="meta", requires_grad=False)
         if data.requires_grad:
             shape.requires_grad_()
             shape = shape if data.is_leaf else shape.view_as(shape)
         made = Tensor(tensor.topology, shape)
         if tensor._view is not None:
-            base, moved = tensor._view
-            made._view = (self.of(base) if moved else made, moved)
+            view = moved_view(tensor)
+            made._view = (self.of(tensor._view[0]) if view is not None else made, view is not None)
+            if view is not None:
+                ask(made, MovedView(self.of(view.base), view.recipe, view.tracked))
         return made
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from meshloom.engines.layout import torch_dtype
 from meshloom.errors import DTypeError, ShapeError, ViewError
 from meshloom.ops import OPS
 from meshloom.ops.shapes import bounds, indexed_dims
@@ -13,46 +14,29 @@ from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.dispatch import Resolved, as_tensor, call, identity, remember
-from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense
+from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense, to_torch
+from meshloom.tensor.views import MovedView, moved_view
 
 
-def check_writable(tensor: Tensor) -> None:
-    """A result of a view writes through to its base or refuses; never silently neither."""
-    if tensor._view is None:
-        return
-    base, moved = tensor._view
-    if moved or not same_storage(tensor._data, base._data):
-        raise ViewError(
-            "an in-place write to this view would not reach its base: making the view moved data",
-            view=tensor.topology,
-            base=base.topology,
-            fix="write to the base: base[...] = value, or take a copy first: view.clone()",
-        )
-    check_writable(base)
-
-
-def is_cut_off(tensor: Tensor) -> bool:
-    """Whether a write would not reach the base, somewhere along a chain of views."""
-    try:
-        check_writable(tensor)
-    except ViewError:
-        return True
-    return False
+def note_write(tensor: Tensor) -> None:
+    """After a write: torch's own flag and version of the tensor, and of what it is a view of, follow its array."""
+    torch._C._increment_version((tensor,))
+    if tensor._data.requires_grad:
+        tensor._mirror()
+    if tensor._view is not None:
+        note_write(tensor._view[0])
 
 
 def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The pointwise op `name` of the table, in place."""
     tensor = shadowed(target)
-    check_writable(target)
+    if moved_view(tensor) is not None:
+        return _write_view(name, target, tensor, args, kwargs)
     if OPS[name].result == "bool" and tensor.topology.partial_axes:  # a truth value cannot be P(sum)
         return assign(target, call(name, (tensor, *args), kwargs, tensor.topology.reduced.placements), f"{name}_")
     found = Resolved(name, (tensor, *args), kwargs, None, kept=tensor.placements)
     if found.entry.plan.outs[0].shape != tensor.topology.shape:
-        raise ShapeError(
-            f"{name}_ would give shape {list(found.entry.plan.outs[0].shape)}, which does not fit into its target",
-            target=tensor.topology,
-            fix=f"use {name} without the underscore",
-        )
+        _check_fit(f"{name}_", found.entry.plan.outs[0], tensor.topology)
     tracked = torch.is_grad_enabled() and any(each._data.requires_grad for each in found.tensors)
     # masking the padding afterwards would spoil what `sigmoid_` and the like keep of their result for backward
     if state.watching or not _is_direct(found) or (tracked and tensor.topology.padded):
@@ -61,12 +45,31 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
         _write_directly(found, tensor)
     if found.entry.salt:
         tensor._number = identity(found.entry.salt, found.tensors, found.args)
+    note_write(tensor)
     return target
+
+
+def _write_view(name: str, target: Tensor, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """An op in place on a view that does not share its base's memory: the base is written."""
+    result = call(name, (tensor, *args), kwargs, tensor.topology.reduced.placements)
+    _check_fit(f"{name}_", result.topology, tensor.topology)
+    return assign(target, result, f"{name}_")
+
+
+def _check_fit(name: str, result: Topology, target: Topology) -> None:
+    """An error if a result does not fit into the target of an op in place."""
+    if result.shape != target.shape:
+        raise ShapeError(
+            f"{name} would give shape {list(result.shape)}, which does not fit into its target",
+            target=target,
+            fix=f"use {name[:-1]} without the underscore",
+        )
+    if not torch.can_cast(torch_dtype(result.dtype), torch_dtype(target.dtype)):
+        raise DTypeError(f"{name} gives {result.dtype}, which {target.dtype} cannot hold")
 
 
 def rewrite(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """An op of the table that changes some elements of its first operand, in place: `scatter_`, `index_put_`."""
-    check_writable(target)
     tensor = shadowed(target)
     if overlaps(tensor._data):  # all of it is written back, and what stays would overwrite what changed
         raise ViewError(
@@ -134,7 +137,6 @@ def _is_direct(found: Resolved) -> bool:
 
 def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
     """Copy a value (broadcast, cast, moved as needed) into a tensor."""
-    check_writable(target)
     tensor = shadowed(target)
     source = value if isinstance(value, Tensor) else as_tensor(torch.as_tensor(value), tensor.mesh)
     source = shadowed(source)
@@ -146,8 +148,31 @@ def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
     if there.placements != tensor.placements:
         source = source.to(tensor.dtype)
         there = source.topology.with_placements(tensor.placements)
-    tensor._data.copy_(carry(source, there, name))
+    view = moved_view(tensor)
+    if view is not None:
+        _write_base(view, source, name)
+    else:
+        tensor._data.copy_(carry(source, there, name))
+        note_write(tensor)
     return target
+
+
+def _write_base(view: MovedView, source: Tensor, name: str) -> None:
+    """Write a value of the view's shape into the view's base."""
+    recipe, base = view.recipe, view.base
+    if recipe.name == "getitem" and not recipe.kwargs:
+        write_item(base, recipe.args[0], source)
+    elif (
+        recipe.name in ("reshape", "view", "flatten", "ravel", "squeeze", "unsqueeze", "unflatten")
+        and recipe.function is None
+    ):
+        assign(base, call("reshape", (source, *base.topology.shape), {}), name)
+    elif recipe.name == "transpose" and not recipe.kwargs:
+        assign(base, call("transpose", (source, *recipe.args), {}), name)
+    else:
+        whole = to_torch(base)
+        recipe.of_dense(whole).copy_(to_dense(source, name))
+        assign(base, Tensor(base.topology.replicated, whole), name)
 
 
 def _settled(topology: Topology, dtype: str) -> tuple[Any, ...]:
@@ -158,28 +183,37 @@ def _settled(topology: Topology, dtype: str) -> tuple[Any, ...]:
 
 def fill(target: Tensor, value: Any) -> Tensor:
     """Set every element."""
-    check_writable(target)
     tensor = shadowed(target)
-    if tensor.topology.partial_axes:
+    if tensor.topology.partial_axes or moved_view(tensor) is not None:
+        if isinstance(value, Tensor):
+            return assign(target, value, "fill_")
         full = torch.full(tensor.topology.shape, float("nan") if value != value else value, dtype=tensor.dtype)
         return assign(target, full, "fill_")
     tensor._data.fill_(to_dense(value, "fill_") if isinstance(value, Tensor) else value)
     tensor._masked_()
+    note_write(tensor)
     return target
 
 
 def zero(target: Tensor) -> Tensor:
     """Set every element to zero."""
-    check_writable(target)
-    shadowed(target)._data.zero_()
+    tensor = shadowed(target)
+    if moved_view(tensor) is not None:
+        return fill(target, 0)
+    tensor._data.zero_()
+    note_write(tensor)
     return target
 
 
 def write_item(target: Tensor, index: Any, value: Any) -> None:
     """`x[index] = value` for ints, slices, None and an ellipsis."""
-    check_writable(target)
     tensor = shadowed(target)
     topology = tensor.topology
+    if moved_view(tensor) is not None:
+        copied = call("clone", (tensor,), {})
+        write_item(copied, index, value)
+        assign(target, copied, "setitem")
+        return
     given = value if isinstance(value, Tensor) or not isinstance(value, torch.Tensor) else as_tensor(value, tensor.mesh)
     content = to_dense(shadowed(given), "setitem") if isinstance(given, Tensor) else given
     if isinstance(content, torch.Tensor) and same_storage(content, tensor._data):
@@ -192,6 +226,7 @@ def write_item(target: Tensor, index: Any, value: Any) -> None:
         assign(target, Tensor(topology.replicated, whole), "setitem")
         return
     _put(tensor._data, where, content, topology)
+    note_write(tensor)
 
 
 def _put(array: torch.Tensor, where: tuple[Any, ...], content: Any, topology: Topology) -> None:

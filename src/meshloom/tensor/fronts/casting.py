@@ -12,6 +12,7 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, table_call
 from meshloom.tensor.creation import checked_device
 from meshloom.tensor.moving import shadowed
+from meshloom.tensor.views import detach_view
 
 
 def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,9 +63,7 @@ def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _detach(input: Any) -> Any:
     tensor = shadowed(input)
-    made = Tensor(tensor.topology, tensor._data.detach())
-    made._view = tensor._view
-    return made
+    return detach_view(tensor, Tensor(tensor.topology, tensor._data.detach()))
 
 
 CASTING: dict[str, Front] = {

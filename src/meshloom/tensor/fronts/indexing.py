@@ -17,6 +17,7 @@ from meshloom.tensor.calling import Front, invoke, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.joining import called_from, notice
 from meshloom.tensor.moving import shadowed
+from meshloom.tensor.views import turn
 from meshloom.tensor.writing import assign, fill, rewrite, write, write_item, zero
 
 _REWRITING = "scatter scatter_add scatter_reduce index_add index_copy index_fill tril triu".split()
@@ -182,10 +183,7 @@ def _turned(name: str) -> Front:
             raise GradientError(
                 f"{name}_ would change a leaf that requires a gradient", tensor=tensor.topology, fix=f"use x.{name}()"
             )
-        made, held = invoke(name, (tensor, *args), kwargs), tensor._view
-        if made is not tensor:
-            tensor._become(made)
-            tensor._view = None if held is None else (held[0], held[1] or made._view[1])
+        turn(tensor, lambda old: invoke(name, (old, *args), kwargs))
         return target
 
     return front

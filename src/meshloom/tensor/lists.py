@@ -1,0 +1,152 @@
+"""Torch's functions of lists of tensors (`_foreach_*`, `_fused_*`, those of `GradScaler`), as one call on stored arrays.
+
+Optimizers and `clip_grad_norm_` call them. Where the tensors at each place of the lists lie alike, the arrays do what
+the tensors would; elsewhere the tensors are taken one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from meshloom.engines.layout import fill, short_name
+from meshloom.errors import UnsupportedError
+from meshloom.placement import Topology
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import invoke
+from meshloom.tensor.moving import redistribute, shadowed
+from meshloom.tensor.writing import note_write
+
+_REDUCING = frozenset("_foreach_norm _foreach_max _foreach_powsum".split())
+_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+def is_of_lists(name: str) -> bool:
+    """Whether a function of torch takes lists of tensors."""
+    return name.startswith(("_foreach_", "_fused_")) or name == _CHECK
+
+
+def run_lists(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of lists on our tensors."""
+    given = [
+        [shadowed(x) if isinstance(x, Tensor) else x for x in each]
+        for each in (*args, *kwargs.values())
+        if _is_list(each)
+    ]
+    topologies = _common(given)
+    if topologies is not None and not (_looks_at_all(name) and any(not _is_plain(each) for each in topologies)):
+        return _run_arrays(function, name, args, kwargs, topologies)
+    if name == _CHECK:
+        return _check_each(*args, **kwargs)
+    if name.startswith("_fused_"):
+        raise UnsupportedError(
+            f"{name} needs parameters, gradients and state that lie alike",
+            fix="put the state where its parameters are: state.redistribute(p.placements), or use fused=False",
+        )
+    return _run_each(name, args, kwargs)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and any(isinstance(each, torch.Tensor) for each in value)
+
+
+def _looks_at_all(name: str) -> bool:
+    """Whether a result depends on all elements of a tensor."""
+    return name in _REDUCING or name == _CHECK
+
+
+def _is_plain(topology: Topology | None) -> bool:
+    return topology is None or (topology.is_whole and not topology.padded)
+
+
+def _common(lists: Sequence[Sequence[Any]]) -> list[Topology | None] | None:
+    """The topology at each place of the lists, if all tensors there lie alike and none is partial."""
+    found: list[Topology | None] = []
+    for place in range(max(map(len, lists), default=0)):
+        here = [each[place] for each in lists if place < len(each)]
+        kinds = {each.topology.with_dtype("f32") for each in here if isinstance(each, Tensor)}
+        plain = [each for each in here if isinstance(each, torch.Tensor) and not isinstance(each, Tensor) and each.ndim]
+        if len(kinds) > 1 or (kinds and plain) or any(each.partial_axes for each in kinds):
+            return None
+        found.append(next(iter(kinds), None))
+    return found
+
+
+def _array(value: Any) -> Any:
+    """An argument as the arrays' function takes it."""
+    if isinstance(value, Tensor):
+        return shadowed(value)._data
+    return [_array(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+def _single(value: Any) -> Any:
+    """An argument that is no list; a number on the mesh is wanted whole."""
+    if isinstance(value, Tensor):
+        return redistribute(value, value.topology.replicated.placements)._data
+    return _array(value)
+
+
+def _run_arrays(
+    function: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], topologies: Sequence[Topology | None]
+) -> Any:
+    arrays = [_array(each) if _is_list(each) else _single(each) for each in args]
+    named = {key: _array(each) if _is_list(each) else _single(each) for key, each in kwargs.items()}
+    results = function(*arrays, **named)
+    if name.endswith("_"):
+        for each in (*args, *kwargs.values()) if name.startswith("_fused_") else args[:1]:
+            for tensor in each if _is_list(each) else ():
+                if isinstance(tensor, Tensor):
+                    shadowed(tensor)._masked_()
+                    note_write(tensor)
+        return None
+    return _wrap(name, results, topologies)
+
+
+def _wrap(name: str, results: Any, topologies: Sequence[Topology | None]) -> Any:
+    def wrap(data: torch.Tensor, topology: Topology | None) -> Any:
+        if topology is None:
+            return data
+        shape = tuple(data.shape) if name in _REDUCING else topology.shape
+        target = Topology(topology.mesh, topology.placements, shape, short_name(data.dtype)) if shape else None
+        if target is None:
+            there = topology.replicated.placements
+            return Tensor(Topology(topology.mesh, there, (), short_name(data.dtype)), data)
+        return Tensor(target, fill(data, target, 0) if target.padded else data)
+
+    return type(results)(wrap(data, topology) for data, topology in zip(results, topologies, strict=True))
+
+
+def _run_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function of one tensor, on each."""
+    op = name.removeprefix("_foreach_")
+    count = len(args[0])
+    results = [_call_one(op, *_at(i, count, args, kwargs)) for i in range(count)]
+    return None if name.endswith("_") else tuple(results)
+
+
+def _at(place: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def take(value: Any) -> Any:
+        return value[place] if isinstance(value, (tuple, list)) and len(value) == count else value
+
+    return [take(each) for each in args], {key: take(each) for key, each in kwargs.items()}
+
+
+def _call_one(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    if op == "norm":
+        return invoke("linalg_vector_norm", tuple(args[:1]), {"ord": (args[1:] or [2])[0], **kwargs})
+    if op == "max":
+        return invoke("amax", tuple(args), kwargs)
+    if op.rstrip("_") in ("addcmul", "addcdiv") and len(args) == 4:
+        value = args.pop()
+        kwargs = {"value": value.item() if isinstance(value, torch.Tensor) else value, **kwargs}
+    return invoke(op, tuple(args), kwargs)
+
+
+def _check_each(tensors: Sequence[Any], found: torch.Tensor, scale: torch.Tensor) -> None:
+    """Scale gradients back and note whether one of them is not finite, anywhere on the mesh."""
+    for tensor in tensors:
+        if not invoke("isfinite", (tensor,), {}).all().item():
+            found.fill_(1.0)
+        invoke("mul_", (tensor, scale), {})

@@ -1,0 +1,149 @@
+"""Views that alias as in torch, also where making the view moved data.
+
+A view whose array shares memory with its base needs nothing. One that had to move, or to copy, remembers its base and
+how it was made: it is made again when it is read after its base has changed, and a write to it is written into the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.lazy import STORED, Lazy, ask
+from meshloom.tensor.moving import redistribute, same_storage
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a view is made of its base: the op, its other arguments, which of its results; `function` is torch's own."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: int | None = None
+    function: Callable[..., Any] | None = None
+
+    def of_tensor(self, base: Tensor) -> Tensor:
+        """The view of a base on the mesh."""
+        from meshloom.tensor.calling import invoke
+
+        return self._pick(invoke(self.name, (base, *self.args), self.kwargs, self.function))
+
+    def of_dense(self, base: torch.Tensor) -> torch.Tensor:
+        """The view of a dense base, which shares its memory."""
+        from meshloom.tensor.calling import torch_function
+
+        name = "__getitem__" if self.name == "getitem" else self.name
+        return self._pick((self.function or torch_function(name))(base, *self.args, **self.kwargs))
+
+    def _pick(self, results: Any) -> Any:
+        return results if self.result is None else results[self.result]
+
+
+class MovedView:
+    """The array of a view that does not share its base's memory: of which version of the base it is."""
+
+    __slots__ = ("_base", "_topology", "recipe", "source", "tracked", "version")
+
+    def __init__(self, base: Tensor, recipe: Recipe, tracked: bool) -> None:
+        self._base, self._topology, self.recipe, self.tracked = base, base.topology, recipe, tracked
+        self.source = base._data
+        self.version = self.source._version
+
+    @property
+    def base(self) -> Tensor:
+        """The tensor that it is a view of; one that was turned in place since is asked for what it was."""
+        while self._base.topology is not self._topology and "_old" in vars(self._base):
+            self._base = vars(self._base)["_old"]
+        return self._base
+
+    def find(self, tensor: Tensor) -> torch.Tensor:
+        """The array, made again if the base has changed."""
+        data = self.base._data
+        if data is not self.source or data._version != self.version:
+            with torch.set_grad_enabled(self.tracked):
+                made = redistribute(self.recipe.of_tensor(self.base), tensor.topology.placements)
+            STORED.__set__(tensor, made._data if made.__class__ is Tensor else STORED.__get__(made))
+            self.source, self.version = data, data._version
+            tensor._mirror_to(STORED.__get__(tensor).requires_grad)
+        found: torch.Tensor = STORED.__get__(tensor)
+        return found
+
+
+def moved_view(tensor: Tensor) -> MovedView | None:
+    """What is known of a view that does not share its base's memory; None of any other tensor."""
+    found = vars(tensor).get("_finder") if tensor.__class__ is Lazy else None
+    return found if isinstance(found, MovedView) else None
+
+
+def attach(base: Tensor, views: Sequence[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tie results of a view op to their base."""
+    data, has_moved = base._data, moved_view(base) is not None
+    for i, view in enumerate(views):
+        recipe = None
+        if has_moved or not is_alias(view._data, data):
+            recipe = Recipe(name, args, kwargs, i if len(views) > 1 or name in _SEVERAL else None)
+        tie(view, base, recipe)
+
+
+_SEVERAL = frozenset("split chunk unbind".split())
+
+
+def tie(view: Tensor, base: Tensor, recipe: Recipe | None) -> None:
+    """Tie a view to its base; with a recipe if they do not share memory."""
+    if recipe is None:
+        view._view = (base, False)
+    elif not (recipe.name in ("reshape", "flatten", "ravel") and _is_copied(base, recipe)):
+        view._view = (base, True)
+        ask(view, MovedView(base, recipe, torch.is_grad_enabled()))
+
+
+def is_alias(view: torch.Tensor, data: torch.Tensor) -> bool:
+    """Whether an array shares memory with the one that it was made from."""
+    root = data if data._base is None else data._base
+    return view is data or view._base is root or same_storage(view, data)
+
+
+def _is_copied(base: Tensor, recipe: Recipe) -> bool:
+    """Whether torch would copy: `reshape` of what is not contiguous where it is dense."""
+    like = dense_like(base)
+    return not recipe.of_dense(like)._is_view() and recipe.of_dense(like) is not like
+
+
+def dense_like(tensor: Tensor) -> torch.Tensor:
+    """A dense tensor without data, with the strides that this view would have."""
+    if tensor._view is None:
+        return torch.empty(tensor.topology.shape, dtype=tensor._data.dtype, device="meta")
+    view = moved_view(tensor)
+    if view is not None:
+        return view.recipe.of_dense(dense_like(view.base))
+    data = tensor._data
+    if tuple(data.shape) == tensor.topology.shape:
+        return torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
+    return torch.empty(tensor.topology.shape, dtype=data.dtype, device="meta")
+
+
+def detach_view(tensor: Tensor, made: Tensor) -> Tensor:
+    """A tensor without its graph is a view of what it was a view of."""
+    view = moved_view(tensor)
+    made._view = tensor._view
+    if view is not None:
+        ask(made, MovedView(view.base, view.recipe, made._data.requires_grad and view.tracked))
+    return made
+
+
+def turn(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    """Make a tensor a view of what it was, as `t_()` does; its views stay those of what it was."""
+    old = detach_view(tensor, Tensor(tensor.topology, tensor._data))
+    made = change(old)
+    if made is old:
+        return
+    view = moved_view(made)
+    tensor._become(made)
+    tensor._view, tensor._old = made._view, old
+    if view is not None:
+        ask(tensor, view)
