@@ -30,9 +30,9 @@ def move(
     data: torch.Tensor, source: Topology, target: Topology, machine: Machine = VIRTUAL, call: str = "redistribute"
 ) -> torch.Tensor:
     """The stored array of `source` laid out as `target` wants it, wherever its parts are."""
-    if not source.mesh.is_split:
-        return layout.move(data, source, target)
     step = _known(source, target, machine)
+    if not source.mesh.is_split:
+        return data if step is None else step(data)
     if WORLD.watch is not None:
         WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
     return data if step is None else step(data)

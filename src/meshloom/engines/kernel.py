@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshloom.engines.layout import expose, fill, mover
-from meshloom.engines.torch_engine import FUNCTIONS, Local
+from meshloom.engines.torch_engine import FUNCTIONS, PLAIN, Local
 from meshloom.ops import Fill, Ref, find
 from meshloom.placement import Partial, Replicate, Topology
 from meshloom.planner import Plan
@@ -117,7 +117,10 @@ class Kernel:
 
     def _bound(self) -> Function:
         """The op's function with the call's own arguments, waiting for the arrays."""
-        function, arguments = self._function(), self.plan.call.arguments
+        plain, arguments = self._plain(), self.plan.call.arguments
+        if plain is not None:
+            return plain
+        function = self._function()
         lead = (self.local,) if getattr(function, "is_aware", False) else ()
         if any(isinstance(each, tuple) and _has_ref(each) for each in arguments.values()):
             return lambda *datas: function(*lead, **_substitute(arguments, datas))
@@ -127,6 +130,17 @@ class Kernel:
         if in_order and _takes_first(function, len(lead), [*places]):
             return partial(function, *lead, **fixed)
         return lambda *datas: function(*lead, **{name: datas[i] for name, i in places.items()}, **fixed)
+
+    def _plain(self) -> Function | None:
+        """Torch's own function, where the arrays are dense tensors; its arrays are given by place."""
+        plan = self.plan
+        function = PLAIN.get(plan.call.op)
+        dense = not (self.leads or plan.mesh.is_split or any(each.padded for each in (*self.ins, *plan.raw)))
+        if function is None or not dense:
+            return None
+        names = [name for name, each in plan.call.arguments.items() if isinstance(each, Ref)]
+        fixed = {name: each for name, each in plan.call.arguments.items() if name not in names}
+        return partial(function, **fixed) if _takes_first(function, 0, names) else None
 
     def _function(self) -> Function:
         """The function that computes the op on prepared arrays."""

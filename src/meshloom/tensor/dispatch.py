@@ -17,7 +17,7 @@ import torch
 from meshloom.backends import kernel_of
 from meshloom.backends.checks import STORY, is_compared, note_data
 from meshloom.engines.kernel import Function, Kernel, function_of
-from meshloom.engines.layout import short_name
+from meshloom.engines.layout import short_name, torch_dtype
 from meshloom.errors import GradientError, MeshError, MeshloomError, OperandError
 from meshloom.mesh import Lease, Mesh
 from meshloom.ops import OPS, Call
@@ -25,7 +25,7 @@ from meshloom.ops.binding import bind, refer
 from meshloom.placement import Partial, Replicate, Topology, as_placements
 from meshloom.planner import Plan, plan, retyped
 from meshloom.runtime import Event, leases, state, where
-from meshloom.tensor.base import Tensor
+from meshloom.tensor.base import Tensor, maker
 from meshloom.tensor.binding import NUMBERS, freeze, freeze_number
 from meshloom.tensor.gradient_sums import Back, follow
 from meshloom.tensor.joining import transforms_refused
@@ -37,7 +37,10 @@ LIMIT = 1 << 14
 class Entry:
     """A call seen before: its plan, its kernel and the topologies that come out."""
 
-    __slots__ = ("_back", "communicates_back", "direct", "kernel", "out", "outs", "plan", "salt")
+    __slots__ = (
+        "_back", "communicates_back", "direct", "free", "is_view", "kernel", "leased", "op", "out", "outs", "plan",
+        "salt", "tracked",
+    )  # fmt: skip
 
     def __init__(self, decided: Plan, kernel: Kernel, direct: Function | None) -> None:
         self.plan = decided
@@ -45,6 +48,9 @@ class Entry:
         self.outs = decided.outs
         self.out = decided.outs[0]
         self.direct = direct
+        self.op = decided.call.op
+        self.is_view, self.leased = OPS[self.op].is_view, decided.mesh.lease is not None
+        self.free, self.tracked = (maker(self.out, torch_dtype(self.out.dtype), tracked) for tracked in (False, True))
         self.salt = _salt(decided) if decided.mesh.is_split else 0  # of what this call makes of its operands' numbers
         self._back: Back | None = None
         self.communicates_back = True  # until the first call with a gradient has looked
@@ -57,6 +63,20 @@ class Entry:
             self._back = Back(plan.backward_results(), tuple(plan.backward(i) for i in places), lasts)
             self.communicates_back = bool(self._back)
         return self._back
+
+    def wrap(self, results: Any) -> Any:
+        """The results of the kernel as tensors."""
+        if results.__class__ is torch.Tensor:
+            if self.leased or not results.is_cpu:
+                return Tensor(self.out, results)
+            made = self.tracked() if results.requires_grad else self.free()
+            made._data, made.topology = results, self.out
+            return made
+        if isinstance(results, torch.Tensor):
+            return Tensor(self.out, results)
+        wrapped = tuple([Tensor(topology, result) for topology, result in zip(self.outs, results, strict=True)])
+        pack = PACKED.get(self.op)
+        return wrapped if pack is None else pack(wrapped)
 
     def follow(self, results: Any, tensors: Sequence[Tensor], is_written: bool = False) -> Any:
         """The results; if they have a backward that communicates, it is seen."""
@@ -208,7 +228,21 @@ def find_mesh(values: Any) -> Mesh | None:
 
 def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any = None) -> Any:
     """Run an op of the table on any mix of operands and return the wrapped result."""
-    return Resolved(name, args, kwargs, output).perform()
+    found = Resolved(name, args, kwargs, output)
+    result = found.perform()
+    if TRAIL.calls is not None:
+        TRAIL.calls.append((found, result))
+    return result
+
+
+class _Trail(threading.local):
+    """The calls that were made while somebody wanted to know, with their results, and the last one in place."""
+
+    calls: list[tuple[Resolved, Any]] | None = None
+    written: Resolved | None = None
+
+
+TRAIL = _Trail()
 
 
 class Resolved:
@@ -308,17 +342,12 @@ class Resolved:
 
     def _wrap(self, results: Any) -> Any:
         """The results as tensors; those of a view op are tied to its operand."""
-        op, entry = self.op, self.entry
-        if isinstance(results, torch.Tensor):
-            made = Tensor(entry.out, results)
-            if op.is_view:
-                attach(self.tensors[0], (made,), op.name, self.args[1:], self.kwargs)
-            return made
-        wrapped = [Tensor(topology, result) for topology, result in zip(entry.outs, results, strict=True)]
-        if op.is_view:
-            attach(self.tensors[0], wrapped, op.name, self.args[1:], self.kwargs)
-        pack = PACKED.get(op.name)
-        return tuple(wrapped) if pack is None else pack(wrapped)
+        made = self.entry.wrap(results)
+        if self.op.is_view:
+            attach(
+                self.tensors[0], made if made.__class__ is tuple else (made,), self.op.name, self.args[1:], self.kwargs
+            )
+        return made
 
     def _first_run(self, datas: list[torch.Tensor], function: Function) -> Any:
         """Run a call that was not seen before: what torch refuses, it refuses here, and the error says on what."""
@@ -330,6 +359,11 @@ class Resolved:
             operands = tuple(tensor.topology for tensor in self.tensors)
             headline, _, rest = str(error).partition("\n")
             raise located(OperandError(headline, details=rest or None), self.op.name, operands) from error
+
+    def shortest(self) -> Function:
+        """The function of a pointwise op whose arguments are all arrays, or the general one."""
+        plain = self.entry.direct is not None and not self.kwargs and len(self.args) == len(self.tensors)
+        return self.entry.direct if plain and self.entry.direct is not None else self.function()
 
     def function(self, replaced: Function | None = None) -> Function:
         """The function on prepared arrays: the engine's, or another with the same arguments."""
@@ -403,7 +437,7 @@ def _typed(entry: Entry, results: Any) -> Entry:
     return Entry(decided, entry.kernel, direct)
 
 
-PACKED: dict[str, Callable[[list[Any]], Any]] = {
+PACKED: dict[str, Callable[[Any], Any]] = {
     "max_dim": lambda results: torch.return_types.max((results[0], results[1])),
     "min_dim": lambda results: torch.return_types.min((results[0], results[1])),
 }

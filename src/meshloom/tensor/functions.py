@@ -14,6 +14,7 @@ from meshloom.tensor.calling import INPLACE, invoke, is_written, spellings
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts import FRONTS
 from meshloom.tensor.lists import is_of_lists, run_lists
+from meshloom.tensor.quick import call_quickly, write_quickly
 
 
 def _known_functions() -> dict[Any, str]:
@@ -42,11 +43,25 @@ def _known_functions() -> dict[Any, str]:
 KNOWN = _known_functions()
 
 
-def on_torch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_torch(
+    cls: type,
+    function: Callable[..., Any],
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
     """What `__torch_function__` does: the table if we know the function, else a plain question, else the fallback."""
     name = KNOWN.get(function)
     if name is not None:
-        return invoke(name, args, kwargs, function)
+        written = WRITTEN.get(function)
+        if written is not None and isinstance(args[0], Tensor):
+            return write_quickly(name, written, args, kwargs or {})
+        return call_quickly(function, name, args, kwargs or {}, function)
+    return _ask(function, args, kwargs or {})
+
+
+def _ask(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that is no op of ours."""
     name = getattr(function, "__name__", str(function))
     if is_of_lists(name):
         return run_lists(function, name, args, kwargs)
@@ -61,6 +76,12 @@ def on_torch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return fallback(function, args, kwargs, name)
 
 
+# the in-place forms of pointwise ops, as methods on arrays
+WRITTEN = {
+    function: getattr(torch.Tensor, name)
+    for function, name in KNOWN.items()
+    if is_written(name) and name not in FRONTS and name not in INPLACE and hasattr(torch.Tensor, name)
+}
 _ACCESS = frozenset(("__get__", "__set__", "__delete__"))
 
 

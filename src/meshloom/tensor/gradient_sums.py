@@ -154,7 +154,7 @@ def watch_dense(data: torch.Tensor) -> torch.Tensor:
         def arrive(gradients: Any) -> None:
             if _is_seen():
                 if own is not None:
-                    gradients
+                    own(gradients)
                 handles = _hook([*behind])
                 queue_at_end(lambda: _remove(handles))
 

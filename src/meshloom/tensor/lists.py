@@ -1,4 +1,4 @@
-"""Torch's functions of lists of tensors (`_foreach_*`, `_fused_*`, those of `GradScaler`), as one call on stored arrays.
+"""Functions of lists of tensors (`_foreach_*`, `_fused_*`, those of `GradScaler`), as one call on stored arrays.
 
 Optimizers and `clip_grad_norm_` call them. Where the tensors at each place of the lists lie alike, the arrays do what
 the tensors would; elsewhere the tensors are taken one by one.

@@ -40,6 +40,7 @@ from meshloom.tensor.joining import (
 )
 from meshloom.tensor.memory import data_ptr, storage, untyped_storage
 from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_dense, to_torch
+from meshloom.tensor.quick import call_quickly, write_quickly
 
 _any_autocast = torch._C._is_any_autocast_enabled
 
@@ -62,12 +63,12 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
                     result = kernel.run((self._data, other._data), function)
                 if entry.communicates_back and result.requires_grad:
                     result = entry.follow(result, (self, other))
-                return Tensor(entry.out, result)
+                return entry.wrap(result)
         elif other.__class__ in _NUMBERS:
             if state.plain and not (is_cast and _any_autocast()):
                 entry = get((name, self.topology, other.__class__))
                 if entry is not None and entry.direct is not None:
-                    made = Tensor(entry.out, entry.direct(self._data, other))
+                    made = entry.wrap(entry.direct(self._data, other))
                     if entry.salt:
                         made._number = identity(entry.salt, (self,), (other,))
                     return made
@@ -91,7 +92,7 @@ def run_split(name: str, entry: Entry, first: Tensor, second: Tensor) -> Tensor:
         STORY.identity = 0
     if entry.communicates_back and result.requires_grad:
         result = entry.follow(result, (first, second))
-    made = Tensor(entry.out, result)
+    made: Tensor = entry.wrap(result)
     made._number = number
     return made
 
@@ -113,8 +114,22 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def _method(name: str) -> Callable[..., Any]:
+    head = name if name in FRONTS else ALIASES.get(name, name)
+
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return invoke(name, (self, *args), kwargs)
+        return call_quickly(head, name, (self, *args), kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
+    return method
+
+
+def _writing_method(name: str) -> Callable[..., Any]:
+    """An in-place form of a pointwise op."""
+    function = getattr(torch.Tensor, name, None)
+
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return write_quickly(name, function, (self, *args), kwargs)
 
     method.__name__ = name
     method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
@@ -129,11 +144,11 @@ def _unary(name: str) -> Callable[..., Any]:
         if not args and not kwargs and state.plain and not _any_autocast():
             entry = get((name, self.topology))
             if entry is not None and entry.direct is not None:
-                made = Tensor(entry.out, entry.direct(self._data))
+                made = entry.wrap(entry.direct(self._data))
                 if entry.salt:
                     made._number = identity(entry.salt, (self,))
                 return made
-        return invoke(name, (self, *args), kwargs)
+        return call_quickly(name, name, (self, *args), kwargs)
 
     method.__name__ = name
     method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
@@ -147,10 +162,12 @@ def _attach() -> None:
         setattr(Tensor, dunder, _binary(name))
     for dunder in (*reverse, *INPLACE):
         setattr(Tensor, dunder, _operator(dunder))
-    for name in {*OPS, *ALIASES, *FRONTS, *(op + "_" for op in OPS if is_written(op + "_"))}:
+    written = {op + "_" for op in OPS if is_written(op + "_") and hasattr(torch.Tensor, op + "_")} - {*FRONTS}
+    for name in {*OPS, *ALIASES, *FRONTS, *written, *(op + "_" for op in OPS if is_written(op + "_"))}:
         if not name.startswith("_") and name not in ("getitem", "where", "einsum", "max_dim", "min_dim"):
             pointwise = name in OPS and OPS[name].signature is None
-            setattr(Tensor, name, _unary(name) if pointwise else _method(name))
+            make = _unary if pointwise else _writing_method if name in written else _method
+            setattr(Tensor, name, make(name))
     for name, attribute in _OWN.items():
         setattr(Tensor, name, attribute)
 
@@ -192,7 +209,7 @@ def _item_at(self: Tensor, index: Any) -> Any:
     """Indexing, and iteration too: with `__iter__` a tensor would pass for a list in `Optimizer.load_state_dict`."""
     if not self.topology.shape and isinstance(index, int):
         raise ArgumentError("a 0-d tensor has nothing to index or iterate over", fix="use x.item()")
-    return invoke("__getitem__", (self, index), {})
+    return call_quickly("getitem", "__getitem__", (self, index), {})
 
 
 def _bool(self: Tensor) -> bool:
@@ -317,12 +334,8 @@ def _set_data(self: Tensor, value: Any) -> None:
     self.topology = self.topology.with_dtype(placed.topology.dtype)
 
 
-def _torch_function(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    return on_torch(function, args, kwargs or {})
-
-
 def _torch_dispatch(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """What C++ calls by itself: a question about a result that is recorded, or a function without its arguments sorted."""
+    """What C++ calls by itself: a question about a result that it records, or a function on our tensors."""
     if function is torch.ops.prim.layout.default:
         notice(args[0])
         return torch.strided
@@ -400,7 +413,7 @@ _OWN: dict[str, Any] = {
     "__invert__": lambda self: call("bitwise_not", (self,), {}),
     "__getitem__": _item_at,
     "__setitem__": lambda self, index, value: invoke("__setitem__", (self, index, value), {}),
-    "__torch_function__": classmethod(_torch_function),
+    "__torch_function__": classmethod(on_torch),
     "__torch_dispatch__": classmethod(_torch_dispatch),
     "where": lambda self, condition, other: invoke("where", (condition, self, other), {}),
 }

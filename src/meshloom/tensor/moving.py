@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -47,16 +48,40 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
 
     As with `Tensor.to`, a tensor that has these placements already is returned itself; `copy=True` copies it.
     """
-    tensor = shadowed(tensor)
-    target = target_topology(tensor, placements)
+    if state.plain and not copy:
+        key = (
+            tensor.topology,
+            placements.__class__,
+            tuple(placements.items()) if isinstance(placements, dict) else placements,
+        )
+        target = _TARGETS.get(key) if placements.__class__ in _HASHED else None
+        if target is None:
+            tensor.topology.check_open()
+            target = target_topology(tensor, placements)
+            if placements.__class__ in _HASHED and not tensor.topology.mesh.lease:
+                _keep_target(key, target)
+    else:
+        tensor = shadowed(tensor)
+        target = target_topology(tensor, placements)
     if target is tensor.topology and not copy:
         return tensor
     data = carry(tensor, target, "redistribute")
     if same_storage(data, tensor._data):
         data = data.clone()
     made = Tensor(target, data)
-    made._number = tensor._number
+    if tensor._number:
+        made._number = tensor._number
     return made
+
+
+_HASHED = frozenset((str, tuple, dict))  # spellings of placements that make a key
+_TARGETS: dict[Any, Topology] = {}  # where redistributions led that were asked for in these words
+
+
+def _keep_target(key: Any, target: Topology) -> None:
+    if len(_TARGETS) >= 1 << 12:
+        _TARGETS.clear()
+    _TARGETS[key] = target
 
 
 def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
@@ -64,6 +89,8 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     source = tensor.topology
     if source is target:
         return tensor._data
+    if state.plain and not source.mesh.is_split and not tensor._data.requires_grad:
+        return move(tensor._data, source, target, state.machine, call)
     events: list[Event] = []
     if state.watching:
         line = where()

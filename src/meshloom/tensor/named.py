@@ -8,14 +8,17 @@ from typing import Any
 from meshloom.runtime import state
 from meshloom.tensor import methods as _attached  # noqa: F401  (attaches the ops to Tensor)
 from meshloom.tensor.calling import invoke
+from meshloom.tensor.quick import call_quickly
 
 
 def named(name: str) -> Callable[..., Any]:
     """The op of that name as a function; `output=` asks for the placements of its result."""
 
+    head = "loom", name
+
     def function(*args: Any, output: Any = None, **kwargs: Any) -> Any:
         if output is None:
-            return invoke(name, args, kwargs)
+            return call_quickly(head, name, args, kwargs)
         with state.changed(output=output):
             return invoke(name, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""Parameters: tensors on a mesh that modules register and optimizers update, marked as torch marks those of its kind."""
+"""Parameters: tensors that modules register and optimizers update, marked as torch marks those of its kind."""
 
 from __future__ import annotations
 

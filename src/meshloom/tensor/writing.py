@@ -13,7 +13,7 @@ from meshloom.ops.shapes import bounds, indexed_dims
 from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import Resolved, as_tensor, call, identity, remember
+from meshloom.tensor.dispatch import TRAIL, Resolved, as_tensor, call, identity, remember
 from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense, to_torch
 from meshloom.tensor.views import MovedView, moved_view
 
@@ -121,6 +121,7 @@ def _write_directly(found: Resolved, tensor: Tensor) -> None:
     tensor._masked_()
     if not found.known:
         remember(found.key, found.entry)
+    TRAIL.written = found
 
 
 def _is_direct(found: Resolved) -> bool:

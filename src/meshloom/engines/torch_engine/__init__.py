@@ -14,7 +14,7 @@ from meshloom.engines.torch_engine.order import ORDER
 from meshloom.engines.torch_engine.pointwise import POINTWISE
 from meshloom.engines.torch_engine.reductions import REDUCTIONS
 from meshloom.engines.torch_engine.shape import SHAPE
-from meshloom.engines.torch_engine.whole import WHOLE
+from meshloom.engines.torch_engine.whole import PLAIN, WHOLE
 from meshloom.engines.torch_engine.windows import WINDOWS
 
 FUNCTIONS: dict[str, Function] = {
@@ -29,4 +29,4 @@ FUNCTIONS: dict[str, Function] = {
     **MATRICES,
 }
 
-__all__ = ["FUNCTIONS", "Function", "Local", "aware"]
+__all__ = ["FUNCTIONS", "PLAIN", "Function", "Local", "aware"]

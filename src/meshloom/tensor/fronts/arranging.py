@@ -11,7 +11,6 @@ from meshloom.errors import ShapeError
 from meshloom.ops.arranging import split_sizes
 from meshloom.ops.labels import normal_dim
 from meshloom.runtime import state
-from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, table_call
 from meshloom.tensor.fallback import fallback
 

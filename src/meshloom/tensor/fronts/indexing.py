@@ -213,7 +213,7 @@ def _narrow(input: Any, dim: int, start: Any, length: int) -> Any:
 
 
 def _view_as(input: Any, other: Any) -> Any:
-    """`autograd.Function.apply` makes a view of an operand that is given back as a result, and records its node there."""
+    """`Function.apply` makes a view of an operand that is given back as a result, and records its node there."""
     if input is other and called_from() == "torch.autograd.function":
         return notice(Tensor(input.topology, input._data.detach()))
     return table_call("view", input, *other.shape)

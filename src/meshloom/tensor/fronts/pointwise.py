@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from meshloom.errors import ArgumentError, DTypeError
 from meshloom.tensor import creation
-from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, invoke, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.moving import shadowed

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, invoke, table_call
 from meshloom.tensor.dispatch import PACKED
 from meshloom.tensor.fallback import fallback

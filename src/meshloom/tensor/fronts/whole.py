@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from meshloom.errors import ArgumentError, ShapeError
 from meshloom.runtime import state
-from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Front, invoke, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts.casting import cast

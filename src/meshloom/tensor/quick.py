@@ -1,0 +1,282 @@
+"""Calls seen before, by what was typed: one look-up, whatever the door.
+
+Methods, `torch.*`, `F.*` and `loom.*` come here with the function and its arguments. A call that led to exactly one
+entry of dispatch, with the tensors that were given and nothing else, is remembered under its topologies and arguments,
+and the next one like it goes straight to the kernel. Everything else, and every call while somebody watches, takes the
+general way.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from meshloom.backends.checks import STORY
+from meshloom.mesh import Lease
+from meshloom.ops import ALIASES, OPS
+from meshloom.runtime import leases, state
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import FRONTS, invoke
+from meshloom.tensor.dispatch import LIMIT, TRAIL, Entry, Resolved, identity
+from meshloom.tensor.views import attach
+from meshloom.tensor.writing import note_write
+
+_any_autocast = torch._C._is_any_autocast_enabled
+
+# Fronts that look at nothing but topologies and arguments.
+PURE = frozenset(
+    "linear softmax log_softmax softmin embedding max min var std getitem __getitem__ view t select narrow cat einsum "
+    "where float double half bfloat16 int long short char byte bool scaled_dot_product_attention cross_entropy "
+    "nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits "
+    "relu silu gelu mish elu selu celu leaky_relu hardswish hardsigmoid hardtanh relu6 threshold unbind rsub".split()
+)
+
+
+class Quick:
+    """A call seen before: its entry, and which of the given tensors are the operands of the entry, in order."""
+
+    __slots__ = ("args", "entry", "kernel", "kwargs", "name", "order", "run")
+
+    def __init__(self, found: Resolved, order: tuple[int, ...] | None) -> None:
+        self.entry, self.order = found.entry, order
+        self.name, self.args, self.kwargs = found.op.name, found.args[1:], found.kwargs
+        self.kernel = None if self.entry.kernel.simple else self.entry.kernel
+        self.run: Any = found.function() if found.op.signature is not None or order is not None else found.shortest()
+
+    def call(self, tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The results, wrapped."""
+        entry, order = self.entry, self.order
+        if order is not None:
+            tensors, datas = [tensors[i] for i in order], [datas[i] for i in order]
+        if entry.salt:
+            STORY.identity = number = identity(entry.salt, tensors, self.args)
+        results = self.run(*datas) if self.kernel is None else self.kernel.run(datas, self.run)
+        if entry.communicates_back and (results.__class__ is tuple or results.requires_grad):
+            results = entry.follow(results, tensors)
+        made = entry.wrap(results)
+        if entry.is_view:
+            attach(tensors[0], made if made.__class__ is tuple else (made,), self.name, self.args, self.kwargs)
+        if entry.salt:
+            STORY.identity = 0
+            for i, each in enumerate(made if isinstance(made, tuple) else (made,)):
+                each._number = number + i
+        return made
+
+
+class QuickNumbers(Quick):
+    """A pointwise op with numbers among its arguments, which do not matter to its entry."""
+
+    __slots__ = ()
+
+    def call(self, tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The result, wrapped."""
+        entry = self.entry
+        result = entry.direct(*datas, **kwargs)  # type: ignore[misc]
+        if entry.communicates_back and result.requires_grad:
+            result = entry.follow(result, tensors)
+        made = entry.wrap(result)
+        if entry.salt:
+            made._number = identity(entry.salt, tensors, [each for each in datas if each.__class__ is not torch.Tensor])
+        return made
+
+
+QUICK: dict[Any, Quick] = {}
+POINTWISE = frozenset(
+    name for name in (*OPS, *ALIASES) if OPS[ALIASES.get(name, name)].signature is None and name not in FRONTS
+)
+
+
+def call_quickly(head: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any = None) -> Any:
+    """A call of `name`, under the key that `head` and the arguments make."""
+    if not state.plain or _any_autocast():
+        return invoke(name, args, kwargs, function)
+    key: list[Any] = [head]
+    tensors: list[Tensor] = []
+    datas: list[Any] = []
+    is_pointwise = name in POINTWISE
+    for each in (*args, *kwargs.values()) if kwargs and not is_pointwise else args:
+        kind = each.__class__
+        if kind is Tensor:
+            key.append(each.topology)
+            tensors.append(each)
+            datas.append(each._data)
+        elif kind is int or kind is float or kind is bool:
+            if is_pointwise:
+                key.append(kind)
+                datas.append(each)
+            elif each or kind is not float:  # 0.0 equals -0.0
+                key += (kind, each)
+            else:
+                key.append(repr(each))
+        elif each is None or kind is str or kind is torch.dtype:
+            key.append(each)
+        elif not add_part(key, tensors, datas, each, kind):
+            return invoke(name, args, kwargs, function)
+    if kwargs:
+        key += kwargs
+        if is_pointwise:
+            for each in kwargs.values():
+                if each.__class__ not in _NUMBERS:
+                    return invoke(name, args, kwargs, function)
+                key.append(each.__class__)
+    found = QUICK.get(tuple(key))
+    if found is not None:
+        return found.call(tensors, datas, kwargs)
+    return _call_first(tuple(key), tensors, name, args, kwargs, function)
+
+
+_NUMBERS = frozenset((int, float))
+
+
+def add_part(key: list[Any], tensors: list[Tensor], datas: list[Any], value: Any, kind: Any) -> bool:
+    """Add a list, a tuple, a shape or a slice to a key; False for what no key can hold."""
+    if kind is slice:
+        bounds = value.start, value.stop, value.step
+        if not all(each is None or each.__class__ is int for each in bounds):
+            return False
+        key += (slice, *bounds)
+        return True
+    if kind is tuple or kind is list or kind is torch.Size:
+        key += (tuple, len(value))
+        for each in value:
+            inner = each.__class__
+            if inner is Tensor:
+                key.append(each.topology)
+                tensors.append(each)
+                datas.append(each._data)
+            elif inner is int or each is None or each is Ellipsis:
+                key.append(each)
+            elif not (inner is slice and add_part(key, tensors, datas, each, inner)):
+                return False
+        return True
+    if value is Ellipsis:
+        key.append(value)
+        return True
+    return False
+
+
+def _call_first(
+    key: Any, tensors: list[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any
+) -> Any:
+    """A call in the general way; what it led to is remembered."""
+    if name in FRONTS:
+        if name not in PURE:
+            return invoke(name, args, kwargs, function)
+    elif ALIASES.get(name, name) not in OPS:
+        return invoke(name, args, kwargs, function)
+    before, TRAIL.calls = TRAIL.calls, []
+    try:
+        result = invoke(name, args, kwargs, function)
+        calls = TRAIL.calls
+    finally:
+        TRAIL.calls = before
+    if len(calls) == 1 and calls[0][1] is result:
+        found = calls[0][0]
+        order = _order(found.tensors, tensors)
+        if order is not None and (quick := _quick(name, found, order, len(args) + len(kwargs))) is not None:
+            _remember(key, quick)
+    return result
+
+
+def _quick(name: str, found: Resolved, order: tuple[int, ...], arguments: int) -> Quick | None:
+    """What the next call like this one needs; None where that would be no shorter."""
+    in_order = None if order == tuple(range(len(order))) else order
+    if name not in POINTWISE or arguments == len(order):
+        return Quick(found, in_order)
+    return QuickNumbers(found, None) if found.entry.direct is not None and in_order is None else None
+
+
+def _order(operands: list[Tensor], given: list[Tensor]) -> tuple[int, ...] | None:
+    """Which of the given tensors each operand is; None unless all are used, each once."""
+    left = list(range(len(given)))
+    found = []
+    for operand in operands:
+        place = next((i for i in left if given[i] is operand), None)
+        if place is None:
+            return None
+        left.remove(place)
+        found.append(place)
+    return None if left else tuple(found)
+
+
+# Calls in place
+
+
+WRITES: dict[Any, Entry] = {}
+
+
+def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A pointwise op in place: torch's own on the arrays, where a call like it has been that before."""
+    target = args[0]
+    if target.__class__ is not Tensor or not state.plain or _any_autocast():
+        return invoke(name, args, kwargs)
+    key: list[Any] = [name]
+    datas: list[Any] = []
+    for each in args:
+        kind = each.__class__
+        if kind is Tensor:
+            key.append(each.topology)
+            datas.append(each._data)
+        elif kind is float or kind is int:
+            key.append(kind)
+            datas.append(each)
+        else:
+            return invoke(name, args, kwargs)
+    if kwargs:
+        key += kwargs
+        for each in kwargs.values():
+            if each.__class__ not in _NUMBERS:
+                return invoke(name, args, kwargs)
+            key.append(each.__class__)
+    entry = WRITES.get(tuple(key))
+    if entry is None:
+        return _write_first(tuple(key), name, args, kwargs)
+    data = datas[0]
+    tracked = data.requires_grad
+    function(*datas, **kwargs)
+    if data.requires_grad:
+        if entry.communicates_back:
+            entry.follow(data, [each for each in args if each.__class__ is Tensor], is_written=True)
+        if not tracked:
+            target._mirror()
+    _increment_version((target,))
+    if target._view is not None:
+        note_write(target._view[0])
+    return target
+
+
+_increment_version = torch._C._increment_version
+
+
+def _write_first(key: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call in place in the general way; if torch's own on the arrays did it, it is remembered."""
+    TRAIL.written = None
+    result = invoke(name, args, kwargs)
+    found = TRAIL.written
+    if found is not None and not (found.entry.salt or found.entry.out.padded or found.entry.out.partial_axes):
+        with _lock:
+            if len(WRITES) >= LIMIT:
+                del WRITES[next(iter(WRITES))]
+            WRITES[key] = found.entry
+    return result
+
+
+_lock = threading.Lock()
+
+
+def _remember(key: Any, quick: Quick) -> None:
+    with _lock:
+        if len(QUICK) >= LIMIT:
+            del QUICK[next(iter(QUICK))]
+        QUICK[key] = quick
+
+
+def _forget(_: Lease) -> None:
+    with _lock:
+        QUICK.clear()
+        WRITES.clear()
+
+
+leases.listen(_forget)
