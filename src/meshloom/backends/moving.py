@@ -30,12 +30,18 @@ def move(
     data: torch.Tensor, source: Topology, target: Topology, machine: Machine = VIRTUAL, call: str = "redistribute"
 ) -> torch.Tensor:
     """The stored array of `source` laid out as `target` wants it, wherever its parts are."""
-    step = _known(source, target, machine)
     if not source.mesh.is_split:
+        step = _known_here(source, target)
         return data if step is None else step(data)
+    step = _known(source, target, machine)
     if WORLD.watch is not None:
         WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
     return data if step is None else step(data)
+
+
+@lru_cache(maxsize=4096)
+def _known_here(source: Topology, target: Topology) -> Step | None:
+    return layout.mover(source, target)
 
 
 @lru_cache(maxsize=4096)

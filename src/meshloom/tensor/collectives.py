@@ -27,7 +27,7 @@ from meshloom.backends.world import group_of
 from meshloom.collectives import KINDS, Collective
 from meshloom.collectives.algorithms import algorithm as named
 from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, unpad
-from meshloom.errors import ArgumentError, GradientError, ModeError, ShapeError, closest
+from meshloom.errors import ArgumentError, GradientError, ModeError, ShapeError, ViewError, closest
 from meshloom.mesh import Mesh
 from meshloom.ops.labels import normal_dim
 from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
@@ -35,7 +35,7 @@ from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.moving import same_storage, shadowed
 from meshloom.tensor.ways import Between, Direct, Host, HostBetween, LinksBetween, OverLinks
-from meshloom.tensor.writing import check_writable
+from meshloom.tensor.views import moved_view
 from meshloom.types import Shape
 
 MODES = ("direct", "host", "fabric")
@@ -299,7 +299,13 @@ def _room(out: Any, target: Topology, call: Call) -> torch.Tensor:
         )
     if torch.is_grad_enabled() and (call.tensor.requires_grad or tensor.requires_grad):
         raise GradientError("out= has no gradient", tensor=target, fix="leave out= away, or use torch.no_grad()")
-    check_writable(tensor)
+    if (view := moved_view(tensor)) is not None:
+        raise ViewError(
+            "out= is a view that does not share its base's memory: making the view moved data",
+            view=tensor.topology,
+            base=view.base.topology,
+            fix="give a tensor of its own, and write it to the base: base[...] = value",
+        )
     room = shadowed(tensor)._data
     if same_storage(room, call.tensor._data):
         raise ArgumentError("out= shares memory with what is reduced or gathered", fix="give a tensor of its own")

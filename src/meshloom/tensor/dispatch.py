@@ -28,7 +28,7 @@ from meshloom.runtime import Event, leases, state, where
 from meshloom.tensor.base import Tensor, maker
 from meshloom.tensor.binding import NUMBERS, freeze, freeze_number
 from meshloom.tensor.gradient_sums import Back, follow
-from meshloom.tensor.joining import transforms_refused
+from meshloom.tensor.joining import refuse_transforms
 from meshloom.tensor.views import attach
 
 LIMIT = 1 << 14
@@ -208,12 +208,6 @@ def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
     return state.shadows.of(made) if state.shadows is not None else made
 
 
-def refuse_transforms(value: torch.Tensor) -> None:
-    """torch.func transforms hand out wrapped tensors that no mesh knows."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        raise transforms_refused()
-
-
 def find_mesh(values: Any) -> Mesh | None:
     """The mesh of the first meshloom tensor among arguments, lists included."""
     for value in values:
@@ -236,10 +230,10 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any = N
 
 
 class _Trail(threading.local):
-    """The calls that were made while somebody wanted to know, with their results, and the last one in place."""
+    """The calls that were made while somebody wanted to know, with their results, and those in place."""
 
     calls: list[tuple[Resolved, Any]] | None = None
-    written: Resolved | None = None
+    written: list[Resolved] | None = None
 
 
 TRAIL = _Trail()

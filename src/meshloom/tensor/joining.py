@@ -251,3 +251,9 @@ def transforms_refused() -> UnsupportedError:
         "torch.func transforms do not work on meshloom tensors",
         fix="use backward() or torch.autograd.grad for gradients; shard a batch dim instead of vmap",
     )
+
+
+def refuse_transforms(value: torch.Tensor) -> None:
+    """torch.func transforms hand out wrapped tensors that no mesh knows."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise transforms_refused()

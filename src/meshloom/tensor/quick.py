@@ -53,7 +53,7 @@ class Quick:
         if entry.salt:
             STORY.identity = number = identity(entry.salt, tensors, self.args)
         results = self.run(*datas) if self.kernel is None else self.kernel.run(datas, self.run)
-        if entry.communicates_back and (results.__class__ is tuple or results.requires_grad):
+        if entry.communicates_back and (results.__class__ is not torch.Tensor or results.requires_grad):
             results = entry.follow(results, tensors)
         made = entry.wrap(results)
         if entry.is_view:
@@ -236,7 +236,7 @@ def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[
     data = datas[0]
     tracked = data.requires_grad
     function(*datas, **kwargs)
-    if data.requires_grad:
+    if data.requires_grad and torch.is_grad_enabled():
         if entry.communicates_back:
             entry.follow(data, [each for each in args if each.__class__ is Tensor], is_written=True)
         if not tracked:
@@ -252,14 +252,18 @@ _increment_version = torch._C._increment_version
 
 def _write_first(key: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call in place in the general way; if torch's own on the arrays did it, it is remembered."""
-    TRAIL.written = None
-    result = invoke(name, args, kwargs)
-    found = TRAIL.written
-    if found is not None and not (found.entry.salt or found.entry.out.padded or found.entry.out.partial_axes):
+    before, TRAIL.written = TRAIL.written, []
+    try:
+        result = invoke(name, args, kwargs)
+        written = TRAIL.written
+    finally:
+        TRAIL.written = before
+    entry = written[0].entry if len(written) == 1 else None
+    if entry is not None and not (entry.salt or entry.out.padded or entry.out.partial_axes):
         with _lock:
             if len(WRITES) >= LIMIT:
                 del WRITES[next(iter(WRITES))]
-            WRITES[key] = found.entry
+            WRITES[key] = entry
     return result
 
 

@@ -1,7 +1,7 @@
 """Views that alias as in torch, also where making the view moved data.
 
 A view whose array shares memory with its base needs nothing. One that had to move, or to copy, remembers its base and
-how it was made: it is made again when it is read after its base has changed, and a write to it is written into the base.
+how it was made: it is made again when it is read after its base has changed, and a write to it goes into the base.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.joining import refuse_transforms
 from meshloom.tensor.lazy import STORED, Lazy, ask
 from meshloom.tensor.moving import redistribute, same_storage
 
@@ -105,7 +106,10 @@ def tie(view: Tensor, base: Tensor, recipe: Recipe | None) -> None:
 def is_alias(view: torch.Tensor, data: torch.Tensor) -> bool:
     """Whether an array shares memory with the one that it was made from."""
     root = data if data._base is None else data._base
-    return view is data or view._base is root or same_storage(view, data)
+    if view is data or view._base is root:
+        return True
+    refuse_transforms(view)
+    return same_storage(view, data)
 
 
 def _is_copied(base: Tensor, recipe: Recipe) -> bool:

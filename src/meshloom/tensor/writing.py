@@ -121,7 +121,8 @@ def _write_directly(found: Resolved, tensor: Tensor) -> None:
     tensor._masked_()
     if not found.known:
         remember(found.key, found.entry)
-    TRAIL.written = found
+    if TRAIL.written is not None:
+        TRAIL.written.append(found)
 
 
 def _is_direct(found: Resolved) -> bool:
