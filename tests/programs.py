@@ -30,7 +30,6 @@ import torch.nn.functional as F
 import meshloom as loom
 from meshloom import Mesh, MeshloomError, Partial
 from meshloom.engines.layout import mask_of, short_name
-from meshloom.tensor.writing import is_cut_off
 from oracle import check_close
 
 DTYPES = {
@@ -39,81 +38,12 @@ DTYPES = {
 # What is open, and belongs to a later change of the tensor's class: the reason, and the smallest program that shows it.
 # A test runs each without its exemption: delete the entry, and what looks at its name, when that test says it is gone.
 EXEMPT: dict[str, tuple[str, tuple[int, ...], str]] = {
-    "stale views": (
-        "a view whose making moved data does not see what is written into its base later",
-        (2, 4),
-        """
-        v0 = leaf((10, 2), "f32", "S(0), S(0)", 1)
-        v1 = v0[3]
-        v0.add_(1)
-        """,
-    ),
-    "writes through moved views": (
-        "a view whose making moved data refuses to be written, where torch writes into its base",
-        (2, 4),
-        """
-        v0 = leaf((10, 2), "f32", "S(0), S(0)", 1)
-        v1 = v0[3]
-        v1.add_(1)
-        """,
-    ),
-    "writes into expanded tensors": (
-        "an item of an expanded tensor cannot be set",
-        (2, 2),
-        """
-        v0 = leaf((7,), "f32", "S(0), S(0)", 1)
-        v1 = v0.expand(2, 7)
-        v1[-2, :] = 3.0
-        """,
-    ),
-    "writes into tracked products": (
-        "P(prod) keeps its parts for backward, and a write into them spoils that",
-        (2,),
-        """
-        v0 = leaf((4, 3), "f32", "P(prod)", 1, tracked=True)
-        v0[1] = 3.0
-        v0.backward(like(v0, 1), retain_graph=True)
-        """,
-    ),
-    "writes into pieces of tensor_split": (
-        "they are cut as those of split, into which torch does not write",
-        (2,),
-        """
-        v0 = leaf((4, 3), "f32", "S(1)", 1, tracked=True)
-        v1 = v0 * 2
-        v2, v3 = v1.tensor_split(2, 0)
-        v2.add_(1)
-        """,
-    ),
-    "hooks without a gradient": (
-        "a hook on a result whose gradient is undefined",
-        (2,),
-        """
-        v0 = leaf((2, 3), "f32", "S(1)", 1, tracked=True)
-        v1, v2 = (v0 * 2).unbind(0)
-        keep(v1.register_hook(record("v1")))
-        v2.backward(like(v2, 1), retain_graph=True)
-        """,
-    ),
     "refusals in torch's words": (
         "some calls that torch refuses are refused by torch's own error and text, not by ours",
         (2,),
         """
         v0 = leaf((4, 3), "f32", "S(1)", 1)
         v1 = v0.index_select(0, torch.tensor([4]))
-        """,
-    ),
-    "hooks on written views": (
-        "torch forgets the hooks of a view that is written: ours are called where the write went by a copy, and are "
-        "forgotten where a tensor that is no view is stored as one, as after some redistributions",
-        (16,),
-        """
-        v0 = leaf((1, 3), "f64", "S(1)", 210, tracked=True)
-        v1 = v0 * 2
-        v2 = v1.transpose(-2, 0)
-        keep(v2.register_hook(scale(2.0)))
-        v2.div_(2)
-        v2.backward(like(v2, 1), retain_graph=True)
         """,
     ),
     "hooks on partial tensors": (
@@ -323,8 +253,6 @@ class Run:
             return None  # what tracked it was left out
         versions = {name: dense._version for name, (dense, _) in self.pairs.items()}
         mine = self.ours.run(line)
-        if isinstance(mine, loom.ViewError) and "writes through moved views" in self.exempt:
-            return None
         theirs = self.dense.run(line)
         self.ran.append(line)
         if mine is not None or theirs is not None:
@@ -334,14 +262,7 @@ class Run:
         written = [name for name, version in versions.items() if self.pairs[name][0]._version != version]
         for name in new:
             self.pairs[name] = self.dense.names[name], self.ours.names[name]
-        if "stale views" in self.exempt and "no_grad" in line:  # torch calls a view made there tracked
-            self.forget(
-                [name for name in new if self.pairs[name][0].requires_grad != self.pairs[name][1].requires_grad]
-            )
         if written:
-            if "hooks on written views" in self.exempt and any(map(self.is_hooked_view, written)):
-                self.has_gradients = False
-            self.drop_stale(written, next(name for name in used if name in written))
             self.forget([name for name in self.pairs if not is_readable(self.pairs[name][0])])
         for name in new or written:
             if name in self.pairs:
@@ -354,37 +275,10 @@ class Run:
 
     def is_exempt(self, line: str) -> bool:
         """Whether a line meets what is open, before it is run."""
-        target = writes_to(line)
-        dense, ours = self.pairs.get(target, (None, None))
-        if ours is None:
+        if ".register_hook(" not in line or "hooks on partial tensors" not in self.exempt:
             return False
-        partial = {each.op for each in ours.placements if isinstance(each, Partial)}
-        if ".register_hook(" in line:
-            return "hooks on partial tensors" in self.exempt and bool(partial - {"sum"})
-        if "writes into expanded tensors" in self.exempt and is_expanded(dense):
-            return True
-        if "writes into pieces of tensor_split" in self.exempt and self.is_piece(target):
-            return True
-        return "writes into tracked products" in self.exempt and "prod" in partial
-
-    def is_piece(self, name: str) -> bool:
-        """Whether a tensor is, or is a view of, what `tensor_split` gave."""
-        pieces = {each for line in self.ran if "tensor_split" in line for each in defined_by(line)}
-        return storage_of(self.pairs[name][0]) in {
-            storage_of(self.pairs[each][0]) for each in pieces if each in self.pairs
-        }
-
-    def is_hooked_view(self, name: str) -> bool:
-        hooked = any(f"keep({name}.register_hook(" in line for line in self.ran)
-        dense, ours = self.pairs[name]
-        return hooked and (dense._is_view() or ours._data._is_view())
-
-    def drop_stale(self, written: list[str], target: str) -> None:
-        """After a write, leave out the views of the same memory that do not share ours."""
-        if "stale views" in self.exempt:
-            storage = storage_of(self.pairs[target][1])
-            kept = {name: ours for name, (_, ours) in self.pairs.items() if name in written and name != target}
-            self.forget([name for name, ours in kept.items() if storage_of(ours) != storage or is_cut_off(ours)])
+        ours = self.pairs[names_in(line)[0]][1]
+        return bool({each.op for each in ours.placements if isinstance(each, Partial)} - {"sum"})
 
     def compare_refusals(self, line: str, mine: Exception | None, theirs: Exception | None) -> None:
         """Both refuse, and ours with an error of ours; else the sides differ."""
@@ -403,16 +297,7 @@ class Run:
             raise Difference(f"foreign {type(mine).__name__}", f"{line}\n{type(mine).__name__}: {mine}")
         if theirs is not None:
             raise Difference("accepted", f"{line}\nis accepted; torch refuses: {type(theirs).__name__}: {theirs}")
-        if backward and self.is_known(mine):
-            return
         raise Difference(f"refused {type(mine).__name__}", f"{line}\n{type(mine).__name__}: {mine}")
-
-    def is_known(self, error: Exception | None) -> bool:
-        """Whether an error of backward is one of those that are open."""
-        if "hooks without a gradient" in self.exempt and "_is_zerotensor" in str(error):
-            return True
-        products = any("P(prod)" in line for line in self.ran)
-        return "writes into tracked products" in self.exempt and products and BOOKKEEPING[0] in str(error)
 
     def compare(self, name: str, line: str) -> None:
         dense, ours = self.pairs[name]
@@ -445,12 +330,6 @@ class Run:
     def close(self) -> None:
         self.dense.close()
         self.ours.close()
-
-
-def writes_to(line: str) -> str:
-    """The name that a line without a result begins with: what it writes to, or hooks."""
-    names = names_in(line)
-    return names[0] if names and not defined_by(line) else ""
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

@@ -46,8 +46,8 @@ def set_item(index: Any, value: Any) -> None:
 
 
 def view_write() -> None:
-    base = loom.ones(48, mesh=MESH, placements="S(0), R")
-    base[1:7].add_(1)
+    windows = loom.ones(48, mesh=MESH, placements="R, R").unfold(0, 2, 1)
+    windows.index_copy_(0, torch.tensor([0]), torch.ones(1, 2))
 
 
 def no_grad_of_many() -> None:
@@ -412,13 +412,12 @@ CASES: dict[str, Case] = {
   tensor  f32[4](S(0), S(0)) on Mesh(dp=2, tp=4)
   fix     explain and meta tensors know shapes only: keep value-dependent code outside""",
     ),
-    "writing to a view that moved": (
+    "writing to elements that share memory": (
         loom.ViewError,
         view_write,
-        """an in-place write to this view would not reach its base: making the view moved data
-  view  f32[6](R, R) on Mesh(dp=2, tp=4)
-  base  f32[48](S(0), R) on Mesh(dp=2, tp=4)
-  fix   write to the base: base[...] = value, or take a copy first: view.clone()""",
+        """index_copy_ cannot write into this view: elements of it share memory
+  view  f32[47, 2](R, R) on Mesh(dp=2, tp=4)
+  fix   write to the base, or take a copy first: view.clone().index_copy_(...)""",
     ),
     "in place with a larger result": (
         loom.ShapeError,

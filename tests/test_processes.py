@@ -17,7 +17,7 @@ from meshloom.backends import join
 from meshloom.backends.checks import checksum
 from meshloom.backends.forms import FORMS
 from meshloom.mesh import HERE
-from process_cases import AWKWARD, EXPLAINED, FAULTS, FUNCTIONS, KINDS, REFUSED, STYLES, WRITES, grids
+from process_cases import ALIASES, AWKWARD, EXPLAINED, FAULTS, FUNCTIONS, KINDS, REFUSED, STYLES, WRITES, grids
 from samples import SAMPLES
 from test_optimizers import LAYOUTS, OPTIMIZERS
 from test_random import DRAWS
@@ -136,7 +136,7 @@ def test_optimizers_random_values_reading_and_writing_are_those_of_one_process()
     for rank, each in enumerate(found):
         assert each["optimizers"] == len(OPTIMIZERS) * (len(LAYOUTS) - 1)  # a mesh of five cannot be halved
         assert each["randomness"] == len(DRAWS) * len(grids(2, [(2,), (2, 4), (4, 2)]))
-        assert each["writing"] >= (len(FUNCTIONS) + len(WRITES) // 2) * (3 + 9 * 4)
+        assert each["writing"] >= (len(FUNCTIONS) + len(WRITES) + len(ALIASES)) * (3 + 9 * 4)
         check_reading(rank, *each["reading"])
 
 

@@ -249,6 +249,7 @@ SAMPLES: dict[str, Callable[[], Arguments]] = {
     "getitem": lambda: given(x(), slice(1, 3)),
     "split": lambda: given(x(), 2),
     "chunk": lambda: given(x(), 2),
+    "tensor_split": lambda: given(x(), (2, 4)),
     "cat": lambda: given([x(), y()]),
     "stack": lambda: given([x(), y()]),
     "gather": lambda: given(x(), 1, places(6, 2)),

@@ -25,7 +25,7 @@
     ├── UncoveredError       AttributeError       a name of TTNN that is not covered, or that nobody has
     ├── DeviceTimeoutError   TimeoutError         a device or a queue that did not end in time
     ├── ScheduleError        RuntimeError         a schedule of sends that does not do what its collective means
-    ├── ViewError            RuntimeError         an in-place write that would not reach its base
+    ├── ViewError            RuntimeError         an in-place write into elements that share memory
     └── UnsupportedError     NotImplementedError  something that needs values, or a transform we refuse
 
 Inner code raises facts; the boundary in `tensor.dispatch` adds the call and its operands with `located`.
@@ -236,7 +236,7 @@ class ScheduleError(MeshloomError, RuntimeError):
 
 
 class ViewError(MeshloomError, RuntimeError):
-    """An in-place write that would not reach its base."""
+    """An in-place write into a view whose elements share memory."""
 
 
 class UnsupportedError(MeshloomError, NotImplementedError):

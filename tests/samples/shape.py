@@ -117,6 +117,12 @@ def split(d: Draw) -> Case:
     return Case((Operand(shape, torch.float32),), lambda x: torch.split(x, size, dim))
 
 
+def tensor_split(d: Draw) -> Case:
+    shape = d.shape(1, 3)
+    dim, count = d.dim(shape), d.number(1, 5)
+    return Case((Operand(shape, torch.float32),), lambda x: torch.tensor_split(x, count, dim))
+
+
 def chunk(d: Draw) -> Case:
     shape = d.shape(1, 3)
     dim, count = d.dim(shape), d.number(1, 5)
@@ -281,6 +287,7 @@ SHAPE: dict[str, Sample] = {
     "getitem": getitem,
     "split": split,
     "chunk": chunk,
+    "tensor_split": tensor_split,
     "cat": cat,
     "stack": stack,
     "unflatten": unflatten,

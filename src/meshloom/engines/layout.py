@@ -22,6 +22,7 @@ def product(x: torch.Tensor, dim: int) -> torch.Tensor:
     """The product along a dim. torch's own divides by each factor on the way back, and inf / inf is nan."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.prod(dim, dtype=x.dtype)
+    x = x.clone()  # it is kept for the way back, and the parts may be written to before
     while x.shape[dim] > 1:
         half, odd = divmod(x.shape[dim], 2)
         pairs = x.narrow(dim, 0, half) * x.narrow(dim, half, half)

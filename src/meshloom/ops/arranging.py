@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from meshloom.errors import ArgumentError, ShapeError
@@ -256,20 +255,3 @@ def pixel_shuffle(call: Call) -> Choices:
 def _shared(dim: int, size: int, new: int) -> Row:
     """Chunks of a dim that is stretched or shrunk stay whole where the shards divide both sizes."""
     return Row(f"dim {dim}", (Shard(dim),), (Shard(dim),), even=(Even(0, dim, math.gcd(size, new)),))
-
-
-def split_sizes(size: int, asked: int | Sequence[int]) -> Shape | None:
-    """The sizes of `tensor_split`: as equal as can be, or cut at indices; None where the pieces overlap.
-
-    >>> split_sizes(7, 3), split_sizes(5, (2, 9)), split_sizes(5, (4, 2))
-    ((3, 2, 2), (2, 3, 0), None)
-    """
-    if isinstance(asked, int):
-        if asked < 1:
-            raise ShapeError(f"tensor_split takes a number of sections above 0, not {asked}")
-        return tuple(size // asked + (i < size % asked) for i in range(asked))
-    cuts = [range(size)[: index if index is not None else 0].stop for index in asked]
-    edges = [0, *cuts, size]
-    if any(low > high for low, high in pairwise(edges)):
-        return None
-    return tuple(high - low for low, high in pairwise(edges))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from meshloom.errors import ArgumentError, BoundsError, ShapeError
@@ -187,13 +188,32 @@ def stack(call: Call) -> Choices:
     return with_none(call, [out], [*rows, *partials(len(shapes))])
 
 
+def split_sizes(size: int, asked: int | Sequence[int]) -> Shape | None:
+    """The sizes of `tensor_split`: as equal as can be, or cut at indices; None where the pieces overlap.
+
+    >>> split_sizes(7, 3), split_sizes(5, (2, 9)), split_sizes(5, (4, 2))
+    ((3, 2, 2), (2, 3, 0), None)
+    """
+    if isinstance(asked, int):
+        if asked < 1:
+            raise ShapeError(f"tensor_split takes a number of sections above 0, not {asked}")
+        return tuple(size // asked + (i < size % asked) for i in range(asked))
+    cuts = [range(size)[: index if index is not None else 0].stop for index in asked]
+    edges = [0, *cuts, size]
+    if any(low > high for low, high in pairwise(edges)):
+        return None
+    return tuple(high - low for low, high in pairwise(edges))
+
+
 def section_sizes(call: Call) -> tuple[int, tuple[int, ...]]:
-    """The dim and the sizes that `split` or `chunk` cuts it into."""
+    """The dim and the sizes that `split`, `chunk` or `tensor_split` cuts it into."""
     shape = call.shape("input")
     dim = normal_dim(call.arguments["dim"], len(shape))
     if not shape:
         raise ShapeError("a 0-d tensor cannot be split")
     size, asked = shape[dim], call.arguments["sections"]
+    if call.op == "tensor_split":
+        return dim, split_sizes(size, asked) or ()
     if isinstance(asked, (tuple, list)):
         if sum(asked) != size or any(part < 0 for part in asked):
             raise ShapeError(f"sections {list(asked)} do not add up to dim {dim} of size {size}")

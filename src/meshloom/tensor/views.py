@@ -48,10 +48,11 @@ class Recipe:
 class MovedView:
     """The array of a view that does not share its base's memory: of which version of the base it is."""
 
-    __slots__ = ("_base", "_topology", "recipe", "source", "tracked", "version")
+    __slots__ = ("_base", "_topology", "is_detached", "recipe", "source", "tracked", "version")
 
-    def __init__(self, base: Tensor, recipe: Recipe, tracked: bool) -> None:
-        self._base, self._topology, self.recipe, self.tracked = base, base.topology, recipe, tracked
+    def __init__(self, base: Tensor, recipe: Recipe, tracked: bool, is_detached: bool = False) -> None:
+        self._base, self._topology, self.recipe = base, base.topology, recipe
+        self.tracked, self.is_detached = tracked, is_detached
         self.source = base._data
         self.version = self.source._version
 
@@ -68,11 +69,17 @@ class MovedView:
         if data is not self.source or data._version != self.version:
             with torch.set_grad_enabled(self.tracked):
                 made = redistribute(self.recipe.of_tensor(self.base), tensor.topology.placements)
-            STORED.__set__(tensor, made._data if made.__class__ is Tensor else STORED.__get__(made))
+            self.give(tensor, made._data if made.__class__ is Tensor else STORED.__get__(made))
             self.source, self.version = data, data._version
-            tensor._mirror_to(STORED.__get__(tensor).requires_grad)
         found: torch.Tensor = STORED.__get__(tensor)
         return found
+
+    def give(self, tensor: Tensor, data: torch.Tensor) -> None:
+        """Give the view its array. Torch calls a view that was made without gradients tracked if its base is."""
+        if not self.tracked and not self.is_detached and self.source.requires_grad and data.is_floating_point():
+            data = data.detach().requires_grad_()
+        STORED.__set__(tensor, data)
+        tensor._mirror_to(data.requires_grad)
 
 
 def moved_view(tensor: Tensor) -> MovedView | None:
@@ -91,7 +98,7 @@ def attach(base: Tensor, views: Sequence[Tensor], name: str, args: tuple[Any, ..
         tie(view, base, recipe)
 
 
-_SEVERAL = frozenset("split chunk unbind".split())
+_SEVERAL = frozenset("split chunk unbind tensor_split".split())
 
 
 def tie(view: Tensor, base: Tensor, recipe: Recipe | None) -> None:
@@ -100,7 +107,9 @@ def tie(view: Tensor, base: Tensor, recipe: Recipe | None) -> None:
         view._view = (base, False)
     elif not (recipe.name in ("reshape", "flatten", "ravel") and _is_copied(base, recipe)):
         view._view = (base, True)
-        ask(view, MovedView(base, recipe, torch.is_grad_enabled()))
+        moved, data = MovedView(base, recipe, torch.is_grad_enabled()), view._data
+        ask(view, moved)
+        moved.give(view, data)
 
 
 def is_alias(view: torch.Tensor, data: torch.Tensor) -> bool:
@@ -136,7 +145,8 @@ def detach_view(tensor: Tensor, made: Tensor) -> Tensor:
     view = moved_view(tensor)
     made._view = tensor._view
     if view is not None:
-        ask(made, MovedView(view.base, view.recipe, made._data.requires_grad and view.tracked))
+        tracked = made._data.requires_grad and view.tracked
+        ask(made, MovedView(view.base, view.recipe, tracked, not made._data.requires_grad))
     return made
 
 

@@ -70,6 +70,7 @@ SHAPE: dict[str, Function] = {
     "getitem": lambda input, index: input[index],
     "split": _split,
     "chunk": _split,
+    "tensor_split": _split,
     "cat": _joined(np.concatenate),
     "stack": _joined(np.stack),
 }

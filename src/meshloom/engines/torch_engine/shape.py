@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,6 +55,14 @@ def _padded_index(shape: Shape, index: Any) -> tuple[Any, ...]:
 def _split(local: Local, input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
     dim, sizes = section_sizes(local.call)
     return input.split(sizes, dim)
+
+
+@aware
+def _cut(local: Local, input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+    """As `split`, in pieces that torch writes to: it refuses to write to one of several results of one call."""
+    dim, sizes = section_sizes(local.call)
+    ends = accumulate(sizes)
+    return tuple(input.narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True))
 
 
 def _triangle(function: Callable[..., torch.Tensor]) -> Function:
@@ -108,6 +117,7 @@ SHAPE: dict[str, Function] = {
     "getitem": _getitem,
     "split": _split,
     "chunk": _split,
+    "tensor_split": _cut,
     "cat": torch.cat,
     "stack": torch.stack,
     "unflatten": _reshape,

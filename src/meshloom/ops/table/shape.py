@@ -18,6 +18,7 @@ SHAPE: tuple[Op, ...] = (
     Op("getitem", shapes.getitem, "input, index", is_view=True),
     Op("split", shapes.split, "input, sections, dim=0", is_view=True),
     Op("chunk", shapes.split, "input, sections, dim=0", is_view=True),
+    Op("tensor_split", shapes.split, "input, sections, dim=0", is_view=True),
     Op("cat", shapes.cat, "tensors, dim=0"),
     Op("stack", shapes.stack, "tensors, dim=0"),
     Op("unflatten", arranging.unflatten, "input, dim, sizes", is_view=True),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from meshloom.errors import ShapeError
-from meshloom.ops.arranging import split_sizes
 from meshloom.ops.labels import normal_dim
+from meshloom.ops.shapes import split_sizes
 from meshloom.runtime import state
 from meshloom.tensor.calling import Front, table_call
 from meshloom.tensor.fallback import fallback
@@ -33,10 +33,9 @@ def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **k
     shape = input.shape
     place = normal_dim(dim, len(shape))
     whole = isinstance(asked, (int, tuple, list)) and bool(shape)
-    sizes = split_sizes(shape[place], asked) if whole else None
-    if sizes is None:
+    if not whole or split_sizes(shape[place], asked) is None:
         return fallback(torch.tensor_split, (input, asked), {"dim": dim}, "tensor_split")
-    return table_call("split", input, sizes, place)
+    return table_call("tensor_split", input, asked, place)
 
 
 def _split_along(name: str, dim: int, least: int) -> Front:
