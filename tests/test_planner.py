@@ -265,7 +265,7 @@ def test_a_plan_is_a_frozen_value_whose_bytes_add_up():
         decided.cost = 0.0  # type: ignore[misc]
 
 
-def test_retyping_changes_dtypes_and_bytes_only():
+def test_autocast_changes_dtypes_and_bytes_only():
     decided = matmul(Mesh(w=4), "S(1)", "S(0)")
     half = retyped(decided, ("bf16",))
     assert half.outs[0].dtype == "bf16" and half.rows == decided.rows

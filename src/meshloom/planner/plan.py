@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshloom.collectives import Collective
 from meshloom.errors import ArgumentError, MeshError
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
 from meshloom.ops import CONDITIONS, Call, Choices, Row, find, holds
-from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, can_be_partial
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, as_placements, can_be_partial
 from meshloom.planner.pricing import (
     ROUNDING,
     Pricing,
@@ -32,7 +32,6 @@ from meshloom.planner.pricing import (
     is_possible,
     lines_up,
     move,
-    result_dtype,
     settle,
     statistics,
 )
@@ -103,25 +102,29 @@ class Plan:
 
 
 def plan(
-    call: Call,
-    request: Request | None = None,
-    machine: Machine = VIRTUAL,
-    chosen: dict[str, str] | None = None,
-    dtypes: Sequence[str] | None = None,
+    call: Call, request: Request | None = None, machine: Machine = VIRTUAL, chosen: dict[str, str] | None = None
 ) -> Plan:
     """The cheapest plan for a call; ties go to the row that stands first in its rule.
 
-    `request` asks for placements of the result per axis (None: automatic). `chosen` names the row to take on an axis.
+    `request` asks for placements of the result per axis (None: automatic), negative dims counted from the result's end.
+    `chosen` names the row to take on an axis.
     """
     mesh = common_mesh(call.operands)
     for name in chosen or ():
         mesh.axis(name)
-    wanted = request if request is not None else (None,) * mesh.ndim
     choices = find(call.op).rule(call)
+    wanted = _read_request(request, mesh, len(choices.shapes[0]))
     candidates = [_candidates(call, choices, axis, wanted[axis], chosen or {}) for axis in range(mesh.ndim)]
     pricing = Pricing(call, choices, wanted, machine)
     rows = _search(pricing, candidates)
-    return _assemble(call, choices, rows, pricing.full(rows), wanted, machine, dtypes)
+    return _assemble(pricing, rows)
+
+
+def _read_request(request: Request | None, mesh: Mesh, ndim: int) -> Request:
+    if request is None:
+        return (None,) * mesh.ndim
+    full = as_placements(tuple(Replicate() if each is None else each for each in request), mesh, ndim)
+    return tuple(None if asked is None else each for asked, each in zip(request, full, strict=True))
 
 
 def common_mesh(operands: Sequence[Topology]) -> Mesh:
@@ -230,39 +233,31 @@ def _axis_by_axis(pricing: Pricing, candidates: list[Rows]) -> list[Rows]:
     return [(none,)] * len(candidates)
 
 
-def _raw(call: Call, choices: Choices, rows: Sequence[Row], dtypes: Sequence[str] | None) -> tuple[Topology, ...]:
-    mesh = call.operands[0].mesh
-    given = dtypes or (result_dtype(call),) * len(choices.shapes)
-    found = []
-    for i, (shape, dtype) in enumerate(zip(choices.shapes, given, strict=True)):
-        found.append(Topology(mesh, tuple(row.outs[i] for row in rows), shape, dtype))
-    return tuple(found)
-
-
 def _settled(raw: Sequence[Placement], wanted: Request) -> tuple[Placement, ...]:
     return tuple(settle(here, asked) for here, asked in zip(raw, wanted, strict=True))
 
 
-def _assemble(
-    call: Call,
-    choices: Choices,
-    rows: tuple[Row, ...],
-    cost: float,
-    wanted: Request,
-    machine: Machine,
-    dtypes: Sequence[str] | None,
-) -> Plan:
-    ins = move(call, rows)
-    raw = _raw(call, choices, rows, dtypes)
-    outs = tuple(topology.with_placements(_settled(topology.placements, wanted)) for topology in raw)
+def _assemble(pricing: Pricing, rows: Rows) -> Plan:
+    mesh, results = pricing.mesh, zip(pricing.choices.shapes, pricing.dtypes, strict=True)
+    raw = tuple(
+        Topology(mesh, tuple(row.outs[i] for row in rows), shape, dtype) for i, (shape, dtype) in enumerate(results)
+    )
+    cost, wanted, machine = pricing.full(rows), pricing.wanted, pricing.machine
+    return _complete(Plan(pricing.call, rows, move(pricing.call, rows), raw, (), (), cost, machine, wanted))
+
+
+def _complete(begun: Plan) -> Plan:
+    """A plan with its results as they are handed over and all that it communicates."""
+    call, machine = begun.call, begun.machine
+    outs = tuple(each.with_placements(_settled(each.placements, begun.request)) for each in begun.raw)
     forward: list[Collective] = []
-    for source, target in zip(call.operands, ins, strict=True):
+    for source, target in zip(call.operands, begun.ins, strict=True):
         forward += route(source, target.placements, machine)[0]
-    for axis, row in enumerate(rows):
-        forward += statistics(ins, axis, row.inner)
-    for source, target in zip(raw, outs, strict=True):
+    for axis, row in enumerate(begun.rows):
+        forward += statistics(begun.ins, axis, row.inner)
+    for source, target in zip(begun.raw, outs, strict=True):
         forward += route(source, target.placements, machine)[0]
-    return Plan(call, rows, ins, raw, outs, tuple(forward), cost, machine, wanted)
+    return replace(begun, outs=outs, forward=tuple(forward))
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +308,7 @@ def _consider(decided: Plan, pricing: Pricing, axis: int, name: str, row: Row, n
 
 
 def retyped(decided: Plan, dtypes: Sequence[str]) -> Plan:
-    """The same plan with the dtypes that the engine really gave its results."""
-    if tuple(dtypes) == tuple(topology.dtype for topology in decided.outs):
-        return decided
-    choices = find(decided.call.op).rule(decided.call)
-    return _assemble(decided.call, choices, decided.rows, decided.cost, decided.request, decided.machine, dtypes)
+    """The same plan with other dtypes of its results: autocast gives them, or a default dtype that is not f32."""
+    return _complete(
+        replace(decided, raw=tuple(each.with_dtype(dtype) for each, dtype in zip(decided.raw, dtypes, strict=True)))
+    )

@@ -15,11 +15,11 @@ from functools import cached_property
 
 from meshloom.collectives import KINDS, Collective, price, price_of
 from meshloom.fabric import Machine
-from meshloom.ops import Call, Choices, Inner, Row, find
+from meshloom.ops import Call, Choices, Inner, Row, find, result_dtypes
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, reduce_together
 from meshloom.planner.paths import Paths, Station, encode
 from meshloom.planner.redistribution import paths_from
-from meshloom.types import is_floating, itemsize, numel, short_dtype
+from meshloom.types import itemsize, numel
 
 Request = tuple[Placement | None, ...]
 Rows = tuple[Row, ...]
@@ -38,9 +38,9 @@ class Pricing:
         self._size = sum(numel(topology.shape) * itemsize(topology.dtype) for topology in call.operands)
 
     @cached_property
-    def dtype(self) -> str:
-        """The dtype that results are priced with."""
-        return result_dtype(self.call)
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of the results."""
+        return result_dtypes(find(self.call.op), self.call, len(self.choices.shapes))
 
     def full(self, rows: Rows) -> float:
         """The price of a choice in seconds, with all that it communicates."""
@@ -107,7 +107,7 @@ class Pricing:
         stop = tuple([settle(here, asked) for here, asked in zip(start, self.wanted, strict=True)])
         if start == stop:
             return 0.0
-        paths = paths_from(Topology(self.mesh, start, self.choices.shapes[result], self.dtype), self.machine)
+        paths = paths_from(Topology(self.mesh, start, self.choices.shapes[result], self.dtypes[result]), self.machine)
         return cost_of(paths, paths.encode(stop))
 
     def _parts(self, row: Row, axis: int) -> int:
@@ -148,7 +148,7 @@ class Pricing:
         return out.__class__ is Partial and out != self.wanted[axis]
 
     def _least_reduction(self, result: int, axis: int) -> float:
-        held = -(-numel(self.choices.shapes[result]) // self.mesh.size) * itemsize(self.dtype)
+        held = -(-numel(self.choices.shapes[result]) // self.mesh.size) * itemsize(self.dtypes[result])
         devices = self.mesh.shape[axis]
         sizes = {kind: KINDS[kind].size(held, held, devices) for kind in ("all_reduce", "reduce_scatter")}
         return min(price_of(kind, devices, size, self.machine) for kind, size in sizes.items())
@@ -229,23 +229,3 @@ def settle(raw: Placement, wanted: Placement | None) -> Placement:
     if wanted is not None:
         return wanted
     return Replicate() if isinstance(raw, Partial) else raw
-
-
-_INTEGERS_GIVE = {"accumulate": "i64", "float": "f32"}
-_NUMBERS: dict[type, str] = {bool: "bool", int: "i64", float: "f32", complex: "c64"}
-
-
-def result_dtype(call: Call) -> str:
-    """The dtype that the plan prices results with; the engine has the last word."""
-    if call.arguments.get("dtype") is not None:
-        return short_dtype(str(call.arguments["dtype"]))
-    kind = find(call.op).result
-    if kind != "promote" and kind not in _INTEGERS_GIVE:
-        return kind
-    numbers = [_NUMBERS[type(leaf)] for leaf in call.leaves if type(leaf) in _NUMBERS]
-    floating = [topology.dtype for topology in call.operands if is_floating(topology.dtype)]
-    if not floating:
-        floating = [dtype for dtype in numbers if is_floating(dtype)]
-    if not floating and kind in _INTEGERS_GIVE:
-        return _INTEGERS_GIVE[kind]
-    return max(floating or [*numbers, *(topology.dtype for topology in call.operands)], key=itemsize)
