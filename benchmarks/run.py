@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import blockfloat, gpt, moves, page, peers, prediction, report, results, runtime
+from benchmarks import blockfloat, first_calls, gpt, moves, page, peers, prediction, report, results, runtime
 from benchmarks.results import OURS, Row, figures, verdict
 from benchmarks.timing import duel
 from benchmarks.works import Spec, all_works
@@ -83,7 +83,8 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
 
 
 def _specs(devices: Sequence[int]) -> list[Spec]:
-    return [*all_works(devices), *gpt.works(devices), *runtime.works(devices), *blockfloat.works(devices)]
+    beside = (gpt, runtime, blockfloat, first_calls)
+    return [*all_works(devices), *(spec for module in beside for spec in module.works(devices))]
 
 
 def misses(rows: Sequence[Row], names: Sequence[str]) -> list[str]:

@@ -96,6 +96,22 @@ def test_a_work_gives_the_dense_answer_on_both_sides(bench: Any, name: str) -> N
         assert torch.allclose(pair.ours().to_torch(), pair.dense(), rtol=1e-4, atol=1e-3)
 
 
+def test_first_calls_have_a_goal_by_the_number_of_axes_and_forget_what_was_before(bench: Any) -> None:
+    first_calls = bench("first_calls")
+    works = first_calls.works((8, 32))
+    assert [(spec.detail, str(spec.goal)) for spec in works] == [
+        ("a @ b, 2 axes", "<= +1000 us"), ("a + b, 2 axes", "<= +1000 us"),
+        ("a @ b, 3 axes", "<= +4000 us"), ("a + b, 3 axes", "<= +4000 us"),
+        ("a @ b, 5 axes", "<= +20000 us"), ("a + b, 5 axes", "<= +20000 us"),
+    ]  # fmt: skip
+    pair = works[0].make()
+    pair.ours()
+    assert first_calls.dispatch.CACHE
+    first_calls.forget()
+    assert not first_calls.dispatch.CACHE
+    assert all(each.cache_info().currsize == 0 for each in first_calls._REMEMBERED)
+
+
 def test_a_wrong_answer_is_caught_before_it_is_timed(bench: Any) -> None:
     works = bench("works")
     tensor = loom.ones(4, mesh=loom.open_mesh((2,)))

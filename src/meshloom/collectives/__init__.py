@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from meshloom.collectives.kinds import KINDS, Collective, Kind
-from meshloom.collectives.prices import fastest, price
+from meshloom.collectives.prices import fastest, price, price_of
 from meshloom.collectives.schedule import Schedule, Send, Step
 
 ON_TENSORS = (
@@ -40,6 +40,7 @@ __all__ = [
     "Step",
     "fastest",
     "price",
+    "price_of",
     *ON_TENSORS,
 ]
 

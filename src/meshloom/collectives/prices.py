@@ -42,16 +42,21 @@ def fastest(collective: Collective, machine: Machine) -> tuple[str, float]:
     >>> name, f"{seconds * 1e6:.2f} us"
     ('bidirectional_ring', '3.21 us')
     """
-    if collective.kind not in _WHOLE:
-        return "one send", machine.transfer(1, collective.bytes)
-    timed = (
-        (machine.transfer(steps, each * collective.bytes), name)
-        for name, steps, each in _lines(collective.kind, collective.devices)
-    )
-    seconds, name = min(timed)
+    seconds, name = _fastest(collective.kind, collective.devices, collective.bytes, machine)
     return name, seconds
+
+
+def _fastest(kind: str, devices: int, size: int, machine: Machine) -> tuple[float, str]:
+    if kind not in _WHOLE:
+        return machine.transfer(1, size), "one send"
+    return min([(machine.transfer(steps, each * size), name) for name, steps, each in _lines(kind, devices)])
 
 
 def price(collective: Collective, machine: Machine) -> float:
     """Seconds that a collective takes on a machine."""
-    return fastest(collective, machine)[1]
+    return price_of(collective.kind, collective.devices, collective.bytes, machine)
+
+
+def price_of(kind: str, devices: int, size: int, machine: Machine) -> float:
+    """The same from the bytes that one device receives, for searches that compare many collectives."""
+    return _fastest(kind, devices, size, machine)[0]

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from meshloom.ops.dtypes import keeps
 from meshloom.ops.rule import Call, Op, Row
 from meshloom.placement import Partial, Shard
 from meshloom.types import is_floating, short_dtype
@@ -97,14 +98,10 @@ def _keeps_dtype(op: Op, call: Call, row: Row, numbers: list[Any]) -> bool:
     kept, asked = sums[0], call.arguments.get("dtype")
     if asked is not None and short_dtype(str(asked)) != kept:
         return False
-    if op.result != "promote" and not (is_floating(kept) if op.result == "float" else _accumulates(op, kept)):
+    if not keeps(op.result.split(", ")[0], kept):
         return False
     beside = [topology.dtype for topology in call.operands] if op.signature is None else sums
     return all(_yields(dtype, kept) for dtype in beside) and all(_KINDS[type(n)] <= _kind(kept) for n in numbers)
-
-
-def _accumulates(op: Op, dtype: str) -> bool:
-    return op.result == "accumulate" and (is_floating(dtype) or dtype == "i64")
 
 
 def _kind(dtype: str) -> int:

@@ -132,9 +132,8 @@ class Op:
     `finite` (mask the result), `singular` (fill the operands with 1 first, then mask the result), `trimmed` (take the
     padding off first and put it back after, for ops whose time grows with it: 16 rows over 128 devices are stored as
     128 and would cost a matmul 7x; taking rows off is a view).
-    `fill` says what an operand's padding must hold before the op runs. `result` is the dtype that comes out: `promote`
-    (by torch's promotion), `accumulate` (i64 for integers), `float` (f32 for integers), or a dtype. Prices use it, and
-    rows that carry sums, which must keep their dtype.
+    `fill` says what an operand's padding must hold before the op runs. `result` are the dtypes of the results, in the
+    words of `dtypes.py`.
     """
 
     name: str

@@ -1,7 +1,6 @@
 """The plan of one op call: a row of its rule for every mesh axis, chosen by price.
 
-The price of a choice is what it takes to bring the operands there, the statistics communicated inside, the compute,
-and what it takes to bring the result to the placements that the caller asked for. Three rules keep it predictable:
+`pricing.py` says what a choice costs. Three rules keep it predictable:
 
 - Where the operands already line up with a row, what the op communicates by itself (the reduction that the row leaves,
   the statistics inside) is not held against it: S(k) x S(k) is reduced, not gathered.
@@ -15,21 +14,30 @@ The automatic result is never Partial: without a request the partial axis become
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from meshloom.collectives import KINDS, Collective, price
+from meshloom.collectives import Collective
 from meshloom.errors import ArgumentError, MeshError
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
-from meshloom.ops import CONDITIONS, Call, Choices, Inner, Row, find, holds
-from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, can_be_partial, reduce_together
+from meshloom.ops import CONDITIONS, Call, Choices, Row, find, holds
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, as_placements, can_be_partial
+from meshloom.planner.pricing import (
+    ROUNDING,
+    Pricing,
+    Request,
+    Rows,
+    is_possible,
+    lines_up,
+    move,
+    settle,
+    statistics,
+)
 from meshloom.planner.redistribution import route
-from meshloom.types import is_floating, itemsize, numel, short_dtype
+from meshloom.types import is_floating
 
-Request = tuple[Placement | None, ...]
 SEARCHED = 512  # combinations of rows that are priced together; beyond that, axis by axis
 
 
@@ -89,29 +97,34 @@ class Plan:
             if is_floating(out.dtype):
                 found += route(out.reduced, raw.reduced.placements, self.machine)[0]
         for axis, row in enumerate(self.rows):
-            found += _statistics(self.ins, axis, row.backward)
+            found += statistics(self.ins, axis, row.backward)
         return tuple(found)
 
 
 def plan(
-    call: Call,
-    request: Request | None = None,
-    machine: Machine = VIRTUAL,
-    chosen: dict[str, str] | None = None,
-    dtypes: Sequence[str] | None = None,
+    call: Call, request: Request | None = None, machine: Machine = VIRTUAL, chosen: dict[str, str] | None = None
 ) -> Plan:
     """The cheapest plan for a call; ties go to the row that stands first in its rule.
 
-    `request` asks for placements of the result per axis (None: automatic). `chosen` names the row to take on an axis.
+    `request` asks for placements of the result per axis (None: automatic), negative dims counted from the result's end.
+    `chosen` names the row to take on an axis.
     """
     mesh = common_mesh(call.operands)
     for name in chosen or ():
         mesh.axis(name)
-    wanted = request if request is not None else (None,) * mesh.ndim
     choices = find(call.op).rule(call)
+    wanted = _read_request(request, mesh, len(choices.shapes[0]))
     candidates = [_candidates(call, choices, axis, wanted[axis], chosen or {}) for axis in range(mesh.ndim)]
-    rows, cost = _search(call, choices, candidates, wanted, machine)
-    return _assemble(call, choices, rows, cost, wanted, machine, dtypes)
+    pricing = Pricing(call, choices, wanted, machine)
+    rows = _search(pricing, candidates)
+    return _assemble(pricing, rows)
+
+
+def _read_request(request: Request | None, mesh: Mesh, ndim: int) -> Request:
+    if request is None:
+        return (None,) * mesh.ndim
+    full = as_placements(tuple(Replicate() if each is None else each for each in request), mesh, ndim)
+    return tuple(None if asked is None else each for asked, each in zip(request, full, strict=True))
 
 
 def common_mesh(operands: Sequence[Topology]) -> Mesh:
@@ -191,181 +204,60 @@ def _chosen_row(call: Call, choices: Choices, label: str, axis: str) -> tuple[Ro
     return rows
 
 
-def _search(
-    call: Call, choices: Choices, candidates: list[tuple[Row, ...]], wanted: Request, machine: Machine
-) -> tuple[tuple[Row, ...], float]:
+def _search(pricing: Pricing, candidates: list[Rows]) -> Rows:
     if math.prod(len(rows) for rows in candidates) > SEARCHED:
-        candidates = _axis_by_axis(call, choices, candidates, wanted, machine)
-    best: tuple[float, tuple[Row, ...]] | None = None
-    for rows in itertools.product(*candidates):
-        if not _is_possible(call, rows):
-            continue
-        cost = _held_against(call, choices, rows, wanted, machine)
-        if best is None or cost < best[0] * (1 - 1e-9):
-            best = (cost, rows)
-    if best is None:
+        candidates = _axis_by_axis(pricing, candidates)
+    found = pricing.cheapest(candidates)
+    if found is None:
         raise ArgumentError(
-            f"no row of {call.op} holds for these operands",
+            f"no row of {pricing.call.op} holds for these operands",
             fix="the rows that were chosen need shards that divide the dim: choose others or leave the choice open",
         )
-    return best[1], _cost(call, choices, best[1], wanted, machine)
+    return found
 
 
-def _axis_by_axis(
-    call: Call, choices: Choices, candidates: list[tuple[Row, ...]], wanted: Request, machine: Machine
-) -> list[tuple[Row, ...]]:
+def _axis_by_axis(pricing: Pricing, candidates: list[Rows]) -> list[Rows]:
     """Keep the best row of each axis while the others stay replicated: for meshes with many axes."""
-    none = choices.rows[-1]
-    kept: list[tuple[Row, ...]] = []
+    call, none = pricing.call, pricing.choices.rows[-1]
+    kept: list[Rows] = []
     for axis, rows in enumerate(candidates):
         prices = []
         for row in rows:
             combination = tuple(row if other == axis else none for other in range(len(candidates)))
-            if _is_possible(call, combination):
-                prices.append((_held_against(call, choices, combination, wanted, machine), row))
+            if is_possible(call, combination):
+                prices.append((pricing.held_against(combination), row))
         best = min(prices, key=lambda pair: pair[0])[1]
         kept.append((best,))
-    if _is_possible(call, tuple(rows[0] for rows in kept)):
+    if is_possible(call, tuple(rows[0] for rows in kept)):
         return kept
     return [(none,)] * len(candidates)
 
 
-def _is_possible(call: Call, rows: Sequence[Row]) -> bool:
-    mesh = call.operands[0].mesh
-    for row in rows:
-        for even in row.even:
-            shards = math.prod(
-                mesh.shape[axis] for axis, other in enumerate(rows) if other.ins[even.operand] == Shard(even.dim)
-            )
-            if even.units % shards:
-                return False
-    sides = [*zip(*(row.ins for row in rows), strict=True), *zip(*(row.outs for row in rows), strict=True)]
-    return all(reduce_together(placements) for placements in sides)
-
-
-def _moved(call: Call, rows: Sequence[Row]) -> tuple[Topology, ...]:
-    return tuple(
-        topology.with_placements(tuple(row.ins[i] for row in rows)) for i, topology in enumerate(call.operands)
-    )
-
-
-def _lines_up(row: Row, call: Call, axis: int) -> bool:
-    now = (topology.placements[axis] for topology in call.operands)
-    return all(
-        not isinstance(want, Partial) and (want == have or isinstance(have, Replicate))
-        for want, have in zip(row.ins, now, strict=True)
-    )
-
-
-def _cost(call: Call, choices: Choices, rows: tuple[Row, ...], wanted: Request, machine: Machine) -> float:
-    """The price of a choice in seconds, with all that it communicates."""
-    return _price(call, choices, rows, wanted, machine, frozenset())
-
-
-def _held_against(call: Call, choices: Choices, rows: tuple[Row, ...], wanted: Request, machine: Machine) -> float:
-    """The price by which a choice is compared: without what the op itself causes on axes where its operands line up."""
-    own = (axis for axis, row in enumerate(rows) if wanted[axis] is None and _lines_up(row, call, axis))
-    return _price(call, choices, rows, wanted, machine, frozenset(own))
-
-
-def _price(
-    call: Call, choices: Choices, rows: tuple[Row, ...], wanted: Request, machine: Machine, free: frozenset[int]
-) -> float:
-    ins = _moved(call, rows)
-    cost = sum(route(src, dst.placements, machine)[1] for src, dst in zip(call.operands, ins, strict=True))
-    for axis, row in enumerate(rows):
-        if axis not in free:
-            cost += sum(price(each, machine) for each in _statistics(ins, axis, row.inner))
-    for raw in _raw(call, choices, rows, None):
-        start = tuple(_settle(each, None) if axis in free else each for axis, each in enumerate(raw.placements))
-        cost += route(raw.with_placements(start), _settled(start, wanted), machine)[1]
-    return cost + _compute(call, choices, rows, machine)
-
-
-def _compute(call: Call, choices: Choices, rows: Iterable[Row], machine: Machine) -> float:
-    mesh = call.operands[0].mesh
-    parts = math.prod(size for size, row in zip(mesh.shape, rows, strict=True) if row.label != "none")
-    size = sum(numel(topology.shape) * itemsize(topology.dtype) for topology in call.operands)
-    return machine.compute(choices.flops / parts, size / parts)
-
-
-def _statistics(ins: Sequence[Topology], axis: int, inners: Iterable[Inner]) -> list[Collective]:
-    """What a row communicates inside, on one axis."""
-    devices = ins[0].mesh.shape[axis]
-    rounds = {"shift": devices - 1}
-    return [_statistic(ins, axis, each) for each in inners for _ in range(rounds.get(each.kind, 1)) if devices > 1]
-
-
-def _statistic(ins: Sequence[Topology], axis: int, inner: Inner) -> Collective:
-    topology = ins[inner.operand]
-    shape = tuple(topology.local_shape[dim] for dim in inner.dims)
-    held = numel(shape) * inner.times * (itemsize(topology.dtype) + (8 if inner.indexed else 0))
-    devices = topology.mesh.shape[axis]
-    after = held * devices if inner.kind == "all_gather" else held
-    size = KINDS[inner.kind].size(held, after, devices)
-    op = inner.op if inner.kind == "all_reduce" else None
-    return Collective(inner.kind, topology.mesh.axes[axis], devices, size, topology.dtype, shape, op)
-
-
-_INTEGERS_GIVE = {"accumulate": "i64", "float": "f32"}
-_NUMBERS: dict[type, str] = {bool: "bool", int: "i64", float: "f32", complex: "c64"}
-
-
-def result_dtype(call: Call) -> str:
-    """The dtype that the plan prices results with; the engine has the last word."""
-    if call.arguments.get("dtype") is not None:
-        return short_dtype(str(call.arguments["dtype"]))
-    kind = find(call.op).result
-    if kind != "promote" and kind not in _INTEGERS_GIVE:
-        return kind
-    numbers = [_NUMBERS[type(leaf)] for leaf in call.leaves if type(leaf) in _NUMBERS]
-    floating = [topology.dtype for topology in call.operands if is_floating(topology.dtype)]
-    if not floating:
-        floating = [dtype for dtype in numbers if is_floating(dtype)]
-    if not floating and kind in _INTEGERS_GIVE:
-        return _INTEGERS_GIVE[kind]
-    return max(floating or [*numbers, *(topology.dtype for topology in call.operands)], key=itemsize)
-
-
-def _raw(call: Call, choices: Choices, rows: Sequence[Row], dtypes: Sequence[str] | None) -> tuple[Topology, ...]:
-    mesh = call.operands[0].mesh
-    given = dtypes or (result_dtype(call),) * len(choices.shapes)
-    found = []
-    for i, (shape, dtype) in enumerate(zip(choices.shapes, given, strict=True)):
-        found.append(Topology(mesh, tuple(row.outs[i] for row in rows), shape, dtype))
-    return tuple(found)
-
-
-def _settle(raw: Placement, wanted: Placement | None) -> Placement:
-    if wanted is not None:
-        return wanted
-    return Replicate() if isinstance(raw, Partial) else raw
-
-
 def _settled(raw: Sequence[Placement], wanted: Request) -> tuple[Placement, ...]:
-    return tuple(_settle(here, asked) for here, asked in zip(raw, wanted, strict=True))
+    return tuple(settle(here, asked) for here, asked in zip(raw, wanted, strict=True))
 
 
-def _assemble(
-    call: Call,
-    choices: Choices,
-    rows: tuple[Row, ...],
-    cost: float,
-    wanted: Request,
-    machine: Machine,
-    dtypes: Sequence[str] | None,
-) -> Plan:
-    ins = _moved(call, rows)
-    raw = _raw(call, choices, rows, dtypes)
-    outs = tuple(topology.with_placements(_settled(topology.placements, wanted)) for topology in raw)
+def _assemble(pricing: Pricing, rows: Rows) -> Plan:
+    mesh, results = pricing.mesh, zip(pricing.choices.shapes, pricing.dtypes, strict=True)
+    raw = tuple(
+        Topology(mesh, tuple(row.outs[i] for row in rows), shape, dtype) for i, (shape, dtype) in enumerate(results)
+    )
+    cost, wanted, machine = pricing.full(rows), pricing.wanted, pricing.machine
+    return _complete(Plan(pricing.call, rows, move(pricing.call, rows), raw, (), (), cost, machine, wanted))
+
+
+def _complete(begun: Plan) -> Plan:
+    """A plan with its results as they are handed over and all that it communicates."""
+    call, machine = begun.call, begun.machine
+    outs = tuple(each.with_placements(_settled(each.placements, begun.request)) for each in begun.raw)
     forward: list[Collective] = []
-    for source, target in zip(call.operands, ins, strict=True):
+    for source, target in zip(call.operands, begun.ins, strict=True):
         forward += route(source, target.placements, machine)[0]
-    for axis, row in enumerate(rows):
-        forward += _statistics(ins, axis, row.inner)
-    for source, target in zip(raw, outs, strict=True):
+    for axis, row in enumerate(begun.rows):
+        forward += statistics(begun.ins, axis, row.inner)
+    for source, target in zip(begun.raw, outs, strict=True):
         forward += route(source, target.placements, machine)[0]
-    return Plan(call, rows, ins, raw, outs, tuple(forward), cost, machine, wanted)
+    return replace(begun, outs=outs, forward=tuple(forward))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,31 +275,32 @@ def considered(decided: Plan) -> tuple[Considered, ...]:
     """Every row of every axis, with its price and the reason why it was or was not taken."""
     call = decided.call
     choices = find(call.op).rule(call)
+    pricing = Pricing(call, choices, decided.request, decided.machine)
     found = []
     for axis, name in enumerate(decided.mesh.axes):
         now = [topology.placements[axis] for topology in call.operands]
         for row in dict.fromkeys(choices.rows):
-            found.append(_consider(decided, choices, axis, name, row, now))
+            found.append(_consider(decided, pricing, axis, name, row, now))
     return tuple(found)
 
 
-def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, now: Sequence[Placement]) -> Considered:
+def _consider(decided: Plan, pricing: Pricing, axis: int, name: str, row: Row, now: Sequence[Placement]) -> Considered:
     call, rows = decided.call, decided.rows
     combination = rows[:axis] + (row,) + rows[axis + 1 :]
     if not _fits(row, call):
         return Considered(name, row, None, False, _why_not(row, call))
-    if not _is_possible(call, combination):
+    if not is_possible(call, combination):
         return Considered(name, row, None, False, "needs shards that divide the dim")
-    cost = _cost(call, choices, combination, decided.request, decided.machine)
+    cost = pricing.full(combination)
     if row == rows[axis]:
-        why = "operands already line up" if _lines_up(row, call, axis) else "cheapest"
+        why = "operands already line up" if lines_up(row, call, axis) else "cheapest"
         return Considered(name, row, cost, True, why)
     if _is_reduced_first(row, now, decided.request[axis]):
         return Considered(name, row, cost, False, "partial operands are reduced first; ask with output=")
     if not _is_called_for(row, now) and decided.request[axis] in (None, Replicate()):
         return Considered(name, row, cost, False, "no operand is placed so; ask with output=")
-    taken, this = (_held_against(call, choices, each, decided.request, decided.machine) for each in (rows, combination))
-    if this < taken * (1 - 1e-9):
+    taken, this = (pricing.held_against(each) for each in (rows, combination))
+    if this < taken * (1 - ROUNDING):
         return Considered(name, row, cost, False, "cheaper, but another row was chosen")
     if this > taken and cost < decided.cost:
         return Considered(name, row, cost, False, "would move operands that line up")
@@ -415,8 +308,7 @@ def _consider(decided: Plan, choices: Choices, axis: int, name: str, row: Row, n
 
 
 def retyped(decided: Plan, dtypes: Sequence[str]) -> Plan:
-    """The same plan with the dtypes that the engine really gave its results."""
-    if tuple(dtypes) == tuple(topology.dtype for topology in decided.outs):
-        return decided
-    choices = find(decided.call.op).rule(decided.call)
-    return _assemble(decided.call, choices, decided.rows, decided.cost, decided.request, decided.machine, dtypes)
+    """The same plan with other dtypes of its results: autocast gives them, or a default dtype that is not f32."""
+    return _complete(
+        replace(decided, raw=tuple(each.with_dtype(dtype) for each, dtype in zip(decided.raw, dtypes, strict=True)))
+    )

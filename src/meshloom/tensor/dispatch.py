@@ -293,7 +293,8 @@ class Resolved:
             decided = plan_call(Call(self.op.name, operands, arguments, leaves), request)
         except MeshloomError as error:
             raise located(error, self.op.name, operands) from None
-        return Entry(decided, kernel_of(decided), None)
+        kernel = kernel_of(decided)
+        return Entry(decided, kernel, _direct(decided, kernel))
 
     def perform(self) -> Any:
         """The wrapped result of the call."""
@@ -319,8 +320,6 @@ class Resolved:
             return self._wrap(results)
         function = self.function()
         if state.watching:
-            if state.policy is not None and not known:
-                self.entry = _typed(self.entry, _dry_run(self.entry.kernel, datas, function))
             watched = Watched(self.entry)
             state.check(watched.forward)
         run = self.entry.kernel.run if known else self._first_run
@@ -400,12 +399,7 @@ def _request(wanted: Any, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def plan_call(described: Call, request: Any) -> Plan:
-    """The plan under the current machine and choices; a request's negative dims count from the result's end."""
-    if request is not None:
-        shapes = OPS[described.op].rule(described).shapes
-        mesh = described.operands[0].mesh
-        asked = as_placements(tuple(Replicate() if p is None else p for p in request), mesh, len(shapes[0]))
-        request = tuple(None if p is None else q for p, q in zip(request, asked, strict=True))
+    """The plan under the current machine and choices."""
     return plan(described, request, state.machine, state.chosen)
 
 
@@ -415,20 +409,19 @@ def located(error: MeshloomError, name: str, operands: Sequence[Topology]) -> Me
     return error.located(call=f"{name}({', '.join(topology.notation for topology in operands)})", mesh=mesh)
 
 
-def _dry_run(kernel: Kernel, datas: list[torch.Tensor], function: Function) -> Any:
-    with torch.no_grad():
-        return kernel.run([data.detach().to("meta") for data in datas], function)
-
-
 def _typed(entry: Entry, results: Any) -> Entry:
-    """The entry with the dtypes that the engine gave; calls of two tensors and nothing else get a direct way."""
+    """The entry with the dtypes that the engine gave; the table says which, but for autocast and the default dtype."""
     listed = (results,) if isinstance(results, torch.Tensor) else results
-    decided = retyped(entry.plan, tuple(short_name(result.dtype) for result in listed))
-    direct = None
-    if entry.kernel.simple and len(decided.outs) == 1:
-        function = function_of(decided.call.op)
-        direct = None if getattr(function, "is_aware", False) else function
-    return Entry(decided, entry.kernel, direct)
+    dtypes = tuple([short_name(result.dtype) for result in listed])
+    if dtypes == tuple([topology.dtype for topology in entry.outs]):
+        return entry
+    return Entry(retyped(entry.plan, dtypes), entry.kernel, entry.direct)
+
+
+def _direct(decided: Plan, kernel: Kernel) -> Function | None:
+    """The engine's function alone, for calls that need nothing else."""
+    function = function_of(decided.call.op) if kernel.simple and len(decided.outs) == 1 else None
+    return None if getattr(function, "is_aware", False) else function
 
 
 PACKED: dict[str, Callable[[Any], Any]] = {

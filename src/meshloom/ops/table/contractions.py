@@ -16,9 +16,7 @@ CONTRACTIONS: tuple[Op, ...] = (
     Op("mv", labels("mk, k -> m", "input", "vec"), "input, vec", "trimmed"),
     Op("dot", labels("k, k -> ", "input", "tensor"), "input, tensor"),
     Op("linear", labels("...k, nk -> ...n", "input", "weight", bias="bias"), "input, weight, bias=None", "trimmed"),
-    Op(
-        "einsum", contractions.einsum, "equation, *operands", "trimmed", result="accumulate"
-    ),  # of one operand it is a sum
+    Op("einsum", contractions.einsum, "equation, *operands", "trimmed", result="einsum"),  # of one operand it is a sum
     Op("outer", labels("m, n -> mn", "input", "vec2"), "input, vec2", "trimmed"),
     Op("inner", labels(contractions.inner_spec, "input", "other"), "input, other", "trimmed"),
     Op("vdot", labels("k, k -> ", "input", "other"), "input, other"),

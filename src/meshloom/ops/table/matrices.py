@@ -30,6 +30,7 @@ MATRICES: tuple[Op, ...] = (
         matrices.solve,
         "input, other, *, upper, left=True, unitriangular=False",
         "finite",
+        result="input",
     ),
     Op("cholesky_solve", matrices.solve, "other, input, upper=False", "finite"),
     Op("linalg_cross", matrices.cross, "input, other, *, dim=-1"),

@@ -29,7 +29,7 @@ WHOLE: tuple[Op, ...] = (
     ),
     # losses
     Op("mse_loss", losses.of_elements(), _LOSS + ", weight=None", "finite"),
-    Op("l1_loss", losses.of_elements(), _LOSS + ", weight=None", "finite"),
+    Op("l1_loss", losses.of_elements(), _LOSS + ", weight=None", "finite", result="distance"),
     Op("smooth_l1_loss", losses.of_elements(), _LOSS + ", beta=1.0", "finite"),
     Op("huber_loss", losses.of_elements(), "input, target, reduction='mean', delta=1.0, weight=None", "finite"),
     Op("soft_margin_loss", losses.of_elements(), _LOSS, "finite", losses.no_loss(_FAR, 1)),
@@ -39,6 +39,7 @@ WHOLE: tuple[Op, ...] = (
         "input, target, log_input=True, full=False, size_average=None, eps=1e-08, reduce=None, reduction='mean'",
         "finite",
         losses.no_loss(-_FAR, 0, when=lambda call: bool(call.arguments["log_input"])),
+        result="float",
     ),
     Op(
         "binary_cross_entropy",
