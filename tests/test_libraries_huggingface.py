@@ -1,4 +1,4 @@
-"""Hugging Face models whose parameters are on a mesh: forward, generation, files; all of it is the library's own code."""
+"""Hugging Face models whose parameters are on a mesh: forward, generation, files; all else is the library's code."""
 
 from __future__ import annotations
 

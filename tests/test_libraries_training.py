@@ -1,4 +1,4 @@
-"""Libraries that train a model: Trainer, accelerate, PEFT, Lightning Fabric, diffusers; only the parameters are ours."""
+"""Libraries that train a model: Trainer, accelerate, PEFT, Fabric, diffusers; only the parameters are ours."""
 
 from __future__ import annotations
 
