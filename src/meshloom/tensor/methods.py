@@ -19,6 +19,7 @@ from meshloom.errors import ArgumentError, GradientError
 from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Topology
 from meshloom.runtime import state
+from meshloom.tensor import dtensors
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.buffers import array_of
 from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written, own
@@ -375,6 +376,7 @@ _OWN: dict[str, Any] = {
     "__getattr__": _getattr,
     "__torch_function__": classmethod(_torch_function),
     "where": lambda self, condition, other: invoke("where", (condition, self, other), {}),
+    **dtensors.METHODS,
 }
 
 _attach()
