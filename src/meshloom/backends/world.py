@@ -66,6 +66,9 @@ class World:
     watch: Any = None
     groups: dict[Any, Group] = field(default_factory=dict)
     handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    device_meshes: dict[Mesh, tuple[Any, Any]] = field(
+        default_factory=dict
+    )  # torch's own, and the group it was made in
 
     @property
     def is_joined(self) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from meshloom.backends import WORLD
 from meshloom.engines.layout import from_block, short_name
 from meshloom.errors import ArgumentError, MeshError, PlacementError, expect
 from meshloom.mesh import HERE, Mesh
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _OURS = {"sum": "sum", "avg": "mean", "max": "max", "min": "min", "product": "prod"}  # reductions, by torch's names
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
-_known: dict[Mesh, Any] = {}  # the device mesh of a mesh: torch makes groups of processes for each
 
 
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
@@ -45,7 +45,7 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     _check_ranks(device_mesh)
     shape = tuple(device_mesh.mesh.shape)
     mesh = open_mesh(shape, device_mesh.mesh_dim_names, processes=shape)
-    _known[mesh] = device_mesh
+    WORLD.device_meshes[mesh] = dist.group.WORLD, device_mesh
     return mesh
 
 
@@ -114,7 +114,7 @@ def _shared(topology: Topology) -> Topology:
 
 def _mesh_of(device_mesh: Any) -> Mesh:
     """The mesh of a device mesh that was seen before, or a new one."""
-    found = next((mesh for mesh, known in _known.items() if known is device_mesh), None)
+    found = next((mesh for mesh, (_, known) in WORLD.device_meshes.items() if known is device_mesh), None)
     return found if found is not None else from_device_mesh(device_mesh)
 
 
@@ -211,19 +211,11 @@ def _device_mesh_of(tensor: Tensor) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = tensor.mesh
-    found = _known.get(mesh)
-    if found is None or not _is_alive(found):
+    world, found = WORLD.device_meshes.get(mesh, (None, None))
+    if found is None or world is not dist.group.WORLD:  # that of processes which are gone
         found = init_device_mesh(tensor.device.type, mesh.processes, mesh_dim_names=mesh.axes)
-        _known[mesh] = found
+        WORLD.device_meshes[mesh] = dist.group.WORLD, found
     return found
-
-
-def _is_alive(device_mesh: Any) -> bool:
-    """Whether its processes are those that are initialised now."""
-    try:
-        return all(dist.get_world_size(device_mesh.get_group(axis)) >= 1 for axis in range(device_mesh.ndim))
-    except (RuntimeError, ValueError, KeyError, AssertionError):
-        return False
 
 
 def _held(tensor: Tensor) -> torch.Tensor:
