@@ -13,13 +13,22 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 
 import meshloom as loom
 
 IS_DENSE = bool(os.environ.get("MESHLOOM_DENSE"))
+LIBRARIES = ("transformers", "accelerate", "peft", "lightning_fabric", "diffusers", "safetensors")
+MARKS = [  # one process of xdist imports the libraries, and the others need not
+    pytest.mark.xdist_group("models"),
+    pytest.mark.slow,
+    pytest.mark.skipif(any(find_spec(name) is None for name in LIBRARIES), reason="the extra `models` is not here"),
+]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made here, none is fetched
 TOKENS = 40
 
 

@@ -10,6 +10,7 @@ from library_models import (
     GRID,
     IS_DENSE,
     LAYOUTS,
+    MARKS,
     MODELS,
     TOKENS,
     both,
@@ -27,7 +28,7 @@ from library_models import (
     tokens,
 )
 
-pytestmark = [pytest.mark.xdist_group("models"), pytest.mark.slow]
+pytestmark = MARKS
 
 # Each model on two meshes and in two kinds of placement; together all four kinds.
 PAIRS = [

@@ -15,6 +15,7 @@ import meshloom as loom
 from library_models import (
     IS_DENSE,
     LAYOUTS,
+    MARKS,
     both,
     check_equal,
     check_gradients,
@@ -27,7 +28,7 @@ from library_models import (
     share,
 )
 
-pytestmark = pytest.mark.xdist_group("models")
+pytestmark = MARKS
 ALL = pytest.mark.parametrize("layout", LAYOUTS)
 BOTH_MESHES = pytest.mark.parametrize("layout", ["sharded", "uneven"])
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from library_models import (
+    MARKS,
     both,
     check_equal,
     check_gradients,
@@ -24,7 +25,7 @@ from library_models import (
     tokens,
 )
 
-pytestmark = [pytest.mark.xdist_group("models"), pytest.mark.slow]
+pytestmark = MARKS
 
 ROWS = [{"input_ids": row, "labels": row} for row in tokens(24, seed=5)]
 
