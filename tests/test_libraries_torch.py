@@ -104,6 +104,16 @@ def test_a_model_is_saved_and_loaded_by_name(layout, tmp_path):
     check_on_mesh(ours)
 
 
+@ALL
+def test_the_memory_of_a_view_is_a_part_of_that_of_its_base(layout):
+    """Savers compare the first and the last address of tensors to find out which of them share memory."""
+    x = share(torch.arange(40.0).view(8, 5), layout)
+    first, size = x.data_ptr(), x.element_size()
+    assert x.view(-1)[-1].data_ptr() == first + 39 * size
+    assert x[2].data_ptr() == x[2:].data_ptr() == x.narrow(0, 2, 3).data_ptr() == first + 10 * size
+    assert x[2].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 def test_tied_tensors_share_a_storage_and_no_others_do(tmp_path):
     from safetensors.torch import save_file
 
@@ -313,6 +323,18 @@ def test_a_copy_of_a_model_is_its_own():
 
 
 # what libraries ask of a tensor
+
+
+@BOTH_MESHES
+def test_other_data_may_have_another_shape(layout):
+    """What `resize_token_embeddings` does."""
+    ours = put(nn.Linear(5, 8), layout)
+    other = put(nn.Linear(5, 11), layout)
+    ours.weight.data = other.weight.data
+    assert tuple(ours.weight.shape) == tuple(ours.weight.detach().shape) == (11, 5)
+    check_equal(ours.weight, other.weight, 0.0)
+    ours.weight.sum().backward()
+    check_equal(ours.weight.grad, torch.ones(11, 5))
 
 
 @BOTH_MESHES
