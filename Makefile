@@ -1,4 +1,5 @@
-# What people run. Each command sets up .venv first if it is missing or older than the pins.
+# What people run. Each command sets up .venv first if it is missing or older than the pins: meshloom and what it needs;
+# tests add their tools and the libraries around a model.
 #   make PYTHON=python3.11 demo    another interpreter
 #   make JOBS=8 test               more test processes
 #   make SEED=17 soak              the cases of an earlier long run again
@@ -10,6 +11,7 @@ CASES ?= 100000
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TESTED := $(VENV)/.installed-for-tests
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -22,16 +24,16 @@ help: ## list the commands
 demo: $(STAMP) ## train a small GPT on a 2x4 mesh and show what happened
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## lint, types, doctests and tests
+test: $(TESTED) ## lint, types, doctests and tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --doctest-modules src/meshloom tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --doctest-modules src/meshloom tests
 
 bench: $(STAMP) ## measure against dense torch, DTensor and (with the bench extra) JAX
 	@$(BIN)/python benchmarks/run.py
 
-soak: $(STAMP) ## CASES calls of ops and CASES programs (100000) from a new SEED, and torch's databases whole
+soak: $(TESTED) ## CASES calls of ops and CASES programs (100000) from a new SEED, and torch's databases whole
 	@MESHLOOM_CASES=$(CASES) $(if $(SEED),MESHLOOM_SEED=$(SEED)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
 	    tests/test_programs.py tests/test_property.py tests/test_op_db.py tests/test_module_db.py
 
@@ -47,5 +49,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) setuptools
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) --no-build-isolation --editable '.[test]'
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+# Thousands of modules that no test imports need no compiling.
+$(TESTED): $(STAMP)
+	@echo "adding what the tests need; the first time this takes a minute"
+	@$(PIP) --no-compile --no-build-isolation --editable '.[test,models]'
 	@touch $@

@@ -59,8 +59,8 @@ def _normal(name: str) -> str:
 
 def declared_dependencies() -> set[str]:
     text = (ROOT / "pyproject.toml").read_text()
-    lists = re.findall(r"^(?:requires|dependencies|test|bench) = \[(.*)\]$", text, re.MULTILINE)
-    assert len(lists) == 4
+    lists = re.findall(r"^(?:requires|dependencies|test|models|bench) = \[(.*)\]$", text, re.MULTILINE)
+    assert len(lists) == 5
     return {_normal(name) for each in lists for name in re.findall(r'"([A-Za-z][\w.-]*)', each)}
 
 

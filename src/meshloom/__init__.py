@@ -62,6 +62,7 @@ _LAZY = {
     ),
     **dict.fromkeys(("control", "discover"), "meshloom.backends.control"),
     "process": "meshloom.backends.bindings",
+    **dict.fromkeys("from_dtensor from_device_mesh distribute_tensor".split(), "meshloom.tensor.dtensors"),
     **dict.fromkeys(("from_buffer",), "meshloom.tensor.buffers"),
     **dict.fromkeys(("accumulate", "synchronize"), "meshloom.tensor.gradient_sums"),
     **dict.fromkeys(("dropout",), "meshloom.tensor.fronts.pointwise"),

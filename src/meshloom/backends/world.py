@@ -66,6 +66,9 @@ class World:
     watch: Any = None
     groups: dict[Any, Group] = field(default_factory=dict)
     handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    device_meshes: dict[Mesh, tuple[Any, Any]] = field(
+        default_factory=dict
+    )  # torch's own, and the group it was made in
 
     @property
     def is_joined(self) -> bool:
@@ -188,6 +191,7 @@ def _leave(is_theirs: bool) -> None:
     for group in (*WORLD.groups.values(), *([WORLD.control] if WORLD.control else [])):
         object.__setattr__(group, "handle", None)
     WORLD.handles.clear()
+    WORLD.device_meshes.clear()
     if not is_theirs and dist.is_initialized() and not (WORLD.watch is not None and WORLD.watch.failure):
         dist.destroy_process_group()
 

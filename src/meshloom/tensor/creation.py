@@ -166,12 +166,17 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
 
 
 def _check_plain(data: torch.Tensor) -> torch.Tensor:
-    """A tensor of numbers, one beside the other; sparse, nested and quantized ones are not."""
+    """A tensor of numbers, one beside the other; sparse, nested and quantized ones are not, nor what is on a mesh."""
     if isinstance(data, Tensor):
         raise ArgumentError(
             "a plain tensor is wanted and this one lies on a mesh",
             tensor=data.topology,
             fix="x.to_torch() makes it dense",
+        )
+    if hasattr(data, "device_mesh"):
+        raise ArgumentError(
+            "a DTensor is on a device mesh already",
+            fix="loom.from_dtensor(d) takes it with its placements; d.full_tensor() makes it dense",
         )
     kinds = {"quantized": data.is_quantized, "nested": data.is_nested, "sparse": data.layout is not torch.strided}
     for kind, is_so in kinds.items():

@@ -20,6 +20,7 @@ from meshloom.errors import ArgumentError, GradientError
 from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Topology
 from meshloom.runtime import state
+from meshloom.tensor import dtensors
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written
 from meshloom.tensor.creation import place
@@ -416,6 +417,7 @@ _OWN: dict[str, Any] = {
     "__torch_function__": classmethod(on_torch),
     "__torch_dispatch__": classmethod(_torch_dispatch),
     "where": lambda self, condition, other: invoke("where", (condition, self, other), {}),
+    **dtensors.METHODS,
 }
 
 _attach()

@@ -9,6 +9,7 @@ from meshloom.runtime import state
 from meshloom.tensor import methods as _attached  # noqa: F401  (attaches the ops to Tensor)
 from meshloom.tensor.calling import invoke
 from meshloom.tensor.quick import call_quickly
+from meshloom.tensor.signatures import describe
 
 
 def named(name: str) -> Callable[..., Any]:
@@ -23,5 +24,4 @@ def named(name: str) -> Callable[..., Any]:
             return invoke(name, args, kwargs)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"As `torch.{name}`, on a mesh; `output=` asks for the placements of the result."
-    return function
+    return describe(function)

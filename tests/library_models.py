@@ -1,0 +1,204 @@
+"""Tiny models of public libraries with random weights, and where their parameters go: what tests of libraries share.
+
+`put` is all that a program says of meshloom: it replaces parameters by parameters on a mesh, tied ones by one. With
+MESHLOOM_DENSE=1 in the environment it leaves them dense, and every test must still pass: one that does not is wrong
+itself, whatever it says of a mesh.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+import meshloom as loom
+
+IS_DENSE = bool(os.environ.get("MESHLOOM_DENSE"))
+LIBRARIES = ("transformers", "accelerate", "peft", "lightning_fabric", "diffusers", "safetensors")
+MARKS = [  # one process of xdist imports the libraries, and the others need not
+    pytest.mark.xdist_group("models"),
+    pytest.mark.slow,
+    pytest.mark.skipif(any(find_spec(name) is None for name in LIBRARIES), reason="the extra `models` is not here"),
+]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made here, none is fetched
+TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, where the batch goes, and by patterns of names where parameters go; the rest are as `other` says."""
+
+    mesh: loom.Mesh
+    batch: str
+    other: str
+    parameters: Mapping[str, str]
+
+    def of(self, name: str, parameter: torch.Tensor) -> str:
+        """The placements of a parameter."""
+        found = next((each for pattern, each in self.parameters.items() if re.search(pattern, name)), self.other)
+        deepest = max([int(dim) for dim in re.findall(r"\d", found)], default=-1)
+        return found if deepest < parameter.dim() else ", ".join("R" for _ in self.mesh.shape)
+
+
+GRID = loom.Mesh(dp=2, tp=4)
+COLUMNS = r"(q_proj|k_proj|v_proj|gate_proj|up_proj|fc1|in_proj|dt_proj)\.(weight|bias)$"
+ROWS = r"(o_proj|out_proj|down_proj|fc2|x_proj)\.weight$"
+CONV1D = {r"(c_attn|c_fc)\.weight$": "R, S(1)", r"c_proj\.weight$": "R, S(0)", r"(c_attn|c_fc)\.bias$": "R, S(0)"}
+LAYOUTS = {
+    "data": Layout(GRID, "S(0), S(0)", "R, R", {}),
+    "tensor": Layout(
+        GRID,
+        "S(0), R",
+        "R, R",
+        {COLUMNS: "R, S(0)", ROWS: "R, S(1)", **CONV1D, r"(embed_tokens|wte|lm_head|embeddings)\.weight$": "R, S(0)"},
+    ),
+    "sharded": Layout(GRID, "S(0), S(0)", "S(0), S(0)", {}),
+    "uneven": Layout(loom.Mesh(fsdp=3), "S(0)", "S(0)", {}),
+}
+
+
+def put(model: torch.nn.Module, layout: str, device: str | None = None) -> Any:
+    """The model with its parameters on a mesh; tied ones stay tied."""
+    chosen = LAYOUTS[layout]
+    made: dict[int, tuple[Any, Any]] = {}  # with the dense one, so that no other gets its id
+    for prefix, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None and not IS_DENSE and not isinstance(p, loom.Parameter):
+                if id(p) not in made:
+                    where = chosen.of(f"{prefix}.{name}", p)
+                    made[id(p)] = p, loom.Parameter(p.detach().to(device), chosen.mesh, where, p.requires_grad)
+                module._parameters[name] = made[id(p)][1]
+    return model.to(device) if IS_DENSE and device else model
+
+
+def share(value: torch.Tensor, layout: str) -> Any:
+    """A batch on the mesh."""
+    return value if IS_DENSE else loom.distribute(value, LAYOUTS[layout].mesh, LAYOUTS[layout].batch)
+
+
+def both(model: torch.nn.Module, layout: str) -> tuple[Any, Any]:
+    """A dense model, and the same one on a mesh."""
+    return model, put(copy.deepcopy(model), layout)
+
+
+def dense(value: Any) -> torch.Tensor:
+    """The value that a tensor has, wherever it is, without its gradient."""
+    return value.detach() if type(value) in (torch.Tensor, torch.nn.Parameter) else value.detach().to_torch()
+
+
+def check_equal(ours: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    """An error unless two tensors have the same shape, dtype and values."""
+    assert tuple(ours.shape) == tuple(expected.shape)
+    torch.testing.assert_close(dense(ours), dense(expected), rtol=tolerance, atol=tolerance)
+
+
+def check_states(ours: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 2e-5) -> None:
+    """An error unless two dictionaries of tensors are equal."""
+    assert sorted(ours) == sorted(expected)
+    for name, value in expected.items():
+        check_equal(ours[name], value, tolerance)
+
+
+def check_gradients(ours: torch.nn.Module, expected: torch.nn.Module) -> None:
+    """An error unless every parameter has the gradient of its twin, and at least one has any."""
+    pairs = list(zip(ours.named_parameters(), expected.parameters(), strict=True))
+    for (name, p), q in pairs:
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            check_equal(p.grad, q.grad, 5e-5)
+    assert any(q.grad is not None for _, q in pairs)
+
+
+def check_on_mesh(model: torch.nn.Module) -> None:
+    """An error if a parameter has left the mesh."""
+    left = [name for name, p in model.named_parameters() if not IS_DENSE and not isinstance(p, loom.Parameter)]
+    assert not left, left
+
+
+def tokens(rows: int = 8, length: int = 6, seed: int = 0) -> torch.Tensor:
+    """Rows of tokens; 0, 1 and 2 are kept for padding, beginnings and ends."""
+    return torch.randint(3, TOKENS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Random numbers that begin at a seed, and go on afterwards as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def llama(**options: Any) -> Any:
+    """Grouped heads; embedding and head tied, unless options say otherwise."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kept = {"num_key_value_heads": 2, "vocab_size": TOKENS, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return _made(LlamaForCausalLM, LlamaConfig(**{**sizes, **kept, **ends, **options}))
+
+
+def gpt2(**options: Any) -> Any:
+    """Without dropout, since ours draws other numbers than torch."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": TOKENS}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    calm = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return _made(GPT2LMHeadModel, GPT2Config(**{**sizes, **ends, **calm, **options}))
+
+
+def mamba() -> Any:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "vocab_size": TOKENS}
+    return _made(MambaForCausalLM, MambaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+
+
+def whisper() -> Any:
+    """It hears 20 frames of 8 bands."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 8, "vocab_size": TOKENS}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    limits = {
+        "max_source_positions": 10,
+        "max_target_positions": 16,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    }
+    return _made(WhisperForConditionalGeneration, WhisperConfig(**sizes, **heads, **ends, **limits))
+
+
+def _made(kind: Callable[..., Any], config: Any) -> Any:
+    with seeded():
+        made = kind(config).eval()
+        for p in made.parameters():  # as they are made, next to nothing depends on the input
+            p.data += 0.2 * torch.randn_like(p)
+    return made
+
+
+MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "gpt2": gpt2, "whisper": whisper, "mamba": mamba}
+
+
+def prompt(name: str, rows: int = 4) -> dict[str, torch.Tensor]:
+    """What a model is given: tokens, or sound."""
+    if name != "whisper":
+        return {"input_ids": tokens(rows)}
+    sound = torch.randn(rows, 8, 20, generator=torch.Generator().manual_seed(1))
+    return {"input_features": sound}
+
+
+def example(name: str, rows: int = 8) -> dict[str, torch.Tensor]:
+    """What a model is trained with."""
+    given = prompt(name, rows)
+    return {**given, "labels": tokens(rows, seed=2) if name == "whisper" else given["input_ids"]}
