@@ -256,7 +256,10 @@ EXPECTED: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], Any]]] = {
         case(i([1, 2, 3]), 2, to=(i([1, 2]), i([3]))),
         case(i(TABLE), [1, 2], 1, to=(i([[1], [4]]), i([[2, 3], [5, 6]]))),
     ],
-    "tensor_split": [case(i([1, 2, 3, 4, 5]), (3,), to=(i([1, 2, 3]), i([4, 5]))), case(i([1, 2, 3]), 2, to=(i([1, 2]), i([3])))],
+    "tensor_split": [
+        case(i([1, 2, 3, 4, 5]), (3,), to=(i([1, 2, 3]), i([4, 5]))),
+        case(i([1, 2, 3]), 2, to=(i([1, 2]), i([3]))),
+    ],
     "chunk": [case(i([1, 2, 3, 4, 5]), 3, to=(i([1, 2]), i([3, 4]), i([5])))],
     "cat": [case([i([1]), f([0.5])], to=f([1, 0.5])), case([b([[True]]), b([[False]])], dim=1, to=b([[True, False]]))],
     "stack": [case([i([1, 2]), i([3, 4])], dim=-1, to=i([[1, 3], [2, 4]]))],

@@ -16,7 +16,7 @@ from torch import nn
 
 import meshloom as loom
 import ranks
-from meshloom import ArgumentError, LostError, MeshError, Replicate, Shard, UnsupportedError
+from meshloom import LostError, MeshError, Replicate, Shard, UnsupportedError
 
 MESH = loom.Mesh(dp=2, tp=2)
 OTHER = loom.Mesh(x=3)
@@ -118,16 +118,15 @@ a parameter was asked for on another mesh than that of its tensor
     )
 
 
-def test_torchs_own_parameter_refuses_a_tensor_on_a_mesh_and_names_ours():
-    with pytest.raises(ArgumentError) as caught:
-        nn.Parameter(loom.zeros(4, 6, mesh=MESH, placements="S(0), R"))
-    assert (
-        str(caught.value)
-        == """\
-torch.nn.Parameter does not take a tensor on a mesh
-  tensor  f32[4, 6](S(0), R) on Mesh(dp=2, tp=2)
-  fix     use loom.Parameter(x); load_state_dict without assign=True copies into parameters that are on a mesh"""
-    )
+def test_torchs_own_parameter_takes_a_tensor_on_a_mesh():
+    made = nn.Parameter(loom.zeros(4, 6, mesh=MESH, placements="S(0), R"))
+    assert isinstance(made, nn.Parameter) and isinstance(made, loom.Parameter) and made.requires_grad
+    assert str(made.topology) == "f32[4, 6](S(0), R) on Mesh(dp=2, tp=2)"
+    module = nn.Linear(6, 4, bias=False)
+    module.load_state_dict({"weight": made.detach() + 1}, assign=True)
+    assert isinstance(module.weight, loom.Parameter)
+    module(loom.ones(2, 6, mesh=MESH)).sum().backward()
+    assert module.weight.grad.placements == made.placements
 
 
 def test_a_tensor_of_two_processes_is_refused_by_one_at_its_first_use():

@@ -19,7 +19,7 @@ from meshloom.runtime import Log
 
 NAMES = """
 ArgumentError BindingError BoundsError ClosedError CommunicationError CommunicationWarning DTypeError DeviceError
-DeviceTimeoutError DivergenceError Explanation FabricError FallbackWarning Gradient GradientError LaunchError LostError
+DeviceTimeoutError DivergenceError Explanation FabricError FallbackWarning GradientError LaunchError LostError
 Machine Mesh MeshError MeshloomError ModeError NotationError OperandError OutOfMemoryError Parameter Partial Placement
 PlacementError RaceError Replicate ScheduleError ShapeError Shard Simulation Tensor Topology TraceError UncoveredError
 UnsupportedError ViewError arange bernoulli choose collectives communication communication_table control current_mesh

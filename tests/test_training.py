@@ -273,7 +273,7 @@ def test_a_deep_copy_shares_nothing_and_keeps_everything(layout: str) -> None:
     copied = copy.deepcopy(module)
     assert copied.head.weight is copied.words.weight
     for mine, theirs in zip(copied.parameters(), module.parameters(), strict=True):
-        assert type(mine) is loom.Parameter
+        assert isinstance(mine, loom.Parameter)
         assert mine.topology is theirs.topology
         assert mine.requires_grad
     with torch.no_grad():
@@ -303,7 +303,7 @@ def test_modules_states_and_parameters_survive_saving(layout: str) -> None:
         if target is not loaded:
             target.load_state_dict(loaded)
         for (name, mine), theirs in zip(target.named_parameters(), module.parameters(), strict=True):
-            assert type(mine) is loom.Parameter, name
+            assert isinstance(mine, loom.Parameter), name
             assert mine.topology is theirs.topology
             check_same(mine, theirs.detach().to_torch())
     again = pickle.loads(pickle.dumps(module.words.weight))
