@@ -51,7 +51,7 @@ count_nonzero cummax cummin cumprod cumsum kthvalue linalg_vector_norm logcumsum
 nanmedian nansum std
 addbmm addmm addmv addr baddbmm batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits ger
 group_norm huber_loss inner kl_div l1_loss mse_loss nll_loss outer poisson_nll_loss rms_norm smooth_l1_loss
-soft_margin_loss tensordot vdot
+soft_margin_loss tensor_split tensordot vdot
 adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
 argsort avg_pool1d avg_pool2d avg_pool3d broadcast_to bucketize cholesky_inverse cholesky_solve conv1d conv2d conv3d
 conv_transpose1d conv_transpose2d conv_transpose3d det diag_embed diagonal flip gather index index_add index_copy

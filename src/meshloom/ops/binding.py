@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Sequence
 from functools import cache
@@ -29,7 +30,28 @@ _RENAMED = {
 
 @cache
 def _signature(text: str) -> inspect.Signature:
-    return inspect.signature(eval(f"lambda {text}: None"))
+    """The signature of a function with these parameters; defaults are literals.
+
+    >>> str(_signature("input, *shape, dim=-1"))
+    '(input, *shape, dim=-1)'
+    """
+    written = ast.parse(f"def op({text}): ...").body[0]
+    assert isinstance(written, ast.FunctionDef)
+    given = written.args
+    defaults = [None] * (len(given.args) - len(given.defaults)) + [*given.defaults]
+    found = [_parameter(each, _PLACE, default) for each, default in zip(given.args, defaults, strict=True)]
+    if given.vararg is not None:
+        found.append(_parameter(given.vararg, inspect.Parameter.VAR_POSITIONAL, None))
+    found += [_parameter(each, _NAME, value) for each, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    return inspect.Signature(found)
+
+
+_PLACE, _NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+def _parameter(written: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
+    value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
+    return inspect.Parameter(written.arg, kind, default=value)
 
 
 def bind(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

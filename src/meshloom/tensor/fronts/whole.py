@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,32 +16,13 @@ from meshloom.runtime import state
 from meshloom.tensor.calling import Front, invoke, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts.casting import cast
+from meshloom.tensor.fronts.composed import COMPOSED
 from meshloom.tensor.fronts.pointwise import dropout
 
 LOSSES = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.poisson_nll_loss,
     F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div, F.nll_loss, F.cross_entropy,
 )  # fmt: skip
-
-# torch's functions in Python that are made of others
-COMPOSED = (
-    F.local_response_norm, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d,
-    F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss,
-)  # fmt: skip
-
-
-def _composed(function: Any) -> Front:
-    """torch's own body, in which nothing is handed over as a whole: the ops in it come to us one by one."""
-    body = FunctionType(function.__code__, _NAMES, function.__name__, function.__defaults__, function.__closure__)
-    body.__kwdefaults__ = function.__kwdefaults__
-    return body
-
-
-def _never(*_: Any) -> bool:
-    return False
-
-
-_NAMES = {name: _never if name.startswith("has_torch_function") else each for name, each in vars(F).items()}
 
 
 def _softmax(name: str) -> Callable[..., Any]:
@@ -264,7 +245,7 @@ def _einsum(equation: Any, *operands: Any, output: Any = None) -> Any:
 WHOLE: dict[str, Front] = {
     "embedding": _embedding,
     **{function.__name__: _loss(function) for function in LOSSES},
-    **{function.__name__: _composed(function) for function in COMPOSED},
+    **COMPOSED,
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
     "softmin": _softmin,
