@@ -15,7 +15,19 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import blockfloat, first_calls, gpt, moves, page, peers, prediction, report, results, runtime
+from benchmarks import (
+    blockfloat,
+    first_calls,
+    gpt,
+    moves,
+    optimizers,
+    page,
+    peers,
+    prediction,
+    report,
+    results,
+    runtime,
+)
 from benchmarks.results import OURS, Row, figures, verdict
 from benchmarks.timing import duel
 from benchmarks.works import Spec, all_works
@@ -83,7 +95,7 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
 
 
 def _specs(devices: Sequence[int]) -> list[Spec]:
-    beside = (gpt, runtime, blockfloat, first_calls)
+    beside = (gpt, runtime, blockfloat, first_calls, optimizers)
     return [*all_works(devices), *(spec for module in beside for spec in module.works(devices))]
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -207,27 +208,35 @@ def _memory(devices: int) -> Spec:
     return Spec("memory", "replicated 4 MB", (devices,), make, goals.REPLICATED, "copies")
 
 
-# Calls of the hot path, over plain torch on the same array: (x, w) to a result.
-_HOT: dict[str, Callable[..., object]] = {
-    "a * 2.0": lambda x, w: x * 2.0,
-    "a.relu()": lambda x, w: x.relu(),
-    "F.linear(a, w)": lambda x, w: F.linear(x, w),
-    "a[0]": lambda x, w: x[0],
-    "a.sum()": lambda x, w: x.sum(),
+# Calls of the hot path, over plain torch on the same array: (x, w, b) to a result, and the microseconds they may add.
+_HOT: dict[str, tuple[Callable[..., Any], float]] = {
+    "a + b, with gradients": (lambda x, w, b: x + x, 2.4),
+    "a * 2.0": (lambda x, w, b: x * 2.0, 2.0),
+    "a.relu()": (lambda x, w, b: x.relu(), 2.0),
+    "torch.matmul(a, w)": (lambda x, w, b: torch.matmul(x, w), 4.0),
+    "F.linear(a, w)": (lambda x, w, b: F.linear(x, w), 4.0),
+    "F.layer_norm(a, [32], b, b)": (lambda x, w, b: F.layer_norm(x, (32,), b, b), 6.0),
+    "a[0]": (lambda x, w, b: x[0], 4.0),
+    "a.sum()": (lambda x, w, b: x.sum(), 4.0),
+    "a.add_(b)": (lambda x, w, b: x.add_(x), 2.2),
 }
 
 
 def _hot(call: str, devices: int) -> Spec:
-    function = _HOT[call]
+    function, most = _HOT[call]
 
     def make() -> Pair:
         mesh = loom.open_mesh((devices,))
-        x, w = torch.randn(32 * devices, 32), torch.randn(32, 32)
-        a, v = loom.distribute(x, mesh, "S(0)"), loom.distribute(w, mesh, "R")
-        _check(function(a, v), function(x, w), call)  # type: ignore[arg-type]
-        return Pair(lambda: function(a, v), lambda: function(x, w))
+        x, w, b = torch.randn(32 * devices, 32), torch.randn(32, 32), torch.randn(32)
+        if call == "a.add_(b)":
+            x.zero_()
+        a, v, c = loom.distribute(x, mesh, "S(0)"), loom.distribute(w, mesh, "R"), loom.distribute(b, mesh, "R")
+        if "gradients" in call:
+            a, x = a.requires_grad_(), x.requires_grad_()
+        _check(function(a, v, c), function(x, w, b), call)
+        return Pair(lambda: function(a, v, c), lambda: function(x, w, b))
 
-    return Spec("call", call, (devices,), make, None, "extra_us", seconds=0.4)
+    return Spec("call", call, (devices,), make, Goal("extra_us", most, " us"), "extra_us", seconds=0.4)
 
 
 def _all_reduce(new: bool) -> Spec:

@@ -1,0 +1,97 @@
+"""Optimizers on parameters of a mesh, each against dense torch with the same arguments; a step of a public Llama."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+import meshloom as loom
+from benchmarks.goals import Goal
+from benchmarks.works import Pair, Spec, WrongAnswer
+
+MESH = (2, 4)
+STEPS = {"default": ({}, 2.0), "foreach": ({"foreach": True}, 1.5), "fused": ({"fused": True}, 1.5)}
+SHAPES = [(64, 64), (64,), (128, 64)] * 7  # 21 small parameters
+
+
+def works(devices: Sequence[int]) -> list[Spec]:
+    """The works on a mesh of 8, if that is asked for."""
+    if math.prod(MESH) not in devices:
+        return []
+    found = [
+        Spec("AdamW step", f"21 parameters, {name}", MESH, partial(_step, options), Goal("ratio", most))
+        for name, (options, most) in STEPS.items()
+    ]
+    if find_spec("transformers") is not None:
+        found.append(Spec("Llama step", "tiny, tensor-parallel, AdamW", MESH, _llama, Goal("ratio", 1.25), seconds=4.0))
+    return found
+
+
+def _step(options: dict[str, Any]) -> Pair:
+    mesh = loom.open_mesh(MESH, axes=("dp", "tp"))
+    values = [torch.randn(shape) for shape in SHAPES]
+    dense = [torch.nn.Parameter(each.clone()) for each in values]
+    ours = [loom.Parameter(each, mesh, {"tp": loom.Shard(0)}) for each in values]
+    for mine, theirs in zip(ours, dense, strict=True):
+        theirs.grad = torch.randn_like(theirs)
+        mine.grad = theirs.grad.clone()
+    mine_step, their_step = torch.optim.AdamW(ours, **options).step, torch.optim.AdamW(dense, **options).step
+    mine_step()
+    their_step()
+    _check_all(ours, dense)
+    return Pair(mine_step, their_step)
+
+
+def _check_all(ours: Sequence[Any], dense: Sequence[torch.Tensor]) -> None:
+    for mine, theirs in zip(ours, dense, strict=True):
+        if not torch.allclose(mine.detach().to_torch(), theirs, rtol=1e-4, atol=1e-5):
+            raise WrongAnswer(f"a parameter differs from dense: {mine.topology}")
+
+
+def _llama() -> Pair:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    dense, ours = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    ours.load_state_dict(dense.state_dict())
+    mesh = loom.open_mesh(MESH, axes=("dp", "tp"))
+    for name, module in ours.named_modules():
+        for each, value in list(module._parameters.items()):
+            if value is not None:
+                module._parameters[each] = loom.Parameter(value.detach(), mesh, _placements(name))
+    tokens = torch.randint(0, 256, (8, 32))
+    placed = loom.distribute(tokens, mesh, {"dp": loom.Shard(0)})
+    steps = _train(ours, placed), _train(dense, tokens)
+    losses = [float(step()) for step in steps]
+    if not math.isclose(*losses, rel_tol=1e-4):
+        raise WrongAnswer(f"the loss is {losses[0]} and dense has {losses[1]}")
+    _check_all(list(ours.parameters()), list(dense.parameters()))
+    return Pair(*steps)
+
+
+def _placements(name: str) -> dict[str, loom.Placement]:
+    """Columns of the first projections and rows of the second, as Megatron has them."""
+    if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+        return {"tp": loom.Shard(0)}
+    return {"tp": loom.Shard(1)} if name.endswith(("o_proj", "down_proj")) else {}
+
+
+def _train(model: Any, tokens: Any) -> Callable[[], Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
