@@ -39,7 +39,6 @@ __all__ = [
     'Explanation',
     'FabricError',
     'FallbackWarning',
-    'Gradient',
     'GradientError',
     'LaunchError',
     'LostError',
@@ -428,6 +427,7 @@ __all__ = [
     'tan',
     'tanh',
     'tanhshrink',
+    'tensor_split',
     'tensordot',
     'threshold',
     'tile',
@@ -552,7 +552,6 @@ class _triangular_solve(tuple[Tensor, Tensor]):
 from meshloom.observe.scopes import CommunicationWarning as CommunicationWarning
 from meshloom.observe.explain import Explanation as Explanation
 from meshloom.observe.scopes import FallbackWarning as FallbackWarning
-from meshloom.tensor.parameter import Gradient as Gradient
 from meshloom.observe.simulate import Simulation as Simulation
 from meshloom.tensor.gradient_sums import accumulate as accumulate
 def arange(*bounds: Any, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: Any=None, requires_grad: _bool=False) -> Tensor: ...
@@ -2503,6 +2502,12 @@ def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: _int | None=
 def tan(input: torch.Tensor, *, out: torch.Tensor | None=None, output: Placements | None=None) -> Tensor: ...
 def tanh(input: torch.Tensor, *, out: torch.Tensor | None=None, output: Placements | None=None) -> Tensor: ...
 def tanhshrink(input: Any, *, output: Placements | None=None) -> Tensor: ...
+@overload
+def tensor_split(input: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: _int=0, *, output: Placements | None=None) -> tuple[Tensor, ...]: ...
+@overload
+def tensor_split(input: torch.Tensor, sections: _int | SymInt, dim: _int=0, *, output: Placements | None=None) -> tuple[Tensor, ...]: ...
+@overload
+def tensor_split(input: torch.Tensor, indices: Sequence[_int | SymInt], dim: _int=0, *, output: Placements | None=None) -> tuple[Tensor, ...]: ...
 def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any=2, *, output: Placements | None=None) -> Tensor: ...
 def threshold(input: torch.Tensor, threshold: Number | _complex, value: Number | _complex, *, out: torch.Tensor | None=None, output: Placements | None=None) -> Tensor: ...
 def tile(input: torch.Tensor, dims: Sequence[_int | SymInt], *, output: Placements | None=None) -> Tensor: ...

@@ -309,7 +309,7 @@ class Resolved:
         return results
 
     def _perform(self) -> Any:
-        datas = [tensor._data for tensor in self.tensors]
+        datas = _on_meta_together([tensor._data for tensor in self.tensors])
         known, watched = self.known, None
         if known and state.plain:
             kernel = self.entry.kernel
@@ -374,6 +374,13 @@ class Resolved:
             return function(*positional, **named)
 
         return run
+
+
+def _on_meta_together(datas: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Arrays of which one has no data, all without: masks and positions keep theirs in a dry run."""
+    if not any(data.is_meta for data in datas):
+        return datas
+    return [data if data.is_meta else data.to("meta") for data in datas]
 
 
 def _follow_to_meta(plain: list[Tensor], tensors: list[Tensor]) -> None:

@@ -14,15 +14,16 @@ import torch
 
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.moving import shadowed, to_torch
+from meshloom.tensor.views import recipe_of
 
 
 class Copy:
-    """The dense value of a stored array, as it was at a version."""
+    """The dense value of a stored array, as it was at a version; it keeps the array, whose address is its key."""
 
-    __slots__ = ("__weakref__", "dense", "version")
+    __slots__ = ("__weakref__", "dense", "source", "version")
 
-    def __init__(self, dense: torch.Tensor, version: int) -> None:
-        self.dense, self.version = dense, version
+    def __init__(self, dense: torch.Tensor, source: torch.Tensor) -> None:
+        self.dense, self.source, self.version = dense, source, source._version
 
 
 _copies: weakref.WeakValueDictionary[tuple[Any, ...], Copy] = weakref.WeakValueDictionary()
@@ -32,6 +33,11 @@ def dense_of(tensor: Tensor) -> torch.Tensor:
     """The dense value as an array whose memory can be read, kept alive by the tensor."""
     tensor = shadowed(tensor)
     data, topology = tensor._data, tensor.topology
+    recipe = recipe_of(tensor)
+    if recipe is not None:  # in the memory of its base, as torch has it, where what it reads there lies in a row
+        found = recipe.of_dense(dense_of(tensor._view[0]))
+        if found.is_contiguous():
+            return found
     if data.is_meta or (topology.is_whole and tuple(data.shape) == topology.shape and data.is_contiguous()):
         return data
     key = data.untyped_storage()._cdata, data.storage_offset(), data.stride(), topology
@@ -39,10 +45,10 @@ def dense_of(tensor: Tensor) -> torch.Tensor:
     if copy is None or copy.version != data._version:
         dense = to_torch(tensor).detach().contiguous()
         if copy is None:
-            copy = _copies[key] = Copy(dense, data._version)
+            copy = _copies[key] = Copy(dense, data)
         else:  # in the memory that others may have a pointer to
             copy.dense.copy_(dense)
-            copy.version = data._version
+            copy.source, copy.version = data, data._version
     tensor._dense = copy
     return copy.dense
 

@@ -57,7 +57,10 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
                     return run_split(name, entry, self, other)
                 direct = entry.direct
                 if direct is not None:
-                    result = direct(self._data, other._data)
+                    try:
+                        result = direct(self._data, other._data)
+                    except RuntimeError:  # in the general way: beside one without data, or with a better error
+                        return call(name, (self, other), {})
                 else:
                     kernel = entry.kernel
                     function = kernel.bound if kernel.bound is not None else function_of(name)
@@ -326,14 +329,18 @@ def _data_of(self: Tensor) -> Tensor:
 
 
 def _set_data(self: Tensor, value: Any) -> None:
-    if value.shape != self.shape:
-        raise ArgumentError(f"data of shape {list(value.shape)} for a tensor of {list(self.shape)}")
-    placed = _placed(value, self.topology)
+    """Another value, of another shape and dtype as well; it has our placements where it has our dims."""
+    placed = _placed(value, self.topology) if value.ndim == self.ndim else _as_it_is(value, self.mesh)
     self._data.data = placed._data.detach()
-    if placed.dtype != native(self, "dtype"):
+    if placed.dtype != native(self, "dtype") or placed.shape != native(self, "shape"):
         with torch._C.DisableTorchFunctionSubclass():
             torch._C.TensorBase.data.__set__(self, placed.detach())  # type: ignore[attr-defined]
-    self.topology = self.topology.with_dtype(placed.topology.dtype)
+    self.topology = placed.topology
+
+
+def _as_it_is(value: Any, mesh: Any) -> Tensor:
+    on_mesh = isinstance(value, Tensor) and value.mesh == mesh
+    return value if on_mesh else place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, mesh, {})
 
 
 def _torch_dispatch(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -123,7 +123,12 @@ def call_quickly(head: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
                 key.append(each.__class__)
     found = QUICK.get(tuple(key))
     if found is not None:
-        return found.call(tensors, datas, kwargs)
+        try:
+            return found.call(tensors, datas, kwargs)
+        except RuntimeError:
+            if len({each.is_meta for each in datas if each.__class__ is torch.Tensor}) < 2:
+                raise
+            return invoke(name, args, kwargs, function)  # beside one without data the others count for their shapes
     return _call_first(tuple(key), tensors, name, args, kwargs, function)
 
 

@@ -33,6 +33,8 @@ class Shadows:
 
     def _make(self, tensor: Tensor) -> Tensor:
         data = STORED.__get__(tensor)  # as it is: nothing is made again for the sake of its shape
+        if _has_known_values(tensor):
+            return Tensor(tensor.topology, tensor._data.clone())
         shape = torch.empty_like(data, device="meta", requires_grad=False)
         if data.requires_grad:
             shape.requires_grad_()
@@ -40,10 +42,19 @@ class Shadows:
         made = Tensor(tensor.topology, shape)
         if tensor._view is not None:
             view = moved_view(tensor)
-            made._view = (self.of(tensor._view[0]) if view is not None else made, view is not None)
+            made._view = (self.of(tensor._view[0]) if view is not None else made, view is not None, None)
             if view is not None:
                 ask(made, MovedView(self.of(view.base), view.recipe, view.tracked))
         return made
+
+
+def _has_known_values(tensor: Tensor) -> bool:
+    """Whether it is computed with while something is explained: whole numbers and masks, which programs branch on.
+
+    On a mesh that processes split they would communicate, and there they have no values.
+    """
+    kind = tensor.dtype
+    return not (kind.is_floating_point or kind.is_complex or tensor.topology.mesh.is_split)
 
 
 class Untouched(TorchFunctionMode):

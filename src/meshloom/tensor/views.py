@@ -92,10 +92,19 @@ def attach(base: Tensor, views: Sequence[Tensor], name: str, args: tuple[Any, ..
     """Tie results of a view op to their base."""
     data, has_moved = base._data, moved_view(base) is not None
     for i, view in enumerate(views):
-        recipe = None
+        made = name, args, kwargs, i if len(views) > 1 or name in _SEVERAL else None
         if has_moved or not is_alias(view._data, data):
-            recipe = Recipe(name, args, kwargs, i if len(views) > 1 or name in _SEVERAL else None)
-        tie(view, base, recipe)
+            tie(view, base, Recipe(*made))
+        else:
+            view._view = (base, False, made)
+
+
+def recipe_of(tensor: Tensor) -> Recipe | None:
+    """How a view was made of its base; None of what is no view, or was made by a function without a rule."""
+    moved = moved_view(tensor)
+    if moved is not None or tensor._view is None:
+        return None if moved is None else moved.recipe
+    return None if tensor._view[2] is None else Recipe(*tensor._view[2])
 
 
 _SEVERAL = frozenset("split chunk unbind tensor_split".split())
@@ -104,9 +113,9 @@ _SEVERAL = frozenset("split chunk unbind tensor_split".split())
 def tie(view: Tensor, base: Tensor, recipe: Recipe | None) -> None:
     """Tie a view to its base; with a recipe if they do not share memory."""
     if recipe is None:
-        view._view = (base, False)
+        view._view = (base, False, None)
     elif not (recipe.name in ("reshape", "flatten", "ravel") and _is_copied(base, recipe)):
-        view._view = (base, True)
+        view._view = (base, True, None)
         moved, data = MovedView(base, recipe, torch.is_grad_enabled()), view._data
         ask(view, moved)
         moved.give(view, data)

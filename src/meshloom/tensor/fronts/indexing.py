@@ -202,6 +202,14 @@ def _fixed_shape(name: str) -> Front:
     return front
 
 
+def _set_(input: Any, source: Any = None, *rest: Any, **kwargs: Any) -> Any:
+    """The memory of another tensor, as `x.data = source`; of storages and offsets a mesh knows nothing."""
+    if rest or kwargs or not isinstance(source, Tensor) or source.dtype != input.dtype:
+        return _fixed_shape("set_")(input)
+    input.data = source
+    return input
+
+
 def _view(input: Any, *shape: Any, **kwargs: Any) -> Any:
     if (shape and isinstance(shape[0], torch.dtype)) or isinstance(kwargs.get("dtype"), torch.dtype):
         return fallback(torch.Tensor.view, (input, *shape), kwargs, "view")
@@ -242,5 +250,6 @@ INDEXING: dict[str, Front] = {
     "index_put_": _index_put_,
     **{f"{name}_": _rewriting(name) for name in _REWRITING},
     **{f"{name}_": _turned(name) for name in _TURNING},
-    **{name: _fixed_shape(name) for name in ("set_", "resize_", "resize_as_", "as_strided_")},
+    "set_": _set_,
+    **{name: _fixed_shape(name) for name in ("resize_", "resize_as_", "as_strided_")},
 }
