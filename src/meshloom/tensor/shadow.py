@@ -40,7 +40,8 @@ class Shadows:
         made = Tensor(tensor.topology, shape)
         if tensor._view is not None:
             view = moved_view(tensor)
-            made._view = (self.of(tensor._view[0]) if view is not None else made, view is not None)
+            shared = view is not None or tensor._recipe is not None
+            made._view, made._recipe = (self.of(tensor._view[0]) if shared else made, view is not None), tensor._recipe
             if view is not None:
                 ask(made, MovedView(self.of(view.base), view.recipe, view.tracked))
         return made
