@@ -97,7 +97,8 @@ class Gathered:
 
     def _gather(self, tensor: Tensor, given: Any) -> torch.Tensor:
         tensor = shadowed(tensor)
-        if self.name.endswith("_") and (tensor._recipe is not None or tensor._data.requires_grad):
+        is_written = self.name.endswith("_") and self.given and given is self.given[0]
+        if is_written and (tensor._recipe is not None or tensor._data.requires_grad):
             if tensor._recipe is not None:
                 return self._gather_base(tensor, given)
             data = to_dense(made_anew(tensor), self.name)

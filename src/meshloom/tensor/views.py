@@ -76,7 +76,9 @@ class MovedView:
 
     def give(self, tensor: Tensor, data: torch.Tensor) -> None:
         """Give the view its array. Torch calls a view that was made without gradients tracked if its base is."""
-        if not self.tracked and not self.is_detached and self.source.requires_grad and data.is_floating_point():
+        if self.is_detached:
+            data = data.detach()
+        elif not self.tracked and self.source.requires_grad and data.is_floating_point():
             with torch.no_grad():
                 data = data.detach().requires_grad_().view_as(data)  # tracked as such a view is: it leads nowhere
         STORED.__set__(tensor, data)

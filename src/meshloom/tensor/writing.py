@@ -138,7 +138,7 @@ def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
         there = source.topology.with_placements(tensor.placements)
     view = moved_view(tensor)
     if view is not None:
-        _write_base(view, source, name)
+        _write_base(view, source, name) if not view.is_detached else _write_detached(view, tensor, source, there, name)
     elif _is_folded(tensor):
         _overwrite(tensor, source, name)
     else:
@@ -189,6 +189,15 @@ def _write_shared(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict
         ) from error
     note_write(target)
     return target
+
+
+def _write_detached(view: MovedView, tensor: Tensor, source: Tensor, there: Topology, name: str) -> None:
+    """Write into the base of a view without its graph: the base's history does not change, the view's may begin."""
+    with torch.no_grad():
+        _write_base(view, Tensor(source.topology, source._data.detach()), name)
+    if torch.is_grad_enabled() and source._data.requires_grad:
+        tensor._data.copy_(carry(source, there, name))
+        tensor._mirror()
 
 
 def _write_base(view: MovedView, source: Tensor, name: str) -> None:
