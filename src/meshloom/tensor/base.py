@@ -87,6 +87,7 @@ class Tensor(torch.Tensor):
     topology: Topology
     _data: torch.Tensor
     _view: Any = None
+    _recipe: Any = None  # how a view was made in which several elements lie in one place
     _number: int = 0  # what it was made from, as a number that is the same in every process; 0 is not known
     _is_param = False  # torch's mark of a parameter of another class than its own
 

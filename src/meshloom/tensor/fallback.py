@@ -27,7 +27,7 @@ from meshloom.tensor.dispatch import find_mesh
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked
 from meshloom.tensor.joining import refuse_transforms
 from meshloom.tensor.moving import same_storage, shadowed, to_dense
-from meshloom.tensor.views import Recipe, is_alias, moved_view, tie
+from meshloom.tensor.views import Recipe, is_alias, made_anew, moved_view, path_of, tie
 from meshloom.tensor.writing import assign
 
 _said: set[tuple[str, str]] = set()  # functions and lines that a warning has named
@@ -64,6 +64,7 @@ class Operand:
     dense: torch.Tensor
     version: int
     moved: bool
+    whole: tuple[Tensor, torch.Tensor] | None = None  # what is written: the base of a view, with its dense value
 
 
 class Gathered:
@@ -96,13 +97,31 @@ class Gathered:
 
     def _gather(self, tensor: Tensor, given: Any) -> torch.Tensor:
         tensor = shadowed(tensor)
-        data = to_dense(tensor, self.name)
+        is_written = self.name.endswith("_") and self.given and given is self.given[0]
+        if is_written and (tensor._recipe is not None or tensor._data.requires_grad):
+            if tensor._recipe is not None:
+                return self._gather_base(tensor, given)
+            data = to_dense(made_anew(tensor), self.name)
+        else:
+            data = to_dense(tensor, self.name)
         if not data.is_contiguous():  # as a dense tensor would be: some functions look at strides
             data = data.contiguous()
         if moved_view(tensor) is not None and same_storage(data, tensor._data):
             data = data.clone()
         moved = bool(moves(tensor.topology, tensor.topology.replicated, state.machine))
         self.operands.append(Operand(tensor, given, data, data._version, moved))
+        return data
+
+    def _gather_base(self, tensor: Tensor, given: Any) -> torch.Tensor:
+        """A view of which several elements lie in one place, as a view of its dense base."""
+        base, recipes = path_of(tensor)
+        whole = to_dense(made_anew(base), self.name)
+        whole = whole.clone() if same_storage(whole, base._data) else whole
+        data = whole
+        for recipe in recipes:
+            data = recipe.of_dense(data)
+        moved = bool(moves(base.topology, base.topology.replicated, state.machine))
+        self.operands.append(Operand(tensor, given, data, data._version, moved, (base, whole)))
         return data
 
     def write_back(self) -> None:
@@ -117,7 +136,8 @@ class Gathered:
                 )
             if data._version == operand.version or same_storage(data, tensor._data):
                 continue
-            assign(tensor, Tensor(tensor.topology.replicated, data), self.name)
+            base, whole = operand.whole or (tensor, data)
+            assign(base, Tensor(base.topology.replicated, whole), self.name)
 
     def note(self) -> None:
         """Say that a call went through the fallback, in every open log."""

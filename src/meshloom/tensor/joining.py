@@ -241,8 +241,8 @@ def refuse_plain_results(tensor: Tensor) -> None:
                 "x.shard_at(at) and loom.from_local",
             )
 
-    with torch._C.DisableTorchFunctionSubclass():
-        torch.Tensor.register_hook(tensor, refuse)
+    with torch._C.DisableTorchFunctionSubclass():  # torch's register_hook would look at the array's node
+        _base._backward_hooks.__set__(tensor, {0: refuse})
 
 
 def transforms_refused() -> UnsupportedError:

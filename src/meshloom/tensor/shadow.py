@@ -42,7 +42,9 @@ class Shadows:
         made = Tensor(tensor.topology, shape)
         if tensor._view is not None:
             view = moved_view(tensor)
-            made._view = (self.of(tensor._view[0]) if view is not None else made, view is not None, None)
+            shared = view is not None or tensor._recipe is not None
+            made._view = (self.of(tensor._view[0]) if shared else made, view is not None, None)
+            made._recipe = tensor._recipe
             if view is not None:
                 ask(made, MovedView(self.of(view.base), view.recipe, view.tracked))
         return made

@@ -76,8 +76,11 @@ class MovedView:
 
     def give(self, tensor: Tensor, data: torch.Tensor) -> None:
         """Give the view its array. Torch calls a view that was made without gradients tracked if its base is."""
-        if not self.tracked and not self.is_detached and self.source.requires_grad and data.is_floating_point():
-            data = data.detach().requires_grad_()
+        if self.is_detached:
+            data = data.detach()
+        elif not self.tracked and self.source.requires_grad and data.is_floating_point():
+            with torch.no_grad():
+                data = data.detach().requires_grad_().view_as(data)  # tracked as such a view is: it leads nowhere
         STORED.__set__(tensor, data)
         tensor._mirror_to(data.requires_grad)
 
@@ -91,12 +94,15 @@ def moved_view(tensor: Tensor) -> MovedView | None:
 def attach(base: Tensor, views: Sequence[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tie results of a view op to their base."""
     data, has_moved = base._data, moved_view(base) is not None
+    shares = name in _WIDE or base._recipe is not None
     for i, view in enumerate(views):
         made = name, args, kwargs, i if len(views) > 1 or name in _SEVERAL else None
         if has_moved or not is_alias(view._data, data):
             tie(view, base, Recipe(*made))
         else:
             view._view = (base, False, made)
+        if shares and view._view is not None:
+            view._recipe = Recipe(*made)
 
 
 def recipe_of(tensor: Tensor) -> Recipe | None:
@@ -107,6 +113,7 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
     return None if tensor._view[2] is None else Recipe(*tensor._view[2])
 
 
+_WIDE = frozenset("expand unfold".split())  # several elements of their results may lie in one place
 _SEVERAL = frozenset("split chunk unbind tensor_split".split())
 
 
@@ -141,18 +148,52 @@ def dense_like(tensor: Tensor) -> torch.Tensor:
     if tensor._view is None:
         return torch.empty(tensor.topology.shape, dtype=tensor._data.dtype, device="meta")
     view = moved_view(tensor)
-    if view is not None:
-        return view.recipe.of_dense(dense_like(view.base))
+    recipe = tensor._recipe if view is None else view.recipe
+    if recipe is not None:
+        return recipe.of_dense(dense_like(base_of(tensor)))
     data = tensor._data
     if tuple(data.shape) == tensor.topology.shape:
         return torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
     return torch.empty(tensor.topology.shape, dtype=data.dtype, device="meta")
 
 
+def base_of(view: Tensor) -> Tensor:
+    """The tensor that a view was made of."""
+    moved = moved_view(view)
+    base: Tensor = view._view[0] if moved is None else moved.base
+    return base
+
+
+def path_of(view: Tensor) -> tuple[Tensor, list[Recipe]]:
+    """The tensor whose elements lie apart behind a view whose elements do not, and how the view is made of it."""
+    recipes: list[Recipe] = []
+    while view._recipe is not None:
+        recipes.insert(0, view._recipe)
+        view = base_of(view)
+    return view, recipes
+
+
+def made_anew(tensor: Tensor) -> Tensor:
+    """A view as its base gives it now: torch forgets the hooks of views that are written through."""
+    if not (torch.is_grad_enabled() and tensor._view is not None and tensor._data.requires_grad):
+        return tensor
+    view, data = moved_view(tensor), tensor._data
+    if view is not None:
+        return redistribute(view.recipe.of_tensor(made_anew(view.base)), tensor.topology.placements)
+    root = data._base
+    if root is None or root.dtype != data.dtype or not _is_hooked(tensor):
+        return tensor
+    return Tensor(tensor.topology, root.as_strided(data.shape, data.stride(), data.storage_offset()))
+
+
+def _is_hooked(tensor: Tensor) -> bool:
+    return bool(tensor._data._backward_hooks) or (tensor._view is not None and _is_hooked(tensor._view[0]))
+
+
 def detach_view(tensor: Tensor, made: Tensor) -> Tensor:
     """A tensor without its graph is a view of what it was a view of."""
     view = moved_view(tensor)
-    made._view = tensor._view
+    made._view, made._recipe = tensor._view, tensor._recipe
     if view is not None:
         tracked = made._data.requires_grad and view.tracked
         ask(made, MovedView(view.base, view.recipe, tracked, not made._data.requires_grad))
@@ -167,6 +208,6 @@ def turn(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         return
     view = moved_view(made)
     tensor._become(made)
-    tensor._view, tensor._old = made._view, old
+    tensor._view, tensor._recipe, tensor._old = made._view, made._recipe, old
     if view is not None:
         ask(tensor, view)

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from meshloom.engines.layout import torch_dtype
-from meshloom.errors import DTypeError, ShapeError, ViewError
+from meshloom.errors import DTypeError, MeshloomError, ShapeError, ViewError
 from meshloom.ops import OPS
 from meshloom.ops.shapes import bounds, indexed_dims
-from meshloom.placement import Topology
+from meshloom.placement import Partial, Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.dispatch import TRAIL, Resolved, as_tensor, call, identity, remember
-from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense, to_torch
-from meshloom.tensor.views import MovedView, moved_view
+from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense
+from meshloom.tensor.views import MovedView, made_anew, moved_view
 
 
 def note_write(tensor: Tensor) -> None:
@@ -30,7 +30,9 @@ def note_write(tensor: Tensor) -> None:
 def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The pointwise op `name` of the table, in place."""
     tensor = shadowed(target)
-    if moved_view(tensor) is not None:
+    if tensor._recipe is not None:
+        return _write_shared(f"{name}_", target, args, kwargs)
+    if moved_view(tensor) is not None or _is_folded(tensor):
         return _write_view(name, target, tensor, args, kwargs)
     if OPS[name].result == "bool" and tensor.topology.partial_axes:  # a truth value cannot be P(sum)
         return assign(target, call(name, (tensor, *args), kwargs, tensor.topology.reduced.placements), f"{name}_")
@@ -51,7 +53,7 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _write_view(name: str, target: Tensor, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """An op in place on a view that does not share its base's memory: the base is written."""
-    result = call(name, (tensor, *args), kwargs, tensor.topology.reduced.placements)
+    result = call(name, (made_anew(tensor), *args), kwargs, tensor.topology.reduced.placements)
     _check_fit(f"{name}_", result.topology, tensor.topology)
     return assign(target, result, f"{name}_")
 
@@ -71,35 +73,17 @@ def _check_fit(name: str, result: Topology, target: Topology) -> None:
 def rewrite(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """An op of the table that changes some elements of its first operand, in place: `scatter_`, `index_put_`."""
     tensor = shadowed(target)
-    if overlaps(tensor._data):  # all of it is written back, and what stays would overwrite what changed
-        raise ViewError(
-            f"{name}_ cannot write into this view: elements of it share memory",
-            view=tensor.topology,
-            fix=f"write to the base, or take a copy first: view.clone().{name}_(...)",
-        )
+    if tensor._recipe is not None:  # all of it is written back, and what stays would overwrite what changed
+        return _write_shared(f"{name}_", target, args, kwargs)
     # backward may need the value that is about to be overwritten
-    source = Tensor(tensor.topology, tensor._data.clone()) if torch.is_grad_enabled() else tensor
+    source = Tensor(tensor.topology, made_anew(tensor)._data.clone()) if torch.is_grad_enabled() else tensor
     return assign(target, call(name, (source, *args), kwargs, tensor.topology.reduced.placements), f"{name}_")
-
-
-def overlaps(data: torch.Tensor) -> bool:
-    """Whether elements of an array share memory, as the windows of `unfold` do.
-
-    >>> overlaps(torch.ones(4).unfold(0, 2, 1)), overlaps(torch.ones(4, 4)[::2].T)
-    (True, False)
-    """
-    reach = 0
-    for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 def _write_result(found: Resolved, tensor: Tensor, tracked: bool) -> None:
     """Compute the op beside its target, then copy the result in."""
     if tracked:  # backward may need the value that is about to be overwritten
-        found.tensors[0] = Tensor(tensor.topology, tensor._data.clone())
+        found.tensors[0] = Tensor(tensor.topology, made_anew(tensor)._data.clone())
     result, held = found.perform(), tensor.topology.dtype
     if not torch.can_cast(result.dtype, tensor.dtype):
         raise DTypeError(f"{found.op.name}_ gives {result.topology.dtype}, which {held} cannot hold")
@@ -140,6 +124,8 @@ def _is_direct(found: Resolved) -> bool:
 def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
     """Copy a value (broadcast, cast, moved as needed) into a tensor."""
     tensor = shadowed(target)
+    if tensor._recipe is not None:
+        return _write_shared("copy_", target, (value,), {})
     source = value if isinstance(value, Tensor) else as_tensor(torch.as_tensor(value), tensor.mesh)
     source = shadowed(source)
     if source.mesh != tensor.mesh:
@@ -152,11 +138,66 @@ def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
         there = source.topology.with_placements(tensor.placements)
     view = moved_view(tensor)
     if view is not None:
-        _write_base(view, source, name)
+        _write_base(view, source, name) if not view.is_detached else _write_detached(view, tensor, source, there, name)
+    elif _is_folded(tensor):
+        _overwrite(tensor, source, name)
     else:
         tensor._data.copy_(carry(source, there, name))
         note_write(tensor)
     return target
+
+
+def _is_folded(tensor: Tensor) -> bool:
+    """Whether a write without gradients would change those of a reduction that depend on the parts' values."""
+    if torch.is_grad_enabled() or not tensor._data.requires_grad:
+        return False
+    return any(tensor.placements[axis] in _FOLDED for axis in tensor.topology.partial_axes)
+
+
+_FOLDED = frozenset(map(Partial, ("max", "min", "prod")))
+
+
+def _overwrite(tensor: Tensor, source: Tensor, name: str) -> None:
+    """Set a value and keep its gradient, as a dense write without gradients does: the parts are made anew from it."""
+    reduced = tensor.topology.reduced
+    with torch.enable_grad():
+        value = carry(tensor, reduced, name).clone()
+        value.detach().copy_(carry(source, source.topology.with_placements(reduced.placements), name).detach())
+        parts = carry(Tensor(reduced, value), tensor.topology, name)
+    tensor._data.copy_(parts) if tensor._data.is_leaf else _copy_tracked(tensor._data, parts)
+    note_write(tensor)
+
+
+def _copy_tracked(data: torch.Tensor, parts: torch.Tensor) -> None:
+    with torch.enable_grad():
+        data.copy_(parts)
+
+
+def _write_shared(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A write into a view of which several elements lie in one place: torch does it, on the dense base."""
+    from meshloom.tensor.fallback import fallback
+
+    try:
+        fallback(getattr(torch.Tensor, name), (target, *args), kwargs, name)
+    except RuntimeError as error:
+        if isinstance(error, MeshloomError) or "single memory location" not in str(error):
+            raise
+        raise ViewError(
+            f"{name} cannot write into this view: elements of it share memory",
+            view=target.topology,
+            fix=f"write to the base, or take a copy first: view.clone().{name}(...)",
+        ) from error
+    note_write(target)
+    return target
+
+
+def _write_detached(view: MovedView, tensor: Tensor, source: Tensor, there: Topology, name: str) -> None:
+    """Write into the base of a view without its graph: the base's history does not change, the view's may begin."""
+    with torch.no_grad():
+        _write_base(view, Tensor(source.topology, source._data.detach()), name)
+    if torch.is_grad_enabled() and source._data.requires_grad:
+        tensor._data.copy_(carry(source, there, name))
+        tensor._mirror()
 
 
 def _write_base(view: MovedView, source: Tensor, name: str) -> None:
@@ -168,11 +209,12 @@ def _write_base(view: MovedView, source: Tensor, name: str) -> None:
         recipe.name in ("reshape", "view", "flatten", "ravel", "squeeze", "unsqueeze", "unflatten")
         and recipe.function is None
     ):
-        assign(base, call("reshape", (source, *base.topology.shape), {}), name)
+        assign(base, call("reshape", (source, base.topology.shape), {}), name)
     elif recipe.name == "transpose" and not recipe.kwargs:
         assign(base, call("transpose", (source, *recipe.args), {}), name)
     else:
-        whole = to_torch(base)
+        whole = to_dense(made_anew(base), name)
+        whole = whole.clone() if same_storage(whole, base._data) else whole
         recipe.of_dense(whole).copy_(to_dense(source, name))
         assign(base, Tensor(base.topology.replicated, whole), name)
 
@@ -186,6 +228,8 @@ def _settled(topology: Topology, dtype: str) -> tuple[Any, ...]:
 def fill(target: Tensor, value: Any) -> Tensor:
     """Set every element."""
     tensor = shadowed(target)
+    if tensor._recipe is not None:
+        return _write_shared("fill_", target, (value,), {})
     if tensor.topology.partial_axes or moved_view(tensor) is not None:
         if isinstance(value, Tensor):
             return assign(target, value, "fill_")
@@ -200,7 +244,7 @@ def fill(target: Tensor, value: Any) -> Tensor:
 def zero(target: Tensor) -> Tensor:
     """Set every element to zero."""
     tensor = shadowed(target)
-    if moved_view(tensor) is not None:
+    if tensor._recipe is not None or moved_view(tensor) is not None or _is_folded(tensor):
         return fill(target, 0)
     tensor._data.zero_()
     note_write(tensor)
@@ -211,8 +255,11 @@ def write_item(target: Tensor, index: Any, value: Any) -> None:
     """`x[index] = value` for ints, slices, None and an ellipsis."""
     tensor = shadowed(target)
     topology = tensor.topology
+    if tensor._recipe is not None:
+        _write_shared("__setitem__", target, (index, value), {})
+        return
     if moved_view(tensor) is not None:
-        copied = call("clone", (tensor,), {})
+        copied = call("clone", (made_anew(tensor),), {})
         write_item(copied, index, value)
         assign(target, copied, "setitem")
         return
@@ -223,7 +270,7 @@ def write_item(target: Tensor, index: Any, value: Any) -> None:
     where = _stored_index(index, topology)
     crosses = any(topology.crosses(dim) for dim in range(topology.ndim))
     if crosses or topology.partial_axes or any(len(topology.axes_of[dim]) > 1 for dim in topology.padded_dims):
-        whole = to_dense(tensor, "setitem").clone()
+        whole = to_dense(made_anew(tensor), "setitem").clone()
         _put(whole, where, content, topology)
         assign(target, Tensor(topology.replicated, whole), "setitem")
         return
