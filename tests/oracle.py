@@ -44,6 +44,11 @@ def draw_values(operand: Operand, seed: int, lead: tuple[int, ...] = ()) -> torc
         return torch.randint(0, int(operand.values[6:]), shape, generator=generator)
     if operand.values.startswith("distinct:"):
         return torch.randperm(int(operand.values[9:]), generator=generator)[: shape[0]]
+    if operand.values.startswith("ends:"):
+        last = int(operand.values[5:])
+        ends = torch.randint(0, last + 1, shape[:1], generator=generator, dtype=torch.int32).sort().values
+        ends[-1] = last
+        return ends
     if operand.values in ("regular", "definite"):
         return draw_matrices(operand, generator)
     if operand.values == "sorted":

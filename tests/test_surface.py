@@ -48,15 +48,15 @@ special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
 special_ndtr special_ndtri special_psi special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
 special_spherical_bessel_j0 special_xlog1py special_zeta tan tanhshrink threshold trunc xlogy
 count_nonzero cummax cummin cumprod cumsum kthvalue linalg_vector_norm logcumsumexp logsumexp median mode nanmean
-nanmedian nansum std
+nanmedian nanquantile nansum quantile std
 addbmm addmm addmv addr baddbmm batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits ger
 group_norm huber_loss inner kl_div l1_loss mse_loss nll_loss outer poisson_nll_loss rms_norm smooth_l1_loss
 soft_margin_loss tensor_split tensordot vdot
 adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-argsort avg_pool1d avg_pool2d avg_pool3d broadcast_to bucketize cholesky_inverse cholesky_solve conv1d conv2d conv3d
-conv_transpose1d conv_transpose2d conv_transpose3d det diag_embed diagonal flip gather index index_add index_copy
-index_fill index_put index_select interpolate inverse linalg_cholesky linalg_cross linalg_det linalg_eigh
-linalg_eigvalsh linalg_inv linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr
+argsort avg_pool1d avg_pool2d avg_pool3d broadcast_to bucketize cdist cholesky_inverse cholesky_solve conv1d conv2d
+conv3d conv_transpose1d conv_transpose2d conv_transpose3d det diag_embed diagonal flip gather grouped_mm index
+index_add index_copy index_fill index_put index_select interpolate inverse linalg_cholesky linalg_cross linalg_det
+linalg_eigh linalg_eigvalsh linalg_inv linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr
 linalg_slogdet linalg_solve linalg_solve_triangular linalg_svd linalg_svdvals logdet matrix_exp matrix_power
 max_pool1d max_pool2d max_pool3d meshgrid moveaxis movedim one_hot pad pixel_shuffle pixel_unshuffle ravel repeat
 repeat_interleave roll rot90 scatter scatter_add scatter_reduce searchsorted slogdet sort take take_along_dim tile topk
@@ -210,6 +210,9 @@ SAMPLES: dict[str, Callable[[], Arguments]] = {
     },
     **{name: lambda: given(x(), 0) for name in "logcumsumexp cummax cummin".split()},
     "kthvalue": lambda: given(x(), 2, 0),
+    **{name: lambda: given(x(), 0.5, 0) for name in ("quantile", "nanquantile")},
+    "cdist": lambda: given(x(), y()),
+    "grouped_mm": lambda: given(x(), put("S(0), R", 2, 4, 4), offs=torch.tensor([2, 6], dtype=torch.int32)),
     "outer": lambda: given(put("S(0), R", 6), put("R, S(0)", 4)),
     "inner": lambda: given(x(), y()),
     "vdot": lambda: given(put("S(0), R", 6), put("S(0), R", 6)),

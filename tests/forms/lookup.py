@@ -58,6 +58,19 @@ def best_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) ->
     return [(found.values, places)] * len(held)
 
 
+def experts_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
+    """A device that knows which experts it has: tokens of others are zero."""
+    found, start = [], 0
+    for tokens, experts, offs in held:
+        ends = [0, *offs.tolist()]
+        result = tokens.new_zeros(len(tokens), experts.shape[2])
+        for number, expert in enumerate(experts, start):
+            result[ends[number] : ends[number + 1]] = tokens[ends[number] : ends[number + 1]] @ expert
+        found.append(result)
+        start += len(experts)
+    return found
+
+
 _BY_OFFSET = """
 gather take_along_dim take index_select index index_put index_add index_copy index_fill scatter scatter_add
 scatter_reduce tril triu
@@ -65,6 +78,7 @@ scatter_reduce tril triu
 
 LOOKUP: dict[str, Form] = {
     "embedding": embedding_form,
+    "grouped_mm": experts_form,
     "topk": best_form,
     **dict.fromkeys(("searchsorted", "bucketize"), counting_form),
     **dict.fromkeys(_BY_OFFSET.split(), offset_form),

@@ -37,6 +37,29 @@ def bmm(d: Draw) -> Case:
     return Case((Operand((b, m, k), dtype), Operand((b, k, n), dtype)), torch.bmm)
 
 
+def grouped_mm(d: Draw) -> Case:
+    """Tokens in order of their experts; some experts have none, and widths need not be aligned."""
+    e, m, k, n = d.number(1, 5), d.number(0, 12), d.size(), d.size()
+    tokens, experts = Operand((m, k), torch.float32), Operand((e, k, n), torch.float32)
+    ends = Operand((e,), torch.int32, f"ends:{m}", gradient=False)
+    function = d.pick((torch._grouped_mm, F.grouped_mm))
+
+    def run(x: Any, w: Any, offs: Any) -> Any:
+        if type(x) is not torch.Tensor:
+            return function(x, w, offs=offs)
+        bounds = [0, *offs.tolist()]
+        return torch.cat([x[a:b] @ each for a, b, each in zip(bounds[:-1], bounds[1:], w, strict=True)])
+
+    return Case((tokens, experts, ends), run)
+
+
+def cdist(d: Draw) -> Case:
+    p, r, m, batch = d.size(), d.size(), d.size(), d.shape(0, 2, empty=False)
+    power = d.pick((2.0, 1.0, 3.0))
+    pair = (Operand((*batch, p, m), torch.float32), Operand((*batch, r, m), torch.float32))
+    return Case(pair, lambda x, y: torch.cdist(x, y, power, "donot_use_mm_for_euclid_dist"))
+
+
 def mm(d: Draw) -> Case:
     m, k, n = (d.size() for _ in range(3))
     return Case((Operand((m, k), torch.float32), Operand((k, n), torch.float32)), torch.mm)
@@ -128,6 +151,8 @@ CONTRACTIONS: dict[str, Sample] = {
     "matmul": matmul,
     "mm": mm,
     "bmm": bmm,
+    "grouped_mm": grouped_mm,
+    "cdist": cdist,
     "mv": mv,
     "dot": dot,
     "linear": linear,

@@ -69,6 +69,17 @@ def count_nonzero(d: Draw) -> Case:
     return Case((Operand(shape, d.pick(ALL)),), lambda x: torch.count_nonzero(x, dim))
 
 
+def quantile(function: Callable[..., Any]) -> Sample:
+    def sample(d: Draw) -> Case:
+        shape = d.shape(1, 3, empty=False)
+        q = d.pick((0.5, 0.0, 0.3, 1.0))
+        options = {"keepdim": d.yes(), "interpolation": d.pick(("linear", "lower", "nearest"))}
+        dim = d.pick((None, d.dim(shape)))
+        return Case((Operand(shape, torch.float32),), lambda x: function(x, q, dim, **options))
+
+    return sample
+
+
 def kthvalue(d: Draw) -> Case:
     shape, keep = d.shape(1, 3, empty=False), d.yes()
     dim = d.dim(shape)
@@ -127,6 +138,8 @@ REDUCTIONS: dict[str, Sample] = {
     "median": along(torch.median, (torch.float32, torch.int64)),
     "nanmedian": along(torch.nanmedian, (torch.float32, torch.int64)),
     "mode": along(torch.mode, (torch.float32, torch.int64)),
+    "quantile": quantile(torch.quantile),
+    "nanquantile": quantile(torch.nanquantile),
     "kthvalue": kthvalue,
     "cumsum": scan(torch.cumsum, ALL),
     "cumprod": scan(torch.cumprod),

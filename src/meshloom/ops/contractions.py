@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from meshloom.errors import ShapeError
-from meshloom.ops.labels import contraction_rows, fresh_labels, normal_dim
-from meshloom.ops.rule import Call, Choices, with_none
+from meshloom.ops.labels import SUM, contraction_rows, fresh_labels, labels, normal_dim
+from meshloom.ops.rule import Call, Choices, named_row, with_none
+from meshloom.placement import Partial, Shard
 from meshloom.types import Shape
 
 
@@ -28,6 +30,31 @@ def inner_spec(call: Call) -> str:
     letters = fresh_labels(left + right - 2, "")
     first, second = letters[: left - 1], letters[left - 1 :]
     return f"{first}k, {second}k -> {first}{second}"
+
+
+def grouped_mm(call: Call) -> Choices:
+    """`_grouped_mm(tokens, experts, offs)`: expert i takes the tokens up to `offs[i]`.
+
+    Experts may lie apart: a device computes the tokens of its own ones and has zeros elsewhere, which add up.
+    """
+    tokens, experts = call.shape("input"), call.shape("mat2")
+    if len(tokens) != 2 or len(experts) != 3 or tokens[1] != experts[1]:
+        raise ShapeError(
+            "grouped_mm needs tokens [m, k] and experts [e, k, n]", shapes=f"{list(tokens)} and {list(experts)}"
+        )
+    rows = [
+        named_row(call, "n", (Shard(1),), mat2=Shard(2)),
+        named_row(call, "k", (SUM,), input=Shard(1), mat2=Shard(1)),
+        replace(named_row(call, "experts", (SUM,), mat2=Shard(0)), local=False),
+    ]
+    return with_none(call, [(tokens[0], experts[2])], rows, flops=2 * tokens[0] * tokens[1] * experts[2])
+
+
+def cdist(call: Call) -> Choices:
+    """Distances between the lines of two batches: lines may be sharded, and batches; their elements may not."""
+    found = labels("...pm, ...rm -> ...pr", "x1", "x2")(call)
+    rows = [row for row in found.rows if not any(isinstance(each, Partial) for each in (*row.ins, *row.outs))]
+    return replace(found, rows=tuple(rows))
 
 
 def tensordot_dims(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from meshloom.errors import ShapeError
 from meshloom.ops.labels import SUM, R, kept_rows, normal_dim, normal_dims, others, reduced_dims, reduced_shape
-from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, Rule, with_none
+from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, Rule, named_row, with_none
 from meshloom.placement import Partial, Shard
 from meshloom.types import Shape, is_floating
 
@@ -109,6 +110,22 @@ def along_one_dim(call: Call) -> Choices:
     keepdim = bool(call.arguments["keepdim"])
     out = reduced_shape(shape, dims, keepdim)
     return with_none(call, [out, out], kept_rows(call, dims, keepdim, results=2), flops=4 * math.prod(shape))
+
+
+def quantile(call: Call) -> Choices:
+    """`quantile(q, dim)`: the dim must be whole; a line of quantiles is a new dim in front."""
+    shape, dim = call.shape("input"), call.arguments["dim"]
+    dims = normal_dims(dim, len(shape))
+    keepdim, lines = bool(call.arguments["keepdim"]), call.shape("q") if call.has("q") else ()
+    if len(lines) > 1:
+        raise ShapeError(f"{call.op} takes a number or a line of quantiles, not {list(lines)}")
+    rows = [
+        named_row(call, row.label, [Shard(each.dim + len(lines)) for each in row.outs if isinstance(each, Shard)],
+                  input=row.ins[0])
+        for row in kept_rows(call, dims, keepdim)
+    ]  # fmt: skip
+    out = lines + reduced_shape(shape, dims, keepdim)
+    return with_none(call, [out], rows, flops=4 * math.prod(shape))
 
 
 def scan(*partials: Partial, indexed: bool = False) -> Rule:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from meshloom.backends.forms.across import Across
+from meshloom.engines.torch_engine.contractions import multiply_groups
 from meshloom.engines.torch_engine.lookup import FINDS, WRITES, entries, indexed_dims
 from meshloom.ops.lookup import indexed_places
 
@@ -124,8 +125,14 @@ def _index_put(
     return found.narrow(first, 0, spare)
 
 
+def _grouped_mm(across: Across, input: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """The tokens of the experts that this process holds; those of others are zero here, and the sum has them all."""
+    return multiply_groups(input, mat2, offs, across.positions("mat2", 0).tolist())
+
+
 LOOKUP: dict[str, Callable[..., Any]] = {
     "embedding": _embedding,
+    "grouped_mm": _grouped_mm,
     **{name: _finding(function) for name, function in FINDS.items()},
     "take": _take,
     "index": _index,

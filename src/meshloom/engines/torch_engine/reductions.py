@@ -147,6 +147,8 @@ REDUCTIONS: dict[str, Function] = {
     "nanmedian": torch.nanmedian,
     "mode": torch.mode,
     "kthvalue": torch.kthvalue,
+    "quantile": torch.quantile,
+    "nanquantile": torch.nanquantile,
     "cumsum": torch.cumsum,
     "cumprod": torch.cumprod,
     "logcumsumexp": torch.logcumsumexp,

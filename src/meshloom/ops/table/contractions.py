@@ -7,6 +7,7 @@ from meshloom.ops.labels import labels
 from meshloom.ops.rule import Op
 
 _SCALED = ", *, beta=1, alpha=1"
+_CDIST = "x1, x2, p=2.0, compute_mode='use_mm_for_euclid_dist_if_necessary'"
 _BATCHES = ("batch1", "batch2")
 
 CONTRACTIONS: tuple[Op, ...] = (
@@ -27,6 +28,8 @@ CONTRACTIONS: tuple[Op, ...] = (
         "input1, input2, weight, bias=None",
         "trimmed",
     ),
+    Op("grouped_mm", contractions.grouped_mm, "input, mat2, offs", "trimmed", result="input"),
+    Op("cdist", contractions.cdist, _CDIST, "trimmed", result="float"),
     # a product that is added to something
     Op("addmm", labels("mk, kn -> mn", "mat1", "mat2", bias="input"), "input, mat1, mat2" + _SCALED, "trimmed"),
     Op("addmv", labels("mk, k -> m", "mat", "vec", bias="input"), "input, mat, vec" + _SCALED, "trimmed"),

@@ -9,6 +9,7 @@ from meshloom.ops.labels import SUM, identity_fill, reduction
 from meshloom.ops.rule import Op
 
 _OVER = "input, dim=None, keepdim=False"
+_QUANTILE = "input, q, dim=None, keepdim=False, *, interpolation='linear'"
 _SCAN = "input, dim"
 
 REDUCTIONS: tuple[Op, ...] = (
@@ -68,6 +69,8 @@ REDUCTIONS: tuple[Op, ...] = (
     Op("nanmedian", reductions.along_one_dim, "input, dim, keepdim=False", "finite", result="promote, i64"),
     Op("mode", reductions.along_one_dim, "input, dim=-1, keepdim=False", "finite", result="promote, i64"),
     Op("kthvalue", reductions.along_one_dim, "input, k, dim=-1, keepdim=False", "finite", result="promote, i64"),
+    Op("quantile", reductions.quantile, _QUANTILE, "trimmed", result="input"),
+    Op("nanquantile", reductions.quantile, _QUANTILE, "trimmed", result="input"),
     # scans
     Op("cumsum", reductions.scan(SUM), _SCAN + ", *, dtype=None", "finite", result="accumulate"),  # linear
     Op("cumprod", reductions.scan(), _SCAN + ", *, dtype=None", "finite", reductions.scan_fill(1), "accumulate"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshloom.tensor.calling import FRONTS
 from meshloom.tensor.fronts.arranging import ARRANGING
 from meshloom.tensor.fronts.casting import CASTING
+from meshloom.tensor.fronts.counting import COUNTING
 from meshloom.tensor.fronts.creating import CREATING
 from meshloom.tensor.fronts.gradients import GRADIENTS
 from meshloom.tensor.fronts.indexing import INDEXING
@@ -16,6 +17,6 @@ from meshloom.tensor.fronts.whole import WHOLE
 from meshloom.tensor.fronts.windows import WINDOWS
 
 FRONTS.update({**ARRANGING, **MATRICES, **ORDER, **WINDOWS})
-FRONTS.update({**CASTING, **CREATING, **GRADIENTS, **INDEXING, **POINTWISE, **REDUCTIONS, **WHOLE})
+FRONTS.update({**CASTING, **CREATING, **GRADIENTS, **INDEXING, **POINTWISE, **REDUCTIONS, **WHOLE, **COUNTING})
 
 __all__ = ["FRONTS"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,9 +94,12 @@ def _cat(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """torch joins a tensor of shape [0] with tensors of any number of dims, for programs of its first years."""
     given = tensors if isinstance(tensors, (tuple, list)) else ()
     shapes = [tuple(each.shape) for each in given]
-    if (0,) in shapes and any(len(shape) != 1 for shape in shapes):
-        return fallback(torch.cat, (tensors, *args), kwargs, "cat")
-    return table_call("cat", tensors, *args, **kwargs)
+    if (0,) not in shapes or all(len(shape) == 1 for shape in shapes):
+        return table_call("cat", tensors, *args, **kwargs)
+    kept = [each for each, shape in zip(given, shapes, strict=True) if shape != (0,)]
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in given))
+    found = table_call("cat", kept, *args, **kwargs)
+    return found if found.dtype == dtype else table_call("to", found, dtype)
 
 
 def _column(input: Any) -> Any:

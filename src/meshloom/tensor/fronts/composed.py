@@ -108,7 +108,19 @@ def _triplet_margin_with_distance_loss(
     return _reduce((margin + near - far).clamp_min(0), reduction)
 
 
+def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
+    """Softmax of logits with noise; `hard` gives its largest element as one, with the gradient of the softmax."""
+    noise = -torch.log(-torch.log1p(-torch.rand_like(logits).clamp_min(torch.finfo(logits.dtype).tiny)))
+    soft = F.softmax((logits + noise) / tau, dim)
+    if not hard:
+        return soft
+    place = soft.argmax(dim, keepdim=True)
+    one = torch.zeros_like(soft).scatter(dim, place, 1.0)
+    return one - soft.detach() + soft
+
+
 COMPOSED: dict[str, Front] = {
+    "gumbel_softmax": _gumbel_softmax,
     "local_response_norm": _local_response_norm,
     "lp_pool1d": _lp_pool(1, F.avg_pool1d),
     "lp_pool2d": _lp_pool(2, F.avg_pool2d),

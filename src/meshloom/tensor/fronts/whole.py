@@ -235,6 +235,17 @@ def _linear(input: Any, weight: Any, bias: Any = None, **kwargs: Any) -> Any:
     return table_call("linear", input, weight, bias, **kwargs)
 
 
+def _grouped_mm(*args: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, **kwargs: Any) -> Any:
+    """Tokens in a line and experts in a stack have a rule; other forms are left to torch."""
+    output = kwargs.pop("output", None)
+    tokens, experts, *more = (*args, *(kwargs[name] for name in ("self", "mat2", "mat_a", "mat_b") if name in kwargs))
+    offs, bias, out_dtype = (*more, *(offs, bias, out_dtype)[len(more) :])
+    if (tokens.ndim, experts.ndim) != (2, 3) or offs is None or bias is not None or out_dtype is not None:
+        given = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
+        return fallback(torch._grouped_mm, (tokens, experts), given, "grouped_mm")
+    return table_call("grouped_mm", tokens, experts, offs, output=output)
+
+
 def _einsum(equation: Any, *operands: Any, output: Any = None) -> Any:
     if not isinstance(equation, str):
         return fallback(torch.einsum, (equation, *operands), {}, "einsum")
@@ -253,6 +264,8 @@ WHOLE: dict[str, Front] = {
     "scaled_dot_product_attention": _attention,
     "multi_head_attention_forward": _multi_head_attention,
     "einsum": _einsum,
+    "grouped_mm": _grouped_mm,
+    "_grouped_mm": _grouped_mm,
     "linear": _linear,
     "softmax": _softmax("softmax"),
     "log_softmax": _softmax("log_softmax"),
