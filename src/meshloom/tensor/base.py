@@ -89,6 +89,11 @@ class Tensor(torch.Tensor):
     _view: Any = None
     _recipe: Any = None  # how a view was made in which several elements lie in one place
     _number: int = 0  # what it was made from, as a number that is the same in every process; 0 is not known
+    _finder: Any  # who knows the array, of a lazy tensor
+    _old: Tensor  # what it was before it was turned in place
+    _gradient: tuple[torch.Tensor, Tensor]  # the gradient that was handed out last, and its array
+    _dense: Any  # a dense copy that somebody has a pointer to
+    _guarded: bool  # a Function that loses its gradient is refused
     _is_param = False  # torch's mark of a parameter of another class than its own
 
     if TYPE_CHECKING:  # the ops are attached in tensor.methods
@@ -242,16 +247,16 @@ class Tensor(torch.Tensor):
         name = "Parameter containing:\nTensor" if self._is_param else "Tensor"
         if self.topology.is_closed:
             return f"{name} {self.topology}"
-        return f"{name} {self.topology}{self._state()}\n{self._values()}"
+        return f"{name} {self.topology}{self._state()}\n{self._value_text()}"
 
     def _repr_html_(self) -> str:
         """The tensor in a notebook: its pieces, who holds them, and its values."""
-        return draw_html(self.topology, self._state(), self._values())
+        return draw_html(self.topology, self._state(), self._value_text())
 
     def _state(self) -> str:
         return ", requires_grad=True" if self._data.requires_grad else ""
 
-    def _values(self) -> str:
+    def _value_text(self) -> str:
         if self._data.is_meta:
             return repr(self._data.detach().new_empty(self.topology.shape))  # not the shape that is stored
         try:

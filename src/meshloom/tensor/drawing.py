@@ -35,7 +35,9 @@ def _make(
     """A dense tensor, made with a dtype and a device, on a mesh."""
     kind = torch_dtype(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     made = creation.place(dense(kind, "meta" if state.shadows is not None else device), mesh, placements)
-    return made.requires_grad_() if requires_grad else made
+    if requires_grad:
+        made.requires_grad_()
+    return made
 
 
 def empty(*size: Any, **options: Any) -> Tensor:
@@ -154,7 +156,7 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None
 
 def _spread(mean: Any, std: Any) -> Tensor:
     """A tensor with the shape that mean and std broadcast to."""
-    tensors = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
+    tensors: list[Any] = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
     if not tensors:
         raise ArgumentError("normal takes a size where neither mean nor std is a tensor", fix="normal(0, 1, (3,))")
     return shadowed(tensors[0] if len(tensors) == 1 else table_call("mul", *tensors))

@@ -25,11 +25,11 @@ class Lazy(Tensor):
     """A tensor that asks its finder for its array; a new array makes it an ordinary one."""
 
     __slots__ = ()
-    _finder: Finder
 
     @property
-    def _data(self) -> torch.Tensor:  # type: ignore[override]
-        return self._finder.find(self)
+    def _data(self) -> torch.Tensor:
+        finder: Finder = self._finder
+        return finder.find(self)
 
     @_data.setter
     def _data(self, value: torch.Tensor) -> None:

@@ -288,7 +288,7 @@ def set_gradient(tensor: Tensor, value: Any) -> None:
     tensor._data.grad = _placed(value, tensor.topology.reduced)._data
 
 
-def _register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+def _register_hook(self: Tensor, hook: Callable[[Tensor | None], Any]) -> Any:
     # not the tensor, which would keep itself and its graph for ever
     topology, shape = self.topology, tuple(self._data.shape)
 

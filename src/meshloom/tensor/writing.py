@@ -134,7 +134,7 @@ def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
         source = call("expand", (source, *tensor.topology.shape), {})
     there = source.topology.with_placements(_settled(tensor.topology, source.topology.dtype))
     if there.placements != tensor.placements:
-        source = source.to(tensor.dtype)
+        source = call("to", (source, tensor.dtype), {})
         there = source.topology.with_placements(tensor.placements)
     view = moved_view(tensor)
     if view is not None:

@@ -157,7 +157,7 @@ def _whole(block: Block, reading: Reading) -> Native:
         return Native(even, from_block(block, even))
     if wanted.stored_shape == even.stored_shape and not _nests(wanted):
         return Native(wanted, fill(from_block(block, wanted), wanted, 0))
-    found = Native(even, from_block(block, even))
+    found: Any = Native(even, from_block(block, even))
     for dim, size in enumerate(wanted.shape):
         if size != even.shape[dim]:
             found = found.narrow(dim, 0, size)
