@@ -133,6 +133,7 @@ def _pictures() -> torch.Tensor:
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x * 0 + 100 * torch.eye(6)[0], dim=-1),
     "local_response_norm": lambda x: F.local_response_norm(x, 3),
     "lp_pool1d": lambda x: F.lp_pool1d(x[:, 0], 2.0, 2),
     "lp_pool2d": lambda x: F.lp_pool2d(x, 2.0, 2),
