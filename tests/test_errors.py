@@ -668,10 +668,50 @@ def test_every_error_is_of_the_tree_and_of_a_fitting_builtin():
     tree = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, loom.MeshloomError)]
     assert len(tree) > 20
     for kind in tree[1:]:
-        builtin = [base.__name__ for base in kind.__bases__ if base is not loom.MeshloomError]
-        assert len(builtin) == 1
-        assert f"{kind.__name__:<20} {builtin[0]}" in errors.__doc__
+        first, *more = [base.__name__ for base in kind.__bases__ if base is not loom.MeshloomError]
+        assert more in ([], ["RuntimeError"])
+        assert f"{kind.__name__:<20} {first}{' *' if more else ''} " in errors.__doc__
         assert getattr(loom, kind.__name__) is kind
+
+
+# Calls that torch refuses, as functions of a tensor of [16, 8] and one of [8, 12]; ours is refused by the same class.
+REFUSED: dict[str, Callable[[Any, Any], Any]] = {
+    "matmul of other sizes": lambda a, b: a @ a,
+    "mm of other dims": lambda a, b: torch.mm(a, b[0]),
+    "bmm of matrices": lambda a, b: torch.bmm(a, b),
+    "linear": lambda a, b: F.linear(a, b),
+    "sizes that do not broadcast": lambda a, b: a + b,
+    "in place": lambda a, b: a.clone().add_(b),
+    "reshape": lambda a, b: a.reshape(7, 5),
+    "view": lambda a, b: a.view(7, 5),
+    "expand": lambda a, b: a.expand(3, 3),
+    "permute": lambda a, b: a.permute(0, 0),
+    "cat": lambda a, b: torch.cat([a, b], 0),
+    "stack": lambda a, b: torch.stack([a, b]),
+    "split": lambda a, b: a.split([1, 2]),
+    "a dim twice": lambda a, b: a.sum((0, 0)),
+    "topk": lambda a, b: a.topk(100),
+    "einsum": lambda a, b: torch.einsum("ij,ij->i", a, b),
+    "gather of other dims": lambda a, b: a.gather(0, torch.zeros(3, dtype=torch.int64)),
+    "gather out of range": lambda a, b: a.gather(0, torch.full((1, 8), 99)),
+    "index_select out of range": lambda a, b: a.index_select(0, torch.tensor([99])),
+    "mean of integers": lambda a, b: a.to(torch.int64).mean(),
+    "layer_norm": lambda a, b: F.layer_norm(a, (5,)),
+    "conv2d": lambda a, b: F.conv2d(a, b),
+    "a bool of many": lambda a, b: bool(a),
+    "item of many": lambda a, b: a.item(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_with_a_runtime_error_we_refuse_with_one_too(name):
+    a, b = torch.ones(16, 8), torch.ones(8, 12)
+    with pytest.raises(Exception) as theirs:
+        REFUSED[name](a, b)
+    with pytest.raises(Exception) as ours:
+        REFUSED[name](x(), w())
+    assert not issubclass(theirs.type, RuntimeError) or issubclass(ours.type, RuntimeError), (theirs.value, ours.value)
+    assert issubclass(theirs.type, (RuntimeError, IndexError, ValueError, TypeError))
 
 
 def test_details_that_are_none_are_left_out_and_lines_align():

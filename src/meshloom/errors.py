@@ -1,23 +1,23 @@
 """What can go wrong, as one tree of exceptions with one way of writing a message.
 
     MeshloomError
-    ├── MeshError            ValueError           a mesh that cannot exist, an unknown axis, two meshes in one op
+    ├── MeshError            ValueError *         a mesh that cannot exist, an unknown axis, two meshes in one op
     ├── PlacementError       ValueError           a placement that does not fit the tensor or the mesh
-    ├── ShapeError           ValueError           operands whose shapes do not go together
+    ├── ShapeError           ValueError *         operands whose shapes do not go together
     ├── NotationError        ValueError           text that `parse` cannot read
     ├── FabricError          ValueError           links that cannot be, or a ring or line that they do not form
     ├── ModeError            ValueError           a way of carrying out a collective that does not exist
     ├── BindingError         ValueError           ranks, hosts and devices that do not go together
-    ├── BoundsError          IndexError           an index that the tensor does not have
-    ├── DTypeError           TypeError            a dtype that the operation has no meaning for
-    ├── ArgumentError        TypeError            a call with the wrong arguments
+    ├── BoundsError          IndexError *         an index that the tensor does not have
+    ├── DTypeError           TypeError *          a dtype that the operation has no meaning for
+    ├── ArgumentError        TypeError *          a call with the wrong arguments
     ├── CommunicationError   RuntimeError         communication inside `communication("forbid")`
     ├── DivergenceError      RuntimeError         processes of one run that do different things
     ├── GradientError        RuntimeError         a gradient that cannot be had that way
     ├── LaunchError          RuntimeError         a run that cannot start, or a rank of it that failed
     ├── LostError            RuntimeError         a process that is gone, never came, or does not answer in time
     ├── RaceError            RuntimeError         two uses of one memory that nothing orders, or a result used too early
-    ├── OutOfMemoryError     MemoryError          a buffer or tensor that the devices have no room for
+    ├── OutOfMemoryError     MemoryError *        a buffer or tensor that the devices have no room for
     ├── ClosedError          RuntimeError         a mesh that was closed, a buffer freed, a trace released
     ├── TraceError           RuntimeError         something that cannot be captured, or a trace that is not there
     ├── DeviceError          RuntimeError         commands that failed on some devices
@@ -27,6 +27,9 @@
     ├── ScheduleError        RuntimeError         a schedule of sends that does not do what its collective means
     ├── ViewError            RuntimeError         an in-place write into elements that share memory
     └── UnsupportedError     NotImplementedError  something that needs values, or a transform we refuse
+
+Those with a star are also a RuntimeError, because torch raises one in their place: a program that catches what torch
+raises catches ours. (NotImplementedError is a RuntimeError by itself.)
 
 Inner code raises facts; the boundary in `tensor.dispatch` adds the call and its operands with `located`.
 """
@@ -139,7 +142,7 @@ def _rebuild(kind: type[MeshloomError], headline: str, details: dict[str, object
     return kind(headline, **details)
 
 
-class MeshError(MeshloomError, ValueError):
+class MeshError(MeshloomError, ValueError, RuntimeError):
     """A mesh that cannot exist, an axis it does not have, or two meshes in one op."""
 
 
@@ -147,7 +150,7 @@ class PlacementError(MeshloomError, ValueError):
     """A placement that does not fit the tensor or the mesh."""
 
 
-class ShapeError(MeshloomError, ValueError):
+class ShapeError(MeshloomError, ValueError, RuntimeError):
     """Operands whose shapes do not go together."""
 
 
@@ -167,15 +170,15 @@ class BindingError(MeshloomError, ValueError):
     """Ranks, hosts and devices that do not go together, or are told by halves."""
 
 
-class BoundsError(MeshloomError, IndexError):
+class BoundsError(MeshloomError, IndexError, RuntimeError):
     """An index that the tensor does not have."""
 
 
-class DTypeError(MeshloomError, TypeError):
+class DTypeError(MeshloomError, TypeError, RuntimeError):
     """A dtype that the operation has no meaning for."""
 
 
-class ArgumentError(MeshloomError, TypeError):
+class ArgumentError(MeshloomError, TypeError, RuntimeError):
     """A call with the wrong arguments."""
 
 
@@ -203,7 +206,7 @@ class RaceError(MeshloomError, RuntimeError):
     """Two uses of one memory that nothing orders, a result used too early, or a read of what nothing has written."""
 
 
-class OutOfMemoryError(MeshloomError, MemoryError):
+class OutOfMemoryError(MeshloomError, MemoryError, RuntimeError):
     """A buffer or tensor that the devices have no room for."""
 
 
