@@ -30,7 +30,7 @@ from meshloom import Mesh, Partial, Placement, Replicate, Shard
 from meshloom.backends import forms, join, leaves, nodes, spread, wire
 from meshloom.backends.forms import scans
 from meshloom.mesh import HERE
-from meshloom.tensor.dispatch import CACHE
+from meshloom.tensor.entries import CACHE
 from oracle import MESHES, check_case, check_close, check_padding
 from samples import SAMPLES, Draw
 

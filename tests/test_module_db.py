@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("expecttest", reason="torch's own tests need it")
 
 from meshloom.engines.torch_engine import FUNCTIONS
-from meshloom.tensor.dispatch import CACHE
+from meshloom.tensor.entries import CACHE
 from module_database import LATER, SAME, SKIPPED, check, database, inputs, matrix
 from op_database import tenth
 

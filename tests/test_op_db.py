@@ -17,7 +17,7 @@ import op_database
 from meshloom import Shard
 from meshloom.ops import OPS
 from meshloom.ops.rule import Call, Choices, Row, with_none
-from meshloom.tensor.dispatch import CACHE
+from meshloom.tensor.entries import CACHE
 from op_database import (
     ALL_DTYPES,
     DTYPES,

@@ -17,7 +17,7 @@ import torch
 import programs
 from meshloom.engines.torch_engine import FUNCTIONS
 from meshloom.ops import OPS
-from meshloom.tensor.dispatch import CACHE
+from meshloom.tensor.entries import CACHE
 from program_steps import KINDS, draw_program
 from programs import EXEMPT, Difference, check_program, difference_of, listed, run_program, script, shrink
 

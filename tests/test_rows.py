@@ -28,7 +28,7 @@ from meshloom.engines import torch_engine
 from meshloom.ops import OPS, Op, holds
 from meshloom.ops.labels import pointwise, reduction
 from meshloom.placement import Partial
-from meshloom.tensor.dispatch import CACHE
+from meshloom.tensor.entries import CACHE
 from oracle import check_case
 from samples import SAMPLES, Draw
 

@@ -28,8 +28,8 @@ from meshloom.placement import Placement, Placements, Replicate, Shard, Topology
 from meshloom.runtime import state
 from meshloom.tensor import random
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import refuse_partial_leaf
 from meshloom.tensor.moving import same_storage
+from meshloom.tensor.refusals import refuse_partial_leaf
 from meshloom.types import Shape
 
 _opened: list[Mesh] = []

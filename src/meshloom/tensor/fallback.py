@@ -23,10 +23,10 @@ from meshloom.planner import moves
 from meshloom.runtime import state, where
 from meshloom.runtime.records import FallbackWarning
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import find_mesh
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked
-from meshloom.tensor.joining import refuse_transforms
 from meshloom.tensor.moving import same_storage, shadowed, to_dense
+from meshloom.tensor.reading import find_mesh
+from meshloom.tensor.refusals import refuse_transforms
 from meshloom.tensor.views import Recipe, is_alias, made_anew, moved_view, path_of, tie
 from meshloom.tensor.writing import assign
 

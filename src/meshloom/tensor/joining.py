@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from meshloom.engines.layout import fill
-from meshloom.errors import GradientError, UnsupportedError
+from meshloom.errors import GradientError
 from meshloom.placement import Partial, Topology
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.lazy import STORED, Lazy, ask, settle
@@ -243,17 +243,3 @@ def refuse_plain_results(tensor: Tensor) -> None:
 
     with torch._C.DisableTorchFunctionSubclass():  # torch's register_hook would look at the array's node
         _base._backward_hooks.__set__(tensor, {0: refuse})
-
-
-def transforms_refused() -> UnsupportedError:
-    """What a torch.func transform of our tensors raises."""
-    return UnsupportedError(
-        "torch.func transforms do not work on meshloom tensors",
-        fix="use backward() or torch.autograd.grad for gradients; shard a batch dim instead of vmap",
-    )
-
-
-def refuse_transforms(value: torch.Tensor) -> None:
-    """torch.func transforms hand out wrapped tensors that no mesh knows."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        raise transforms_refused()

@@ -24,7 +24,8 @@ from meshloom.tensor import dtensors
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written
 from meshloom.tensor.creation import place
-from meshloom.tensor.dispatch import CACHE, Entry, call, identity, refuse_partial_leaf
+from meshloom.tensor.dispatch import call
+from meshloom.tensor.entries import CACHE, Entry, identity
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.functions import on_torch
 from meshloom.tensor.gradient_sums import discard, watch_dense
@@ -37,11 +38,11 @@ from meshloom.tensor.joining import (
     native,
     notice,
     refuse_plain_results,
-    transforms_refused,
 )
 from meshloom.tensor.memory import data_ptr, storage, untyped_storage
 from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_dense, to_torch
 from meshloom.tensor.quick import call_quickly, write_quickly
+from meshloom.tensor.refusals import refuse_partial_leaf, transforms_refused
 
 _any_autocast = torch._C._is_any_autocast_enabled
 

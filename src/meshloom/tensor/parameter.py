@@ -12,8 +12,8 @@ from meshloom.mesh.mesh import Homes, _made
 from meshloom.placement import Partial, Placements, Replicate, Shard, Topology, as_placements
 from meshloom.tensor.base import Tensor, rebuild
 from meshloom.tensor.creation import distribute
-from meshloom.tensor.dispatch import refuse_partial_leaf
 from meshloom.tensor.moving import redistribute
+from meshloom.tensor.refusals import refuse_partial_leaf
 
 
 class _ParameterMeta(type(torch.nn.Parameter)):  # type: ignore[misc]

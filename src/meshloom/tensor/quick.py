@@ -19,7 +19,8 @@ from meshloom.ops import ALIASES, OPS
 from meshloom.runtime import leases, state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import FRONTS, invoke
-from meshloom.tensor.dispatch import LIMIT, TRAIL, Entry, Resolved, identity
+from meshloom.tensor.dispatch import TRAIL, Resolved
+from meshloom.tensor.entries import LIMIT, Entry, identity
 from meshloom.tensor.views import attach
 from meshloom.tensor.writing import note_write
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.joining import refuse_transforms
 from meshloom.tensor.lazy import STORED, Lazy, ask
 from meshloom.tensor.moving import redistribute, same_storage
+from meshloom.tensor.refusals import refuse_transforms
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,10 @@ from meshloom.ops.shapes import bounds, indexed_dims
 from meshloom.placement import Partial, Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.dispatch import TRAIL, Resolved, as_tensor, call, identity, remember
+from meshloom.tensor.dispatch import TRAIL, Resolved, call
+from meshloom.tensor.entries import identity, remember
 from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense
+from meshloom.tensor.reading import as_tensor
 from meshloom.tensor.views import MovedView, made_anew, moved_view
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshloom.tensor.calling import Front, table_call
-from meshloom.tensor.dispatch import PACKED
+from meshloom.tensor.entries import PACKED
 
 
 def _packed(kind: type) -> Callable[[list[Any]], Any]:

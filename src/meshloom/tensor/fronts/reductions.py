@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshloom.tensor.calling import Front, invoke, table_call
-from meshloom.tensor.dispatch import PACKED
+from meshloom.tensor.entries import PACKED
 from meshloom.tensor.fallback import fallback
 
 

@@ -1,0 +1,48 @@
+"""The names of torch that torch does not document, in one place, each with its reason. Seen in torch 2.13.0.
+
+Everything that a later torch may rename or drop stands here; the range of torch in `pyproject.toml` is the one that the
+tests have run. Attributes of arrays that are used beside these: `_base`, `_version`, `_is_view()`, `_is_zerotensor()`,
+`_backward_hooks`, `_post_accumulate_grad_hooks`, `UntypedStorage._cdata`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+# a tensor of a class of one's own, without storage: torch documents the class method for authors of such classes only
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+# torch's own attributes and methods of a tensor, below those of our class
+TensorBase: Any = torch._C.TensorBase
+# inside, our class is not asked for what torch calls
+DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass
+# one question for all devices; the public one costs five times as much
+is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
+# what `torch.autograd.graph.increment_version` calls, without the checks of its argument
+increment_version: Any = torch._C._increment_version
+# which pass of backward is under way, and whether it keeps its graph
+current_graph_task_id: Any = torch._C._current_graph_task_id
+keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph
+# whether the pass that is under way computes a node
+will_execute: Any = torch._C._will_engine_execute_node
+# a pass of backward without the checks for our class, and calls at its end
+engine: Any = torch.autograd.Variable._execution_engine
+# whether a reentrant checkpoint may run in this pass
+is_checkpoint_valid: Any = torch.autograd._is_checkpoint_valid
+# whether a torch.func transform made a tensor
+is_functorch_wrapped_tensor: Any = torch._C._functorch.is_functorch_wrapped_tensor
+# what torch calls for lists of tensors, and functions of `torch.nn.functional` that are in C++
+variable_functions: Any = torch._C._VariableFunctions
+nn_functions: Any = torch._C._nn
+# a mask of attention as numbers to add
+canonical_mask: Any = F._canonical_mask
+# products of tokens with the experts that they belong to
+grouped_mm: Any = torch._grouped_mm
+# array calls seen as they are made, or left alone; lists and dictionaries of tensors taken apart
+disable_current_modes: Any = _disable_current_modes
+
+__all__ = ["TorchDispatchMode", "tree_flatten", "tree_map_only"]

@@ -1,0 +1,123 @@
+"""Calls seen before: their plans and kernels, by key. The one cache that every way to call an op looks into."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from meshloom.engines.kernel import Function, Kernel
+from meshloom.engines.layout import torch_dtype
+from meshloom.mesh import Lease
+from meshloom.ops import OPS
+from meshloom.planner import Plan
+from meshloom.runtime import leases
+from meshloom.tensor.base import Tensor, maker
+from meshloom.tensor.binding import NUMBERS
+from meshloom.tensor.gradient_sums import Back, follow
+
+LIMIT = 1 << 14
+
+
+class Entry:
+    """A call seen before: its plan, its kernel and the topologies that come out."""
+
+    __slots__ = (
+        "_back", "communicates_back", "direct", "free", "is_view", "kernel", "leased", "op", "out", "outs", "plan",
+        "salt", "tracked",
+    )  # fmt: skip
+
+    def __init__(self, decided: Plan, kernel: Kernel, direct: Function | None) -> None:
+        self.plan = decided
+        self.kernel = kernel
+        self.outs = decided.outs
+        self.out = decided.outs[0]
+        self.direct = direct
+        self.op = decided.call.op
+        self.is_view, self.leased = OPS[self.op].is_view, decided.mesh.lease is not None
+        self.free, self.tracked = (maker(self.out, torch_dtype(self.out.dtype), tracked) for tracked in (False, True))
+        self.salt = _salt(decided) if decided.mesh.is_split else 0  # of what this call makes of its operands' numbers
+        self._back: Back | None = None
+        self.communicates_back = True  # until the first call with a gradient has looked
+
+    def back(self) -> Back:
+        """What its backward communicates."""
+        if self._back is None:
+            plan, places = self.plan, range(len(self.plan.call.operands))
+            lasts = tuple(self.kernel.ins[i].placements == plan.call.operands[i].placements for i in places)
+            self._back = Back(plan.backward_results(), tuple(plan.backward(i) for i in places), lasts)
+            self.communicates_back = bool(self._back)
+        return self._back
+
+    def wrap(self, results: Any) -> Any:
+        """The results of the kernel as tensors."""
+        if results.__class__ is torch.Tensor:
+            if self.leased or not results.is_cpu:
+                return Tensor(self.out, results)
+            made = self.tracked() if results.requires_grad else self.free()
+            made._data, made.topology = results, self.out
+            return made
+        if isinstance(results, torch.Tensor):
+            return Tensor(self.out, results)
+        wrapped = tuple([Tensor(topology, result) for topology, result in zip(self.outs, results, strict=True)])
+        pack = PACKED.get(self.op)
+        return wrapped if pack is None else pack(wrapped)
+
+    def follow(self, results: Any, tensors: Sequence[Tensor], is_written: bool = False) -> Any:
+        """The results; if they have a backward that communicates, it is seen."""
+        tracked = results.requires_grad if isinstance(results, torch.Tensor) else any(r.requires_grad for r in results)
+        if tracked and (back := self._back or self.back()):
+            return follow(self.plan.call.op, back, results, tensors, is_written)
+        return results
+
+
+def _salt(decided: Plan) -> int:
+    """A number of a call and its arguments that is the same in every process; 0 stands for one process."""
+    call = decided.call
+    plain = {name: each for name, each in call.arguments.items() if isinstance(each, (int, float, str, tuple))}
+    return zlib.crc32(f"{call.op} {call.operands} {plain} {call.leaves}".encode()) or 1
+
+
+def identity(salt: int, tensors: Iterable[Tensor], arguments: Iterable[Any] = ()) -> int:
+    """What a call makes of its operands: which tensors it works on, as a number that is the same in every process."""
+    for tensor in tensors:
+        salt = (salt * 1000003 + tensor._number) & _MASK
+    for each in arguments:
+        if each.__class__ in NUMBERS and each == each:
+            salt = (salt * 1000003 + hash(each)) & _MASK
+    return salt
+
+
+_MASK = (1 << 63) - 1
+PACKED: dict[str, Callable[[Any], Any]] = {
+    "max_dim": lambda results: torch.return_types.max((results[0], results[1])),
+    "min_dim": lambda results: torch.return_types.min((results[0], results[1])),
+}
+CACHE: dict[Any, Entry] = {}
+_LEASED: dict[Lease | None, set[Any]] = {}  # the keys of calls on meshes that end
+_LOCK = threading.Lock()
+
+
+def remember(key: Any, entry: Entry) -> None:
+    """Keep an entry; the oldest goes when the cache is full."""
+    with _LOCK:
+        if len(CACHE) >= LIMIT:
+            oldest = next(iter(CACHE))
+            _LEASED.get(CACHE.pop(oldest).plan.mesh.lease, set()).discard(oldest)
+        CACHE[key] = entry
+        lease = entry.plan.mesh.lease
+        if lease is not None:
+            _LEASED.setdefault(lease, set()).add(key)
+
+
+def forget(lease: Lease) -> None:
+    """Drop the entries of calls on a mesh that has come to its end."""
+    with _LOCK:
+        for key in _LEASED.pop(lease, ()):
+            CACHE.pop(key, None)
+
+
+leases.listen(forget)

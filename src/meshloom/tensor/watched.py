@@ -1,0 +1,25 @@
+"""A call while somebody records, explains or forbids: what it communicates, told before and after it runs."""
+
+from __future__ import annotations
+
+from meshloom.runtime import Event, state, where
+from meshloom.tensor.entries import Entry
+
+
+class Watched:
+    """One call while somebody is watching: its events."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.plan, self.where = entry.plan, where()
+
+    @property
+    def forward(self) -> list[Event]:
+        """The events of the call itself."""
+        return [Event(each, self.plan.call.op, self.where) for each in self.plan.forward]
+
+    def log(self, entry: Entry) -> None:
+        """Write the call into every open log."""
+        self.plan = entry.plan
+        for log in state.logs:
+            log.called(entry.plan, self.where)
+        state.log(self.forward)
