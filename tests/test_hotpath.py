@@ -18,7 +18,7 @@ import meshloom as loom
 from meshloom import Mesh, Partial, Replicate
 from meshloom.engines import torch_engine
 from meshloom.engines.layout import torch_dtype
-from meshloom.tensor import dispatch
+from meshloom.tensor import dispatch, entries
 from meshloom.tensor.binding import freeze
 
 
@@ -247,7 +247,7 @@ def test_a_scalar_that_the_rule_does_not_read_makes_no_new_entry(planned):
 def test_the_cache_is_bounded(monkeypatch):
     small: dict[Any, Any] = {}
     monkeypatch.setattr(dispatch, "CACHE", small)
-    monkeypatch.setattr(dispatch, "LIMIT", 16)
+    monkeypatch.setattr(entries, "LIMIT", 16)
     mesh = Mesh(bounded=2)
     for size in range(1, 60):
         x = put(mesh, "S(0)", size)

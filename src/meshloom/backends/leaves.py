@@ -17,6 +17,7 @@ import torch
 from meshloom.backends import wire
 from meshloom.backends.nodes import Enter, Leave
 from meshloom.backends.world import Group
+from meshloom.engines import private
 from meshloom.errors import GradientError
 
 LARGE = 1 << 18  # elements from which a gradient travels by itself
@@ -69,7 +70,7 @@ _passes: dict[
 
 def at_end_of_backward(finish: Callable[[], None]) -> None:
     """Call `finish` once when the pass of backward that is under way has ended."""
-    current = torch._C._current_graph_task_id()
+    current = private.current_graph_task_id()
     if _passes.get(finish) != current:
         _passes[finish] = current
         queue_at_end(finish)
@@ -77,7 +78,7 @@ def at_end_of_backward(finish: Callable[[], None]) -> None:
 
 def queue_at_end(function: Callable[[], None]) -> None:
     """Call a function when the pass of backward that is under way has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    private.engine.queue_callback(function)
 
 
 def entered(data: torch.Tensor, group: Group) -> torch.Tensor:

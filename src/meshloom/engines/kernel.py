@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshloom.engines import private
 from meshloom.engines.layout import expose, fill, mover
 from meshloom.engines.torch_engine import FUNCTIONS, PLAIN, Local
 from meshloom.ops import Fill, Ref, find
@@ -156,7 +157,7 @@ def _room(plan: Plan) -> tuple[int, ...] | None:
     matrices = call.op in ("matmul", "mm") and all(topology.ndim == 2 for topology in call.operands)
     in_order = list(call.arguments.values()) == [Ref(0), Ref(1)]
     rows_alone = out.padded_dims == (0,) and len(out.shards[0]) == 1 and not out.partial_axes
-    plain = matrices and in_order and rows_alone and not torch._C._is_any_autocast_enabled()
+    plain = matrices and in_order and rows_alone and not private.is_any_autocast_enabled()
     return out.stored_shape if plain else None
 
 

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from meshloom.engines.private import disable_current_modes
 from meshloom.errors import DeviceTimeoutError, where
 from meshloom.mesh import Coordinate
 from meshloom.runtime import transfers
@@ -85,7 +85,7 @@ class Command:
         self.note.status = "running"
         _here.command = self
         try:
-            with _disable_current_modes() if state.capture is not None else nullcontext():
+            with disable_current_modes() if state.capture is not None else nullcontext():
                 self.run(self.queue.id)
         except GivenUp:
             return

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from meshloom.engines.private import disable_current_modes
 from meshloom.errors import ArgumentError, expect
 from meshloom.mesh import Coordinate
 from meshloom.runtime.buffer import MeshBuffer
@@ -177,7 +177,7 @@ def _works(batched: Callable[..., Any], buffers: Sequence[MeshBuffer]) -> bool:
     """Whether vmap can carry the kernel over, tried on shapes."""
     blocks = [torch.empty_like(buffer.storage.block, device="meta") for buffer in buffers]  # type: ignore[union-attr]
     try:
-        with _disable_current_modes():
+        with disable_current_modes():
             batched(*blocks)
     except BaseException:  # whatever it is, running on each device will tell
         return False

@@ -15,9 +15,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
+from meshloom.engines import private
+from meshloom.engines.private import TorchDispatchMode, tree_flatten, tree_map_only
 from meshloom.errors import TraceError
 
 Call = Callable[[], Any]
@@ -223,7 +223,7 @@ def _in_place(step: Step) -> Call:
 def _into(step: Step, out: torch.Tensor) -> Call | None:
     """A function whose result goes into an array that is there."""
     name = step.func._schema.name.partition("::")[2]
-    for candidate in (_AS.get(name), getattr(torch, name, None), getattr(torch._C._nn, name, None)):
+    for candidate in (_AS.get(name), getattr(torch, name, None), getattr(private.nn_functions, name, None)):
         if candidate is not None and _accepts(candidate, step.args, {**step.kwargs, "out": out}):
             return partial(candidate, *step.args, **step.kwargs, out=out)
     return None

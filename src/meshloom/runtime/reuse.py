@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from meshloom.engines.private import tree_map_only
 from meshloom.runtime.recorder import Step, memory_of
 
 

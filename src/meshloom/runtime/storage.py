@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshloom.engines.layout import to_block, torch_dtype
+from meshloom.engines.private import disable_current_modes
 from meshloom.mesh import Coordinate
 from meshloom.runtime.card import Card
 from meshloom.runtime.geometry import MeshCoordinateRange
@@ -35,7 +35,7 @@ class Block:
         self._lock = threading.Lock()
         self.mesh, self.axes = layout.mesh, layout.mesh.ndim
         topology, dtype = topology_of(layout), torch_dtype(layout.dtype)
-        with _disable_current_modes():
+        with disable_current_modes():
             if topology is None:
                 self.data: torch.Tensor | None = None
                 self.block = _filled(layout.lead + layout.local_shape, dtype, poison)

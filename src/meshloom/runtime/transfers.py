@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshloom.engines.layout import torch_dtype
+from meshloom.engines.private import disable_current_modes
 from meshloom.errors import ArgumentError, DTypeError, PlacementError, ShapeError
 from meshloom.mesh import Coordinate
 from meshloom.runtime.buffer import MeshBuffer
@@ -18,7 +18,7 @@ from meshloom.runtime.storage import Block
 
 def host_value(data: Any, shape: tuple[int, ...], dtype: str, what: str) -> torch.Tensor:
     """Host data of exactly that shape and dtype, with memory of its own: the caller may change his at once."""
-    with _disable_current_modes():  # while a trace is captured on one queue, others go on
+    with disable_current_modes():  # while a trace is captured on one queue, others go on
         try:
             value = torch.as_tensor(data).detach()
         except (TypeError, ValueError, RuntimeError) as error:

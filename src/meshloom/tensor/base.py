@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshloom.backends import is_waiting
+from meshloom.engines import private
 from meshloom.engines.layout import padding_of, to_block
 from meshloom.errors import CommunicationError, GradientError, PlacementError, UnsupportedError
 from meshloom.mesh import Mesh
@@ -40,7 +41,7 @@ def refuse_checkpoint(tensor: Any) -> Any:
     raise AttributeError("a whole tensor is saved and loaded as a value")
 
 
-_make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+_make: Callable[..., Any] = private.make_wrapper
 
 
 def maker(topology: Topology, dtype: torch.dtype, tracked: bool) -> Callable[[], Any]:
@@ -122,9 +123,9 @@ class Tensor(torch.Tensor):
 
     def _become(self, other: Tensor) -> None:
         """Take the topology and the array of another tensor, which may have another shape or dtype."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.DisableTorchFunctionSubclass():
             _FLAG.__set__(self, False)
-            torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+            private.TensorBase.data.__set__(self, other)
         self.topology = other.topology
         self._replace(other._data)
 
@@ -133,7 +134,7 @@ class Tensor(torch.Tensor):
         self._mirror_to(self._data.requires_grad)
 
     def _mirror_to(self, tracked: bool) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.DisableTorchFunctionSubclass():
             _FLAG.__set__(self, tracked)
 
     @property
@@ -265,7 +266,7 @@ class Tensor(torch.Tensor):
             return "(values not shown: communication is forbidden here)"
 
 
-_FLAG: Any = torch._C.TensorBase.requires_grad
+_FLAG: Any = private.TensorBase.requires_grad
 
 
 def rebuild(topology: Topology, data: torch.Tensor, requires_grad: bool) -> Tensor:

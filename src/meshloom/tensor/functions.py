@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.engines import private
 from meshloom.ops import ALIASES, OPS
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import INPLACE, invoke, is_written, spellings
@@ -34,7 +35,7 @@ def _known_functions() -> dict[Any, str]:
     found.pop(torch.adaptive_max_pool1d, None)  # values with indices
     found[torch.Tensor.where] = "_method_where"
     for name in ("meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):  # what torch calls for a list of tensors
-        found[getattr(torch._C._VariableFunctions, name)] = name
+        found[getattr(private.variable_functions, name)] = name
     found[torch.autograd.grad] = "_autograd_grad"
     found[torch.autograd.backward] = "_autograd_backward"
     return found
@@ -71,7 +72,7 @@ def _ask(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if name in QUESTIONS:
             return getattr(args[0], name)(*args[1:], **kwargs)
         if name in NATIVE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with private.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
     return fallback(function, args, kwargs, name)
 
@@ -92,7 +93,7 @@ def _access(function: Any, kind: str, args: tuple[Any, ...]) -> Any:
         return invoke(name, (tensor,), {}, function)
     if kind == "__get__" and (name.startswith("is_") or name in _OF_ARRAYS):
         return getattr(tensor._data, name)
-    with torch._C.DisableTorchFunctionSubclass():
+    with private.DisableTorchFunctionSubclass():
         return function(*args)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from meshloom.backends import at_end_of_backward, collect, drop, finish_with, queue_at_end, twins
 from meshloom.collectives import Collective
+from meshloom.engines import private
 from meshloom.errors import expect
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
@@ -60,7 +61,7 @@ class Note:
                 self.sources.append((i, tensors[i] if data.is_leaf else data.grad_fn))
 
     def __call__(self, gradients: Any) -> None:
-        task = torch._C._current_graph_task_id()
+        task = private.current_graph_task_id()
         if task == self.task:
             return
         self.task = task
@@ -86,7 +87,7 @@ def _is_wanted(source: Any) -> bool:
 
 def _is_executed(node: Any) -> bool:
     try:
-        return torch._C._will_engine_execute_node(node)
+        return private.will_execute(node)
     except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for, and of no other
         return True
 

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from meshloom.engines import private
 from meshloom.engines.layout import fill
 from meshloom.errors import GradientError
 from meshloom.placement import Partial, Topology
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.lazy import STORED, Lazy, ask, settle
 
-_base: Any = torch._C.TensorBase
+_base: Any = private.TensorBase
 
 
 class _Here(threading.local):
@@ -41,7 +42,7 @@ _here = _Here()
 
 def native(tensor: Tensor, name: str) -> Any:
     """What torch itself knows of a tensor under this name."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with private.DisableTorchFunctionSubclass():
         return getattr(_base, name).__get__(tensor)
 
 
@@ -102,7 +103,7 @@ def _join(node: Any) -> None:
     piece.arrays, piece.inputs = (), ()
     for result, array in zip(results, arrays, strict=True):
         settle(result, array)
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.DisableTorchFunctionSubclass():
             if not _base._is_view(result):
                 _base.detach_(result)
                 _base.requires_grad.__set__(result, True)
@@ -157,9 +158,9 @@ class Piece:
     def _run(self, starts: tuple[Any, ...], gradients: tuple[Any, ...]) -> Sequence[Any]:
         """Torch's own backward through the piece. A reentrant checkpoint wants one that accumulates."""
         graph = torch.is_grad_enabled()
-        keep = torch._C._autograd._get_current_graph_task_keep_graph() or graph
-        engine: Any = torch.autograd.Variable._execution_engine
-        if not (self.is_checkpoint and torch.autograd._is_checkpoint_valid()):
+        keep = private.keeps_graph() or graph
+        engine: Any = private.engine
+        if not (self.is_checkpoint and private.is_checkpoint_valid()):
             found: Sequence[Any] = engine.run_backward(
                 starts, gradients, keep, graph, tuple(self.ends), allow_unreachable=True, accumulate_grad=False
             )
@@ -173,7 +174,7 @@ def _take_gradient(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return None
     found = native(leaf, "grad")
-    with torch._C.DisableTorchFunctionSubclass():
+    with private.DisableTorchFunctionSubclass():
         _base.grad.__set__(leaf, None)
     return found
 
@@ -241,5 +242,5 @@ def refuse_plain_results(tensor: Tensor) -> None:
                 "x.shard_at(at) and loom.from_local",
             )
 
-    with torch._C.DisableTorchFunctionSubclass():  # torch's register_hook would look at the array's node
+    with private.DisableTorchFunctionSubclass():  # torch's register_hook would look at the array's node
         _base._backward_hooks.__set__(tensor, {0: refuse})

@@ -14,6 +14,7 @@ import numpy
 import torch
 
 from meshloom.backends.checks import STORY
+from meshloom.engines import private
 from meshloom.engines.kernel import function_of
 from meshloom.engines.layout import fill
 from meshloom.errors import ArgumentError, GradientError
@@ -44,7 +45,7 @@ from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, t
 from meshloom.tensor.quick import call_quickly, write_quickly
 from meshloom.tensor.refusals import refuse_partial_leaf, transforms_refused
 
-_any_autocast = torch._C._is_any_autocast_enabled
+_any_autocast = private.is_any_autocast_enabled
 
 
 def _binary(name: str) -> Callable[[Any, Any], Any]:
@@ -334,8 +335,8 @@ def _set_data(self: Tensor, value: Any) -> None:
     placed = _placed(value, self.topology) if value.ndim == self.ndim else _as_it_is(value, self.mesh)
     self._data.data = placed._data.detach()
     if placed.dtype != native(self, "dtype") or placed.shape != native(self, "shape"):
-        with torch._C.DisableTorchFunctionSubclass():
-            torch._C.TensorBase.data.__set__(self, placed.detach())  # type: ignore[attr-defined]
+        with private.DisableTorchFunctionSubclass():
+            private.TensorBase.data.__set__(self, placed.detach())
     self.topology = placed.topology
 
 

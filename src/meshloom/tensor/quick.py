@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshloom.backends.checks import STORY
+from meshloom.engines import private
 from meshloom.mesh import Lease
 from meshloom.ops import ALIASES, OPS
 from meshloom.runtime import leases, state
@@ -24,7 +25,7 @@ from meshloom.tensor.entries import LIMIT, Entry, identity
 from meshloom.tensor.views import attach
 from meshloom.tensor.writing import note_write
 
-_any_autocast = torch._C._is_any_autocast_enabled
+_any_autocast = private.is_any_autocast_enabled
 
 # Fronts that look at nothing but topologies and arguments.
 PURE = frozenset(
@@ -253,7 +254,7 @@ def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[
     return target
 
 
-_increment_version = torch._C._increment_version
+_increment_version = private.increment_version
 
 
 def _write_first(key: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

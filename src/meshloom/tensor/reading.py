@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from meshloom.backends.checks import is_compared, note_data
+from meshloom.engines import private
 from meshloom.engines.layout import short_name
 from meshloom.errors import MeshError
 from meshloom.mesh import Mesh
@@ -21,7 +22,7 @@ from meshloom.tensor.refusals import refuse_transforms
 
 def autocast_key() -> Any:
     """What autocast changes about a call."""
-    if not torch._C._is_any_autocast_enabled():
+    if not private.is_any_autocast_enabled():
         return None
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 

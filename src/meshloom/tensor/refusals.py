@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from meshloom.engines import private
 from meshloom.errors import GradientError, UnsupportedError
 from meshloom.placement import Partial, Topology
 
@@ -30,5 +31,5 @@ def transforms_refused() -> UnsupportedError:
 
 def refuse_transforms(value: torch.Tensor) -> None:
     """torch.func transforms hand out wrapped tensors that no mesh knows."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if private.is_functorch_wrapped_tensor(value):
         raise transforms_refused()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from meshloom.engines import private
 from meshloom.engines.layout import torch_dtype
 from meshloom.errors import DTypeError, MeshloomError, ShapeError, ViewError
 from meshloom.ops import OPS
@@ -22,7 +23,7 @@ from meshloom.tensor.views import MovedView, made_anew, moved_view
 
 def note_write(tensor: Tensor) -> None:
     """After a write: torch's own flag and version of the tensor, and of what it is a view of, follow its array."""
-    torch._C._increment_version((tensor,))
+    private.increment_version((tensor,))
     if tensor._data.requires_grad:
         tensor._mirror()
     if tensor._view is not None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from meshloom.engines.private import disable_current_modes
 from meshloom.errors import OperandError
 from meshloom.runtime import state
 from meshloom.ttnn import queues
@@ -104,5 +104,5 @@ def owned(tensor: Tensor, sizes: Sequence[int]) -> Block:
 
 def _grown(block: Block, shape: tuple[int, ...]) -> Block:
     before = state.capture is not None and not state.capture.makes(block)
-    with _disable_current_modes() if before else nullcontext():
+    with disable_current_modes() if before else nullcontext():
         return fresh(block.expand(shape))

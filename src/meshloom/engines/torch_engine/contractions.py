@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.engines import private
 from meshloom.engines.torch_engine.local import Function
 
 
@@ -25,7 +26,7 @@ def _grouped_mm(input: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor) -> 
         and mat2.numel()
         and all(each.shape[-1] * each.element_size() % 16 == 0 and each.is_contiguous() for each in (input, mat2))
     ):
-        return torch._grouped_mm(input, mat2, offs=offs)
+        return private.grouped_mm(input, mat2, offs=offs)
     return multiply_groups(input, mat2, offs, range(len(mat2)))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.engines import private
 from meshloom.errors import ArgumentError, ShapeError
 from meshloom.runtime import state
 from meshloom.tensor.calling import Front, invoke, table_call
@@ -60,7 +61,7 @@ def _loss(function: Callable[..., Any]) -> Front:
         given = signature.bind(*args, **kwargs).arguments
         if any(given.get(each) is not None for each in ("size_average", "reduce")):
             return fallback(function, args, kwargs, name)
-        if torch._C._is_any_autocast_enabled():
+        if private.is_any_autocast_enabled():
             given = {key: _widened(value) for key, value in given.items()}
         return table_call(name, output=output, **given)
 
@@ -219,7 +220,7 @@ def _merged_masks(given: Any, batch: int) -> Any:
     if given.is_causal and given.attn_mask is None:
         raise ArgumentError("is_causal is a hint about attn_mask, which is not given", fix="give attn_mask as well")
     scores, keys = (
-        None if mask is None else F._canonical_mask(mask, name, None, "", given.query.dtype, check_other=False)
+        None if mask is None else private.canonical_mask(mask, name, None, "", given.query.dtype, check_other=False)
         for mask, name in ((given.attn_mask, "attn_mask"), (given.key_padding_mask, "key_padding_mask"))
     )
     if scores is not None and scores.dim() == 3:
@@ -242,7 +243,7 @@ def _grouped_mm(*args: Any, offs: Any = None, bias: Any = None, out_dtype: Any =
     offs, bias, out_dtype = (*more, *(offs, bias, out_dtype)[len(more) :])
     if (tokens.ndim, experts.ndim) != (2, 3) or offs is None or bias is not None or out_dtype is not None:
         given = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
-        return fallback(torch._grouped_mm, (tokens, experts), given, "grouped_mm")
+        return fallback(private.grouped_mm, (tokens, experts), given, "grouped_mm")
     return table_call("grouped_mm", tokens, experts, offs, output=output)
 
 
