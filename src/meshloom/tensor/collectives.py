@@ -34,8 +34,8 @@ from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.moving import same_storage, shadowed
-from meshloom.tensor.ways import Between, Direct, Host, HostBetween, LinksBetween, OverLinks
 from meshloom.tensor.views import moved_view
+from meshloom.tensor.ways import Between, Direct, Host, HostBetween, LinksBetween, OverLinks
 from meshloom.types import Shape
 
 MODES = ("direct", "host", "fabric")

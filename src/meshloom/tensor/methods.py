@@ -286,7 +286,10 @@ def set_gradient(tensor: Tensor, value: Any) -> None:
 
 
 def _register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-    topology, shape = self.topology, tuple(self._data.shape)  # and not the tensor, which would keep itself and its graph for ever
+    topology, shape = (
+        self.topology,
+        tuple(self._data.shape),
+    )  # and not the tensor, which would keep itself and its graph for ever
 
     def on_array(gradient: torch.Tensor | None) -> torch.Tensor | None:
         result = hook(None if gradient is None else gradient_tensor(gradient, topology))
