@@ -214,6 +214,7 @@ def check_close(ours: Any, dense: torch.Tensor) -> None:
     torch.testing.assert_close(ours.detach().to_torch(), dense.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, of nested reentrant checkpoints
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_and_gradients_equal_dense(name: str, layout: Any) -> None:
@@ -441,6 +442,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp
 @pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_of_torch_func_is_refused(name: str, tracked: bool) -> None:
