@@ -557,6 +557,17 @@ def test_a_function_of_the_users_has_the_gradient_of_dense(layout):
         assert not Rounded.apply(x + 0.6).requires_grad
 
 
+def test_a_function_of_the_users_has_its_gradient_for_leaves_results_and_parameters():
+    mesh = loom.open_mesh((2,), axes=("dp",))
+    x = loom.zeros(4, mesh=mesh).requires_grad_()
+    for value in (x, x * 2, loom.Parameter(x)):
+        (found,) = torch.autograd.grad((Rounded.apply(value) * 3).sum(), value)
+        assert found.tolist() == [3.0] * 4
+    with torch.no_grad():
+        assert Rounded.apply(x + 0.6).tolist() == [1.0] * 4
+    assert Rounded.apply(x.detach() + 0.6).tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_function_of_the_users_on_the_part_of_each_device_has_the_gradient_of_dense(layout):
     x, dense = leaf(layout), drawn().requires_grad_()

@@ -46,8 +46,7 @@ def set_item(index: Any, value: Any) -> None:
 
 
 def view_write() -> None:
-    windows = loom.ones(48, mesh=MESH, placements="R, R").unfold(0, 2, 1)
-    windows.index_copy_(0, torch.tensor([0]), torch.ones(1, 2))
+    loom.ones(48, mesh=MESH, placements="R, R").expand(2, 48).add_(1)
 
 
 def no_grad_of_many() -> None:
@@ -415,9 +414,9 @@ CASES: dict[str, Case] = {
     "writing to elements that share memory": (
         loom.ViewError,
         view_write,
-        """index_copy_ cannot write into this view: elements of it share memory
-  view  f32[47, 2](R, R) on Mesh(dp=2, tp=4)
-  fix   write to the base, or take a copy first: view.clone().index_copy_(...)""",
+        """add_ cannot write into this view: elements of it share memory
+  view  f32[2, 48](R, R) on Mesh(dp=2, tp=4)
+  fix   write to the base, or take a copy first: view.clone().add_(...)""",
     ),
     "in place with a larger result": (
         loom.ShapeError,

@@ -653,12 +653,15 @@ def test_the_parameters_of_a_norm_of_an_empty_batch_have_gradients_of_zeros() ->
     check_same(bias.grad, torch.zeros(4))
 
 
-def test_a_write_by_index_into_a_view_whose_elements_share_memory_is_refused_and_loses_nothing() -> None:
-    x = loom.arange(6, mesh=loom.open_mesh((3,)), placements="R")
-    windows = x.unfold(0, 2, 1)
+@pytest.mark.parametrize("placements", ["R", "S(0)", "P(sum)"])
+def test_a_write_by_index_into_a_view_whose_elements_share_memory_is_torchs(placements: str) -> None:
+    x = loom.arange(6, mesh=loom.open_mesh((3,)), placements="R").redistribute(placements)
+    x.unfold(0, 2, 1).index_copy_(0, torch.tensor([0]), torch.tensor([[7, 8]]))
+    assert x.tolist() == [7, 8, 2, 3, 4, 5]
     with pytest.raises(loom.ViewError, match="elements of it share memory"):
-        windows.index_copy_(0, torch.tensor([0]), torch.tensor([[7, 8]]))
-    assert x.tolist() == [0, 1, 2, 3, 4, 5]
+        x.expand(2, 6).add_(1)
+    x.expand(2, 6)[0] = 4
+    assert x.tolist() == [4] * 6
 
 
 def test_a_write_without_gradients_into_a_view_that_was_made_without_them_is_torchs() -> None:
@@ -669,3 +672,11 @@ def test_a_write_without_gradients_into_a_view_that_was_made_without_them_is_tor
     with torch.no_grad():
         again.lerp_(loom.zeros(4, 6, mesh=x.mesh, placements="R, R"), 0.5)
     assert x.tolist() == [[0.5] * 6] * 4
+
+
+@pytest.mark.parametrize("placements", ["P(sum)", "P(mean)", "P(max)", "P(prod)", "S(0)"])
+def test_an_operand_that_has_to_move_moves_every_time_a_call_in_place_is_seen(placements: str) -> None:
+    for _ in range(3):
+        target = loom.zeros(2, 3, mesh=loom.open_mesh((2,)), placements="R")
+        target.add_(loom.ones(3, mesh=target.mesh, placements="R").redistribute(placements))
+        check_same(target, torch.ones(2, 3))

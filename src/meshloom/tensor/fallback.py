@@ -24,17 +24,23 @@ from meshloom.runtime import state, where
 from meshloom.runtime.records import FallbackWarning
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked
+from meshloom.tensor.joining import refuse_plain_results
 from meshloom.tensor.moving import same_storage, shadowed, to_dense
 from meshloom.tensor.reading import find_mesh
-from meshloom.tensor.refusals import refuse_transforms
+from meshloom.tensor.refusals import refuse_transforms, transforms_refused
 from meshloom.tensor.views import Recipe, is_alias, made_anew, moved_view, path_of, tie
 from meshloom.tensor.writing import assign
 
 _said: set[tuple[str, str]] = set()  # functions and lines that a warning has named
 
 
+_DUAL = frozenset(("_make_dual", "_unpack_dual"))  # forward mode: what is gathered would lose its tangent
+
+
 def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """Run any torch function on gathered operands."""
+    if name in _DUAL:
+        raise transforms_refused()
     gathered = Gathered(name, find_mesh(args) or find_mesh(kwargs.values()), function, args, kwargs)
     dense_args = gathered.take(args)
     dense_kwargs = gathered.take(kwargs)
@@ -52,6 +58,8 @@ def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         raise
     gathered.write_back()
     gathered.note()
+    if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], Tensor) and gathered.operands:
+        refuse_plain_results(gathered.operands[0].tensor)  # it may have written into a plain tensor
     return gathered.give(result)
 
 
@@ -97,7 +105,8 @@ class Gathered:
 
     def _gather(self, tensor: Tensor, given: Any) -> torch.Tensor:
         tensor = shadowed(tensor)
-        is_written = self.name.endswith("_") and self.given and given is self.given[0]
+        writes = self.name.endswith("_") or self.name == "setitem"
+        is_written = writes and self.given and given is self.given[0]
         if is_written and (tensor._recipe is not None or tensor._data.requires_grad):
             if tensor._recipe is not None:
                 return self._gather_base(tensor, given)

@@ -102,7 +102,7 @@ def _join(node: Any) -> None:
         arrays = Join.apply(piece, *piece.inputs)
     piece.arrays, piece.inputs = (), ()
     for result, array in zip(results, arrays, strict=True):
-        settle(result, array)
+        settle(result, _spread(array, result.topology))
         with private.DisableTorchFunctionSubclass():
             if not _base._is_view(result):
                 _base.detach_(result)
@@ -133,10 +133,18 @@ class Piece:
         self.starts = [GradientEdge(node, native(each, "output_nr")) for each in results]
         self.ends = [GradientEdge(each, 0) for each in ends]
         self.is_checkpoint = node.name() == "CheckpointFunctionBackward"
-        self.topologies = [each.topology for each in results]
-        self.arrays: Sequence[torch.Tensor] = [STORED.__get__(each) for each in results]
-        self.inputs: Sequence[torch.Tensor] = [each._data if isinstance(each, Tensor) else each for each in leaves]
-        self.held = [(each.topology, tuple(each._data.shape)) if isinstance(each, Tensor) else None for each in leaves]
+        self.topologies = [_joined(each.topology) for each in results]
+        self.arrays: Sequence[torch.Tensor] = [
+            _reduced(Tensor(each.topology, STORED.__get__(each))) for each in results
+        ]
+        with torch.enable_grad():
+            self.inputs: Sequence[torch.Tensor] = [_reduced(x) if isinstance(x, Tensor) else x for x in leaves]
+        self.held = [
+            (_joined(each.topology), tuple(array.shape)) if isinstance(each, Tensor) else None
+            for each, array in zip(leaves, self.inputs, strict=True)
+        ]
+        self.metadata = node.metadata
+        self.metadata["joins"] = self.metadata.get("joins", 0) + 1
 
     def run(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Its backward: from gradients of the results' arrays to those of the leaves' arrays."""
@@ -158,7 +166,9 @@ class Piece:
     def _run(self, starts: tuple[Any, ...], gradients: tuple[Any, ...]) -> Sequence[Any]:
         """Torch's own backward through the piece. A reentrant checkpoint wants one that accumulates."""
         graph = torch.is_grad_enabled()
-        keep = private.keeps_graph() or graph
+        # a result that backward unpacks is joined once more: then two nodes run one
+        is_shared = self.metadata["joins"] > 1
+        keep = private.keeps_graph() or graph or is_shared
         engine: Any = private.engine
         if not (self.is_checkpoint and private.is_checkpoint_valid()):
             found: Sequence[Any] = engine.run_backward(
@@ -177,6 +187,27 @@ def _take_gradient(leaf: Any) -> Any:
     with private.DisableTorchFunctionSubclass():
         _base.grad.__set__(leaf, None)
     return found
+
+
+def _joined(topology: Topology) -> Topology:
+    """Where torch's graph and the arrays' meet: the parts of a mean or of a maximum have no gradient of their own."""
+    is_sum = all(topology.placements[axis] == Partial("sum") for axis in topology.partial_axes)
+    return topology if is_sum else topology.reduced
+
+
+def _reduced(tensor: Tensor) -> torch.Tensor:
+    """The array of a tensor where the graphs meet."""
+    from meshloom.tensor.moving import carry
+
+    return carry(tensor, _joined(tensor.topology), "autograd.Function")
+
+
+def _spread(array: torch.Tensor, topology: Topology) -> torch.Tensor:
+    """The array of a result, placed as the result is, from that of its value."""
+    from meshloom.tensor.moving import carry
+
+    with torch.enable_grad():
+        return carry(Tensor(_joined(topology), array), topology, "autograd.Function")
 
 
 class Join(torch.autograd.Function):
@@ -228,8 +259,22 @@ def gradient_array(gradient: Any, topology: Topology, shape: tuple[int, ...]) ->
 
 def refuse_plain_results(tensor: Tensor) -> None:
     """A tensor is read while gradients are off: if a Function does, and gives a plain tensor, its backward refuses."""
-    if torch.is_grad_enabled() or not tensor._data.requires_grad or "_guarded" in vars(tensor):
-        return
+    if not torch.is_grad_enabled():
+        for each in (tensor, *_operands()):
+            if each._data.requires_grad and "_guarded" not in vars(each):
+                _guard(each)
+
+
+def _operands() -> Iterator[Tensor]:
+    """The tensors of ours that were given to the Functions whose forward is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function":
+            yield from (each for each in frame.f_locals.get("args", ()) if isinstance(each, Tensor))
+        frame = frame.f_back
+
+
+def _guard(tensor: Tensor) -> None:
     topology = tensor.topology
     tensor._guarded = True
 

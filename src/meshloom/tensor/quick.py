@@ -266,7 +266,8 @@ def _write_first(key: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     finally:
         TRAIL.written = before
     entry = written[0].entry if len(written) == 1 else None
-    if entry is not None and not (entry.salt or entry.out.padded or entry.out.partial_axes):
+    is_plain = entry is not None and all(each is None for each in entry.kernel.prepare)
+    if entry is not None and is_plain and not (entry.salt or entry.out.padded or entry.out.partial_axes):
         with _lock:
             if len(WRITES) >= LIMIT:
                 del WRITES[next(iter(WRITES))]

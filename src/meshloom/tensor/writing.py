@@ -16,6 +16,7 @@ from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.dispatch import TRAIL, Resolved, call
 from meshloom.tensor.entries import identity, remember
+from meshloom.tensor.joining import refuse_plain_results
 from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense
 from meshloom.tensor.reading import as_tensor
 from meshloom.tensor.views import MovedView, made_anew, moved_view
@@ -318,5 +319,6 @@ def write_out(result: Any, out: Any) -> Any:
     if isinstance(target, Tensor):
         assign(target, result, "out=")
     elif state.shadows is None:  # what is explained is not written
+        refuse_plain_results(result)
         target.copy_(to_dense(result, "out="))
     return out
