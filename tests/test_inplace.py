@@ -680,3 +680,18 @@ def test_an_operand_that_has_to_move_moves_every_time_a_call_in_place_is_seen(pl
         target = loom.zeros(2, 3, mesh=loom.open_mesh((2,)), placements="R")
         target.add_(loom.ones(3, mesh=target.mesh, placements="R").redistribute(placements))
         check_same(target, torch.ones(2, 3))
+
+
+def test_a_write_seen_before_is_another_one_where_elements_share_memory() -> None:
+    mesh = loom.open_mesh((2,))
+    plain = loom.zeros(4, 3, mesh=mesh, placements="R")
+    for _ in range(2):
+        plain.add_(1.0)
+    row, dense = loom.zeros(3, mesh=mesh, placements="R"), torch.zeros(3)
+    wide = row.expand(4, 3)
+    assert wide.topology is plain.topology
+    with pytest.raises(RuntimeError):
+        dense.expand(4, 3).add_(1.0)
+    with pytest.raises(RuntimeError):
+        wide.add_(1.0)
+    assert not row.any()
