@@ -45,7 +45,7 @@ def test_a_run_writes_every_row_with_its_figures_and_its_goal(bench: Any, tmp_pa
     for row in found["rows"]:
         assert row["ours_us"] > 0 and row["dense_us"] > 0 and row["rounds"] >= 3
         assert row["extra_us"] == pytest.approx(row["ours_us"] - row["dense_us"], abs=0.01)
-        assert row["goal"] == "<= +4 us" and isinstance(row["ok"], bool)
+        assert row["goal"] == "<= +2 us" and isinstance(row["ok"], bool)
 
 
 def test_a_run_names_no_machine_and_no_path(bench: Any, tmp_path: Path) -> None:
