@@ -31,7 +31,6 @@ from op_database import (
     check_tree,
     described,
     mesh_leaf,
-    reason_of,
     spaced,
 )
 from oracle import check_result
@@ -39,7 +38,6 @@ from oracle import check_result
 SKIPPED = dict.fromkeys(("nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d"), RANDOM)
 SAME = "equal"
 LAZY = "has no parameters before its first input"
-MASKED = ("nn.MultiheadAttention", "nn.Transformer")  # their masks stay plain: on the mesh they are open
 
 
 @dataclass(frozen=True)
@@ -150,27 +148,13 @@ def mesh_side(cell: Cell, number: int, module: torch.nn.Module, given: Any) -> S
         leaves.append(leaf)
         return value
 
-    def take_plain(tensor: torch.Tensor) -> Any:
-        leaves.append(None)
-        return tensor
-
     found = given.forward_input
-    args = tree.tree_map_only(torch.Tensor, take, found.args)
-    plain = cell.name.startswith(MASKED)
-    kwargs = tree.tree_map_only(torch.Tensor, take_plain if plain else take, found.kwargs)
-    return Side(put(module, cell.mesh, draw), (args, kwargs), leaves)
+    arguments = tree.tree_map_only(torch.Tensor, take, (found.args, found.kwargs))
+    return Side(put(module, cell.mesh, draw), arguments, leaves)
 
 
 def check(cell: Cell, number: int, given: Any) -> str:
     """How the module was compared, or why it was not; raises if values or gradients differ from dense."""
-    try:
-        return compare(cell, number, given)
-    except Exception as error:
-        return reason_of(cell.name, cell.dtype, error)
-
-
-def compare(cell: Cell, number: int, given: Any) -> str:
-    """As `check`, whatever is open."""
     reason = why_not(cell, given)
     if reason:
         return reason

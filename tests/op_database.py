@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import sys
 import warnings
 import zlib
@@ -29,7 +28,6 @@ from torch.utils import _pytree as tree
 import meshloom as loom
 from meshloom import Mesh, Partial, Placement, Replicate, Shard
 from meshloom.engines.layout import mask_of
-from meshloom.errors import DTypeError
 from oracle import check_close, check_result, partial_ops
 
 MESH = Mesh.of((2, 3))
@@ -62,30 +60,6 @@ SKIPPED: dict[str, str] = {
     "as_strided_partial_views": "reads storage outside its operand",
     "resize_": "changes the shape of its operand: refused",
     "resize_as_": "changes the shape of its operand: refused",
-}
-# What is open, and belongs to a later change: the reason, and how it shows. OPEN_CALLS has a call for each, and a test
-# says when one works: delete it then.
-OPEN: dict[str, Callable[[str, torch.dtype, Exception], bool]] = {
-    "complex matrices with a padded batch": lambda name, dtype, error: (
-        dtype.is_complex and "\"arange_cpu\" not implemented for 'ComplexFloat'" in str(error)
-    ),
-    "infinite norms of complex tensors": lambda name, dtype, error: (
-        dtype.is_complex and isinstance(error, DTypeError) and ("norm" in name or "distance" in name)
-    ),
-    "batch_norm of an empty batch": lambda name, dtype, error: (
-        "batch" in name.lower() and re.search(r"\[0[],]", str(error)) is not None
-    ),
-}
-OPEN_CALLS: dict[str, Callable[[], Any]] = {
-    "complex matrices with a padded batch": lambda: torch.linalg.inv(
-        loom.distribute(torch.eye(3, dtype=torch.complex64).expand(2, 3, 3), Mesh.of((3,)), "S(0)")
-    ),
-    "infinite norms of complex tensors": lambda: torch.linalg.vector_norm(
-        loom.ones(4, mesh=Mesh.of((2,)), placements="S(0)", dtype=torch.complex64), math.inf
-    ),
-    "batch_norm of an empty batch": lambda: torch.nn.functional.batch_norm(
-        loom.zeros(0, 5, 2, 2, mesh=Mesh.of((2,)), placements="S(1)"), None, None, training=True
-    ),
 }
 # Complex vectors of these are right up to a phase, which depends on how a matrix lies in memory.
 TURNED = "svd linalg_svd linalg_eig linalg_eigh svd_lowrank pca_lowrank".split()
@@ -194,22 +168,6 @@ def callable_of(op: Any) -> Callable[..., Any]:
 
 def check(call: Call) -> str:
     """How the call was carried out, or why it was not; raises if values or gradients differ from dense."""
-    try:
-        return compare(call)
-    except Exception as error:
-        return reason_of(call.name, call.dtype, error)
-
-
-def reason_of(name: str, dtype: torch.dtype, error: Exception) -> str:
-    """Which open fault an error shows; any other is raised."""
-    for reason, shows in OPEN.items():
-        if shows(name, dtype, error):
-            return reason
-    raise error
-
-
-def compare(call: Call) -> str:
-    """As `check`, whatever is open."""
     reason = why_not(call)
     if reason:
         return reason

@@ -103,3 +103,39 @@ def test_the_blockwise_form_has_the_gradients_of_dense_attention(causal: bool) -
     expected.square().sum().backward()
     for pieces, whole in zip(parts, dense, strict=True):
         torch.testing.assert_close(torch.cat([each.grad for each in pieces], 2), whole.grad)
+
+
+@pytest.mark.parametrize("on_mesh", [(0,), (1,), (2,), (0, 2), (3,)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+def test_attention_with_dropout_takes_plain_operands_beside_those_on_the_mesh(on_mesh: Any, options: Any) -> None:
+    mask = None if options else torch.ones(6, 6, dtype=torch.bool).tril()
+    dense = [*qkv(6, 6, groups=2 if options.get("enable_gqa") else 1), mask]
+    if mask is None and 3 in on_mesh:
+        pytest.skip("no mask")
+    found = []
+    for places in (on_mesh, (0, 1, 2)):
+        torch.manual_seed(3)
+        given = [loom.distribute(each, Mesh(sp=2), "R") if i in places else each for i, each in enumerate(dense)]
+        found.append(attend(*given, dropout_p=0.4, **options))
+    torch.testing.assert_close(found[0].to_torch(), found[1].to_torch())
+    assert found[0].to_torch().shape == (2, dense[0].shape[1], 6, 6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("placements", ["R", "S(0)", "S(1)"])
+def test_multihead_attention_takes_its_mask_on_the_mesh(
+    training: bool, kind: Any, need_weights: bool, placements: str
+) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+    x, mask = torch.randn(3, 5, 8), torch.randn(5, 5)
+    mask = (mask > 0).logical_and(~torch.eye(5, dtype=torch.bool)) if kind == torch.bool else mask
+    expected = module(x, x, x, attn_mask=mask, need_weights=need_weights)
+    ours, held = loom.distribute(x, Mesh(w=2), "S(0)"), loom.distribute(mask, Mesh(w=2), placements)
+    found = module(ours, ours, ours, attn_mask=held, need_weights=need_weights)
+    torch.testing.assert_close(found[0].to_torch(), expected[0])
+    assert (found[1] is None) == (expected[1] is None)
+    if need_weights:
+        torch.testing.assert_close(found[1].to_torch(), expected[1])

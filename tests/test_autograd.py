@@ -593,3 +593,15 @@ def test_the_gradient_of_a_partial_product_with_an_infinite_factor_is_that_of_de
     assert y.tolist()[0] == -float("inf")
     y.backward(torch.ones(4))
     check_gradient(x.grad, dense.grad, x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_hook_on_a_result_whose_gradient_is_undefined_is_called_with_none_as_in_torch(layout: Any) -> None:
+    def calls(x: Any) -> list[Any]:
+        seen: list[Any] = []
+        first, *_, last = (x * 2).unbind(0)
+        first.register_hook(seen.append)
+        last.sum().backward()
+        return seen
+
+    assert calls(leaf(layout)) == calls(drawn().requires_grad_()) == [None]

@@ -22,7 +22,6 @@ from samples import SAMPLES, Case, Draw
 FLOATING = (torch.float64, torch.float16, torch.complex64, torch.complex128)
 OTHERS = (torch.int32, torch.uint8, torch.int8, torch.bool)
 MESH = loom.Mesh(w=2)
-EXEMPT = {"l1_loss": "a sum of integers over several devices keeps their dtype, where torch widens it"}
 
 
 @pytest.fixture
@@ -82,8 +81,7 @@ def test_the_table_says_the_dtype_that_the_engine_gives(name: str, corrected: li
 
     dispatch.CACHE.clear()
     check()
-    whole = [each for each in corrected if name not in EXEMPT or any(kind in each for kind in ("f32[", "f64[", "c64["))]
-    assert whole == []
+    assert corrected == []
 
 
 def test_autocast_and_the_default_dtype_have_the_last_word(corrected: list[str]) -> None:

@@ -695,3 +695,28 @@ def test_a_write_seen_before_is_another_one_where_elements_share_memory() -> Non
     with pytest.raises(RuntimeError):
         wide.add_(1.0)
     assert not row.any()
+
+
+TRACKED_WRITES: dict[str, Any] = {
+    "cumsum_": lambda x: x.cumsum_(0),
+    "cumprod_": lambda x: x.cumprod_(0),
+    "x[i] =": lambda x: x.__setitem__(0, 3.0),
+    "x[mask] =": lambda x: x.__setitem__(x.detach() > 1, 3.0),
+    "index_put_": lambda x: x.index_put_((torch.tensor([1]),), torch.tensor(2.0)),
+    "renorm_": lambda x: x.renorm_(2, 0, 1.0),
+    "addbmm_": lambda x: x.addbmm_(torch.ones(2, x.shape[0], 1), torch.ones(2, 1, x.shape[1])),
+    "mul_": lambda x: x.mul_(x.detach().clone()),
+    "square_": lambda x: x.square_(),
+}
+
+
+@pytest.mark.parametrize("op", ["max", "min", "prod", "sum", "mean"])
+@pytest.mark.parametrize("name", TRACKED_WRITES)
+def test_a_write_into_a_tracked_partial_tensor_has_the_gradient_of_dense(name: str, op: str) -> None:
+    dense = drawn((4, 3)).requires_grad_()
+    leaf = loom.distribute(drawn((4, 3)), loom.open_mesh((2,)), "R").requires_grad_()
+    expected, found = dense * 1, leaf.redistribute(f"P({op})")
+    TRACKED_WRITES[name](expected), TRACKED_WRITES[name](found)
+    expected.sum().backward(), found.sum().backward()
+    check_same(found.detach(), expected.detach())
+    check_same(leaf.grad, dense.grad)

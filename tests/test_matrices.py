@@ -102,3 +102,32 @@ def test_arguments_may_have_torchs_names() -> None:
     tensor, right = loom.distribute(batch(4), MESH, "S(0), R"), torch.ones(4, 3, 1)
     found = torch.linalg.solve(A=tensor, B=right)
     torch.testing.assert_close(found.to_torch(), torch.linalg.solve(batch(4), right), rtol=1e-4, atol=1e-4)
+
+
+COMPLEX: dict[str, Callable[[Any], Any]] = {
+    **{name: WORKS[name] for name in ("inv", "det", "slogdet", "cholesky", "pinv", "matrix_power", "matrix_rank")},
+    "eigvalsh": torch.linalg.eigvalsh,
+    "svdvals": torch.linalg.svdvals,
+    "matrix_exp": torch.linalg.matrix_exp,
+    "qr": lambda x: torch.linalg.qr(x)[1].abs(),
+    "svd": lambda x: torch.linalg.svd(x)[1],
+    "eigh": lambda x: torch.linalg.eigh(x)[0],
+    "solve": lambda x: torch.linalg.solve(x, x.mT),
+    "solve_triangular": lambda x: torch.linalg.solve_triangular(x, x.mT, upper=True),
+    "cholesky_inverse": torch.cholesky_inverse,
+    "cholesky_solve": lambda x: torch.cholesky_solve(x.mT, x),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_matrices_in_a_padded_batch_equal_dense(name: str) -> None:
+    drawn = torch.randn(2, 3, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(2)) / 2
+    dense = (drawn @ drawn.mH + torch.diag(torch.arange(1.0, 4.0))).requires_grad_()
+    ours = loom.distribute(dense.detach(), Mesh(w=3), "S(0)").requires_grad_()
+    found, expected = COMPLEX[name](ours), COMPLEX[name](dense)
+    pairs = [(found, expected)] if isinstance(expected, torch.Tensor) else zip(found, expected, strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine.detach().to_torch(), theirs.detach(), rtol=1e-4, atol=1e-4)
+    if isinstance(expected, torch.Tensor) and expected.requires_grad:
+        found.abs().sum().backward(), expected.abs().sum().backward()
+        torch.testing.assert_close(ours.grad.to_torch(), dense.grad, rtol=1e-3, atol=1e-3)

@@ -174,3 +174,80 @@ def test_norms_of_padded_lines_have_finite_gradients_without_eps(name: str, plac
         if theirs.grad is not None:
             check_raw_gradient(mine, name)
             torch.testing.assert_close(mine.grad.to_torch(), theirs.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5, 2, 2), (0, 5), (3, 5, 0), (1, 5, 0)], ids=str)
+def test_batch_norm_of_an_empty_batch_is_empty_and_keeps_the_running_statistics(
+    shape: tuple[int, ...], affine: bool, training: bool
+) -> None:
+    for mesh, placements in ((Mesh(w=1), "S(0)"), (Mesh(w=2), "S(0)"), (MESH, "S(1), S(0)"), (MESH, "R, R")):
+        module = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(5, affine=affine).train(training)
+        x = loom.zeros(*shape, mesh=mesh, placements=placements).requires_grad_()
+        found = module(x)
+        found.sum().backward()
+        assert found.shape == shape and x.grad.shape == shape
+        assert module.running_mean.tolist() == [0] * 5 and module.running_var.tolist() == [1] * 5
+        assert all(each.grad.tolist() == [0] * 5 for each in module.parameters())
+
+
+def test_batch_norm_of_an_empty_line_is_torchs() -> None:
+    assert F.batch_norm(loom.zeros(0, mesh=MESH), torch.zeros(0), torch.zeros(0)).shape == (0,)
+
+
+REFUSED: dict[str, Any] = {
+    "layer_norm": lambda x: F.layer_norm(x, (3,)),
+    "group_norm": lambda x: F.group_norm(x, 3),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch_norm in use": lambda x: F.batch_norm(x, torch.zeros(3), torch.ones(3)),
+    "instance_norm": lambda x: F.instance_norm(x[None]),
+    "rms_norm": lambda x: F.rms_norm(x, (3,)),
+    "kl_div": lambda x: F.kl_div(x, x.float(), reduction="sum"),
+    "soft_margin_loss": lambda x: F.soft_margin_loss(x, x),
+    "the mean of l1_loss": lambda x: F.l1_loss(x, x * 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("name", REFUSED)
+def test_norms_and_losses_of_integers_are_refused_as_in_torch(name: str, dtype: torch.dtype) -> None:
+    value = torch.arange(9).reshape(3, 3).to(dtype)
+    if (name, dtype) != ("the mean of l1_loss", torch.bool):
+        with pytest.raises(RuntimeError):
+            REFUSED[name](value)
+        for mesh, placements in ((Mesh(w=1), "R"), (Mesh(w=2), "S(0)"), (Mesh(w=2), "S(1)"), (MESH, "S(0), S(1)")):
+            with pytest.raises(loom.errors.MeshloomError):
+                REFUSED[name](loom.distribute(value, mesh, placements))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm", "batch_norm", "instance_norm"])
+def test_norms_of_complex_numbers_are_refused_as_in_torch(name: str) -> None:
+    for placements in ("R, R", "S(0), R", "S(1), R"):
+        with pytest.raises(loom.DTypeError, match="needs real floating-point numbers and got c64"):
+            REFUSED[name](loom.distribute(torch.ones(3, 3, dtype=torch.complex64), MESH, placements))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int8])
+def test_an_l1_loss_of_integers_is_summed_as_int64(dtype: torch.dtype) -> None:
+    one, other = (torch.tensor([3, 100, 7, 9, 50, 120, 2]).to(dtype).roll(step) for step in range(2))
+    for placements in ("R, R", "S(0), R", "S(0), S(0)"):
+        given = [loom.distribute(each, MESH, placements) for each in (one, other)]
+        found, expected = (F.l1_loss(*each, reduction="sum") for each in (given, (one, other)))
+        assert (found.dtype, found.item()) == (expected.dtype, expected.item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_padding_has_no_poisson_loss_among_integers(dtype: torch.dtype, reduction: str) -> None:
+    value, target = torch.tensor([0, 1, 1, 0, 1]).to(dtype), torch.arange(5)
+    for placements in ("S(0), R", "S(0), S(0)"):
+        given = [loom.distribute(each, MESH, placements) for each in (value, target)]
+        found = F.poisson_nll_loss(*given, reduction=reduction)
+        torch.testing.assert_close(found.to_torch(), F.poisson_nll_loss(value, target, reduction=reduction))
+
+
+def test_local_response_norm_of_integers_is_torchs() -> None:
+    value = torch.arange(12).reshape(1, 4, 3)
+    found = F.local_response_norm(loom.distribute(value, MESH, "R, S(1)"), 2)
+    torch.testing.assert_close(found.to_torch(), F.local_response_norm(value, 2))

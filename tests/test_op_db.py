@@ -26,8 +26,6 @@ from op_database import (
     LATER,
     MESHES,
     NO_TENSOR,
-    OPEN,
-    OPEN_CALLS,
     RULE,
     SKIPPED,
     SPARSE,
@@ -83,13 +81,6 @@ def test_the_tenth_is_always_the_same_and_meets_every_function_dtype_and_mesh() 
     assert {cell.dtype for cell in cells} == {*ALL_DTYPES} and {cell.mesh for cell in cells} == {*MESHES}
     assert len(matrix()) * 0.09 < len(cells) < len(matrix()) * 0.16
     assert sum(cell.mark for cell in cells) % 2**32 == MARKS, "the fixed tenth is another one"
-
-
-@pytest.mark.parametrize("reason", OPEN)
-def test_what_is_open_still_fails(reason: str) -> None:
-    with pytest.raises(Exception):  # noqa: B017  whatever is raised now, it must not be
-        OPEN_CALLS[reason]()
-    assert set(OPEN) == set(OPEN_CALLS)
 
 
 def test_the_table_of_skipped_functions_names_functions_of_torch_and_the_samples_are_many() -> None:

@@ -122,3 +122,25 @@ def test_the_padding_of_a_partial_extreme_is_zero_where_devices_hold_nothing() -
     found = loom.amax(x, -1, output="P(max), S(0)")
     assert found._data[:, 10:].eq(0).all()
     assert torch.equal(found.to_torch(), x.to_torch().amax(-1))
+
+
+@pytest.mark.parametrize("order", [INF, -INF, 0, 1, 2, 3, -1, -2, 0.5])
+def test_norms_of_complex_tensors_equal_dense_for_every_order(order: float) -> None:
+    value = torch.complex(dense(7, 5), dense(5, 7).T)
+    for mesh, placements in ((Mesh(w=2), "S(0)"), (MESH, "S(0), S(0)"), (MESH, "S(1), S(0)"), (MESH, "P(sum), S(1)")):
+        for dim in (None, 0, 1):
+            theirs = value.clone().requires_grad_()
+            leaf = loom.distribute(value, mesh, {}).requires_grad_()
+            found = torch.linalg.vector_norm(leaf.redistribute(placements), order, dim)
+            expected = torch.linalg.vector_norm(theirs, order, dim)
+            torch.testing.assert_close(found.to_torch().detach(), expected.detach())
+            if order:  # a count has no gradient
+                found.sum().backward(), expected.sum().backward()
+                torch.testing.assert_close(leaf.grad.to_torch(), theirs.grad)
+
+
+@pytest.mark.parametrize("order", [INF, -INF, -1, 2])
+def test_norms_of_integers_are_refused_as_in_torch(order: float) -> None:
+    for placements in ("R, R", "S(0), S(0)"):
+        with pytest.raises(RuntimeError, match="floating point or complex"):
+            torch.linalg.vector_norm(loom.distribute(torch.arange(7), MESH, placements), order)

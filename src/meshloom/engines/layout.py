@@ -202,8 +202,8 @@ def fill(data: torch.Tensor, topology: Topology, value: Any, dims: tuple[int, ..
     mask = mask_of(topology, data.device, dims)
     if mask is None:
         return data
-    if value == -math.inf and not (data.is_floating_point() or data.is_complex()):
-        value = "lowest"
+    if value in (math.inf, -math.inf) and not (data.is_floating_point() or data.is_complex()):
+        value = "lowest" if value < 0 else "highest"
     if value in ("lowest", "highest"):
         value = _extreme(data.dtype, value == "highest")
     return torch.where(mask, data, torch.as_tensor(value, dtype=data.dtype, device=data.device))

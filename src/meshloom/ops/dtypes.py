@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import reduce
 
+from meshloom.errors import DTypeError
 from meshloom.ops.contractions import einsum_labels
 from meshloom.ops.rule import Call, Op
 from meshloom.types import LONG_NAME, is_floating, itemsize, short_dtype
@@ -64,6 +65,16 @@ def _read(word: str, call: Call) -> str:
         return word
     take, convert = WORDS[word]
     return convert(take(call))
+
+
+def check_floating(call: Call, *names: str, real: bool = False) -> None:
+    """An error if one of the named operands, or of all, holds integers, which torch refuses; or complex numbers."""
+    for name in names or call.arguments:
+        dtype = call.operands[call.index(name)].dtype if call.has(name) else "f32"
+        if not is_floating(dtype) or (real and dtype in _REAL):
+            kind = "real floating-point" if real else "floating-point"
+            fix = f"give it {name}.real or {name}.abs()" if dtype in _REAL else f"cast it: {name}.float()"
+            raise DTypeError(f"{call.op} needs {kind} numbers and got {dtype} for {name!r}", fix=fix)
 
 
 def keeps(word: str, dtype: str) -> bool:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 
 from meshloom.errors import ArgumentError, ShapeError
+from meshloom.ops.dtypes import check_floating
 from meshloom.ops.labels import SUM, R, broadcast, carried_placement, others
 from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, Rule, with_none
 from meshloom.placement import Placement, Shard
-from meshloom.types import is_floating
+from meshloom.types import Shape, is_floating
 
 
 def known_reduction(call: Call, *known: str) -> str:
@@ -21,14 +22,17 @@ def known_reduction(call: Call, *known: str) -> str:
     return reduction
 
 
-def of_elements(*ways: str) -> Rule:
+def of_elements(*ways: str, floating: tuple[str, ...] = (), far: bool = False) -> Rule:
     """The rule of a loss of each element and its target: any dim may be sharded, a sum over it is partial.
 
-    A dim over which one of the two is broadcast is not summed in parts: its padding would have a loss.
+    A dim over which one of the two is broadcast is not summed in parts: its padding would have a loss. So would padding
+    of integers where the loss is zero only at a number that is `far`. Operands that must be `floating` are named.
     """
     known = ("none", *ways, "sum", "mean")
 
     def rule(call: Call) -> Choices:
+        if floating:
+            check_floating(call, *floating)
         reduction = known_reduction(call, *known)
         shapes = [topology.shape for topology in call.operands]
         shape = broadcast(shapes)
@@ -39,10 +43,16 @@ def of_elements(*ways: str) -> Rule:
             if reduction == "none":
                 rows.append(Row(f"dim {dim}", ins, (Shard(dim),)))
             elif all(isinstance(ins[index], Shard) for index in both):
-                rows.append(Row(f"dim {dim}", ins, (SUM,)))
+                rows.append(Row(f"dim {dim}", ins, (SUM,), even=_far_enough(call, dim, shape) if far else ()))
         return with_none(call, [shape if reduction == "none" else ()], rows, flops=4 * math.prod(shape))
 
     return rule
+
+
+def _far_enough(call: Call, dim: int, shape: Shape) -> tuple[Even, ...]:
+    place = call.index("input")
+    own = dim - len(shape) + len(call.shape("input"))
+    return () if is_floating(call.operands[place].dtype) else (Even(place, own, shape[dim]),)
 
 
 def no_loss(
@@ -51,7 +61,7 @@ def no_loss(
     """Padding that has no loss and whose gradient is dropped."""
 
     def fill(call: Call) -> tuple[Fill, ...]:
-        if not when(call):
+        if not when(call) or not is_floating(call.operands[call.index("input")].dtype):
             return ()
         pairs = (("input", input), ("target", target))
         return tuple(Fill(call.index(name), value, tuple(range(len(call.shape(name))))) for name, value in pairs)

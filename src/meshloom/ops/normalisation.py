@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from meshloom.errors import ArgumentError, ShapeError
+from meshloom.ops.dtypes import check_floating
 from meshloom.ops.labels import R, normal_dim, others
 from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, Rule, with_none
 from meshloom.placement import Placement, Shard
@@ -51,6 +52,7 @@ def trailing_norm(sums: int) -> Rule:
     """The rule of layer_norm and rms_norm, whose statistics are so many sums over the trailing dims."""
 
     def rule(call: Call) -> Choices:
+        check_floating(call, real=True) if call.op == "layer_norm" else check_floating(call, "input")
         shape = call.shape("input")
         lead = len(shape) - normalised(call)
         rows = []
@@ -69,6 +71,7 @@ def trailing_norm(sums: int) -> Rule:
 
 def group_norm(call: Call) -> Choices:
     """Whole groups stay together; over sharded positions the sums of each group are all-reduced."""
+    check_floating(call, real=True)
     shape, groups = call.shape("input"), call.arguments["num_groups"]
     if len(shape) < 2 or groups < 1 or shape[1] % groups:
         raise ShapeError(
@@ -85,6 +88,7 @@ def batch_norm(call: Call) -> Choices:
 
     In training the results are the normalised input, and mean and variance of the batch.
     """
+    check_floating(call, real=True)
     shape, training = call.shape("input"), bool(call.arguments["training"])
     if len(shape) < 2:
         raise ShapeError(f"batch_norm needs an input of 2 dims or more and got {list(shape)}")

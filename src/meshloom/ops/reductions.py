@@ -99,7 +99,7 @@ def norm_fill(call: Call) -> tuple[Fill, ...]:
     """Zeros do not count in a norm, but for negative orders, where infinity does not."""
     if call.arguments["ord"] >= 0:
         return ()
-    return (Fill(call.index("input"), "highest", reduced_dims(call)),)
+    return (Fill(call.index("input"), math.inf, reduced_dims(call)),)
 
 
 def along_one_dim(call: Call) -> Choices:

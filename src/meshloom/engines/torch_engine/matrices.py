@@ -16,7 +16,7 @@ def _regular(local: Local, input: torch.Tensor) -> torch.Tensor:
     if mask is None:
         return input
     m, n = input.shape[-2:]
-    steps = torch.arange(1, min(m, n) + 1, dtype=input.dtype, device=input.device)
+    steps = torch.arange(1, min(m, n) + 1, device=input.device)  # complex ones too: the copy casts
     filler = input.new_zeros(m, n)
     filler.diagonal().copy_(steps)
     return torch.where(mask, input, filler)

@@ -169,6 +169,8 @@ def _reduced(local: Local, each: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction == "none":
         return each
     counts = {"sum": 1, "mean": math.prod(_whole(local)), "batchmean": (*local.call.shape("input"), 1)[0]}
+    if not each.is_floating_point() and not each.is_complex():
+        return each.sum() if reduction == "sum" else each.mean()  # int64; torch refuses a mean of integers
     return (each.sum(dtype=wide_dtype(each.dtype)) / counts[reduction]).to(each.dtype)
 
 

@@ -32,10 +32,10 @@ WHOLE: tuple[Op, ...] = (
     Op("l1_loss", losses.of_elements(), _LOSS + ", weight=None", "finite", result="distance"),
     Op("smooth_l1_loss", losses.of_elements(), _LOSS + ", beta=1.0", "finite"),
     Op("huber_loss", losses.of_elements(), "input, target, reduction='mean', delta=1.0, weight=None", "finite"),
-    Op("soft_margin_loss", losses.of_elements(), _LOSS, "finite", losses.no_loss(_FAR, 1)),
+    Op("soft_margin_loss", losses.of_elements(floating=("input",)), _LOSS, "finite", losses.no_loss(_FAR, 1)),
     Op(
         "poisson_nll_loss",
-        losses.of_elements(),
+        losses.of_elements(far=True),
         "input, target, log_input=True, full=False, size_average=None, eps=1e-08, reduce=None, reduction='mean'",
         "finite",
         losses.no_loss(-_FAR, 0, when=lambda call: bool(call.arguments["log_input"])),
@@ -57,7 +57,7 @@ WHOLE: tuple[Op, ...] = (
     ),
     Op(
         "kl_div",
-        losses.of_elements("batchmean"),
+        losses.of_elements("batchmean", floating=("input", "target")),
         _LOSS + ", log_target=False",
         "finite",
         losses.no_loss(0, 1, when=lambda call: not call.arguments["log_target"]),

@@ -26,6 +26,8 @@ def _local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float
         raise ArgumentError(f"Expected 3D or higher dimensionality input (got {input.dim()} dimensions)")
     if not input.numel():
         return input
+    if not input.is_floating_point():  # torch rounds the means of integers
+        return fallback(F.local_response_norm, (input, size, alpha, beta, k), {}, "local_response_norm")
     around = F.pad(input * input, (0, 0) * (input.dim() - 2) + (size // 2, (size - 1) // 2))
     means = around.unfold(1, size, 1).mean(-1)
     return input / (means * alpha + k) ** beta

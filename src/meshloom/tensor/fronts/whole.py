@@ -19,6 +19,7 @@ from meshloom.tensor.fallback import fallback
 from meshloom.tensor.fronts.casting import cast
 from meshloom.tensor.fronts.composed import COMPOSED
 from meshloom.tensor.fronts.pointwise import dropout
+from meshloom.tensor.reading import as_tensor, find_mesh
 
 LOSSES = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.poisson_nll_loss,
@@ -88,6 +89,8 @@ def _batch_norm(
 ) -> Any:
     """Training takes the statistics of the global batch, and moves the running ones towards them."""
     options = (weight, bias, training, momentum, eps)
+    if not math.prod(input.shape):
+        return _norm_of_nothing(input, weight, bias)
     if not training:
         return table_call("batch_norm", input, running_mean, running_var, *options)
     shape = input.shape
@@ -103,6 +106,14 @@ def _batch_norm(
             if running is not None:
                 invoke("lerp_", (running, cast(now, running.dtype), momentum), {})
     return out if state.output is None else table_call("clone", out)
+
+
+def _norm_of_nothing(input: Any, weight: Any, bias: Any) -> Any:
+    """An empty batch is normalised as torch does it: running statistics stay, parameters have gradients of zeros."""
+    out = table_call("clone", input)
+    for name, each in (("mul", weight), ("add", bias)):
+        out = out if each is None else table_call(name, out, each[0])
+    return out
 
 
 def _instance_norm(
@@ -154,6 +165,7 @@ def _attention(
         options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         given = {name: each for name, each in options.items() if each is not None and each is not False}
         return table_call("scaled_dot_product_attention", query, key, value, output=output, **given)
+    query, key, value, attn_mask = _on_one_mesh(query, key, value, attn_mask)
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (invoke("repeat_interleave", (each, groups), {"dim": -3}) for each in (key, value))
@@ -168,6 +180,12 @@ def _attention(
         scores = invoke("add", (scores, attn_mask), {})
     weights = dropout(invoke("softmax", (scores, -1), {}), dropout_p)
     return invoke("matmul", (weights, value), {})
+
+
+def _on_one_mesh(*operands: Any) -> list[Any]:
+    """Plain tensors among operands are taken as replicated, as in a call of the table."""
+    mesh = find_mesh(operands)
+    return [each if each is None or mesh is None else as_tensor(each, mesh) for each in operands]
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
