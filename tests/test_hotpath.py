@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +23,8 @@ from meshloom.engines import torch_engine
 from meshloom.engines.layout import torch_dtype
 from meshloom.tensor import dispatch, entries
 from meshloom.tensor.binding import freeze
+
+SOURCES = os.path.dirname(os.path.abspath(loom.__file__)) + os.sep
 
 
 class Calls(TorchDispatchMode):
@@ -387,3 +392,57 @@ def test_complex_arguments_go_by_both_signs_of_zero() -> None:
     assert len(keys) == 9
     assert freeze(math.nan) == freeze(math.nan) != freeze(1.0)
     assert len({freeze(0), freeze(0.0), freeze(-0.0), freeze(False), freeze(True), freeze(1)}) == 6
+
+
+def own_frames(act: Callable[[], Any]) -> list[str]:
+    """The Python functions of meshloom's sources that one call enters, in order."""
+    found: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(SOURCES):
+            found.append(f"{frame.f_code.co_filename.removeprefix(SOURCES)}:{frame.f_code.co_name}")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+FRAMES: dict[str, tuple[int, Callable[[Any, Any, Any], Any]]] = {
+    "x @ w": (2, lambda x, w, b: x @ w),
+    "torch.matmul(x, w)": (5, lambda x, w, b: torch.matmul(x, w)),
+    "x.matmul(w)": (5, lambda x, w, b: x.matmul(w)),
+    "loom.matmul(x, w)": (5, lambda x, w, b: loom.matmul(x, w)),
+    "F.layer_norm": (8, lambda x, w, b: F.layer_norm(x, (32,), b, b)),
+    "x.redistribute('...')": (8, lambda x, w, b: x.redistribute("R, S(1)")),
+    "x.redistribute({...})": (8, lambda x, w, b: x.redistribute({"dp": "R"})),
+    "x.redistribute((...))": (8, lambda x, w, b: x.redistribute((Replicate(), Replicate()))),
+    "a.add_(b)": (3, lambda x, w, b: x.add_(x)),
+}
+LAYOUTS = {"rows": ("S(0), R", 256), "rows twice": ("S(0), S(0)", 256), "two dims": ("S(0), S(1)", 256)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_call_seen_before_enters_few_functions_of_ours(name, layout):
+    limit, act = FRAMES[name]
+    placements, rows = LAYOUTS[layout]
+    mesh = Mesh(dp=2, tp=4)
+    x, w, b = put(mesh, placements, rows, 32), put(mesh, "R, R", 32, 32), put(mesh, "R, R", 32)
+    for _ in range(3):
+        act(x, w, b)
+    found = own_frames(lambda: act(x, w, b))
+    assert 1 <= len(found) <= limit, found
+
+
+@pytest.mark.parametrize("name", ["x @ w", "torch.matmul(x, w)", "F.layer_norm"])
+def test_the_counter_of_functions_sees_that_a_first_call_enters_more(name):
+    limit, act = FRAMES[name]
+    rows = 16 * (50 + list(FRAMES).index(name))  # shapes that no other test has
+    mesh = Mesh(first_frames=2)
+    x, w, b = put(mesh, "S(0)", rows, 32), put(mesh, "R", 32, 32), put(mesh, "R", 32)
+    assert len(own_frames(lambda: act(x, w, b))) > 4 * limit
+    assert len(own_frames(lambda: act(x, w, b))) <= limit

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from meshloom.backends.bindings import process
 from meshloom.backends.board import MARGIN, Board, bounded, meet
 from meshloom.backends.watch import Watch
+from meshloom.engines import private
 from meshloom.errors import ArgumentError, LostError, closest, where
 from meshloom.mesh import HERE, Mesh
 
@@ -117,7 +118,7 @@ def _check(value: str) -> str:
 def _meet() -> None:
     WORLD.device = _device()
     is_theirs = dist.is_initialized()
-    board = Board.beside(dist.distributed_c10d._get_default_store()) if is_theirs else _initialize(where())
+    board = Board.beside(private.default_store()) if is_theirs else _initialize(where())
     leave = partial(_leave, is_theirs)
     atexit.register(leave)
     os.register_at_fork(after_in_child=lambda: atexit.unregister(leave))
@@ -128,7 +129,7 @@ def _meet() -> None:
     WORLD.handles[ranks] = dist.group.WORLD
     WORLD.watch = Watch(WORLD, board)
     WORLD.watch.start()
-    dist.distributed_c10d._set_pg_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
+    private.set_group_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     if HERE.rank == 0:
         board.write("random", [torch.initial_seed(), bytes(torch.get_rng_state().tolist()).hex()], WORLD.timeout)
     WORLD.control = Group(ranks, _new_handle(ranks, backend="gloo"), HERE.rank)
@@ -268,5 +269,5 @@ def _new_handle(ranks: tuple[int, ...], backend: str | None = None) -> Any:
         raise WORLD.watch.explained(error) from None
     WORLD.watch.leave()
     if HERE.rank in ranks:
-        dist.distributed_c10d._set_pg_timeout(_patience(10), handle)
+        private.set_group_timeout(_patience(10), handle)
     return handle

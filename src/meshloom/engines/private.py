@@ -7,9 +7,11 @@ tests have run. Attributes of arrays that are used beside these: `_base`, `_vers
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -46,3 +48,13 @@ grouped_mm: Any = torch._grouped_mm
 disable_current_modes: Any = _disable_current_modes
 
 __all__ = ["TorchDispatchMode", "tree_flatten", "tree_map_only"]
+
+
+def default_store() -> Any:
+    """The store that the processes met at; looked up late, as a torch without processes lacks it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def set_group_timeout(timeout: timedelta, group: Any) -> None:
+    """How long a group waits; torch's public functions set it only when they make the group."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)

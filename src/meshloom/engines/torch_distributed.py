@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from meshloom.engines import private
 from meshloom.engines.engine import Engine
 from meshloom.engines.layout import torch_dtype
 from meshloom.engines.torch_engine import FUNCTIONS, Local
@@ -211,7 +212,7 @@ class Groups:
 
     def _made(self, ranks: tuple[int, ...], backend: str) -> Any:
         name = f"meshloom engine {backend} {' '.join(map(str, ranks))}"
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(name, private.default_store())
         rank, size = ranks.index(dist.get_rank()), len(ranks)
         if backend == "nccl":
             return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())

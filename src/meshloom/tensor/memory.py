@@ -13,44 +13,57 @@ from typing import Any
 import torch
 
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.moving import shadowed, to_torch
-from meshloom.tensor.views import recipe_of
+from meshloom.tensor.moving import same_storage, shadowed, to_torch
+from meshloom.tensor.views import base_of, moved_view, recipe_of
 
 
 class Copy:
-    """The dense value of a stored array, as it was at a version; it keeps the array, whose address is its key."""
+    """The dense value of a stored array; it keeps the array's storage, whose address is its key."""
 
-    __slots__ = ("__weakref__", "dense", "source", "version")
+    __slots__ = ("__weakref__", "dense", "storage")
 
-    def __init__(self, dense: torch.Tensor, source: torch.Tensor) -> None:
-        self.dense, self.source, self.version = dense, source, source._version
+    def __init__(self, dense: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        self.dense, self.storage = dense, storage
 
 
 _copies: weakref.WeakValueDictionary[tuple[Any, ...], Copy] = weakref.WeakValueDictionary()
 
 
 def dense_of(tensor: Tensor) -> torch.Tensor:
-    """The dense value as an array whose memory can be read, kept alive by the tensor."""
+    """The dense value as an array whose memory can be read, kept alive by the tensor.
+
+    It is read anew at every call: arrays that share memory need not share a version, and whether an older copy is still
+    there depends on the process.
+    """
     tensor = shadowed(tensor)
     data, topology = tensor._data, tensor.topology
-    recipe = recipe_of(tensor)
-    if recipe is not None:  # in the memory of its base, as torch has it, where what it reads there lies in a row
-        found = recipe.of_dense(dense_of(tensor._view[0]))
-        if found.is_contiguous():
-            return found
+    found = _inside_of_base(tensor, data)
+    if found is not None:
+        return found
     if data.is_meta or (topology.is_whole and tuple(data.shape) == topology.shape and data.is_contiguous()):
         return data
-    key = data.untyped_storage()._cdata, data.storage_offset(), data.stride(), topology
+    dense = to_torch(tensor).detach().contiguous()
+    storage = data.untyped_storage()
+    key = storage._cdata, data.storage_offset(), data.stride(), topology
     copy = _copies.get(key)
-    if copy is None or copy.version != data._version:
-        dense = to_torch(tensor).detach().contiguous()
-        if copy is None:
-            copy = _copies[key] = Copy(dense, data)
-        else:  # in the memory that others may have a pointer to
-            copy.dense.copy_(dense)
-            copy.source, copy.version = data, data._version
+    if copy is None:
+        copy = _copies[key] = Copy(dense, storage)
+    else:  # in the memory that others may have a pointer to
+        copy.dense.copy_(dense)
     tensor._dense = copy
     return copy.dense
+
+
+def _inside_of_base(tensor: Tensor, data: torch.Tensor) -> torch.Tensor | None:
+    """A view in the memory of its base, as torch has it, where what it reads there lies in a row."""
+    recipe = recipe_of(tensor)
+    if recipe is None:
+        return None
+    base = base_of(tensor)
+    if moved_view(tensor) is None and ("_old" in vars(base) or not same_storage(base._data, data)):
+        return None  # the base was turned in place or has other memory since
+    found = recipe.of_dense(dense_of(base))
+    return found if found.is_contiguous() else None
 
 
 def data_ptr(tensor: Tensor) -> int:

@@ -334,6 +334,7 @@ def _set_data(self: Tensor, value: Any) -> None:
     """Another value, of another shape and dtype as well; it has our placements where it has our dims."""
     placed = _placed(value, self.topology) if value.ndim == self.ndim else _as_it_is(value, self.mesh)
     self._data.data = placed._data.detach()
+    vars(self).pop("_dense", None)
     if placed.dtype != native(self, "dtype") or placed.shape != native(self, "shape"):
         with private.DisableTorchFunctionSubclass():
             private.TensorBase.data.__set__(self, placed.detach())
@@ -418,6 +419,7 @@ _OWN: dict[str, Any] = {
     "__array__": _array,
     "__array_priority__": 1000,
     "__hash__": lambda self: id(self),
+    "__dir__": object.__dir__,
     "__neg__": lambda self: call("neg", (self,), {}),
     "__pos__": lambda self: self,
     "__abs__": lambda self: call("abs", (self,), {}),
