@@ -636,7 +636,6 @@ MUTATIONS: dict[str, Callable[[loom.Tensor], Any]] = {
     "out= of a wrong shape": lambda t: torch.add(torch.ones(3), loom.ones(3, mesh=MESH), out=t),
     "out= of a narrower dtype": lambda t: torch.add(loom.ones(16, 8, mesh=MESH), 1.5, out=t),
     "requires_grad_ of integers": lambda t: t.requires_grad_(),
-    "data of a wrong shape": lambda t: setattr(t, "data", torch.ones(3)),
 }
 
 
