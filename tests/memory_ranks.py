@@ -71,20 +71,26 @@ def bytes_of_all() -> int:
     return len(layouts)
 
 
-def scaled(bad_rank: int | None, fused: bool, placements: str) -> dict[str, Any]:
+def scaled(placements: str) -> dict[tuple[int | None, bool], tuple[list[float], list[torch.Tensor]]]:
+    """Steps with a scaler: which process's part was infinite and whether `fused`, to the scales and the values."""
+    return {
+        (bad, fused): _scaled(bad, fused, _tensor(placements)[1]) for bad in (None, 0, 1) for fused in (False, True)
+    }
+
+
+def _scaled(bad: int | None, fused: bool, start: loom.Tensor) -> tuple[list[float], list[torch.Tensor]]:
     """Three scaled steps, with an infinite gradient in one process's part at the second."""
-    x = _tensor(placements)[1]
-    weight = loom.Parameter(x)
+    weight = loom.Parameter(start)
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     scales, values = [], []
     for step in range(3):
         optimizer.zero_grad()
         scaler.scale((weight * weight).sum()).backward()
-        if step == 1 and bad_rank is not None and HERE.rank == bad_rank:
+        if step == 1 and HERE.rank == bad:
             weight.grad.block.view(-1)[0] = float("inf")
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
         values.append(weight.detach().to_torch())
-    return {"scales": scales, "values": values}
+    return scales, values

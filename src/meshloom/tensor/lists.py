@@ -20,6 +20,7 @@ from meshloom.tensor.moving import redistribute, shadowed
 from meshloom.tensor.writing import note_write
 
 _REDUCING = frozenset("_foreach_norm _foreach_max _foreach_powsum".split())
+_MIXING = frozenset(("_foreach_mm",))  # an element of a result depends on several of an operand
 _CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -36,6 +37,8 @@ def run_lists(function: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         if _is_list(each)
     ]
     topologies = _common(given)
+    if name in _MIXING:
+        topologies = None
     if topologies is not None and not (_looks_at_all(name) and any(not _is_plain(each) for each in topologies)):
         return _run_arrays(function, name, args, kwargs, topologies)
     if name == _CHECK:
@@ -121,27 +124,40 @@ def _wrap(name: str, results: Any, topologies: Sequence[Topology | None]) -> Any
 def _run_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function of one tensor, on each."""
     op = name.removeprefix("_foreach_")
-    count = len(args[0])
+    count = max(len(each) for each in (*args, *kwargs.values()) if _is_list(each))
     results = [_call_one(op, *_at(i, count, args, kwargs)) for i in range(count)]
     return None if name.endswith("_") else tuple(results)
 
 
 def _at(place: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     def take(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.ndim == 1:  # numbers, one for each
+            return value[place].item()
         return value[place] if isinstance(value, (tuple, list)) and len(value) == count else value
 
     return [take(each) for each in args], {key: take(each) for key, each in kwargs.items()}
 
 
 def _call_one(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    if op == "norm":
+    name = op.rstrip("_")
+    if name == "norm":
         return invoke("linalg_vector_norm", tuple(args[:1]), {"ord": (args[1:] or [2])[0], **kwargs})
-    if op == "max":
+    if name == "powsum":
+        power = kwargs.pop("ord", (args[1:] or [2])[0])
+        return invoke("sum", (invoke("pow", (invoke("abs", (args[0],), {}), power), {}),), kwargs)
+    if name == "max":
         return invoke("amax", tuple(args), kwargs)
-    if op.rstrip("_") in ("addcmul", "addcdiv") and len(args) == 4:
+    if name in _LIMITS:
+        limit = _LIMITS[name] if isinstance(args[1], (int, float)) else name
+        made = invoke(limit, tuple(args), kwargs)
+        return invoke("copy_", (args[0], made), {}) if op.endswith("_") else made  # torch has no maximum_ of one tensor
+    if name in ("addcmul", "addcdiv") and len(args) == 4:
         value = args.pop()
         kwargs = {"value": value.item() if isinstance(value, torch.Tensor) else value, **kwargs}
     return invoke(op, tuple(args), kwargs)
+
+
+_LIMITS = {"maximum": "clamp_min", "minimum": "clamp_max"}  # by a number under another name
 
 
 def _check_each(tensors: Sequence[Any], found: torch.Tensor, scale: torch.Tensor) -> None:
