@@ -720,3 +720,56 @@ def test_a_write_into_a_tracked_partial_tensor_has_the_gradient_of_dense(name: s
     expected.sum().backward(), found.sum().backward()
     check_same(found.detach(), expected.detach())
     check_same(leaf.grad, dense.grad)
+
+
+def test_a_view_whose_elements_share_memory_can_be_copied_from_itself() -> None:
+    x = loom.arange(2, mesh=loom.open_mesh((5,))).double().expand(2, 2)
+    assert x.copy_(x) is x
+    assert x.tolist() == [[0, 1], [0, 1]]
+    with pytest.raises(loom.ViewError, match="elements of it share memory"):
+        x.copy_(x.clone())
+
+
+@pytest.mark.parametrize(("shape", "placements"), [((1,), "R"), ((2,), "S(0)"), ((2, 2), "P(prod), R")])
+def test_an_expanded_view_that_repeats_nothing_is_written_as_any_other(shape: tuple[int, ...], placements: str) -> None:
+    def run(start: Any, other: Any) -> list[Any]:
+        view = (start * 2).expand(1, 3).detach()
+        view.mul_(other)
+        view.sum().backward()
+        return [view.detach(), other.grad]
+
+    other = drawn((3,)).requires_grad_()
+    ours = loom.distribute(drawn((3,)), loom.open_mesh(shape), {}).requires_grad_()
+    start = loom.distribute(drawn((3,), 1), loom.open_mesh(shape), {}).requires_grad_()
+    found = run(start.redistribute(placements), ours)
+    for mine, theirs in zip(found, run(drawn((3,), 1).requires_grad_(), other), strict=True):
+        check_same(mine, theirs)
+
+
+@pytest.mark.parametrize("placements", ["R", "S(0)", "P(sum)"])
+def test_a_write_into_a_detached_view_whose_elements_share_memory_keeps_the_gradient_of_its_base(
+    placements: str,
+) -> None:
+    leaf = loom.distribute(drawn((3,)), loom.open_mesh((2,)), "R").requires_grad_()
+    base = (leaf * 2).redistribute(placements)
+    view = base.expand(2, 3).detach()
+    view[0] = 1.5
+    check_same(base.detach(), torch.full((3,), 1.5))
+    assert not view.requires_grad
+    base.sum().backward()
+    check_same(leaf.grad, torch.full((3,), 2.0))
+    with pytest.raises(loom.ViewError, match="cannot give a history to this view: it is detached"):
+        view[0] = leaf
+    check_same(base.detach(), torch.full((3,), 1.5))
+
+
+@pytest.mark.parametrize("placements", ["R, R", "R, S(1)", "S(0), S(0)"])
+def test_a_view_of_integers_as_floats_has_the_gradient_of_what_is_written_into_it(placements: str) -> None:
+    leaf = loom.ones(3, 1, mesh=loom.open_mesh((2, 2)), dtype=torch.float64).requires_grad_()
+    base = loom.zeros(3, 1, mesh=leaf.mesh, placements=placements, dtype=torch.int64)
+    view = base.view(torch.float64)
+    view[:2] = leaf[:2] * 3
+    assert view.requires_grad and not base.requires_grad
+    (view * 2).sum().backward()
+    check_same(leaf.grad, torch.tensor([[6.0], [6.0], [0.0]], dtype=torch.float64))
+    check_same(base, torch.tensor([[3.0], [3.0], [0.0]], dtype=torch.float64).view(torch.int64))

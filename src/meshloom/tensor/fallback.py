@@ -16,7 +16,7 @@ import torch
 
 from meshloom.backends import move
 from meshloom.engines.layout import short_name
-from meshloom.errors import MeshloomError, ShapeError, UnsupportedError
+from meshloom.errors import MeshloomError, ShapeError, UnsupportedError, ViewError
 from meshloom.mesh import Mesh
 from meshloom.placement import Replicate, Topology
 from meshloom.planner import moves
@@ -73,6 +73,7 @@ class Operand:
     version: int
     moved: bool
     whole: tuple[Tensor, torch.Tensor] | None = None  # what is written: the base of a view, with its dense value
+    is_detached: bool = False  # the view has not the history of its base
 
 
 class Gathered:
@@ -107,6 +108,8 @@ class Gathered:
         tensor = shadowed(tensor)
         writes = self.name.endswith("_") or self.name == "setitem"
         is_written = writes and self.given and given is self.given[0]
+        if is_written and self.operands and self.operands[0].whole is not None:
+            return self.operands[0].dense  # given once more: torch looks for that
         if is_written and (tensor._recipe is not None or tensor._data.requires_grad):
             if tensor._recipe is not None:
                 return self._gather_base(tensor, given)
@@ -124,13 +127,14 @@ class Gathered:
     def _gather_base(self, tensor: Tensor, given: Any) -> torch.Tensor:
         """A view of which several elements lie in one place, as a view of its dense base."""
         base, recipes = path_of(tensor)
-        whole = to_dense(made_anew(base), self.name)
+        detached = any(recipe.is_detached for recipe in recipes)
+        whole = to_dense(base, self.name).detach() if detached else to_dense(made_anew(base), self.name)
         whole = whole.clone() if same_storage(whole, base._data) else whole
         data = whole
         for recipe in recipes:
             data = recipe.of_dense(data)
         moved = bool(moves(base.topology, base.topology.replicated, state.machine))
-        self.operands.append(Operand(tensor, given, data, data._version, moved, (base, whole)))
+        self.operands.append(Operand(tensor, given, data, data._version, moved, (base, whole), detached))
         return data
 
     def write_back(self) -> None:
@@ -146,7 +150,14 @@ class Gathered:
             if data._version == operand.version or same_storage(data, tensor._data):
                 continue
             base, whole = operand.whole or (tensor, data)
-            assign(base, Tensor(base.topology.replicated, whole), self.name)
+            if operand.is_detached and whole.requires_grad:
+                raise ViewError(
+                    f"{self.name} cannot give a history to this view: it is detached, and elements of it share memory",
+                    view=tensor.topology,
+                    fix=f"take a copy first: view.clone().{self.name}(...), or detach what is written",
+                )
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not operand.is_detached):
+                assign(base, Tensor(base.topology.replicated, whole), self.name)
 
     def note(self) -> None:
         """Say that a call went through the fallback, in every open log."""

@@ -6,8 +6,9 @@ how it was made: it is made again when it is read after its base has changed, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,13 +21,17 @@ from meshloom.tensor.refusals import refuse_transforms
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a view is made of its base: the op, its other arguments, which of its results; `function` is torch's own."""
+    """How a view is made of its base: the op, its other arguments, which of its results; `function` is torch's own.
+
+    `is_detached` says that the view was then taken from its graph.
+    """
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: int | None = None
     function: Callable[..., Any] | None = None
+    is_detached: bool = False
 
     def of_tensor(self, base: Tensor) -> Tensor:
         """The view of a base on the mesh."""
@@ -46,13 +51,17 @@ class Recipe:
 
 
 class MovedView:
-    """The array of a view that does not share its base's memory: of which version of the base it is."""
+    """The array of a view that does not share its base's memory: of which version of the base it is.
 
-    __slots__ = ("_base", "_topology", "is_detached", "recipe", "source", "tracked", "version")
+    One that `is_cut` has a history of its own: it was detached, or its base holds integers (`view(dtype)`).
+    """
+
+    __slots__ = ("_base", "_topology", "is_cut", "is_detached", "recipe", "source", "tracked", "version")
 
     def __init__(self, base: Tensor, recipe: Recipe, tracked: bool, is_detached: bool = False) -> None:
         self._base, self._topology, self.recipe = base, base.topology, recipe
         self.tracked, self.is_detached = tracked, is_detached
+        self.is_cut = is_detached or not (base._data.is_floating_point() or base._data.is_complex())
         self.source = base._data
         self.version = self.source._version
 
@@ -94,14 +103,13 @@ def moved_view(tensor: Tensor) -> MovedView | None:
 def attach(base: Tensor, views: Sequence[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tie results of a view op to their base."""
     data, has_moved = base._data, moved_view(base) is not None
-    shares = name in _WIDE or base._recipe is not None
     for i, view in enumerate(views):
         made = name, args, kwargs, i if len(views) > 1 or name in _SEVERAL else None
         if has_moved or not is_alias(view._data, data):
             tie(view, base, Recipe(*made))
         else:
             view._view = (base, False, made)
-        if shares and view._view is not None:
+        if view._view is not None and (base._recipe is not None or _overlaps(name, view, base)):
             view._recipe = Recipe(*made)
 
 
@@ -113,7 +121,13 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
     return None if tensor._view[2] is None else Recipe(*tensor._view[2])
 
 
-_WIDE = frozenset("expand unfold".split())  # several elements of their results may lie in one place
+def _overlaps(name: str, view: Tensor, base: Tensor) -> bool:
+    """Whether several elements of a view may lie in one place: `expand` to as many elements as before repeats none."""
+    if name == "expand":
+        return math.prod(view.topology.shape) != math.prod(base.topology.shape)
+    return name == "unfold"
+
+
 _SEVERAL = frozenset("split chunk unbind tensor_split".split())
 
 
@@ -194,6 +208,8 @@ def detach_view(tensor: Tensor, made: Tensor) -> Tensor:
     """A tensor without its graph is a view of what it was a view of."""
     view = moved_view(tensor)
     made._view, made._recipe = tensor._view, tensor._recipe
+    if made._recipe is not None and not made._data.requires_grad:
+        made._recipe = replace(made._recipe, is_detached=True)
     if view is not None:
         tracked = made._data.requires_grad and view.tracked
         ask(made, MovedView(view.base, view.recipe, tracked, not made._data.requires_grad))

@@ -142,7 +142,7 @@ def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
         there = source.topology.with_placements(tensor.placements)
     view = moved_view(tensor)
     if view is not None:
-        _write_base(view, source, name) if not view.is_detached else _write_detached(view, tensor, source, there, name)
+        _write_base(view, source, name) if not view.is_cut else _write_cut(view, tensor, source, there, name)
     elif _is_folded(tensor):
         _overwrite(tensor, source, name)
     else:
@@ -195,8 +195,8 @@ def _write_shared(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict
     return target
 
 
-def _write_detached(view: MovedView, tensor: Tensor, source: Tensor, there: Topology, name: str) -> None:
-    """Write into the base of a view without its graph: the base's history does not change, the view's may begin."""
+def _write_cut(view: MovedView, tensor: Tensor, source: Tensor, there: Topology, name: str) -> None:
+    """Write into the base of a view with a history of its own: the base's does not change, the view's may begin."""
     with torch.no_grad():
         _write_base(view, Tensor(source.topology, source._data.detach()), name)
     if torch.is_grad_enabled() and source._data.requires_grad:
