@@ -94,3 +94,24 @@ def _scaled(bad: int | None, fused: bool, start: loom.Tensor) -> tuple[list[floa
         scales.append(scaler.get_scale())
         values.append(weight.detach().to_torch())
     return scales, values
+
+
+def lists(placements: str) -> float:
+    """Optimizers of lists with clipping, split over the processes, beside dense; the largest difference."""
+    worst = 0.0
+    for flag in ("foreach", "fused"):
+        start, placed = _tensor(placements)
+        small = torch.arange(3.0)
+        dense = [torch.nn.Parameter(start.clone()), torch.nn.Parameter(small.clone())]
+        ours = [loom.Parameter(placed), loom.Parameter(loom.distribute(small, placed.mesh, "R"))]
+        for parameters in (dense, ours):
+            optimizer = torch.optim.AdamW(parameters, lr=0.1, **{flag: True})
+            for _ in range(3):
+                optimizer.zero_grad()
+                (parameters[0].square().sum() * parameters[1].square().sum()).backward()
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+                with loom.communication("forbid"):
+                    optimizer.step()
+        for mine, theirs in zip(ours, dense, strict=True):
+            worst = max(worst, float((mine.detach().to_torch() - theirs.detach()).abs().max()))
+    return worst

@@ -171,6 +171,52 @@ def test_clipping_of_lists_is_that_of_dense(layout):
         check_close([each.grad for each in ours], [each.grad for each in dense])
 
 
+@pytest.mark.parametrize("flag", ["foreach", "fused", None])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lists_with_plain_parameters_among_ours_are_those_of_dense(layout, flag):
+    dense, ours = pair(layout)
+    dense.insert(1, torch.nn.Parameter(values((3, 4))))
+    ours.insert(1, torch.nn.Parameter(values((3, 4))))
+    told = []
+    for parameters in (dense, ours):
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, **({flag: True} if flag else {}))
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward([each for each in parameters if each is not parameters[1]], step)
+            scaler.scale(parameters[1].square().sum()).backward()
+            if step == 2:
+                parameters[1].grad[0, 0] = math.inf
+            scaler.unscale_(optimizer)
+            for norm in (2.0, math.inf):
+                told.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm, foreach=flag == "foreach")))
+            torch.nn.utils.clip_grad_value_(parameters, 0.5, foreach=flag == "foreach")
+            scaler.step(optimizer)
+            scaler.update()
+    assert told[:8] == pytest.approx(told[8:], nan_ok=True)
+    torch.testing.assert_close(ours.pop(1), dense.pop(1))
+    check_close(ours, dense)
+
+
+@pytest.mark.parametrize("act", [lambda x: torch._foreach_norm([x]), lambda x: torch._foreach_max([x]), "scaler"])
+@pytest.mark.parametrize("rows", [4, 5])
+def test_reductions_of_lists_are_recorded_and_forbidden(act, rows):
+    if act == "scaler":
+
+        def act(x: Any) -> None:
+            torch._amp_foreach_non_finite_check_and_unscale_([x], torch.zeros(1), torch.ones(1))
+
+    x = loom.ones(rows, 3, mesh=Mesh(d=2), placements="S(0)")
+    with loom.record() as story:
+        act(x)
+    assert [event.kind for event in story.events] == ["all_reduce"]
+    with loom.communication("forbid"), pytest.raises(loom.CommunicationError):
+        act(x)
+    with loom.record() as story:
+        torch._foreach_mul_([x], 2.0)
+    assert not story.events
+
+
 def test_a_norm_that_is_not_finite_is_an_error_as_in_dense():
     dense, ours = pair("uneven")
     for parameters in (dense, ours):
@@ -361,3 +407,9 @@ def test_all_processes_skip_a_step_when_the_part_of_one_is_infinite(placements):
             assert torch.equal(one, other) and bool(one.isfinite().all())
         assert torch.equal(values[0], values[1]) == (bad is not None)
         assert not torch.equal(values[1], values[2])
+
+
+@pytest.mark.parametrize("placements", ["S(0)", "S(1)", "R"])
+def test_optimizers_of_lists_are_those_of_dense_between_processes_and_do_not_communicate(placements):
+    first, second = ranks.run(2, "memory_ranks:lists", placements)
+    assert first == second < 1e-5

@@ -14,6 +14,7 @@ import torch
 from meshloom.engines.layout import fill, short_name
 from meshloom.errors import UnsupportedError
 from meshloom.placement import Topology
+from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import invoke
 from meshloom.tensor.moving import redistribute, shadowed
@@ -39,7 +40,7 @@ def run_lists(function: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     topologies = _common(given)
     if name in _MIXING:
         topologies = None
-    if topologies is not None and not (_looks_at_all(name) and any(not _is_plain(each) for each in topologies)):
+    if topologies is not None and not (_looks_at_all(name) and not (state.plain and all(map(_is_plain, topologies)))):
         return _run_arrays(function, name, args, kwargs, topologies)
     if name == _CHECK:
         return _check_each(*args, **kwargs)
@@ -48,7 +49,7 @@ def run_lists(function: Callable[..., Any], name: str, args: tuple[Any, ...], kw
             f"{name} needs parameters, gradients and state that lie alike",
             fix="put the state where its parameters are: state.redistribute(p.placements), or use fused=False",
         )
-    return _run_each(name, args, kwargs)
+    return _run_each(function, name, args, kwargs)
 
 
 def _is_list(value: Any) -> bool:
@@ -121,11 +122,15 @@ def _wrap(name: str, results: Any, topologies: Sequence[Topology | None]) -> Any
     return type(results)(wrap(data, topology) for data, topology in zip(results, topologies, strict=True))
 
 
-def _run_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function of one tensor, on each."""
+def _run_each(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function of one tensor, on each; plain ones among them are torch's."""
     op = name.removeprefix("_foreach_")
     count = max(len(each) for each in (*args, *kwargs.values()) if _is_list(each))
-    results = [_call_one(op, *_at(i, count, args, kwargs)) for i in range(count)]
+    results = [
+        _call_one(op, *taken) if _is_ours(*taken) else _call_plain(function, i, count, args, kwargs)
+        for i in range(count)
+        for taken in [_at(i, count, args, kwargs)]
+    ]
     return None if name.endswith("_") else tuple(results)
 
 
@@ -136,6 +141,24 @@ def _at(place: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return value[place] if isinstance(value, (tuple, list)) and len(value) == count else value
 
     return [take(each) for each in args], {key: take(each) for key, each in kwargs.items()}
+
+
+def _is_ours(args: list[Any], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
+
+
+def _call_plain(
+    function: Callable[..., Any], place: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The function on lists of one, of which none is ours."""
+
+    def take(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.ndim == 1:
+            return value[place : place + 1]
+        return value[place : place + 1] if isinstance(value, (tuple, list)) and len(value) == count else value
+
+    results = function(*map(take, args), **{key: take(each) for key, each in kwargs.items()})
+    return None if results is None else results[0]
 
 
 def _call_one(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -163,6 +186,10 @@ _LIMITS = {"maximum": "clamp_min", "minimum": "clamp_max"}  # by a number under 
 def _check_each(tensors: Sequence[Any], found: torch.Tensor, scale: torch.Tensor) -> None:
     """Scale gradients back and note whether one of them is not finite, anywhere on the mesh."""
     for tensor in tensors:
-        if not invoke("isfinite", (tensor,), {}).all().item():
+        is_finite = invoke("isfinite", (tensor,), {}) if isinstance(tensor, Tensor) else tensor.isfinite()
+        if not is_finite.all().item():
             found.fill_(1.0)
-        invoke("mul_", (tensor, scale), {})
+        if isinstance(tensor, Tensor):
+            invoke("mul_", (tensor, scale), {})
+        else:
+            tensor.mul_(scale)
