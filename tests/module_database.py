@@ -186,7 +186,7 @@ def check_gradients(ours: Side, dense: Side, mine: Any, theirs: Any, what: str) 
     for (name, each), other in zip(ours.module.named_parameters(), dense.module.parameters(), strict=True):
         if other.grad is not None:
             assert each.grad is not None, f"{what}: {name} has no gradient"
-            check_result(each._loom.grad, other.grad, f"{what}: gradient of {name} {each.topology}")
+            check_result(each.grad, other.grad, f"{what}: gradient of {name} {each.topology}")
 
 
 def check_state(ours: torch.nn.Module, dense: torch.nn.Module, what: str) -> None:

@@ -773,3 +773,16 @@ def test_a_view_of_integers_as_floats_has_the_gradient_of_what_is_written_into_i
     (view * 2).sum().backward()
     check_same(leaf.grad, torch.tensor([[6.0], [6.0], [0.0]], dtype=torch.float64))
     check_same(base, torch.tensor([[3.0], [3.0], [0.0]], dtype=torch.float64).view(torch.int64))
+
+
+@pytest.mark.parametrize("op", ["prod", "max", "min", "sum"])
+@pytest.mark.parametrize("write", ["x.mul_(x)", "x[0] = 4.0", "x.zero_()", "x.fill_(7.0)"])
+def test_a_write_into_a_detached_partial_tensor_keeps_the_gradient_of_the_tracked_one(op: str, write: str) -> None:
+    leaf = loom.distribute(drawn((3,)), loom.open_mesh((2,)), "R").requires_grad_()
+    parts = leaf.redistribute(f"P({op})") * -2  # so that no part is neutral
+    tracked, expected = parts.redistribute(f"P({op})"), drawn((3,)) * -2
+    for x in (tracked.detach(), expected):
+        exec(write, {"x": x})
+    check_same(tracked.detach(), expected)
+    tracked.sum().backward()
+    check_same(leaf.grad, torch.full((3,), -2.0))

@@ -404,7 +404,7 @@ def test_explain_changes_no_data_no_gradient_and_no_random_state(name):
     run = PROGRAMS[name]()
     held = [cell.cell_contents for cell in run.__closure__ or ()]
     flat = [t for value in held for t in (value if isinstance(value, list) else [value])]
-    tensors = [getattr(t, "_loom", t) for t in flat if isinstance(t, (loom.Tensor, torch.Tensor))]
+    tensors = [t for t in flat if isinstance(t, torch.Tensor)]
     assert tensors
     before, versions, seed = everything(tensors), [t._data._version for t in tensors], torch.get_rng_state()
     loom.explain(run)

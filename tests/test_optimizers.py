@@ -95,7 +95,7 @@ def check_same(found: list[Any], expected: list[Any], atol: float = 1e-5) -> Non
     """Raise unless parameters hold the same numbers, and nothing but zero in their padding."""
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.detach().to_torch(), theirs.detach(), atol=atol, rtol=1e-5)
-        check_padding(getattr(mine, "_loom", mine), "after a step")
+        check_padding(mine, "after a step")
 
 
 def test_every_optimizer_class_of_torch_is_tried() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshloom.placement import Partial
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.lazy import STORED, Lazy, ask
 from meshloom.tensor.moving import redistribute, same_storage
@@ -208,12 +209,23 @@ def detach_view(tensor: Tensor, made: Tensor) -> Tensor:
     """A tensor without its graph is a view of what it was a view of."""
     view = moved_view(tensor)
     made._view, made._recipe = tensor._view, tensor._recipe
-    if made._recipe is not None and not made._data.requires_grad:
+    detached = not made._data.requires_grad
+    if made._recipe is not None and detached:
         made._recipe = replace(made._recipe, is_detached=True)
     if view is not None:
-        tracked = made._data.requires_grad and view.tracked
-        ask(made, MovedView(view.base, view.recipe, tracked, not made._data.requires_grad))
+        ask(made, MovedView(view.base, view.recipe, view.tracked and not detached, detached))
+    elif detached and made._recipe is None and is_folded(tensor):  # a write must go through what has the gradient
+        made._view = (tensor, True, None)
+        ask(made, MovedView(tensor, Recipe("detach", (), {}), False, True))
     return made
+
+
+def is_folded(tensor: Tensor) -> bool:
+    """Whether gradients of a tensor's reduction depend on the values of its parts."""
+    return any(tensor.placements[axis] in _FOLDED for axis in tensor.topology.partial_axes)
+
+
+_FOLDED = frozenset(map(Partial, ("max", "min", "prod")))
 
 
 def turn(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:

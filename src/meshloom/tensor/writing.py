@@ -11,7 +11,7 @@ from meshloom.engines.layout import torch_dtype
 from meshloom.errors import DTypeError, MeshloomError, ShapeError, ViewError
 from meshloom.ops import OPS
 from meshloom.ops.shapes import bounds, indexed_dims
-from meshloom.placement import Partial, Topology
+from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.dispatch import TRAIL, Resolved, call
@@ -19,7 +19,7 @@ from meshloom.tensor.entries import identity, remember
 from meshloom.tensor.joining import refuse_plain_results
 from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense
 from meshloom.tensor.reading import as_tensor
-from meshloom.tensor.views import MovedView, made_anew, moved_view
+from meshloom.tensor.views import MovedView, is_folded, made_anew, moved_view
 
 
 def note_write(tensor: Tensor) -> None:
@@ -36,7 +36,7 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     tensor = shadowed(target)
     if tensor._recipe is not None:
         return _write_shared(f"{name}_", target, args, kwargs)
-    if moved_view(tensor) is not None or _is_folded(tensor):
+    if moved_view(tensor) is not None or _keeps_gradients(tensor):
         return _write_view(name, target, tensor, args, kwargs)
     if OPS[name].result == "bool" and tensor.topology.partial_axes:  # a truth value cannot be P(sum)
         return assign(target, call(name, (tensor, *args), kwargs, tensor.topology.reduced.placements), f"{name}_")
@@ -143,7 +143,7 @@ def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
     view = moved_view(tensor)
     if view is not None:
         _write_base(view, source, name) if not view.is_cut else _write_cut(view, tensor, source, there, name)
-    elif _is_folded(tensor):
+    elif _keeps_gradients(tensor):
         _overwrite(tensor, source, name)
     else:
         tensor._data.copy_(carry(source, there, name))
@@ -151,14 +151,9 @@ def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
     return target
 
 
-def _is_folded(tensor: Tensor) -> bool:
+def _keeps_gradients(tensor: Tensor) -> bool:
     """Whether a write without gradients would change those of a reduction that depend on the parts' values."""
-    if torch.is_grad_enabled() or not tensor._data.requires_grad:
-        return False
-    return any(tensor.placements[axis] in _FOLDED for axis in tensor.topology.partial_axes)
-
-
-_FOLDED = frozenset(map(Partial, ("max", "min", "prod")))
+    return not torch.is_grad_enabled() and tensor._data.requires_grad and is_folded(tensor)
 
 
 def _overwrite(tensor: Tensor, source: Tensor, name: str) -> None:
@@ -248,7 +243,7 @@ def fill(target: Tensor, value: Any) -> Tensor:
 def zero(target: Tensor) -> Tensor:
     """Set every element to zero."""
     tensor = shadowed(target)
-    if tensor._recipe is not None or moved_view(tensor) is not None or _is_folded(tensor):
+    if tensor._recipe is not None or moved_view(tensor) is not None or _keeps_gradients(tensor):
         return fill(target, 0)
     tensor._data.zero_()
     note_write(tensor)
