@@ -605,3 +605,14 @@ def test_a_hook_on_a_result_whose_gradient_is_undefined_is_called_with_none_as_i
         return seen
 
     assert calls(leaf(layout)) == calls(drawn().requires_grad_()) == [None]
+
+
+def test_the_padding_of_a_gradient_that_was_read_is_zero_after_the_next_backward():
+    mesh = loom.open_mesh((4,))
+    x = loom.zeros(5, 3, mesh=mesh, placements="S(0)").requires_grad_()
+    for count in (1, 2, 3):
+        x.exp().sum().backward()
+        found = x.grad
+        assert found is x.grad
+        assert found.block[3].abs().sum() == 0  # the last device holds nothing
+        assert found.tolist() == [[float(count)] * 3] * 5

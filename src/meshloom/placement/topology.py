@@ -225,7 +225,7 @@ class Topology:
         full = (size * math.prod(shards) for size, shards in zip(self.local_shape, self.shards, strict=True))
         return tuple(d for d, (size, all_of_it) in enumerate(zip(self.shape, full, strict=True)) if all_of_it != size)
 
-    @property
+    @cached_property
     def padded(self) -> bool:
         """Whether some device holds padding."""
         return bool(self.padded_dims)

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from meshloom.engines import private
 from meshloom.engines.layout import fill, short_name
 from meshloom.errors import UnsupportedError
 from meshloom.placement import Topology
 from meshloom.runtime import state
-from meshloom.tensor.base import Tensor
+from meshloom.tensor.base import Tensor, maker
 from meshloom.tensor.calling import invoke
 from meshloom.tensor.moving import redistribute, shadowed
 from meshloom.tensor.writing import note_write
@@ -31,7 +32,95 @@ def is_of_lists(name: str) -> bool:
 
 
 def run_lists(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of lists on our tensors."""
+    """A function of lists on our tensors: a call seen before goes straight to the arrays."""
+    read = _read(name, args, kwargs) if state.plain else None
+    if read is None:
+        return _run(function, name, args, kwargs)[0]
+    key, arrays = read
+    if key not in _ALIKE:
+        results, alike = _run(function, name, args, kwargs)
+        if alike:
+            _remember(key, results)
+        return results
+    results = function(*arrays, **kwargs)
+    if name.endswith("_"):
+        _note_writes(name, args)
+        return None
+    return type(results)([_wrap_like(data, like) for data, like in zip(results, _ALIKE[key], strict=True)])
+
+
+_ALIKE: dict[Any, list[Any]] = {}  # calls that ran on arrays: topologies of the results, and what makes them
+
+
+def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]] | None:
+    """What a call is known by, and its arrays; None for one that is not known by topologies and kinds of numbers."""
+    key: list[Any] = [name, *kwargs]
+    arrays: list[Any] = []
+    for each in args:
+        if each.__class__ is list or each.__class__ is tuple:
+            datas = []
+            for item in each:
+                kind = item.__class__
+                if kind is Tensor:
+                    key.append(item.topology)
+                    datas.append(item._data)
+                elif (kind is torch.Tensor and not item.ndim) or kind is float or kind is int:
+                    key.append(kind)
+                    datas.append(item)
+                else:
+                    return None
+            key.append(len(datas))
+            arrays.append(datas)
+        elif isinstance(each, (float, int)) or (each.__class__ is torch.Tensor and not each.ndim):
+            key.append(each.__class__)
+            arrays.append(each)
+        else:
+            return None
+    if any(isinstance(each, (list, tuple, Tensor)) for each in kwargs.values()):
+        return None
+    return tuple(key), arrays
+
+
+def _remember(key: Any, results: Any) -> None:
+    if len(_ALIKE) >= 1 << 10:
+        _ALIKE.clear()
+    listed = () if results is None else results
+    _ALIKE[key] = [
+        (each.topology, maker(each.topology, each._data.dtype, False)) if isinstance(each, Tensor) else None
+        for each in listed
+    ]
+
+
+def _wrap_like(data: torch.Tensor, like: Any) -> Any:
+    if like is None:
+        return data
+    topology, make = like
+    if data.requires_grad or topology.padded or not data.is_cpu or topology.mesh.lease is not None:
+        return Tensor(topology, fill(data, topology, 0) if topology.padded else data)
+    made = make()
+    made._data, made.topology = data, topology
+    return made
+
+
+def _note_writes(name: str, args: tuple[Any, ...]) -> None:
+    """After a write into the tensors of lists: the padding is zero again, and torch knows of it."""
+    for each in args if name.startswith("_fused_") else args[:1]:
+        ours = [item for item in each if item.__class__ is Tensor] if each.__class__ in (list, tuple) else []
+        is_simple = not torch.is_grad_enabled()
+        for item in ours:
+            if item.topology.padded:
+                item._masked_()
+            if item._view is not None:
+                is_simple = False
+        if is_simple:
+            private.increment_version(ours)
+        else:
+            for item in ours:
+                note_write(item)
+
+
+def _run(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """The results in the general way, and whether the arrays gave them."""
     given = [
         [shadowed(x) if isinstance(x, Tensor) else x for x in each]
         for each in (*args, *kwargs.values())
@@ -41,15 +130,16 @@ def run_lists(function: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     if name in _MIXING:
         topologies = None
     if topologies is not None and not (_looks_at_all(name) and not (state.plain and all(map(_is_plain, topologies)))):
-        return _run_arrays(function, name, args, kwargs, topologies)
+        return _run_arrays(function, name, args, kwargs, topologies), True
     if name == _CHECK:
-        return _check_each(*args, **kwargs)
+        _check_each(*args, **kwargs)
+        return None, False
     if name.startswith("_fused_"):
         raise UnsupportedError(
             f"{name} needs parameters, gradients and state that lie alike",
             fix="put the state where its parameters are: state.redistribute(p.placements), or use fused=False",
         )
-    return _run_each(function, name, args, kwargs)
+    return _run_each(function, name, args, kwargs), False
 
 
 def _is_list(value: Any) -> bool:

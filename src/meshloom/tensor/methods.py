@@ -247,8 +247,15 @@ def _set_requires_grad(self: Tensor, value: bool) -> None:
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
     """The gradient of a leaf, placed as the leaf is, its padding zero; backward has summed it."""
-    tensor = shadowed(tensor)
-    tensor._check_summed()
+    kept = vars(tensor).get("_gradient")
+    if kept is not None and kept[2] and not state.waiting and state.shadows is None:
+        data = tensor._data
+        if data.is_leaf and data.grad is kept[0]:
+            return kept[1]
+    if state.shadows is not None:
+        tensor = shadowed(tensor)
+    if state.waiting or tensor.topology.mesh.is_split:
+        tensor._check_summed()
     data = tensor._data
     if not (data.is_leaf or data.retains_grad):
         return None
@@ -257,6 +264,9 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
         return None
     kept = vars(tensor).get("_gradient")
     if kept is not None and kept[0] is found:
+        if tensor.topology.padded:  # backward may have added to it since
+            with torch.no_grad():
+                kept[1]._masked_()
         return kept[1]
     if found._is_zerotensor():
         found = tensor._data.grad = found.clone()
@@ -268,13 +278,13 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     with torch.no_grad():
         made._masked_()
     if found is made._data:
-        tensor._gradient = (found, made)  # the same tensor as long as it is the same array
+        topology = tensor.topology  # the same tensor as long as it is the same array
+        tensor._gradient = (found, made, not (topology.padded or topology.mesh.is_split))
     return made
 
 
 def _placed(value: Any, like: Topology) -> Tensor:
     """A tensor, of any mesh or a dense one, with the mesh and the placements of another."""
-    value = value
     if isinstance(value, Tensor) and value.mesh == like.mesh:
         return redistribute(value, like.placements)
     return place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, like.mesh, like.placements)
