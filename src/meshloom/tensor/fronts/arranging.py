@@ -96,6 +96,8 @@ def _cat(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     shapes = [tuple(each.shape) for each in given]
     if (0,) not in shapes or all(len(shape) == 1 for shape in shapes):
         return table_call("cat", tensors, *args, **kwargs)
+    if any(each.requires_grad and shape == (0,) for each, shape in zip(given, shapes, strict=True)):
+        return fallback(torch.cat, (tensors, *args), kwargs, "cat")  # it has a gradient, without elements
     kept = [each for each, shape in zip(given, shapes, strict=True) if shape != (0,)]
     dtype = functools.reduce(torch.promote_types, (each.dtype for each in given))
     found = table_call("cat", kept, *args, **kwargs)
