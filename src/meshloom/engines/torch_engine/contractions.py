@@ -41,7 +41,8 @@ def multiply_groups(
     for expert, number in zip(experts, numbers, strict=True):
         if number >= 0:
             found[ends[number] : ends[number + 1]] = input[ends[number] : ends[number + 1]] @ expert
-    return found
+    # who holds no expert has a gradient too: nothing is read of either
+    return found + input[:0].sum() * experts[:0].sum()
 
 
 CONTRACTIONS: dict[str, Function] = {
