@@ -49,7 +49,7 @@ from meshloom.runtime import (
 from meshloom.runtime.card import Card
 from meshloom.runtime.memory import Allocator
 from meshloom.runtime.virtual import SimulatedClock
-from meshloom.tensor import dispatch as calls
+from meshloom.tensor import entries as calls
 from test_runtime_cards import Stranger, Strangers
 
 ROOT = Path(__file__).resolve().parents[1]
