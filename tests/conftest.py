@@ -7,6 +7,7 @@ What tests count with `record_property` is summed and printed at the end.
 
 import os
 import random
+import signal
 from collections import Counter
 
 import pytest
@@ -16,6 +17,11 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
 settings.register_profile("new", deadline=None, database=None, print_blob=True)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a run in the background: programs that tests start must hear Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.load_profile("new" if os.environ.get("MESHLOOM_CASES") else "same")
 if os.environ.get("MESHLOOM_CASES"):  # the test processes inherit it
     os.environ.setdefault("MESHLOOM_SEED", str(random.SystemRandom().randrange(2**32)))
