@@ -413,3 +413,14 @@ def test_all_processes_skip_a_step_when_the_part_of_one_is_infinite(placements):
 def test_optimizers_of_lists_are_those_of_dense_between_processes_and_do_not_communicate(placements):
     first, second = ranks.run(2, "memory_ranks:lists", placements)
     assert first == second < 1e-5
+
+
+def test_lists_seen_before_are_refused_on_a_closed_mesh():
+    from meshloom.runtime import open_mesh_device
+
+    with open_mesh_device((2,)) as mesh:
+        held = [loom.ones(4, mesh=mesh) for _ in range(2)]
+        for _ in range(2):
+            torch._foreach_add_(held, 1.0)
+    with pytest.raises(loom.ClosedError):
+        torch._foreach_add_(held, 1.0)

@@ -459,3 +459,10 @@ def test_redistribute_to_the_same_placements_is_the_tensor_itself_unless_a_copy_
     assert y.topology is x.topology
     y.add_(1)
     assert torch.equal(x.to_torch(), torch.arange(3.0)) and torch.equal(y.to_torch(), torch.arange(3.0) + 1)
+
+
+def test_placements_that_make_no_key_are_refused_in_our_words():
+    x = loom.ones(4, mesh=loom.open_mesh((2,), axes=("dp",)))
+    for asked in ({"dp": []}, (["R"],), [["R"]]):
+        with pytest.raises(loom.MeshloomError):
+            x.redistribute(asked)

@@ -82,6 +82,8 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 
 def _remember(key: Any, results: Any) -> None:
+    if any(isinstance(each, Topology) and each.mesh.lease is not None for each in key):
+        return  # a mesh that may be closed
     if len(_ALIKE) >= 1 << 10:
         _ALIKE.clear()
     listed = () if results is None else results

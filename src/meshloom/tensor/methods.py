@@ -279,7 +279,8 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
         made._masked_()
     if found is made._data:
         topology = tensor.topology  # the same tensor as long as it is the same array
-        tensor._gradient = (found, made, not (topology.padded or topology.mesh.is_split))
+        is_simple = not (topology.padded or topology.mesh.is_split or topology.mesh.lease is not None)
+        tensor._gradient = (found, made, is_simple)
     return made
 
 

@@ -49,16 +49,12 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
     As with `Tensor.to`, a tensor that has these placements already is returned itself; `copy=True` copies it.
     """
     if state.plain and not copy:
-        key = (
-            tensor.topology,
-            placements.__class__,
-            tuple(placements.items()) if isinstance(placements, dict) else placements,
-        )
-        target = _TARGETS.get(key) if placements.__class__ in _HASHED else None
+        key = tensor.topology, tuple(placements.items()) if isinstance(placements, dict) else placements
+        target = _TARGETS.get(key) if _is_hashable(key) else None
         if target is None:
             tensor.topology.check_open()
             target = target_topology(tensor, placements)
-            if placements.__class__ in _HASHED and not tensor.topology.mesh.lease:
+            if _is_hashable(key) and not tensor.topology.mesh.lease:
                 _keep_target(key, target)
     else:
         tensor = shadowed(tensor)
@@ -74,7 +70,15 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
     return made
 
 
-_HASHED = frozenset((str, tuple, dict))  # spellings of placements that make a key
+def _is_hashable(key: Any) -> bool:
+    """Whether what was asked for makes a key; a list does not."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
+
+
 _TARGETS: dict[Any, Topology] = {}  # where redistributions led that were asked for in these words
 
 

@@ -183,7 +183,7 @@ def _call_first(
         found = calls[0][0]
         order = _order(found.tensors, tensors)
         if order is not None and (quick := _quick(name, found, order, len(args) + len(kwargs))) is not None:
-            _remember(key, quick)
+            _remember(QUICK, key, quick)
     return result
 
 
@@ -268,21 +268,19 @@ def _write_first(key: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     entry = written[0].entry if len(written) == 1 else None
     is_plain = entry is not None and all(each is None for each in entry.kernel.prepare)
     if entry is not None and is_plain and not (entry.salt or entry.out.padded or entry.out.partial_axes):
-        with _lock:
-            if len(WRITES) >= LIMIT:
-                del WRITES[next(iter(WRITES))]
-            WRITES[key] = entry
+        _remember(WRITES, key, entry)
     return result
 
 
 _lock = threading.Lock()
 
 
-def _remember(key: Any, quick: Quick) -> None:
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep what the next call like this one needs; the oldest goes when the cache is full."""
     with _lock:
-        if len(QUICK) >= LIMIT:
-            del QUICK[next(iter(QUICK))]
-        QUICK[key] = quick
+        if len(cache) >= LIMIT:
+            del cache[next(iter(cache))]
+        cache[key] = value
 
 
 def _forget(_: Lease) -> None:
