@@ -176,8 +176,11 @@ def _valid(topology: Topology, dims: tuple[int, ...], device: str) -> torch.Tens
 
 @lru_cache(maxsize=4096)
 def padding_of(topology: Topology, device: torch.device) -> torch.Tensor | None:
-    """True where the stored array holds padding, broadcastable to it; None where it has none."""
-    mask = mask_of(topology, device)
+    """True where the stored array holds padding, broadcastable to it; None where it has none.
+
+    It is worked out from nothing: of a mask from before, a capture would only write down that it is to be inverted.
+    """
+    mask = _valid.__wrapped__(topology, topology.padded_dims, str(device))
     return None if mask is None else ~mask
 
 
