@@ -30,7 +30,7 @@ from meshloom import Mesh, Partial, Placement, Replicate, Shard
 from meshloom.backends import forms, join, leaves, nodes, spread, wire
 from meshloom.backends.forms import scans
 from meshloom.mesh import HERE
-from meshloom.tensor.entries import CACHE
+from meshloom.tensor.entries import forget_all
 from oracle import MESHES, check_case, check_close, check_padding
 from samples import SAMPLES, Draw
 
@@ -97,10 +97,10 @@ def form_cases(numbers: Sequence[int]) -> set[str]:
 
         return call
 
-    CACHE.clear()
+    forget_all()
     with replaced(spread, "FORMS", {name: noted(name, form) for name, form in forms.FORMS.items()}):
         op_cases(numbers, sorted(forms.FORMS))
-    CACHE.clear()
+    forget_all()
     return formed
 
 
@@ -891,14 +891,14 @@ def faults(numbers: Sequence[int]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for fault, (owner, attribute, broken, names) in FAULTS.items():
         said = found[fault] = []
-        CACHE.clear()
+        forget_all()
         with contextlib.ExitStack() as undo:
             for check in ("check_close", "check_padding"):
                 undo.enter_context(replaced(oracle, check, _noting(getattr(oracle, check), said)))
             undo.enter_context(replaced(owner, attribute, broken))
             for name, number in itertools.product(names, numbers):
                 _noting(op_case, said)(name, number)
-        CACHE.clear()
+        forget_all()
     return found
 
 

@@ -15,6 +15,7 @@ from meshloom.errors import MeshloomError
 from meshloom.ops import OPS
 from meshloom.ops.dtypes import promote_pair
 from meshloom.tensor import dispatch
+from meshloom.tensor.entries import forget_all
 from meshloom.types import LONG_NAME
 from oracle import Made
 from samples import SAMPLES, Case, Draw
@@ -79,7 +80,7 @@ def test_the_table_says_the_dtype_that_the_engine_gives(name: str, corrected: li
         for case in other_dtypes(SAMPLES[name](draw)):
             run(draw, case)
 
-    dispatch.CACHE.clear()
+    forget_all()
     check()
     assert corrected == []
 
@@ -95,7 +96,7 @@ def test_autocast_and_the_default_dtype_have_the_last_word(corrected: list[str])
         z = x.to(torch.int64).exp()
     finally:
         torch.set_default_dtype(kept)
-        dispatch.CACHE.clear()
+        forget_all()
     assert (z.dtype, z.topology.dtype, len(corrected)) == (torch.float64, "f64", 2)
 
 
@@ -103,7 +104,7 @@ def test_the_rule_of_an_op_runs_once_per_new_call(monkeypatch: pytest.MonkeyPatc
     ran, op = [], OPS["div"]
     monkeypatch.setitem(OPS, "div", dataclasses.replace(op, rule=lambda call: ran.append(call) or op.rule(call)))
     x = loom.ones(6, 4, mesh=MESH, placements="S(0)").to(torch.int32)
-    dispatch.CACHE.clear()
+    forget_all()
     with loom.communication("forbid"), loom.with_output("S(-2)"):
         assert (x / x).dtype == torch.float32
     assert len(ran) == 1

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("expecttest", reason="torch's own tests need it")
 
 from meshloom.engines.torch_engine import FUNCTIONS
-from meshloom.tensor.entries import CACHE
+from meshloom.tensor.entries import forget_all
 from module_database import LATER, SAME, SKIPPED, check, database, inputs, matrix
 from op_database import tenth
 
@@ -40,11 +40,11 @@ def test_the_tenth_meets_every_module_and_skipped_ones_are_modules_of_torch() ->
 def test_a_planted_gradient_that_is_wrong_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = FUNCTIONS["linear"]
     monkeypatch.setitem(FUNCTIONS, "linear", lambda input, **rest: right(input=input.detach(), **rest))
-    CACHE.clear()
+    forget_all()
     try:
         with pytest.raises(AssertionError, match=r"nn\.Linear"):
             for cell in (cell for cell in matrix() if cell.name == "nn.Linear"):
                 for number, given in inputs(cell):
                     check(cell, number, given)
     finally:
-        CACHE.clear()
+        forget_all()

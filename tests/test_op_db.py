@@ -17,7 +17,7 @@ import op_database
 from meshloom import Shard
 from meshloom.ops import OPS
 from meshloom.ops.rule import Call, Choices, Row, with_none
-from meshloom.tensor.entries import CACHE
+from meshloom.tensor.entries import forget_all
 from op_database import (
     ALL_DTYPES,
     DTYPES,
@@ -95,7 +95,7 @@ def test_the_table_of_skipped_functions_names_functions_of_torch_and_the_samples
 def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A table that may be changed for the length of a test."""
     yield monkeypatch
-    CACHE.clear()
+    forget_all()
 
 
 def expect_caught(name: str, seeds: int = 40) -> None:
@@ -115,13 +115,13 @@ def any_dim(call: Call) -> Choices:
 
 def test_a_planted_rule_that_is_wrong_is_caught(planted: pytest.MonkeyPatch) -> None:
     planted.setitem(OPS, "flip", dataclasses.replace(OPS["flip"], rule=any_dim))
-    CACHE.clear()
+    forget_all()
     expect_caught("flip")
 
 
 def test_planted_padding_that_is_not_zero_is_caught(planted: pytest.MonkeyPatch) -> None:
     planted.setitem(OPS, "cos", dataclasses.replace(OPS["cos"], at_zero="zero"))
-    CACHE.clear()
+    forget_all()
     expect_caught("cos")
 
 
@@ -129,7 +129,7 @@ def test_a_planted_function_that_is_wrong_in_its_gradient_is_caught(planted: pyt
     from meshloom.engines.torch_engine import FUNCTIONS
 
     planted.setitem(FUNCTIONS, "exp", lambda x: x.detach().exp() + 2 * (x - x.detach()))
-    CACHE.clear()
+    forget_all()
     expect_caught("exp")
 
 

@@ -17,7 +17,7 @@ import torch
 import programs
 from meshloom.engines.torch_engine import FUNCTIONS
 from meshloom.ops import OPS
-from meshloom.tensor.entries import CACHE
+from meshloom.tensor.entries import forget_all
 from program_steps import KINDS, draw_program
 from programs import EXEMPT, Difference, check_program, difference_of, listed, run_program, script, shrink
 
@@ -66,6 +66,62 @@ def test_a_number_draws_the_same_program_and_programs_have_every_kind_of_line() 
     assert len(KINDS) >= 30
 
 
+# What long runs found, as short as it gets: the mesh and the lines.
+FOUND: dict[str, tuple[tuple[int, ...], str]] = {
+    "a write through what was detached from a view of a leaf": ((1,), """
+        v0 = leaf((3, 0), "f32", "R", 829, tracked=True)
+        v1 = call("permute", v0, (1, 0), output="P(max)")
+        v2 = v1.detach()
+        v2[leaf((0, 3), "bool", "R", 649)] = 1.5
+    """),
+    "a history of its own outlives a write to the base of a view": ((2, 2), """
+        v0 = leaf((3, 2), "i64", "S(0), R", 65).clone()
+        v1 = v0.view(torch.float64)
+        v2 = leaf((1, 1), "f64", "R, R", 736, tracked=True)
+        v1[1:, :1] = v2
+        v0.scatter_(0, torch.tensor([0]).view(-1, 1).expand((1, 1)), 2)
+        v3 = v1 * 2
+        v3.backward(like(v3, 12), retain_graph=True)
+    """),
+    "equal elements share the gradient of an extreme that is asked for in parts": ((2, 2), """
+        v0 = leaf((5, 3, 3), "f32", "R, R", 473, tracked=True)
+        v1 = v0.view(1, 45).expand((2, 45))
+        v2 = call("amax", v1, -1, output="P(max), R")
+        v2.backward(like(v2, 625), retain_graph=True)
+    """),
+    "strides of a view of something padded": ((1, 3), """
+        v0 = leaf((4, 1, 2), "f64", "R, R", 868)
+        v1 = call("mul", v0, v0, output="R, S(1)") + v0
+        v2 = v1[-2:, 0].view(-1)
+        v3 = v2.reshape(4)
+    """),
+    "an operand made without gradients moves and keeps nothing for backward": ((8,), """
+        v0 = leaf((6, 6), "f32", "R", 773, tracked=True)
+        v1 = place(v0, "S(1)")
+        v2 = (v0 @ v0)[[4]].select(0, 0)
+        v3 = v1[None, 3]
+        with torch.no_grad(): v4 = v2.transpose(-1, 0)
+        v5 = v4 * v3
+        v3.sub_(0.25)
+        v5.backward(like(v5, 165), retain_graph=True)
+    """),
+    "an index in a list is not one in a tuple": ((2, 4), """
+        v0 = leaf((1, 1), "i64", "S(1), S(1)", 586)
+        v1 = v0[0, 0]
+        v2 = v0[[0, 0]]
+        v3 = v0[0, 0]
+    """),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_long_runs_found_equals_dense(name: str) -> None:
+    mesh, steps = FOUND[name]
+    for _ in range(2):  # once as a new call, once as one seen before
+        found = difference_of(mesh, listed(steps))
+        assert found is None, found
+
+
 @pytest.mark.parametrize("name", EXEMPT)
 def test_what_is_exempt_is_still_open(name: str) -> None:
     reason, mesh, steps = EXEMPT[name]
@@ -78,9 +134,9 @@ def test_what_is_exempt_is_still_open(name: str) -> None:
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Tables that may be changed for the length of a test."""
-    CACHE.clear()
+    forget_all()
     yield monkeypatch
-    CACHE.clear()
+    forget_all()
 
 
 def expect_found(kind: str, numbers: range = range(300)) -> str:

@@ -28,7 +28,7 @@ from meshloom.engines import torch_engine
 from meshloom.ops import OPS, Op, holds
 from meshloom.ops.labels import pointwise, reduction
 from meshloom.placement import Partial
-from meshloom.tensor.entries import CACHE
+from meshloom.tensor.entries import forget_all
 from oracle import check_case
 from samples import SAMPLES, Draw
 
@@ -127,10 +127,10 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Op], None]]:
 
     def put(op: Op) -> None:
         monkeypatch.setitem(OPS, op.name, op)
-        CACHE.clear()
+        forget_all()
 
     yield put
-    CACHE.clear()
+    forget_all()
 
 
 def changed(name: str, **changes: object) -> Op:
@@ -213,13 +213,13 @@ class Wrong(torch.autograd.Function):
 
 def test_a_wrong_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_engine.FUNCTIONS, "tanh", Wrong.apply)
-    CACHE.clear()
+    forget_all()
     expect_caught(property_check("tanh"))
-    CACHE.clear()
+    forget_all()
 
 
 def test_a_wrong_value_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_engine.FUNCTIONS, "sub", torch.add)
-    CACHE.clear()
+    forget_all()
     expect_caught(property_check("sub"))
-    CACHE.clear()
+    forget_all()

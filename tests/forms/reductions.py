@@ -66,8 +66,18 @@ def logsumexp_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Ne
     return [with_dims(high + total.log(), dims, call.arguments["keepdim"])] * len(held)
 
 
+def extreme_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
+    dims, op = _dims(call), "max" if call.op == "amax" else "min"
+    found = net.all_reduce([getattr(x, call.op)(dims) for (x,) in held], op)
+    return [with_dims(found, dims, call.arguments["keepdim"])] * len(held)
+
+
 def norm_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
     dims, order = _dims(call), call.arguments["ord"]
+    if abs(order) == math.inf:
+        sizes = [x.abs().amax(dims) if order > 0 else x.abs().amin(dims) for (x,) in held]
+        found = net.all_reduce(sizes, "max" if order > 0 else "min")
+        return [with_dims(found, dims, call.arguments["keepdim"])] * len(held)
     total = net.all_reduce([x.abs().pow(order).sum(dims) for (x,) in held], "sum")
     return [with_dims(total.pow(1 / order), dims, call.arguments["keepdim"])] * len(held)
 
@@ -110,6 +120,8 @@ REDUCTIONS: dict[str, Form] = {
     "nanmean": nanmean_form,
     "logsumexp": logsumexp_form,
     "linalg_vector_norm": norm_form,
+    "amax": extreme_form,
+    "amin": extreme_form,
     "cumsum": scan_form,
     "cumprod": scan_form,
     "logcumsumexp": scan_form,

@@ -29,9 +29,6 @@ from meshloom.planner import Plan
 # ops whose result nobody else holds or has saved for backward: its memory may take the sum
 _FRESH = frozenset("matmul mm bmm mv dot linear einsum sum mean".split())
 
-# their form reduces at once: equal elements share a gradient across processes
-_EXTREMES = frozenset("amax amin linalg_vector_norm".split())
-
 
 class Spread(Kernel):
     """The kernel of a plan on a mesh that processes split."""
@@ -79,14 +76,7 @@ class Spread(Kernel):
 
     def _is_apart(self, axis: int, raw: Topology) -> bool:
         """Whether processes hold parts of a sum: the row cuts an operand on an axis that nobody keeps partial."""
-        apart = isinstance(raw.placements[axis], Partial) and axis not in self.leads and _is_cut(self.plan.rows[axis])
-        return apart and not (self.plan.call.op in _EXTREMES and self._has_form(axis))
-
-    def _has_form(self, axis: int) -> bool:
-        """Whether the op takes its distributed form on an axis."""
-        row = self.plan.rows[axis]
-        extreme = self.plan.call.op in _EXTREMES and row.outs[0] in (Partial("max"), Partial("min"))
-        return not row.local or (extreme and axis not in self.leads and _is_cut(row))
+        return isinstance(raw.placements[axis], Partial) and axis not in self.leads and _is_cut(self.plan.rows[axis])
 
     def _alone(self, operand: int) -> Group | None:
         """The processes of which one takes an operand that a sum counts once, such as the bias of a split product."""
@@ -112,7 +102,7 @@ class Spread(Kernel):
 
     def _formed(self) -> list[int]:
         """The axes between processes on which the op takes its distributed form."""
-        return [axis for axis in self._crossing() if self._has_form(axis)]
+        return [axis for axis in self._crossing() if not self.plan.rows[axis].local]
 
     def _mapped(self, function: Function, presence: tuple[int | None, ...]) -> Function:
         """A form communicates, which cannot be mapped: one entry after the other, the same number on every process."""

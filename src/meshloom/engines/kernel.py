@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshloom.engines import private
-from meshloom.engines.layout import expose, fill, mover
+from meshloom.engines.layout import apply, expose, fill, mover
 from meshloom.engines.torch_engine import FUNCTIONS, PLAIN, Local
 from meshloom.ops import Fill, Ref, find
 from meshloom.placement import Partial, Replicate, Topology
@@ -114,7 +114,7 @@ class Kernel:
 
     def prepared(self, datas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The operands' stored arrays as the function takes them."""
-        return [data if step is None else step(data) for data, step in zip(datas, self.prepare, strict=True)]
+        return [data if step is None else apply(step, data) for data, step in zip(datas, self.prepare, strict=True)]
 
     def _bound(self) -> Function:
         """The op's function with the call's own arguments, waiting for the arrays."""

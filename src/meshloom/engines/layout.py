@@ -184,6 +184,25 @@ def padding_of(topology: Topology, device: torch.device) -> torch.Tensor | None:
     return None if mask is None else ~mask
 
 
+def leads_nowhere(data: torch.Tensor) -> bool:
+    """Whether torch calls an array tracked to which no gradient leads: a view, made without them, of one with them."""
+    return data.requires_grad and data.grad_fn is None and data._is_view()
+
+
+def tracked_nowhere(data: torch.Tensor) -> torch.Tensor:
+    """The array as one that torch calls tracked and to which no gradient leads."""
+    with torch.no_grad():
+        return data.detach().requires_grad_().view_as(data)
+
+
+def apply(step: Callable[[torch.Tensor], torch.Tensor], data: torch.Tensor) -> torch.Tensor:
+    """A step on an array; what led nowhere still does, and has no node that torch would keep operands for."""
+    if not leads_nowhere(data):
+        return step(data)
+    with torch.no_grad():
+        return tracked_nowhere(step(data))
+
+
 def box(data: torch.Tensor, topology: Topology, dim: int, place: int, rank: int | None = None) -> torch.Tensor:
     """Of an array that is stored whole along a dim (at `place`), what this process holds, or that of another rank."""
     mesh, axes = topology.mesh, topology.axes_of[dim]

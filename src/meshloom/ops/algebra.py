@@ -56,12 +56,16 @@ def _is_divided(call: Call, row: Row) -> bool:
     return call.arguments.get("rounding_mode") is None and _is_scaled(call, row)
 
 
+def _is_bounded(call: Call, row: Row) -> bool:
+    return len(call.operands) == 1 and _are_whole(call, row)
+
+
 CONDITIONS: dict[str, Condition] = {
-    "whole": Condition("for integers, whose sums and products wrap alike", _are_whole),
+    "whole": Condition("for integers, which wrap alike and have no gradient that equal ones share", _are_whole),
     "floating": Condition("for floating-point numbers, which have an opposite each", _are_real),
     "scaled": Condition("for integers, or where R stands for a number: a tensor may hold infinity", _is_scaled),
     "divided": Condition("where R stands for a number and nothing is rounded", _is_divided),
-    "bounded": Condition("where the bounds are numbers", lambda call, row: len(call.operands) == 1),
+    "bounded": Condition("for integers, where the bounds are numbers", _is_bounded),
 }
 
 

@@ -277,20 +277,27 @@ def kept_rows(call: Call, dims: Sequence[int], keepdim: bool, results: int = 1) 
 def reduction(op: str, *partials: str, ties: bool = False) -> Rule:
     """The rule of a reduction: a reduced dim that is sharded gives P(op); a kept one stays sharded.
 
-    `ties` says that the gradient is shared between equal elements, so that backward counts them over the axis.
+    `ties` says that equal elements share the gradient: backward counts them over the axis, so no part is left alone.
     """
     known = tuple(_partial_row(text) for text in partials)
 
     def rule(call: Call) -> Choices:
         shape, dims = call.shape("input"), reduced_dims(call)
         keepdim = bool(call.arguments.get("keepdim"))
-        count = (Inner("sum", others(len(shape), *dims)),) if ties else ()
         rows = kept_rows(call, dims, keepdim)
-        rows += [Row(f"dim {dim}", (Shard(dim),), (REDUCED_BY[op],), backward=count) for dim in dims]
-        rows += [replace(row, label=str(row.ins[0]), backward=count) for row in known]
+        rows += [extreme_row(call, op, dim, dims) if ties else Row(f"dim {dim}", (Shard(dim),), (REDUCED_BY[op],))
+                 for dim in dims]  # fmt: skip
+        rows += [replace(row, label=str(row.ins[0])) for row in known]
         return with_none(call, [reduced_shape(shape, dims, keepdim)], rows, flops=math.prod(shape))
 
     return rule
+
+
+def extreme_row(call: Call, op: str, dim: int, dims: Sequence[int]) -> Row:
+    """A reduced dim that is sharded, of a maximum or minimum: reduced at once, and counted at once in backward."""
+    kept = others(len(call.shape("input")), *dims)
+    found, count = Inner(op, kept), Inner("sum", kept)
+    return Row(f"dim {dim}", (Shard(dim),), (R,), (found,), backward=(count,), local=False)
 
 
 def identity_fill(op: str) -> Callable[[Call], tuple[Fill, ...]]:

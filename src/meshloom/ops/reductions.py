@@ -6,7 +6,17 @@ import math
 from collections.abc import Callable
 
 from meshloom.errors import ShapeError
-from meshloom.ops.labels import SUM, R, kept_rows, normal_dim, normal_dims, others, reduced_dims, reduced_shape
+from meshloom.ops.labels import (
+    SUM,
+    R,
+    extreme_row,
+    kept_rows,
+    normal_dim,
+    normal_dims,
+    others,
+    reduced_dims,
+    reduced_shape,
+)
 from meshloom.ops.rule import Call, Choices, Even, Fill, Inner, Row, Rule, named_row, with_none
 from meshloom.placement import Partial, Shard
 from meshloom.types import Shape, is_floating
@@ -78,20 +88,22 @@ def lowest_fill(call: Call) -> tuple[Fill, ...]:
 
 
 # |x|_1, |x|_0 and the extreme norms of parts make up the norm of the whole
-_NORMS = {0: SUM, 1: SUM, math.inf: Partial("max"), -math.inf: Partial("min")}
+_NORMS = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
 
 
 def vector_norm(call: Call) -> Choices:
-    """Norms that are sums, counts or extremes are partial over a sharded dim; others all-reduce a sum of powers."""
+    """Norms that are sums or counts are partial over a sharded dim; extremes and sums of powers are all-reduced."""
     shape, dims = call.shape("input"), reduced_dims(call)
-    keepdim, partial = bool(call.arguments["keepdim"]), _NORMS.get(call.arguments["ord"])
+    keepdim, op = bool(call.arguments["keepdim"]), _NORMS.get(call.arguments["ord"])
     stat = Inner("sum", others(len(shape), *dims))
     rows = kept_rows(call, dims, keepdim)
     for dim in dims:
-        if partial is None:
+        if op is None:
             rows.append(Row(f"dim {dim}", (Shard(dim),), (R,), (stat,), local=False))
-        else:  # elements of equal size share the gradient of an extreme norm
-            rows.append(Row(f"dim {dim}", (Shard(dim),), (partial,), backward=() if partial == SUM else (stat,)))
+        elif op == "sum":
+            rows.append(Row(f"dim {dim}", (Shard(dim),), (SUM,)))
+        else:  # elements of equal size share the gradient
+            rows.append(extreme_row(call, op, dim, dims))
     return with_none(call, [reduced_shape(shape, dims, keepdim)], rows, flops=2 * math.prod(shape))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from meshloom.errors import ArgumentError, ShapeError
 from meshloom.ops.labels import SUM
 from meshloom.ops.rule import Call, Choices, Even, Row, named_row, with_none
-from meshloom.placement import Partial, Shard
+from meshloom.placement import Shard
 from meshloom.types import Shape
 
 
@@ -164,7 +164,7 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int
 
 
 def pool(call: Call) -> Choices:
-    """Batch and channels stay as they are; a mean is linear, a maximum commutes with P(max)."""
+    """Batch and channels stay as they are; a mean is linear."""
     count, arguments = slid_dims(call.op), call.arguments
     lead, (kernel, padding) = _pooled_lead(call, count), _settings(call, "kernel_size", "padding")
     asked = arguments["stride"]
@@ -201,9 +201,8 @@ def _lead_rows(lead: Shape) -> list[Row]:
 
 
 def _pooled(call: Call, out: Shape, rows: list[Row], window: int) -> Choices:
-    kept = Partial("max") if "max" in call.op else SUM
-    when = "floating" if kept == SUM else ""  # a mean of integers is rounded
-    rows.append(Row(str(kept), (kept,), (kept,), when=when))
+    if "max" not in call.op:  # a mean of integers is rounded; of equal ones in several parts each would be the largest
+        rows.append(Row(str(SUM), (SUM,), (SUM,), when="floating"))
     return with_none(call, [out], rows, flops=math.prod(out) * window)
 
 

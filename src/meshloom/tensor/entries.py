@@ -97,6 +97,7 @@ PACKED: dict[str, Callable[[Any], Any]] = {
     "min_dim": lambda results: torch.return_types.min((results[0], results[1])),
 }
 CACHE: dict[Any, Entry] = {}
+CACHES: list[dict[Any, Any]] = [CACHE]  # and the short ways to its entries
 _LEASED: dict[Lease | None, set[Any]] = {}  # the keys of calls on meshes that end
 _LOCK = threading.Lock()
 
@@ -118,6 +119,14 @@ def forget(lease: Lease) -> None:
     with _LOCK:
         for key in _LEASED.pop(lease, ()):
             CACHE.pop(key, None)
+
+
+def forget_all() -> None:
+    """Drop every call that was seen: the next one like it is planned again."""
+    with _LOCK:
+        for each in CACHES:
+            each.clear()
+        _LEASED.clear()
 
 
 leases.listen(forget)

@@ -111,7 +111,8 @@ def _mark(data: torch.Tensor, note: Note, operands: Sequence[Tensor]) -> torch.T
     if any(data is operand._data for operand in operands):
         data = data.view_as(data)
     node: Any = data.grad_fn
-    node.metadata[_KEY] = note
+    if node is not None:  # torch calls a view tracked that was made without gradients of one that has them
+        node.metadata[_KEY] = note
     return data
 
 

@@ -21,16 +21,17 @@ from meshloom.runtime import leases, state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import FRONTS, invoke
 from meshloom.tensor.dispatch import TRAIL, Resolved
-from meshloom.tensor.entries import LIMIT, Entry, identity
+from meshloom.tensor.entries import CACHES, LIMIT, Entry, identity
 from meshloom.tensor.views import attach
 from meshloom.tensor.writing import note_write
 
 _any_autocast = private.is_any_autocast_enabled
 
+_CASTS = frozenset("to float double half bfloat16 int long short char byte bool".split())
 # Fronts that look at nothing but topologies and arguments.
-PURE = frozenset(
+PURE = _CASTS | frozenset(
     "linear softmax log_softmax softmin embedding max min var std getitem __getitem__ view t select narrow cat einsum "
-    "where float double half bfloat16 int long short char byte bool scaled_dot_product_attention cross_entropy "
+    "where scaled_dot_product_attention cross_entropy "
     "nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits "
     "relu silu gelu mish elu selu celu leaky_relu hardswish hardsigmoid hardtanh relu6 threshold unbind rsub".split()
 )
@@ -84,6 +85,18 @@ class QuickNumbers(Quick):
         return made
 
 
+class Itself(Quick):
+    """A cast to the dtype that the tensor has."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None: ...
+
+    def call(self, tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The tensor that was given."""
+        return tensors[0]
+
+
 QUICK: dict[Any, Quick] = {}
 POINTWISE = frozenset(
     name for name in (*OPS, *ALIASES) if OPS[ALIASES.get(name, name)].signature is None and name not in FRONTS
@@ -117,7 +130,7 @@ def call_quickly(head: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         elif not add_part(key, tensors, datas, each, kind):
             return invoke(name, args, kwargs, function)
     if kwargs:
-        key += kwargs
+        key += (dict, *kwargs)
         if is_pointwise:
             for each in kwargs.values():
                 if each.__class__ not in _NUMBERS:
@@ -146,7 +159,7 @@ def add_part(key: list[Any], tensors: list[Tensor], datas: list[Any], value: Any
         key += (slice, *bounds)
         return True
     if kind is tuple or kind is list or kind is torch.Size:
-        key += (tuple, len(value))
+        key += (kind, len(value))  # x[[0, 0]] is not x[0, 0]
         for each in value:
             inner = each.__class__
             if inner is Tensor:
@@ -184,6 +197,10 @@ def _call_first(
         order = _order(found.tensors, tensors)
         if order is not None and (quick := _quick(name, found, order, len(args) + len(kwargs))) is not None:
             _remember(QUICK, key, quick)
+    elif (
+        result is args[0] and name in _CASTS and not kwargs and all(each.__class__ is torch.dtype for each in args[1:])
+    ):
+        _remember(QUICK, key, Itself())
     return result
 
 
@@ -289,4 +306,5 @@ def _forget(_: Lease) -> None:
         WRITES.clear()
 
 
+CACHES += (QUICK, WRITES)
 leases.listen(_forget)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshloom.engines.layout import tracked_nowhere
 from meshloom.placement import Partial
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.lazy import STORED, Lazy, ask
@@ -79,18 +80,26 @@ class MovedView:
         if data is not self.source or data._version != self.version:
             with torch.set_grad_enabled(self.tracked):
                 made = redistribute(self.recipe.of_tensor(self.base), tensor.topology.placements)
-            self.give(tensor, made._data if made.__class__ is Tensor else STORED.__get__(made))
+            self._renew(tensor, made._data if made.__class__ is Tensor else STORED.__get__(made))
             self.source, self.version = data, data._version
         found: torch.Tensor = STORED.__get__(tensor)
         return found
+
+    def _renew(self, tensor: Tensor, data: torch.Tensor) -> None:
+        """Give the view the value that its base has now; a history of its own stays."""
+        held = STORED.__get__(tensor)
+        if self.is_cut and held.requires_grad:
+            with torch.no_grad():
+                held.copy_(data)
+        else:
+            self.give(tensor, data)
 
     def give(self, tensor: Tensor, data: torch.Tensor) -> None:
         """Give the view its array. Torch calls a view that was made without gradients tracked if its base is."""
         if self.is_detached:
             data = data.detach()
         elif not self.tracked and self.source.requires_grad and data.is_floating_point():
-            with torch.no_grad():
-                data = data.detach().requires_grad_().view_as(data)  # tracked as such a view is: it leads nowhere
+            data = tracked_nowhere(data)
         STORED.__set__(tensor, data)
         tensor._mirror_to(data.requires_grad)
 
@@ -160,14 +169,10 @@ def _is_copied(base: Tensor, recipe: Recipe) -> bool:
 
 def dense_like(tensor: Tensor) -> torch.Tensor:
     """A dense tensor without data, with the strides that this view would have."""
-    if tensor._view is None:
-        return torch.empty(tensor.topology.shape, dtype=tensor._data.dtype, device="meta")
-    view = moved_view(tensor)
-    recipe = tensor._recipe if view is None else view.recipe
+    recipe, data = recipe_of(tensor), tensor._data
     if recipe is not None:
         return recipe.of_dense(dense_like(base_of(tensor)))
-    data = tensor._data
-    if tuple(data.shape) == tensor.topology.shape:
+    if tensor._view is not None and tuple(data.shape) == tensor.topology.shape:
         return torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
     return torch.empty(tensor.topology.shape, dtype=data.dtype, device="meta")
 

@@ -163,13 +163,10 @@ def _overwrite(tensor: Tensor, source: Tensor, name: str) -> None:
         value = carry(tensor, reduced, name).clone()
         value.detach().copy_(carry(source, source.topology.with_placements(reduced.placements), name).detach())
         parts = carry(Tensor(reduced, value), tensor.topology, name)
-    tensor._data.copy_(parts) if tensor._data.is_leaf else _copy_tracked(tensor._data, parts)
-    note_write(tensor)
-
-
-def _copy_tracked(data: torch.Tensor, parts: torch.Tensor) -> None:
-    with torch.enable_grad():
+    data = tensor._data
+    with torch.set_grad_enabled(not (data.is_leaf or (data._base is not None and data._base.is_leaf))):
         data.copy_(parts)
+    note_write(tensor)
 
 
 def _write_shared(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -58,7 +58,7 @@ def _same(input: Any, *args: Any, **kwargs: Any) -> Any:
 def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Any:
     """The tensor itself; a view with other strides is copied, as in torch, so that writes do not reach its base."""
     tensor = shadowed(input)
-    return input if tensor._view is None or tensor._data.is_contiguous() else table_call("clone", tensor)
+    return input if tensor._view is None or tensor._data.is_contiguous() else tensor.clone()
 
 
 def _detach(input: Any) -> Any:
