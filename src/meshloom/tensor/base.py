@@ -202,7 +202,9 @@ class Tensor(torch.Tensor):
         """Set padding to zero again, in place."""
         padding = padding_of(self.topology, self._data.device) if self.topology.padded else None
         if padding is not None:
-            self._data.masked_fill_(padding, 0)
+            signed = _SIGNED.get(self._data.dtype)
+            data = self._data if signed is None else self._data.view(signed)
+            data.masked_fill_(padding, 0)
 
     def _check_summed(self) -> None:
         """An error while parts of the gradient wait to be summed."""
@@ -266,6 +268,8 @@ class Tensor(torch.Tensor):
             return "(values not shown: communication is forbidden here)"
 
 
+# torch fills no wide unsigned integers; zero has the same bits in all
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FLAG: Any = private.TensorBase.requires_grad
 
 
