@@ -171,7 +171,7 @@ def check(call: Call) -> str:
     reason = why_not(call)
     if reason:
         return reason
-    dense, ours = Side(call, dense_leaf), Side(call, partial(mesh_leaf, random.Random(str(call)), call.mesh))
+    dense, ours = Side(call, dense_leaf), Side(call, partial(mesh_leaf, random.Random(str(call)), call))
     theirs = answer(call, *dense.arguments)
     with loom.record() as log:
         mine = answer(call, *ours.arguments)
@@ -201,13 +201,19 @@ def dense_leaf(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return leaf.clone(), leaf
 
 
-def mesh_leaf(draw: random.Random, mesh: Mesh, tensor: torch.Tensor) -> tuple[loom.Tensor, loom.Tensor]:
+def mesh_leaf(draw: random.Random, call: Call, tensor: torch.Tensor) -> tuple[loom.Tensor, loom.Tensor]:
     """The same somewhere on the mesh: sharded, replicated, or in parts to be reduced."""
+    mesh = call.mesh
     found = [drawn(tensor, draw) for _ in range(mesh.ndim)]
     kind = next((each for each in found if isinstance(each, Partial)), None)  # one way to reduce per tensor
     kept = [Replicate() if isinstance(each, Partial) else each for each in found]
     leaf = loom.distribute(tensor.detach().clone(), mesh, kept).requires_grad_(tensor.requires_grad)
-    return apart(leaf.clone().redistribute([kind if isinstance(each, Partial) else each for each in found])), leaf
+    placed = leaf.clone().redistribute([kind if isinstance(each, Partial) else each for each in found])
+    return placed if call.name in STEPS else apart(placed), leaf
+
+
+# Equal values are told apart: their parts must not round.
+STEPS = frozenset(("searchsorted", "bucketize"))
 
 
 # What is added to the parts on the first, second, third... device: the value stays, and no part is the value.

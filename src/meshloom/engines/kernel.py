@@ -129,19 +129,18 @@ class Kernel:
         places = {name: each.index for name, each in arguments.items() if isinstance(each, Ref)}
         in_order = [*places.values()] == [*range(len(places))] and [*arguments][: len(places)] == [*places]
         if in_order and _takes_first(function, len(lead), [*places]):
-            return partial(function, *lead, **fixed)
+            return partial(function, *lead, **fixed) if lead or fixed else function
         return lambda *datas: function(*lead, **{name: datas[i] for name, i in places.items()}, **fixed)
 
     def _plain(self) -> Function | None:
         """Torch's own function, where the arrays are dense tensors; its arrays are given by place."""
         plan = self.plan
-        function = PLAIN.get(plan.call.op)
+        short = PLAIN.get(plan.call.op)
         dense = not (self.leads or plan.mesh.is_split or any(each.padded for each in (*self.ins, *plan.raw)))
-        if function is None or not dense:
+        if short is None or not dense:
             return None
-        names = [name for name, each in plan.call.arguments.items() if isinstance(each, Ref)]
-        fixed = {name: each for name, each in plan.call.arguments.items() if name not in names}
-        return partial(function, **fixed) if _takes_first(function, 0, names) else None
+        fixed = {name: each for name, each in plan.call.arguments.items() if not isinstance(each, Ref)}
+        return short(self.local, fixed)
 
     def _function(self) -> Function:
         """The function that computes the op on prepared arrays."""

@@ -22,7 +22,7 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import FRONTS, invoke
 from meshloom.tensor.dispatch import TRAIL, Resolved
 from meshloom.tensor.entries import CACHES, LIMIT, Entry, identity
-from meshloom.tensor.views import attach
+from meshloom.tensor.views import attach, attach_plain
 from meshloom.tensor.writing import note_write
 
 _any_autocast = private.is_any_autocast_enabled
@@ -60,7 +60,10 @@ class Quick:
             results = entry.follow(results, tensors)
         made = entry.wrap(results)
         if entry.is_view:
-            attach(tensors[0], made if made.__class__ is tuple else (made,), self.name, self.args, self.kwargs)
+            if made.__class__ is Tensor:
+                attach_plain(tensors[0], made, self.name, self.args, self.kwargs)
+            else:
+                attach(tensors[0], made, self.name, self.args, self.kwargs)
         if entry.salt:
             STORY.identity = 0
             for i, each in enumerate(made if isinstance(made, tuple) else (made,)):

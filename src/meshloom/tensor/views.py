@@ -123,6 +123,16 @@ def attach(base: Tensor, views: Sequence[Tensor], name: str, args: tuple[Any, ..
             view._recipe = Recipe(*made)
 
 
+def attach_plain(base: Tensor, view: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`attach`, for the one result of a call seen before: nearly always a view of the memory that its base has."""
+    data = base._data
+    root = data._base
+    if view._data._base is (data if root is None else root) and base._recipe is None and name not in _OVERLAPPING:
+        view._view = (base, False, (name, args, kwargs, None))
+    else:
+        attach(base, (view,), name, args, kwargs)
+
+
 def recipe_of(tensor: Tensor) -> Recipe | None:
     """How a view was made of its base; None of what is no view, or was made by a function without a rule."""
     moved = moved_view(tensor)
@@ -138,6 +148,7 @@ def _overlaps(name: str, view: Tensor, base: Tensor) -> bool:
     return name == "unfold"
 
 
+_OVERLAPPING = frozenset(("expand", "unfold"))
 _SEVERAL = frozenset("split chunk unbind tensor_split".split())
 
 

@@ -11,10 +11,11 @@ from meshloom.engines.torch_engine.local import Function, Local, aware
 from meshloom.engines.torch_engine.lookup import LOOKUP
 from meshloom.engines.torch_engine.matrices import MATRICES
 from meshloom.engines.torch_engine.order import ORDER
+from meshloom.engines.torch_engine.plain import PLAIN
 from meshloom.engines.torch_engine.pointwise import POINTWISE
 from meshloom.engines.torch_engine.reductions import REDUCTIONS
 from meshloom.engines.torch_engine.shape import SHAPE
-from meshloom.engines.torch_engine.whole import PLAIN, WHOLE
+from meshloom.engines.torch_engine.whole import WHOLE
 from meshloom.engines.torch_engine.windows import WINDOWS
 
 FUNCTIONS: dict[str, Function] = {

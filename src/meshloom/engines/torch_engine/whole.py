@@ -259,20 +259,6 @@ def _attention(
     return pad(found, found.dim() - 2, topology.shape[dim], topology.shards[dim])
 
 
-# Where nothing is padded, the stored arrays are dense tensors: torch's own function does it. Arrays come first.
-
-
-def _plain_layer_norm(input: Any, weight: Any, bias: Any, *, normalized_shape: Any, eps: float) -> torch.Tensor:
-    return torch.layer_norm(input, normalized_shape, weight, bias, eps)
-
-
-def _plain_rms_norm(input: Any, weight: Any, *, normalized_shape: Any, eps: Any) -> torch.Tensor:
-    return torch.rms_norm(input, normalized_shape, weight, eps)
-
-
-PLAIN: dict[str, Function] = {"layer_norm": _plain_layer_norm, "rms_norm": _plain_rms_norm}
-
-
 WHOLE: dict[str, Function] = {
     "softmax": _softmax(torch.softmax),
     "log_softmax": _softmax(torch.log_softmax),
