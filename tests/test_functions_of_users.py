@@ -416,7 +416,6 @@ class Inner(Function):
         return gradient * 3
 
 
-@pytest.mark.xfail(strict=True, reason="open: nothing notices a result that was tracked inside of forward")
 @pytest.mark.parametrize("layout", LAYOUTS[:7], ids=str)
 def test_a_result_that_is_tracked_inside_of_forward_has_the_gradient_of_its_function(layout: Any) -> None:
     x, _ = leaf(layout)

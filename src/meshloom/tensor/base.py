@@ -47,7 +47,7 @@ _make: Callable[..., Any] = private.make_wrapper
 def maker(topology: Topology, dtype: torch.dtype, tracked: bool) -> Callable[[], Any]:
     """What makes tensors of a topology on the CPU, quickly: everything that does not change is given beforehand.
 
-    Torch asks a tensor without a gradient for its layout when a `Function` gives it as a result (`tensor.joining`).
+    Torch asks a tensor for its layout when a `Function` gives it as a result (`tensor.joining`).
     """
     return partial(
         _make,
@@ -63,7 +63,7 @@ def maker(topology: Topology, dtype: torch.dtype, tracked: bool) -> Callable[[],
         tracked,
         None,
         False,
-        not tracked,
+        True,
     )
 
 
@@ -105,7 +105,7 @@ class Tensor(torch.Tensor):
         tracked = data.requires_grad
         made: Tensor = _make(
             Tensor, topology.shape, None, None, None, data.dtype, torch.strided, data.device, False, tracked, None,
-            False, not tracked,
+            False, True,
         )  # fmt: skip
         made.topology = topology
         made._data = data

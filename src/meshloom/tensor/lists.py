@@ -58,19 +58,16 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     arrays: list[Any] = []
     for each in args:
         if each.__class__ is list or each.__class__ is tuple:
-            datas = []
-            for item in each:
-                kind = item.__class__
-                if kind is Tensor:
-                    key.append(item.topology)
-                    datas.append(item._data)
-                elif (kind is torch.Tensor and not item.ndim) or kind is float or kind is int:
-                    key.append(kind)
-                    datas.append(item)
-                else:
-                    return None
-            key.append(len(datas))
-            arrays.append(datas)
+            kinds = {item.__class__ for item in each}
+            if kinds == _OURS:
+                key += [item.topology for item in each]
+                arrays.append([item._data for item in each])
+            elif kinds <= _NUMBERS and not any(item.__class__ is torch.Tensor and item.ndim for item in each):
+                key += [item.__class__ for item in each]
+                arrays.append([*each])
+            else:
+                return None
+            key.append(len(each))
         elif isinstance(each, (float, int)) or (each.__class__ is torch.Tensor and not each.ndim):
             key.append(each.__class__)
             arrays.append(each)
@@ -79,6 +76,10 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     if any(isinstance(each, (list, tuple, Tensor)) for each in kwargs.values()):
         return None
     return tuple(key), arrays
+
+
+_OURS = {Tensor}
+_NUMBERS = {torch.Tensor, float, int}
 
 
 def _remember(key: Any, results: Any) -> None:
@@ -106,18 +107,16 @@ def _wrap_like(data: torch.Tensor, like: Any) -> Any:
 
 def _note_writes(name: str, args: tuple[Any, ...]) -> None:
     """After a write into the tensors of lists: the padding is zero again, and torch knows of it."""
+    is_simple = not torch.is_grad_enabled()
     for each in args if name.startswith("_fused_") else args[:1]:
-        ours = [item for item in each if item.__class__ is Tensor] if each.__class__ in (list, tuple) else []
-        is_simple = not torch.is_grad_enabled()
-        for item in ours:
-            if item.topology.padded:
-                item._masked_()
-            if item._view is not None:
-                is_simple = False
-        if is_simple:
-            private.increment_version(ours)
+        if each.__class__ not in (list, tuple) or not each or each[0].__class__ is not Tensor:
+            continue
+        for padded in [item for item in each if item.topology.padded]:
+            padded._masked_()
+        if is_simple and not [item for item in each if item._view is not None]:
+            private.increment_version(each)
         else:
-            for item in ours:
+            for item in each:
                 note_write(item)
 
 
