@@ -527,7 +527,7 @@ def test_the_first_failure_is_first_although_others_fail_at_once(script):
     done = run("--nproc", "4", path)
     assert done.returncode == 1
     assert "meshloom run: rank 2 of 4 failed first" in done.stderr and "RuntimeError: the cause" in done.stderr
-    assert "rank 0: exit code 5" in done.stderr
+    assert re.search("rank [013]: exit code 5", done.stderr)  # a slow one may be ended before it ends itself
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_its_half_line_is_shown(script):

@@ -61,7 +61,8 @@ def _is_bounded(call: Call, row: Row) -> bool:
 
 
 CONDITIONS: dict[str, Condition] = {
-    "whole": Condition("for integers, which wrap alike and have no gradient that equal ones share", _are_whole),
+    "whole": Condition("for integers, whose sums and products wrap alike", _are_whole),
+    "untied": Condition("for integers, which have no gradient that equal ones share", _are_whole),
     "floating": Condition("for floating-point numbers, which have an opposite each", _are_real),
     "scaled": Condition("for integers, or where R stands for a number: a tensor may hold infinity", _is_scaled),
     "divided": Condition("where R stands for a number and nothing is rounded", _is_divided),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from meshloom.errors import ArgumentError, ShapeError, closest
+from meshloom.errors import ArgumentError, DTypeError, ShapeError, closest
 from meshloom.ops.rule import Call, Choices, Fill, Inner, Op, Ref, Row, Rule, with_none
 from meshloom.placement import Partial, Placement, Replicate, Shard, read_placements
 from meshloom.types import Shape
@@ -284,6 +284,8 @@ def reduction(op: str, *partials: str, ties: bool = False) -> Rule:
     def rule(call: Call) -> Choices:
         shape, dims = call.shape("input"), reduced_dims(call)
         keepdim = bool(call.arguments.get("keepdim"))
+        if ties and call.operands[call.index("input")].dtype[0] == "c":
+            raise DTypeError("complex numbers have no order", fix="compare x.abs() or x.real")
         rows = kept_rows(call, dims, keepdim)
         rows += [extreme_row(call, op, dim, dims) if ties else Row(f"dim {dim}", (Shard(dim),), (REDUCED_BY[op],))
                  for dim in dims]  # fmt: skip

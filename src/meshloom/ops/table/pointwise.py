@@ -40,8 +40,8 @@ POINTWISE: tuple[Op, ...] = (
     Op("reciprocal", pointwise(), at_zero="singular", result="float"),
     Op("float_power", pointwise(), at_zero="singular", result="double"),
     Op("ldexp", pointwise(), result="float"),  # 2**b may be infinite
-    Op("maximum", pointwise(*(f"{each} -> P(max) if whole" for each in ("P(max), P(max)", "P(max), R", "R, P(max)")))),
-    Op("minimum", pointwise(*(f"{each} -> P(min) if whole" for each in ("P(min), P(min)", "P(min), R", "R, P(min)")))),
+    Op("maximum", pointwise(*(f"{each} -> P(max) if untied" for each in ("P(max), P(max)", "P(max), R", "R, P(max)")))),
+    Op("minimum", pointwise(*(f"{each} -> P(min) if untied" for each in ("P(min), P(min)", "P(min), R", "R, P(min)")))),
     Op("fmax", pointwise()),
     Op("fmin", pointwise()),
     Op("gcd", pointwise()),

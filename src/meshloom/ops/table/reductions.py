@@ -15,8 +15,8 @@ _SCAN = "input, dim"
 REDUCTIONS: tuple[Op, ...] = (
     Op("sum", reduction("sum", "P(sum) -> P(sum)"), _OVER + ", *, dtype=None", result="accumulate"),
     Op("mean", reduction("mean", "P(sum) -> P(sum)"), _OVER + ", *, dtype=None"),  # sum / global count
-    Op("amax", reduction("max", "P(max) -> P(max) if whole", ties=True), _OVER, fill=identity_fill("max")),
-    Op("amin", reduction("min", "P(min) -> P(min) if whole", ties=True), _OVER, fill=identity_fill("min")),
+    Op("amax", reduction("max", "P(max) -> P(max) if untied", ties=True), _OVER, fill=identity_fill("max")),
+    Op("amin", reduction("min", "P(min) -> P(min) if untied", ties=True), _OVER, fill=identity_fill("min")),
     Op(
         "prod",
         reduction("prod", "P(prod) -> P(prod)"),
