@@ -171,7 +171,8 @@ def check(call: Call) -> str:
     reason = why_not(call)
     if reason:
         return reason
-    dense, ours = Side(call, dense_leaf), Side(call, partial(mesh_leaf, random.Random(str(call)), call))
+    place = partial(mesh_leaf, random.Random(str(call)), call.mesh, differ=call.name not in STEPS)
+    dense, ours = Side(call, dense_leaf), Side(call, place)
     theirs = answer(call, *dense.arguments)
     with loom.record() as log:
         mine = answer(call, *ours.arguments)
@@ -201,15 +202,16 @@ def dense_leaf(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return leaf.clone(), leaf
 
 
-def mesh_leaf(draw: random.Random, call: Call, tensor: torch.Tensor) -> tuple[loom.Tensor, loom.Tensor]:
-    """The same somewhere on the mesh: sharded, replicated, or in parts to be reduced."""
-    mesh = call.mesh
+def mesh_leaf(
+    draw: random.Random, mesh: Mesh, tensor: torch.Tensor, differ: bool = True
+) -> tuple[loom.Tensor, loom.Tensor]:
+    """The same somewhere on the mesh: sharded, replicated, or in parts to be reduced, which may differ."""
     found = [drawn(tensor, draw) for _ in range(mesh.ndim)]
     kind = next((each for each in found if isinstance(each, Partial)), None)  # one way to reduce per tensor
     kept = [Replicate() if isinstance(each, Partial) else each for each in found]
     leaf = loom.distribute(tensor.detach().clone(), mesh, kept).requires_grad_(tensor.requires_grad)
     placed = leaf.clone().redistribute([kind if isinstance(each, Partial) else each for each in found])
-    return placed if call.name in STEPS else apart(placed), leaf
+    return apart(placed) if differ else placed, leaf
 
 
 # Equal values are told apart: their parts must not round.
