@@ -64,7 +64,9 @@ def database() -> dict[str, Any]:
     """Every module of torch's table."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from torch.testing._internal import common_utils
         from torch.testing._internal.common_modules import module_db
+    common_utils.extract_test_fn = lambda: None  # it looks for torch's own test among all callers, at every sample
     return {module.name: module for module in module_db}
 
 

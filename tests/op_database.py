@@ -93,7 +93,11 @@ def database() -> tuple[Any, ...]:
     """Every function of torch's table; its import takes some seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from torch.testing._internal import common_utils
         from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal.opinfo import core
+    for module in (common_utils, core):  # it looks for torch's own test among all callers, at every sample
+        module.extract_test_fn = lambda: None
     return tuple(op_db)
 
 
