@@ -260,9 +260,13 @@ def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[
     entry = WRITES.get(tuple(key))
     if entry is None:
         return _write_first(tuple(key), name, args, kwargs)
-    data = datas[0]
+    data, is_padded = datas[0], entry.out.padded
     tracked = data.requires_grad
+    if is_padded and torch.is_grad_enabled() and any(torch.is_tensor(each) and each.requires_grad for each in datas):
+        return invoke(name, args, kwargs)  # the padding cannot be set to zero behind autograd's back
     function(*datas, **kwargs)
+    if is_padded:
+        target._masked_()
     if data.requires_grad and torch.is_grad_enabled():
         if entry.communicates_back:
             entry.follow(data, [each for each in args if each.__class__ is Tensor], is_written=True)
@@ -287,7 +291,7 @@ def _write_first(key: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         TRAIL.written = before
     entry = written[0].entry if len(written) == 1 else None
     is_plain = entry is not None and all(each is None for each in entry.kernel.prepare)
-    if entry is not None and is_plain and not (entry.salt or entry.out.padded or entry.out.partial_axes):
+    if entry is not None and is_plain and not (entry.salt or entry.out.partial_axes):
         _remember(WRITES, key, entry)
     return result
 
