@@ -446,3 +446,43 @@ def test_the_counter_of_functions_sees_that_a_first_call_enters_more(name):
     x, w, b = put(mesh, "S(0)", rows, 32), put(mesh, "R", 32, 32), put(mesh, "R", 32)
     assert len(own_frames(lambda: act(x, w, b))) > 4 * limit
     assert len(own_frames(lambda: act(x, w, b))) <= limit
+
+
+SHORT: dict[str, tuple[int, Callable[[Any], Any]]] = {
+    "a cast to the dtype that is there": (4, lambda x: x.to(torch.float32)),
+    "x.float()": (4, lambda x: x.float()),
+    "a cast to another dtype": (6, lambda x: x.to(torch.int64)),
+    "x.sum(-1)": (4, lambda x: x.sum(-1)),
+    "x[:3]": (6, lambda x: x[:3]),
+    "x.view": (5, lambda x: x.view(-1)),
+    "torch.cat": (6, lambda x: torch.cat([x, x], -1)),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_more_doors_are_short(name):
+    limit, act = SHORT[name]
+    x = put(Mesh(short=2), "S(0)", 8, 4)
+    for _ in range(3):
+        act(x)
+    found = own_frames(lambda: act(x))
+    assert 1 <= len(found) <= limit, found
+
+
+def test_an_uneven_tensor_is_written_in_a_few_functions_and_its_padding_stays_zero():
+    x = put(Mesh(uneven=3), "S(0)", 4, 2)
+    for _ in range(3):
+        x.cos_()
+    found = own_frames(lambda: x.cos_())
+    assert len(found) <= 7, found
+    assert x._data[4:].eq(0).all()
+
+
+def test_a_cast_seen_before_tells_copies_devices_and_requests_apart():
+    x = put(Mesh(casts=2), "S(0)", 4)
+    for _ in range(3):
+        assert x.to(torch.float32) is x and x.float() is x and x.to("cpu") is x
+        assert x.to(torch.float32, copy=True) is not x
+        assert x.to(torch.int64).dtype == torch.int64
+        with loom.with_output("R"):
+            assert x.to(torch.float32).placements == (Replicate(),)

@@ -151,15 +151,16 @@ def call_quickly(head: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 _NUMBERS = frozenset((int, float))
+_BOUND = frozenset((int, type(None)))
 
 
 def add_part(key: list[Any], tensors: list[Tensor], datas: list[Any], value: Any, kind: Any) -> bool:
     """Add a list, a tuple, a shape or a slice to a key; False for what no key can hold."""
     if kind is slice:
-        bounds = value.start, value.stop, value.step
-        if not all(each is None or each.__class__ is int for each in bounds):
+        start, stop, step = value.start, value.stop, value.step
+        if not (start.__class__ in _BOUND and stop.__class__ in _BOUND and step.__class__ in _BOUND):
             return False
-        key += (slice, *bounds)
+        key += (slice, start, stop, step)
         return True
     if kind is tuple or kind is list or kind is torch.Size:
         key += (kind, len(value))  # x[[0, 0]] is not x[0, 0]
