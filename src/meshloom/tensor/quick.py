@@ -238,7 +238,7 @@ WRITES: dict[Any, Entry] = {}
 def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A pointwise op in place: torch's own on the arrays, where a call like it has been that before."""
     target = args[0]
-    if target.__class__ is not Tensor or target._recipe is not None or not state.plain or _any_autocast():
+    if target.__class__ is not Tensor or target._recipe is not None or not state.plain:  # autocast leaves writes alone
         return invoke(name, args, kwargs)
     key: list[Any] = [name]
     datas: list[Any] = []
