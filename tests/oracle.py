@@ -165,7 +165,8 @@ def check_padding(tensor: Tensor, what: str) -> None:
     """Padding is always zero."""
     mask = mask_of(tensor.topology, tensor._data.device)
     if mask is not None:
-        outside = tensor._data.detach().masked_fill(mask, 0)
+        data = tensor._data.detach()
+        outside = torch.where(mask, data.new_zeros(()), data)  # torch fills no wide unsigned integers
         assert not outside.any() and not outside.isnan().any(), f"{what}: padding is not zero in {tensor.topology}"
 
 
