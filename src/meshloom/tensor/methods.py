@@ -330,11 +330,11 @@ def _detach_(self: Tensor) -> Tensor:
 
 
 def _transposed(self: Tensor) -> Any:
-    return invoke("permute", (self, tuple(reversed(range(self.ndim)))), {})
+    return self.permute(tuple(reversed(range(self.ndim))))
 
 
 def _matrix_transposed(self: Tensor) -> Any:
-    return invoke("transpose", (self, -2, -1), {})
+    return self.transpose(-2, -1)
 
 
 def _data_of(self: Tensor) -> Tensor:
@@ -431,10 +431,10 @@ _OWN: dict[str, Any] = {
     "__array_priority__": 1000,
     "__hash__": lambda self: id(self),
     "__dir__": object.__dir__,
-    "__neg__": lambda self: call("neg", (self,), {}),
+    "__neg__": lambda self: self.neg(),
     "__pos__": lambda self: self,
-    "__abs__": lambda self: call("abs", (self,), {}),
-    "__invert__": lambda self: call("bitwise_not", (self,), {}),
+    "__abs__": lambda self: self.abs(),
+    "__invert__": lambda self: self.bitwise_not(),
     "__getitem__": _item_at,
     "__setitem__": lambda self, index, value: invoke("__setitem__", (self, index, value), {}),
     "__torch_function__": classmethod(on_torch),
