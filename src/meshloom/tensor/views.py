@@ -145,7 +145,7 @@ def _overlaps(name: str, view: Tensor, base: Tensor) -> bool:
     """Whether several elements of a view may lie in one place: `expand` to as many elements as before repeats none."""
     if name == "expand":
         return math.prod(view.topology.shape) != math.prod(base.topology.shape)
-    return name == "unfold"
+    return name in _OVERLAPPING
 
 
 _OVERLAPPING = frozenset(("expand", "unfold"))

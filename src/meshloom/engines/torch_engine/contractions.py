@@ -35,12 +35,11 @@ def multiply_groups(
 ) -> torch.Tensor:
     """The tokens of some experts, given with their numbers, and zeros for all other tokens."""
     found = input.new_zeros(input.shape[0], experts.shape[2])
-    if offs.is_meta:
-        return found + input.sum(dtype=input.dtype) * experts.sum(dtype=input.dtype)
-    ends = [0, *offs.tolist()]
-    for expert, number in zip(experts, numbers, strict=True):
-        if number >= 0:
-            found[ends[number] : ends[number + 1]] = input[ends[number] : ends[number + 1]] @ expert
+    if not offs.is_meta:
+        ends = [0, *offs.tolist()]
+        for expert, number in zip(experts, numbers, strict=True):
+            if number >= 0:
+                found[ends[number] : ends[number + 1]] = input[ends[number] : ends[number + 1]] @ expert
     # who holds no expert has a gradient too: nothing is read of either
     return found + input[:0].sum(dtype=input.dtype) * experts[:0].sum(dtype=input.dtype)
 

@@ -19,7 +19,6 @@ def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
     """`to(dtype)`, `to(device)`, `to(other)`, with torch's keywords."""
     tensor = shadowed(input)
     target = args[0] if args else kwargs.get("other", kwargs.get("dtype", kwargs.get("device")))
-    target = target
     wanted, device = kwargs.get("dtype"), kwargs.get("device")
     if isinstance(target, torch.dtype):
         wanted = target
