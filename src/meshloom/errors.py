@@ -103,11 +103,23 @@ def where() -> str:
 
 def line_of(frame: FrameType | None) -> str:
     """The innermost line of the program from a frame on outwards; empty where there is none."""
+    return place_name(place_of(frame))
+
+
+def place_of(frame: FrameType | None) -> tuple[str, int]:
+    """The file and the line of `line_of`; `place_name` makes a text of them."""
     while frame is not None:
-        if is_program(frame.f_code.co_filename):
-            return f"{_name(frame.f_code.co_filename)}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        if is_program(file):
+            return file, frame.f_lineno
         frame = frame.f_back
-    return ""
+    return "", 0
+
+
+def place_name(place: tuple[str, int]) -> str:
+    """A file and a line as text: `train.py:12`; empty where there is none."""
+    file, line = place
+    return f"{_name(file)}:{line}" if file else ""
 
 
 _name = cache(os.path.basename)

@@ -92,7 +92,7 @@ class Tensor(torch.Tensor):
     _number: int = 0  # what it was made from, as a number that is the same in every process; 0 is not known
     _finder: Any  # who knows the array, of a lazy tensor
     _old: Tensor  # what it was before it was turned in place
-    _gradient: tuple[torch.Tensor, Tensor, bool]  # the gradient that was handed out last, and its array
+    _gradient: tuple[torch.Tensor, Tensor, bool] | None = None  # the gradient that was handed out last, and its array
     _dense: Any  # a dense copy that somebody has a pointer to
     _guarded: bool  # a Function that loses its gradient is refused
     _is_param = False  # torch's mark of a parameter of another class than its own

@@ -66,11 +66,13 @@ class Entry:
         pack = PACKED.get(self.op)
         return wrapped if pack is None else pack(wrapped)
 
-    def follow(self, results: Any, tensors: Sequence[Tensor], is_written: bool = False) -> Any:
-        """The results; if they have a backward that communicates, it is seen."""
+    def follow(self, results: Any, tensors: Sequence[Tensor], is_written: bool = False, depth: int = 3) -> Any:
+        """The results; if they have a backward that communicates, it is seen. `depth` is that of the program."""
         tracked = results.requires_grad if isinstance(results, torch.Tensor) else any(r.requires_grad for r in results)
-        if tracked and (back := self._back or self.back()):
-            return follow(self.plan.call.op, back, results, tensors, is_written)
+        if tracked:
+            back = self.back()
+            if self.communicates_back:
+                return follow(self.op, back, results, tensors, is_written, depth)
         return results
 
 

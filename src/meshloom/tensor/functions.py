@@ -59,7 +59,7 @@ def on_torch(
             return write_quickly(name, written, args, kwargs or {})
         return call_quickly(function, name, args, kwargs or {}, function)
     if function in ASKED and args[0].__class__ is Tensor:
-        return ASKED[function](args[0]._data)
+        return function(args[0]._data)
     return _ask(function, args, kwargs or {})
 
 
@@ -86,7 +86,7 @@ WRITTEN = {
     if is_written(name) and name not in FRONTS and name not in INPLACE and hasattr(torch.Tensor, name)
 }
 # questions about a tensor that its array answers, which optimizers ask at every step
-ASKED: dict[Any, Callable[..., Any]] = {each: each for each in (torch.is_complex, torch.is_floating_point)}
+ASKED = frozenset((torch.is_complex, torch.is_floating_point))
 _ACCESS = frozenset(("__get__", "__set__", "__delete__"))
 
 

@@ -9,6 +9,7 @@ optimizer step has none of its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ import torch
 from meshloom.backends import at_end_of_backward, collect, drop, finish_with, queue_at_end, twins
 from meshloom.collectives import Collective
 from meshloom.engines import private
-from meshloom.errors import expect
-from meshloom.runtime import Event, state, where
+from meshloom.errors import expect, place_name, place_of
+from meshloom.runtime import Event, state
 from meshloom.tensor.base import Tensor
 
 
@@ -46,19 +47,14 @@ def is_tracked(data: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and data.requires_grad
 
 
-class Note:
-    """At the node of a call's result: what its backward communicates. As a hook it tells so, once per pass."""
+class Hook:
+    """What a note does when backward reaches its node: it tells what its backward communicates, once per pass."""
 
     __slots__ = ("back", "call", "line", "sources", "task")
 
-    def __init__(self, call: str, back: Back, tensors: Sequence[Tensor]) -> None:
-        self.call, self.back, self.line, self.task = call, back, where(), -1
-        # the node of an operand says whether its gradient is wanted; a leaf has its own only while backward runs
-        self.sources = []
-        for i in back.wanted:
-            data = tensors[i]._data
-            if data.requires_grad:
-                self.sources.append((i, tensors[i] if data.is_leaf else data.grad_fn))
+    def __init__(self, note: Note) -> None:
+        self.call, self.back, place, self.sources = note
+        self.line, self.task = place_name(place) or "unknown line", -1
 
     def __call__(self, gradients: Any) -> None:
         task = private.current_graph_task_id()
@@ -93,13 +89,27 @@ def _is_executed(node: Any) -> bool:
 
 
 _KEY = "meshloom"
+# At the node of a call's result: the call, what its backward communicates, the line of the program, and of each operand
+# whose gradient communicates its place and its node, which says whether the gradient is wanted (a leaf has its own only
+# while backward runs: the leaf). It is made at every call, so it is no more than this.
+Note = tuple[str, Back, tuple[str, int], list[tuple[int, Any]]]
 
 
-def follow(call: str, back: Back, results: Any, tensors: Sequence[Tensor], is_written: bool = False) -> Any:
-    """The results of a call whose backward communicates, so that it is seen; `is_written` of a call in place."""
-    note = Note(call, back, tensors)
+def follow(
+    call: str, back: Back, results: Any, tensors: Sequence[Tensor], is_written: bool = False, depth: int = 2
+) -> Any:
+    """The results of a call whose backward communicates, so that it is seen; `is_written` of a call in place.
+
+    The program is at least `depth` calls outwards: a frame that Python is asked for costs a microsecond.
+    """
+    sources = []
+    for i in back.wanted:
+        data = tensors[i]._data
+        if data.requires_grad:
+            sources.append((i, data.grad_fn or tensors[i]))
+    note = (call, back, place_of(sys._getframe(depth)), sources)
     operands = () if is_written else tensors
-    if isinstance(results, torch.Tensor):
+    if results.__class__ is torch.Tensor:
         return _mark(results, note, operands)
     return tuple(_mark(each, note, operands) for each in results)
 
@@ -108,8 +118,9 @@ def _mark(data: torch.Tensor, note: Note, operands: Sequence[Tensor]) -> torch.T
     """A result with a note at its node; one that is an operand's own array gets a node of its own first."""
     if not data.requires_grad:
         return data
-    if any(data is operand._data for operand in operands):
-        data = data.view_as(data)
+    for operand in operands:
+        if data is operand._data:
+            data = data.view_as(data)
     node: Any = data.grad_fn
     if node is not None:  # torch calls a view tracked that was made without gradients of one that has them
         node.metadata[_KEY] = note
@@ -135,6 +146,7 @@ def _hook(nodes: list[Any]) -> list[Any]:
     """The notes at all nodes behind these become hooks."""
     handles: list[Any] = []
     known: set[Any] = set()
+    hooks: dict[int, Hook] = {}  # several results of a call share a note
     while nodes:
         node = nodes.pop()
         if node is None or node in known:
@@ -142,7 +154,7 @@ def _hook(nodes: list[Any]) -> list[Any]:
         known.add(node)
         note = node.metadata.get(_KEY)
         if note is not None:
-            handles.append(node.register_prehook(note))
+            handles.append(node.register_prehook(hooks.setdefault(id(note), Hook(note))))
         nodes += [behind for behind, _ in node.next_functions]
     return handles
 
@@ -151,12 +163,12 @@ def watch_dense(data: torch.Tensor) -> torch.Tensor:
     """A dense array that was made of ours: torch may start backward from it, and then we hear of it here."""
     node: Any = data.grad_fn if is_tracked(data) else None
     if node is not None:
-        own, behind = node.metadata.get(_KEY), [each for each, _ in node.next_functions]
+        note, behind = node.metadata.get(_KEY), [each for each, _ in node.next_functions]
 
         def arrive(gradients: Any) -> None:
             if _is_seen():
-                if own is not None:
-                    own(gradients)
+                if note is not None:
+                    Hook(note)(gradients)
                 handles = _hook([*behind])
                 queue_at_end(lambda: _remove(handles))
 

@@ -7,7 +7,9 @@ the tensors would; elsewhere the tensors are taken one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,19 +39,27 @@ def run_lists(function: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     if read is None:
         return _run(function, name, args, kwargs)[0]
     key, arrays = read
-    if key not in _ALIKE:
-        results, alike = _run(function, name, args, kwargs)
-        if alike:
+    alike = _ALIKE.get(key)
+    if alike is None:
+        results, is_alike = _run(function, name, args, kwargs)
+        if is_alike:
             _remember(key, results)
         return results
     results = function(*arrays, **kwargs)
     if name.endswith("_"):
-        _note_writes(name, args)
+        _note_writes(name, args, alike.is_padded)
         return None
-    return type(results)([_wrap_like(data, like) for data, like in zip(results, _ALIKE[key], strict=True)])
+    return type(results)([_wrap_like(data, like) for data, like in zip(results, alike.results, strict=True)])
 
 
-_ALIKE: dict[Any, list[Any]] = {}  # calls that ran on arrays: topologies of the results, and what makes them
+class _Alike(NamedTuple):
+    """A call that ran on arrays: topologies of the results with what makes them, and whether any tensor is padded."""
+
+    results: list[Any]
+    is_padded: bool
+
+
+_ALIKE: dict[Any, _Alike] = {}
 
 
 def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]] | None:
@@ -58,12 +68,12 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     arrays: list[Any] = []
     for each in args:
         if each.__class__ is list or each.__class__ is tuple:
-            kinds = {item.__class__ for item in each}
+            kinds = set(map(type, each))
             if kinds == _OURS:
-                key += [item.topology for item in each]
-                arrays.append([item._data for item in each])
+                key += map(_topology, each)
+                arrays.append([*map(_data, each)])
             elif kinds <= _NUMBERS and not any(item.__class__ is torch.Tensor and item.ndim for item in each):
-                key += [item.__class__ for item in each]
+                key += map(type, each)
                 arrays.append([*each])
             else:
                 return None
@@ -78,20 +88,22 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     return tuple(key), arrays
 
 
+_topology, _data, _view = map(attrgetter, ("topology", "_data", "_view"))
 _OURS = {Tensor}
 _NUMBERS = {torch.Tensor, float, int}
 
 
 def _remember(key: Any, results: Any) -> None:
-    if any(isinstance(each, Topology) and each.mesh.lease is not None for each in key):
+    topologies = [each for each in key if isinstance(each, Topology)]
+    if any(each.mesh.lease is not None for each in topologies):
         return  # a mesh that may be closed
     if len(_ALIKE) >= 1 << 10:
         _ALIKE.clear()
-    listed = () if results is None else results
-    _ALIKE[key] = [
+    likes = [
         (each.topology, maker(each.topology, each._data.dtype, False)) if isinstance(each, Tensor) else None
-        for each in listed
+        for each in results or ()
     ]
+    _ALIKE[key] = _Alike(likes, any(each.padded for each in topologies))
 
 
 def _wrap_like(data: torch.Tensor, like: Any) -> Any:
@@ -105,19 +117,18 @@ def _wrap_like(data: torch.Tensor, like: Any) -> Any:
     return made
 
 
-def _note_writes(name: str, args: tuple[Any, ...]) -> None:
+def _note_writes(name: str, args: tuple[Any, ...], is_padded: bool) -> None:
     """After a write into the tensors of lists: the padding is zero again, and torch knows of it."""
-    is_simple = not torch.is_grad_enabled()
-    for each in args if name.startswith("_fused_") else args[:1]:
-        if each.__class__ not in (list, tuple) or not each or each[0].__class__ is not Tensor:
-            continue
-        for padded in [item for item in each if item.topology.padded]:
-            padded._masked_()
-        if is_simple and not [item for item in each if item._view is not None]:
-            private.increment_version(each)
-        else:
-            for item in each:
-                note_write(item)
+    lists = [each for each in (args if name.startswith("_fused_") else args[:1]) if isinstance(each, (list, tuple))]
+    written = [*chain.from_iterable(each for each in lists if each and each[0].__class__ is Tensor)]
+    if is_padded:
+        for item in written:
+            item._masked_()
+    if torch.is_grad_enabled() or any(map(_view, written)):
+        for item in written:
+            note_write(item)
+    else:
+        private.increment_version(written)
 
 
 def _run(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import numpy
@@ -43,6 +44,7 @@ from meshloom.tensor.joining import (
 from meshloom.tensor.memory import data_ptr, storage, untyped_storage
 from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_dense, to_torch
 from meshloom.tensor.quick import call_quickly, write_quickly
+from meshloom.tensor.reading import as_tensor
 from meshloom.tensor.refusals import refuse_partial_leaf, transforms_refused
 
 _any_autocast = private.is_any_autocast_enabled
@@ -78,6 +80,8 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
                     if entry.salt:
                         made._number = identity(entry.salt, (self,), (other,))
                     return made
+        elif other.__class__ is torch.Tensor and state.plain:
+            return operator(self, as_tensor(other, self.topology.mesh))
         elif not isinstance(other, _OPERANDS):
             return NotImplemented
         return call(name, (self, other), {})
@@ -247,8 +251,8 @@ def _set_requires_grad(self: Tensor, value: bool) -> None:
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
     """The gradient of a leaf, placed as the leaf is, its padding zero; backward has summed it."""
-    kept = vars(tensor).get("_gradient")
-    if kept is not None and kept[2] and not state.waiting and state.shadows is None:
+    kept = tensor._gradient
+    if kept is not None and kept[2] and state.plain and not state.waiting:
         data = tensor._data
         if data.is_leaf and data.grad is kept[0]:
             return kept[1]
@@ -262,7 +266,7 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     found = data.grad
     if found is None:
         return None
-    kept = vars(tensor).get("_gradient")
+    kept = tensor._gradient
     if kept is not None and kept[0] is found:
         if tensor.topology.padded:  # backward may have added to it since
             with torch.no_grad():
@@ -412,7 +416,7 @@ _OWN: dict[str, Any] = {
     "is_meta": property(lambda self: self._data.is_meta),
     "is_cpu": property(lambda self: self._data.is_cpu),
     "is_cuda": property(lambda self: self._data.is_cuda),
-    "is_sparse": property(lambda self: False),
+    "is_sparse": False,
     "layout": property(lambda self: self._data.layout),
     "retains_grad": property(lambda self: self._data.retains_grad),
     "nbytes": property(lambda self: self.numel() * self._data.itemsize),
@@ -429,7 +433,7 @@ _OWN: dict[str, Any] = {
     "__contains__": lambda self, value: bool((self == value).any()),
     "__array__": _array,
     "__array_priority__": 1000,
-    "__hash__": lambda self: id(self),
+    "__hash__": object.__hash__,
     "__dir__": object.__dir__,
     "__neg__": lambda self: self.neg(),
     "__pos__": lambda self: self,
@@ -437,7 +441,7 @@ _OWN: dict[str, Any] = {
     "__invert__": lambda self: self.bitwise_not(),
     "__getitem__": _item_at,
     "__setitem__": lambda self, index, value: invoke("__setitem__", (self, index, value), {}),
-    "__torch_function__": classmethod(on_torch),
+    "__torch_function__": MethodType(on_torch, Tensor),  # torch asks every tensor of a list for it: bound beforehand
     "__torch_dispatch__": classmethod(_torch_dispatch),
     "where": lambda self, condition, other: invoke("where", (condition, self, other), {}),
     **dtensors.METHODS,

@@ -57,7 +57,7 @@ class Quick:
             STORY.identity = number = identity(entry.salt, tensors, self.args)
         results = self.run(*datas) if self.kernel is None else self.kernel.run(datas, self.run)
         if entry.communicates_back and (results.__class__ is not torch.Tensor or results.requires_grad):
-            results = entry.follow(results, tensors)
+            results = entry.follow(results, tensors, False, 5)
         made = entry.wrap(results)
         if entry.is_view:
             if made.__class__ is Tensor:
@@ -81,7 +81,7 @@ class QuickNumbers(Quick):
         entry = self.entry
         result = entry.direct(*datas, **kwargs)  # type: ignore[misc]
         if entry.communicates_back and result.requires_grad:
-            result = entry.follow(result, tensors)
+            result = entry.follow(result, tensors, False, 5)
         made = entry.wrap(result)
         if entry.salt:
             made._number = identity(entry.salt, tensors, [each for each in datas if each.__class__ is not torch.Tensor])
