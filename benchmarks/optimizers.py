@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import meshloom as loom
+from benchmarks.bare import bare, bare_parameter
 from benchmarks.goals import Goal
 from benchmarks.works import Pair, Spec, WrongAnswer
 
@@ -20,23 +21,46 @@ SHAPES = [(64, 64), (64,), (128, 64)] * 7  # 21 small parameters
 
 
 def works(devices: Sequence[int]) -> list[Spec]:
-    """The works on a mesh of 8, if that is asked for."""
+    """The works on a mesh of 8, if that is asked for; with each, the least that a class of tensors in Python costs."""
     if math.prod(MESH) not in devices:
         return []
-    found = [
-        Spec("AdamW step", f"21 parameters, {name}", MESH, partial(_step, options), Goal("ratio", most))
+    steps = [
+        ("AdamW step", f"21 parameters, {name}", partial(_step, options), most, 1.0)
         for name, (options, most) in STEPS.items()
     ]
     if find_spec("transformers") is not None:
-        found.append(Spec("Llama step", "tiny, tensor-parallel, AdamW", MESH, _llama, Goal("ratio", 1.25), seconds=4.0))
-    return found
+        steps.append(("Llama step", "tiny, tensor-parallel, AdamW", _llama, 1.25, 4.0))
+    return [
+        Spec(name, detail + suffix, MESH, partial(make, puts), Goal("ratio", most) if goal else None, seconds=seconds)
+        for name, detail, make, most, seconds in steps
+        for suffix, puts, goal in (("", _on_mesh, True), (", bare wrapper", _in_wrappers, False))
+    ]
 
 
-def _step(options: dict[str, Any]) -> Pair:
+class Puts(NamedTuple):
+    """Where parameters and data go: `parameter` is given the placements that a mesh has for it."""
+
+    parameter: Callable[[torch.Tensor, dict[str, loom.Placement]], Any]
+    tokens: Callable[[torch.Tensor], Any]
+
+
+def _on_mesh() -> Puts:
     mesh = loom.open_mesh(MESH, axes=("dp", "tp"))
+    return Puts(
+        lambda value, placements: loom.Parameter(value, mesh, placements),
+        lambda tokens: loom.distribute(tokens, mesh, {"dp": loom.Shard(0)}),
+    )
+
+
+def _in_wrappers() -> Puts:
+    return Puts(lambda value, _: bare_parameter(value), bare)
+
+
+def _step(options: dict[str, Any], puts: Callable[[], Puts]) -> Pair:
+    put = puts()
     values = [torch.randn(shape) for shape in SHAPES]
     dense = [torch.nn.Parameter(each.clone()) for each in values]
-    ours = [loom.Parameter(each, mesh, {"tp": loom.Shard(0)}) for each in values]
+    ours = [put.parameter(each, {"tp": loom.Shard(0)}) for each in values]
     for mine, theirs in zip(ours, dense, strict=True):
         theirs.grad = torch.randn_like(theirs)
         mine.grad = theirs.grad.clone()
@@ -50,10 +74,10 @@ def _step(options: dict[str, Any]) -> Pair:
 def _check_all(ours: Sequence[Any], dense: Sequence[torch.Tensor]) -> None:
     for mine, theirs in zip(ours, dense, strict=True):
         if not torch.allclose(mine.detach().to_torch(), theirs, rtol=1e-4, atol=1e-5):
-            raise WrongAnswer(f"a parameter differs from dense: {mine.topology}")
+            raise WrongAnswer(f"a parameter differs from dense: {tuple(mine.shape)}")
 
 
-def _llama() -> Pair:
+def _llama(puts: Callable[[], Puts]) -> Pair:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -62,14 +86,13 @@ def _llama() -> Pair:
     )  # fmt: skip
     dense, ours = LlamaForCausalLM(config), LlamaForCausalLM(config)
     ours.load_state_dict(dense.state_dict())
-    mesh = loom.open_mesh(MESH, axes=("dp", "tp"))
+    put = puts()
     for name, module in ours.named_modules():
         for each, value in list(module._parameters.items()):
             if value is not None:
-                module._parameters[each] = loom.Parameter(value.detach(), mesh, _placements(name))
+                module._parameters[each] = put.parameter(value.detach(), _placements(name))
     tokens = torch.randint(0, 256, (8, 32))
-    placed = loom.distribute(tokens, mesh, {"dp": loom.Shard(0)})
-    steps = _train(ours, placed), _train(dense, tokens)
+    steps = _train(ours, put.tokens(tokens)), _train(dense, tokens)
     losses = [float(step()) for step in steps]
     if not math.isclose(*losses, rel_tol=1e-4):
         raise WrongAnswer(f"the loss is {losses[0]} and dense has {losses[1]}")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import meshloom as loom
 from benchmarks import goals, moves
+from benchmarks.bare import bare
 from benchmarks.goals import Goal
 from benchmarks.timing import Work
 
@@ -71,6 +72,7 @@ def _on(devices: int) -> list[Spec]:
     listed += [_mesh_matmul(labels, devices) for labels in _MESH_MATMULS if devices > 1]
     listed += [_mlp(devices), _memory(devices)]
     listed += [_hot(call, devices) for call in _HOT]
+    listed += [_hot_bare(call, devices) for call in ("a * 2.0", "torch.matmul(a, w)", "F.layer_norm(a, [32], b, b)")]
     if devices == moves.DEVICES:
         listed += [make(new) for make in (_all_reduce, _all_gather) for new in (False, True)]
     return [spec.held_to(spec.goal) for spec in listed]
@@ -237,6 +239,18 @@ def _hot(call: str, devices: int) -> Spec:
         return Pair(lambda: function(a, v, c), lambda: function(x, w, b))
 
     return Spec("call", call, (devices,), make, Goal("extra_us", most, " us"), "extra_us", seconds=0.4)
+
+
+def _hot_bare(call: str, devices: int) -> Spec:
+    """The same call on a wrapper that does nothing: what remains if ours cost nothing."""
+    function, _ = _HOT[call]
+
+    def make() -> Pair:
+        x, w, b = torch.randn(32 * devices, 32), torch.randn(32, 32), torch.randn(32)
+        a, v, c = bare(x), bare(w), bare(b)
+        return Pair(lambda: function(a, v, c), lambda: function(x, w, b))
+
+    return Spec("call", f"{call}, bare wrapper", (devices,), make, None, "extra_us", seconds=0.4)
 
 
 def _all_reduce(new: bool) -> Spec:
