@@ -15,6 +15,7 @@ import torch
 from meshloom.engines import private
 
 _CPU = torch.device("cpu")
+_LISTS = ("_foreach_", "_fused_")  # functions of lists; in place they return nothing that anybody uses
 
 
 class Bare(torch.Tensor):
@@ -65,7 +66,7 @@ def _unwrap(value: Any) -> Any:
 
 def _on_arrays(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     found = function(*map(_unwrap, args), **{name: _unwrap(each) for name, each in (kwargs or {}).items()})
-    return None if function.__name__.endswith("_") else _wrap(found)  # of lists in place
+    return None if function.__name__.startswith(_LISTS) and function.__name__.endswith("_") else _wrap(found)
 
 
 def _method(name: str) -> Callable[..., Any]:

@@ -179,3 +179,31 @@ def test_a_redistribution_elsewhere_never_shares_memory():
         moved = x.redistribute(target)
         moved.zero_()
         assert torch.equal(x.to_torch(), torch.ones(8, 8))
+
+
+CALLS: dict[str, Any] = {
+    "x @ w": lambda x, w: x @ w,
+    "linear": lambda x, w: torch.nn.functional.linear(x, w),
+    "cat": lambda x, w: torch.cat([x, w]),
+    "einsum": lambda x, w: torch.einsum("ij,jk->ik", x, w),
+    "where": lambda x, w: torch.where(x > 0, x, w),
+    "addcmul": lambda x, w: torch.addcmul(x, x, w, value=2.0),
+    "lerp": lambda x, w: torch.lerp(x, w, 0.5),
+    "clamp": lambda x, w: torch.clamp(x, min=w),
+    "rsub": lambda x, w: torch.rsub(x, w),
+    "add_": lambda x, w: x.clone().add_(w),
+    "view": lambda x, w: x.view(16),
+    "a plain operand": lambda x, w: x * torch.ones(4),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("placements", ["S(0)", "R"])
+def test_a_call_that_is_remembered_keeps_none_of_its_tensors(call, placements):
+    mesh = loom.open_mesh((3,))
+    x, w = (loom.randn(4, 4, mesh=mesh, placements=placements) for _ in range(2))
+    references = [weakref.ref(each) for each in (x, w, x._data, w._data)]
+    for _ in range(3):
+        CALLS[call](x, w)
+    del x, w
+    assert alive(references) == 0

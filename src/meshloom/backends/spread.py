@@ -22,12 +22,9 @@ from meshloom.backends.nodes import Once
 from meshloom.backends.world import WORLD, Group, check_joined, group_of
 from meshloom.engines.kernel import Function, Kernel, Step
 from meshloom.errors import where
-from meshloom.ops import Row
+from meshloom.ops import OPS, Row
 from meshloom.placement import Partial, Replicate, Shard, Topology
 from meshloom.planner import Plan
-
-# ops whose result nobody else holds or has saved for backward: its memory may take the sum
-_FRESH = frozenset("matmul mm bmm mv dot linear einsum sum mean".split())
 
 
 class Spread(Kernel):
@@ -71,7 +68,7 @@ class Spread(Kernel):
         raw, out = plan.raw[result], plan.outs[result]
         apart = tuple(axis for axis in self._crossing() if self._is_apart(axis, raw))
         placements = tuple(raw.placements[a] if a in apart else p for a, p in enumerate(arrived.placements))
-        own = plan.call.op in _FRESH
+        own = OPS[plan.call.op].is_fresh
         return mover(arrived.with_placements(placements), out, plan.machine, merged=apart, own=own)
 
     def _is_apart(self, axis: int, raw: Topology) -> bool:

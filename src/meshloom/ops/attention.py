@@ -95,7 +95,8 @@ def _keys_row(call: Call, out: Shape) -> Row:
     stats = tuple(Inner(op, lead, index, times=each) for op, each in (("max", times), ("sum", times)))
     stats += (Inner("sum", lead, index, times=times * max(out[-1], 1)),)
     placed = {name: Shard(len(call.shape(name)) - 2) for name in ("key", "value")}
-    return _row(call, "keys", R, len(out) - 1, **placed, inner=stats, local=False)
+    # between processes, keys that lie apart while their queries do not are gathered
+    return _row(call, "keys", R, len(out) - 1, **placed, inner=stats, local=False, across=False)
 
 
 def attention_fill(call: Call) -> tuple[Fill, ...]:

@@ -80,7 +80,7 @@ class Row:
 
     `when` names what the row needs besides, a word of `algebra.CONDITIONS`: an identity may hold for some dtypes only.
     `local` says that a device computes the row with the op itself on what it holds; otherwise it needs the statistics
-    of `inner`, or its place on the mesh.
+    of `inner`, or its place on the mesh. `across` says whether several processes can carry it out.
     """
 
     label: str
@@ -91,6 +91,7 @@ class Row:
     even: tuple[Even, ...] = ()
     local: bool = True
     when: str = ""
+    across: bool = True
 
     def __str__(self) -> str:
         identity = f"{', '.join(map(str, self.ins))} -> {', '.join(map(str, self.outs))}"
@@ -133,7 +134,8 @@ class Op:
     padding off first and put it back after, for ops whose time grows with it: 16 rows over 128 devices are stored as
     128 and would cost a matmul 7x; taking rows off is a view).
     `fill` says what an operand's padding must hold before the op runs. `result` are the dtypes of the results, in the
-    words of `dtypes.py`.
+    words of `dtypes.py`. `is_fresh` says that nobody else holds the result or has saved it for backward: its memory may
+    take a sum.
     """
 
     name: str
@@ -143,6 +145,7 @@ class Op:
     fill: Callable[[Call], tuple[Fill, ...]] = no_fill
     result: str = "promote"
     is_view: bool = False
+    is_fresh: bool = False
 
     def __post_init__(self) -> None:
         if self.at_zero not in ("zero", "finite", "singular", "trimmed"):

@@ -149,13 +149,8 @@ def _candidates(
     open_ended = wanted is not None and not isinstance(wanted, Replicate)
     crosses = call.operands[0].mesh.processes[axis] > 1
     rows = (row for row in choices.rows if open_ended or _is_called_for(row, now))
-    rows = (row for row in rows if not crosses or _works_across(call, row))
+    rows = (row for row in rows if row.across or not crosses)
     return tuple(row for row in rows if _fits(row, call) and (isinstance(wanted, Partial) or not _carries(row)))
-
-
-def _works_across(call: Call, row: Row) -> bool:
-    """Whether processes can carry a row out: keys that lie apart while their queries do not are gathered."""
-    return (call.op, row.label) != ("scaled_dot_product_attention", "keys")
 
 
 def _carries(row: Row) -> bool:

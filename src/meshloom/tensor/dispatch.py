@@ -31,6 +31,7 @@ from meshloom.tensor.watched import Watched
 
 _PLAINLY = (False, None)  # not in place, no autocast: nothing in the key, which the hot path builds at every call
 _BESIDES = object()  # no argument is equal to it
+_ARRAY = object()  # stands among arguments for an array that is given later
 
 
 def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any = None) -> Any:
@@ -178,12 +179,14 @@ class Resolved:
             assert bound is not None
             return bound
         function = replaced or function_of(self.op.name)
-        args, kwargs = self.args, self.kwargs
+        # not the tensors, which would live as long as the call is remembered
+        args = [_ARRAY if isinstance(each, Tensor) else each for each in self.args]
+        kwargs = {name: _ARRAY if isinstance(each, Tensor) else each for name, each in self.kwargs.items()}
 
         def run(*datas: torch.Tensor) -> Any:
             left = iter(datas)
-            positional = [next(left) if isinstance(each, Tensor) else each for each in args]
-            named = {name: next(left) if isinstance(each, Tensor) else each for name, each in kwargs.items()}
+            positional = [next(left) if each is _ARRAY else each for each in args]
+            named = {name: next(left) if each is _ARRAY else each for name, each in kwargs.items()}
             return function(*positional, **named)
 
         return run

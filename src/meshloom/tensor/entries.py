@@ -26,8 +26,8 @@ class Entry:
     """A call seen before: its plan, its kernel and the topologies that come out."""
 
     __slots__ = (
-        "_back", "communicates_back", "direct", "free", "is_view", "kernel", "leased", "op", "out", "outs", "plan",
-        "salt", "tracked",
+        "_back", "communicates_back", "direct", "is_view", "kernel", "leased", "op", "out", "outs", "plan", "salt",
+        "wrap",
     )  # fmt: skip
 
     def __init__(self, decided: Plan, kernel: Kernel, direct: Function | None) -> None:
@@ -38,7 +38,7 @@ class Entry:
         self.direct = direct
         self.op = decided.call.op
         self.is_view, self.leased = OPS[self.op].is_view, decided.mesh.lease is not None
-        self.free, self.tracked = (maker(self.out, torch_dtype(self.out.dtype), tracked) for tracked in (False, True))
+        self.wrap = _wrapper(self)  # the results of the kernel as tensors
         self.salt = _salt(decided) if decided.mesh.is_split else 0  # of what this call makes of its operands' numbers
         self._back: Back | None = None
         self.communicates_back = True  # until the first call with a gradient has looked
@@ -52,20 +52,6 @@ class Entry:
             self.communicates_back = bool(self._back)
         return self._back
 
-    def wrap(self, results: Any) -> Any:
-        """The results of the kernel as tensors."""
-        if results.__class__ is torch.Tensor:
-            if self.leased or not results.is_cpu:
-                return Tensor(self.out, results)
-            made = self.tracked() if results.requires_grad else self.free()
-            made._data, made.topology = results, self.out
-            return made
-        if isinstance(results, torch.Tensor):
-            return Tensor(self.out, results)
-        wrapped = tuple([Tensor(topology, result) for topology, result in zip(self.outs, results, strict=True)])
-        pack = PACKED.get(self.op)
-        return wrapped if pack is None else pack(wrapped)
-
     def follow(self, results: Any, tensors: Sequence[Tensor], is_written: bool = False, depth: int = 3) -> Any:
         """The results; if they have a backward that communicates, it is seen. `depth` is that of the program."""
         tracked = results.requires_grad if isinstance(results, torch.Tensor) else any(r.requires_grad for r in results)
@@ -74,6 +60,23 @@ class Entry:
             if self.communicates_back:
                 return follow(self.op, back, results, tensors, is_written, depth)
         return results
+
+
+def _wrapper(entry: Entry) -> Callable[[Any], Any]:
+    out, leased, dtype = entry.out, entry.leased, torch_dtype(entry.out.dtype)
+    free, tracked = maker(out, dtype, False), maker(out, dtype, True)
+    outs, pack = entry.outs, getattr(torch.return_types, entry.op.removesuffix("_dim"), tuple)  # torch's max_dim is max
+
+    def wrap(results: Any) -> Any:
+        if results.__class__ is torch.Tensor and results.is_cpu and not leased:
+            made = tracked() if results.requires_grad else free()
+            made._data, made.topology = results, out
+            return made
+        if isinstance(results, torch.Tensor):
+            return Tensor(out, results)
+        return pack([Tensor(topology, result) for topology, result in zip(outs, results, strict=True)])
+
+    return wrap
 
 
 def _salt(decided: Plan) -> int:
@@ -94,10 +97,6 @@ def identity(salt: int, tensors: Iterable[Tensor], arguments: Iterable[Any] = ()
 
 
 _MASK = (1 << 63) - 1
-PACKED: dict[str, Callable[[Any], Any]] = {
-    "max_dim": lambda results: torch.return_types.max((results[0], results[1])),
-    "min_dim": lambda results: torch.return_types.min((results[0], results[1])),
-}
 CACHE: dict[Any, Entry] = {}
 CACHES: list[dict[Any, Any]] = [CACHE]  # and the short ways to its entries
 _LEASED: dict[Lease | None, set[Any]] = {}  # the keys of calls on meshes that end

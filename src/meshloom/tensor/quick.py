@@ -9,6 +9,7 @@ general way.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from meshloom.mesh import Lease
 from meshloom.ops import ALIASES, OPS
 from meshloom.runtime import leases, state
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.binding import NUMBERS
 from meshloom.tensor.calling import FRONTS, invoke
 from meshloom.tensor.dispatch import TRAIL, Resolved
 from meshloom.tensor.entries import CACHES, LIMIT, Entry, identity
@@ -37,49 +39,74 @@ PURE = _CASTS | frozenset(
 )
 
 
-class Quick:
-    """A call seen before: its entry, and which of the given tensors are the operands of the entry, in order."""
+# A call seen before: the given tensors, the arrays and numbers of the call and its keywords to the results, wrapped.
+Again = Callable[[list[Tensor], list[Any], dict[str, Any]], Any]
 
-    __slots__ = ("args", "entry", "kernel", "kwargs", "name", "order", "run")
 
-    def __init__(self, found: Resolved, order: tuple[int, ...] | None) -> None:
-        self.entry, self.order = found.entry, order
-        self.name, self.args, self.kwargs = found.op.name, found.args[1:], found.kwargs
-        self.kernel = None if self.entry.kernel.simple else self.entry.kernel
-        self.run: Any = found.function() if found.op.signature is not None or order is not None else found.shortest()
+def _again(found: Resolved, order: tuple[int, ...] | None) -> Again:
+    """The next call like one that led to an entry; `order` says which of the given tensors are its operands."""
+    entry = found.entry
+    run: Any = found.function() if found.op.signature is not None or order is not None else found.shortest()
+    is_short = entry.kernel.simple and len(entry.outs) == 1 and not (entry.salt or entry.leased)
+    return _short(found, run) if is_short and order is None else _long(found, run, order)
 
-    def call(self, tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The results, wrapped."""
-        entry, order = self.entry, self.order
+
+def _short(found: Resolved, run: Any) -> Again:
+    """Of a call that is one of torch's on the arrays as they are."""
+    entry, wrap = found.entry, found.entry.wrap
+    is_view, name, args, named = entry.is_view, *_recipe(found)
+
+    def again(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+        result = run(*datas)
+        if entry.communicates_back and result.requires_grad:
+            result = entry.follow(result, tensors, False, 5)
+        made = wrap(result)
+        if is_view:
+            attach_plain(tensors[0], made, name, args, named)
+        return made
+
+    return again
+
+
+def _long(found: Resolved, run: Any, order: tuple[int, ...] | None) -> Again:
+    """Of a call with several results, on a mesh of processes or one that may be closed, or whose operands move."""
+    entry, kernel = found.entry, None if found.entry.kernel.simple else found.entry.kernel
+    name, args, named = _recipe(found)
+
+    def again(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
         if order is not None:
             tensors, datas = [tensors[i] for i in order], [datas[i] for i in order]
         if entry.salt:
-            STORY.identity = number = identity(entry.salt, tensors, self.args)
-        results = self.run(*datas) if self.kernel is None else self.kernel.run(datas, self.run)
-        if entry.communicates_back and (results.__class__ is not torch.Tensor or results.requires_grad):
+            STORY.identity = number = identity(entry.salt, tensors, args)
+        results = run(*datas) if kernel is None else kernel.run(datas, run)
+        if entry.communicates_back:
             results = entry.follow(results, tensors, False, 5)
         made = entry.wrap(results)
         if entry.is_view:
-            if made.__class__ is Tensor:
-                attach_plain(tensors[0], made, self.name, self.args, self.kwargs)
-            else:
-                attach(tensors[0], made, self.name, self.args, self.kwargs)
+            attach(tensors[0], (made,) if made.__class__ is Tensor else made, name, args, named)
         if entry.salt:
             STORY.identity = 0
             for i, each in enumerate(made if isinstance(made, tuple) else (made,)):
                 each._number = number + i
         return made
 
+    return again
 
-class QuickNumbers(Quick):
-    """A pointwise op with numbers among its arguments, which do not matter to its entry."""
 
-    __slots__ = ()
+def _recipe(found: Resolved) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The op and its arguments: of a view all, else the numbers; tensors would live as long as this is remembered."""
+    if found.entry.is_view:
+        return found.op.name, found.args[1:], found.kwargs
+    return found.op.name, tuple([each for each in found.args[1:] if each.__class__ in NUMBERS]), {}
 
-    def call(self, tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The result, wrapped."""
-        entry = self.entry
-        result = entry.direct(*datas, **kwargs)  # type: ignore[misc]
+
+def _with_numbers(found: Resolved) -> Again:
+    """Of a pointwise op with numbers among its arguments, which do not matter to its entry."""
+    entry = found.entry
+    direct: Any = entry.direct
+
+    def again(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+        result = direct(*datas, **kwargs)
         if entry.communicates_back and result.requires_grad:
             result = entry.follow(result, tensors, False, 5)
         made = entry.wrap(result)
@@ -87,20 +114,15 @@ class QuickNumbers(Quick):
             made._number = identity(entry.salt, tensors, [each for each in datas if each.__class__ is not torch.Tensor])
         return made
 
-
-class Itself(Quick):
-    """A cast to the dtype that the tensor has."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None: ...
-
-    def call(self, tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The tensor that was given."""
-        return tensors[0]
+    return again
 
 
-QUICK: dict[Any, Quick] = {}
+def _itself(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Of a cast to the dtype that the tensor has."""
+    return tensors[0]
+
+
+QUICK: dict[Any, Again] = {}
 POINTWISE = frozenset(
     name for name in (*OPS, *ALIASES) if OPS[ALIASES.get(name, name)].signature is None and name not in FRONTS
 )
@@ -142,7 +164,7 @@ def call_quickly(head: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     found = QUICK.get(tuple(key))
     if found is not None:
         try:
-            return found.call(tensors, datas, kwargs)
+            return found(tensors, datas, kwargs)
         except RuntimeError:
             if len({each.is_meta for each in datas if each.__class__ is torch.Tensor}) < 2:
                 raise
@@ -204,16 +226,16 @@ def _call_first(
     elif (
         result is args[0] and name in _CASTS and not kwargs and all(each.__class__ is torch.dtype for each in args[1:])
     ):
-        _remember(QUICK, key, Itself())
+        _remember(QUICK, key, _itself)
     return result
 
 
-def _quick(name: str, found: Resolved, order: tuple[int, ...], arguments: int) -> Quick | None:
+def _quick(name: str, found: Resolved, order: tuple[int, ...], arguments: int) -> Again | None:
     """What the next call like this one needs; None where that would be no shorter."""
     in_order = None if order == tuple(range(len(order))) else order
     if name not in POINTWISE or arguments == len(order):
-        return Quick(found, in_order)
-    return QuickNumbers(found, None) if found.entry.direct is not None and in_order is None else None
+        return _again(found, in_order)
+    return _with_numbers(found) if found.entry.direct is not None and in_order is None else None
 
 
 def _order(operands: list[Tensor], given: list[Tensor]) -> tuple[int, ...] | None:

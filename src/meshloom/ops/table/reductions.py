@@ -13,8 +13,8 @@ _QUANTILE = "input, q, dim=None, keepdim=False, *, interpolation='linear'"
 _SCAN = "input, dim"
 
 REDUCTIONS: tuple[Op, ...] = (
-    Op("sum", reduction("sum", "P(sum) -> P(sum)"), _OVER + ", *, dtype=None", result="accumulate"),
-    Op("mean", reduction("mean", "P(sum) -> P(sum)"), _OVER + ", *, dtype=None"),  # sum / global count
+    Op("sum", reduction("sum", "P(sum) -> P(sum)"), _OVER + ", *, dtype=None", result="accumulate", is_fresh=True),
+    Op("mean", reduction("mean", "P(sum) -> P(sum)"), _OVER + ", *, dtype=None", is_fresh=True),  # sum / global count
     Op("amax", reduction("max", "P(max) -> P(max) if untied", ties=True), _OVER, fill=identity_fill("max")),
     Op("amin", reduction("min", "P(min) -> P(min) if untied", ties=True), _OVER, fill=identity_fill("min")),
     Op(

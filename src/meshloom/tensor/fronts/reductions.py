@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from meshloom.tensor.calling import Front, invoke, table_call
-from meshloom.tensor.entries import PACKED
 from meshloom.tensor.fallback import fallback
 
 
@@ -118,16 +117,6 @@ def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keep
     apart = table_call("add", table_call("sub", x1, x2), eps)
     return table_call("linalg_vector_norm", apart, p, -1, keepdim)
 
-
-_PAIRED = "median nanmedian mode kthvalue cummax cummin".split()
-
-
-def _packed(name: str) -> Callable[[list[Any]], Any]:
-    kind = getattr(torch.return_types, name)
-    return lambda results: kind((results[0], results[1]))
-
-
-PACKED.update({name: _packed(name) for name in _PAIRED})
 
 REDUCTIONS: dict[str, Front] = {
     "max": _max("max"),
