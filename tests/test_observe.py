@@ -670,3 +670,13 @@ def test_the_communication_table_sums_by_op_and_axis():
         ["redistribute", "forward", "all_gather", "dp", "1", "96"],
         ["all", "3", "104"],
     ]
+
+
+def test_what_the_results_of_one_call_cause_is_told_once_though_each_was_read_as_a_dense_tensor():
+    mesh = Mesh(d=3)
+    a, w = loom.Parameter(torch.randn(4, 4), mesh, "S(1)"), loom.Parameter(torch.randn(4, 4), mesh)
+    first, second = (a @ w).split(2)
+    loss = first.to_torch().sum() + second.to_torch().sum()
+    with loom.record() as log:
+        loss.backward()
+    assert [(event.kind, event.call, event.phase) for event in log] == [("all_gather", "matmul", "backward")]

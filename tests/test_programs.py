@@ -111,6 +111,12 @@ FOUND: dict[str, tuple[tuple[int, ...], str]] = {
         v2 = v0[[0, 0]]
         v3 = v0[0, 0]
     """),
+    "the one piece of a split is still one of several": ((2, 4), """
+        v0 = leaf((1, 1), "f64", "R, R", 363, tracked=True)
+        v1, = v0.split(2, 1)
+        v2, = v0.unbind(0)
+        v3, = v0.chunk(2, 0)
+    """),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import faults
 import namespaces
 
 SCRIPT = str(Path(__file__).parent.parent / "examples" / "train.py")
-STEPS = 20
+STEPS = 10
 Losses = list[float]
 
 pytestmark = pytest.mark.slow

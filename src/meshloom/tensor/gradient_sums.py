@@ -47,14 +47,17 @@ def is_tracked(data: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and data.requires_grad
 
 
-class Hook:
-    """What a note does when backward reaches its node: it tells what its backward communicates, once per pass."""
+class Note:
+    """At the node of a call's result: what its backward communicates. As a hook it tells so, once per pass.
 
-    __slots__ = ("back", "call", "line", "sources", "task")
+    Of each operand whose gradient communicates, `sources` has the place and the node, which says whether the gradient
+    is wanted; a leaf has its own node only while backward runs, so it stands for itself.
+    """
 
-    def __init__(self, note: Note) -> None:
-        self.call, self.back, place, self.sources = note
-        self.line, self.task = place_name(place) or "unknown line", -1
+    __slots__ = ("back", "call", "place", "sources", "task")
+
+    def __init__(self, call: str, back: Back, place: tuple[str, int], sources: list[tuple[int, Any]]) -> None:
+        self.call, self.back, self.place, self.sources, self.task = call, back, place, sources, -1
 
     def __call__(self, gradients: Any) -> None:
         task = private.current_graph_task_id()
@@ -71,7 +74,8 @@ class Hook:
                     happen(events)
 
     def _events(self, collectives: Iterable[Collective]) -> list[Event]:
-        return [Event(each, self.call, self.line, "backward") for each in collectives]
+        line = place_name(self.place) or "unknown line"
+        return [Event(each, self.call, line, "backward") for each in collectives]
 
 
 def _is_wanted(source: Any) -> bool:
@@ -89,10 +93,6 @@ def _is_executed(node: Any) -> bool:
 
 
 _KEY = "meshloom"
-# At the node of a call's result: the call, what its backward communicates, the line of the program, and of each operand
-# whose gradient communicates its place and its node, which says whether the gradient is wanted (a leaf has its own only
-# while backward runs: the leaf). It is made at every call, so it is no more than this.
-Note = tuple[str, Back, tuple[str, int], list[tuple[int, Any]]]
 
 
 def follow(
@@ -107,7 +107,7 @@ def follow(
         data = tensors[i]._data
         if data.requires_grad:
             sources.append((i, data.grad_fn or tensors[i]))
-    note = (call, back, place_of(sys._getframe(depth)), sources)
+    note = Note(call, back, place_of(sys._getframe(depth)), sources)
     operands = () if is_written else tensors
     if results.__class__ is torch.Tensor:
         return _mark(results, note, operands)
@@ -146,7 +146,6 @@ def _hook(nodes: list[Any]) -> list[Any]:
     """The notes at all nodes behind these become hooks."""
     handles: list[Any] = []
     known: set[Any] = set()
-    hooks: dict[int, Hook] = {}  # several results of a call share a note
     while nodes:
         node = nodes.pop()
         if node is None or node in known:
@@ -154,7 +153,7 @@ def _hook(nodes: list[Any]) -> list[Any]:
         known.add(node)
         note = node.metadata.get(_KEY)
         if note is not None:
-            handles.append(node.register_prehook(hooks.setdefault(id(note), Hook(note))))
+            handles.append(node.register_prehook(note))
         nodes += [behind for behind, _ in node.next_functions]
     return handles
 
@@ -163,12 +162,12 @@ def watch_dense(data: torch.Tensor) -> torch.Tensor:
     """A dense array that was made of ours: torch may start backward from it, and then we hear of it here."""
     node: Any = data.grad_fn if is_tracked(data) else None
     if node is not None:
-        note, behind = node.metadata.get(_KEY), [each for each, _ in node.next_functions]
+        own, behind = node.metadata.get(_KEY), [each for each, _ in node.next_functions]
 
         def arrive(gradients: Any) -> None:
             if _is_seen():
-                if note is not None:
-                    Hook(note)(gradients)
+                if own is not None:
+                    own(gradients)
                 handles = _hook([*behind])
                 queue_at_end(lambda: _remove(handles))
 

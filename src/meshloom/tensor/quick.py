@@ -43,11 +43,11 @@ PURE = _CASTS | frozenset(
 Again = Callable[[list[Tensor], list[Any], dict[str, Any]], Any]
 
 
-def _again(found: Resolved, order: tuple[int, ...] | None) -> Again:
+def _again(found: Resolved, order: tuple[int, ...] | None, result: Any) -> Again:
     """The next call like one that led to an entry; `order` says which of the given tensors are its operands."""
     entry = found.entry
     run: Any = found.function() if found.op.signature is not None or order is not None else found.shortest()
-    is_short = entry.kernel.simple and len(entry.outs) == 1 and not (entry.salt or entry.leased)
+    is_short = entry.kernel.simple and result.__class__ is Tensor and not (entry.salt or entry.leased)
     return _short(found, run) if is_short and order is None else _long(found, run, order)
 
 
@@ -221,7 +221,7 @@ def _call_first(
     if len(calls) == 1 and calls[0][1] is result:
         found = calls[0][0]
         order = _order(found.tensors, tensors)
-        if order is not None and (quick := _quick(name, found, order, len(args) + len(kwargs))) is not None:
+        if order is not None and (quick := _quick(name, found, result, order, len(args) + len(kwargs))) is not None:
             _remember(QUICK, key, quick)
     elif (
         result is args[0] and name in _CASTS and not kwargs and all(each.__class__ is torch.dtype for each in args[1:])
@@ -230,11 +230,11 @@ def _call_first(
     return result
 
 
-def _quick(name: str, found: Resolved, order: tuple[int, ...], arguments: int) -> Again | None:
+def _quick(name: str, found: Resolved, result: Any, order: tuple[int, ...], arguments: int) -> Again | None:
     """What the next call like this one needs; None where that would be no shorter."""
     in_order = None if order == tuple(range(len(order))) else order
     if name not in POINTWISE or arguments == len(order):
-        return _again(found, in_order)
+        return _again(found, in_order, result)
     return _with_numbers(found) if found.entry.direct is not None and in_order is None else None
 
 
