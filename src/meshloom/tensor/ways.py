@@ -285,7 +285,7 @@ class OverLinks(Direct):
         return math.prod(parts.shape[1:])
 
     def _group(self) -> tuple[Coordinate, ...]:
-        return tuple(place for place in self.mesh.coordinates() if _is_first(place, self.axes))
+        return _first_group(self.mesh, self.axes)
 
     def schedule(self, kind: str, size: int, root: int) -> Schedule:
         """The schedule for the group of the first place on the other axes; on a grid all groups are alike."""
@@ -339,8 +339,10 @@ def _averaged(total: torch.Tensor, op: str, members: int) -> torch.Tensor:
     return total / members if op == "mean" else total
 
 
-def _is_first(place: Coordinate, axes: tuple[int, ...]) -> bool:
-    return all(c == 0 for axis, c in enumerate(place) if axis not in axes)
+@lru_cache(maxsize=256)
+def _first_group(mesh: Mesh, axes: tuple[int, ...]) -> tuple[Coordinate, ...]:
+    """The members of the group at the first place on the other axes."""
+    return tuple(itertools.product(*(range(size if axis in axes else 1) for axis, size in enumerate(mesh.shape))))
 
 
 @lru_cache(maxsize=256)
