@@ -23,7 +23,8 @@ from meshloom.backends import wire
 from meshloom.backends.members import Members
 from meshloom.backends.world import Group
 from meshloom.collectives.schedule import Schedule, Send
-from meshloom.engines.sending import COMBINE, owned
+from meshloom.engines.reductions import REDUCTIONS
+from meshloom.engines.sending import owned
 
 TAG = 1 << 16  # tags of our messages start here; a program's own are likely to be below
 _TAGS = 1 << 15
@@ -148,7 +149,7 @@ def _step(share: Own, slots: Slots, here: int, op: str, group: Group | None, tag
     for process, number, row, chunk, reduce in share.written:
         message = inside[number, chunk] if process == here else parts[process][number]
         slot = slots.at(row, chunk)
-        slot.copy_(COMBINE[op](slot, message) if reduce else message)
+        slot.copy_(REDUCTIONS[op].combine(slot, message) if reduce else message)
 
 
 def _size(chunks: Sequence[int], slots: Slots) -> int:

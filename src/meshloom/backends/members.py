@@ -20,7 +20,7 @@ import torch
 from meshloom.backends import wire
 from meshloom.backends.nodes import Cut, Enter, Join, Leave, Scatter, Swap, combined
 from meshloom.backends.world import Group, group_of
-from meshloom.engines.layout import REDUCE
+from meshloom.engines.reductions import REDUCTIONS
 from meshloom.mesh import Mesh
 
 
@@ -183,7 +183,7 @@ class Members:
             total = Scatter.apply(self.apart(_local(pieces, "sum")), group)
             return total / self.size if op == "mean" else total
         if torch.is_grad_enabled() and pieces.requires_grad:
-            return REDUCE[op](self.exchange(pieces), 1)
+            return REDUCTIONS[op].along(self.exchange(pieces), 1)
         return wire.reduce_scatter(self.apart(_local(pieces, op)), group, op)
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ def members_of(mesh: Mesh, axes: tuple[int, ...]) -> Members:
 
 
 def _local(parts: torch.Tensor, op: str) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else REDUCE[op](parts, 0)
+    return parts[0] if len(parts) == 1 else REDUCTIONS[op].along(parts, 0)
 
 
 class Extreme(torch.autograd.Function):

@@ -18,6 +18,7 @@ import torch
 from meshloom.backends.nodes import Cut, Enter, Join, Leave, Scatter, Swap, combined
 from meshloom.backends.world import WORLD, Group, group_of
 from meshloom.engines import layout
+from meshloom.engines.reductions import REDUCTIONS, total
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
@@ -130,7 +131,7 @@ def _sum(group: Group | None, dims: tuple[int, ...], own: bool) -> Step:
     def run(data: torch.Tensor) -> torch.Tensor:
         local = data
         for place in reversed(dims):
-            local = layout.total(local, place)
+            local = total(local, place)
         return local if group is None else Leave.apply(local, group, own or bool(dims))
 
     return run
@@ -164,7 +165,7 @@ def _local_part(before: Topology, axis: int, op: str) -> Step:
     place = before.partial_axes.index(axis)
     if before.mesh.local_shape[axis] == 1:  # one part: what crosses the processes next makes memory of its own
         return lambda data: data.squeeze(place)
-    return lambda data: layout.REDUCE[op](data, place)
+    return lambda data: REDUCTIONS[op].along(data, place)
 
 
 def _reduction(before: Topology, after: Topology, axis: int, op: str, wanted: Placement, group: Group) -> Step:
@@ -201,15 +202,12 @@ def _exchange(before: Topology, after: Topology, here: int, there: int, group: G
     return lambda data: source.whole(target.merged(Swap.apply(target.apart(data), group), 1))
 
 
-_NEUTRAL: dict[str, Step] = {"sum": layout.nothing_like, "prod": torch.ones_like}
-
-
 def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Step:
     """R->P: the first coordinate keeps the value, the others hold what does not change it."""
     placement = after.placements[axis]
     assert isinstance(placement, Partial)
     made = layout.mover(before.held, after.held)
-    neutral = _NEUTRAL.get(placement.op)
+    neutral = REDUCTIONS[placement.op].neutral
 
     def run(data: torch.Tensor) -> torch.Tensor:
         data = Enter.apply(data, group)

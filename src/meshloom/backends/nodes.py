@@ -22,7 +22,7 @@ import torch
 
 from meshloom.backends import wire
 from meshloom.backends.world import WORLD, Group
-from meshloom.engines.layout import REDUCE, nothing_like
+from meshloom.engines.reductions import REDUCTIONS, nothing_like
 
 
 def _keep(ctx: Any, group: Group) -> None:
@@ -157,7 +157,7 @@ def combined(data: torch.Tensor, group: Group, op: str) -> torch.Tensor:
     if not (torch.is_grad_enabled() and data.requires_grad):
         return wire.all_reduce(data.detach(), group, op)
     stacked = Join.apply(data, group)
-    return REDUCE[op](stacked, 0)
+    return REDUCTIONS[op].along(stacked, 0)
 
 
 def _widest(data: torch.Tensor) -> torch.Tensor:

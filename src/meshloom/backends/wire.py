@@ -15,17 +15,10 @@ import torch.distributed as dist
 
 from meshloom.backends.checks import STORY, Frame, describe, is_checked, is_compared, note_collective
 from meshloom.backends.world import WORLD, Group
-from meshloom.engines.layout import total
+from meshloom.engines.reductions import REDUCTIONS
 
 SLICE = timedelta(seconds=0.25)  # how long a wait lasts before it looks whether another process has failed
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
 # what Gloo cannot carry as it is, and what carries it instead
 _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
@@ -78,11 +71,11 @@ def wait(work: Any, watch: Any) -> None:
 
 def _options(op: str) -> Any:
     options: Any = dist.AllreduceOptions()
-    options.reduceOp = _OPS[op]
+    options.reduceOp = REDUCTIONS[op].between
     return options
 
 
-_OPTIONS = {op: _options(op) for op in _OPS}
+_OPTIONS = {op: _options(op) for op in REDUCTIONS}
 
 
 def _carried(data: torch.Tensor) -> torch.Tensor:
@@ -121,7 +114,7 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
     if data.is_meta or data.numel() == 0:
         return data
     if data.is_complex() and op not in ("sum", "mean"):
-        return _REDUCE[op](all_gather(data, group))
+        return _reduced(all_gather(data, group), op)
     if data.is_floating_point() and op in ("max", "min"):
         return _values(all_reduce(_keys(data, op), group, op, own=True), data.dtype)
     sent = _carried(data)
@@ -129,20 +122,16 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
         sent = sent.clone()
 
     def combine(parts: torch.Tensor) -> None:
-        sent.copy_(_REDUCE[op](parts))
+        sent.copy_(_reduced(parts, op))
 
     perform("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]), combine)
     found = _restored(sent, data.dtype)
     return found / group.size if op == "mean" else found
 
 
-_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda parts: total(parts, 0),
-    "mean": lambda parts: total(parts, 0),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-    "prod": lambda parts: parts.prod(0, dtype=parts.dtype),
-}
+def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
+    """What processes sent, reduced as torch.distributed does: a mean is divided afterwards."""
+    return REDUCTIONS["sum" if op == "mean" else op].along(parts, 0)
 
 
 def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
@@ -167,19 +156,19 @@ def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch
     if pieces.is_meta or pieces.numel() == 0:
         return pieces.new_empty(pieces.shape[1:])
     if pieces.is_complex() and op not in ("sum", "mean"):
-        return _REDUCE[op](all_to_all(pieces, group))
+        return _reduced(all_to_all(pieces, group), op)
     if pieces.is_floating_point() and op in ("max", "min"):
         return _values(reduce_scatter(_keys(pieces, op), group, op), pieces.dtype)
     sent = _carried(pieces)
     room = sent.new_empty(sent.shape[1:])
     options: Any = dist.ReduceScatterOptions()
-    options.reduceOp = _OPS[op]
+    options.reduceOp = REDUCTIONS[op].between
 
     def start() -> Any:
         return group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options)
 
     def combine(parts: torch.Tensor) -> None:
-        room.copy_(_REDUCE[op](parts[:, group.index]))
+        room.copy_(_reduced(parts[:, group.index], op))
 
     perform("reduce_scatter", group, sent, start, combine)
     found = _restored(room, pieces.dtype)

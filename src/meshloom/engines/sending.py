@@ -6,22 +6,13 @@ that sends of one step do not see each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from meshloom.collectives.schedule import Schedule, waves
-
-Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-COMBINE: dict[str, Combine] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "prod": torch.mul,
-}
+from meshloom.engines.reductions import REDUCTIONS
 
 Indices = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Wave = tuple[torch.Tensor, Indices, bool]
@@ -53,7 +44,7 @@ def _columns(rows: list[tuple[int, int, int]]) -> Indices:
 
 def send_all(schedule: Schedule, slots: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """Carry out every step on the slots, in place."""
-    combine = COMBINE[op]
+    combine = REDUCTIONS[op].combine
     for (source, _, chunk), written in _compiled(schedule):
         messages = slots[source, chunk]
         for rows, (_, destination, place), reduce in written:

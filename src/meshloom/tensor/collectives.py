@@ -30,7 +30,7 @@ from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, un
 from meshloom.errors import ArgumentError, GradientError, ModeError, ShapeError, ViewError, closest
 from meshloom.mesh import Mesh
 from meshloom.ops.labels import normal_dim
-from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
+from meshloom.placement import IDENTITY, PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.moving import same_storage, shadowed
@@ -40,8 +40,6 @@ from meshloom.types import Shape
 
 MODES = ("direct", "host", "fabric")
 Axis = str | Sequence[str] | None
-
-_IDENTITY: dict[str, Any] = {"sum": 0, "mean": 0, "max": "lowest", "min": "highest", "prod": 1}
 
 
 class Group:
@@ -281,7 +279,7 @@ def all_reduce(
 
 def _reduced(call: Call, kind: str, op: str, root: int = 0, out: Tensor | None = None) -> Tensor:
     group, shape = call.group, call.group.held_shape()
-    parts = group.parts(_IDENTITY[op])
+    parts = group.parts(IDENTITY[op])
     if out is None:
         return group.same(call.way.reduce(kind, parts, op, root), shape)
     target = group.placed(Replicate(), shape)
@@ -386,7 +384,7 @@ def reduce_scatter(
     """
     place = _dim(x, dim)
     call = Call("reduce_scatter", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
-    pieces = _pieces(call.group, call.group.parts(_IDENTITY[op]), place)
+    pieces = _pieces(call.group, call.group.parts(IDENTITY[op]), place)
     return _scattered(call, call.way.scatter("reduce_scatter", pieces, op, 0), place)
 
 

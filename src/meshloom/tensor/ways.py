@@ -24,19 +24,12 @@ from meshloom.backends.members import Members
 from meshloom.collectives.algorithms import algorithm, choose
 from meshloom.collectives.schedule import Schedule, Send
 from meshloom.engines import sending
-from meshloom.engines.sending import COMBINE
+from meshloom.engines.reductions import REDUCTIONS
 from meshloom.errors import ArgumentError
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.runtime import state, where
 
-_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": lambda x, out=None: torch.sum(x, 0, dtype=x.dtype, out=out),
-    "mean": lambda x, out=None: torch.mean(x, 0, out=out),
-    "max": lambda x, out=None: torch.amax(x, 0, out=out),
-    "min": lambda x, out=None: torch.amin(x, 0, out=out),
-    "prod": lambda x, out=None: torch.prod(x, 0, dtype=x.dtype, out=out),
-}
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -49,12 +42,12 @@ class Direct:
 
     def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
         """What the members hold, reduced."""
-        return _REDUCE[op](parts)
+        return REDUCTIONS[op].quickly(parts)
 
     def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
         """The reduction, written where `out` lies."""
         with torch.no_grad():
-            _REDUCE[op](parts, out)
+            REDUCTIONS[op].quickly(parts, out)
 
     def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
         """What the members hold, together."""
@@ -66,7 +59,7 @@ class Direct:
 
     def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
         """For each member its piece of the reduction, or of what the root holds."""
-        return pieces[root].clone() if kind == "scatter" else _REDUCE[op](pieces)
+        return pieces[root].clone() if kind == "scatter" else REDUCTIONS[op].quickly(pieces)
 
     def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
         """For each member the pieces that the others had for it."""
@@ -89,7 +82,7 @@ class Between(Direct):
 
     def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
         with torch.no_grad():
-            _REDUCE["sum" if op == "mean" else op](parts, out)
+            REDUCTIONS["sum" if op == "mean" else op].quickly(parts, out)
             self.members.reduce_rest(out, op)
 
     def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
@@ -134,7 +127,7 @@ class Host(Direct):
         held = self._read(parts)
         total = held[0]
         for part in held[1:]:
-            total = COMBINE[op](total, part)
+            total = REDUCTIONS[op].combine(total, part)
         total = total / len(held) if op == "mean" else total
         return total.to(parts.dtype, copy=len(held) == 1)  # of one member it would be the operand itself
 
