@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 import meshloom as loom
 import ranks
-from meshloom.backends import WORLD
 from meshloom.backends.watch import Watch
+from meshloom.comms import WORLD
 from meshloom.errors import GradientError
 
 Mesh = Any

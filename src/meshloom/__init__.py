@@ -47,6 +47,8 @@ from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, p
 
 __version__ = "0.1.0"
 
+collectives.find_with(lambda name: getattr(import_module("meshloom.tensor.collectives"), name))
+
 # Where the names that need torch (or are seldom needed) come from.
 _LAZY = {
     **dict.fromkeys(("Tensor",), "meshloom.tensor.base"),
@@ -72,7 +74,7 @@ _LAZY = {
         "communication record with_output choose use_fabric use_machine CommunicationWarning FallbackWarning".split(),
         "meshloom.observe.scopes",
     ),
-    **dict.fromkeys(("stress",), "meshloom.tensor.handles"),
+    **dict.fromkeys(("stress",), "meshloom.comms.handles"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 

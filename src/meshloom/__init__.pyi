@@ -598,7 +598,7 @@ def randn_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 def randperm(n: _int, *, generator: torch.Generator | None=None, **options: Any) -> Tensor: ...
 from meshloom.observe.scopes import record as record
 from meshloom.observe.simulate import simulate as simulate
-from meshloom.tensor.handles import stress as stress
+from meshloom.comms.handles import stress as stress
 from meshloom.tensor.gradient_sums import synchronize as synchronize
 from meshloom.observe.scopes import use_fabric as use_fabric
 from meshloom.observe.scopes import use_machine as use_machine

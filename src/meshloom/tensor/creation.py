@@ -16,10 +16,11 @@ from typing import Any
 import numpy
 import torch
 
-from meshloom.backends import WORLD, join, move
+from meshloom.backends import join
 from meshloom.backends.checks import is_compared, note_data
 from meshloom.backends.control import visible_mesh
 from meshloom.backends.parts import Part, described
+from meshloom.comms import WORLD, move
 from meshloom.engines.layout import from_block, short_name, torch_dtype
 from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, expect
 from meshloom.mesh import HERE, Coordinate, Mesh

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import move
 from meshloom.backends.checks import STORY
+from meshloom.comms import move
 from meshloom.errors import UnsupportedError
 from meshloom.placement import Placements, Topology, as_placements
 from meshloom.planner import moves

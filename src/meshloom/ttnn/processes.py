@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.backends import WORLD, join
+from meshloom.backends import join
 from meshloom.backends.bindings import process
+from meshloom.comms import WORLD
 from meshloom.errors import ArgumentError, OperandError
 
 __all__ = [

@@ -1,23 +1,19 @@
 """Collectives between processes: one call of `torch.distributed` each, straight to its groups.
 
 Arrays without data (`meta`) only change their shape here: what is explained never reaches another process. Every call
-goes through `perform`, which numbers it, compares it with what the other processes do (`checks`) and waits for it.
+goes through `perform`, which numbers it, compares it with what the other processes do and waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshloom.backends.checks import STORY, Frame, describe, is_checked, is_compared, note_collective
-from meshloom.backends.world import WORLD, Group
+from meshloom.comms.group import WORLD, Group
 from meshloom.engines.reductions import REDUCTIONS
-
-SLICE = timedelta(seconds=0.25)  # how long a wait lasts before it looks whether another process has failed
 
 # what Gloo cannot carry as it is, and what carries it instead
 _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
@@ -26,47 +22,12 @@ _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 def perform(
     kind: str, group: Group, sent: torch.Tensor, start: Callable[[], Any], combine: Callable[[torch.Tensor], None]
 ) -> None:
-    """Run one collective to its end, or raise with the story of all processes.
+    """Run one collective to its end, as the processes have agreed to when they met (`backends.checks`).
 
-    `start` begins it in torch. A small one that is checked travels with the check: `combine` then makes the result of
-    what every process of the group sent.
+    `start` begins it in torch; `combine` makes the result of what every process sent, where that came with a check.
     """
-    watch = WORLD.watch
     group.connect()
-    watch.enter(kind)
-    watch.tell(describe(f"{kind} of {watch.of}", STORY.identity), watch.line)
-    try:
-        if is_compared():
-            note_collective(kind, sent)
-        if is_checked(watch):
-            frame = Frame(sent)
-            wait(frame.start(), watch)
-            frame.compare()
-            if frame.carries:
-                combine(frame.parts(group))
-                watch.leave()
-                return
-        wait(start(), watch)
-    except RuntimeError as error:
-        raise watch.explained(error) from None
-    watch.leave()
-
-
-def wait(work: Any, watch: Any) -> None:
-    """Wait for the end of a collective, a slice at a time, for as long as nobody has failed."""
-    watch.work = work
-    while True:
-        try:
-            work.wait(SLICE)
-            break
-        except RuntimeError as error:
-            if work.is_completed() and "timed out" not in str(error).lower():
-                raise
-            if work.is_completed():
-                work.wait()
-                break
-            watch.look()
-    watch.work = None
+    WORLD.perform(kind, group, sent, start, combine)
 
 
 def _options(op: str) -> Any:

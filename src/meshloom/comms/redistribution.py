@@ -15,8 +15,16 @@ from functools import lru_cache
 
 import torch
 
-from meshloom.backends.nodes import Cut, Enter, Join, Leave, Scatter, Swap, combined
-from meshloom.backends.world import WORLD, Group, group_of
+from meshloom.comms.gradients import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    ReduceScatter,
+    Slice,
+    SumGradient,
+    combine,
+)
+from meshloom.comms.group import WORLD, Group, group_of
 from meshloom.engines import layout
 from meshloom.engines.reductions import REDUCTIONS, total
 from meshloom.fabric import VIRTUAL, Machine
@@ -132,7 +140,7 @@ def _sum(group: Group | None, dims: tuple[int, ...], own: bool) -> Step:
         local = data
         for place in reversed(dims):
             local = total(local, place)
-        return local if group is None else Leave.apply(local, group, own or bool(dims))
+        return local if group is None else AllReduce.apply(local, group, own or bool(dims))
 
     return run
 
@@ -170,19 +178,19 @@ def _local_part(before: Topology, axis: int, op: str) -> Step:
 
 def _reduction(before: Topology, after: Topology, axis: int, op: str, wanted: Placement, group: Group) -> Step:
     if isinstance(wanted, Replicate):
-        return (lambda data: Leave.apply(data, group)) if op == "sum" else lambda data: combined(data, group, op)
+        return (lambda data: AllReduce.apply(data, group)) if op == "sum" else lambda data: combine(data, group, op)
     assert isinstance(wanted, Shard)
     if op != "sum":
         whole = _with(before, {axis: Replicate()})
         slices = _into_shards(whole, after, wanted.dim, group)
-        return lambda data: slices(combined(data, group, op))
+        return lambda data: slices(combine(data, group, op))
     cut = Pieces(after, wanted.dim, group)
-    return lambda data: cut.merged(Scatter.apply(cut.apart(data), group))
+    return lambda data: cut.merged(ReduceScatter.apply(cut.apart(data), group))
 
 
 def _together(before: Topology, after: Topology, dim: int, group: Group) -> Step:
     cut = Pieces(before, dim, group)
-    return lambda data: cut.whole(Join.apply(data, group))
+    return lambda data: cut.whole(AllGather.apply(data, group))
 
 
 def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> Step:
@@ -191,7 +199,7 @@ def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> S
     def run(data: torch.Tensor) -> torch.Tensor:
         pieces = cut.apart(data)
         if torch.is_grad_enabled() and data.requires_grad:
-            return cut.merged(Cut.apply(pieces, group))
+            return cut.merged(Slice.apply(pieces, group))
         return cut.merged(pieces[group.index]).contiguous()
 
     return run
@@ -199,7 +207,7 @@ def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> S
 
 def _exchange(before: Topology, after: Topology, here: int, there: int, group: Group) -> Step:
     source, target = Pieces(before, here, group), Pieces(after, there, group)
-    return lambda data: source.whole(target.merged(Swap.apply(target.apart(data), group), 1))
+    return lambda data: source.whole(target.merged(AllToAll.apply(target.apart(data), group), 1))
 
 
 def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Step:
@@ -210,7 +218,7 @@ def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Ste
     neutral = REDUCTIONS[placement.op].neutral
 
     def run(data: torch.Tensor) -> torch.Tensor:
-        data = Enter.apply(data, group)
+        data = SumGradient.apply(data, group)
         if neutral is not None and group.index:
             data = torch.where(data.new_zeros((), dtype=torch.bool), data, neutral(data))
         return layout.fill(data if made is None else made(data), after, 0)
