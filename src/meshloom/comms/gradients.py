@@ -3,20 +3,12 @@
 A gradient has the dual placement of its value: that of a replicated value is the same on every process, that of a
 partial sum is the same on every process, that of a shard is a shard.
 
-| node            | forward                                     | backward                                           |
-|-----------------|---------------------------------------------|----------------------------------------------------|
-| `SumGradient`   | nothing: split work uses a replicated value | the parts of its gradient add up: all-reduce       |
-| `AllReduce`     | all-reduce of partial sums                  | nothing                                            |
-| `AllGather`     | all-gather of shards                        | a slice                                            |
-| `Slice`         | a slice of a replicated value               | all-gather                                         |
-| `ReduceScatter` | reduce-scatter of partial sums              | all-gather                                         |
-| `Once`          | one process keeps a value that a sum counts | nothing: the sum's gradient is the same everywhere |
-| `AllToAll`      | all-to-all                                  | the reverse all-to-all                             |
+Each node is a line of `_COUNTERPARTS`: what it does, and the node that its gradient goes through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,98 +18,44 @@ from meshloom.comms import wire
 from meshloom.comms.group import WORLD, Group, Members
 from meshloom.engines.reductions import REDUCTIONS, nothing_like
 
-
-def _keep(ctx: Any, group: Group) -> None:
-    """What backward needs: the group, and which call it belongs to."""
-    ctx.group, ctx.call = group, WORLD.watch.call
+Run = Callable[..., torch.Tensor]
 
 
-def _resume(ctx: Any) -> None:
-    WORLD.watch.call = ctx.call if ctx.call.endswith(" backward") else f"{ctx.call} backward"
+def _node(name: str, run: Run, back: str) -> Any:
+    """A node of torch's graph. Backward goes on under the name of the call that the forward pass was part of."""
+
+    def forward(ctx: Any, data: torch.Tensor, group: Group, *how: Any) -> torch.Tensor:
+        ctx.group, ctx.call, ctx.more = group, WORLD.watch.call, (None,) * len(how)
+        return run(data, group, *how)
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        WORLD.watch.call = ctx.call if ctx.call.endswith(" backward") else f"{ctx.call} backward"
+        return NODES[back].apply(gradient, ctx.group), None, *ctx.more
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
+    return type(name, (torch.autograd.Function,), methods)
 
 
-class SumGradient(torch.autograd.Function):
-    """A replicated value at the door of split work."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        _keep(ctx, group)
-        return data.view_as(data)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _resume(ctx)
-        return AllReduce.apply(gradient, ctx.group), None
-
-
-class AllReduce(torch.autograd.Function):
-    """Partial sums become one value."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, group: Group, own: bool = False) -> torch.Tensor:
-        _keep(ctx, group)
-        return wire.all_reduce(data.detach(), group, own=own)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        _resume(ctx)
-        return SumGradient.apply(gradient, ctx.group), None, None
-
-
-class AllGather(torch.autograd.Function):
-    """Shards become one value: (...) to (processes, ...)."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        _keep(ctx, group)
-        return wire.all_gather(data, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _resume(ctx)
-        return Slice.apply(gradient, ctx.group), None
-
-
-class Slice(torch.autograd.Function):
-    """One value becomes shards: (processes, ...) to (...)."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        _keep(ctx, group)
-        return data[group.index].clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _resume(ctx)
-        return AllGather.apply(gradient, ctx.group), None
-
-
-class ReduceScatter(torch.autograd.Function):
-    """Partial sums of (processes, ...) become shards (...)."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        _keep(ctx, group)
-        return wire.reduce_scatter(data, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _resume(ctx)
-        return GatherGradient.apply(gradient, ctx.group), None
-
-
-class GatherGradient(torch.autograd.Function):
-    """The gradient of partial sums from those of their shards; its own gradient adds up again."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        _keep(ctx, group)
-        return wire.all_gather(data, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _resume(ctx)
-        return ReduceScatter.apply(gradient, ctx.group), None
+# fmt: off
+_COUNTERPARTS: dict[str, tuple[Run, str]] = {  # (processes, ...) is what each process has, or what there is for each
+    # a replicated value that split work uses: the parts of its gradient add up
+    "SumGradient":    (lambda data, group: data.view_as(data), "AllReduce"),
+    # partial sums become one value, of which each has the whole gradient; `own` lets the sum use their memory
+    "AllReduce":      (lambda data, group, own=False: wire.all_reduce(data.detach(), group, own=own), "SumGradient"),
+    # shards become one value: (...) to (processes, ...)
+    "AllGather":      (lambda data, group: wire.all_gather(data, group), "Slice"),
+    # one value becomes shards: (processes, ...) to (...)
+    "Slice":          (lambda data, group: data[group.index].clone(), "AllGather"),
+    # partial sums of (processes, ...) become shards (...)
+    "ReduceScatter":  (lambda data, group: wire.reduce_scatter(data, group), "GatherGradient"),
+    # the gradient of partial sums from those of their shards: its own gradient adds up again
+    "GatherGradient": (lambda data, group: wire.all_gather(data, group), "ReduceScatter"),
+    # shards of one dim become shards of another: piece i of (processes, ...) goes to process i
+    "AllToAll":       (lambda data, group: wire.all_to_all(data, group), "AllToAll"),
+}
+# fmt: on
+NODES: dict[str, Any] = {name: _node(name, *way) for name, way in _COUNTERPARTS.items()}
+SumGradient, AllReduce, AllGather, Slice, ReduceScatter, GatherGradient, AllToAll = NODES.values()
 
 
 class Once(torch.autograd.Function):
@@ -130,20 +68,6 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
-
-
-class AllToAll(torch.autograd.Function):
-    """Shards of one dim become shards of another: piece i of (processes, ...) goes to process i."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
-        _keep(ctx, group)
-        return wire.all_to_all(data, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _resume(ctx)
-        return AllToAll.apply(gradient, ctx.group), None
 
 
 def statistic(data: torch.Tensor, group: Group) -> torch.Tensor:
