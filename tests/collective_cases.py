@@ -17,7 +17,6 @@ import torch
 
 import meshloom as loom
 from meshloom import Mesh, Replicate, Tensor, Topology
-from meshloom.backends import join
 from meshloom.collectives import ON_TENSORS
 from meshloom.comms import WORLD, Group, Members, group_of, literal, schedules
 from meshloom.comms.deferred import collect
@@ -26,6 +25,7 @@ from meshloom.comms.schedules import Box
 from meshloom.engines.layout import from_block, mask_of, short_name, to_block, torch_dtype
 from meshloom.fabric import Fabric
 from meshloom.mesh import HERE
+from meshloom.processes import join
 from oracle import draw_placements, draw_values
 from process_cases import Seeded, grids
 from samples import Operand

@@ -27,10 +27,11 @@ import test_autograd
 import test_optimizers
 import test_random
 from meshloom import Mesh, Partial, Placement, Replicate, Shard
-from meshloom.backends import forms, join, spread
+from meshloom.backends import forms, spread
 from meshloom.backends.forms import scans
 from meshloom.comms import deferred, gradients, wire
 from meshloom.mesh import HERE
+from meshloom.processes import join
 from meshloom.tensor.entries import forget_all
 from oracle import MESHES, check_case, check_close, check_padding
 from samples import SAMPLES, Draw

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from meshloom.backends.checks import STORY, describe, is_listening, note
 from meshloom.backends.forms import FORMS, Across
 from meshloom.comms.deferred import sum_gradient
 from meshloom.comms.gradients import Once
@@ -26,6 +25,7 @@ from meshloom.errors import where
 from meshloom.ops import Row
 from meshloom.placement import Partial, Replicate, Shard, Topology
 from meshloom.planner import Plan
+from meshloom.processes.divergence import STORY, describe, is_listening, note
 
 # ops whose result nobody else holds or has saved for backward: its memory may take the sum
 _FRESH = frozenset("matmul mm bmm mv dot linear einsum sum mean".split())

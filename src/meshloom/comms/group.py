@@ -2,7 +2,7 @@
 
 A `Group` is processes. `Members` are the devices along some axes of a mesh, in the order in which a collective numbers
 them, with the process and the row of each; on a mesh that one process holds their group is a group of one. `WORLD`
-is this run: alone until processes join (`backends.world`), which then says how to connect and how to run a collective.
+is this run: alone until processes join (`processes.world`), which then says how to connect and how to run a collective.
 """
 
 from __future__ import annotations

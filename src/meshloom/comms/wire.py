@@ -22,7 +22,7 @@ _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 def perform(
     kind: str, group: Group, sent: torch.Tensor, start: Callable[[], Any], combine: Callable[[torch.Tensor], None]
 ) -> None:
-    """Run one collective to its end, as the processes have agreed to when they met (`backends.checks`).
+    """Run one collective to its end, as the processes have agreed to when they met (`processes.divergence`).
 
     `start` begins it in torch; `combine` makes the result of what every process sent, where that came with a check.
     """

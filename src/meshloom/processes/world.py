@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.backends.bindings import process
-from meshloom.backends.board import MARGIN, Board, bounded, meet
-from meshloom.backends.checks import compare_at_end, perform
-from meshloom.backends.watch import Watch
 from meshloom.comms.group import TIMEOUT, WORLD, Group, World
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, LostError, closest, where
 from meshloom.mesh import HERE
+from meshloom.processes.bindings import process
+from meshloom.processes.divergence import compare_at_end, perform
+from meshloom.processes.health import Watch
+from meshloom.processes.store import MARGIN, Board, bounded, meet
 
 CHECKS = ("always", "sample", "off")
 LONGEST = 1e6  # seconds, 11 days

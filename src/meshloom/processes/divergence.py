@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from meshloom.backends.watch import RECENT, Told
 from meshloom.comms.group import WORLD, Group, World
 from meshloom.errors import DivergenceError, where
 from meshloom.mesh import HERE
+from meshloom.processes.health import RECENT, Told
 
 FIRST = 64  # collectives that "sample" compares one by one
 EVERY = 64  # and then one of so many
