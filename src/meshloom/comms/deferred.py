@@ -92,10 +92,10 @@ def sum_gradient(data: torch.Tensor, group: Group) -> torch.Tensor:
 
 def deferred_gradients(leaf: torch.Tensor) -> list[DeferredGradient]:
     """Those of a leaf that still share its memory."""
-    return [each for each in _known(leaf) if each.array.data_ptr() == leaf.data_ptr()]
+    return [each for each in _of(leaf) if each.array.data_ptr() == leaf.data_ptr()]
 
 
-def _known(leaf: torch.Tensor) -> list[DeferredGradient]:
+def _of(leaf: torch.Tensor) -> list[DeferredGradient]:
     found: list[DeferredGradient] = getattr(leaf, "_deferred", [])
     return found
 
@@ -108,7 +108,7 @@ def _defer(leaf: torch.Tensor, group: Group) -> DeferredGradient:
     array._is_deferred = True  # type: ignore[attr-defined]
     array.register_post_accumulate_grad_hook(_note(weakref.ref(leaf), group))
     made = DeferredGradient(array, group)
-    used = [each for each in _known(leaf) if each.array.data_ptr() == leaf.data_ptr() or each.array.grad is not None]
+    used = [each for each in _of(leaf) if each.array.data_ptr() == leaf.data_ptr() or each.array.grad is not None]
     leaf._deferred = DeferredGradients([*used, made])  # type: ignore[attr-defined]
     return made
 
@@ -151,13 +151,13 @@ def _late_hooks(leaf: torch.Tensor) -> GradientError:
 
 def drop(leaf: torch.Tensor) -> None:
     """Forget what is waiting for a leaf."""
-    for each in _known(leaf):
+    for each in _of(leaf):
         each.array.grad = None
 
 
 def is_waiting(leaf: torch.Tensor) -> bool:
     """Whether parts of a leaf's gradient are not summed yet."""
-    return any(each.array.grad is not None for each in _known(leaf))
+    return any(each.array.grad is not None for each in _of(leaf))
 
 
 def collect(only: Collection[int] | None = None) -> None:
@@ -168,16 +168,16 @@ def collect(only: Collection[int] | None = None) -> None:
         alike = [each for each in waiting if each.group is group and each.gradient.dtype == dtype]
         alone = [each for each in alike if each.gradient.numel() >= LARGE or each.gradient.requires_grad]
         for each in alone:
-            each.settle(_total(each.gradient, group))
-        _together([each for each in alike if each not in alone], group)
+            each.settle(_sum(each.gradient, group))
+        _sum_together([each for each in alike if each not in alone], group)
 
 
-def _total(part: torch.Tensor, group: Group) -> torch.Tensor:
+def _sum(part: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of every process's part, in the part's memory; of create_graph it belongs to the graph."""
     return AllReduce.apply(part, group) if part.requires_grad else wire.all_reduce(part, group, own=True)
 
 
-def _together(alike: list[PendingSum], group: Group) -> None:
+def _sum_together(alike: list[PendingSum], group: Group) -> None:
     if not alike:
         return
     gradients = [each.gradient for each in alike]

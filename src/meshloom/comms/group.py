@@ -104,7 +104,7 @@ def group_of(mesh: Mesh, axes: Iterable[int]) -> Group | None:
         return None
     key = (mesh.processes, crossing)
     if key not in WORLD.groups:
-        WORLD.groups[key] = _made(mesh.processes, crossing)
+        WORLD.groups[key] = _make_group(mesh.processes, crossing)
     return WORLD.groups[key]
 
 
@@ -118,7 +118,7 @@ def check_joined(grid: tuple[int, ...]) -> None:
         )
 
 
-def _made(grid: tuple[int, ...], crossing: tuple[int, ...]) -> Group:
+def _make_group(grid: tuple[int, ...], crossing: tuple[int, ...]) -> Group:
     check_joined(grid)
     beside = tuple(partition(grid, crossing))
     ranks = next(ranks for ranks in beside if HERE.rank in ranks)

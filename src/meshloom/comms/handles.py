@@ -33,7 +33,7 @@ def _workers(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(WORKERS, thread_name_prefix="meshloom-collective")
 
 
-def _done(work: Callable[[], Any]) -> Future[Any]:
+def _run_now(work: Callable[[], Any]) -> Future[Any]:
     """Work that was done here and now; its error, if it has one, is kept for whoever waits."""
     future: Future[Any] = Future()
     try:
@@ -50,7 +50,7 @@ class Handle:
         self.name = name
         self.topology = topology
         self._process = os.getpid()
-        self._future: Future[Any] = _done(work) if at_once else _workers(self._process).submit(work)
+        self._future: Future[Any] = _run_now(work) if at_once else _workers(self._process).submit(work)
 
     def done(self) -> bool:
         """Whether the result is there; never waits."""

@@ -23,7 +23,7 @@ from meshloom.collectives import KINDS, Collective
 from meshloom.collectives.algorithms import algorithm as named
 from meshloom.comms.deferred import sum_gradient
 from meshloom.comms.group import WORLD, group_of, members_of
-from meshloom.comms.modes import Direct, Host, OverLinks
+from meshloom.comms.modes import DirectMode, FabricMode, HostMode
 from meshloom.context import Event, state
 from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, unpad
 from meshloom.errors import ArgumentError, ModeError, closest, where
@@ -48,9 +48,8 @@ class Operand:
         self.topology, self.data = topology, data
         self.mesh = topology.mesh
         self.axes = group_axes(self.mesh, axis)
-        self.sizes = tuple(self.mesh.shape[a] for a in self.axes)
-        self.size = math.prod(self.sizes)
         self.members = members_of(self.mesh, self.axes)
+        self.sizes, self.size = self.members.sizes, self.members.size
 
     @property
     def name(self) -> str:
@@ -64,11 +63,11 @@ class Operand:
 
     def held_shape(self) -> Shape:
         """The shape of what one member of each group holds, seen over the other axes."""
-        return tuple([self._held(self.topology, dim) for dim in range(self.topology.ndim)])
+        return tuple([self._held(dim) for dim in range(self.topology.ndim)])
 
-    def _held(self, topology: Topology, dim: int) -> int:
-        axes = topology.axes_of[dim]
-        if not any(a in self.axes for a in axes):
+    def _held(self, dim: int) -> int:
+        topology = self.topology
+        if not any(a in self.axes for a in topology.axes_of[dim]):
             return topology.shape[dim]
         return topology.local_shape[dim] * self.others(dim)
 
@@ -103,11 +102,8 @@ class Operand:
     def _held_by_some(self) -> torch.Tensor:
         """True where some member holds an element, in the shape of one part."""
         reduced = self.topology.reduced
-        topology = (
-            reduced
-            if not self.mesh.is_split
-            else Topology(Mesh.of(self.mesh.shape, self.mesh.axes), reduced.placements, reduced.shape, reduced.dtype)
-        )
+        whole = Mesh.of(self.mesh.shape, self.mesh.axes) if self.mesh.is_split else self.mesh
+        topology = Topology(whole, reduced.placements, reduced.shape, reduced.dtype)
         mask = mask_of(topology, self.data.device)
         assert mask is not None
         found = self._members_first(to_block(mask.expand(topology.stored_shape), topology), self.sizes).any(0)
@@ -207,14 +203,14 @@ class Call:
             WORLD.watch.begin(f"{kind}({topology.notation}) over {self.operand.name}", topology.mesh)
             WORLD.story.add(f"{kind} {number:x}")
 
-    def _mode(self, mode: str, name: str | None, precise: bool) -> Direct:
+    def _mode(self, mode: str, name: str | None, precise: bool) -> DirectMode:
         if name is not None:
             named(self.kind, name)  # an unknown one is refused in every mode
         members = self.operand.members
         if mode == "fabric":
             others = self.operand.other_places() if members.mesh.is_split else None
-            return OverLinks(members, name, precise, others)
-        return (Host if mode == "host" else Direct)(members)
+            return FabricMode(members, name, precise, others)
+        return (HostMode if mode == "host" else DirectMode)(members)
 
     def _tell(self, kind: str, mode: str, op: str | None, grows: str) -> None:
         operand, topology = self.operand, self.operand.topology
@@ -235,14 +231,14 @@ class Call:
         part = self.mode.reduce(self.kind, operand.parts(IDENTITY[self.op]), self.op, self.root)
         return operand.same(part, operand.held_shape())
 
-    def reduced(self) -> Topology:
+    def target(self) -> Topology:
         """Where a reduction would lie."""
         return self.operand.placed(Replicate(), self.operand.held_shape())
 
     def reduce_into(self, out: torch.Tensor) -> None:
         """The reduction, written to a stored array of that topology."""
         operand = self.operand
-        block = to_block(out, self.reduced()).squeeze(operand.axes)
+        block = to_block(out, self.target()).squeeze(operand.axes)
         self.mode.reduce_into(block, self.kind, operand.parts(IDENTITY[self.op]), self.op, self.root)
 
     def gather(self, dim: int) -> Placed:
@@ -280,7 +276,7 @@ class Call:
         for axis in reversed(self.operand.axes):
             part = part.squeeze(axis)
         kind = Partial("max" if topology.dtype == "bool" else "sum")
-        alone = Direct(self.operand.members).at_root(part, self.root)
+        alone = DirectMode(self.operand.members).at_root(part, self.root)
         return self.operand.each(alone, self.operand.placed(kind, topology.shape))
 
     def rearrange(self, order: Sequence[int | None]) -> Placed:

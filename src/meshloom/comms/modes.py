@@ -51,7 +51,7 @@ class HostTrafficWarning(UserWarning):
     """Collectives go through the host where they are repeated."""
 
 
-class Direct:
+class DirectMode:
     """Array operations on the members of this process, and one collective between processes if there are others."""
 
     def __init__(self, members: Members) -> None:
@@ -71,14 +71,12 @@ class Direct:
     def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
         """The reduction, written where `out` lies."""
         members = self.members
-        if not members.crosses:
-            with torch.no_grad():
-                REDUCTIONS[op].quickly(parts, out)
-            return
+        first = "sum" if op == "mean" and members.crosses else op
         with torch.no_grad():
-            summed = "sum" if op == "mean" else op
-            REDUCTIONS[summed].quickly(parts, out)
-            found = wire.all_reduce(out, members.group(out), summed, own=True)
+            REDUCTIONS[first].quickly(parts, out)
+            if not members.crosses:
+                return
+            found = wire.all_reduce(out, members.group(out), first, own=True)
             if found.data_ptr() != out.data_ptr():
                 out.copy_(found)
             if op == "mean":
@@ -148,7 +146,7 @@ def _through_the_host(method: Callable[..., torch.Tensor]) -> Callable[..., torc
     """The method, counted with its bytes and seconds when it is done."""
 
     @wraps(method)
-    def run(self: Host, *arguments: Any) -> torch.Tensor:
+    def run(self: HostMode, *arguments: Any) -> torch.Tensor:
         start = time.perf_counter()
         found = method(self, *arguments)
         _count_host(self.moved, time.perf_counter() - start)
@@ -157,7 +155,7 @@ def _through_the_host(method: Callable[..., torch.Tensor]) -> Callable[..., torc
     return run
 
 
-class Host(Direct):
+class HostMode(DirectMode):
     """Every process reads the parts of all and combines them in the order of the members, low precision in float32."""
 
     moved = 0  # bytes read back and written
@@ -201,7 +199,7 @@ class Host(Direct):
         return slice_own(values, self.members) if self.members.crosses else values
 
     def _read(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        everything = Direct.gather(self, "all_gather", parts, 0)
+        everything = DirectMode.gather(self, "all_gather", parts, 0)
         self.moved = 2 * everything.numel() * everything.element_size()
         wide = torch.float32 if parts.dtype in _LOW else parts.dtype
         return [part.to(wide) for part in everything]
@@ -224,7 +222,7 @@ def _count_host(size: int, seconds: float) -> None:
         )
 
 
-class OverLinks(Direct):
+class FabricMode(DirectMode):
     """A schedule of sends between neighbours, step by step; its gradient is that of the same work on the block.
 
     Chunks are cut as one process cuts them, so that every sum is made in the same order. `others` has size and offset
@@ -238,11 +236,11 @@ class OverLinks(Direct):
         self.fabric = fabric_of(members.mesh)
         self.algorithm, self.precise, self.others = name, precise, others
         self.size = members.size
-        self.direct = Direct(members)
+        self.direct = DirectMode(members)
 
     def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
         def run(executor: Executor, rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-            return _averaged(executor.reduce_all(schedule, rows, op)[self._row(root)], op, self.size)
+            return _average(executor.reduce_all(schedule, rows, op)[self._row(root)], op, self.size)
 
         return self._run(kind, parts, run, lambda x: self.direct.reduce(kind, x, op, root), root, parts.shape[1:])
 
@@ -264,7 +262,7 @@ class OverLinks(Direct):
 
     def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
         def run(executor: Executor, rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-            return _averaged(executor.scatter_all(schedule, rows, op), op, self.size)
+            return _average(executor.scatter_all(schedule, rows, op), op, self.size)
 
         shape = (len(pieces), *pieces.shape[2:])
         return self._run(kind, pieces, run, lambda x: self.direct.scatter(kind, x, op, root), root, shape, 2)
@@ -283,7 +281,7 @@ class OverLinks(Direct):
             rows = x.reshape(len(x), math.prod(x.shape[1:]))
             return Executor(self.members, self._box(x, 1)).route_all(schedule, rows, order).reshape(x.shape)
 
-        return Sent.apply(parts, send, lambda x: self.direct.rearrange(x, order))
+        return SendAll.apply(parts, send, lambda x: self.direct.rearrange(x, order))
 
     def _run(
         self,
@@ -306,7 +304,7 @@ class OverLinks(Direct):
             rows = wide.reshape(*wide.shape[:lead], math.prod(wide.shape[lead:]))
             return run(Executor(self.members, box), rows, self.schedule(kind, size, root)).to(x.dtype).reshape(shape)
 
-        return Sent.apply(parts, send, same)
+        return SendAll.apply(parts, send, same)
 
     def _row(self, member: int) -> int:
         """The member's row; another process has to choose one too, and takes its first."""
@@ -337,7 +335,7 @@ class OverLinks(Direct):
         return chosen(group, self.fabric, root=root)
 
 
-def _averaged(total: torch.Tensor, op: str, members: int) -> torch.Tensor:
+def _average(total: torch.Tensor, op: str, members: int) -> torch.Tensor:
     return total / members if op == "mean" else total
 
 
@@ -367,7 +365,7 @@ def route(group: tuple[Coordinate, ...], order: tuple[int | None, ...], fabric: 
     return Schedule("send_recv", "routes", group, len(group), tuple(tuple(step) for step in steps))
 
 
-class Sent(torch.autograd.Function):
+class SendAll(torch.autograd.Function):
     """What a schedule gave; backward is the derivative of the same computation on the block."""
 
     @staticmethod

@@ -40,21 +40,21 @@ def move(
 ) -> torch.Tensor:
     """The stored array of `source` laid out as `target` wants it, wherever its parts are."""
     if not source.mesh.is_split:
-        step = _known_here(source, target)
+        step = _mover_here(source, target)
         return data if step is None else step(data)
-    step = _known(source, target, machine)
+    step = _mover_between(source, target, machine)
     if WORLD.watch is not None:
         WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
     return data if step is None else step(data)
 
 
 @lru_cache(maxsize=4096)
-def _known_here(source: Topology, target: Topology) -> Step | None:
+def _mover_here(source: Topology, target: Topology) -> Step | None:
     return layout.mover(source, target)
 
 
 @lru_cache(maxsize=4096)
-def _known(source: Topology, target: Topology, machine: Machine) -> Step | None:
+def _mover_between(source: Topology, target: Topology, machine: Machine) -> Step | None:
     return mover(source, target, machine)
 
 
@@ -84,9 +84,9 @@ def mover(
 
 def _steps(source: Topology, target: Topology, machine: Machine, merged: tuple[int, ...], own: bool) -> list[Step]:
     way = stations(source, target.placements, machine)
-    here, together = source, _reduced_together(way, merged, source.mesh)
+    here, together = source, _axes_summed_together(way, merged, source.mesh)
     left = [axis for axis in source.partial_axes if axis not in together or axis not in merged]
-    steps = [_lead(left.index(axis), _added(source, target, axis)) for axis in left if axis in merged]
+    steps = [_lead(left.index(axis), _count_added(source, target, axis)) for axis in left if axis in merged]
     if together:
         here = _with(source, dict.fromkeys(together, Replicate()))
         dims = tuple(place for place, axis in enumerate(left) if axis in together)
@@ -107,7 +107,7 @@ def _with(topology: Topology, changed: dict[int, Placement]) -> Topology:
     return topology.with_placements(tuple(changed.get(axis, p) for axis, p in enumerate(topology.placements)))
 
 
-def _reduced_together(way: Sequence[tuple[Placement, ...]], merged: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+def _axes_summed_together(way: Sequence[tuple[Placement, ...]], merged: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
     """The axes whose sums become replicated: one all-reduce for all of them."""
     found = []
     for axis in range(mesh.ndim):
@@ -129,7 +129,7 @@ def _lead(place: int, added: int) -> Step:
     return run
 
 
-def _added(source: Topology, target: Topology, axis: int) -> int:
+def _count_added(source: Topology, target: Topology, axis: int) -> int:
     """How many devices of the box beside the first one hold a part of a merged axis that stays a sum."""
     stays = source.placements[axis] == target.placements[axis] == Partial("sum")
     return source.mesh.local_shape[axis] - 1 if stays else 0

@@ -285,7 +285,7 @@ class Executor:
 
     def _by_owner(self, schedule: Schedule) -> tuple[list[list[int]], list[int], list[int]]:
         """The chunks of each member, where the pieces of what it has begin and end, and the width of each chunk."""
-        chunks = owned(schedule)
+        chunks = chunks_by_owner(schedule)
         bounds = self.box.cut(len(chunks[0]))
         widths = [0] * schedule.chunks
         for each in chunks:
@@ -294,7 +294,7 @@ class Executor:
         return chunks, bounds, widths
 
 
-def owned(schedule: Schedule) -> list[list[int]]:
+def chunks_by_owner(schedule: Schedule) -> list[list[int]]:
     """The chunks of each member, in order."""
     found: list[list[int]] = [[] for _ in schedule.group]
     for chunk, owner in enumerate(schedule.owners):

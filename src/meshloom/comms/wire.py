@@ -39,7 +39,7 @@ def _options(op: str) -> Any:
 _OPTIONS = {op: _options(op) for op in REDUCTIONS}
 
 
-def _carried(data: torch.Tensor) -> torch.Tensor:
+def _encode(data: torch.Tensor) -> torch.Tensor:
     """The array as the wire takes it: contiguous, in a dtype that it knows."""
     if data.is_complex():
         data = torch.view_as_real(data.resolve_conj())
@@ -47,7 +47,7 @@ def _carried(data: torch.Tensor) -> torch.Tensor:
     return data.contiguous() if carrier is None else data.to(carrier).contiguous()
 
 
-def _restored(carried: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _decode(carried: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(carried)
     return carried if carried.dtype == dtype else carried.to(dtype)
@@ -58,14 +58,14 @@ def _keys(data: torch.Tensor, op: str) -> torch.Tensor:
     wide = data.float() if data.element_size() < 4 else data
     whole = torch.int64 if wide.element_size() == 8 else torch.int32
     limit = torch.iinfo(whole)
-    return _flipped(wide.contiguous().view(whole)).masked_fill_(wide.isnan(), limit.max if op == "max" else limit.min)
+    return _flip(wide.contiguous().view(whole)).masked_fill_(wide.isnan(), limit.max if op == "max" else limit.min)
 
 
 def _values(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _flipped(keys).view(torch.float64 if keys.element_size() == 8 else torch.float32).to(dtype)
+    return _flip(keys).view(torch.float64 if keys.element_size() == 8 else torch.float32).to(dtype)
 
 
-def _flipped(bits: torch.Tensor) -> torch.Tensor:
+def _flip(bits: torch.Tensor) -> torch.Tensor:
     """The bits of a float as an integer of the same order, and back: those of a negative number count downwards."""
     return bits ^ ((bits >> (8 * bits.element_size() - 1)) & torch.iinfo(bits.dtype).max)
 
@@ -75,22 +75,22 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
     if data.is_meta or data.numel() == 0:
         return data
     if data.is_complex() and op not in ("sum", "mean"):
-        return _reduced(all_gather(data, group), op)
+        return _reduce(all_gather(data, group), op)
     if data.is_floating_point() and op in ("max", "min"):
         return _values(all_reduce(_keys(data, op), group, op, own=True), data.dtype)
-    sent = _carried(data)
+    sent = _encode(data)
     if not own and sent.data_ptr() == data.data_ptr():
         sent = sent.clone()
 
     def combine(parts: torch.Tensor) -> None:
-        sent.copy_(_reduced(parts, op))
+        sent.copy_(_reduce(parts, op))
 
     perform("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]), combine)
-    found = _restored(sent, data.dtype)
+    found = _decode(sent, data.dtype)
     return found / group.size if op == "mean" else found
 
 
-def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
+def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
     """What processes sent, reduced as torch.distributed does: a mean is divided afterwards."""
     return REDUCTIONS["sum" if op == "mean" else op].along(parts, 0)
 
@@ -99,7 +99,7 @@ def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     """Every process's array, stacked in the order of the group."""
     if data.is_meta or data.numel() == 0:
         return data.new_empty((group.size, *data.shape))
-    sent = _carried(data)
+    sent = _encode(data)
     room = sent.new_empty((group.size, *sent.shape))
 
     def start() -> Any:
@@ -109,7 +109,7 @@ def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
         room.copy_(parts)
 
     perform("all_gather", group, sent, start, combine)
-    return _restored(room, data.dtype)
+    return _decode(room, data.dtype)
 
 
 def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
@@ -117,10 +117,10 @@ def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch
     if pieces.is_meta or pieces.numel() == 0:
         return pieces.new_empty(pieces.shape[1:])
     if pieces.is_complex() and op not in ("sum", "mean"):
-        return _reduced(all_to_all(pieces, group), op)
+        return _reduce(all_to_all(pieces, group), op)
     if pieces.is_floating_point() and op in ("max", "min"):
         return _values(reduce_scatter(_keys(pieces, op), group, op), pieces.dtype)
-    sent = _carried(pieces)
+    sent = _encode(pieces)
     room = sent.new_empty(sent.shape[1:])
     options: Any = dist.ReduceScatterOptions()
     options.reduceOp = REDUCTIONS[op].between
@@ -129,10 +129,10 @@ def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch
         return group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options)
 
     def combine(parts: torch.Tensor) -> None:
-        room.copy_(_reduced(parts[:, group.index], op))
+        room.copy_(_reduce(parts[:, group.index], op))
 
     perform("reduce_scatter", group, sent, start, combine)
-    found = _restored(room, pieces.dtype)
+    found = _decode(room, pieces.dtype)
     return found / group.size if op == "mean" else found
 
 
@@ -140,7 +140,7 @@ def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:
     """Piece i goes to process i: what comes back is a piece from each."""
     if pieces.is_meta or pieces.numel() == 0:
         return torch.empty_like(pieces)
-    sent = _carried(pieces)
+    sent = _encode(pieces)
     room = torch.empty_like(sent)
 
     def start() -> Any:
@@ -150,14 +150,14 @@ def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:
         room.copy_(parts[:, group.index])
 
     perform("all_to_all", group, sent, start, combine)
-    return _restored(room, pieces.dtype)
+    return _decode(room, pieces.dtype)
 
 
 def broadcast(data: torch.Tensor, group: Group, root: int) -> torch.Tensor:
     """The array of process `root` of the group."""
     if data.is_meta or data.numel() == 0:
         return data
-    carried = _carried(data)
+    carried = _encode(data)
     sent = carried.clone() if group.index == root else torch.empty_like(carried)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
@@ -166,17 +166,17 @@ def broadcast(data: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         sent.copy_(parts[root])
 
     perform("broadcast", group, sent, lambda: group.handle.broadcast([sent], options), combine)
-    return _restored(sent, data.dtype)
+    return _decode(sent, data.dtype)
 
 
 def exchange_rows(
     rows: torch.Tensor, leaving: Sequence[Sequence[int]], asked: Sequence[tuple[int, int]], group: Group
 ) -> torch.Tensor:
     """Some rows for each process: those that this one asked of others (process, row), in the order of the processes."""
-    sent = _carried(rows)
+    sent = _encode(rows)
     room = sent.new_empty((len(asked), *sent.shape[1:]))
     if rows.is_meta or rows.numel() == 0:
-        return _restored(room, rows.dtype)
+        return _decode(room, rows.dtype)
     width = sent[0].numel()
     order = [row for each in leaving for row in each]
     packed = (sent if order == list(range(len(sent))) else sent[order]).view(-1, width)
@@ -190,4 +190,4 @@ def exchange_rows(
             room[place] = parts[source, row]
 
     perform("exchange", group, sent, start, combine)
-    return _restored(room, rows.dtype)
+    return _decode(room, rows.dtype)

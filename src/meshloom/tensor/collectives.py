@@ -83,7 +83,7 @@ def all_reduce(
     call = _call("all_reduce", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
     if out is None:
         return Tensor(*call.reduce())
-    call.reduce_into(_room(out, call.reduced(), call))
+    call.reduce_into(_room(out, call.target(), call))
     return out
 
 
