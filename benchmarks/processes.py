@@ -91,7 +91,7 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Sides, int
     from torch.nn.parallel import DistributedDataParallel
 
     import meshloom as loom
-    from meshloom.backends import WORLD
+    from meshloom.comms import WORLD
 
     x, y = torch.randn(BATCH, FEATURES[0]), torch.randn(BATCH, FEATURES[-1])
     rows = BATCH // mesh.size

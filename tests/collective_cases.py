@@ -17,16 +17,15 @@ import torch
 
 import meshloom as loom
 from meshloom import Mesh, Replicate, Tensor, Topology
-from meshloom.backends import collect, join, links
-from meshloom.backends.links import Box
-from meshloom.backends.members import Members
-from meshloom.backends.world import WORLD, Group, group_of
 from meshloom.collectives import ON_TENSORS
+from meshloom.comms import WORLD, Group, Members, group_of, literal, schedules
+from meshloom.comms.deferred import collect
+from meshloom.comms.modes import HostTrafficWarning
+from meshloom.comms.schedules import Box
 from meshloom.engines.layout import from_block, mask_of, short_name, to_block, torch_dtype
 from meshloom.fabric import Fabric
 from meshloom.mesh import HERE
-from meshloom.tensor import collectives
-from meshloom.tensor.ways import HostTrafficWarning
+from meshloom.processes import join
 from oracle import draw_placements, draw_values
 from process_cases import Seeded, grids
 from samples import Operand
@@ -208,11 +207,11 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         "together",
         lambda self, stacked, place=0: stacked.flatten(place, place + 1),
     ),
-    "gradients of what is held alike are not summed": (collectives, "entered", lambda data, group: data),
+    "gradients of what is held alike are not summed": (literal, "sum_gradient", lambda data, group: data),
     "chunks are cut by what one process holds": (Box, "before", lambda self, bound: min(bound, math.prod(self.held))),
-    "the last step is left out": (links, "_shares", lambda *given: SHARES(*given)[:-1]),
+    "the last step is left out": (schedules, "_shares", lambda *given: SHARES(*given)[:-1]),
 }
-SHARES = links._shares
+SHARES = schedules._shares
 
 
 def cases_with(fault: str, mode: str, names: tuple[str, ...]) -> None:

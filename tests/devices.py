@@ -16,8 +16,8 @@ import torch
 import meshloom as loom
 from forms import FORMS, Net, compute
 from meshloom import Mesh, Partial, Replicate, Shard, Topology
-from meshloom.engines import layout
 from meshloom.engines.layout import short_name
+from meshloom.engines.reductions import REDUCTIONS
 from meshloom.ops import OPS, Call, Choices, Inner, Row
 from meshloom.placement import can_be_partial
 from oracle import check_close, draw_values
@@ -73,7 +73,7 @@ def split(
     """An operand dense, and one part per device."""
     if isinstance(placement, Partial):
         parts = draw(operand, seed, (devices,))
-        return layout.REDUCE[placement.op](parts, 0), list(parts)
+        return REDUCTIONS[placement.op].along(parts, 0), list(parts)
     dense = draw(operand, seed)
     if isinstance(placement, Replicate):
         return dense, [dense] * devices
@@ -144,7 +144,7 @@ def local_shapes(choices: Choices, row: Row, devices: int, device: int) -> list[
 def assemble(parts: Sequence[torch.Tensor], placement: Any, what: str) -> torch.Tensor:
     """One tensor from the parts that devices hold; replicated parts must agree."""
     if isinstance(placement, Partial):
-        return layout.REDUCE[placement.op](torch.stack([part.detach() for part in parts]), 0)
+        return REDUCTIONS[placement.op].along(torch.stack([part.detach() for part in parts]), 0)
     if isinstance(placement, Shard):
         return torch.cat([part.detach() for part in parts], placement.dim)
     for part in parts[1:]:

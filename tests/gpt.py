@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import meshloom as loom
-from meshloom.backends import wire
+from meshloom.comms import wire
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 

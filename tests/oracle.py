@@ -8,7 +8,7 @@ import torch
 
 import meshloom as loom
 from meshloom import Mesh, Partial, Placement, Replicate, Shard, Tensor, Topology
-from meshloom.backends import move
+from meshloom.comms import move
 from meshloom.engines.layout import mask_of, short_name
 from meshloom.placement import can_be_partial
 from samples import Case, Draw, Operand

@@ -27,9 +27,11 @@ import test_autograd
 import test_optimizers
 import test_random
 from meshloom import Mesh, Partial, Placement, Replicate, Shard
-from meshloom.backends import forms, join, leaves, nodes, spread, wire
+from meshloom.backends import forms, spread
 from meshloom.backends.forms import scans
+from meshloom.comms import deferred, gradients, wire
 from meshloom.mesh import HERE
+from meshloom.processes import join
 from meshloom.tensor.entries import forget_all
 from oracle import MESHES, check_case, check_close, check_padding
 from samples import SAMPLES, Draw
@@ -861,7 +863,7 @@ def _shifted(self: Any, name: str, dim: int, rank: int | None = None) -> torch.T
     return torch.arange(self.topology(name).stored_shape[dim])
 
 
-_settle = leaves.Waiting.settle
+_settle = deferred.PendingSum.settle
 
 
 def _settle_own(self: Any, total: torch.Tensor) -> None:
@@ -871,8 +873,8 @@ def _settle_own(self: Any, total: torch.Tensor) -> None:
 
 FAULTS: dict[str, tuple[Any, str, Any, Sequence[str]]] = {  # what is broken, and ops whose cases must show it
     "a sum that is not summed": (wire, "all_reduce", _keep, ("sum", "matmul")),
-    "a gradient that is not summed": (nodes.Enter, "backward", staticmethod(_pass), ("mul", "softmax")),
-    "a leaf's gradient that is not summed": (leaves.Waiting, "settle", _settle_own, ("linear", "matmul")),
+    "a gradient that is not summed": (gradients.SumGradient, "backward", staticmethod(_pass), ("mul", "softmax")),
+    "a leaf's gradient that is not summed": (deferred.PendingSum, "settle", _settle_own, ("linear", "matmul")),
     "a gather of oneself": (wire, "all_gather", lambda x, group: torch.stack([x] * group.size), ("relu", "neg")),
     "an exchange with oneself": (wire, "all_to_all", lambda x, group: x.clone(), ("matmul", "softmax", "sub", "mul")),
     "an offset that is forgotten": (forms.Across, "positions", _shifted, ("argmax", "argmin", "embedding")),

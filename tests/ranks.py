@@ -30,7 +30,9 @@ from typing import Any
 TIMEOUT = 90.0
 GRACE = 5.0  # how long the others may go on after a rank has failed: they may have something to say
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.distributed", "meshloom.tensor", "meshloom.backends.watch", "hypothesis"])
+FORKS.set_forkserver_preload(
+    ["torch", "torch.distributed", "meshloom.tensor", "meshloom.processes.health", "hypothesis"]
+)
 
 
 @dataclass

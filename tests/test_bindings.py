@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshloom.backends.bindings import Binding, Bindings, from_environment, read_hosts, visible_devices
-from meshloom.backends.rank_file import bindings_from, bindings_to, read_bindings, write_bindings
 from meshloom.errors import BindingError
+from meshloom.processes.bindings import Binding, Bindings, from_environment, read_hosts, visible_devices
+from meshloom.processes.rank_file import bindings_from, bindings_to, read_bindings, write_bindings
 
 TORCHRUN = {
     "RANK": "3",
@@ -275,13 +275,13 @@ def test_a_rank_that_is_not_bound_is_an_error():
 
 
 def test_the_modules_themselves_do_not_ask_for_torch():
-    folder = Path(__file__).resolve().parents[1] / "src" / "meshloom" / "backends"
+    folder = Path(__file__).resolve().parents[1] / "src" / "meshloom" / "processes"
     program = (
         "import importlib.util, sys\n"
         "sys.modules['torch'] = None\n"  # an import of it fails
-        "import types; sys.modules['meshloom.backends'] = room = types.ModuleType('meshloom.backends')\n"
+        "import types; sys.modules['meshloom.processes'] = room = types.ModuleType('meshloom.processes')\n"
         f"room.__path__ = [{str(folder)!r}]\n"
-        "import meshloom.backends.bindings, meshloom.backends.control, meshloom.backends.rank_file\n"
+        "import meshloom.processes.bindings, meshloom.processes.discovery, meshloom.processes.rank_file\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -17,8 +17,8 @@ from meshloom import Mesh, Replicate
 from meshloom.collectives import Schedule, Send
 from meshloom.collectives.algorithms import ALGORITHMS, algorithms_of
 from meshloom.collectives.proof import check_credits
+from meshloom.comms import modes
 from meshloom.fabric import Fabric
-from meshloom.tensor import ways
 
 MODES = ("direct", "host", "fabric")
 WORKERS = Mesh(w=4)
@@ -27,7 +27,7 @@ GRID = Mesh(dp=2, tp=4)
 
 @pytest.fixture(autouse=True)
 def nothing_went_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "_through_host", [0, 0, 0.0])
+    monkeypatch.setattr(modes, "_through_host", [0, 0, 0.0])
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -115,7 +115,7 @@ def test_row_087_a_message_between_devices_does_not_touch_the_host():
     with loom.record() as log:
         found = loom.collectives.send_recv(x, 0, 2, mode="fabric")
     assert found.to_torch().tolist() == [0, 1, 2, 3, 0, 1, 6, 7]
-    assert log.host_bytes == 0 and ways._through_host == [0, 0, 0.0]
+    assert log.host_bytes == 0 and modes._through_host == [0, 0, 0.0]
     assert [(event.kind, event.bytes) for event in log] == [("send_recv", 16)]
 
 
@@ -277,7 +277,7 @@ def test_row_100_what_goes_through_the_host_is_in_the_record_and_in_a_warning():
     assert log.host_bytes == 2 * 8 * 8  # all that was read, and as much written
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(ways.HOT):
+        for _ in range(modes.HOT):
             loom.collectives.all_reduce(x, mode="host")
     (warning,) = caught
     assert f"100 collectives went through the host, {100 * 128} B in " in str(warning.message)

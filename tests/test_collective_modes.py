@@ -14,9 +14,10 @@ import torch
 import meshloom as loom
 from meshloom import Mesh
 from meshloom.collectives.algorithms import ALGORITHMS
-from meshloom.engines.sending import gather_all, reduce_all
+from meshloom.comms import Members, literal, modes
+from meshloom.comms.schedules import Box, Executor
 from meshloom.fabric import Fabric, Link
-from meshloom.tensor import collectives, ways
+from meshloom.tensor import collectives
 
 FABRICS = {
     "ring of 2": Fabric.grid((2,), "ring", 1e-6, 1e9),
@@ -86,7 +87,7 @@ def check_same_parts(found: loom.Tensor, expected: loom.Tensor, exact: bool) -> 
 def few_collectives(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Every test starts with no collective through the host behind it."""
     counter = [0, 0, 0.0]
-    monkeypatch.setattr(ways, "_through_host", counter)
+    monkeypatch.setattr(modes, "_through_host", counter)
     yield counter
 
 
@@ -108,7 +109,10 @@ def test_a_schedule_leaves_the_same_with_every_member(collective, name, where):
     schedule = ALGORITHMS[collective, name](fabric.coordinates(), fabric, root=root)
     vectors = torch.arange(len(schedule.group) * 11).view(-1, 11) ** 2
     expected = {"all_reduce": vectors.sum(0), "all_gather": vectors, "broadcast": vectors[root]}[collective]
-    found = gather_all(schedule, vectors) if collective == "all_gather" else reduce_all(schedule, vectors, "sum")
+    mesh = Mesh.of(fabric.shape)
+    executor = Executor(Members(mesh, tuple(range(mesh.ndim))), Box((11,), (0,), (11,)))
+    gathers = collective == "all_gather"
+    found = executor.gather_all(schedule, vectors) if gathers else executor.reduce_all(schedule, vectors, "sum")
     assert all(torch.equal(held, expected) for held in found)
 
 
@@ -437,7 +441,7 @@ def test_forbid_raises_before_a_part_is_read(collective, mode, monkeypatch, few_
     def read(*_: Any) -> None:
         raise AssertionError("a part was read")
 
-    monkeypatch.setattr(collectives.Group, "parts", read)
+    monkeypatch.setattr(literal.Operand, "parts", read)
     call, options = getattr(loom.collectives, collective), ARGUMENTS.get(collective, {})
     title = collective if mode == "direct" else f"{collective} ({mode})"
     with loom.record() as log, loom.communication("forbid"), pytest.raises(loom.CommunicationError) as caught:
@@ -459,10 +463,10 @@ def test_a_hot_path_through_the_host_warns_once_with_the_figure():
     x = numbers(8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3 * ways.HOT):
+        for _ in range(3 * modes.HOT):
             loom.collectives.all_reduce(x, mode="host")
     (warning,) = caught
-    assert warning.category is ways.HostTrafficWarning and warning.filename == __file__
+    assert warning.category is modes.HostTrafficWarning and warning.filename == __file__
     said = re.sub(r"in \S+ s", "in a while", str(warning.message))
     assert re.sub(r":\d+", "", said) == (
         f"100 collectives went through the host, {100 * 2 * 8 * 4} B in a while, the last at "

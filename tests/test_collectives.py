@@ -225,7 +225,7 @@ def stored_places(found: Tensor, places: Any) -> list[Any]:
 CHECKED = [name for name in ON_TENSORS if name not in ("send_recv", "shift", "barrier")]
 
 
-@pytest.mark.filterwarnings("ignore::meshloom.tensor.ways.HostTrafficWarning")
+@pytest.mark.filterwarnings("ignore::meshloom.comms.modes.HostTrafficWarning")
 @pytest.mark.parametrize("mode", ["direct", "host", "fabric"])
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_collective_does_what_plain_python_does_with_the_parts(name: str, mode: str) -> None:
@@ -239,7 +239,7 @@ def test_a_collective_does_what_plain_python_does_with_the_parts(name: str, mode
     run()
 
 
-@pytest.mark.filterwarnings("ignore::meshloom.tensor.ways.HostTrafficWarning")
+@pytest.mark.filterwarnings("ignore::meshloom.comms.modes.HostTrafficWarning")
 @pytest.mark.parametrize("mode", ["direct", "host", "fabric"])
 @pytest.mark.parametrize("shape", [(8, 8), (7, 5)])
 @pytest.mark.parametrize("placements", ["S(0), S(1)", "S(0), S(0)", "R, S(1)"])

@@ -14,10 +14,10 @@ import torch
 
 import meshloom as loom
 from meshloom import Mesh, MeshError
-from meshloom.backends import control as plane
-from meshloom.backends.bindings import Binding
-from meshloom.backends.control import Control, Device, control, discover, visible_mesh
 from meshloom.errors import BindingError
+from meshloom.processes import discovery as plane
+from meshloom.processes.bindings import Binding
+from meshloom.processes.discovery import Control, Device, control, discover, visible_mesh
 
 DECLARED = "MESHLOOM_VIRTUAL_DEVICES"
 
@@ -139,7 +139,7 @@ def test_row_57_virtual_devices_need_no_declaration_but_a_shape(monkeypatch):
 PARTITION = """
     import json, os, pathlib, sys, time
     import meshloom as loom
-    from meshloom.backends.control import discover, visible_mesh
+    from meshloom.processes.discovery import discover, visible_mesh
 
     folder, own, other = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     mesh = visible_mesh(opened=loom.open_mesh)

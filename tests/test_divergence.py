@@ -13,8 +13,8 @@ import torch
 import faults
 import meshloom as loom
 import ranks
-from meshloom.backends.checks import FIRST, STORY
 from meshloom.mesh import HERE
+from meshloom.processes.divergence import FIRST, STORY
 
 LATE = FIRST + 40  # collectives before the fault, so that the default check samples
 

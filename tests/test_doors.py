@@ -23,12 +23,12 @@ import torch.distributed as dist
 import faults
 import namespaces
 import sockets
-from meshloom.backends.board import Board
-from meshloom.backends.notes import FolderNotes
 from meshloom.cli import main
 from meshloom.cli.guardian import descendants
 from meshloom.cli.meeting import read_secret
 from meshloom.errors import LaunchError
+from meshloom.processes.notes import FolderNotes
+from meshloom.processes.store import Board
 
 pytestmark = pytest.mark.slow
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -418,7 +418,7 @@ ENVIRONMENT = [
 @pytest.fixture
 def alone(monkeypatch):
     """The world as a process finds it that has not opened a mesh."""
-    from meshloom.backends import bindings, world
+    from meshloom.processes import bindings, world
 
     for name in (*bindings.RANKS, *bindings.NEEDED, "MESHLOOM_TIMEOUT", "MESHLOOM_CHECK"):
         monkeypatch.delenv(name, raising=False)

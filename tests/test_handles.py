@@ -10,7 +10,7 @@ import torch
 import meshloom as loom
 from meshloom import Mesh, RaceError, Shard
 from meshloom.collectives import ASYNCHRONOUS, ON_TENSORS
-from meshloom.tensor import handles
+from meshloom.tensor import collectives
 
 MESH = Mesh(x=2, y=4)
 SEEDS = range(200)
@@ -44,14 +44,14 @@ def test_every_collective_but_the_barrier_has_an_asynchronous_form() -> None:
 
 def test_row_045_all_reduce_async_returns_at_once_and_is_valid_after_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    plain = handles.collectives.all_reduce
+    plain = collectives.all_reduce
 
     def slow(x: loom.Tensor, *args: object, **kwargs: object) -> loom.Tensor:
         if not x.is_meta and loom.runtime.state.shadows is None:
             assert gate.wait(10)
         return plain(x, *args, **kwargs)
 
-    monkeypatch.setattr(handles.collectives, "all_reduce", slow)
+    monkeypatch.setattr(collectives, "all_reduce", slow)
     x = value()
     handle = loom.collectives.all_reduce_async(x, axis="y")
     assert not handle.done()
@@ -65,14 +65,14 @@ def test_row_045_all_reduce_async_returns_at_once_and_is_valid_after_its_wait(mo
 def test_row_127_collectives_of_two_submeshes_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits until the other has started: one after the other they would never end."""
     both = threading.Barrier(2)
-    plain = handles.collectives.all_reduce
+    plain = collectives.all_reduce
 
     def meeting(x: loom.Tensor, *args: object, **kwargs: object) -> loom.Tensor:
         if loom.runtime.state.shadows is None:
             both.wait(10)
         return plain(x, *args, **kwargs)
 
-    monkeypatch.setattr(handles.collectives, "all_reduce", meeting)
+    monkeypatch.setattr(collectives, "all_reduce", meeting)
     tensors = [loom.ones(4, mesh=MESH.submesh(x=row), placements="S(0)") for row in range(2)]
     started = [loom.collectives.all_reduce_async(each) for each in tensors]
     assert [handle.wait(10).to_torch().item() for handle in started] == [4.0, 4.0]
@@ -151,21 +151,21 @@ def test_an_error_of_the_work_is_raised_at_wait_and_one_of_the_arguments_at_once
 ) -> None:
     with pytest.raises(loom.MeshError, match="the mesh has no axis 'z'"):
         loom.collectives.all_reduce_async(value(), axis="z")
-    plain = handles.collectives.all_reduce
+    plain = collectives.all_reduce
 
     def broken(x: loom.Tensor, *args: object, **kwargs: object) -> loom.Tensor:
         if loom.runtime.state.shadows is None:
             raise RuntimeError("a link fell out")
         return plain(x, *args, **kwargs)
 
-    monkeypatch.setattr(handles.collectives, "all_reduce", broken)
+    monkeypatch.setattr(collectives, "all_reduce", broken)
     handle = loom.collectives.all_reduce_async(value(), axis="y")
     with pytest.raises(RuntimeError, match="a link fell out"):
         handle.wait()
 
 
 def test_waiting_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = handles.collectives.all_reduce
+    plain = collectives.all_reduce
     gate = threading.Event()
 
     def stuck(x: loom.Tensor, *args: object, **kwargs: object) -> loom.Tensor:
@@ -173,7 +173,7 @@ def test_waiting_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             gate.wait(10)
         return plain(x, *args, **kwargs)
 
-    monkeypatch.setattr(handles.collectives, "all_reduce", stuck)
+    monkeypatch.setattr(collectives, "all_reduce", stuck)
     handle = loom.collectives.all_reduce_async(value(), axis="y")
     with pytest.raises(TimeoutError):
         handle.wait(timeout=0.05)

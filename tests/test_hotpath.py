@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from types import FrameType
 from typing import Any
@@ -467,6 +468,37 @@ def test_more_doors_are_short(name):
         act(x)
     found = own_frames(lambda: act(x))
     assert 1 <= len(found) <= limit, found
+
+
+COLLECTIVES: dict[str, tuple[int, dict[str, Any]]] = {  # functions of ours that a collective seen before enters
+    "all_reduce": (120, {"axis": "tp"}),
+    "all_gather": (120, {"dim": 0, "axis": "tp"}),
+    "reduce_scatter": (120, {"dim": 0, "axis": "tp"}),
+    "all_to_all": (120, {"split_dim": 1, "concat_dim": 0, "axis": "tp"}),
+    "broadcast": (120, {"root": 1, "axis": "tp"}),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_fabric_collective_seen_before_does_not_choose_its_algorithm_again(name):
+    limit, options = COLLECTIVES[name]
+    x = put(Mesh(dp=2, tp=4), "S(0), S(0)", 256, 32)
+    collective = getattr(loom.collectives, name)
+    for _ in range(3):
+        collective(x, mode="fabric", **options)
+    found = own_frames(lambda: collective(x, mode="fabric", **options))
+    assert 10 <= len(found) <= limit, Counter(found).most_common(20)
+
+
+def test_a_fabric_collective_chooses_again_when_a_link_is_gone():
+    x = put(Mesh(links=4), "S(0)", 64)
+    whole = loom.fabric.Fabric.grid((4,), "ring", 1e-6, 1e9)
+    dense = loom.collectives.all_reduce(x).to_torch()
+    for fabric in (whole, whole.without((3,), (0,)), whole):
+        with loom.use_fabric(fabric):
+            assert loom.collectives.all_reduce(x, mode="fabric").to_torch().equal(dense)
+            with pytest.raises(loom.FabricError) if fabric is not whole else nullcontext():
+                loom.collectives.all_reduce(x, mode="fabric", algorithm="ring")
 
 
 def test_an_uneven_tensor_is_written_in_a_few_functions_and_its_padding_stays_zero():

@@ -306,7 +306,7 @@ def two_hosts(*arguments: str) -> list[str]:
 
 def test_row_54_two_hosts_meet_and_every_rank_reads_its_binding(script):
     path = script("""
-        from meshloom.backends.bindings import from_environment
+        from meshloom.processes.bindings import from_environment
         found = from_environment()
         print(found.rank, found.local_rank, found.world_size, os.environ["GROUP_RANK"])
     """)

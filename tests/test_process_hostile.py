@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 import meshloom as loom
 import ranks
-from meshloom.backends import WORLD
-from meshloom.backends.watch import Watch
+from meshloom.comms import WORLD
 from meshloom.errors import GradientError
+from meshloom.processes.health import Watch
 
 Mesh = Any
 TIES = [[1.0, 2.0], [3.0, 1.0], [3.0, 2.0], [0.0, 2.0], [3.0, 2.0]]

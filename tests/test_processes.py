@@ -13,10 +13,10 @@ import torch
 
 import ranks
 from meshloom import Mesh
-from meshloom.backends import join
-from meshloom.backends.checks import checksum
 from meshloom.backends.forms import FORMS
 from meshloom.mesh import HERE
+from meshloom.processes import join
+from meshloom.processes.divergence import checksum
 from process_cases import ALIASES, AWKWARD, EXPLAINED, FAULTS, FUNCTIONS, KINDS, REFUSED, STYLES, WRITES, grids
 from samples import SAMPLES
 from test_optimizers import LAYOUTS, OPTIMIZERS

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import meshloom as loom
 from meshloom import Mesh, Partial, Placement, Replicate, Shard, Topology
 from meshloom.collectives import KINDS
-from meshloom.engines import layout
+from meshloom.engines.reductions import REDUCTIONS
 from meshloom.fabric import VIRTUAL
 from meshloom.planner import route
 from meshloom.planner.paths import SMALL
@@ -437,7 +437,7 @@ def test_gradients_through_partial_values_are_denses_at_nan_and_at_infinity(op: 
 @pytest.mark.parametrize(("op", "winner"), [("max", 0), ("min", 1)])
 def test_an_infinite_gradient_goes_to_the_part_that_was_chosen(op: str, winner: int) -> None:
     data = torch.tensor([[3.0, torch.nan], [2.0, 1.0]], requires_grad=True)
-    reduced = layout.REDUCE[op](data, 0)
+    reduced = REDUCTIONS[op].along(data, 0)
     reduced.backward(torch.tensor([torch.inf, torch.inf]))
     expected = torch.zeros(2, 2)
     expected[winner, 0] = expected[0, 1] = torch.inf
@@ -447,7 +447,7 @@ def test_an_infinite_gradient_goes_to_the_part_that_was_chosen(op: str, winner: 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_equal_parts_share_a_gradient(op: str) -> None:
     data = torch.tensor([[3.0, 1.0], [3.0, 1.0], [3.0, 1.0], [3.0, 1.0]], requires_grad=True)
-    layout.REDUCE[op](data, 0).sum().backward()
+    REDUCTIONS[op].along(data, 0).sum().backward()
     assert torch.equal(data.grad, torch.full((4, 2), 0.25))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshloom"
 ORDER = (
-    "errors types mesh placement fabric collectives ops planner engines backends runtime tensor checkpoint observe nn "
-    "ttnn distributed cli"
+    "errors types mesh placement fabric collectives context ops planner engines comms processes backends runtime "
+    "tensor checkpoint observe nn ttnn distributed cli"
 ).split()
 PURE = (*ORDER[: ORDER.index("planner") + 1], "observe")
+# A module of ours as a string, or the beginning of one in an f-string: what `import_module` is given, in some table.
+NAMED = re.compile(r"meshloom(\.[a-z_]+)+\.?")
 # Rooms that a room may import from below, inside functions only.
 LAZY = {("observe", "tensor"), ("observe", "torch")}
 
@@ -38,7 +41,7 @@ def room_of(module: str) -> str | None:
 
 
 def read_imports(source: str, file: str, module: str) -> Iterator[Import]:
-    """Every import of a source text, those inside functions and under TYPE_CHECKING included."""
+    """Every import of a source text: those inside functions, under TYPE_CHECKING and by a string included."""
     room = room_of(module) or "__init__"
     for node, lazy in _walk(ast.parse(source), False):
         if isinstance(node, ast.Import):
@@ -51,6 +54,8 @@ def read_imports(source: str, file: str, module: str) -> Iterator[Import]:
                     yield Import(file, room, f"meshloom.{alias.name}", lazy)
             else:
                 yield Import(file, room, base, lazy)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMED.fullmatch(node.value):
+            yield Import(file, room, node.value.rstrip("."), True)
 
 
 def _walk(node: ast.AST, lazy: bool) -> Iterator[tuple[ast.AST, bool]]:
@@ -127,6 +132,9 @@ PLANTED = {
     "from the package": "from meshloom import tensor\n",
     "for types only": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from meshloom.tensor import base\n",
     "the whole package": "import meshloom\n",
+    "by a string": "import importlib\n\ndef late():\n    importlib.import_module('meshloom.tensor.base')\n",
+    "by a string with a gap": "def late(name):\n    return __import__(f'meshloom.tensor.{name}')\n",
+    "by a table of strings": "LAZY = {'Tensor': 'meshloom.tensor.base'}\n",
 }
 
 

@@ -221,7 +221,7 @@ def test_an_asynchronous_collective_works_in_a_forked_child_and_does_not_cross_t
         assert started.wait().tolist() == [2.0, 2.0]  # it was there before
 
     assert in_a_child(anew) == "nothing"
-    from meshloom.tensor.handles import Handle
+    from meshloom.comms.handles import Handle
 
     held = Handle("all_reduce", x.topology, lambda: gate.wait(PATIENCE) and x)
     assert in_a_child(held.wait).startswith("RaceError: all_reduce was started by process")

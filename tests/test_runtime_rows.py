@@ -18,7 +18,6 @@ import torch
 
 import meshloom as loom
 from meshloom import ttnn
-from meshloom.backends import control
 from meshloom.errors import (
     ArgumentError,
     ClosedError,
@@ -29,6 +28,7 @@ from meshloom.errors import (
     ShapeError,
     UnsupportedError,
 )
+from meshloom.processes import discovery as control
 from meshloom.runtime import (
     MeshCoordinateRange,
     MeshDevice,

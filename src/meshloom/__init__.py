@@ -47,6 +47,8 @@ from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, p
 
 __version__ = "0.1.0"
 
+collectives.find_with(lambda name: getattr(import_module("meshloom.tensor.collectives"), name))
+
 # Where the names that need torch (or are seldom needed) come from.
 _LAZY = {
     **dict.fromkeys(("Tensor",), "meshloom.tensor.base"),
@@ -60,8 +62,8 @@ _LAZY = {
         "bernoulli empty eye linspace logspace multinomial normal randint randint_like randperm".split(),
         "meshloom.tensor.drawing",
     ),
-    **dict.fromkeys(("control", "discover"), "meshloom.backends.control"),
-    "process": "meshloom.backends.bindings",
+    **dict.fromkeys(("control", "discover"), "meshloom.processes.discovery"),
+    "process": "meshloom.processes.bindings",
     **dict.fromkeys("from_dtensor from_device_mesh distribute_tensor".split(), "meshloom.tensor.dtensors"),
     **dict.fromkeys(("from_buffer",), "meshloom.tensor.buffers"),
     **dict.fromkeys(("accumulate", "synchronize"), "meshloom.tensor.gradient_sums"),
@@ -72,7 +74,7 @@ _LAZY = {
         "communication record with_output choose use_fabric use_machine CommunicationWarning FallbackWarning".split(),
         "meshloom.observe.scopes",
     ),
-    **dict.fromkeys(("stress",), "meshloom.tensor.handles"),
+    **dict.fromkeys(("stress",), "meshloom.comms.handles"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 

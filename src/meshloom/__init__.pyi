@@ -563,9 +563,9 @@ def bernoulli(input: Any, p: Any=None, *, generator: torch.Generator | None=None
 from meshloom.observe.scopes import choose as choose
 from meshloom.observe.scopes import communication as communication
 from meshloom.observe.pictures import communication_table as communication_table
-from meshloom.backends.control import control as control
+from meshloom.processes.discovery import control as control
 from meshloom.tensor.creation import current_mesh as current_mesh
-from meshloom.backends.control import discover as discover
+from meshloom.processes.discovery import discover as discover
 def distribute(value: Any, mesh: Mesh | None=None, placements: Placements | None=None) -> Tensor: ...
 def distribute_tensor(tensor: torch.Tensor, device_mesh: Mesh | DeviceMesh | None=None, placements: Placements | Sequence[Any] | None=None) -> Tensor: ...
 from meshloom.observe.pictures import draw as draw
@@ -588,7 +588,7 @@ def normal(mean: Any, std: Any=1.0, size: Any=None, *, generator: Any=None, **op
 def ones(*size: Any, dtype: torch.dtype | str | None=None, **options: Any) -> Tensor: ...
 def ones_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 from meshloom.tensor.creation import open_mesh as open_mesh
-from meshloom.backends.bindings import process as process
+from meshloom.processes.bindings import process as process
 def rand(*size: Any, **options: Any) -> Tensor: ...
 def rand_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 def randint(*bounds: Any, size: Any=None, generator: torch.Generator | None=None, **options: Any) -> Tensor: ...
@@ -598,7 +598,7 @@ def randn_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 def randperm(n: _int, *, generator: torch.Generator | None=None, **options: Any) -> Tensor: ...
 from meshloom.observe.scopes import record as record
 from meshloom.observe.simulate import simulate as simulate
-from meshloom.tensor.handles import stress as stress
+from meshloom.comms.handles import stress as stress
 from meshloom.tensor.gradient_sums import synchronize as synchronize
 from meshloom.observe.scopes import use_fabric as use_fabric
 from meshloom.observe.scopes import use_machine as use_machine

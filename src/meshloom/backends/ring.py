@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import wire
-from meshloom.backends.world import Group
+from meshloom.comms import wire
+from meshloom.comms.group import Group
 from meshloom.errors import GradientError
 
 LARGE = 1 << 18  # elements from which blocks are passed on one by one

@@ -1,9 +1,10 @@
 """A plan carried out by several processes: each computes on its own box, and collectives join what rows leave apart.
 
 The decision is the plan's, row by row, the same on every process. Locally it is the kernel of one process: devices of
-the box are folded into one array call. What is added: operands and results cross processes (`moving`), a result that
-rows leave partial is summed over the processes, an op that needs statistics of a dim which several processes hold
-takes its distributed form (`forms`), and a replicated operand of split work gets its gradient summed.
+the box are folded into one array call. What is added: operands and results cross processes
+(`comms.redistribution`), a result that rows leave partial is summed over the processes, an op that needs
+statistics of a dim which several processes hold takes its distributed form (`forms`), and a replicated operand of split
+work gets its gradient summed.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import Any
 
 import torch
 
-from meshloom.backends.checks import STORY, describe, is_listening, note
 from meshloom.backends.forms import FORMS, Across
-from meshloom.backends.leaves import entered
-from meshloom.backends.moving import mover
-from meshloom.backends.nodes import Once
-from meshloom.backends.world import WORLD, Group, check_joined, group_of
+from meshloom.comms.deferred import sum_gradient
+from meshloom.comms.gradients import Once
+from meshloom.comms.group import WORLD, Group, check_joined, group_of
+from meshloom.comms.redistribution import mover
 from meshloom.engines.kernel import Function, Kernel, Step
 from meshloom.errors import where
 from meshloom.ops import OPS, Row
 from meshloom.placement import Partial, Replicate, Shard, Topology
 from meshloom.planner import Plan
+from meshloom.processes.divergence import STORY, describe, is_listening, note
 
 
 class Spread(Kernel):
@@ -54,7 +55,7 @@ class Spread(Kernel):
 
         def run(data: torch.Tensor) -> torch.Tensor:
             data = data if bring is None else bring(data)
-            data = data if group is None else entered(data, group)
+            data = data if group is None else sum_gradient(data, group)
             return data if alone is None else Once.apply(data, alone)
 
         return run

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshloom.backends import interfaces
-from meshloom.backends.sealing import VARIABLE, Seal
 from meshloom.errors import LaunchError
+from meshloom.processes import interfaces
+from meshloom.processes.sealing import VARIABLE, Seal
 
 if TYPE_CHECKING:
     from meshloom.cli.run import Launch

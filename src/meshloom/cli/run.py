@@ -20,7 +20,7 @@ from meshloom.cli.merging import WAIT
 from meshloom.errors import LaunchError, message
 
 if TYPE_CHECKING:
-    from meshloom.backends.bindings import Binding, Bindings
+    from meshloom.processes.bindings import Binding, Bindings
 
 PORT = 29500  # torchrun's own
 ENTRY = str(Path(__file__).with_name("rank.py"))
@@ -193,8 +193,8 @@ def _run_id(typed: tuple[str, ...]) -> str:
 
 
 def _bindings(options: argparse.Namespace) -> Bindings:
-    from meshloom.backends.bindings import ALONE, Bindings, read_hosts
-    from meshloom.backends.rank_file import read_bindings
+    from meshloom.processes.bindings import ALONE, Bindings, read_hosts
+    from meshloom.processes.rank_file import read_bindings
 
     hosts = read_hosts(options.hosts) if options.hosts else None
     if options.bindings:

@@ -1,12 +1,12 @@
 """Collectives: as data (kinds, schedules, algorithms), and by name the literal ones on tensors.
 
-`collectives.all_reduce(x)` and the like act on tensors and live in `tensor.collectives`; they are found here on first
-use, so that the data can be read without torch.
+`collectives.all_reduce(x)` and the like act on tensors and live below this room: the package says where
+(`find_with`), and they are loaded on first use, so that the data can be read without torch.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
 from meshloom.collectives.kinds import KINDS, Collective, Kind
@@ -45,9 +45,15 @@ __all__ = [
 ]
 
 
+_found: list[Callable[[str], Any]] = []
+
+
+def find_with(find: Callable[[str], Any]) -> None:
+    """Say how a collective on tensors is found by its name; the package does."""
+    _found[:] = [find]
+
+
 def __getattr__(name: str) -> Any:
-    if name in ON_TENSORS:
-        return getattr(import_module("meshloom.tensor.collectives"), name)
-    if name in ASYNCHRONOUS:
-        return getattr(import_module("meshloom.tensor.handles"), name)
+    if name in ON_TENSORS or name in ASYNCHRONOUS:
+        return _found[0](name)
     raise AttributeError(f"module 'meshloom.collectives' has no attribute {name!r}")

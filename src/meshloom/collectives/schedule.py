@@ -67,6 +67,10 @@ class Schedule:
         """How many messages there are."""
         return sum(len(step) for step in self.steps)
 
+    def __hash__(self) -> int:
+        """Without the sends, of which there may be millions: schedules are looked up at every collective."""
+        return hash((self.collective, self.algorithm, self.group, self.chunks, len(self.steps), self.root))
+
     def __str__(self) -> str:
         size = f"{len(self.steps)} steps, {self.sends} sends, {self.chunks} chunks"
         return f"{self.collective} by {self.algorithm} over {len(self.group)}: {size}"

@@ -13,95 +13,10 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import DTypeError, NotationError, closest
+from meshloom.engines.reductions import REDUCTIONS, nothing_like, number
+from meshloom.errors import NotationError, closest
 from meshloom.placement import Partial, Replicate, Topology
 from meshloom.types import LONG_NAME, Shape, short_dtype
-
-
-def product(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The product along a dim. torch's own divides by each factor on the way back, and inf / inf is nan."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return x.prod(dim, dtype=x.dtype)
-    x = x.clone()  # it is kept for the way back, and the parts may be written to before
-    while x.shape[dim] > 1:
-        half, odd = divmod(x.shape[dim], 2)
-        pairs = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
-        x = torch.cat([pairs, x.narrow(dim, 2 * half, 1)], dim) if odd else pairs
-    return x.squeeze(dim)
-
-
-def total(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum along a dim. torch's own starts from +0, so that a sum of nothing but -0 would lose its sign."""
-    if x.shape[dim] == 1:
-        return x.squeeze(dim).clone()
-    found = x.sum(dim, dtype=x.dtype)
-    if x.is_floating_point() or x.is_complex():
-        with torch.no_grad():
-            _reals(found).masked_fill_(_is_negative_zero(_reals(x), dim), -0.0)
-    return found
-
-
-def _reals(x: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
-
-
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-
-
-def _is_negative_zero(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Whether all along a dim is -0, whose bits are those of the lowest integer."""
-    bits = _BITS[x.element_size()]
-    return x.view(bits).amax(dim) == torch.iinfo(bits).min
-
-
-def mean(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The mean along a dim. Where the sum overflows and the mean does not, a power of two is taken out first."""
-    count, wide = x.shape[dim], x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    found = total(wide, dim) / count
-    part = 2.0 ** -count.bit_length()
-    return torch.where(found.isfinite(), found, (wide * part).sum(dim) / (count * part)).to(x.dtype)
-
-
-class Extreme(torch.autograd.Function):
-    """The largest or the smallest along a dim; equal ones share the gradient, and nan equals nan.
-
-    The gradient of torch's own is multiplied by a mask: at nan it has no share, and infinity times zero is nan.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, largest: bool) -> torch.Tensor:
-        found = x.amax(dim) if largest else x.amin(dim)  # no view of anything: it may be written to, as x may
-        wide = found.unsqueeze(dim)
-        ctx.save_for_backward((x == wide) | (x.isnan() & wide.isnan()))
-        ctx.dim = dim
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (chosen,) = ctx.saved_tensors
-        share = (gradient / chosen.sum(ctx.dim)).unsqueeze(ctx.dim)
-        return torch.where(chosen, share, 0), None, None
-
-
-def extreme(x: torch.Tensor, dim: int, largest: bool) -> torch.Tensor:
-    """The largest or the smallest along a dim."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return Extreme.apply(x, dim, largest)
-    return x.amax(dim) if largest else x.amin(dim)
-
-
-REDUCE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    "sum": total,
-    "mean": mean,
-    "max": lambda x, dim: extreme(x, dim, True),
-    "min": lambda x, dim: extreme(x, dim, False),
-    "prod": product,
-}
-
-
-def nothing_like(data: torch.Tensor, shape: Shape | None = None) -> torch.Tensor:
-    """What changes no sum: x + 0 turns -0 into 0, so it is -0 where there is one."""
-    return data.new_zeros(data.shape if shape is None else shape).neg_()
 
 
 def torch_dtype(short: str) -> torch.dtype:
@@ -226,20 +141,7 @@ def fill(data: torch.Tensor, topology: Topology, value: Any, dims: tuple[int, ..
         return data
     if value in (math.inf, -math.inf) and not (data.is_floating_point() or data.is_complex()):
         value = "lowest" if value < 0 else "highest"
-    if value in ("lowest", "highest"):
-        value = _extreme(data.dtype, value == "highest")
-    return torch.where(mask, data, torch.as_tensor(value, dtype=data.dtype, device=data.device))
-
-
-def _extreme(dtype: torch.dtype, highest: bool) -> float | int | bool:
-    if dtype == torch.bool:
-        return highest
-    if dtype.is_floating_point:
-        return math.inf if highest else -math.inf
-    if dtype.is_complex:
-        raise DTypeError(f"{short_name(dtype)} has no order", fix="compare x.abs() or x.real")
-    info = torch.iinfo(dtype)
-    return info.max if highest else info.min
+    return torch.where(mask, data, torch.as_tensor(number(value, data.dtype), dtype=data.dtype, device=data.device))
 
 
 def move(data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
@@ -284,7 +186,7 @@ def _reduce(data: torch.Tensor, source: Topology, target: Topology) -> tuple[tor
             kept += 1
         else:
             assert isinstance(placement, Partial)
-            data = REDUCE[placement.op](data, kept)
+            data = REDUCTIONS[placement.op].along(data, kept)
     return data, kept
 
 
@@ -297,7 +199,7 @@ def _make_partial(data: torch.Tensor, source: Topology, target: Topology) -> tor
         assert isinstance(placement, Partial)
         devices = target.mesh.shape[axis]
         data = data.unsqueeze(place)
-        if placement.op in ("max", "min", "mean"):
+        if REDUCTIONS[placement.op].neutral is None:
             # memory of its own: in-place ops refuse an expanded array
             data = data.expand(data.shape[:place] + (devices,) + data.shape[place + 1 :]).contiguous()
         elif devices > 1:

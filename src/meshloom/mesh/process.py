@@ -1,7 +1,7 @@
 """Which process this is among how many, and how processes split a mesh into equal boxes.
 
-A script that runs alone is rank 0 of 1. `backends.world` says otherwise, once, when processes join;
-`backends.bindings.process` knows it from the environment before that.
+A script that runs alone is rank 0 of 1. `processes.world` says otherwise, once, when processes join;
+`processes.bindings.process` knows it from the environment before that.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from meshloom.context import CommunicationWarning, FallbackWarning
 from meshloom.errors import ArgumentError, expect
 from meshloom.fabric import Fabric, Machine
 from meshloom.placement import Placements
 from meshloom.runtime import Log, Policy, state
-from meshloom.runtime.records import CommunicationWarning, FallbackWarning
 
 _ROWS = {"row": "m", "column": "n", "inner": "k"}
 

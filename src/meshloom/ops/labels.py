@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from meshloom.errors import ArgumentError, DTypeError, ShapeError, closest
 from meshloom.ops.rule import Call, Choices, Fill, Inner, Op, Ref, Row, Rule, with_none
-from meshloom.placement import Partial, Placement, Replicate, Shard, read_placements
+from meshloom.placement import IDENTITY, Partial, Placement, Replicate, Shard, read_placements
 from meshloom.types import Shape
 
 SUM = Partial("sum")
@@ -248,7 +248,6 @@ def _with_bias(row: Row, index: int, shape: Shape, out: Shape) -> Row:
 
 
 REDUCED_BY = {"sum": SUM, "mean": SUM, "max": Partial("max"), "min": Partial("min"), "prod": Partial("prod")}
-_IDENTITY = {"max": "lowest", "min": "highest", "prod": 1}
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
@@ -304,7 +303,7 @@ def extreme_row(call: Call, op: str, dim: int, dims: Sequence[int]) -> Row:
 
 def identity_fill(op: str) -> Callable[[Call], tuple[Fill, ...]]:
     """Fill padding of the reduced dims with the reduction's identity."""
-    return lambda call: (Fill(call.index("input"), _IDENTITY[op], reduced_dims(call)),)
+    return lambda call: (Fill(call.index("input"), IDENTITY[op], reduced_dims(call)),)
 
 
 def table(*ops: Op) -> dict[str, Op]:

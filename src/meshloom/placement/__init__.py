@@ -2,11 +2,12 @@
 
 from meshloom.placement.notation import parse
 from meshloom.placement.pieces import Cut, Piece, cut
-from meshloom.placement.placements import PARTIAL_OPS, Partial, Placement, Replicate, Shard
+from meshloom.placement.placements import IDENTITY, PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from meshloom.placement.spelling import Placements, as_placements, read_placements, spell
 from meshloom.placement.topology import Topology, can_be_partial, reduce_together
 
 __all__ = [
+    "IDENTITY",
     "PARTIAL_OPS",
     "Cut",
     "Partial",

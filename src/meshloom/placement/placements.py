@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from meshloom.errors import PlacementError, closest
 
-PARTIAL_OPS = ("sum", "mean", "max", "min", "prod")
+# The reductions of a Partial, with what changes none: a number, or an end of the dtype's range.
+IDENTITY: dict[str, int | str] = {"sum": 0, "mean": 0, "max": "lowest", "min": "highest", "prod": 1}
+PARTIAL_OPS = tuple(IDENTITY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,14 @@ Data goes down one way: `queue` takes a command (`commands`), the race detector 
 (`runners`) runs it on the queue's thread, and `transfers` or `program` act: one array call on the block for all cards
 where that is the same, else card by card through the protocol in `card`. `docs/runtime.md` tells it with pictures.
 
-`records` is the other half of the room: what is going on in this thread, for whoever watches. It needs no torch, so the
-names above load on first use.
+The names above load on first use; those of `meshloom.context`, which need no torch, are found here too.
 """
 
 from importlib import import_module
 from typing import Any
 
+from meshloom.context import Event, Log, Policy, State, state
 from meshloom.errors import where
-from meshloom.runtime.records import Event, Log, Policy, State, state
 
 _LAZY = {
     "MeshShape": "geometry",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshloom.context import state
 from meshloom.engines.private import disable_current_modes
 from meshloom.errors import DeviceTimeoutError, where
 from meshloom.mesh import Coordinate
@@ -19,7 +20,6 @@ from meshloom.runtime.events import MeshEvent
 from meshloom.runtime.launches import GivenUp, UnderWay
 from meshloom.runtime.program import Launch, places_of, total
 from meshloom.runtime.races import Access
-from meshloom.runtime.records import state
 from meshloom.runtime.system import Failures, System
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from meshloom.context import state
 from meshloom.errors import ArgumentError, DeviceTimeoutError, MeshError, TraceError, closest, expect
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
@@ -19,7 +20,6 @@ from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.leases import Lease
 from meshloom.runtime.memory import Region, Usage
 from meshloom.runtime.queue import MeshCommandQueue
-from meshloom.runtime.records import state
 from meshloom.runtime.runners import Runner
 from meshloom.runtime.system import Entry, System
 from meshloom.runtime.trace import Capture, Trace

@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from meshloom.backends.control import discover
 from meshloom.errors import ArgumentError, MeshError, closest, expect, expect_seconds
 from meshloom.fabric.catalogue import Preset
 from meshloom.mesh import Mesh
+from meshloom.processes.discovery import discover
 from meshloom.runtime import accounts
 from meshloom.runtime.card import Driver
 from meshloom.runtime.chips import chip_of

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshloom.context import state
 from meshloom.errors import ClosedError, MeshError, TraceError, where
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.commands import Command
 from meshloom.runtime.races import Access
 from meshloom.runtime.recorder import Recorder, Step, replayable
-from meshloom.runtime.records import state
 from meshloom.runtime.reuse import Reuse
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshloom.backends import is_waiting
+from meshloom.comms.deferred import is_waiting
 from meshloom.engines import private
 from meshloom.engines.layout import padding_of, to_block
 from meshloom.errors import CommunicationError, GradientError, PlacementError, UnsupportedError

@@ -1,168 +1,31 @@
-"""Literal collectives on tensors: they act on what each device holds, whatever its placement says.
+"""The literal collectives on tensors: `comms.literal` with checked arguments, `out=` and results as tensors.
 
-A group is the devices along some mesh axes; there is one for every place on the other axes. The result's shape and
-placements follow from what was done: an all-reduce of shape (8, 4) placed S(0) on 4 devices gives shape (2, 4), R. A
-device that holds fewer elements than the others counts the missing ones as what does not change the reduction. Where a
-dim is cut by the group and by other axes, parts are taken with their padding, which is zero.
-
-Three ways to carry each out: `direct`, array operations on the block; `host`, every part read back, combined in a fixed
-order and written to all; `fabric`, a schedule of sends between neighbours, step by step. One meaning: they are
-differentiable in every mode, and a result that is replicated counts once in a loss. Where the members of a group lie on
-several processes each way has a counterpart that works together with them.
+They act on what each device holds, whatever its placement says. `all_reduce_async` and its kind start one at once and
+give a handle.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 
-from meshloom.backends import WORLD, wire
-from meshloom.backends.checks import STORY
-from meshloom.backends.leaves import entered
-from meshloom.backends.members import members_of
-from meshloom.backends.world import group_of
-from meshloom.collectives import KINDS, Collective
-from meshloom.collectives.algorithms import algorithm as named
-from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, unpad
-from meshloom.errors import ArgumentError, GradientError, ModeError, ShapeError, ViewError, closest
+from meshloom.comms import WORLD, group_of, wire
+from meshloom.comms.handles import Delayed, Handle, Stress, poison
+from meshloom.comms.literal import MODES, Axis, Call, Operand, Placed, check_member, check_mode
+from meshloom.errors import ArgumentError, GradientError, ShapeError, ViewError
 from meshloom.mesh import Mesh
 from meshloom.ops.labels import normal_dim
-from meshloom.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
-from meshloom.runtime import Event, state, where
+from meshloom.placement import Replicate, Topology
+from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.moving import same_storage, shadowed
+from meshloom.tensor.shadow import Shadows
 from meshloom.tensor.views import moved_view
-from meshloom.tensor.ways import Between, Direct, Host, HostBetween, LinksBetween, OverLinks
-from meshloom.types import Shape
 
-MODES = ("direct", "host", "fabric")
-Axis = str | Sequence[str] | None
-
-_IDENTITY: dict[str, Any] = {"sum": 0, "mean": 0, "max": "lowest", "min": "highest", "prod": 1}
-
-
-class Group:
-    """The devices along some axes of a tensor's mesh, and what each of them holds.
-
-    `parts` is the block with the members first, in row-major order of the group's axes: shape (p, other mesh axes,
-    local dims). A replicated axis repeats its value without a copy. Where processes split the mesh they are the members
-    of this process; `members` knows the others.
-    """
-
-    def __init__(self, tensor: Tensor, axis: Axis) -> None:
-        self.tensor = tensor
-        self.mesh = tensor.mesh
-        self.axes = group_axes(self.mesh, axis)
-        self.sizes = tuple(self.mesh.shape[a] for a in self.axes)
-        self.size = math.prod(self.sizes)
-        self.members = members_of(self.mesh, self.axes)
-
-    @property
-    def name(self) -> str:
-        """The axes as an event names them."""
-        return ",".join(self.mesh.axes[a] for a in self.axes)
-
-    def placed(self, placement: Placement, shape: Shape) -> Topology:
-        """A tensor of this shape placed so along the group, and as before on the other axes."""
-        topology = self.tensor.topology
-        placements = tuple(placement if a in self.axes else p for a, p in enumerate(topology.placements))
-        return Topology(self.mesh, placements, shape, topology.dtype)
-
-    def held_shape(self) -> Shape:
-        """The shape of what one member of each group holds, seen over the other axes."""
-        topology = self.tensor.topology
-        return tuple(self._held(topology, dim) for dim in range(topology.ndim))
-
-    def _held(self, topology: Topology, dim: int) -> int:
-        axes = topology.axes_of[dim]
-        if not any(a in self.axes for a in axes):
-            return topology.shape[dim]
-        return topology.local_shape[dim] * self.others(dim)
-
-    def others(self, dim: int) -> int:
-        """How many places on the other axes cut a dim."""
-        axes = self.tensor.topology.axes_of[dim]
-        return math.prod(self.mesh.shape[a] for a in axes if a not in self.axes)
-
-    def parts(self, missing: Any = 0) -> torch.Tensor:
-        """What each member holds; an element that some lack is `missing` there, one that all lack is zero."""
-        topology, data = self.tensor.topology, self._entered()
-        lacking = tuple(d for d in topology.padded_dims if any(a in self.axes for a in topology.axes_of[d]))
-        if not lacking or missing == 0:
-            return self._members_first(to_block(data, topology))
-        parts = self._members_first(to_block(fill(data, topology, missing, lacking), topology))
-        return torch.where(self._held_by_some(), parts, torch.zeros((), dtype=parts.dtype, device=parts.device))
-
-    def _entered(self) -> torch.Tensor:
-        """The array; what processes hold alike and use as parts of their own gets the sum of its gradients."""
-        topology, data = self.tensor.topology, self.tensor._data
-        if not self.members.crosses or data.is_meta:
-            return data
-        alike = [axis for axis in self.axes if isinstance(topology.placements[axis], Replicate)]
-        group = group_of(self.mesh, alike)
-        return data if group is None else entered(data, group)
-
-    def _members_first(self, block: torch.Tensor, sizes: Shape | None = None) -> torch.Tensor:
-        count = len(self.axes)
-        front = block.movedim(self.axes, tuple(range(count)))
-        return front.expand(*(sizes or self.members.held), *front.shape[count:]).flatten(0, count - 1)
-
-    def _held_by_some(self) -> torch.Tensor:
-        """True where some member holds an element, in the shape of one part."""
-        reduced = self.tensor.topology.reduced
-        topology = (
-            reduced
-            if not self.mesh.is_split
-            else Topology(Mesh.of(self.mesh.shape, self.mesh.axes), reduced.placements, reduced.shape, reduced.dtype)
-        )
-        mask = mask_of(topology, self.tensor._data.device)
-        assert mask is not None
-        found = self._members_first(to_block(mask.expand(topology.stored_shape), topology), self.sizes).any(0)
-        for place, axis in enumerate(self.other_axes):
-            if axis in self.tensor.topology.partial_axes:  # the mask has size 1 where a partial tensor has the axis
-                found = found.narrow(place, 0, 1)
-            elif self.mesh.processes[axis] > 1 and not isinstance(reduced.placements[axis], Replicate):
-                found = found.narrow(place, self.mesh.local_offset[axis], self.mesh.local_shape[axis])
-        return found
-
-    @property
-    def other_axes(self) -> tuple[int, ...]:
-        """The mesh axes that the group does not go over."""
-        return tuple(axis for axis in range(self.mesh.ndim) if axis not in self.axes)
-
-    def other_places(self) -> tuple[tuple[int, int], ...]:
-        """For every other axis its size in a part, and where this process's begins; (1, 0) where it is replicated."""
-        placements, start = self.tensor.placements, self.mesh.local_offset
-        alike = {axis for axis in self.other_axes if isinstance(placements[axis], Replicate)}
-        return tuple((1, 0) if axis in alike else (self.mesh.shape[axis], start[axis]) for axis in self.other_axes)
-
-    def same(self, part: torch.Tensor, shape: Shape) -> Tensor:
-        """The tensor of which every member holds `part`."""
-        for axis in self.axes:
-            part = part.unsqueeze(axis)
-        target = self.placed(Replicate(), shape)
-        return Tensor(target, from_block(part, target))
-
-    def each(self, parts: torch.Tensor, target: Topology) -> Tensor:
-        """The tensor of which member i holds `parts[i]`; no axis of the group is replicated."""
-        block = parts.unflatten(0, self.members.held).movedim(tuple(range(len(self.axes))), self.axes)
-        return Tensor(target, from_block(block, target))
-
-
-def group_axes(mesh: Mesh, axis: Axis) -> tuple[int, ...]:
-    """The positions of the axes that a collective goes over, in mesh order; None means the whole mesh."""
-    if axis is None:
-        return tuple(range(mesh.ndim))
-    if not isinstance(axis, Sequence) or not all(isinstance(name, str) for name in axis):
-        raise ArgumentError(f"axis takes names, not {axis!r}", mesh=mesh, fix=closest(axis, mesh.axes))
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
-    found = tuple(mesh.axis(name) for name in names)
-    if len(set(found)) != len(found) or not found:
-        raise ArgumentError(f"axis= names {list(names)}", mesh=mesh, fix="name each axis once, or leave it out for all")
-    return tuple(sorted(found))
+__all__ = ["MODES", "Axis"]
 
 
 def _tensor(x: Any) -> Tensor:
@@ -172,79 +35,21 @@ def _tensor(x: Any) -> Tensor:
     return tensor
 
 
-def _check(x: Any, mode: str, op: str | None) -> Tensor:
+def _check(x: Any, mode: str, op: str | None = None) -> Tensor:
     tensor = _tensor(x)
-    if mode not in MODES:
-        raise ModeError(f"there is no mode {mode!r}", fix=closest(mode, MODES))
-    if op is not None and op not in PARTIAL_OPS:
-        raise ArgumentError(f"there is no reduction {op!r}", fix=closest(op, PARTIAL_OPS))
-    if op is not None and not can_be_partial(Partial(op), tensor.topology.dtype):
-        fix = "use max for any, min for all, or cast first" if tensor.topology.dtype == "bool" else "cast to f32 first"
-        raise ArgumentError(f"a {op} of {tensor.topology.dtype} has no meaning", fix=fix)
+    check_mode(mode, op, tensor.topology)
     return shadowed(tensor)
 
 
-class Call:
-    """One collective call: its tensor, its group and its way, checked and told to whoever watches.
-
-    `grows` is how a member's part changes: "more" for what is gathered, "less" for what is scattered.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        x: Any,
-        axis: Axis,
-        mode: str,
-        op: str | None = None,
-        root: int = 0,
-        grows: str = "",
-        algorithm: str | None = None,
-        precise: bool = False,
-    ) -> None:
-        self.tensor = _check(x, mode, op)
-        self.group = Group(self.tensor, axis)
-        check_member(self.group, root, "root")
-        self.way = self._way(kind, mode, algorithm, precise)
-        self._tell(kind, mode, op, grows)
-        if self.group.members.crosses and not self.tensor._data.is_meta:
-            WORLD.watch.begin(f"{kind}({self.tensor.topology.notation}) over {self.group.name}", self.tensor.mesh)
-            STORY.add(f"{kind} {self.tensor._number:x}")
-
-    def _way(self, kind: str, mode: str, name: str | None, precise: bool) -> Direct:
-        if name is not None:
-            named(kind, name)  # an unknown one is refused in every mode
-        members = self.group.members
-        if mode == "fabric" and members.mesh.is_split:
-            return LinksBetween(members, name, precise, self.group.other_places())
-        if mode == "fabric":
-            return OverLinks(self.tensor.mesh, self.group.axes, name, precise)
-        if members.crosses:
-            return HostBetween(members) if mode == "host" else Between(members)
-        return Host() if mode == "host" else Direct()
-
-    def _tell(self, kind: str, mode: str, op: str | None, grows: str) -> None:
-        group, topology = self.group, self.tensor.topology
-        if not state.watching or group.size == 1:
-            return
-        held = topology.local_bytes
-        after = {"more": held * group.size, "less": -(-held // group.size)}.get(grows, held)
-        size = KINDS[kind].size(held, after, group.size)
-        told = Collective(kind, group.name, group.size, size, topology.dtype, topology.local_shape, op)
-        host = group.size * (held + after) if mode == "host" else 0
-        events = [Event(told, kind if mode == "direct" else f"{kind} ({mode})", where(), host=host)]
-        state.check(events)
-        state.log(events)
+def _call(kind: str, x: Any, axis: Axis, mode: str, op: str | None = None, **options: Any) -> Call:
+    """One collective call on a tensor, checked and told to whoever watches."""
+    tensor = _check(x, mode, op)
+    return Call(kind, tensor.topology, tensor._data, axis, mode, op=op or "sum", number=tensor._number, **options)
 
 
-def check_member(group: Group, member: int, name: str) -> None:
-    """An error unless the group has a member of that number."""
-    if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < group.size:
-        raise ArgumentError(
-            f"{name} {member!r} is not a member of a group of {group.size}",
-            mesh=group.mesh,
-            fix=f"members go from 0 to {group.size - 1}, row-major over {group.name}",
-        )
+def _operand(x: Any, axis: Axis, mode: str) -> Operand:
+    tensor = _check(x, mode)
+    return Operand(tensor.topology, tensor._data, axis)
 
 
 def _dim(x: Any, dim: int) -> int:
@@ -275,18 +80,10 @@ def all_reduce(
     Tensor i64[2](R) on Mesh(d=4)
     tensor([12, 16])
     """
-    call = Call("all_reduce", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
-    return _reduced(call, "all_reduce", op, out=out)
-
-
-def _reduced(call: Call, kind: str, op: str, root: int = 0, out: Tensor | None = None) -> Tensor:
-    group, shape = call.group, call.group.held_shape()
-    parts = group.parts(_IDENTITY[op])
+    call = _call("all_reduce", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
     if out is None:
-        return group.same(call.way.reduce(kind, parts, op, root), shape)
-    target = group.placed(Replicate(), shape)
-    block = to_block(_room(out, target, call), target)
-    call.way.reduce_into(block.squeeze(group.axes), kind, parts, op, root)
+        return Tensor(*call.reduce())
+    call.reduce_into(_room(out, call.target(), call))
     return out
 
 
@@ -297,7 +94,7 @@ def _room(out: Any, target: Topology, call: Call) -> torch.Tensor:
         raise ArgumentError(
             "out= is not placed as the result", out=tensor.topology, result=target, fix="loom.zeros one"
         )
-    if torch.is_grad_enabled() and (call.tensor.requires_grad or tensor.requires_grad):
+    if torch.is_grad_enabled() and (call.operand.data.requires_grad or tensor.requires_grad):
         raise GradientError("out= has no gradient", tensor=target, fix="leave out= away, or use torch.no_grad()")
     if (view := moved_view(tensor)) is not None:
         raise ViewError(
@@ -307,7 +104,7 @@ def _room(out: Any, target: Topology, call: Call) -> torch.Tensor:
             fix="give a tensor of its own, and write it to the base: base[...] = value",
         )
     room = shadowed(tensor)._data
-    if same_storage(room, call.tensor._data):
+    if same_storage(room, call.operand.data):
         raise ArgumentError("out= shares memory with what is reduced or gathered", fix="give a tensor of its own")
     return room
 
@@ -332,38 +129,18 @@ def all_gather(
     tensor([0, 1, 2])
     """
     place = _dim(x, dim)
-    call = Call("all_gather", x, axis, mode, grows="more", algorithm=algorithm)
-    found = _gathered(call, "all_gather", place)
+    call = _call("all_gather", x, axis, mode, grows="more", algorithm=algorithm)
+    topology, data = call.gather(place)
     if out is None:
-        return _apart(found, call)
-    _room(out, found.topology, call).copy_(found._data)
+        return _own((topology, data), call)
+    _room(out, topology, call).copy_(data)
     return out
 
 
-def _apart(found: Tensor, call: Call) -> Tensor:
+def _own(found: Placed, call: Call) -> Tensor:
     """A result that shares no memory with the operand: writing to the one leaves the other as it is."""
-    shared = same_storage(found._data, call.tensor._data)
-    return Tensor(found.topology, found._data.clone()) if shared else found
-
-
-def _gathered(call: Call, kind: str, dim: int, root: int = 0) -> Tensor:
-    group, held = call.group, call.group.held_shape()
-    parts = call.way.gather(kind, group.parts(), root)
-    joined, long = _joined(group, parts, dim, members=0)
-    return group.same(joined, held[:dim] + (long,) + held[dim + 1 :])
-
-
-def _joined(group: Group, parts: torch.Tensor, dim: int, members: int) -> tuple[torch.Tensor, int]:
-    """Parts (dim `members` of the array) laid end to end along a dim, and how long the dim is then.
-
-    Where the group alone cuts the dim, its parts without their padding are the dim; elsewhere all have one size.
-    """
-    topology = group.tensor.topology
-    place = parts.dim() - topology.ndim + dim - 1
-    joined = parts.movedim(members, place).flatten(place, place + 1)
-    if topology.axes_of[dim] != group.axes:
-        return joined, topology.local_shape[dim] * group.others(dim) * group.size
-    return unpad(joined, place, topology.shape[dim], topology.shards[dim]), topology.shape[dim]
+    topology, data = found
+    return Tensor(topology, data.clone() if same_storage(data, call.operand.data) else data)
 
 
 def reduce_scatter(
@@ -385,9 +162,8 @@ def reduce_scatter(
     tensor([2., 2., 2., 2.])
     """
     place = _dim(x, dim)
-    call = Call("reduce_scatter", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
-    pieces = _pieces(call.group, call.group.parts(_IDENTITY[op]), place)
-    return _scattered(call, call.way.scatter("reduce_scatter", pieces, op, 0), place)
+    call = _call("reduce_scatter", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
+    return Tensor(*call.scatter(place))
 
 
 def scatter(
@@ -395,31 +171,8 @@ def scatter(
 ) -> Tensor:
     """Each member holds its chunk, along `dim`, of what member `root` holds."""
     place = _dim(x, dim)
-    call = Call("scatter", x, axis, mode, root=root, grows="less", algorithm=algorithm)
-    pieces = _pieces(call.group, call.group.parts(), place)
-    return _scattered(call, call.way.scatter("scatter", pieces, "sum", root), place)
-
-
-def _pieces(group: Group, parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """(p, ..., n, ...) to (p, p, ..., n / p, ...): what each member has for each."""
-    place = parts.dim() - group.tensor.ndim + dim
-    padded = pad(parts, place, parts.shape[place], group.sizes)
-    return padded.unflatten(place, (group.size, padded.shape[place] // group.size)).movedim(place, 1)
-
-
-def _scattered(call: Call, pieces: torch.Tensor, dim: int) -> Tensor:
-    held = call.group.held_shape()
-    return call.group.each(
-        pieces, call.group.placed(Shard(dim), held[:dim] + (_wide(call, pieces, dim),) + held[dim + 1 :])
-    )
-
-
-def _wide(call: Call, pieces: torch.Tensor, dim: int) -> int:
-    """How long a dim is that was cut into pieces: where other axes cut it too, all pieces have one size."""
-    group, topology = call.group, call.tensor.topology
-    if group.others(dim) == 1:
-        return topology.local_shape[dim]
-    return pieces.shape[pieces.dim() - topology.ndim + dim] * group.size * group.others(dim)
+    call = _call("scatter", x, axis, mode, root=root, grows="less", algorithm=algorithm)
+    return Tensor(*call.scatter(place))
 
 
 def all_to_all(
@@ -438,12 +191,8 @@ def all_to_all(
             f"split_dim and concat_dim are both {split}",
             fix="use two dims; all_gather and reduce_scatter act along one",
         )
-    call = Call("all_to_all", x, axis, mode, algorithm=algorithm)
-    arrived = call.way.exchange(_pieces(call.group, call.group.parts(), split))
-    joined, long = _joined(call.group, arrived, concat, members=1)
-    shape = list(call.group.held_shape())
-    shape[split], shape[concat] = _wide(call, joined, split), long
-    return _apart(call.group.each(joined, call.group.placed(Shard(split), tuple(shape))), call)
+    call = _call("all_to_all", x, axis, mode, algorithm=algorithm)
+    return _own(call.exchange(split, concat), call)
 
 
 def broadcast(
@@ -456,8 +205,7 @@ def broadcast(
     >>> broadcast(x, root=1).to_torch()
     tensor([2, 3])
     """
-    call = Call("broadcast", x, axis, mode, root=root, algorithm=algorithm)
-    return call.group.same(call.way.broadcast(call.group.parts(), root), call.group.held_shape())
+    return Tensor(*_call("broadcast", x, axis, mode, root=root, algorithm=algorithm).broadcast())
 
 
 def reduce(
@@ -471,8 +219,8 @@ def reduce(
     precise: bool = False,
 ) -> Tensor:
     """Member `root` of each group holds the reduction, the others hold zero: P(sum)."""
-    call = Call("reduce", x, axis, mode, str(op), root, algorithm=algorithm, precise=precise)
-    return _at_root(_reduced(call, "reduce", op, root), call.group, root)
+    call = _call("reduce", x, axis, mode, str(op), root=root, algorithm=algorithm, precise=precise)
+    return Tensor(*call.at_root(call.reduce()))
 
 
 def gather(
@@ -480,24 +228,8 @@ def gather(
 ) -> Tensor:
     """Member `root` of each group holds what all of them hold along `dim`, the others hold zero: P(sum)."""
     place = _dim(x, dim)
-    call = Call("gather", x, axis, mode, root=root, grows="more", algorithm=algorithm)
-    return _at_root(_gathered(call, "gather", place, root), call.group, root)
-
-
-def _at_root(tensor: Tensor, group: Group, root: int) -> Tensor:
-    """One member holds the value, the others zero; a bool is held as P(max)."""
-    kind = Partial("max" if tensor.topology.dtype == "bool" else "sum")
-    part = to_block(tensor._data, tensor.topology)
-    for axis in reversed(group.axes):
-        part = part.squeeze(axis)
-    return group.each(_alone(part, group, root), group.placed(kind, tensor.topology.shape))
-
-
-def _alone(part: torch.Tensor, group: Group, root: int) -> torch.Tensor:
-    if group.members.crosses:
-        return group.members.at_root(part, root)
-    zeros = part.new_zeros(part.shape)
-    return torch.stack([part if member == root else zeros for member in range(group.size)])
+    call = _call("gather", x, axis, mode, root=root, grows="more", algorithm=algorithm)
+    return Tensor(*call.at_root(call.gather(place)))
 
 
 def send_recv(x: Any, source: int, destination: int, axis: Axis = None, mode: str = "direct") -> Tensor:
@@ -508,10 +240,10 @@ def send_recv(x: Any, source: int, destination: int, axis: Axis = None, mode: st
     >>> send_recv(x, 0, 1).to_torch()
     tensor([0, 1, 0, 1])
     """
-    group = Group(_check(x, mode, None), axis)
-    check_member(group, source, "source")
-    check_member(group, destination, "destination")
-    order = [source if member == destination else member for member in range(group.size)]
+    operand = _operand(x, axis, mode)
+    check_member(operand, source, "source")
+    check_member(operand, destination, "destination")
+    order = [source if member == destination else member for member in range(operand.size)]
     return _rearranged("send_recv", x, axis, mode, order)
 
 
@@ -525,16 +257,16 @@ def shift(x: Any, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: s
     """
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise ArgumentError(f"shift takes a whole number of places, not {offset!r}")
-    size = Group(_check(x, mode, None), axis).size
+    size = _operand(x, axis, mode).size
     order = [(member - offset) % size if wrap else member - offset for member in range(size)]
     return _rearranged("shift", x, axis, mode, [o if 0 <= o < size else None for o in order])
 
 
 def _rearranged(kind: str, x: Any, axis: Axis, mode: str, order: Sequence[int | None]) -> Tensor:
     """Each member's part replaced by another's: the placements stay, so the parts must have room for each other."""
-    group = Group(_check(x, mode, None), axis)
-    topology = group.tensor.topology
-    along = [a for a in group.axes if group.mesh.shape[a] > 1]
+    operand = _operand(x, axis, mode)
+    topology = operand.topology
+    along = [a for a in operand.axes if operand.mesh.shape[a] > 1]
     same = all(isinstance(topology.placements[a], Replicate) for a in along)
     if not same or None in order:
         if any(isinstance(topology.placements[a], Replicate) for a in along):
@@ -543,17 +275,17 @@ def _rearranged(kind: str, x: Any, axis: Axis, mode: str, order: Sequence[int | 
                 tensor=topology,
                 fix="shard the tensor along the group, or leave the replicated axis out of it",
             )
-        if any(a in group.axes for d in topology.padded_dims for a in topology.axes_of[d]):
+        if any(a in operand.axes for d in topology.padded_dims for a in topology.axes_of[d]):
             raise ShapeError(
                 "parts of different sizes cannot take each other's place",
                 tensor=topology,
                 fix="pad the dim to a multiple of the devices",
             )
-    call = Call(kind, x, axis, mode)
+    call = _call(kind, x, axis, mode)
     if same:  # or a group of one
-        held = call.tensor._data
+        held = call.operand.data
         return Tensor(topology, held.clone() if None not in order else torch.zeros_like(held))
-    return call.group.each(call.way.rearrange(call.group.parts(), order), topology)
+    return Tensor(*call.rearrange(order))
 
 
 def barrier(mesh: Mesh) -> None:
@@ -564,3 +296,51 @@ def barrier(mesh: Mesh) -> None:
     if group is not None:
         WORLD.watch.begin("barrier()", mesh)
         wire.all_reduce(torch.zeros(1), group, own=True)
+
+
+# started, and waited for later
+
+
+def start(name: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
+    """Start a collective; it is checked, and told to whoever watches, here and now."""
+    function: Callable[..., Tensor] = globals()[name]
+    stressed = kwargs.pop("stress", None)
+    with state.changed(shadows=Shadows()):
+        topology = function(x, *args, **kwargs).topology
+    tracked = torch.is_grad_enabled()
+    fabric = state.fabric
+
+    def work() -> Tensor:
+        with state.changed(fabric=fabric, logs=(), policy=None), torch.set_grad_enabled(tracked):
+            return function(x, *args, **kwargs)
+
+    running = Stress(int(stressed)) if stressed is not None and stressed is not False else state.stress
+    if running is not None:
+        return Delayed(name, topology, work, running, Tensor(topology, poison(topology)))
+    return Handle(name, topology, work, at_once=_leaves_the_process(function, x, args, kwargs))
+
+
+def _leaves_the_process(function: Callable[..., Tensor], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = signature(function).bind(x, *args, **kwargs).arguments
+    return Operand(x.topology, x._data, given.get("axis")).members.crosses
+
+
+def _asynchronous(name: str) -> Callable[..., Handle]:
+    def function(x: Any, *args: Any, **kwargs: Any) -> Handle:
+        return start(name, x, args, kwargs)
+
+    function.__name__ = function.__qualname__ = f"{name}_async"
+    function.__doc__ = f"`{name}`, started at once: a handle whose `wait()` gives the result."
+    return function
+
+
+all_reduce_async = _asynchronous("all_reduce")
+all_gather_async = _asynchronous("all_gather")
+reduce_scatter_async = _asynchronous("reduce_scatter")
+all_to_all_async = _asynchronous("all_to_all")
+broadcast_async = _asynchronous("broadcast")
+reduce_async = _asynchronous("reduce")
+gather_async = _asynchronous("gather")
+scatter_async = _asynchronous("scatter")
+send_recv_async = _asynchronous("send_recv")
+shift_async = _asynchronous("shift")

@@ -16,15 +16,16 @@ from typing import Any
 import numpy
 import torch
 
-from meshloom.backends import WORLD, join, move
-from meshloom.backends.checks import is_compared, note_data
-from meshloom.backends.control import visible_mesh
-from meshloom.backends.parts import Part, described
+from meshloom.comms import WORLD, move
 from meshloom.engines.layout import from_block, short_name, torch_dtype
 from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, expect
 from meshloom.mesh import HERE, Coordinate, Mesh
 from meshloom.mesh.process import counts
 from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
+from meshloom.processes import join
+from meshloom.processes.discovery import visible_mesh
+from meshloom.processes.divergence import is_compared, note_data
+from meshloom.processes.parts import Part, described
 from meshloom.runtime import state
 from meshloom.tensor import random
 from meshloom.tensor.base import Tensor

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from meshloom.backends import WORLD
+from meshloom.comms import WORLD
 from meshloom.engines.layout import from_block, short_name
 from meshloom.errors import ArgumentError, MeshError, PlacementError, expect
 from meshloom.mesh import HERE, Mesh

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import move
+from meshloom.comms import move
+from meshloom.context import FallbackWarning
 from meshloom.engines.layout import short_name
 from meshloom.errors import MeshloomError, ShapeError, UnsupportedError, ViewError
 from meshloom.mesh import Mesh
 from meshloom.placement import Replicate, Topology
 from meshloom.planner import moves
 from meshloom.runtime import state, where
-from meshloom.runtime.records import FallbackWarning
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked
 from meshloom.tensor.joining import refuse_plain_results

@@ -16,8 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshloom.backends import at_end_of_backward, collect, drop, finish_with, queue_at_end, twins
 from meshloom.collectives import Collective
+from meshloom.comms.deferred import (
+    at_end_of_backward,
+    collect,
+    deferred_gradients,
+    drop,
+    finish_with,
+    queue_at_end,
+)
 from meshloom.engines import private
 from meshloom.errors import expect, place_name, place_of
 from meshloom.runtime import Event, state
@@ -80,7 +87,9 @@ class Note:
 
 def _is_wanted(source: Any) -> bool:
     """Whether the pass that is under way computes the gradient of an operand."""
-    arrays = [source._data, *(twin.array for twin in twins(source._data))] if isinstance(source, Tensor) else ()
+    arrays = (
+        [source._data, *(each.array for each in deferred_gradients(source._data))] if isinstance(source, Tensor) else ()
+    )
     nodes = [torch.autograd.graph.get_gradient_edge(each).node for each in arrays] if arrays else [source]
     return any(_is_executed(node) for node in nodes)
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy
 import torch
 
-from meshloom.backends.checks import STORY
 from meshloom.engines import private
 from meshloom.engines.kernel import function_of
 from meshloom.engines.layout import fill
 from meshloom.errors import ArgumentError, GradientError
 from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Topology
+from meshloom.processes.divergence import STORY
 from meshloom.runtime import state
 from meshloom.tensor import dtensors
 from meshloom.tensor.base import Tensor

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import move
-from meshloom.backends.checks import STORY
+from meshloom.comms import move
 from meshloom.errors import UnsupportedError
 from meshloom.placement import Placements, Topology, as_placements
 from meshloom.planner import moves
+from meshloom.processes.divergence import STORY
 from meshloom.runtime import Event, state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked, watch_dense

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from meshloom.backends.checks import STORY
 from meshloom.engines import private
 from meshloom.mesh import Lease
 from meshloom.ops import ALIASES, OPS
+from meshloom.processes.divergence import STORY
 from meshloom.runtime import leases, state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS

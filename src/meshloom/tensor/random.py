@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy
 import torch
 
-from meshloom.backends.checks import is_compared, note
 from meshloom.errors import UnsupportedError, where
+from meshloom.processes.divergence import is_compared, note
 from meshloom.runtime import state
 from meshloom.types import Shape, numel
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy
 import torch
 
-from meshloom.backends.checks import is_compared, note_data
 from meshloom.engines import private
 from meshloom.engines.layout import short_name
 from meshloom.errors import MeshError
 from meshloom.mesh import Mesh
 from meshloom.placement import Replicate, Topology, as_placements
+from meshloom.processes.divergence import is_compared, note_data
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS, freeze, freeze_number

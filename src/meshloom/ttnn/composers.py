@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshloom.engines.reductions import REDUCTIONS
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.ttnn.device import MeshDevice
@@ -28,14 +29,6 @@ __all__ = [
     "concat_mesh_to_tensor_composer",
     "create_mesh_composer",
 ]
-
-SUMS: dict[str, Callable[[Block, int], Block]] = {  # how terms make up a whole
-    "sum": lambda terms, axis: terms.sum(axis, dtype=torch.float32 if terms.dtype is torch.bfloat16 else terms.dtype),
-    "max": lambda terms, axis: terms.amax(axis),
-    "min": lambda terms, axis: terms.amin(axis),
-    "mean": lambda terms, axis: terms.float().mean(axis),
-    "prod": lambda terms, axis: (terms.float() if terms.dtype is torch.bfloat16 else terms).prod(axis),
-}
 
 
 class MeshComposerConfig:
@@ -262,7 +255,7 @@ def whole(tensor: Tensor) -> torch.Tensor:
 def _is_told(tensor: Tensor, label: TensorTopology, placement: Placement) -> bool:
     """Whether a placement says how parts make up a whole: terms that can be summed, padding that is where it was."""
     if isinstance(placement, PlacementPartial):
-        return placement.op in SUMS
+        return placement.op in REDUCTIONS
     if not isinstance(placement, PlacementShard):
         return True
     rank = len(tensor.shape)
@@ -298,9 +291,15 @@ def _closed(parts: Block, axis: int, size: int, placement: Placement) -> Block:
         return parts.select(axis, 0)
     full = parts.expand(*parts.shape[:axis], size, *parts.shape[axis + 1 :])
     if isinstance(placement, PlacementPartial):
-        return SUMS[placement.op](full, axis)
+        return _combine(placement.op, full, axis)
     place = axis + placement.dim % (parts.dim() - axis - 1)
     return full.movedim(axis, place).flatten(place, place + 1)
+
+
+def _combine(op: str, terms: Block, axis: int) -> Block:
+    """Terms as the whole that they make up; sums of bfloat16 are wide."""
+    is_wide = op == "mean" or (op in ("sum", "prod") and terms.dtype is torch.bfloat16)
+    return REDUCTIONS[op].along(terms.float() if is_wide else terms, axis)
 
 
 # factories

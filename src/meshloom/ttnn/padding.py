@@ -12,31 +12,28 @@ from functools import lru_cache
 
 import torch
 
+from meshloom.engines.reductions import number
+from meshloom.placement import IDENTITY
 from meshloom.ttnn.composers import piece_of
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import PlacementShard, TensorTopology
 
-NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": float("-inf"), "min": float("inf")}
-
 
 def filled(block: Block, tensor: Tensor, dims: Sequence[int], op: str | None) -> Block:
     """The block of a tensor, with what changes nothing in the padding of these dims, if there is any."""
-    if op not in NEUTRAL:
+    if op not in IDENTITY or op == "mean":
         return block
     rank = len(tensor.shape)
     named = {dim % rank for dim in dims} if rank else set()
     for placement in tensor.tensor_topology().placements():
         if isinstance(placement, PlacementShard) and placement.size is not None and placement.dim in named:
-            block = torch.where(_real(tensor, placement.dim, placement.size), block, _neutral(op, block.dtype))
+            block = torch.where(
+                _real(tensor, placement.dim, placement.size),
+                block,
+                torch.tensor(number(IDENTITY[op], block.dtype), dtype=block.dtype),
+            )
     return block
-
-
-def _neutral(op: str, dtype: torch.dtype) -> torch.Tensor:
-    if dtype.is_floating_point or op in ("sum", "prod"):
-        return torch.tensor(NEUTRAL[op]).to(dtype)
-    ends = torch.iinfo(dtype)
-    return torch.tensor(ends.min if op == "max" else ends.max, dtype=dtype)
 
 
 def _real(tensor: Tensor, dim: int, size: int) -> torch.Tensor:

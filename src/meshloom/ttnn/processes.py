@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.backends import WORLD, join
-from meshloom.backends.bindings import process
+from meshloom.comms import WORLD
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.processes import join
+from meshloom.processes.bindings import process
 
 __all__ = [
     "Rank",

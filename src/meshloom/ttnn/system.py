@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshloom.backends.control import discover
 from meshloom.errors import ArgumentError, OperandError, closest
 from meshloom.mesh import Coordinate
+from meshloom.processes.discovery import discover
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.runtime.chips import BLACKHOLE, WORMHOLE, Chip, Grid
 

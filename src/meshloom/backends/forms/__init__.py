@@ -1,7 +1,7 @@
 """Ops that need statistics of a dim which several processes hold: each works on its own part, small sums are shared.
 
 A form is called with the op's arguments on what this process holds, padding filled as the op's line of the table says.
-`Leave` is a sum that all processes then hold alike; `statistic` is one with which split work goes on.
+`AllReduce` is a sum that all processes then hold alike; `statistic` is one with which split work goes on.
 """
 
 from __future__ import annotations

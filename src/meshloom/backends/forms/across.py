@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshloom.backends.world import Group, group_of
+from meshloom.comms.group import Group, group_of
 from meshloom.engines.layout import box, pad
 from meshloom.engines.torch_engine import Local
 from meshloom.placement import Topology

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from meshloom.backends.forms.across import Across
 from meshloom.backends.ring import Ring, RingAttention
-from meshloom.backends.world import Group
+from meshloom.comms.group import Group
 from meshloom.engines.torch_engine.local import wide_dtype
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from meshloom.backends import wire
 from meshloom.backends.forms.across import Across
-from meshloom.backends.nodes import Leave
-from meshloom.backends.world import Group, group_of
+from meshloom.comms import wire
+from meshloom.comms.gradients import AllReduce
+from meshloom.comms.group import Group, group_of
 from meshloom.engines.layout import short_name
 from meshloom.engines.torch_engine.local import wide_dtype
 from meshloom.errors import DTypeError
@@ -43,7 +43,7 @@ def _reduced(across: Across, reduction: str, input: Any, loss: torch.Tensor, cou
     group = group_of(across.plan.mesh, sorted(batch))
     total, count = loss.sum(), counted.sum()
     if group is not None:
-        total, count = Leave.apply(total, group), wire.all_reduce(count, group)
+        total, count = AllReduce.apply(total, group), wire.all_reduce(count, group)
     none = count == 0  # nan, as torch has it, and a gradient of zero
     return torch.where(none, math.nan, total / torch.where(none, 1, count)).to(input.dtype)
 
@@ -90,7 +90,7 @@ class _Classes:
         self.count = across.topology("input").shape[dim]
 
     def _total(self, parts: torch.Tensor) -> torch.Tensor:
-        return Leave.apply(parts, self.group)
+        return AllReduce.apply(parts, self.group)
 
     def losses(
         self, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float | None

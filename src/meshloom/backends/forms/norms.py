@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import wire
 from meshloom.backends.forms.across import Across
-from meshloom.backends.nodes import statistic
+from meshloom.comms import wire
+from meshloom.comms.gradients import statistic
 from meshloom.engines.layout import short_name
 from meshloom.engines.torch_engine import whole
 from meshloom.engines.torch_engine.local import wide_dtype

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import wire
 from meshloom.backends.forms.across import Across
-from meshloom.backends.nodes import Join
+from meshloom.comms import wire
+from meshloom.comms.gradients import AllGather
 from meshloom.engines.torch_engine.order import in_one_piece
 
 
@@ -28,7 +28,7 @@ def _topk(across: Across, input: torch.Tensor, k: int, dim: int, largest: bool, 
         every = gather(torch.cat([data, data.new_zeros(short)], dim), across.group)
         return torch.cat([part.narrow(dim, 0, count) for part, count in zip(every, counts, strict=True)], dim)
 
-    best, chosen = torch.topk(joined(values, Join.apply), k, dim, largest, sorted)
+    best, chosen = torch.topk(joined(values, AllGather.apply), k, dim, largest, sorted)
     return best, joined(indices, wire.all_gather).gather(dim, chosen)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import wire
 from meshloom.backends.forms.across import Across
-from meshloom.backends.nodes import Enter, Leave, statistic
-from meshloom.backends.world import Group
+from meshloom.comms import wire
+from meshloom.comms.gradients import AllReduce, SumGradient, statistic
+from meshloom.comms.group import Group
 from meshloom.engines.torch_engine.local import wide_dtype
 from meshloom.engines.torch_engine.reductions import centred
 from meshloom.ops.labels import normal_dims
@@ -44,7 +44,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         input, middle = ctx.saved_tensors
-        gradient = Enter.apply(gradient, ctx.across.group)
+        gradient = SumGradient.apply(gradient, ctx.across.group)
         if torch.is_grad_enabled():
             middle = _middle(ctx.across, input, ctx.dims)
         found, mask = gradient * 2 / ctx.freedom * middle, ctx.across.local.mask(input, ctx.dims)
@@ -70,7 +70,7 @@ def _nanmean(across: Across, input: torch.Tensor, dim: Any, keepdim: bool, dtype
     mask, there = across.local.mask(input, dims), ~input.isnan()
     if mask is not None:
         input, there = torch.where(mask, input, 0), there & mask
-    total = Leave.apply(torch.nansum(input, dims, keepdim, dtype=wide_dtype(kind)), across.group)
+    total = AllReduce.apply(torch.nansum(input, dims, keepdim, dtype=wide_dtype(kind)), across.group)
     return (total / wire.all_reduce(there.sum(dims, keepdim), across.group)).to(kind)
 
 
@@ -82,7 +82,7 @@ def _logsumexp(across: Across, input: torch.Tensor, dim: Any, keepdim: bool) -> 
     x = input.to(wide_dtype(kept))
     high = wire.all_reduce((x.real if x.is_complex() else x).detach().amax(dims, keepdim=True), across.group, "max")
     high = torch.where(high.isinf(), 0, high)
-    found = Leave.apply((x - high).exp().sum(dims, keepdim=True), across.group).log() + high
+    found = AllReduce.apply((x - high).exp().sum(dims, keepdim=True), across.group).log() + high
     return (found if keepdim else found.squeeze(dims)).to(kept)
 
 
@@ -115,7 +115,10 @@ class _Norm(torch.autograd.Function):
         """sgn(x) (|x| / norm)^(ord - 1), and nothing where there is no norm."""
         input, found = ctx.saved_tensors
         none = found == 0
-        whole, gradient = Enter.apply(torch.where(none, 1, found), ctx.group), Enter.apply(gradient, ctx.group)
+        whole, gradient = (
+            SumGradient.apply(torch.where(none, 1, found), ctx.group),
+            SumGradient.apply(gradient, ctx.group),
+        )
         if ctx.ord == 2:
             return torch.where(none, 0, input / whole * gradient), None, None, None
         idle = input == 0 if ctx.ord > 0 else (input == 0) | input.isinf()  # padding is among them
@@ -139,7 +142,7 @@ class _Extreme(torch.autograd.Function):
         input, found = ctx.saved_tensors
         equal = input == found if ctx.mask is None else (input == found) & ctx.mask
         count = wire.all_reduce(equal.sum(ctx.dims, keepdim=True).to(gradient.dtype), ctx.group)
-        return equal * (Enter.apply(gradient, ctx.group) / count), None, None, None
+        return equal * (SumGradient.apply(gradient, ctx.group) / count), None, None, None
 
 
 def _extreme(op: str) -> Callable[..., torch.Tensor]:
@@ -181,7 +184,7 @@ class _Shown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (mine,) = ctx.saved_tensors
-        return torch.where(mine, Enter.apply(gradient, ctx.group), 0), None, None, None
+        return torch.where(mine, SumGradient.apply(gradient, ctx.group), 0), None, None, None
 
 
 def _flat_positions(across: Across, dims: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshloom.backends.forms.across import Across
-from meshloom.backends.nodes import Enter, Join
+from meshloom.comms.gradients import AllGather, SumGradient
 from meshloom.engines.torch_engine.local import wide_dtype
 
 Totals = Callable[[torch.Tensor], torch.Tensor]
@@ -39,7 +39,7 @@ class Chunks:
 
     def before(self, totals: torch.Tensor, nothing: float, scan: Totals) -> torch.Tensor:
         """For each chunk here what the scan makes of the totals of all before it, from totals (..., here, ...)."""
-        every = Enter.apply(Join.apply(totals, self.group), self.group)
+        every = SumGradient.apply(AllGather.apply(totals, self.group), self.group)
         line = every.movedim(0, self.dim).flatten(self.dim, self.dim + 1).index_select(self.dim, self.order)
         first = torch.full_like(line.narrow(self.dim, 0, 1), nothing)
         past = torch.cat([first, line.narrow(self.dim, 0, line.shape[self.dim] - 1)], self.dim)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from meshloom.collectives.algorithms.table import Algorithm, algorithms_of
 from meshloom.collectives.algorithms.trees import spanning
@@ -47,12 +48,19 @@ def candidates(
 def choose(collective: str, group: Iterable[Coordinate], fabric: Fabric, size: int, *, root: int = 0) -> Algorithm:
     """The algorithm with the lowest predicted time: over its steps, the sum of the slowest link's time.
 
-    Built are only those that could still be the fastest by their formula.
+    Built are only those that could still be the fastest by their formula. What was chosen once is remembered: all that
+    decides is in the call, and a fabric with other links is another value.
 
     >>> ring = Fabric.grid((8,), "ring", latency=1e-6, bandwidth=1e9)
     >>> print(choose("all_reduce", ring.coordinates(), ring, 1 << 20))
     all_reduce by bidirectional_ring (ring links)
     """
+    return _chosen(collective, tuple(group), fabric, size, root)
+
+
+@lru_cache(maxsize=4096)
+def _chosen(collective: str, group: tuple[Coordinate, ...], fabric: Fabric, size: int, root: int) -> Algorithm:
+    """The algorithm alone: a large group's schedule has millions of sends."""
     return best(collective, group, fabric, size, root=root).algorithm
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import summed, twins
+from meshloom.comms.deferred import deferred_gradients, sum_parts
 from meshloom.errors import GradientError
 from meshloom.tensor import creation
 from meshloom.tensor.base import Tensor
@@ -26,19 +26,19 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
     ins = _listed(inputs)
     start, seeded = _starts(outputs, grad_outputs)
     held = [_array_of(each) for each in ins]
-    others = [[twin.array for twin in twins(array)] for array in held]
+    others = [[each.array for each in deferred_gradients(array)] for array in held]
     if not any(others):
         with seen(start):
             found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
         _give_all(ins)
         return tuple(_dual(value, each) for value, each in zip(ins, found, strict=True))
-    flat = [*held, *(twin for each in others for twin in each)]
+    flat = [*held, *(array for each in others for array in each)]
     with seen(start):
         parts = iter(torch.autograd.grad(start, flat, seeded, *args, **{**kwargs, "allow_unused": True}))
     firsts = [next(parts) for _ in held]
     _give_all(ins)
     sums = [
-        summed(array, first, [next(parts) for _ in each])
+        sum_parts(array, first, [next(parts) for _ in each])
         for array, first, each in zip(held, firsts, others, strict=True)
     ]
     allowed = kwargs.get("allow_unused") or kwargs.get("materialize_grads") or any(args[3:4])
@@ -122,7 +122,7 @@ def _autograd_backward(
     roots, seeds = _starts(tensors, grad_tensors)
     leaves = None if inputs is None else [_array_of(each) for each in _listed(inputs)]
     if leaves is not None:
-        leaves = [*leaves, *(twin.array for leaf in leaves for twin in twins(leaf))]
+        leaves = [*leaves, *(each.array for leaf in leaves for each in deferred_gradients(leaf))]
     with seen(roots):
         torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
 

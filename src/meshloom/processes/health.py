@@ -22,10 +22,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from meshloom.backends.board import Board, UnwrittenError, first_line, holder, holds_store
-from meshloom.backends.status import LEFT, Status, blamed, has_answered, is_status, judged, table
 from meshloom.errors import DivergenceError, LostError, MeshloomError, is_program, line_of, where
 from meshloom.mesh import HERE, Mesh
+from meshloom.processes.status import LEFT, Status, blamed, has_answered, is_status, judged, table
+from meshloom.processes.store import Board, UnwrittenError, first_line, holder, holds_store
 
 BEAT = 0.25  # seconds between two looks of the thread
 GRACE = 2.0  # how long a process that fails waits for the others to say where they are

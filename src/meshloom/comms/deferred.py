@@ -1,8 +1,8 @@
-"""Gradients of replicated leaves that split work uses: kept apart on each process, and summed at the end of backward.
+"""Deferred gradients of replicated leaves that split work uses: each process keeps its part until the end of backward.
 
-Such a use goes through a second leaf that shares the first one's memory, its *twin*: backward accumulates this
-process's part there, over as many micro-batches as there are inside `loom.accumulate()`. `collect` then sums what is
-waiting, of all leaves together: small gradients travel in one buffer, large ones in their own memory.
+Such a use goes through a second leaf that shares the first one's memory: backward accumulates this process's part
+there, over as many micro-batches as there are inside `loom.accumulate()`. `collect` then sums what is waiting, of all
+leaves together: small gradients travel in one buffer, large ones in their own memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import wire
-from meshloom.backends.nodes import Enter, Leave
-from meshloom.backends.world import Group
+from meshloom.comms import wire
+from meshloom.comms.gradients import AllReduce, SumGradient
+from meshloom.comms.group import Group
 from meshloom.engines import private
 from meshloom.errors import GradientError
 
@@ -24,22 +24,22 @@ LARGE = 1 << 18  # elements from which a gradient travels by itself
 
 
 @dataclass(eq=False)
-class Twin:
-    """The second leaf of a replicated leaf, for uses whose gradient is summed over a group."""
+class DeferredGradient:
+    """The second leaf of a replicated leaf: what split work adds to its gradient waits here for the sum."""
 
     array: torch.Tensor
     group: Group
 
 
-class Twins(list[Twin]):
-    """The twins of a leaf, on the leaf; a copy of it, or what is read from a file, has none."""
+class DeferredGradients(list[DeferredGradient]):
+    """Those of a leaf, on the leaf; a copy of it, or what is read from a file, has none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Twins, ()
+        return DeferredGradients, ()
 
 
 @dataclass(frozen=True, eq=False)
-class Waiting:
+class PendingSum:
     """A part of a gradient that is to be summed: of which leaf, if it is still there, and over which processes.
 
     It keeps the leaf: whether one that nobody holds is gone already may differ between processes.
@@ -62,7 +62,7 @@ class Waiting:
             self.leaf.grad = total if self.leaf.grad is None else self.leaf.grad + total
 
 
-_waiting: dict[int, Waiting] = {}  # in the order of backward, which is the same on every process
+_waiting: dict[int, PendingSum] = {}  # in the order of backward, which is the same on every process
 _passes: dict[
     Callable[[], None], int
 ] = {}  # by what comes at the end, the pass of backward that it was last queued for
@@ -81,40 +81,40 @@ def queue_at_end(function: Callable[[], None]) -> None:
     private.engine.queue_callback(function)
 
 
-def entered(data: torch.Tensor, group: Group) -> torch.Tensor:
+def sum_gradient(data: torch.Tensor, group: Group) -> torch.Tensor:
     """A replicated array as split work uses it."""
-    if not (torch.is_grad_enabled() and data.requires_grad) or getattr(data, "_entered", False):
+    if not (torch.is_grad_enabled() and data.requires_grad) or getattr(data, "_is_deferred", False):
         return data
     if not data.is_leaf or data.is_meta or _has_hooks(data):
-        return Enter.apply(data, group)
-    return _twin(data, group).array
+        return SumGradient.apply(data, group)
+    return _defer(data, group).array
 
 
-def twins(leaf: torch.Tensor) -> list[Twin]:
-    """The twins of a leaf that still share its memory."""
-    return [twin for twin in _known(leaf) if twin.array.data_ptr() == leaf.data_ptr()]
+def deferred_gradients(leaf: torch.Tensor) -> list[DeferredGradient]:
+    """Those of a leaf that still share its memory."""
+    return [each for each in _of(leaf) if each.array.data_ptr() == leaf.data_ptr()]
 
 
-def _known(leaf: torch.Tensor) -> list[Twin]:
-    found: list[Twin] = getattr(leaf, "_twins", [])
+def _of(leaf: torch.Tensor) -> list[DeferredGradient]:
+    found: list[DeferredGradient] = getattr(leaf, "_deferred", [])
     return found
 
 
-def _twin(leaf: torch.Tensor, group: Group) -> Twin:
-    for twin in twins(leaf):
-        if twin.group is group:
-            return twin
+def _defer(leaf: torch.Tensor, group: Group) -> DeferredGradient:
+    for each in deferred_gradients(leaf):
+        if each.group is group:
+            return each
     array = leaf.detach().requires_grad_()
-    array._entered = True  # type: ignore[attr-defined]
+    array._is_deferred = True  # type: ignore[attr-defined]
     array.register_post_accumulate_grad_hook(_note(weakref.ref(leaf), group))
-    made = Twin(array, group)
-    used = [twin for twin in _known(leaf) if twin.array.data_ptr() == leaf.data_ptr() or twin.array.grad is not None]
-    leaf._twins = Twins([*used, made])  # type: ignore[attr-defined]
+    made = DeferredGradient(array, group)
+    used = [each for each in _of(leaf) if each.array.data_ptr() == leaf.data_ptr() or each.array.grad is not None]
+    leaf._deferred = DeferredGradients([*used, made])  # type: ignore[attr-defined]
     return made
 
 
 def _note(leaf: weakref.ref[torch.Tensor], group: Group) -> Callable[[torch.Tensor], None]:
-    """What backward calls when it has added to a twin's gradient."""
+    """What backward calls when it has added to a deferred gradient."""
 
     def note(array: torch.Tensor) -> None:
         held = leaf()
@@ -122,7 +122,7 @@ def _note(leaf: weakref.ref[torch.Tensor], group: Group) -> Callable[[torch.Tens
             array.grad = None
             raise _late_hooks(held)
         if id(array) not in _waiting:
-            _waiting[id(array)] = Waiting(array, group, held)
+            _waiting[id(array)] = PendingSum(array, group, held)
         at_end_of_backward(_finish)
 
     return note
@@ -142,7 +142,7 @@ def _has_hooks(leaf: torch.Tensor) -> bool:
 
 
 def _late_hooks(leaf: torch.Tensor) -> GradientError:
-    """A hook sees the whole gradient, and a twin has a part: with hooks, a leaf is used without twins."""
+    """A hook sees the whole gradient, and a deferred one is a part: with hooks, a leaf's is summed at each use."""
     return GradientError(
         f"a hook of a leaf of shape {list(leaf.shape)} came after the leaf was used: it would not be called",
         fix="register it before the forward pass",
@@ -151,13 +151,13 @@ def _late_hooks(leaf: torch.Tensor) -> GradientError:
 
 def drop(leaf: torch.Tensor) -> None:
     """Forget what is waiting for a leaf."""
-    for twin in _known(leaf):
-        twin.array.grad = None
+    for each in _of(leaf):
+        each.array.grad = None
 
 
 def is_waiting(leaf: torch.Tensor) -> bool:
     """Whether parts of a leaf's gradient are not summed yet."""
-    return any(twin.array.grad is not None for twin in _known(leaf))
+    return any(each.array.grad is not None for each in _of(leaf))
 
 
 def collect(only: Collection[int] | None = None) -> None:
@@ -168,16 +168,16 @@ def collect(only: Collection[int] | None = None) -> None:
         alike = [each for each in waiting if each.group is group and each.gradient.dtype == dtype]
         alone = [each for each in alike if each.gradient.numel() >= LARGE or each.gradient.requires_grad]
         for each in alone:
-            each.settle(_total(each.gradient, group))
-        _together([each for each in alike if each not in alone], group)
+            each.settle(_sum(each.gradient, group))
+        _sum_together([each for each in alike if each not in alone], group)
 
 
-def _total(part: torch.Tensor, group: Group) -> torch.Tensor:
+def _sum(part: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of every process's part, in the part's memory; of create_graph it belongs to the graph."""
-    return Leave.apply(part, group) if part.requires_grad else wire.all_reduce(part, group, own=True)
+    return AllReduce.apply(part, group) if part.requires_grad else wire.all_reduce(part, group, own=True)
 
 
-def _together(alike: list[Waiting], group: Group) -> None:
+def _sum_together(alike: list[PendingSum], group: Group) -> None:
     if not alike:
         return
     gradients = [each.gradient for each in alike]
@@ -188,12 +188,14 @@ def _together(alike: list[Waiting], group: Group) -> None:
         start += gradient.numel()
 
 
-def summed(leaf: torch.Tensor, own: torch.Tensor | None, parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    """A leaf's gradient from that of its own uses and those of its twins, as `torch.autograd.grad` gives them."""
-    for twin, part in zip(twins(leaf), parts, strict=True):
+def sum_parts(
+    leaf: torch.Tensor, own: torch.Tensor | None, parts: Iterable[torch.Tensor | None]
+) -> torch.Tensor | None:
+    """A leaf's gradient from that of its own uses and the deferred ones, as `torch.autograd.grad` gives them."""
+    for each, part in zip(deferred_gradients(leaf), parts, strict=True):
         if part is not None:
             if _has_hooks(leaf):
                 raise _late_hooks(leaf)
-            total = Leave.apply(part, twin.group)
+            total = AllReduce.apply(part, each.group)
             own = total if own is None else own + total
     return own

@@ -1,4 +1,4 @@
-"""The processes that run this program together: who they are, and the groups of them along mesh axes.
+"""The processes that run this program together meet here, and make torch's groups of them.
 
 `join` is called by `open_mesh` and does nothing outside of torchrun's environment. Inside it, the processes meet once
 through `torch.distributed`: Gloo on CPU, NCCL beside it where this process has a GPU.
@@ -7,11 +7,7 @@ through `torch.distributed`: Gloo on CPU, NCCL beside it where this process has 
 from __future__ import annotations
 
 import atexit
-import itertools
-import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,65 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.backends.bindings import process
-from meshloom.backends.board import MARGIN, Board, bounded, meet
-from meshloom.backends.watch import Watch
+from meshloom.comms.group import TIMEOUT, WORLD, Group, World
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, LostError, closest, where
-from meshloom.mesh import HERE, Mesh
+from meshloom.mesh import HERE
+from meshloom.processes.bindings import process
+from meshloom.processes.divergence import compare_at_end, perform
+from meshloom.processes.health import Watch
+from meshloom.processes.store import MARGIN, Board, bounded, meet
 
 CHECKS = ("always", "sample", "off")
-TIMEOUT = 300.0
 LONGEST = 1e6  # seconds, 11 days
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Processes that communicate: their ranks in order, torch's group of them, and this process's number among them.
-
-    All processes make torch's groups together: those along the same axes (`beside`), at the first collective on one.
-    What is only planned or explained makes none.
-    """
-
-    ranks: tuple[int, ...]
-    handle: Any
-    index: int
-    beside: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-        return len(self.ranks)
-
-    def connect(self) -> None:
-        """Have torch's group, if there is none yet."""
-        if self.handle is None:
-            handles = {ranks: _handle(ranks) for ranks in self.beside}
-            object.__setattr__(self, "handle", handles[self.ranks])
-
-
-@dataclass
-class World:
-    """All processes of this run, and how they look after each other."""
-
-    timeout: float = TIMEOUT
-    check: str = "sample"
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    control: Group | None = None
-    watch: Any = None
-    groups: dict[Any, Group] = field(default_factory=dict)
-    handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    device_meshes: dict[Mesh, tuple[Any, Any]] = field(
-        default_factory=dict
-    )  # torch's own, and the group it was made in
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether there are other processes."""
-        return self.control is not None
-
-
-WORLD = World()
 
 
 def join(timeout: float | None = None, check: str | None = None) -> World:
@@ -128,6 +76,7 @@ def _meet() -> None:
     ranks = tuple(range(HERE.count))
     WORLD.handles[ranks] = dist.group.WORLD
     WORLD.watch = Watch(WORLD, board)
+    WORLD.connect, WORLD.perform = _handle, perform
     WORLD.watch.start()
     private.set_group_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     if HERE.rank == 0:
@@ -185,8 +134,6 @@ def _device() -> torch.device:
 def _leave(is_theirs: bool) -> None:
     """End our threads and torch's before the interpreter does; a group that the program made is its own to end."""
     if WORLD.watch is not None:
-        from meshloom.backends.checks import compare_at_end
-
         compare_at_end()
         WORLD.watch.stop()
     for group in (*WORLD.groups.values(), *([WORLD.control] if WORLD.control else [])):
@@ -195,55 +142,6 @@ def _leave(is_theirs: bool) -> None:
     WORLD.device_meshes.clear()
     if not is_theirs and dist.is_initialized() and not (WORLD.watch is not None and WORLD.watch.failure):
         dist.destroy_process_group()
-
-
-def group_of(mesh: Mesh, axes: Sequence[int]) -> Group | None:
-    """The group of this process along some axes of a mesh; None where they do not leave the process."""
-    crossing = tuple(axis for axis in axes if mesh.processes[axis] > 1)
-    if not crossing:
-        return None
-    key = (mesh.processes, crossing)
-    if key not in WORLD.groups:
-        WORLD.groups[key] = _made(mesh.processes, crossing)
-    return WORLD.groups[key]
-
-
-def check_joined(grid: tuple[int, ...]) -> None:
-    """A mesh that processes split is used by all of them, not by one that read it from a file."""
-    if math.prod(grid) != HERE.count or not WORLD.is_joined:
-        raise LostError(
-            f"a mesh over {math.prod(grid)} processes is used by {HERE.count}",
-            fix="open it in the processes that use it: loom.open_mesh(...); for a file that others read, "
-            "save x.to_torch()",
-        )
-
-
-def _made(grid: tuple[int, ...], crossing: tuple[int, ...]) -> Group:
-    check_joined(grid)
-    beside = tuple(partition(grid, crossing))
-    ranks = next(ranks for ranks in beside if HERE.rank in ranks)
-    return Group(ranks, None, ranks.index(HERE.rank), beside)
-
-
-def partition(grid: tuple[int, ...], crossing: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The groups along some axes: one for every place on the others, members in row-major order.
-
-    >>> partition((2, 2), (0,))
-    [(0, 2), (1, 3)]
-    """
-    fixed = [range(1) if axis in crossing else range(size) for axis, size in enumerate(grid)]
-    moving = [range(size) if axis in crossing else range(1) for axis, size in enumerate(grid)]
-    return [
-        tuple(_rank([b + m for b, m in zip(base, move, strict=True)], grid) for move in itertools.product(*moving))
-        for base in itertools.product(*fixed)
-    ]
-
-
-def _rank(place: Sequence[int], grid: Sequence[int]) -> int:
-    rank = 0
-    for c, parts in zip(place, grid, strict=True):
-        rank = rank * parts + c
-    return rank
 
 
 def _handle(ranks: tuple[int, ...]) -> Any:

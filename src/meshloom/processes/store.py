@@ -24,10 +24,10 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
-from meshloom.backends import interfaces
-from meshloom.backends.notes import FolderNotes
-from meshloom.backends.sealing import seal_of_run
 from meshloom.errors import LostError
+from meshloom.processes import interfaces
+from meshloom.processes.notes import FolderNotes
+from meshloom.processes.sealing import seal_of_run
 
 VARIABLE = "MESHLOOM_STORE"  # file:///folder or tcp://address:port
 MARGIN = 1.0  # seconds after which we no longer wait for torch's own timeout

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from meshloom.backends.bindings import HOST_RANK, Binding, Environment, from_environment, visible_devices
 from meshloom.errors import BindingError, MeshError, closest
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.mesh.process import place_of
+from meshloom.processes.bindings import HOST_RANK, Binding, Environment, from_environment, visible_devices
 
 DEVICES = "MESHLOOM_VIRTUAL_DEVICES"
 CARDS = Path("/dev/tenstorrent")

@@ -15,17 +15,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
-from inspect import signature
 from typing import Any
 
 import torch
 
+from meshloom.context import state
+from meshloom.engines.layout import torch_dtype
 from meshloom.errors import RaceError
 from meshloom.placement import Topology
-from meshloom.runtime import state
-from meshloom.tensor import collectives
-from meshloom.tensor.base import Tensor
-from meshloom.tensor.shadow import Shadows
 
 WORKERS = 2
 
@@ -36,9 +33,9 @@ def _workers(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(WORKERS, thread_name_prefix="meshloom-collective")
 
 
-def _done(work: Callable[[], Tensor]) -> Future[Tensor]:
+def _run_now(work: Callable[[], Any]) -> Future[Any]:
     """Work that was done here and now; its error, if it has one, is kept for whoever waits."""
-    future: Future[Tensor] = Future()
+    future: Future[Any] = Future()
     try:
         future.set_result(work())
     except Exception as error:
@@ -49,17 +46,17 @@ def _done(work: Callable[[], Tensor]) -> Future[Tensor]:
 class Handle:
     """A collective under way: `wait()` gives its result, `done()` says whether it is there."""
 
-    def __init__(self, name: str, topology: Topology, work: Callable[[], Tensor], at_once: bool = False) -> None:
+    def __init__(self, name: str, topology: Topology, work: Callable[[], Any], at_once: bool = False) -> None:
         self.name = name
         self.topology = topology
         self._process = os.getpid()
-        self._future: Future[Tensor] = _done(work) if at_once else _workers(self._process).submit(work)
+        self._future: Future[Any] = _run_now(work) if at_once else _workers(self._process).submit(work)
 
     def done(self) -> bool:
         """Whether the result is there; never waits."""
         return self._future.done()
 
-    def wait(self, timeout: float | None = None) -> Tensor:
+    def wait(self, timeout: float | None = None) -> Any:
         """The result; an error of the collective is raised here."""
         if not self._future.done() and os.getpid() != self._process:
             raise RaceError(
@@ -70,7 +67,7 @@ class Handle:
         return self._future.result(timeout)
 
     @property
-    def tensor(self) -> Tensor:
+    def tensor(self) -> Any:
         """The result's memory without waiting; an error while the collective is under way."""
         if not self.done():
             raise RaceError(
@@ -87,23 +84,23 @@ class Handle:
 class Delayed(Handle):
     """A collective whose completion a seed decides; its memory is poison until then."""
 
-    def __init__(self, name: str, topology: Topology, work: Callable[[], Tensor], stress: Stress) -> None:
+    def __init__(self, name: str, topology: Topology, work: Callable[[], Any], stress: Stress, memory: Any) -> None:
         self.name, self.topology = name, topology
         self._work, self._stress = work, stress
-        self._result: Tensor | None = None
-        self._memory = Tensor(topology, _poison(topology))
+        self._result: Any = None
+        self._memory = memory  # a tensor of poison
         stress.start(self)
 
     def done(self) -> bool:
         return self._result is not None
 
-    def wait(self, timeout: float | None = None) -> Tensor:
+    def wait(self, timeout: float | None = None) -> Any:
         self._stress.finish(self)
         assert self._result is not None
         return self._result
 
     @property
-    def tensor(self) -> Tensor:
+    def tensor(self) -> Any:
         """The result's memory as it is now."""
         return self._memory if self._result is None else self._result
 
@@ -115,9 +112,8 @@ class Delayed(Handle):
                 self._memory._data.copy_(self._result._data)
 
 
-def _poison(topology: Topology) -> torch.Tensor:
-    from meshloom.engines.layout import torch_dtype
-
+def poison(topology: Topology) -> torch.Tensor:
+    """A stored array that nobody should read yet: nan, or the lowest number."""
     dtype = torch_dtype(topology.dtype)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full(topology.stored_shape, float("nan"), dtype=dtype)
@@ -176,48 +172,3 @@ def stress(seed: int = 0) -> Iterator[Stress]:
             yield running
         finally:
             running.drain()
-
-
-def start(name: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
-    """Start a collective; it is checked, and told to whoever watches, here and now."""
-    function = getattr(collectives, name)
-    stressed = kwargs.pop("stress", None)
-    with state.changed(shadows=Shadows()):
-        topology = function(x, *args, **kwargs).topology
-    tracked = torch.is_grad_enabled()
-    fabric = state.fabric
-
-    def work() -> Tensor:
-        with state.changed(fabric=fabric, logs=(), policy=None), torch.set_grad_enabled(tracked):
-            return function(x, *args, **kwargs)
-
-    running = Stress(int(stressed)) if stressed is not None and stressed is not False else state.stress
-    if running is not None:
-        return Delayed(name, topology, work, running)
-    return Handle(name, topology, work, at_once=_leaves_the_process(function, x, args, kwargs))
-
-
-def _leaves_the_process(function: Callable[..., Tensor], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = signature(function).bind(x, *args, **kwargs).arguments
-    return collectives.Group(x, given.get("axis")).members.crosses
-
-
-def _asynchronous(name: str) -> Callable[..., Handle]:
-    def function(x: Any, *args: Any, **kwargs: Any) -> Handle:
-        return start(name, x, args, kwargs)
-
-    function.__name__ = function.__qualname__ = f"{name}_async"
-    function.__doc__ = f"`{name}`, started at once: a handle whose `wait()` gives the result."
-    return function
-
-
-all_reduce_async = _asynchronous("all_reduce")
-all_gather_async = _asynchronous("all_gather")
-reduce_scatter_async = _asynchronous("reduce_scatter")
-all_to_all_async = _asynchronous("all_to_all")
-broadcast_async = _asynchronous("broadcast")
-reduce_async = _asynchronous("reduce")
-gather_async = _asynchronous("gather")
-scatter_async = _asynchronous("scatter")
-send_recv_async = _asynchronous("send_recv")
-shift_async = _asynchronous("shift")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from meshloom.backends import wire
-from meshloom.backends.checks import checksum
-from meshloom.backends.world import WORLD
+from meshloom.comms import wire
+from meshloom.comms.group import WORLD
 from meshloom.engines.layout import short_name
 from meshloom.errors import ShapeError
 from meshloom.mesh import Coordinate, Mesh
+from meshloom.processes.divergence import checksum
 from meshloom.types import LONG_NAME, Shape
 
 _DTYPES = list(LONG_NAME)

@@ -15,9 +15,18 @@ from functools import lru_cache
 
 import torch
 
-from meshloom.backends.nodes import Cut, Enter, Join, Leave, Scatter, Swap, combined
-from meshloom.backends.world import WORLD, Group, group_of
+from meshloom.comms.gradients import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    ReduceScatter,
+    Slice,
+    SumGradient,
+    combine,
+)
+from meshloom.comms.group import WORLD, Group, group_of
 from meshloom.engines import layout
+from meshloom.engines.reductions import REDUCTIONS, total
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
@@ -31,21 +40,21 @@ def move(
 ) -> torch.Tensor:
     """The stored array of `source` laid out as `target` wants it, wherever its parts are."""
     if not source.mesh.is_split:
-        step = _known_here(source, target)
+        step = _mover_here(source, target)
         return data if step is None else step(data)
-    step = _known(source, target, machine)
+    step = _mover_between(source, target, machine)
     if WORLD.watch is not None:
         WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
     return data if step is None else step(data)
 
 
 @lru_cache(maxsize=4096)
-def _known_here(source: Topology, target: Topology) -> Step | None:
+def _mover_here(source: Topology, target: Topology) -> Step | None:
     return layout.mover(source, target)
 
 
 @lru_cache(maxsize=4096)
-def _known(source: Topology, target: Topology, machine: Machine) -> Step | None:
+def _mover_between(source: Topology, target: Topology, machine: Machine) -> Step | None:
     return mover(source, target, machine)
 
 
@@ -75,9 +84,9 @@ def mover(
 
 def _steps(source: Topology, target: Topology, machine: Machine, merged: tuple[int, ...], own: bool) -> list[Step]:
     way = stations(source, target.placements, machine)
-    here, together = source, _reduced_together(way, merged, source.mesh)
+    here, together = source, _axes_summed_together(way, merged, source.mesh)
     left = [axis for axis in source.partial_axes if axis not in together or axis not in merged]
-    steps = [_lead(left.index(axis), _added(source, target, axis)) for axis in left if axis in merged]
+    steps = [_lead(left.index(axis), _count_added(source, target, axis)) for axis in left if axis in merged]
     if together:
         here = _with(source, dict.fromkeys(together, Replicate()))
         dims = tuple(place for place, axis in enumerate(left) if axis in together)
@@ -98,7 +107,7 @@ def _with(topology: Topology, changed: dict[int, Placement]) -> Topology:
     return topology.with_placements(tuple(changed.get(axis, p) for axis, p in enumerate(topology.placements)))
 
 
-def _reduced_together(way: Sequence[tuple[Placement, ...]], merged: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+def _axes_summed_together(way: Sequence[tuple[Placement, ...]], merged: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
     """The axes whose sums become replicated: one all-reduce for all of them."""
     found = []
     for axis in range(mesh.ndim):
@@ -120,7 +129,7 @@ def _lead(place: int, added: int) -> Step:
     return run
 
 
-def _added(source: Topology, target: Topology, axis: int) -> int:
+def _count_added(source: Topology, target: Topology, axis: int) -> int:
     """How many devices of the box beside the first one hold a part of a merged axis that stays a sum."""
     stays = source.placements[axis] == target.placements[axis] == Partial("sum")
     return source.mesh.local_shape[axis] - 1 if stays else 0
@@ -130,8 +139,8 @@ def _sum(group: Group | None, dims: tuple[int, ...], own: bool) -> Step:
     def run(data: torch.Tensor) -> torch.Tensor:
         local = data
         for place in reversed(dims):
-            local = layout.total(local, place)
-        return local if group is None else Leave.apply(local, group, own or bool(dims))
+            local = total(local, place)
+        return local if group is None else AllReduce.apply(local, group, own or bool(dims))
 
     return run
 
@@ -164,24 +173,24 @@ def _local_part(before: Topology, axis: int, op: str) -> Step:
     place = before.partial_axes.index(axis)
     if before.mesh.local_shape[axis] == 1:  # one part: what crosses the processes next makes memory of its own
         return lambda data: data.squeeze(place)
-    return lambda data: layout.REDUCE[op](data, place)
+    return lambda data: REDUCTIONS[op].along(data, place)
 
 
 def _reduction(before: Topology, after: Topology, axis: int, op: str, wanted: Placement, group: Group) -> Step:
     if isinstance(wanted, Replicate):
-        return (lambda data: Leave.apply(data, group)) if op == "sum" else lambda data: combined(data, group, op)
+        return (lambda data: AllReduce.apply(data, group)) if op == "sum" else lambda data: combine(data, group, op)
     assert isinstance(wanted, Shard)
     if op != "sum":
         whole = _with(before, {axis: Replicate()})
         slices = _into_shards(whole, after, wanted.dim, group)
-        return lambda data: slices(combined(data, group, op))
+        return lambda data: slices(combine(data, group, op))
     cut = Pieces(after, wanted.dim, group)
-    return lambda data: cut.merged(Scatter.apply(cut.apart(data), group))
+    return lambda data: cut.merged(ReduceScatter.apply(cut.apart(data), group))
 
 
 def _together(before: Topology, after: Topology, dim: int, group: Group) -> Step:
     cut = Pieces(before, dim, group)
-    return lambda data: cut.whole(Join.apply(data, group))
+    return lambda data: cut.whole(AllGather.apply(data, group))
 
 
 def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> Step:
@@ -190,7 +199,7 @@ def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> S
     def run(data: torch.Tensor) -> torch.Tensor:
         pieces = cut.apart(data)
         if torch.is_grad_enabled() and data.requires_grad:
-            return cut.merged(Cut.apply(pieces, group))
+            return cut.merged(Slice.apply(pieces, group))
         return cut.merged(pieces[group.index]).contiguous()
 
     return run
@@ -198,10 +207,7 @@ def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> S
 
 def _exchange(before: Topology, after: Topology, here: int, there: int, group: Group) -> Step:
     source, target = Pieces(before, here, group), Pieces(after, there, group)
-    return lambda data: source.whole(target.merged(Swap.apply(target.apart(data), group), 1))
-
-
-_NEUTRAL: dict[str, Step] = {"sum": layout.nothing_like, "prod": torch.ones_like}
+    return lambda data: source.whole(target.merged(AllToAll.apply(target.apart(data), group), 1))
 
 
 def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Step:
@@ -209,10 +215,10 @@ def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Ste
     placement = after.placements[axis]
     assert isinstance(placement, Partial)
     made = layout.mover(before.held, after.held)
-    neutral = _NEUTRAL.get(placement.op)
+    neutral = REDUCTIONS[placement.op].neutral
 
     def run(data: torch.Tensor) -> torch.Tensor:
-        data = Enter.apply(data, group)
+        data = SumGradient.apply(data, group)
         if neutral is not None and group.index:
             data = torch.where(data.new_zeros((), dtype=torch.bool), data, neutral(data))
         return layout.fill(data if made is None else made(data), after, 0)

@@ -14,35 +14,26 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from meshloom.backends.watch import RECENT, Told
-from meshloom.backends.world import WORLD, Group, World
+from meshloom.comms.group import WORLD, Group, World
 from meshloom.errors import DivergenceError, where
 from meshloom.mesh import HERE
+from meshloom.processes.health import RECENT, Told
 
 FIRST = 64  # collectives that "sample" compares one by one
 EVERY = 64  # and then one of so many
 ROOM = 1024  # bytes of data that a frame has room for
 SAMPLED = 256  # elements of a plain tensor that are compared at every use
 _HEAD = 16
+SLICE = timedelta(seconds=0.25)  # how long a wait lasts before it looks whether another process has failed
 
 
-class Story:
-    """The running hash of what this process has done, and which tensors the call that is under way works on."""
-
-    def __init__(self) -> None:
-        self.hash = 0
-        self.identity = 0
-
-    def add(self, text: str) -> None:
-        """One more thing that all processes do alike."""
-        self.hash = zlib.crc32(text.encode(), self.hash)
-
-
-STORY = Story()
+STORY = WORLD.story
 
 
 def is_listening(world: World = WORLD) -> bool:
@@ -141,6 +132,51 @@ class Frame:
         """The data of every process of a group, stacked."""
         held = [self.room[rank, _HEAD : _HEAD + self.size].clone().view(self.like.dtype) for rank in group.ranks]
         return torch.stack(held).view(group.size, *self.like.shape)
+
+
+def perform(
+    kind: str, group: Group, sent: torch.Tensor, start: Callable[[], Any], combine: Callable[[torch.Tensor], None]
+) -> None:
+    """Run one collective to its end, or raise with the story of all processes.
+
+    `start` begins it in torch. A small one that is checked travels with the check: `combine` then makes the result of
+    what every process of the group sent.
+    """
+    watch = WORLD.watch
+    watch.enter(kind)
+    watch.tell(describe(f"{kind} of {watch.of}", STORY.identity), watch.line)
+    try:
+        if is_compared():
+            note_collective(kind, sent)
+        if is_checked(watch):
+            frame = Frame(sent)
+            wait(frame.start(), watch)
+            frame.compare()
+            if frame.carries:
+                combine(frame.parts(group))
+                watch.leave()
+                return
+        wait(start(), watch)
+    except RuntimeError as error:
+        raise watch.explained(error) from None
+    watch.leave()
+
+
+def wait(work: Any, watch: Any) -> None:
+    """Wait for the end of a collective, a slice at a time, for as long as nobody has failed."""
+    watch.work = work
+    while True:
+        try:
+            work.wait(SLICE)
+            break
+        except RuntimeError as error:
+            if work.is_completed() and "timed out" not in str(error).lower():
+                raise
+            if work.is_completed():
+                work.wait()
+                break
+            watch.look()
+    watch.work = None
 
 
 def _divergence(hashes: list[bytes]) -> DivergenceError:

@@ -1,31 +1,20 @@
 """Collectives between processes: one call of `torch.distributed` each, straight to its groups.
 
 Arrays without data (`meta`) only change their shape here: what is explained never reaches another process. Every call
-goes through `perform`, which numbers it, compares it with what the other processes do (`checks`) and waits for it.
+goes through `perform`, which numbers it, compares it with what the other processes do and waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshloom.backends.checks import STORY, Frame, describe, is_checked, is_compared, note_collective
-from meshloom.backends.world import WORLD, Group
-from meshloom.engines.layout import total
+from meshloom.comms.group import WORLD, Group
+from meshloom.engines.reductions import REDUCTIONS
 
-SLICE = timedelta(seconds=0.25)  # how long a wait lasts before it looks whether another process has failed
-
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
 # what Gloo cannot carry as it is, and what carries it instead
 _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
@@ -33,59 +22,24 @@ _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 def perform(
     kind: str, group: Group, sent: torch.Tensor, start: Callable[[], Any], combine: Callable[[torch.Tensor], None]
 ) -> None:
-    """Run one collective to its end, or raise with the story of all processes.
+    """Run one collective to its end, as the processes have agreed to when they met (`processes.divergence`).
 
-    `start` begins it in torch. A small one that is checked travels with the check: `combine` then makes the result of
-    what every process of the group sent.
+    `start` begins it in torch; `combine` makes the result of what every process sent, where that came with a check.
     """
-    watch = WORLD.watch
     group.connect()
-    watch.enter(kind)
-    watch.tell(describe(f"{kind} of {watch.of}", STORY.identity), watch.line)
-    try:
-        if is_compared():
-            note_collective(kind, sent)
-        if is_checked(watch):
-            frame = Frame(sent)
-            wait(frame.start(), watch)
-            frame.compare()
-            if frame.carries:
-                combine(frame.parts(group))
-                watch.leave()
-                return
-        wait(start(), watch)
-    except RuntimeError as error:
-        raise watch.explained(error) from None
-    watch.leave()
-
-
-def wait(work: Any, watch: Any) -> None:
-    """Wait for the end of a collective, a slice at a time, for as long as nobody has failed."""
-    watch.work = work
-    while True:
-        try:
-            work.wait(SLICE)
-            break
-        except RuntimeError as error:
-            if work.is_completed() and "timed out" not in str(error).lower():
-                raise
-            if work.is_completed():
-                work.wait()
-                break
-            watch.look()
-    watch.work = None
+    WORLD.perform(kind, group, sent, start, combine)
 
 
 def _options(op: str) -> Any:
     options: Any = dist.AllreduceOptions()
-    options.reduceOp = _OPS[op]
+    options.reduceOp = REDUCTIONS[op].between
     return options
 
 
-_OPTIONS = {op: _options(op) for op in _OPS}
+_OPTIONS = {op: _options(op) for op in REDUCTIONS}
 
 
-def _carried(data: torch.Tensor) -> torch.Tensor:
+def _encode(data: torch.Tensor) -> torch.Tensor:
     """The array as the wire takes it: contiguous, in a dtype that it knows."""
     if data.is_complex():
         data = torch.view_as_real(data.resolve_conj())
@@ -93,7 +47,7 @@ def _carried(data: torch.Tensor) -> torch.Tensor:
     return data.contiguous() if carrier is None else data.to(carrier).contiguous()
 
 
-def _restored(carried: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _decode(carried: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(carried)
     return carried if carried.dtype == dtype else carried.to(dtype)
@@ -104,14 +58,14 @@ def _keys(data: torch.Tensor, op: str) -> torch.Tensor:
     wide = data.float() if data.element_size() < 4 else data
     whole = torch.int64 if wide.element_size() == 8 else torch.int32
     limit = torch.iinfo(whole)
-    return _flipped(wide.contiguous().view(whole)).masked_fill_(wide.isnan(), limit.max if op == "max" else limit.min)
+    return _flip(wide.contiguous().view(whole)).masked_fill_(wide.isnan(), limit.max if op == "max" else limit.min)
 
 
 def _values(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _flipped(keys).view(torch.float64 if keys.element_size() == 8 else torch.float32).to(dtype)
+    return _flip(keys).view(torch.float64 if keys.element_size() == 8 else torch.float32).to(dtype)
 
 
-def _flipped(bits: torch.Tensor) -> torch.Tensor:
+def _flip(bits: torch.Tensor) -> torch.Tensor:
     """The bits of a float as an integer of the same order, and back: those of a negative number count downwards."""
     return bits ^ ((bits >> (8 * bits.element_size() - 1)) & torch.iinfo(bits.dtype).max)
 
@@ -121,35 +75,31 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
     if data.is_meta or data.numel() == 0:
         return data
     if data.is_complex() and op not in ("sum", "mean"):
-        return _REDUCE[op](all_gather(data, group))
+        return _reduce(all_gather(data, group), op)
     if data.is_floating_point() and op in ("max", "min"):
         return _values(all_reduce(_keys(data, op), group, op, own=True), data.dtype)
-    sent = _carried(data)
+    sent = _encode(data)
     if not own and sent.data_ptr() == data.data_ptr():
         sent = sent.clone()
 
     def combine(parts: torch.Tensor) -> None:
-        sent.copy_(_REDUCE[op](parts))
+        sent.copy_(_reduce(parts, op))
 
     perform("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]), combine)
-    found = _restored(sent, data.dtype)
+    found = _decode(sent, data.dtype)
     return found / group.size if op == "mean" else found
 
 
-_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda parts: total(parts, 0),
-    "mean": lambda parts: total(parts, 0),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-    "prod": lambda parts: parts.prod(0, dtype=parts.dtype),
-}
+def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
+    """What processes sent, reduced as torch.distributed does: a mean is divided afterwards."""
+    return REDUCTIONS["sum" if op == "mean" else op].along(parts, 0)
 
 
 def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     """Every process's array, stacked in the order of the group."""
     if data.is_meta or data.numel() == 0:
         return data.new_empty((group.size, *data.shape))
-    sent = _carried(data)
+    sent = _encode(data)
     room = sent.new_empty((group.size, *sent.shape))
 
     def start() -> Any:
@@ -159,7 +109,7 @@ def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
         room.copy_(parts)
 
     perform("all_gather", group, sent, start, combine)
-    return _restored(room, data.dtype)
+    return _decode(room, data.dtype)
 
 
 def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
@@ -167,22 +117,22 @@ def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch
     if pieces.is_meta or pieces.numel() == 0:
         return pieces.new_empty(pieces.shape[1:])
     if pieces.is_complex() and op not in ("sum", "mean"):
-        return _REDUCE[op](all_to_all(pieces, group))
+        return _reduce(all_to_all(pieces, group), op)
     if pieces.is_floating_point() and op in ("max", "min"):
         return _values(reduce_scatter(_keys(pieces, op), group, op), pieces.dtype)
-    sent = _carried(pieces)
+    sent = _encode(pieces)
     room = sent.new_empty(sent.shape[1:])
     options: Any = dist.ReduceScatterOptions()
-    options.reduceOp = _OPS[op]
+    options.reduceOp = REDUCTIONS[op].between
 
     def start() -> Any:
         return group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options)
 
     def combine(parts: torch.Tensor) -> None:
-        room.copy_(_REDUCE[op](parts[:, group.index]))
+        room.copy_(_reduce(parts[:, group.index], op))
 
     perform("reduce_scatter", group, sent, start, combine)
-    found = _restored(room, pieces.dtype)
+    found = _decode(room, pieces.dtype)
     return found / group.size if op == "mean" else found
 
 
@@ -190,7 +140,7 @@ def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:
     """Piece i goes to process i: what comes back is a piece from each."""
     if pieces.is_meta or pieces.numel() == 0:
         return torch.empty_like(pieces)
-    sent = _carried(pieces)
+    sent = _encode(pieces)
     room = torch.empty_like(sent)
 
     def start() -> Any:
@@ -200,14 +150,14 @@ def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:
         room.copy_(parts[:, group.index])
 
     perform("all_to_all", group, sent, start, combine)
-    return _restored(room, pieces.dtype)
+    return _decode(room, pieces.dtype)
 
 
 def broadcast(data: torch.Tensor, group: Group, root: int) -> torch.Tensor:
     """The array of process `root` of the group."""
     if data.is_meta or data.numel() == 0:
         return data
-    carried = _carried(data)
+    carried = _encode(data)
     sent = carried.clone() if group.index == root else torch.empty_like(carried)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
@@ -216,17 +166,17 @@ def broadcast(data: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         sent.copy_(parts[root])
 
     perform("broadcast", group, sent, lambda: group.handle.broadcast([sent], options), combine)
-    return _restored(sent, data.dtype)
+    return _decode(sent, data.dtype)
 
 
 def exchange_rows(
     rows: torch.Tensor, leaving: Sequence[Sequence[int]], asked: Sequence[tuple[int, int]], group: Group
 ) -> torch.Tensor:
     """Some rows for each process: those that this one asked of others (process, row), in the order of the processes."""
-    sent = _carried(rows)
+    sent = _encode(rows)
     room = sent.new_empty((len(asked), *sent.shape[1:]))
     if rows.is_meta or rows.numel() == 0:
-        return _restored(room, rows.dtype)
+        return _decode(room, rows.dtype)
     width = sent[0].numel()
     order = [row for each in leaving for row in each]
     packed = (sent if order == list(range(len(sent))) else sent[order]).view(-1, width)
@@ -240,4 +190,4 @@ def exchange_rows(
             room[place] = parts[source, row]
 
     perform("exchange", group, sent, start, combine)
-    return _restored(room, rows.dtype)
+    return _decode(room, rows.dtype)

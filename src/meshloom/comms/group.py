@@ -1,0 +1,247 @@
+"""Who communicates: the processes of this run, groups of them, and the devices that each of them holds.
+
+A `Group` is processes. `Members` are the devices along some axes of a mesh, in the order in which a collective numbers
+them, with the process and the row of each; on a mesh that one process holds their group is a group of one. `WORLD`
+is this run: alone until processes join (`processes.world`), which then says how to connect and how to run a collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from meshloom.errors import LostError
+from meshloom.mesh import HERE, Mesh
+
+TIMEOUT = 300.0
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Processes that communicate: their ranks in order, torch's group of them, and this process's number among them.
+
+    A group of one has nobody to talk to: what it holds is all there is. All processes make torch's groups together:
+    those along the same axes (`beside`), at the first collective on one. What is only planned or explained makes none.
+    """
+
+    ranks: tuple[int, ...]
+    handle: Any
+    index: int
+    beside: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return len(self.ranks)
+
+    def connect(self) -> None:
+        """Have torch's group, if there is none yet."""
+        if self.handle is None:
+            handles = {ranks: WORLD.connect(ranks) for ranks in self.beside}
+            object.__setattr__(self, "handle", handles[self.ranks])
+
+
+ALONE = Group((0,), None, 0)
+
+
+class Story:
+    """The running hash of what this process has done, and which tensors the call that is under way works on."""
+
+    def __init__(self) -> None:
+        self.hash = 0
+        self.identity = 0
+
+    def add(self, text: str) -> None:
+        """One more thing that all processes do alike."""
+        self.hash = zlib.crc32(text.encode(), self.hash)
+
+
+def _nobody(*_: Any) -> Any:
+    raise LostError(
+        "there are no other processes", fix="open a mesh in the processes that share it: loom.open_mesh(...)"
+    )
+
+
+@dataclass
+class World:
+    """All processes of this run, and how they look after each other.
+
+    `connect` makes torch's group of some ranks, `perform` runs one collective to its end.
+    """
+
+    timeout: float = TIMEOUT
+    check: str = "sample"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    control: Group | None = None
+    watch: Any = None
+    story: Story = field(default_factory=Story)
+    connect: Callable[[tuple[int, ...]], Any] = _nobody
+    perform: Callable[..., None] = _nobody
+    groups: dict[Any, Group] = field(default_factory=dict)
+    handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    device_meshes: dict[Mesh, tuple[Any, Any]] = field(default_factory=dict)  # torch's own, and its group
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether there are other processes."""
+        return self.control is not None
+
+
+WORLD = World()
+
+
+def group_of(mesh: Mesh, axes: Iterable[int]) -> Group | None:
+    """The group of this process along some axes of a mesh; None where they do not leave the process."""
+    crossing = tuple(axis for axis in axes if mesh.processes[axis] > 1)
+    if not crossing:
+        return None
+    key = (mesh.processes, crossing)
+    if key not in WORLD.groups:
+        WORLD.groups[key] = _make_group(mesh.processes, crossing)
+    return WORLD.groups[key]
+
+
+def check_joined(grid: tuple[int, ...]) -> None:
+    """A mesh that processes split is used by all of them, not by one that read it from a file."""
+    if math.prod(grid) != HERE.count or not WORLD.is_joined:
+        raise LostError(
+            f"a mesh over {math.prod(grid)} processes is used by {HERE.count}",
+            fix="open it in the processes that use it: loom.open_mesh(...); for a file that others read, "
+            "save x.to_torch()",
+        )
+
+
+def _make_group(grid: tuple[int, ...], crossing: tuple[int, ...]) -> Group:
+    check_joined(grid)
+    beside = tuple(partition(grid, crossing))
+    ranks = next(ranks for ranks in beside if HERE.rank in ranks)
+    return Group(ranks, None, ranks.index(HERE.rank), beside)
+
+
+def partition(grid: tuple[int, ...], crossing: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The groups along some axes: one for every place on the others, members in row-major order.
+
+    >>> partition((2, 2), (0,))
+    [(0, 2), (1, 3)]
+    """
+    fixed = [range(1) if axis in crossing else range(size) for axis, size in enumerate(grid)]
+    moving = [range(size) if axis in crossing else range(1) for axis, size in enumerate(grid)]
+    return [
+        tuple(_rank([b + m for b, m in zip(base, move, strict=True)], grid) for move in itertools.product(*moving))
+        for base in itertools.product(*fixed)
+    ]
+
+
+def _rank(place: Sequence[int], grid: Sequence[int]) -> int:
+    rank = 0
+    for c, parts in zip(place, grid, strict=True):
+        rank = rank * parts + c
+    return rank
+
+
+@dataclass(frozen=True)
+class Members:
+    """The devices along some axes of a mesh, and which of them this process holds. `members_of` makes one of a kind."""
+
+    mesh: Mesh
+    axes: tuple[int, ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The devices along each axis."""
+        return tuple(self.mesh.shape[axis] for axis in self.axes)
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """The devices of this process along each axis."""
+        return tuple(self.mesh.local_shape[axis] for axis in self.axes)
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """The processes along each axis."""
+        return tuple(self.mesh.processes[axis] for axis in self.axes)
+
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether the members lie on several processes; if not, their group is a group of one."""
+        return math.prod(self.grid) > 1
+
+    @cached_property
+    def size(self) -> int:
+        """How many members there are."""
+        return math.prod(self.sizes)
+
+    @cached_property
+    def count(self) -> int:
+        """How many of them this process holds."""
+        return math.prod(self.held)
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For every member its process (by number in the group) and its row there.
+
+        >>> Members(Mesh.of((2, 4), processes=(1, 2)), (0, 1)).places
+        ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3))
+        """
+        return tuple(self._place(member) for member in itertools.product(*(range(size) for size in self.sizes)))
+
+    def _place(self, member: Sequence[int]) -> tuple[int, int]:
+        process = row = 0
+        for at, held, parts in zip(member, self.held, self.grid, strict=True):
+            process, row = process * parts + at // held, row * held + at % held
+        return process, row
+
+    @property
+    def index(self) -> int:
+        """The number of this process in the group."""
+        place = 0
+        for axis, parts in zip(self.axes, self.grid, strict=True):
+            place = place * parts + self.mesh.place[axis]
+        return place
+
+    @cached_property
+    def mine(self) -> tuple[int, ...]:
+        """The numbers of this process's members, in the order of its rows."""
+        return tuple(member for member, (process, _) in enumerate(self.places) if process == self.index)
+
+    def row(self, member: int) -> int | None:
+        """The row of a member, None where another process holds it."""
+        process, row = self.places[member]
+        return row if process == self.index else None
+
+    def group(self, data: torch.Tensor) -> Group:
+        """The processes; where there is no data nobody is asked, and they are a number."""
+        if data.is_meta and self.crosses:
+            return Group(tuple(range(math.prod(self.grid))), None, self.index)
+        return group_of(self.mesh, self.axes) or ALONE
+
+    def together(self, stacked: torch.Tensor, place: int = 0) -> torch.Tensor:
+        """(..., processes, own members, ...) to (..., all members, ...), in their order."""
+        count = len(self.axes)
+        split = stacked.unflatten(place + 1, self.held).unflatten(place, self.grid)
+        order = [place + i + level * count for i in range(count) for level in (0, 1)]
+        rest = range(place + 2 * count, split.dim())
+        return split.permute(*range(place), *order, *rest).flatten(place, place + 2 * count - 1)
+
+    def apart(self, whole: torch.Tensor, place: int = 0) -> torch.Tensor:
+        """(..., all members, ...) to (..., processes, own members, ...); the inverse of `together`."""
+        count = len(self.axes)
+        both = tuple(size for pair in zip(self.grid, self.held, strict=True) for size in pair)
+        split = whole.unflatten(place, both)
+        order = [place + 2 * i + level for level in (0, 1) for i in range(count)]
+        rest = range(place + 2 * count, split.dim())
+        moved = split.permute(*range(place), *order, *rest)
+        return moved.flatten(place + count, place + 2 * count - 1).flatten(place, place + count - 1)
+
+
+@lru_cache(maxsize=256)
+def members_of(mesh: Mesh, axes: tuple[int, ...]) -> Members:
+    """The members of the groups along some axes."""
+    return Members(mesh, axes)

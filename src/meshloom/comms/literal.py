@@ -1,0 +1,315 @@
+"""Literal collectives: they act on what each device holds, whatever its placement says.
+
+A group is the devices along some mesh axes; there is one for every place on the other axes. The result's shape and
+placements follow from what was done: an all-reduce of shape (8, 4) placed S(0) on 4 devices gives shape (2, 4), R. A
+device that holds fewer elements than the others counts the missing ones as what does not change the reduction. Where a
+dim is cut by the group and by other axes, parts are taken with their padding, which is zero.
+
+Three modes: `direct`, array operations on the block; `host`, every part read back, combined in a fixed order and
+written to all; `fabric`, a schedule of sends between neighbours, step by step. One meaning: they are differentiable in
+every mode, and a result that is replicated counts once in a loss. A `Call` is one collective on a stored array; its
+methods give the topology and the stored array of the result, which `tensor.collectives` makes tensors of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.collectives import KINDS, Collective
+from meshloom.collectives.algorithms import algorithm as named
+from meshloom.comms.deferred import sum_gradient
+from meshloom.comms.group import WORLD, group_of, members_of
+from meshloom.comms.modes import DirectMode, FabricMode, HostMode
+from meshloom.context import Event, state
+from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, unpad
+from meshloom.errors import ArgumentError, ModeError, closest, where
+from meshloom.mesh import Mesh
+from meshloom.placement import IDENTITY, PARTIAL_OPS, Partial, Placement, Replicate, Shard, Topology, can_be_partial
+from meshloom.types import Shape
+
+MODES = ("direct", "host", "fabric")
+Axis = str | Sequence[str] | None
+Placed = tuple[Topology, torch.Tensor]  # a tensor as its topology and its stored array
+
+
+class Operand:
+    """A stored array as the members of the groups along some axes of its mesh hold it.
+
+    `parts` is the block with the members first, in row-major order of the group's axes: shape (p, other mesh axes,
+    local dims). A replicated axis repeats its value without a copy. Where processes split the mesh they are the members
+    of this process; `members` knows the others.
+    """
+
+    def __init__(self, topology: Topology, data: torch.Tensor, axis: Axis) -> None:
+        self.topology, self.data = topology, data
+        self.mesh = topology.mesh
+        self.axes = group_axes(self.mesh, axis)
+        self.members = members_of(self.mesh, self.axes)
+        self.sizes, self.size = self.members.sizes, self.members.size
+
+    @property
+    def name(self) -> str:
+        """The axes as an event names them."""
+        return ",".join(self.mesh.axes[a] for a in self.axes)
+
+    def placed(self, placement: Placement, shape: Shape) -> Topology:
+        """A tensor of this shape placed so along the group, and as before on the other axes."""
+        placements = tuple(placement if a in self.axes else p for a, p in enumerate(self.topology.placements))
+        return Topology(self.mesh, placements, shape, self.topology.dtype)
+
+    def held_shape(self) -> Shape:
+        """The shape of what one member of each group holds, seen over the other axes."""
+        return tuple([self._held(dim) for dim in range(self.topology.ndim)])
+
+    def _held(self, dim: int) -> int:
+        topology = self.topology
+        if not any(a in self.axes for a in topology.axes_of[dim]):
+            return topology.shape[dim]
+        return topology.local_shape[dim] * self.others(dim)
+
+    def others(self, dim: int) -> int:
+        """How many places on the other axes cut a dim."""
+        axes = self.topology.axes_of[dim]
+        return math.prod(self.mesh.shape[a] for a in axes if a not in self.axes)
+
+    def parts(self, missing: Any = 0) -> torch.Tensor:
+        """What each member holds; an element that some lack is `missing` there, one that all lack is zero."""
+        topology, data = self.topology, self._with_summed_gradient()
+        lacking = tuple(d for d in topology.padded_dims if any(a in self.axes for a in topology.axes_of[d]))
+        if not lacking or missing == 0:
+            return self._members_first(to_block(data, topology))
+        parts = self._members_first(to_block(fill(data, topology, missing, lacking), topology))
+        return torch.where(self._held_by_some(), parts, torch.zeros((), dtype=parts.dtype, device=parts.device))
+
+    def _with_summed_gradient(self) -> torch.Tensor:
+        """The array; what processes hold alike and use as parts of their own gets the sum of its gradients."""
+        topology, data = self.topology, self.data
+        if not self.members.crosses or data.is_meta:
+            return data
+        alike = [axis for axis in self.axes if isinstance(topology.placements[axis], Replicate)]
+        group = group_of(self.mesh, alike)
+        return data if group is None else sum_gradient(data, group)
+
+    def _members_first(self, block: torch.Tensor, sizes: Shape | None = None) -> torch.Tensor:
+        count = len(self.axes)
+        front = block.movedim(self.axes, tuple(range(count)))
+        return front.expand(*(sizes or self.members.held), *front.shape[count:]).flatten(0, count - 1)
+
+    def _held_by_some(self) -> torch.Tensor:
+        """True where some member holds an element, in the shape of one part."""
+        reduced = self.topology.reduced
+        whole = Mesh.of(self.mesh.shape, self.mesh.axes) if self.mesh.is_split else self.mesh
+        topology = Topology(whole, reduced.placements, reduced.shape, reduced.dtype)
+        mask = mask_of(topology, self.data.device)
+        assert mask is not None
+        found = self._members_first(to_block(mask.expand(topology.stored_shape), topology), self.sizes).any(0)
+        for place, axis in enumerate(self.other_axes):
+            if axis in self.topology.partial_axes:  # the mask has size 1 where a partial tensor has the axis
+                found = found.narrow(place, 0, 1)
+            elif self.mesh.processes[axis] > 1 and not isinstance(reduced.placements[axis], Replicate):
+                found = found.narrow(place, self.mesh.local_offset[axis], self.mesh.local_shape[axis])
+        return found
+
+    @property
+    def other_axes(self) -> tuple[int, ...]:
+        """The mesh axes that the group does not go over."""
+        return tuple(axis for axis in range(self.mesh.ndim) if axis not in self.axes)
+
+    def other_places(self) -> tuple[tuple[int, int], ...]:
+        """For every other axis its size in a part, and where this process's begins; (1, 0) where it is replicated."""
+        placements, start = self.topology.placements, self.mesh.local_offset
+        alike = {axis for axis in self.other_axes if isinstance(placements[axis], Replicate)}
+        return tuple((1, 0) if axis in alike else (self.mesh.shape[axis], start[axis]) for axis in self.other_axes)
+
+    def same(self, part: torch.Tensor, shape: Shape) -> Placed:
+        """The tensor of which every member holds `part`."""
+        for axis in self.axes:
+            part = part.unsqueeze(axis)
+        target = self.placed(Replicate(), shape)
+        return target, from_block(part, target)
+
+    def each(self, parts: torch.Tensor, target: Topology) -> Placed:
+        """The tensor of which member i holds `parts[i]`; no axis of the group is replicated."""
+        block = parts.unflatten(0, self.members.held).movedim(tuple(range(len(self.axes))), self.axes)
+        return target, from_block(block, target)
+
+
+def group_axes(mesh: Mesh, axis: Axis) -> tuple[int, ...]:
+    """The positions of the axes that a collective goes over, in mesh order; None means the whole mesh."""
+    if axis is None:
+        return tuple(range(mesh.ndim))
+    if not isinstance(axis, Sequence) or not all(isinstance(name, str) for name in axis):
+        raise ArgumentError(f"axis takes names, not {axis!r}", mesh=mesh, fix=closest(axis, mesh.axes))
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    found = tuple(mesh.axis(name) for name in names)
+    if len(set(found)) != len(found) or not found:
+        raise ArgumentError(f"axis= names {list(names)}", mesh=mesh, fix="name each axis once, or leave it out for all")
+    return tuple(sorted(found))
+
+
+def check_mode(mode: str, op: str | None, topology: Topology) -> None:
+    """An error unless there is such a mode, and such a reduction of the dtype."""
+    if mode not in MODES:
+        raise ModeError(f"there is no mode {mode!r}", fix=closest(mode, MODES))
+    if op is not None and op not in PARTIAL_OPS:
+        raise ArgumentError(f"there is no reduction {op!r}", fix=closest(op, PARTIAL_OPS))
+    if op is not None and not can_be_partial(Partial(op), topology.dtype):
+        fix = "use max for any, min for all, or cast first" if topology.dtype == "bool" else "cast to f32 first"
+        raise ArgumentError(f"a {op} of {topology.dtype} has no meaning", fix=fix)
+
+
+def check_member(operand: Operand, member: int, name: str) -> None:
+    """An error unless the group has a member of that number."""
+    if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < operand.size:
+        raise ArgumentError(
+            f"{name} {member!r} is not a member of a group of {operand.size}",
+            mesh=operand.mesh,
+            fix=f"members go from 0 to {operand.size - 1}, row-major over {operand.name}",
+        )
+
+
+class Call:
+    """One collective call: its operand and its mode, checked and told to whoever watches.
+
+    `grows` is how a member's part changes: "more" for what is gathered, "less" for what is scattered. `number` tells
+    tensors apart when processes compare what they do.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        topology: Topology,
+        data: torch.Tensor,
+        axis: Axis,
+        mode: str,
+        *,
+        op: str = "sum",
+        root: int = 0,
+        grows: str = "",
+        algorithm: str | None = None,
+        precise: bool = False,
+        number: int = 0,
+    ) -> None:
+        self.kind, self.op, self.root = kind, op, root
+        self.operand = Operand(topology, data, axis)
+        check_member(self.operand, root, "root")
+        self.mode = self._mode(mode, algorithm, precise)
+        self._tell(kind, mode, op if kind in REDUCING else None, grows)
+        if self.operand.members.crosses and not data.is_meta:
+            WORLD.watch.begin(f"{kind}({topology.notation}) over {self.operand.name}", topology.mesh)
+            WORLD.story.add(f"{kind} {number:x}")
+
+    def _mode(self, mode: str, name: str | None, precise: bool) -> DirectMode:
+        if name is not None:
+            named(self.kind, name)  # an unknown one is refused in every mode
+        members = self.operand.members
+        if mode == "fabric":
+            others = self.operand.other_places() if members.mesh.is_split else None
+            return FabricMode(members, name, precise, others)
+        return (HostMode if mode == "host" else DirectMode)(members)
+
+    def _tell(self, kind: str, mode: str, op: str | None, grows: str) -> None:
+        operand, topology = self.operand, self.operand.topology
+        if not state.watching or operand.size == 1:
+            return
+        held = topology.local_bytes
+        after = {"more": held * operand.size, "less": -(-held // operand.size)}.get(grows, held)
+        size = KINDS[kind].size(held, after, operand.size)
+        told = Collective(kind, operand.name, operand.size, size, topology.dtype, topology.local_shape, op)
+        host = operand.size * (held + after) if mode == "host" else 0
+        events = [Event(told, kind if mode == "direct" else f"{kind} ({mode})", where(), host=host)]
+        state.check(events)
+        state.log(events)
+
+    def reduce(self) -> Placed:
+        """Every member holds the reduction."""
+        operand = self.operand
+        part = self.mode.reduce(self.kind, operand.parts(IDENTITY[self.op]), self.op, self.root)
+        return operand.same(part, operand.held_shape())
+
+    def target(self) -> Topology:
+        """Where a reduction would lie."""
+        return self.operand.placed(Replicate(), self.operand.held_shape())
+
+    def reduce_into(self, out: torch.Tensor) -> None:
+        """The reduction, written to a stored array of that topology."""
+        operand = self.operand
+        block = to_block(out, self.target()).squeeze(operand.axes)
+        self.mode.reduce_into(block, self.kind, operand.parts(IDENTITY[self.op]), self.op, self.root)
+
+    def gather(self, dim: int) -> Placed:
+        """Every member holds what all of them hold, one after the other along a dim."""
+        operand, held = self.operand, self.operand.held_shape()
+        parts = self.mode.gather(self.kind, operand.parts(), self.root)
+        joined, long = _join(operand, parts, dim, members=0)
+        return operand.same(joined, held[:dim] + (long,) + held[dim + 1 :])
+
+    def scatter(self, dim: int) -> Placed:
+        """Each member holds its chunk of the reduction, or of what the root holds."""
+        operand, held = self.operand, self.operand.held_shape()
+        missing = 0 if self.kind == "scatter" else IDENTITY[self.op]
+        pieces = self.mode.scatter(self.kind, _pieces(operand, operand.parts(missing), dim), self.op, self.root)
+        shape = held[:dim] + (_wide(operand, pieces, dim),) + held[dim + 1 :]
+        return operand.each(pieces, operand.placed(Shard(dim), shape))
+
+    def exchange(self, split: int, concat: int) -> Placed:
+        """Each member cuts what it holds along one dim, sends a piece to each, and joins what it gets along another."""
+        operand = self.operand
+        arrived = self.mode.exchange(_pieces(operand, operand.parts(), split))
+        joined, long = _join(operand, arrived, concat, members=1)
+        shape = list(operand.held_shape())
+        shape[split], shape[concat] = _wide(operand, joined, split), long
+        return operand.each(joined, operand.placed(Shard(split), tuple(shape)))
+
+    def broadcast(self) -> Placed:
+        """Every member holds what the root holds."""
+        return self.operand.same(self.mode.broadcast(self.operand.parts(), self.root), self.operand.held_shape())
+
+    def at_root(self, found: Placed) -> Placed:
+        """One member holds the value, the others zero; a bool is held as P(max)."""
+        topology, data = found
+        part = to_block(data, topology)
+        for axis in reversed(self.operand.axes):
+            part = part.squeeze(axis)
+        kind = Partial("max" if topology.dtype == "bool" else "sum")
+        alone = DirectMode(self.operand.members).at_root(part, self.root)
+        return self.operand.each(alone, self.operand.placed(kind, topology.shape))
+
+    def rearrange(self, order: Sequence[int | None]) -> Placed:
+        """Each member's part replaced by another's."""
+        return self.operand.each(self.mode.rearrange(self.operand.parts(), order), self.operand.topology)
+
+
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+
+
+def _join(operand: Operand, parts: torch.Tensor, dim: int, members: int) -> tuple[torch.Tensor, int]:
+    """Parts (dim `members` of the array) laid end to end along a dim, and how long the dim is then.
+
+    Where the group alone cuts the dim, its parts without their padding are the dim; elsewhere all have one size.
+    """
+    topology = operand.topology
+    place = parts.dim() - topology.ndim + dim - 1
+    joined = parts.movedim(members, place).flatten(place, place + 1)
+    if topology.axes_of[dim] != operand.axes:
+        return joined, topology.local_shape[dim] * operand.others(dim) * operand.size
+    return unpad(joined, place, topology.shape[dim], topology.shards[dim]), topology.shape[dim]
+
+
+def _pieces(operand: Operand, parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """(p, ..., n, ...) to (p, p, ..., n / p, ...): what each member has for each."""
+    place = parts.dim() - operand.topology.ndim + dim
+    padded = pad(parts, place, parts.shape[place], operand.sizes)
+    return padded.unflatten(place, (operand.size, padded.shape[place] // operand.size)).movedim(place, 1)
+
+
+def _wide(operand: Operand, pieces: torch.Tensor, dim: int) -> int:
+    """How long a dim is that was cut into pieces: where other axes cut it too, all pieces have one size."""
+    topology = operand.topology
+    if operand.others(dim) == 1:
+        return topology.local_shape[dim]
+    return pieces.shape[pieces.dim() - topology.ndim + dim] * operand.size * operand.others(dim)
