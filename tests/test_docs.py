@@ -31,7 +31,7 @@ def read_blocks(text: str) -> list[Block]:
 
 def run_block(block: Block, name: str, namespace: dict[str, Any]) -> str:
     """What a block prints; errors point at the line of the document."""
-    code = compile("\n" * block.line + block.text, name, "exec")
+    code = compile("\n" * block.line + block.text, name, "exec", dont_inherit=True)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(code, namespace)

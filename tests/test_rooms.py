@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshloom"
 ORDER = (
     "errors types mesh placement fabric collectives ops planner engines backends runtime tensor checkpoint observe nn "
-    "ttnn distributed cli"
+    "ttnn distributed extend cli"
 ).split()
 PURE = (*ORDER[: ORDER.index("planner") + 1], "observe")
 # Rooms that a room may import from below, inside functions only.

@@ -45,7 +45,7 @@ from meshloom.mesh import Mesh
 from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, parse
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where the names that need torch (or are seldom needed) come from.
 _LAZY = {
@@ -116,6 +116,7 @@ __all__ = [
     "collectives",
     "distributed",
     "engines",
+    "extend",
     "fabric",
     "parse",
     "runtime",
@@ -128,7 +129,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         found = getattr(import_module(_LAZY[name]), name)
-    elif name in ("distributed", "ttnn"):
+    elif name in ("distributed", "extend", "ttnn"):
         found = import_module(f"meshloom.{name}")
     elif name in _OPS:
         found = import_module("meshloom.tensor.named").named(name)
