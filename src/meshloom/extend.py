@@ -372,8 +372,8 @@ class _Trial:
         for found, whole in zip(results, self.results, strict=True):
             if not _is_close(found, whole):
                 raise self.error(how, row, f"the result differs by up to {_distance(found, whole):.3g}")
-        names = [name for name, each in self.arguments.items() if isinstance(each, Ref)]
-        for name, gradient, expected in zip(names, gradients, self.gradients, strict=True):
+        names = sorted((each.index, name) for name, each in self.arguments.items() if isinstance(each, Ref))
+        for (_, name), gradient, expected in zip(names, gradients, self.gradients, strict=True):
             if gradient is None or expected is None:
                 if gradient is not expected:
                     raise self.error(how, row, f"the gradient of {name!r} is missing")
