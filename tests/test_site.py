@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import browser
+from readme_picture import PICTURE, draw
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("mkdocs", "material", "mkdocstrings_handlers")
@@ -35,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PAGES = {
-    "index.html": ("Two commands", "f32[256, 128](S(0), S(1)) on Mesh(dp=2, tp=4)"),
+    "index.html": ("Two commands", "f32[16, 12](S(0), S(1)) on Mesh(dp=2, tp=4)"),
     "from_scratch.html": ("The block", "data parallel on one axis"),
     "api/extend.html": ("Make a function on torch tensors an op", "swiglu"),
 }
@@ -60,6 +61,10 @@ def test_the_site_builds_without_a_warning_and_three_of_its_pages_open_in_a_brow
     assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} <= shown
     assert {"contributing.html", "changelog.html", "examples/first.html", "benchmarks.html"} <= shown
     assert (site / "benchmarks.svg").is_file()
+
+
+def test_the_picture_of_the_readme_is_what_notebooks_draw() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == draw(), "run python tests/readme_picture.py"
 
 
 def test_without_a_browser_a_test_is_skipped_and_where_ci_is_set_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
