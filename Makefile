@@ -9,8 +9,8 @@ JOBS ?= 3
 CASES ?= 100000
 
 # What `make check` runs: tests of the parts that most changes touch, a minute in all. A test looks for these files.
-QUICK := algebra arranging autograd checklist_page docs engines errors extend hotpath indexing inplace mesh observe \
-    ops_page paths placement planner private pointwise redistribution reductions repository rooms stubs surface
+QUICK := algebra arranging autograd checklist_page docs errors hotpath indexing mesh observe paths placement \
+    private redistribution repository rooms stubs surface
 
 VENV := .venv
 BIN := $(VENV)/bin

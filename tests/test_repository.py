@@ -163,6 +163,14 @@ def test_the_layout_names_every_source_file_and_no_other():
     assert named == files
 
 
+def test_the_map_of_the_layout_shows_every_room_and_no_other():
+    text = (ROOT / "docs/layout.md").read_text()
+    drawn = text[text.index("```text") : text.index("## Files")]
+    shown = {name for line in drawn.splitlines() for name in re.findall(r"^  ([a-z, ]+)/? {2}", line) if name.strip()}
+    rooms = {path.stem for path in SOURCES.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
+    assert {each.strip() for name in shown for each in name.split(",")} == rooms
+
+
 def found_words(text: str) -> list[str]:
     return [match[0] for pattern in FORBIDDEN for match in re.finditer(pattern, text)]
 
