@@ -1,5 +1,5 @@
 # What people run. Each command sets up .venv first if it is missing or older than the pins: meshloom and what it needs;
-# tests add their tools and the libraries around a model.
+# tests add their tools, those of the docs site and the libraries around a model.
 #   make PYTHON=python3.11 demo    another interpreter
 #   make JOBS=8 test               more test processes
 #   make SEED=17 soak              the cases of an earlier long run again
@@ -8,27 +8,50 @@ PYTHON ?= python3
 JOBS ?= 3
 CASES ?= 100000
 
+# What `make check` runs: tests of the parts that most changes touch, a minute in all. A test looks for these files.
+QUICK := algebra arranging autograd checklist_page docs errors hotpath indexing mesh observe paths placement \
+    private redistribution repository rooms stubs surface
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTED := $(VENV)/.installed-for-tests
+DOCUMENTED := $(VENV)/.installed-for-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench soak clean
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+BROWSERS := chromium chromium-browser google-chrome chrome
+
+.PHONY: help demo check test docs browser bench soak clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name says; do \
-	    printf 'make %-6s %s\n' "$$name" "$$says"; done
+	    printf 'make %-7s %s\n' "$$name" "$$says"; done
 
 demo: $(STAMP) ## train a small GPT on a 2x4 mesh and show what happened
 	@$(BIN)/python examples/demo.py
 
-test: $(TESTED) ## lint, types, doctests and tests
+check: $(TESTED) ## lint, types and the quick tests: two minutes, for daily work
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m 'not slow' $(foreach each,$(QUICK),$(shell find tests -name test_$(each).py))
+
+# Where CI is set, tests that need a browser fail without one.
+test: $(TESTED) $(if $(CI),browser) ## lint, types, doctests and tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --doctest-modules src/meshloom tests
+
+docs: $(DOCUMENTED) ## build the docs site into site/, strictly
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+browser: ## install Debian's Chromium for the tests that look at pages, unless a browser is there
+	@for each in $(BROWSERS); do command -v $$each >/dev/null && exit 0; done; \
+	    $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends chromium
 
 bench: $(STAMP) ## measure against dense torch, DTensor and (with the bench extra) JAX
 	@$(BIN)/python benchmarks/run.py
@@ -38,7 +61,7 @@ soak: $(TESTED) ## CASES calls of ops and CASES programs (100000) from a new SEE
 	    tests/test_programs.py tests/test_property.py tests/test_op_db.py tests/test_module_db.py
 
 clean: ## remove the environment, caches and build output
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes in alone and pinned, before anything that asks for a range of it.
@@ -55,5 +78,10 @@ $(STAMP): pyproject.toml constraints.txt
 # Thousands of modules that no test imports need no compiling.
 $(TESTED): $(STAMP)
 	@echo "adding what the tests need; the first time this takes a minute"
-	@$(PIP) --no-compile --no-build-isolation --editable '.[test,models]'
+	@$(PIP) --no-compile --no-build-isolation --editable '.[test,models,docs]'
+	@touch $@ $(DOCUMENTED)
+
+$(DOCUMENTED): $(STAMP)
+	@echo "adding what the docs site needs"
+	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 import subprocess
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -20,13 +22,18 @@ FLAGS = (
 
 
 def chromium() -> str:
-    """The program, or a skip that says what is missing."""
+    """The program; without one a test is skipped and says what is missing, and fails where CI is set."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        pytest.skip(
-            f"no browser is installed: none of {', '.join(NAMES)} is on the path (Debian: apt install chromium)"
-        )
+        missing(f"no browser is installed: none of {', '.join(NAMES)} is on the path (make browser installs Chromium)")
     return found
+
+
+def missing(what: str) -> NoReturn:
+    """Skip a test for which something is not installed; where CI is set everything must be."""
+    if os.environ.get("CI"):
+        pytest.fail(what)
+    pytest.skip(what)
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,30 @@ class Pixels:
 
 def screenshot(page: str, folder: Path, width: int = 900, height: int = 600) -> Pixels:
     """What a page looks like in a window of this size."""
-    source, picture = folder / "page.html", folder / "page.png"
+    source = folder / "page.html"
     source.write_text(f'<!doctype html><meta charset="utf-8"><body style="margin:0;background:#fff">{page}', "utf-8")
-    command = [chromium(), *FLAGS, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},{height}"]
-    done = subprocess.run(
-        [*command, f"--screenshot={picture}", source.as_uri()], capture_output=True, text=True, timeout=180, check=False
-    )
+    return photograph(source.as_uri(), folder, width, height)
+
+
+def photograph(address: str, folder: Path, width: int = 900, height: int = 600) -> Pixels:
+    """What the page at an address looks like in a window of this size."""
+    picture = folder / "page.png"
+    picture.unlink(missing_ok=True)
+    done = _run(folder, f"--window-size={width},{height}", f"--screenshot={picture}", address)
     assert picture.is_file(), f"no picture, and chromium ended with {done.returncode}\n{done.stderr}"
     return read_png(picture.read_bytes())
+
+
+def read_page(address: str, folder: Path) -> str:
+    """The HTML of the page at an address after its scripts have run for some seconds."""
+    done = _run(folder, "--virtual-time-budget=8000", "--dump-dom", address)
+    assert done.returncode == 0 and "</html>" in done.stdout, f"chromium ended with {done.returncode}\n{done.stderr}"
+    return done.stdout
+
+
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [chromium(), *FLAGS, f"--user-data-dir={folder / 'profile'}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
 def read_png(data: bytes) -> Pixels:

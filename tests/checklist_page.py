@@ -94,7 +94,7 @@ def page(rows: list[Row], tests: dict[int, list[str]]) -> str:
 
 def current_page() -> str:
     """The page of this repository as it stands."""
-    return page(read_rows(ROWS.read_text(encoding="utf-8")), find_tests(TESTS.glob("*.py")))
+    return page(read_rows(ROWS.read_text(encoding="utf-8")), find_tests(TESTS.rglob("*.py")))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ import meshloom.tensor.base
 from meshloom import collectives as collectives
 from meshloom import distributed as distributed
 from meshloom import engines as engines
+from meshloom import extend as extend
 from meshloom import fabric as fabric
 from meshloom import runtime as runtime
 from meshloom import ttnn as ttnn

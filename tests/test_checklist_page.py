@@ -18,7 +18,7 @@ def test_every_row_is_listed_once_and_every_numbered_test_has_a_row() -> None:
     rows = read_rows(ROWS.read_text(encoding="utf-8"))
     assert [row.number for row in rows] == list(range(1, 178))
     assert {row.document for row in rows} == {1, 2, 3, 4}
-    assert set(find_tests(TESTS.glob("*.py"))) <= {row.number for row in rows}
+    assert set(find_tests(TESTS.rglob("*.py"))) <= {row.number for row in rows}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from meshloom.ops import OPS
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -31,7 +33,7 @@ def read_blocks(text: str) -> list[Block]:
 
 def run_block(block: Block, name: str, namespace: dict[str, Any]) -> str:
     """What a block prints; errors point at the line of the document."""
-    code = compile("\n" * block.line + block.text, name, "exec")
+    code = compile("\n" * block.line + block.text, name, "exec", dont_inherit=True)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(code, namespace)
@@ -80,6 +82,25 @@ def test_the_readme_has_a_first_example_and_both_commands():
     text = (ROOT / "README.md").read_text()
     assert "make demo" in text and "make test" in text
     assert "open_mesh" in next(block.text for block in read_blocks(text) if block.kind == "python")
+
+
+def test_the_readme_counts_the_rules_as_the_table_does():
+    text = (ROOT / "README.md").read_text()
+    assert f"{len(OPS)} ops with rules" in text
+    assert f"{len(OPS)} ops have a rule" in (ROOT / "docs" / "ops.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("row", "work"), [("small add", "add, 32x32 per device"), ("MLP training step", "MLP step, data-parallel")]
+)
+def test_the_readme_quotes_the_benchmark_page_within_a_third(row, work):
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {row}"))
+    quoted = [float(each) for each in re.findall(r"([\d.]+)x ours", line)]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for peer, figure in zip(("DTensor LocalTensor", "JAX host devices"), quoted, strict=True):
+        cells = next(line for line in page.splitlines() if line.startswith(f"| {peer}: {work}")).split("|")
+        measured = float(re.search(r"[\d.]+", cells[3])[0])  # on 32 devices
+        assert 2 / 3 < figure / measured < 1.5, f"README says {figure}x for {peer}, the page {measured}x"
 
 
 def test_links_between_documents_lead_somewhere():

@@ -10,12 +10,14 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "meshloom"
 REQUIRED = (
     ".ci/run CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md constraints.txt pyproject.toml "
-    "docs/dependencies.md docs/layout.md docs/placements.md docs/planner.md docs/training.md "
+    "docs/dependencies.md docs/from_scratch.md docs/layout.md docs/placements.md docs/planner.md docs/training.md "
+    ".github/workflows/test.yml .github/pull_request_template.md .pre-commit-config.yaml mkdocs.yml "
     "examples/demo.py src/meshloom/py.typed"
 ).split()
 TEXTS = (".py", ".md", ".toml", ".txt", ".cfg", ".json", ".yml", ".yaml", ".sh", "")
@@ -29,7 +31,17 @@ FORBIDDEN = (
     r"/" + r"opt/",
     r"index[-_]url",
     r"find[-_]links",
-    r"https?://(?!www\.apache\.org/|www\.w3\.org/)[^\s/]+",  # the licence and SVG name their homes
+    # package registries and their mirrors; papers, projects and standards may be cited by their addresses
+    r"https?://[^\s/]*(?:py"
+    + r"pi|python"
+    + r"hosted|npm"
+    + r"js|ana"
+    + r"conda|crates\.io|deb"
+    + r"ian|ubun"
+    + r"tu)\.?[^\s/]*",
+    r"https?://download\." + r"pytorch\.org",
+    r"https?://\S+/simple\b",
+    r"https?://(?:localhost|\d+\.\d+\.\d+\.\d+|\[)",
     r"\b(?:10(?!\.77\.)|192\.168|172\.16)\.\d+\.\d+\.\d+\b",  # loopback and the tests' own namespaces are no machine
 )
 
@@ -59,8 +71,8 @@ def _normal(name: str) -> str:
 
 def declared_dependencies() -> set[str]:
     text = (ROOT / "pyproject.toml").read_text()
-    lists = re.findall(r"^(?:requires|dependencies|test|models|bench) = \[(.*)\]$", text, re.MULTILINE)
-    assert len(lists) == 5
+    lists = re.findall(r"^(?:requires|dependencies|test|models|docs|bench) = \[(.*)\]$", text, re.MULTILINE)
+    assert len(lists) == 6
     return {_normal(name) for each in lists for name in re.findall(r'"([A-Za-z][\w.-]*)', each)}
 
 
@@ -83,12 +95,31 @@ def test_ci_runs_make_test_and_nothing_else():
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
-@pytest.mark.parametrize("target", ["help", "demo", "test", "bench", "soak", "clean"])
+@pytest.mark.parametrize("target", ["help", "demo", "check", "test", "docs", "browser", "bench", "soak", "clean"])
 def test_make_has_the_target_and_help_tells_it(target):
     shown = subprocess.run(
         ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert re.search(rf"^make {target} +\w", shown.stdout, re.MULTILINE)
+
+
+def test_make_check_names_test_files_that_are_there():
+    listed = re.search(r"^QUICK := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed is not None
+    for name in listed[1].replace("\\\n", " ").split():
+        assert len([*(ROOT / "tests").rglob(f"test_{name}.py")]) == 1, name
+
+
+def test_the_workflow_runs_what_people_run_on_the_python_that_is_named():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    assert set(workflow["jobs"]) == {"test", "docs", "wheel"}
+    steps = {name: [each.get("run", "") for each in job["steps"]] for name, job in workflow["jobs"].items()}
+    assert "make test" in steps["test"] and "make docs" in steps["docs"] and "python -m build" in steps["wheel"]
+    pythons = {each["with"]["python-version"] for job in workflow["jobs"].values() for each in job["steps"]
+               if "python-version" in each.get("with", {})}  # fmt: skip
+    classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert pythons == set(classified) == {"3.11"}
+    assert "on Python 3.11" in (ROOT / "docs" / "dependencies.md").read_text()
 
 
 def test_the_last_command_of_make_test_is_pytest():
@@ -132,6 +163,14 @@ def test_the_layout_names_every_source_file_and_no_other():
     assert named == files
 
 
+def test_the_map_of_the_layout_shows_every_room_and_no_other():
+    text = (ROOT / "docs/layout.md").read_text()
+    drawn = text[text.index("```text") : text.index("## Files")]
+    shown = {name for line in drawn.splitlines() for name in re.findall(r"^  ([a-z, ]+)/? {2}", line) if name.strip()}
+    rooms = {path.stem for path in SOURCES.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
+    assert {each.strip() for name in shown for each in name.split(",")} == rooms
+
+
 def found_words(text: str) -> list[str]:
     return [match[0] for pattern in FORBIDDEN for match in re.finditer(pattern, text)]
 
@@ -145,6 +184,8 @@ def test_no_text_of_the_repository_names_a_machine_or_a_registry():
 
 def test_a_machine_path_would_be_found():
     assert found_words("see /" + "work/main") and found_words("http" + "://example.org/simple")
+    assert found_words("https" + "://py" + "pi.org/project/meshloom") and found_words("http" + "://localhost:8000/")
+    assert not found_words("https" + "://arxiv.org/abs/2105.04663, https" + "://github.com/pytorch/pytorch")
     assert not found_words("src/meshloom/ops/table.py, 10.0 us, 1.27.0")
 
 

@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshloom"
 ORDER = (
     "errors types mesh placement fabric collectives context ops planner engines comms processes backends runtime "
-    "tensor checkpoint observe nn ttnn distributed cli"
+    "tensor checkpoint observe nn ttnn distributed extend cli"
 ).split()
 PURE = (*ORDER[: ORDER.index("planner") + 1], "observe")
 # A module of ours as a string, or the beginning of one in an f-string: what `import_module` is given, in some table.

@@ -26,7 +26,7 @@ UnsupportedError ViewError arange bernoulli choose collectives communication com
 discover distribute draw draw_mesh dropout empty empty_like engines explain eye fabric from_buffer from_local full
 full_like linspace logspace multinomial normal ones ones_like open_mesh parse process rand rand_like randint
 randint_like randn randn_like randperm record runtime simulate stress ttnn use_fabric use_machine with_output zeros
-zeros_like accumulate distributed synchronize distribute_tensor from_device_mesh from_dtensor
+zeros_like accumulate distributed extend synchronize distribute_tensor from_device_mesh from_dtensor
 """.split()
 
 OP_NAMES = """

@@ -45,7 +45,7 @@ from meshloom.mesh import Mesh
 from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, parse
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 collectives.find_with(lambda name: getattr(import_module("meshloom.tensor.collectives"), name))
 
@@ -118,6 +118,7 @@ __all__ = [
     "collectives",
     "distributed",
     "engines",
+    "extend",
     "fabric",
     "parse",
     "runtime",
@@ -130,7 +131,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         found = getattr(import_module(_LAZY[name]), name)
-    elif name in ("distributed", "ttnn"):
+    elif name in ("distributed", "extend", "ttnn"):
         found = import_module(f"meshloom.{name}")
     elif name in _OPS:
         found = import_module("meshloom.tensor.named").named(name)

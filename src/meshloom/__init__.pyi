@@ -19,6 +19,7 @@ import meshloom.tensor.base
 from meshloom import collectives as collectives
 from meshloom import distributed as distributed
 from meshloom import engines as engines
+from meshloom import extend as extend
 from meshloom import fabric as fabric
 from meshloom import runtime as runtime
 from meshloom import ttnn as ttnn
@@ -186,6 +187,7 @@ __all__ = [
     'expand',
     'explain',
     'expm1',
+    'extend',
     'eye',
     'fabric',
     'fix',
