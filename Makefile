@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 JOBS ?= 3
+# Tests start hundreds of processes: sources are compiled once, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 CASES ?= 100000
 
 # What `make check` runs: tests of the parts that most changes touch, a minute in all. A test looks for these files.
@@ -58,7 +60,7 @@ bench: $(STAMP) ## measure against dense torch, DTensor and (with the bench extr
 
 soak: $(TESTED) ## CASES calls of ops and CASES programs (100000) from a new SEED, and torch's databases whole
 	@MESHLOOM_CASES=$(CASES) $(if $(SEED),MESHLOOM_SEED=$(SEED)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
-	    tests/test_programs.py tests/test_property.py tests/test_op_db.py tests/test_module_db.py
+	    tests/tensor/test_programs.py tests/ops/test_property.py tests/ops/test_op_db.py tests/ops/test_module_db.py
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import meshloom as loom
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

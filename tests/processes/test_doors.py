@@ -114,7 +114,7 @@ def check_stranger(tmp_path: Path) -> None:
 
 
 def done_by_stranger(folder: Path, pids: list[int], ports: list[int], patience: float = 2) -> list[str]:
-    command = [sys.executable, str(Path(__file__).with_name("stranger.py")), str(folder)]
+    command = [sys.executable, str(Path(__file__).parents[1] / "stranger.py"), str(folder)]
     numbers = [",".join(map(str, each)) for each in (pids, ports)]
     done = subprocess.run([*command, *numbers, str(patience)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ import pytest
 import faults
 import namespaces
 
-SCRIPT = str(Path(__file__).parent.parent / "examples" / "train.py")
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "train.py")
 STEPS = 10
 Losses = list[float]
 

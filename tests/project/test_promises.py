@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "promises.md").read_text()
 NAMED = re.findall(r"`(tests/\w+\.py)::(\w+)`", PAGE)
 
@@ -31,4 +31,4 @@ def test_every_promise_names_a_test() -> None:
 
 
 def test_a_test_that_is_not_there_would_be_noticed() -> None:
-    assert "test_that_nobody_wrote" not in functions_of("tests/test_promises.py")
+    assert "test_that_nobody_wrote" not in functions_of("tests/project/test_promises.py")

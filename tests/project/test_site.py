@@ -15,7 +15,7 @@ import pytest
 import browser
 from readme_picture import PICTURE, draw
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("mkdocs", "material", "mkdocstrings_handlers")
 HEADER = "#4051b5"  # the colour of the bar at the top
 

@@ -21,7 +21,7 @@ from meshloom import Mesh, Partial, Replicate, Shard, Topology
 from meshloom.ops import Call, Ref
 from meshloom.planner import STRATEGIES, plan, strategy_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"}
 
 

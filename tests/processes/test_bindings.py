@@ -275,7 +275,7 @@ def test_a_rank_that_is_not_bound_is_an_error():
 
 
 def test_the_modules_themselves_do_not_ask_for_torch():
-    folder = Path(__file__).resolve().parents[1] / "src" / "meshloom" / "processes"
+    folder = Path(__file__).resolve().parents[2] / "src" / "meshloom" / "processes"
     program = (
         "import importlib.util, sys\n"
         "sys.modules['torch'] = None\n"  # an import of it fails

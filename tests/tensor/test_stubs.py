@@ -18,7 +18,7 @@ import stubs
 from meshloom import _OPS
 from meshloom.tensor.signatures import read_signature
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def made_with() -> str:

@@ -14,7 +14,7 @@ from torch import nn
 import meshloom as loom
 import ranks
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from cnn import PLAN, ResNet, Trainer, accuracy, batches, largest_difference, statistics
 

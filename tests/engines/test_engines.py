@@ -814,7 +814,7 @@ def test_gradients_are_refused_only_where_they_would_be_lost():
 
 
 def test_the_script_of_the_document_prints_what_the_document_says(tmp_path):
-    text = (Path(__file__).resolve().parents[1] / "docs" / "engines.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "engines.md").read_text()
     script, shown = re.search(
         r"```python no-run\n(# ranks.*?)```\n\n```\n\$ [^\n]*\n(.*?)```", text, re.DOTALL
     ).groups()

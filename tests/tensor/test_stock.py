@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PLANTED = """
 gone: torch.nn.modules.module.Module.half
 new: torch.Tensor.__setattr__

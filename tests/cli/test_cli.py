@@ -32,7 +32,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_both_names_of_the_script_lead_to_main():
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'meshloom = "meshloom.cli:main"' in text and 'loom = "meshloom.cli:main"' in text
 
 

@@ -17,7 +17,7 @@ import torch
 from meshloom import ttnn
 from ttnn_cases import mesh
 
-LINES = (Path(__file__).with_name("data") / "ttnn_op_metadata.txt").read_text(encoding="utf-8").splitlines()
+LINES = (Path(__file__).parents[1] / "data" / "ttnn_op_metadata.txt").read_text(encoding="utf-8").splitlines()
 TILE, ROWS = ttnn.TILE_LAYOUT, ttnn.ROW_MAJOR_LAYOUT
 BF16, F32, BF8, INT, UINT = ttnn.bfloat16, ttnn.float32, ttnn.bfloat8_b, ttnn.int32, ttnn.uint32
 

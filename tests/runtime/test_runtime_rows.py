@@ -52,7 +52,7 @@ from meshloom.runtime.virtual import SimulatedClock
 from meshloom.tensor import entries as calls
 from test_runtime_cards import Stranger, Strangers
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def sharded(mesh: MeshDevice, *shape: int, shard: tuple[int, ...], **options: Any) -> Any:

@@ -61,7 +61,7 @@ def test_op_equals_dense_on_any_mesh_and_placements(name: str, record_property: 
 def replay(name: str) -> str:
     """The command that draws the cases of one op again."""
     drawn = f"MESHLOOM_CASES={CASES} MESHLOOM_SEED={SEED} " if CASES else ""
-    return f'{drawn}python -m pytest -n 0 "tests/test_property.py" -k "[{name}]"'
+    return f'{drawn}python -m pytest -n 0 "tests/ops/test_property.py" -k "[{name}]"'
 
 
 def test_the_same_seed_draws_the_same_cases() -> None:

@@ -20,7 +20,7 @@ from meshloom.ttnn.distributed import operations
 from test_docs import check_document
 
 S, R, P = ttnn.PlacementShard, ttnn.PlacementReplicate, ttnn.PlacementPartial
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVES = frozenset("all_reduce all_gather reduce_scatter broadcast all_broadcast mesh_partition".split())
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from meshloom.cli import main
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SECRET = "0123456789abcdef"  # of hosts that meet; a run on one host makes its own
 LIMIT = 240  # seconds after which a run of these tests counts as hung
 

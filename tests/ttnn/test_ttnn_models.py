@@ -17,7 +17,7 @@ from meshloom.ttnn.pipeline import PipelineConfig, create_pipeline_from_config
 from test_examples import ENVIRONMENT, ROOT
 from ttnn_cnn import create_model, create_model_configs, create_preprocessor, made
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from ttnn_decoder import Config, Decoder, Layer, sequences
 from ttnn_mlp import WAYS, Weights, correlation, hybrid, reference

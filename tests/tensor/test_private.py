@@ -20,7 +20,7 @@ import torch
 
 from meshloom.engines import private
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "src" / "meshloom"
 PRIVATE = SOURCES / "engines" / "private.py"
 # a place in the stack of callers, compared as text: nothing is looked up by it

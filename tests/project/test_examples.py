@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EASE_OF_USE = ("first.py", "strategies.py", "scale.py", "demo.py", "transformer.py", "cnn.py", "train.py")
 COLLECTIVES = frozenset(
     "all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter send recv send_recv shift "
@@ -149,7 +149,7 @@ def unmentioned(examples: list[str], tests: list[str]) -> list[str]:
 
 
 def test_every_example_is_named_by_a_test():
-    tests = [path.read_text() for path in (ROOT / "tests").glob("*.py")]
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
     examples = [path.name for path in (ROOT / "examples").glob("*.py")]
     assert len(examples) > 8 and unmentioned(examples, tests) == []
     assert unmentioned(["nobody" + ".py"], tests) == ["nobody" + ".py"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshloom"
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "meshloom"
 ORDER = (
     "errors types mesh placement fabric collectives context ops planner engines comms processes backends runtime "
     "tensor checkpoint observe nn ttnn distributed extend cli"

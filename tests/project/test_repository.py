@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "src" / "meshloom"
 REQUIRED = (
     ".ci/run CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md constraints.txt pyproject.toml "
