@@ -13,7 +13,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.calling import CHECKS, TABLE, op, operands, result
+from meshloom.ttnn.calling import TABLE, op, operands, result
 from meshloom.ttnn.collectives import ReduceType, gather_along, reduce_over, scatter_along, stack_members
 from meshloom.ttnn.cores import CoreCoord
 from meshloom.ttnn.device import MeshDevice
@@ -23,6 +23,7 @@ from meshloom.ttnn.groups import Group, ignoring
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.activations import BcastOpMath
 from meshloom.ttnn.parts import Block
+from meshloom.ttnn.signatures import CHECKS
 from meshloom.ttnn.subdevices import SubDeviceId
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import REPLICATE, PlacementShard
