@@ -61,9 +61,7 @@ def fill_cache(cache_tensor: Tensor, input_tensor: Tensor, batch_idx: int, *, up
     "kv_cache.update_cache_for_token_",
     spelled={"cache_tensor": "cache", "input_tensor": "input", "update_index": "update_idx"},
 )
-def update_cache(
-    cache: Tensor, input: Tensor, update_idx: int, batch_offset: int = 0, compute_kernel_config: Any = None
-) -> Tensor:
+def update_cache(cache: Tensor, input: Tensor, update_idx: int, batch_offset: int = 0) -> Tensor:
     """Write one token of every user, [1, H, users, D], at one position of the cache."""
     _, (_, values) = operands("update_cache", cache, input)
     users, heads, length, size = cache.shape
@@ -93,7 +91,6 @@ def paged_update_cache(
     share_cache: bool | None = None,
     page_table: Tensor | None = None,
     batch_offset: int = 0,
-    compute_kernel_config: Any = None,
     mesh_coords: Coords = None,
     block_size: int | None = None,
     num_kv_heads: int | None = None,
@@ -141,7 +138,6 @@ def paged_fused_update_cache(
     share_cache: bool | None = None,
     page_table: Tensor | None = None,
     batch_offset: int = 0,
-    compute_kernel_config: Any = None,
     mesh_coords: Coords = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_update_cache` of two caches."""
@@ -165,7 +161,6 @@ def paged_fill_cache(
     *,
     batch_idx_tensor: Tensor | None = None,
     batch_idx: int = 0,
-    compute_kernel_config: Any = None,
     mesh_coords: Coords = None,
     block_size: int | None = None,
     cache_position_modulo: int | None = None,
@@ -319,7 +314,7 @@ def _unknown(cache: Tensor) -> Tensor:
 
 
 @op("plus_one")
-def plus_one(input_tensor: Tensor, sub_core_grids: Any = None, skip_negative_entries: bool = False) -> Tensor:
+def plus_one(input_tensor: Tensor, skip_negative_entries: bool = False) -> Tensor:
     """One more, in place; entries below zero stay if asked for."""
     _, (block,) = operands("plus_one", input_tensor)
     if input_tensor.dtype.is_float:

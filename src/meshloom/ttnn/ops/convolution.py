@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from meshloom.errors import OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import whole
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import DataType
 from meshloom.ttnn.memory import BufferType, MemoryConfig
 from meshloom.ttnn.ops.activations import activated
-from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, Op2DSliceConfig, PaddingMode
+from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, PaddingMode
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.sliding import around, channels_first, flattened, pictures_cut, torch_order, windows
 from meshloom.ttnn.parts import Block, lead
@@ -59,12 +59,8 @@ def conv2d(
     padding: Sequence[int] = (0, 0),
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
-    dtype: DataType | None = None,
     bias_tensor: Tensor | None = None,
     conv_config: Conv2dConfig | None = None,
-    compute_config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    slice_config: Op2DSliceConfig | None = None,
     return_output_dim: bool = False,
     return_weights_and_bias: bool = False,
 ) -> Found:
@@ -89,7 +85,7 @@ def conv2d(
         windows(input_height, kernel[0], steps[0], edges[0], edges[1], holes[0]),
         windows(input_width, kernel[1], steps[1], edges[2], edges[3], holes[1]),
     )
-    made = _finished("conv2d", values, input_tensor, weight, bias, groups, config, dtype, memory_config)
+    made = _finished("conv2d", values, input_tensor, weight, bias, groups, config)
     return _asked(made, out, (weight, bias), return_output_dim, return_weights_and_bias)
 
 
@@ -108,12 +104,8 @@ def conv1d(
     padding: int | Sequence[int] = 0,
     dilation: int = 1,
     groups: int = 1,
-    dtype: DataType | None = None,
     bias_tensor: Tensor | None = None,
     conv_config: Conv2dConfig | None = None,
-    compute_config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    slice_config: Op2DSliceConfig | None = None,
     return_output_dim: bool = False,
     return_weights_and_bias: bool = False,
 ) -> Found:
@@ -132,7 +124,7 @@ def conv1d(
     sizes = (batch_size, 1, input_length, in_channels)
     values = _convolved("conv1d", input_tensor, weight, bias, sizes, groups, convolve)
     out = windows(input_length, kernel_size, stride, before, after, dilation)
-    made = _finished("conv1d", values, input_tensor, weight, bias, groups, config, dtype, memory_config)
+    made = _finished("conv1d", values, input_tensor, weight, bias, groups, config)
     return _asked(made, out, (weight, bias), return_output_dim, return_weights_and_bias)
 
 
@@ -153,12 +145,8 @@ def conv_transpose2d(
     output_padding: Sequence[int] = (0, 0),
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
-    dtype: DataType | None = None,
     bias_tensor: Tensor | None = None,
     conv_config: Conv2dConfig | None = None,
-    compute_config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    dram_slice_config: Op2DSliceConfig | None = None,
     mirror_kernel: bool = True,
     return_output_dim: bool = False,
     return_weights_and_bias: bool = False,
@@ -181,7 +169,7 @@ def conv_transpose2d(
 
     sizes = (batch_size, input_height, input_width, in_channels)
     values = _convolved("conv_transpose2d", input_tensor, weight, bias, sizes, groups, convolve)
-    made = _finished("conv_transpose2d", values, input_tensor, weight, bias, groups, config, dtype, memory_config)
+    made = _finished("conv_transpose2d", values, input_tensor, weight, bias, groups, config)
     return _asked(made, (height, width), (weight, bias), return_output_dim, return_weights_and_bias)
 
 
@@ -278,24 +266,19 @@ def _finished(
     bias: Tensor | None,
     groups: int,
     config: Conv2dConfig,
-    dtype: DataType | None,
-    memory: MemoryConfig | None,
-) -> Tensor:
+) -> Made:
     if config.activation is not None:
         values = activated(values, config.activation)
     tensors = (tensor, weight) if bias is None else (tensor, weight, bias)
-    made = result(
+    return Made(
         values,
         tensor,
-        topology=_label(name, tensors, values.shape[-2], groups, config.activation is None),
-        dtype=dtype,
+        _label(name, tensors, values.shape[-2], groups, config.activation is None),
         layout=config.output_layout,
-        memory_config=memory or _out_memory(tensor),
+        memory_config=_out_memory(tensor),
         coords=shared_coords(*tensors),
+        frees=tensor if config.deallocate_activation and tensor.memory_config().buffer_type is BufferType.L1 else None,
     )
-    if config.deallocate_activation and tensor.memory_config().buffer_type is BufferType.L1:
-        tensor.deallocate(force=True)
-    return made
 
 
 def _out_memory(tensor: Tensor) -> MemoryConfig:
@@ -333,7 +316,7 @@ def _label(name: str, tensors: Sequence[Tensor], rows: int, groups: int, linear:
     return label_moves.ruled((name, rows, groups, linear), tensors, rule)
 
 
-def _asked(made: Tensor, size: Any, weights: tuple[Tensor, Tensor | None], dims: bool, kept: bool) -> Found:
+def _asked(made: Made, size: Any, weights: tuple[Tensor, Tensor | None], dims: bool, kept: bool) -> Found:
     if not dims and not kept:
         return made
     return (made, *((size,) if dims else ()), *((weights,) if kept else ()))

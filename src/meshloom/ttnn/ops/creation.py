@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError
-from meshloom.ttnn.calling import op, operands, result
+from meshloom.ttnn.calling import Made, op, operands, result
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import DataType, Layout, rounded
 from meshloom.ttnn.labels import merged, replicated
@@ -271,7 +271,6 @@ def randn(
     dtype: DataType = DataType.BFLOAT16,
     layout: Layout = Layout.TILE,
     memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
     seed: int | None = None,
 ) -> Tensor:
     """Numbers drawn from the normal distribution."""
@@ -285,78 +284,38 @@ def _drawn(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> 
 
 
 @op("uniform", spelled={"from": "low", "to": "high"})
-def uniform(
-    input: Tensor,
-    low: float = 0,
-    high: float = 1,
-    seed: int = 0,
-    *,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def uniform(input: Tensor, low: float = 0, high: float = 1, seed: int = 0) -> Made:
     """Numbers drawn evenly, written into the tensor."""
     operands("uniform", input)
     block = _drawn(input, lambda room: room.uniform_(low, high, generator=_generator(seed)), seed)
-    return result(block, input, topology=input.tensor_topology(), output_tensor=input)
+    return Made(block, input, input.tensor_topology(), output=input)
 
 
 @op("bernoulli")
-def bernoulli(
-    input: Tensor,
-    seed: int = 0,
-    *,
-    output: Tensor | None = None,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def bernoulli(input: Tensor, seed: int = 0) -> Made:
     """1 with the probability that the element says, else 0."""
     _, (block,) = operands("bernoulli", input)
     drawn = _drawn(input, lambda room: room.uniform_(generator=_generator(seed)), seed) < block.float()
     label = merged((input,), len(input.shape))
-    return result(drawn.float(), input, topology=label, dtype=dtype, memory_config=memory_config, output_tensor=output)
+    return Made(drawn.float(), input, label)
 
 
 @op("manual_seed")
-def manual_seed(
-    seeds: int | Tensor = 0,
-    *,
-    device: MeshDevice | None = None,
-    user_ids: int | Tensor | None = None,
-    sub_core_grids: Any = None,
-) -> None:
+def manual_seed(seeds: int | Tensor = 0, *, device: MeshDevice | None = None) -> None:
     """Let random ops draw the same numbers again."""
     value = int(seeds.block.flatten()[0]) if isinstance(seeds, Tensor) else int(seeds)
     torch.manual_seed(value)
 
 
 @op("fill_rm")
-def fill_rm(
-    N: int,
-    C: int,
-    H: int,
-    W: int,
-    hOnes: int,
-    wOnes: int,
-    any: Tensor,
-    val_hi: float,
-    val_lo: float,
-    *,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def fill_rm(N: int, C: int, H: int, W: int, hOnes: int, wOnes: int, any: Tensor, val_hi: float, val_lo: float) -> Made:
     """[N, C, H, W] of one value, with another in the first rows and columns; like `any` in all else."""
     operands("fill_rm", any)
     axes = len(any.grid)
     block = torch.full((1,) * axes + (N, C, H, W), val_lo, dtype=torch.float32)
     block[..., :hOnes, :wOnes] = val_hi
     label = any.tensor_topology()
-    return result(
-        block,
-        any,
-        topology=label.with_placements([REPLICATE] * len(label.placements())),
-        layout=Layout.ROW_MAJOR,
-        memory_config=memory_config,
-    )
+    return Made(block, any, label.with_placements([REPLICATE] * len(label.placements())), layout=Layout.ROW_MAJOR)
 
 
 @op("fill_ones_rm")

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import op, operands
-from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.calling import Made, op, operands
 from meshloom.ttnn.ops.attending import attend, mask_of, paged, sink_of, within
 from meshloom.ttnn.ops.transformer import QUASAR, PagedCacheGeometryOverride, check, given, out
 from meshloom.ttnn.parts import Block
@@ -33,11 +32,8 @@ def scaled_dot_product_attention_decode(
     attention_sink: Tensor | None = None,
     scale: float | None = None,
     sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
     share_cache: bool | None = None,
-) -> Tensor:
+) -> Made:
     """One token of every user, [1, B, H, D], over the positions of its cache up to its own."""
     name = "transformer.scaled_dot_product_attention_decode"
     three = (input_tensor_q, input_tensor_k, input_tensor_v)
@@ -66,7 +62,6 @@ def scaled_dot_product_attention_decode(
         attention_sink,
         scale,
         sliding_window_size,
-        memory_config,
     )
 
 
@@ -83,13 +78,10 @@ def paged_scaled_dot_product_attention_decode(
     attention_sink: Tensor | None = None,
     scale: float | None = None,
     sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
     paged_cache_geometry: PagedCacheGeometryOverride | None = None,
     cache_position_modulo: int | None = None,
     spec_multi_pos_tiles: int = 0,
-) -> Tensor:
+) -> Made:
     """`scaled_dot_product_attention_decode` over pages [P, K, n, D] that a table [B, m] puts in order."""
     name = "transformer.paged_scaled_dot_product_attention_decode"
     if spec_multi_pos_tiles:
@@ -104,7 +96,6 @@ def paged_scaled_dot_product_attention_decode(
         attention_sink,
         scale,
         sliding_window_size,
-        memory_config,
         paged_cache_geometry,
         cache_position_modulo,
     )
@@ -120,19 +111,16 @@ def _paged_decode(
     sink: Tensor | None,
     scale: float | None,
     window: int | None,
-    memory: MemoryConfig | None,
     geometry: PagedCacheGeometryOverride | None = None,
     modulo: int | None = None,
     width: int | None = None,
-) -> Tensor:
+) -> Made:
     sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
 
     def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
         return [paged(block, table.block, axes, *sizes) for block in blocks]
 
-    return _decode(
-        name, three, caches, (table,), causal, mask, (), positions, sink, scale, window, memory, modulo, width
-    )
+    return _decode(name, three, caches, (table,), causal, mask, (), positions, sink, scale, window, modulo, width)
 
 
 def _decode(
@@ -147,10 +135,9 @@ def _decode(
     sink: Tensor | None,
     scale: float | None,
     window: int | None,
-    memory: MemoryConfig | None,
     modulo: int | None = None,
     width: int | None = None,
-) -> Tensor:
+) -> Made:
     """Query heads that share a key head are the rows of one product, so that keys are not repeated."""
     tensors = given(*three, *others, mask, positions_tensor, sink)
     blocks = operands(name, *tensors)[1]
@@ -176,7 +163,7 @@ def _decode(
         sink=None if column is None else column.reshape(*column.shape[: axes + 1], *groups, 1),
     )
     values = found.flatten(-3, -2).unsqueeze(axes)
-    return out(values, tensors, name, memory, q_dims=(1, 2))
+    return out(values, tensors, name, q_dims=(1, 2))
 
 
 def _last(name: str, positions: Sequence[int], tensor: Tensor | None, axes: int, users: int) -> Block:
@@ -214,10 +201,7 @@ def flash_multi_latent_attention_decode(
     attention_sink: Tensor | None = None,
     scale: float | None = None,
     sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+) -> Made:
     """`scaled_dot_product_attention_decode` whose values are the first `head_dim_v` elements of its keys."""
     name = "transformer.flash_multi_latent_attention_decode"
 
@@ -236,7 +220,6 @@ def flash_multi_latent_attention_decode(
         attention_sink,
         scale,
         sliding_window_size,
-        memory_config,
         width=head_dim_v,
     )
 
@@ -255,10 +238,7 @@ def paged_flash_multi_latent_attention_decode(
     attention_sink: Tensor | None = None,
     scale: float | None = None,
     sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+) -> Made:
     """`flash_multi_latent_attention_decode` over pages."""
     name = "transformer.paged_flash_multi_latent_attention_decode"
     if page_table_tensor is None:
@@ -273,6 +253,5 @@ def paged_flash_multi_latent_attention_decode(
         attention_sink,
         scale,
         sliding_window_size,
-        memory_config,
         width=head_dim_v,
     )
