@@ -26,6 +26,7 @@ from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import TensorTopology
 
 Function = Callable[..., Any]
+NOTHING: Mapping[str, Any] = {}
 
 TABLE: dict[str, Function] = {}  # every op by its dotted name: "add", "transformer.concatenate_heads"
 BEFORE: list[Function] = []  # hooks that are called as hook(operation, args, kwargs)
@@ -62,19 +63,38 @@ class Made:
         output: Tensor | None = None,
     ) -> Tensor:
         """The tensor, as asked for."""
-        made = result(
-            self.block,
-            self.like,
-            topology=self.topology,
-            dtype=dtype or self.dtype,
-            layout=layout or self.layout,
-            memory_config=memory_config or self.memory_config,
-            output_tensor=self.output if output is None else output,
-            coords=self.coords,
-        )
+        output = self.output if output is None else output
+        like = self.like
+        kind = dtype or self.dtype or (output.dtype if output is not None else like.dtype)
+        number = kind._value_
+        values = self.block if self.block.dtype is _EXACT[number] else rounded(self.block, kind)
+        if output is not None:
+            made = _written(values, output, like, self.topology)
+        else:
+            made = Tensor(
+                values,
+                like._grid,
+                kind,
+                Layout.TILE if number in _TILED else layout or self.layout or like.layout,
+                self.topology,
+                like._device,
+                memory_config or self.memory_config or like._memory,
+                like.tile,
+                coords=self.coords or like._coords,
+            )
+            if made._device is not None and made._device.watched:
+                queues.used(made._device, "op", writes=(made,))
         if self.frees is not None:
             self.frees.deallocate(force=True)
         return made
+
+
+# By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
+_EXACT = [
+    kind.store if kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32) else None
+    for kind in sorted(DataType, key=lambda kind: kind.value)
+]
+_TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
 
 
 def op(
@@ -106,10 +126,14 @@ def op(
             try:
                 if kwargs or len(args) > binding.plain:
                     own, passed, rest = binding.bind(args, kwargs)
-                    output = _finish(function(*own, **passed), rest)
+                    output = function(*own, **passed)
                 else:
+                    rest = NOTHING
                     output = function(*args)
-                    output = output.tensor() if type(output) is Made else _finish(output, {})
+                if type(output) is Made:
+                    output = output.tensor(**rest)
+                elif type(output) in (list, tuple):
+                    output = type(output)(each.tensor(**rest) if type(each) is Made else each for each in output)
             except FOREIGN as error:
                 told = _told(name, error, args, kwargs)
                 if told is None:
@@ -128,15 +152,6 @@ def op(
         return call
 
     return register
-
-
-def _finish(output: Any, rest: dict[str, Any]) -> Any:
-    """What a function has made as tensors: one, or several of a list or tuple."""
-    if type(output) is Made:
-        return output.tensor(**rest)
-    if type(output) in (list, tuple):
-        return type(output)(each.tensor(**rest) if type(each) is Made else each for each in output)
-    return output
 
 
 def described(operation: Any) -> Any:
@@ -251,33 +266,7 @@ def result(
     coords: tuple[MeshCoordinate, ...] | None = None,
 ) -> Tensor:
     """A block as a tensor: format, label and memory as its first operand's, unless said otherwise."""
-    kind = dtype or (output_tensor.dtype if output_tensor is not None else like.dtype)
-    number = kind._value_
-    values = block if block.dtype is _EXACT[number] else rounded(block, kind)
-    if output_tensor is not None:
-        return _written(values, output_tensor, like, topology)
-    made = Tensor(
-        values,
-        like._grid,
-        kind,
-        Layout.TILE if number in _TILED else layout or like.layout,
-        topology,
-        like._device,
-        memory_config or like._memory,
-        like.tile,
-        coords=coords or like._coords,
-    )
-    if made._device is not None and made._device.watched:
-        queues.used(made._device, "op", writes=(made,))
-    return made
-
-
-# By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
-_EXACT = [
-    kind.store if kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32) else None
-    for kind in sorted(DataType, key=lambda kind: kind.value)
-]
-_TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
+    return Made(block, like, topology, dtype, layout, memory_config, output_tensor, coords).tensor()
 
 
 def _written(values: Block, output: Tensor, like: Tensor, topology: TensorTopology) -> Tensor:

@@ -62,20 +62,21 @@ FINISH = {
 
 # What changes no result here: where and how fast hardware works, and what it needs for that.
 SPEED = frozenset(
-    """all_gather_core_grid_offset applied_shard_scheme assume_unique attn_mask_block_map chunk_width_in_mm_blocks
-    chunks_per_sync compute_config compute_kernel_config compute_with_storage_grid_size config config_tensor_in_dram
-    core_grid correction cq_id dram_slice_config disable_compensated_sum embeddings_type enable_secondary_dm
-    fast_and_approximate_mode fp32_dest_acc global_cb grid_size input_mask input_mux_cores inplace
-    intermediate_memory_config intermediate_memory_config_rs intermediate_packet_buffer intermediate_tensor
-    keep_l1_aligned mm_N_full_block_wt mm_block_ht mm_block_wt mm_cores_y momentum_buffer_out_memory_config
-    negative_mask nnz num_buffers_per_channel num_links num_out_blocks num_workers_per_link numeric_stable op
-    output_tile overlap_qk_coregrid pad_value padding_idx persistent_intermediate_buffer prefetcher_pipes
-    program_config queue_id reallocate_halo_output reallocate_output recip_tensor reduce_scatter_core_grid_offset
-    reshape_tile_mode skip_padding_fill slice_config sparse_grad strategy sub_core_grid sub_core_grids sub_device_id
-    subdevice_id topology use_2d_core_grid use_broadcast use_falcon7b_backend use_l1_small_for_semaphores use_low_perf
-    use_multicore use_noc1_only use_optimal_ccl_for_llama use_transpose_as_fold use_welford user_ids causal_mask
-    multi_device_global_semaphore barrier_semaphore barrier_semaphores rs_global_semaphores ag_global_semaphores
-    cross_device_semaphore neighbor_semaphore final_semaphore ready_semaphore data_valid_semaphore""".split()
+    """ag_global_semaphores all_gather_core_grid_offset applied_shard_scheme assume_unique attn_mask_block_map
+    barrier_semaphore barrier_semaphores causal_mask chunk_width_in_mm_blocks chunks_per_sync compute_config
+    compute_kernel_config compute_with_storage_grid_size config config_tensor_in_dram core_grid correction cq_id
+    cross_device_semaphore data_valid_semaphore disable_compensated_sum dram_slice_config embeddings_type
+    enable_secondary_dm fast_and_approximate_mode final_semaphore fp32_dest_acc global_cb grid_size inplace
+    input_mask input_mux_cores intermediate_memory_config intermediate_memory_config_rs intermediate_packet_buffer
+    intermediate_tensor keep_l1_aligned mm_N_full_block_wt mm_block_ht mm_block_wt mm_cores_y
+    momentum_buffer_out_memory_config multi_device_global_semaphore negative_mask neighbor_semaphore nnz
+    num_buffers_per_channel num_links num_out_blocks num_workers_per_link numeric_stable op output_tile
+    overlap_qk_coregrid pad_value padded_shape padding_idx persistent_intermediate_buffer prefetcher_pipes
+    program_config queue_id ready_semaphore reallocate_halo_output reallocate_output recip_tensor
+    reduce_scatter_core_grid_offset reshape_tile_mode rs_global_semaphores skip_padding_fill slice_config
+    sparse_grad strategy sub_core_grid sub_core_grids sub_device_id subdevice_id topology use_2d_core_grid
+    use_broadcast use_falcon7b_backend use_l1_small_for_semaphores use_legacy use_low_perf use_multicore
+    use_noc1_only use_optimal_ccl_for_llama use_transpose_as_fold use_welford user_ids""".split()
 )
 
 # What the public signature says of arguments that no function names.

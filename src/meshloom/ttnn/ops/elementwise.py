@@ -78,8 +78,9 @@ def _unary(
     _, (block,) = operands(name, tensor)
     if len(tensor.shape) < function.rank:
         raise OperandError(f"ttnn.{name} needs a tensor of at least rank {function.rank}, not {list(tensor.shape)}")
-    label = merged((tensor,), len(tensor.shape), keeps=function.keeps)
-    return Made(function.call(fine(block, kind or tensor.dtype), *values), tensor, label)
+    if block.dtype is torch.bfloat16 and (kind or tensor.dtype) is not DataType.BFLOAT16:
+        block = block.float()
+    return Made(function.call(block, *values), tensor, merged((tensor,), len(tensor.shape), keeps=function.keeps))
 
 
 for _name, _function in UNARY.items():

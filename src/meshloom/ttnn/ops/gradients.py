@@ -53,9 +53,9 @@ def gradients(
     wanted, kept = [*required, *[True] * len(tensors)], [*outputs, *[None] * len(tensors)]
     for place, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True)):
         flow = flows[place]
-        values = torch.zeros_like(leaf) if flow is None else flow.detach()
+        found = torch.zeros_like(leaf) if flow is None else flow.detach()
         label, coords = _label(grad, tensors, tensor), shared_coords(grad, *tensors)
-        made.append(Made(values, tensor, label, output=kept[place], coords=coords) if wanted[place] else None)
+        made.append(Made(found, tensor, label, output=kept[place], coords=coords) if wanted[place] else None)
     return made
 
 

@@ -50,12 +50,10 @@ def nlp_create_qkv_heads_vit(input: Tensor, *, output_tensors: Outputs = None) -
 
 
 @op("experimental.nlp_create_qkv_heads_falcon7b")
-def nlp_create_qkv_heads_falcon7b(input: Tensor, *, memory_config: MemoryConfig | None = None) -> Three:
+def nlp_create_qkv_heads_falcon7b(input: Tensor) -> Three:
     """Query heads of 64, one head for keys and one for values."""
     heads = input.shape[-1] // 64 - 2
-    return _split(
-        "experimental.nlp_create_qkv_heads_falcon7b", input, None, heads, 1, False, False, memory_config, None
-    )
+    return _split("experimental.nlp_create_qkv_heads_falcon7b", input, None, heads, 1, False, False)
 
 
 @op("transformer.split_query_key_value_and_split_heads")
@@ -225,19 +223,19 @@ def nlp_concat_heads_decode(input_tensor: Tensor, *, num_heads: int) -> Made:
 
 
 @op("experimental.nlp_concat_heads")
-def nlp_concat_heads(input_tensor: Tensor) -> Tensor:
+def nlp_concat_heads(input_tensor: Tensor) -> Made:
     """[B, H, S, D] as [B, 1, S, H * D]."""
     return concatenated("experimental.nlp_concat_heads", input_tensor, True)
 
 
 @op("experimental.concatenate_heads")
-def experimental_concatenate_heads(input_tensor: Tensor) -> Tensor:
+def experimental_concatenate_heads(input_tensor: Tensor) -> Made:
     """[B, H, S, D] as [B, 1, S, H * D]."""
     return concatenated("experimental.concatenate_heads", input_tensor, True)
 
 
 @op("transformer.concatenate_heads")
-def concatenate_heads(input_tensor: Tensor) -> Tensor:
+def concatenate_heads(input_tensor: Tensor) -> Made:
     """[B, H, S, D] as [B, S, H * D]."""
     return concatenated("transformer.concatenate_heads", input_tensor, False)
 

@@ -27,7 +27,7 @@ from meshloom.ttnn.tensor import Tensor
 
 
 @op("tilize", "experimental.quasar.tilize")
-def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Tensor:
+def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Made:
     """In tiles; the last two dims have to be whole tiles."""
     height, width = (tile or Tile()).tile_shape
     sizes = (1, *input_tensor.shape)[-2:] if len(input_tensor.shape) else (1, 1)
@@ -41,7 +41,7 @@ def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Tensor:
 
 
 @op("tilize_with_zero_padding", "experimental.quasar.tilize_with_zero_padding")
-def tilize_with_zero_padding(input_tensor: Tensor) -> Tensor:
+def tilize_with_zero_padding(input_tensor: Tensor) -> Made:
     """In tiles, filled up with zeros."""
     return _kept(input_tensor, "tilize_with_zero_padding", Layout.TILE)
 
@@ -65,7 +65,7 @@ def tilize_with_val_padding(
 
 
 @op("untilize", "experimental.quasar.untilize")
-def untilize(input_tensor: Tensor) -> Tensor:
+def untilize(input_tensor: Tensor) -> Made:
     """In rows, without the padding of tiles; block floats become bfloat16."""
     dtype = DataType.BFLOAT16 if input_tensor.dtype.is_block_float else None
     return _kept(input_tensor, "untilize", Layout.ROW_MAJOR, dtype)
@@ -110,7 +110,7 @@ def interleaved_to_sharded(
     *,
     sharded_memory_config: MemoryConfig | None = None,
     preallocated_output: Tensor | None = None,
-) -> Tensor:
+) -> Made:
     """Spread over cores: by a memory config, or by cores, the shape of a shard, a scheme and an orientation."""
     if isinstance(grid, MemoryConfig):  # the form with a memory config, and maybe a dtype after it
         sharded_memory_config, output_dtype = grid, shard_shape or output_dtype
@@ -131,7 +131,7 @@ def _cores(grid: CoreCoord | CoreRangeSet) -> CoreRangeSet:
 
 
 @op("sharded_to_interleaved", "experimental.quasar.sharded_to_interleaved")
-def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | None = None) -> Tensor:
+def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | None = None) -> Made:
     """Spread over banks page by page, in DRAM unless said otherwise."""
     config = memory_config or DRAM_MEMORY_CONFIG
     if config.is_sharded():
@@ -140,7 +140,7 @@ def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | N
 
 
 @op("reshard", "experimental.quasar.reshard")
-def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig) -> Tensor:
+def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig) -> Made:
     """Spread over cores in another way."""
     return _moved("reshard", input_tensor, output_memory_config)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -150,7 +151,7 @@ def matmul(
     kind: DataType | None = None,
 ) -> Made:
     """The product of every device's matrices; leading dims are a batch."""
-    turned = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    turned: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     return multiply("matmul", input_tensor_a, input_tensor_b, activation=activation, kind=kind, **turned)
 
 
@@ -175,7 +176,7 @@ def linear(
         height = input_tensor_b.shape[-1 if transpose_b else -2]
         _, (block,) = operands("linear", a)
         a = result(block.narrow(-1, in0_column_offset, height), a, topology=merged((a,), len(a.shape), keeps="sum"))
-    turned = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    turned: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     return multiply("linear", a, input_tensor_b, bias=bias, activation=activation, kind=kind, **turned)
 
 
@@ -190,7 +191,7 @@ def matmul_batched_weights(
     kind: DataType | None = None,
 ) -> list[Made]:
     """The product of one tensor with each of several."""
-    turned = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    turned: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     return [
         multiply("matmul_batched_weights", input_tensor_a, each, activation=activation, kind=kind, **turned)
         for each in input_tensors_b

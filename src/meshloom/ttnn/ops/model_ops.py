@@ -153,13 +153,13 @@ def minimal_matmul_split(
 
 
 @op("experimental.attn_matmul")
-def attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Tensor:
+def attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """Queries [1, H, B, K] times caches [B, 1, K, N] of every user: [1, H, B, N]."""
     return _by_user("experimental.attn_matmul", input_tensor_a, input_tensor_b)
 
 
 @op("experimental.group_attn_matmul")
-def group_attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Tensor:
+def group_attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """Queries [1, H, B, K] times caches [B, G, K, N] whose heads serve groups of query heads: [1, H, B, N]."""
     return _by_user("experimental.group_attn_matmul", input_tensor_a, input_tensor_b)
 

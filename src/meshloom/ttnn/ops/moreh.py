@@ -249,7 +249,7 @@ def moreh_matmul(
     kind: DataType | None = None,
 ) -> Made:
     """The product of every device's matrices, plus a bias."""
-    turned = {"transpose_a": transpose_input, "transpose_b": transpose_other}
+    turned: dict[str, Any] = {"transpose_a": transpose_input, "transpose_b": transpose_other}
     return multiply("linear", input, other, bias=bias, kind=kind, **turned)
 
 

@@ -36,23 +36,18 @@ class TileReshapeMapMode(enum.Enum):
 # shapes
 
 
-@op("reshape", "experimental.quasar.reshape")
+@op("reshape", "experimental.quasar.reshape", spelled={"logical_shape": "shape"})
 def reshape(
-    input_tensor: Tensor,
-    shape: Sequence[int] | None = None,
-    padded_shape: Sequence[int] | None = None,
-    *,
-    logical_shape: Sequence[int] | None = None,
-    memory_config: MemoryConfig | None = None,
+    input_tensor: Tensor, shape: Sequence[int] | None = None, *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """The same elements in another shape; one size may be -1. Rows that stay whole stay where they are in memory."""
-    asked = shape if shape is not None else logical_shape
-    if asked is None:
+    if shape is None:
         raise ArgumentError("ttnn.reshape: a shape is missing")
-    sizes = inferred("reshape", tuple(input_tensor.shape), asked)
+    sizes = inferred("reshape", tuple(input_tensor.shape), shape)
+    label = label_moves.reshaped(input_tensor, sizes)
     if is_view(input_tensor, sizes, memory_config):
-        return viewed(input_tensor, sizes, label_moves.reshaped(input_tensor, sizes))
-    return _reshaped(input_tensor, sizes, label_moves.reshaped(input_tensor, sizes), memory_config)
+        return viewed(input_tensor, sizes, label)
+    return _reshaped(input_tensor, sizes, label, memory_config)
 
 
 @op("view")

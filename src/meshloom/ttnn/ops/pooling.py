@@ -151,7 +151,7 @@ def adaptive_avg_pool2d(
     output_size: Sequence[int],
     *,
     deallocate_input: bool = False,
-) -> Tensor:
+) -> Made:
     """The means of as many windows as asked for, [1, 1, N * h * w, C]."""
     sizes, asked = (batch_size, input_h, input_w, channels), whole(output_size, 2)
     return _adapted("adaptive_avg_pool2d", input_tensor, sizes, asked, F.adaptive_avg_pool2d, True, deallocate_input)
@@ -167,7 +167,7 @@ def adaptive_max_pool2d(
     output_size: Sequence[int],
     *,
     deallocate_input: bool = False,
-) -> Tensor:
+) -> Made:
     """The largest of as many windows as asked for, [1, 1, N * h * w, C]."""
     sizes, asked = (batch_size, input_h, input_w, channels), whole(output_size, 2)
     return _adapted("adaptive_max_pool2d", input_tensor, sizes, asked, F.adaptive_max_pool2d, False, deallocate_input)
