@@ -26,7 +26,7 @@ from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import TensorTopology
 
 Function = Callable[..., Any]
-NOTHING: Mapping[str, Any] = {}
+NOTHING: dict[str, Any] = {}
 
 TABLE: dict[str, Function] = {}  # every op by its dotted name: "add", "transformer.concatenate_heads"
 BEFORE: list[Function] = []  # hooks that are called as hook(operation, args, kwargs)

@@ -173,16 +173,21 @@ class Binding:
         kinds = {each.kind for each in own}
         self.is_open = inspect.Parameter.VAR_KEYWORD in kinds and self.more is None
         at = [each.name for each in own if each.kind is _ORDERED and each.name != "kind"]
-        takes: dict[str, str | None] = {each.name: "" for each in (*own, *self._passed_on()) if each.kind in _NAMED}
-        self.kinded = takes.pop("kind", None) is not None
-        self.order, several = at, [self._split(form) for name in self.names for form in forms().get(name, ())]
-        for ordered, named in (*several, ([], self.also.split())):
+        several = [self._split(form) for name in self.names for form in forms().get(name, ())]
+        several.append(([], self.also.split()))
+        known = {argument for form in several for group in form for argument in group}
+        mine = {each.name for each in own if each.kind in _NAMED}
+        passed = {each.name for each in self._passed_on()}
+        self.kinded = "kind" in mine | passed
+        takes: dict[str, str | None] = dict.fromkeys((mine | passed & known) - {"kind"}, "")
+        self.order = at
+        for ordered, named in several:
             for argument in (*ordered, *named):
                 if argument not in takes:
                     takes[argument] = self._beside(argument)
-            mine = [each for each in ordered if takes[each] == ""]
-            if mine == at[: len(mine)]:
-                self.order = max(self.order, [*ordered, *at[len(mine) :]], key=len)
+            here = [each for each in ordered if each in mine]
+            if here == at[: len(here)]:
+                self.order = max(self.order, [*ordered, *at[len(here) :]], key=len)
         same = [a == b for a, b in zip(at, self.order, strict=False)]
         self.takes = takes
         self.plain = 1 << 30 if inspect.Parameter.VAR_POSITIONAL in kinds else (*same, False).index(False)
@@ -220,11 +225,11 @@ class Binding:
         if self.plain < 0:
             self.read()
         found = inspect.signature(self.function)
-        own = {each.name: each for each in (*found.parameters.values(), *self._passed_on()) if each.name != "kind"}
+        own = {each.name: each for each in (*self._passed_on(), *found.parameters.values()) if each.name != "kind"}
         var = [each for each in own.values() if each.kind is inspect.Parameter.VAR_POSITIONAL]
         named = [name for name in (*own, *self.takes) if name in self.takes and name not in self.order]
-        listed = [*_with_defaults(own.get(name) or _other(name, _ORDERED) for name in self.order), *var]
-        listed += [own.get(name) or _other(name, inspect.Parameter.KEYWORD_ONLY) for name in dict.fromkeys(named)]
+        listed = [*_with_defaults((own.get(name) or _other(name)).replace(kind=_ORDERED) for name in self.order), *var]
+        listed += [own.get(name) or _other(name) for name in dict.fromkeys(named)]
         listed += [each for each in own.values() if each.kind is inspect.Parameter.VAR_KEYWORD and self.is_open]
         returns = found.return_annotation
         shown = returns.replace("Made", "Tensor") if isinstance(returns, str) else returns
@@ -236,8 +241,8 @@ _ORDERED = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _NAMED = (_ORDERED, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _other(name: str, kind: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, kind, default=None, annotation=TYPES.get(name, "Any"))
+def _other(name: str) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=TYPES.get(name, "Any"))
 
 
 def _with_defaults(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Parameter]:

@@ -126,31 +126,13 @@ def paged_update_cache(
     return _told(name, cache_tensor, input_tensor, (1, 2, 3), (0, 1, 3), others)
 
 
-@op("experimental.paged_fused_update_cache")
+@op("experimental.paged_fused_update_cache", more=paged_update_cache)
 def paged_fused_update_cache(
-    cache_tensor1: Tensor,
-    input_tensor1: Tensor,
-    cache_tensor2: Tensor,
-    input_tensor2: Tensor,
-    *,
-    update_idxs: Sequence[int] = (),
-    update_idxs_tensor: Tensor | None = None,
-    share_cache: bool | None = None,
-    page_table: Tensor | None = None,
-    batch_offset: int = 0,
-    mesh_coords: Coords = None,
+    cache_tensor1: Tensor, input_tensor1: Tensor, cache_tensor2: Tensor, input_tensor2: Tensor, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """`paged_update_cache` of two caches."""
-    options: dict[str, Any] = {
-        "update_idxs": update_idxs,
-        "update_idxs_tensor": update_idxs_tensor,
-        "share_cache": share_cache,
-        "page_table": page_table,
-        "batch_offset": batch_offset,
-        "mesh_coords": mesh_coords,
-    }
-    first = paged_update_cache(cache_tensor1, input_tensor1, **options)
-    return first, paged_update_cache(cache_tensor2, input_tensor2, **options)
+    first = paged_update_cache(cache_tensor1, input_tensor1, **how)
+    return first, paged_update_cache(cache_tensor2, input_tensor2, **how)
 
 
 @op("experimental.paged_fill_cache")

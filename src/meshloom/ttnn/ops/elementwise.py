@@ -170,22 +170,22 @@ def binary(
     a: Operand,
     b: Operand,
     keeps: str = "",
-    kind: DataType | None = None,
-    before: tuple[Sequence[Activation], Sequence[Activation]] | None = None,
-    after: Sequence[Activation] = (),
     output: Tensor | None = None,
+    *,
+    activations: Sequence[Activation] = (),
+    input_tensor_a_activations: Sequence[Activation] = (),
+    input_tensor_b_activations: Sequence[Activation] = (),
+    kind: DataType | None = None,
 ) -> Made:
     """A function of two operands of which one may be a number, with activations fused before and after it."""
-    if output is not None:
-        kind = output.dtype
-    first, x, y, tensors, rank = paired(name, a, b, kind)
-    if before is not None:
-        x, y = _fused(x, before[0]), _fused(y, before[1])
+    first, x, y, tensors, rank = paired(name, a, b, kind if output is None else output.dtype)
+    if input_tensor_a_activations or input_tensor_b_activations:
+        x, y, keeps = _fused(x, input_tensor_a_activations), _fused(y, input_tensor_b_activations), ""
     block = function(x, y)
-    if after:
-        block = activated(block, after)
-    label = _label(tensors, rank, "" if after or before else keeps)
+    if activations:
+        block, keeps = activated(block, activations), ""
     alone = first._coords is None and tensors[-1]._coords is None
+    label = _label(tensors, rank, keeps)
     return Made(block, first, label, output=output, coords=None if alone else shared_coords(*tensors))
 
 
@@ -204,7 +204,9 @@ def _label(tensors: tuple[Tensor, ...], rank: int, keeps: str) -> TensorTopology
 
 
 _SPELLED = {"input_a": "input_tensor_a", "input_b": "input_tensor_b"}
-_SPEED = "fast_and_approximate_mode sub_core_grids sub_device_id"
+_SPEED = "fast_and_approximate_mode sub_core_grids sub_device_id " + (
+    "activations input_tensor_a_activations input_tensor_b_activations"
+)
 
 
 def _pair(
@@ -228,23 +230,12 @@ def _two(
 ) -> None:
     name = names.split()[0]
 
-    def call(
-        input_tensor_a: Operand,
-        input_tensor_b: Operand,
-        *,
-        activations: Sequence[Activation] = (),
-        input_tensor_a_activations: Sequence[Activation] = (),
-        input_tensor_b_activations: Sequence[Activation] = (),
-        kind: DataType | None = None,
-    ) -> Made:
-        before = None
-        if input_tensor_a_activations or input_tensor_b_activations:
-            before = (input_tensor_a_activations, input_tensor_b_activations)
+    def call(input_tensor_a: Operand, input_tensor_b: Operand, **how: Any) -> Made:
         output: Any = input_tensor_a if writes else None
-        return binary(name, function, input_tensor_a, input_tensor_b, keeps, kind, before, activations, output)
+        return binary(name, function, input_tensor_a, input_tensor_b, keeps, output, **how)
 
     call.__name__, call.__qualname__, call.__doc__ = name, name, doc
-    op(*names.split(), spelled=spelled, also=also)(call)
+    op(*names.split(), spelled=spelled, also=also, more=binary)(call)
 
 
 def _both(function: Callable[[Block, Block], Block]) -> Callable[[Any, Any], Block]:
@@ -318,25 +309,15 @@ _pair("bias_gelu", lambda x, y: torch.nn.functional.gelu(x + y), in_place="bias_
 _pair("pow", torch.pow, input_tensor="input_tensor_a", exponent="input_tensor_b")
 
 
-@op("div", "divide", spelled={**_SPELLED, "value": "input_tensor_b"})
-def div(
-    input_tensor_a: Operand,
-    input_tensor_b: Operand,
-    *,
-    rounding_mode: str | None = None,
-    activations: Sequence[Activation] = (),
-    input_tensor_a_activations: Sequence[Activation] = (),
-    input_tensor_b_activations: Sequence[Activation] = (),
-    kind: DataType | None = None,
-) -> Made:
+@op("div", "divide", spelled={**_SPELLED, "value": "input_tensor_b"}, more=binary)
+def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode: str | None = None, **how: Any) -> Made:
     """The quotient of every two elements; `rounding_mode` is None, "trunc" or "floor"."""
     if rounding_mode not in (None, "trunc", "floor"):
         raise ArgumentError(f"ttnn.div: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
-    before = (input_tensor_a_activations, input_tensor_b_activations)
     keeps = "quotient" if rounding_mode is None and isinstance(input_tensor_a, Tensor) else ""
-    divide = _first(lambda x, y: divided(x, y, rounding_mode))
-    fused = before if any(before) else None
-    return binary("div", divide, input_tensor_a, input_tensor_b, keeps, kind, fused, activations)
+    return binary(
+        "div", _first(lambda x, y: divided(x, y, rounding_mode)), input_tensor_a, input_tensor_b, keeps, **how
+    )
 
 
 _two(
@@ -389,14 +370,14 @@ def isclose(
 def addalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
     """a + alpha * b."""
     add = functools.partial(torch.add, alpha=alpha)
-    return binary("addalpha", add, input_tensor_a, input_tensor_b, "sum", kind)
+    return binary("addalpha", add, input_tensor_a, input_tensor_b, "sum", kind=kind)
 
 
 @op("subalpha")
 def subalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
     """a - alpha * b."""
     add = functools.partial(torch.add, alpha=-alpha)
-    return binary("subalpha", add, input_tensor_a, input_tensor_b, "sum", kind)
+    return binary("subalpha", add, input_tensor_a, input_tensor_b, "sum", kind=kind)
 
 
 @op("prelu")
@@ -428,7 +409,7 @@ def bcast(
             raise OperandError(
                 f"ttnn.bcast along {dim.name}: dim {where} of the second operand is {input_b.shape[where]}"
             )
-    return binary("bcast", getattr(torch, name), input_a, input_b, keeps, kind)
+    return binary("bcast", getattr(torch, name), input_a, input_b, keeps, kind=kind)
 
 
 # three operands

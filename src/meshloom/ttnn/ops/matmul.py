@@ -140,62 +140,30 @@ def multiply(
     return Made(block, a, label, coords=shared_coords(*made_by))
 
 
-@op("matmul", "experimental.quasar.matmul")
-def matmul(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    activation: Activation | None = None,
-    kind: DataType | None = None,
-) -> Made:
+@op("matmul", "experimental.quasar.matmul", more=multiply)
+def matmul(input_tensor_a: Tensor, input_tensor_b: Tensor, **how: Any) -> Made:
     """The product of every device's matrices; leading dims are a batch."""
-    turned: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    return multiply("matmul", input_tensor_a, input_tensor_b, activation=activation, kind=kind, **turned)
+    return multiply("matmul", input_tensor_a, input_tensor_b, **how)
 
 
-@op("linear", "experimental.quasar.linear")
-def linear(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    bias: Tensor | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    activation: Activation | None = None,
-    in0_column_offset: int | None = None,
-    kind: DataType | None = None,
-) -> Made:
+@op("linear", "experimental.quasar.linear", more=multiply)
+def linear(input_tensor_a: Tensor, input_tensor_b: Tensor, *, in0_column_offset: int | None = None, **how: Any) -> Made:
     """The product of every device's matrices, plus a bias, then an activation.
 
     `in0_column_offset` takes the columns of the first operand from there on, as many as the second has rows.
     """
     a = input_tensor_a
     if in0_column_offset is not None:
-        height = input_tensor_b.shape[-1 if transpose_b else -2]
+        height = input_tensor_b.shape[-1 if how.get("transpose_b") else -2]
         _, (block,) = operands("linear", a)
         a = result(block.narrow(-1, in0_column_offset, height), a, topology=merged((a,), len(a.shape), keeps="sum"))
-    turned: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    return multiply("linear", a, input_tensor_b, bias=bias, activation=activation, kind=kind, **turned)
+    return multiply("linear", a, input_tensor_b, **how)
 
 
-@op("matmul_batched_weights", "experimental.quasar.matmul_batched_weights")
-def matmul_batched_weights(
-    input_tensor_a: Tensor,
-    input_tensors_b: Sequence[Tensor],
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    activation: Activation | None = None,
-    kind: DataType | None = None,
-) -> list[Made]:
+@op("matmul_batched_weights", "experimental.quasar.matmul_batched_weights", more=multiply)
+def matmul_batched_weights(input_tensor_a: Tensor, input_tensors_b: Sequence[Tensor], **how: Any) -> list[Made]:
     """The product of one tensor with each of several."""
-    turned: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    return [
-        multiply("matmul_batched_weights", input_tensor_a, each, activation=activation, kind=kind, **turned)
-        for each in input_tensors_b
-    ]
+    return [multiply("matmul_batched_weights", input_tensor_a, each, **how) for each in input_tensors_b]
 
 
 @op("addmm", "experimental.quasar.addmm")

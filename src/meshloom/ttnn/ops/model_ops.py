@@ -124,29 +124,12 @@ def minimal_matmul(
     return calling.TABLE["multiply"](gate, up, input_tensor_a_activations=["silu"])
 
 
-@op("experimental.minimal_matmul_split")
+@op("experimental.minimal_matmul_split", more=minimal_matmul)
 def minimal_matmul_split(
-    input_tensor: Tensor,
-    weight_tensor: Tensor,
-    *,
-    chunks: int = 3,
-    dim: int = -1,
-    bias_tensor: Tensor | None = None,
-    fused_activation: Activation | None = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    fuse_swiglu: bool = False,
+    input_tensor: Tensor, weight_tensor: Tensor, *, chunks: int = 3, dim: int = -1, **how: Any
 ) -> list[Tensor]:
     """`minimal_matmul` in equal pieces of its width."""
-    made = minimal_matmul(
-        input_tensor,
-        weight_tensor,
-        bias_tensor=bias_tensor,
-        fused_activation=fused_activation,
-        memory_config=memory_config,
-        dtype=dtype,
-        fuse_swiglu=fuse_swiglu,
-    )
+    made = minimal_matmul(input_tensor, weight_tensor, **how)
     if dim not in (-1, len(made.shape) - 1) or made.shape[-1] % chunks:
         raise ArgumentError(f"ttnn.experimental.minimal_matmul_split: {chunks} pieces of dim {dim} of {made.shape}")
     return chunk(made, chunks, dim)

@@ -75,7 +75,7 @@ def moreh_norm(input: Tensor, p: float, *, dim: Dims = None, keepdim: bool = Fal
 @op("moreh_abs_pow")
 def moreh_abs_pow(input: Tensor, p: float, *, kind: DataType | None = None) -> Made:
     """|x| ** p."""
-    return binary("moreh_abs_pow", lambda x, y: x.abs() ** y, input, p, "", kind)
+    return binary("moreh_abs_pow", lambda x, y: x.abs() ** y, input, p, kind=kind)
 
 
 def _spread(
@@ -232,31 +232,22 @@ def moreh_dot_backward(
     ]
 
 
-@op("moreh_bmm")
-def moreh_bmm(input: Tensor, mat2: Tensor, *, kind: DataType | None = None) -> Made:
+@op("moreh_bmm", more=multiply)
+def moreh_bmm(input: Tensor, mat2: Tensor, **how: Any) -> Made:
     """The products of two batches of matrices."""
-    return multiply("matmul", input, mat2, kind=kind)
+    return multiply("matmul", input, mat2, **how)
 
 
-@op("moreh_matmul")
-def moreh_matmul(
-    input: Tensor,
-    other: Tensor,
-    *,
-    transpose_input: bool = False,
-    transpose_other: bool = False,
-    bias: Tensor | None = None,
-    kind: DataType | None = None,
-) -> Made:
+@op("moreh_matmul", more=multiply, spelled={"transpose_input": "transpose_a", "transpose_other": "transpose_b"})
+def moreh_matmul(input: Tensor, other: Tensor, **how: Any) -> Made:
     """The product of every device's matrices, plus a bias."""
-    turned: dict[str, Any] = {"transpose_a": transpose_input, "transpose_b": transpose_other}
-    return multiply("linear", input, other, bias=bias, kind=kind, **turned)
+    return multiply("linear", input, other, **how)
 
 
-@op("moreh_linear")
-def moreh_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None, kind: DataType | None = None) -> Made:
+@op("moreh_linear", more=multiply)
+def moreh_linear(input: Tensor, weight: Tensor, **how: Any) -> Made:
     """x @ weight.T + bias, with a weight of [out, in]."""
-    return multiply("linear", input, weight, bias=bias, transpose_b=True, kind=kind)
+    return multiply("linear", input, weight, transpose_b=True, **how)
 
 
 @op("moreh_bmm_backward")

@@ -378,9 +378,9 @@ def _loss(name: str, function: Callable[[Block, Block], Block]) -> None:
     ) -> Made:
         both = (input_reference, input_prediction)
         if reduction is LossReductionMode.NONE:
-            return binary(name, function, *both, "", kind)
+            return binary(name, function, *both, kind=kind)
         exact = DataType.FLOAT32
-        each = binary(name, lambda x, y: function(x.float(), y.float()), *both, "", exact).tensor(exact)
+        each = binary(name, lambda x, y: function(x.float(), y.float()), *both, kind=exact).tensor(exact)
         dims = list(range(-len(each.shape), 0))
         mean = reduction is LossReductionMode.MEAN
         label = reduced(each, dims, False, "mean" if mean else "sum")

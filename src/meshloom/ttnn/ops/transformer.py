@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -172,13 +173,12 @@ def joint_scaled_dot_product_attention(
 # pages
 
 
-@op("transformer.chunked_scaled_dot_product_attention", QUASAR + "chunked_scaled_dot_product_attention")
-def chunked_scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    page_table_tensor: Tensor,
-    chunk_start_idx: int | None = None,
+def _chunk(
+    name: str,
+    three: Sequence[Tensor],
+    table: Tensor,
+    start: int | None,
+    width: int | None = None,
     *,
     chunk_start_idx_tensor: Tensor | None = None,
     scale: float | None = None,
@@ -186,41 +186,15 @@ def chunked_scaled_dot_product_attention(
     sliding_window_size: int | None = None,
     attention_sink: Tensor | None = None,
 ) -> Made:
-    """Causal attention of a chunk of a sequence, at `chunk_start_idx`, over all of it up to there in pages."""
-    name = "transformer.chunked_scaled_dot_product_attention"
-    return _chunk(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v),
-        page_table_tensor,
-        chunk_start_idx,
-        chunk_start_idx_tensor,
-        scale,
-        paged_cache_geometry,
-        sliding_window_size,
-        attention_sink,
-    )
-
-
-def _chunk(
-    name: str,
-    three: Sequence[Tensor],
-    table: Tensor,
-    start: int | None,
-    start_tensor: Tensor | None,
-    scale: float | None,
-    geometry: PagedCacheGeometryOverride | None = None,
-    window: int | None = None,
-    sink: Tensor | None = None,
-    width: int | None = None,
-) -> Made:
-    tensors = given(*three, table, start_tensor, sink)
+    tensors = given(*three, table, chunk_start_idx_tensor, attention_sink)
     q, k, v, pages = operands(name, *tensors)[1][:4]
     axes = len(three[0].grid)
-    sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
+    geometry = paged_cache_geometry or PagedCacheGeometryOverride()
+    sizes = (geometry.block_size, geometry.num_kv_heads)
     keys = paged(k, pages, axes, *sizes)
     values = paged(v, pages, axes, *sizes)[..., :width]
-    if start_tensor is not None:
-        first = start_tensor.block.flatten(axes)[..., :1]
+    if chunk_start_idx_tensor is not None:
+        first = chunk_start_idx_tensor.block.flatten(axes)[..., :1]
     elif start is not None:
         first = torch.full((1,) * (axes + 1), start)
         if start + q.shape[-2] > keys.shape[-2]:
@@ -228,7 +202,7 @@ def _chunk(
     else:
         raise ArgumentError(f"ttnn.{name}: chunk_start_idx or chunk_start_idx_tensor")
     rows = (first + torch.arange(q.shape[-2])).unsqueeze(-1)
-    seen = within(torch.arange(keys.shape[-2]), rows, window)
+    seen = within(torch.arange(keys.shape[-2]), rows, sliding_window_size)
     found = attend(
         q,
         keys,
@@ -236,9 +210,28 @@ def _chunk(
         axes,
         scale=scale,
         seen=seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:]),
-        sink=sink_of(name, sink, three[0].shape[1]),
+        sink=sink_of(name, attention_sink, three[0].shape[1]),
     )
     return out(found, tensors, name, placed=True)
+
+
+@op(
+    "transformer.chunked_scaled_dot_product_attention",
+    QUASAR + "chunked_scaled_dot_product_attention",
+    more=_chunk,
+)
+def chunked_scaled_dot_product_attention(
+    input_tensor_q: Tensor,
+    input_tensor_k: Tensor,
+    input_tensor_v: Tensor,
+    page_table_tensor: Tensor,
+    chunk_start_idx: int | None = None,
+    **how: Any,
+) -> Made:
+    """Causal attention of a chunk of a sequence, at `chunk_start_idx`, over all of it up to there in pages."""
+    three = (input_tensor_q, input_tensor_k, input_tensor_v)
+    name = "transformer.chunked_scaled_dot_product_attention"
+    return _chunk(name, three, page_table_tensor, chunk_start_idx, **how)
 
 
 # latent keys, whose first elements are the values
@@ -283,7 +276,7 @@ def chunked_flash_mla_prefill(
     """`flash_mla_prefill` of a chunk over pages."""
     name = "transformer.chunked_flash_mla_prefill"
     three = (input_tensor_q, input_tensor_k, input_tensor_k)
-    return _chunk(name, three, page_table_tensor, chunk_start_idx, None, scale, width=head_dim_v)
+    return _chunk(name, three, page_table_tensor, chunk_start_idx, head_dim_v, scale=scale)
 
 
 # the softmax alone
