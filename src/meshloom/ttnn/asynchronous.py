@@ -292,12 +292,7 @@ def reduce_scatter_minimal_direct(
 
 @op("experimental.llama_reduce_scatter")
 def llama_reduce_scatter(
-    input_tensor: Tensor,
-    dim: int,
-    cluster_axis: int,
-    mesh_device: MeshDevice | None = None,
-    *,
-    mode: str | None = None,
+    input_tensor: Tensor, dim: int, cluster_axis: int, mesh_device: MeshDevice | None = None, *, mode: str | None = None
 ) -> Made:
     """As `ttnn.reduce_scatter`."""
     group = Group("experimental.llama_reduce_scatter", input_tensor, cluster_axis, mode, mesh_device)
@@ -381,12 +376,7 @@ def all_to_all_async_generic(
 
 @op("experimental.all_to_all_async")
 def all_to_all_async(
-    input_tensor: Tensor,
-    persistent_output_buffer: Tensor | None,
-    in_dim: int,
-    out_dim: int,
-    *,
-    mode: str | None = None,
+    input_tensor: Tensor, persistent_output_buffer: Tensor | None, in_dim: int, out_dim: int, *, mode: str | None = None
 ) -> Made:
     """As `all_to_all_async_generic` over all devices."""
     group = Group("experimental.all_to_all_async", input_tensor, None, mode)
@@ -501,77 +491,77 @@ def slice_reshard_async(
 # with a product
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-    given = {key: value for key, value in options.items() if value is not None}
-    found: Tensor = TABLE["linear"](a, b, bias=bias, **given)
+def _product(
+    a: Tensor,
+    b: Tensor,
+    memory_config: MemoryConfig | None,
+    *,
+    bias: Tensor | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    dtype: DataType | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    how: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation, "memory_config": memory_config}
+    found: Tensor = TABLE["linear"](a, b, transpose_a=transpose_a, transpose_b=transpose_b, **how)
     return found
 
 
-@op("experimental.all_gather_matmul_async", also="sub_core_grids use_broadcast use_optimal_ccl_for_llama")
+@op(
+    "experimental.all_gather_matmul_async", also="sub_core_grids use_broadcast use_optimal_ccl_for_llama", more=_product
+)
 def all_gather_matmul_async(
     input_tensor: Tensor,
     weight_tensor: Tensor,
     persistent_output_buffer: Tensor | None = None,
     dim: int | None = None,
     *,
-    bias: Tensor | None = None,
     memory_config_ag: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    dtype: DataType | None = None,
-    activation: str | None = None,
     cluster_axis: int | None = None,
     mode: str | None = None,
+    **how: Any,
 ) -> list[Tensor]:
     """`ttnn.all_gather`, then `ttnn.linear` with the weight: both results."""
     group = Group("experimental.all_gather_matmul_async", input_tensor, cluster_axis, mode)
     gathered = gather_along(group, dim).tensor(memory_config=memory_config_ag, output=persistent_output_buffer)
-    options = {"memory_config": memory_config_mm, "dtype": dtype, "activation": activation}
-    product = _product(gathered, weight_tensor, bias, transpose_a=transpose_a, transpose_b=transpose_b, **options)
-    return [gathered, product]
+    return [gathered, _product(gathered, weight_tensor, memory_config_mm, **how)]
 
 
-@op("experimental.llama_all_gather_matmul_async", also="core_grid")
+@op("experimental.llama_all_gather_matmul_async", also="core_grid", more=_product)
 def llama_all_gather_matmul_async(
     input_tensor0: Tensor,
     input_tensor1: Tensor,
     dim: int,
     cluster_axis: int,
     mesh_device: MeshDevice | None = None,
-    topology: Topology | None = None,
     *,
     ag_memory_config: MemoryConfig | None = None,
     mm_memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
     mode: str | None = None,
+    **how: Any,
 ) -> Tensor:
     """`ttnn.all_gather` of the first, then its product with the second."""
     group = Group("experimental.llama_all_gather_matmul_async", input_tensor0, cluster_axis, mode, mesh_device)
     gathered = gather_along(group, dim).tensor(memory_config=ag_memory_config)
-    return _product(gathered, input_tensor1, None, memory_config=mm_memory_config, dtype=dtype)
+    return _product(gathered, input_tensor1, mm_memory_config, **how)
 
 
-@op("experimental.matmul_reduce_scatter_async")
+@op("experimental.matmul_reduce_scatter_async", more=_product)
 def matmul_reduce_scatter_async(
     input_tensor: Tensor,
     weight_tensor: Tensor,
     persistent_output_buffer: Tensor | None,
     dim: int,
     *,
-    bias: Tensor | None = None,
     memory_config_rs: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    dtype: DataType | None = None,
-    activation: str | None = None,
     cluster_axis: int | None = None,
     mode: str | None = None,
+    **how: Any,
 ) -> list[Tensor]:
     """`ttnn.linear` with the weight, then `ttnn.reduce_scatter`: both results."""
-    options = {"memory_config": memory_config_mm, "dtype": dtype, "activation": activation}
-    product = _product(input_tensor, weight_tensor, bias, transpose_a=transpose_a, transpose_b=transpose_b, **options)
+    product = _product(input_tensor, weight_tensor, memory_config_mm, **how)
     group = Group("experimental.matmul_reduce_scatter_async", product, cluster_axis, mode)
     scattered = scatter_along(group, dim).into(persistent_output_buffer)
     return [product, scattered.tensor(memory_config=memory_config_rs)]

@@ -98,11 +98,7 @@ _TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
 
 
 def op(
-    name: str,
-    *aliases: str,
-    spelled: Mapping[str, str] | None = None,
-    also: str = "",
-    more: Function | None = None,
+    name: str, *aliases: str, spelled: Mapping[str, str] | None = None, also: str = "", more: Function | None = None
 ) -> Callable[[Function], Function]:
     """Register an op under its name and its aliases.
 

@@ -165,11 +165,7 @@ def _check_tiles(group: Group, dim: int, chunk: int) -> None:
 
 @op("broadcast", also=LINKS)
 def broadcast(
-    input_tensor: Tensor,
-    sender_coord: MeshCoordinate,
-    *,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
+    input_tensor: Tensor, sender_coord: MeshCoordinate, *, cluster_axis: int | None = None, mode: str | None = None
 ) -> Made:
     """Every member of the sender's group holds what the sender holds; other groups keep their own."""
     group = Group("broadcast", input_tensor, cluster_axis, mode)
@@ -204,12 +200,7 @@ def _each(group: Group, block: Block | None = None) -> Block:
 
 
 @op("all_broadcast", also=LINKS)
-def all_broadcast(
-    input_tensor: Tensor,
-    *,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
-) -> list[Made]:
+def all_broadcast(input_tensor: Tensor, *, cluster_axis: int | None = None, mode: str | None = None) -> list[Made]:
     """A tensor for every member of the groups: the k-th is what member k holds, on all members."""
     group = Group("all_broadcast", input_tensor, cluster_axis, mode)
     stacked = stack_members(group)

@@ -156,10 +156,7 @@ def _named_before(slot: Block) -> Block:
 
 @op("moe_routing_remap")
 def moe_routing_remap(
-    routing_weights_tensor: Tensor,
-    non_zero_weight_size: int,
-    expert_parallel_size: int,
-    cluster_axis: int,
+    routing_weights_tensor: Tensor, non_zero_weight_size: int, expert_parallel_size: int, cluster_axis: int
 ) -> Made:
     """Of the non-zero weights of a row, shared out in order over the devices along an axis, each keeps its own."""
     name = "moe_routing_remap"

@@ -224,28 +224,21 @@ def manual_seed(seeds: int | Tensor = 0, *, device: MeshDevice | None = None) ->
     torch.manual_seed(value)
 
 
+def _filled_corner(shape: Shapes, ones: Shapes, like: Tensor, high: float, low: float) -> Made:
+    operands("fill_rm", like)
+    block = torch.full((1,) * len(like.grid) + tuple(shape), low, dtype=torch.float32)
+    block[..., : ones[0], : ones[1]] = high
+    label = like.tensor_topology()
+    return Made(block, like, label.with_placements([REPLICATE] * len(label.placements())), layout=Layout.ROW_MAJOR)
+
+
 @op("fill_rm")
 def fill_rm(N: int, C: int, H: int, W: int, hOnes: int, wOnes: int, any: Tensor, val_hi: float, val_lo: float) -> Made:
     """[N, C, H, W] of one value, with another in the first rows and columns; like `any` in all else."""
-    operands("fill_rm", any)
-    axes = len(any.grid)
-    block = torch.full((1,) * axes + (N, C, H, W), val_lo, dtype=torch.float32)
-    block[..., :hOnes, :wOnes] = val_hi
-    label = any.tensor_topology()
-    return Made(block, any, label.with_placements([REPLICATE] * len(label.placements())), layout=Layout.ROW_MAJOR)
+    return _filled_corner((N, C, H, W), (hOnes, wOnes), any, val_hi, val_lo)
 
 
 @op("fill_ones_rm")
-def fill_ones_rm(
-    N: int,
-    C: int,
-    H: int,
-    W: int,
-    hOnes: int,
-    wOnes: int,
-    any: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def fill_ones_rm(N: int, C: int, H: int, W: int, hOnes: int, wOnes: int, any: Tensor) -> Made:
     """[N, C, H, W] of zeros, with ones in the first rows and columns."""
-    return fill_rm(N, C, H, W, hOnes, wOnes, any, 1.0, 0.0, memory_config=memory_config)
+    return _filled_corner((N, C, H, W), (hOnes, wOnes), any, 1.0, 0.0)

@@ -351,12 +351,7 @@ def _no_nan(x: Any, y: Any) -> Block:
 
 @op("isclose")
 def isclose(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    rtol: float = 1e-05,
-    atol: float = 1e-08,
-    equal_nan: bool = False,
+    input_tensor_a: Tensor, input_tensor_b: Tensor, *, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> Made:
     """1 where |a - b| <= atol + rtol * |b|."""
 
@@ -497,11 +492,7 @@ def _multiplied_and_added(a: Block, b: Any, c: Any) -> Block:
 
 def _clamp(name: str) -> None:
     def call(
-        input_tensor: Tensor,
-        min: Operand | None = None,
-        max: Operand | None = None,
-        *,
-        kind: DataType | None = None,
+        input_tensor: Tensor, min: Operand | None = None, max: Operand | None = None, *, kind: DataType | None = None
     ) -> Made:
         """Every element, but at least `min` and at most `max`; either may be left out."""
         limits = [(each, how) for each, how in ((min, torch.maximum), (max, torch.minimum)) if each is not None]

@@ -145,10 +145,7 @@ def _limited(x: Block, low: Any, high: Any) -> Block:
 def _clamping(name: str) -> None:
     @op(f"{name}_bw")
     def call(
-        grad_tensor: Tensor,
-        input_tensor: Tensor,
-        min: Operand | None = None,
-        max: Operand | None = None,
+        grad_tensor: Tensor, input_tensor: Tensor, min: Operand | None = None, max: Operand | None = None
     ) -> Gradients:
         """The gradient where the element was inside of the limits, else zero."""
         limits = [each for each in (min, max) if isinstance(each, Tensor)]

@@ -244,7 +244,7 @@ def sparse_matmul(
         raise ArgumentError(f"ttnn.{name}: no operand is sparse", fix="is_input_a_sparse or is_input_b_sparse")
     if kept[(0,) * axes].numel() != torch.Size(batch).numel():
         raise OperandError(
-            f"ttnn.{name}: sparsity of shape {list(sparsity.shape)} does not name {list(batch)} products",
+            f"ttnn.{name}: sparsity of shape {list(sparsity.shape)} does not name {list(batch)} products"
         )
     mask = kept.reshape(*kept.shape[:axes], *batch, 1, 1) != 0
     block = torch.where(mask, x @ y, 0)

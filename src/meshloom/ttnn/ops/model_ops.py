@@ -111,12 +111,7 @@ def minimal_matmul(
     """`linear`; several operands are one, side by side. With `fuse_swiglu`, silu(first half) * second half of it."""
     given = input_tensor if isinstance(input_tensor, Tensor) else concat(input_tensor, dim=-1)
     made = linear(
-        given,
-        weight_tensor,
-        bias=bias_tensor,
-        activation=fused_activation,
-        memory_config=memory_config,
-        dtype=dtype,
+        given, weight_tensor, bias=bias_tensor, activation=fused_activation, memory_config=memory_config, dtype=dtype
     )
     if not fuse_swiglu:
         return made

@@ -190,11 +190,7 @@ def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]],
 
 
 @op("rms_norm_pre_all_gather")
-def rms_norm_pre_all_gather(
-    input_tensor: Tensor,
-    *,
-    residual_input_tensor: Tensor | None = None,
-) -> Made:
+def rms_norm_pre_all_gather(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
     """The sum of squares of every row of a device's part, as one tile: gather it along the last dim next."""
 
     def sums(x: Block) -> list[Block]:
@@ -205,11 +201,7 @@ def rms_norm_pre_all_gather(
 
 
 @op("layer_norm_pre_all_gather")
-def layer_norm_pre_all_gather(
-    input_tensor: Tensor,
-    *,
-    residual_input_tensor: Tensor | None = None,
-) -> Made:
+def layer_norm_pre_all_gather(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
     """The sums of squares and of elements of every row of a device's part, as two tiles: gather them next."""
 
     def sums(x: Block) -> list[Block]:

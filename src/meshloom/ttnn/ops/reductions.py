@@ -88,12 +88,7 @@ _summing("min", lambda x, dims, keep: x.amin(dims, keep), "min")
 
 def _spreading(name: str, function: Callable[..., Block]) -> None:
     def call(
-        input_tensor: Tensor,
-        dim: Dims = None,
-        keepdim: bool = False,
-        *,
-        scalar: float = 1.0,
-        correction: bool = True,
+        input_tensor: Tensor, dim: Dims = None, keepdim: bool = False, *, scalar: float = 1.0, correction: bool = True
     ) -> Made:
         def spread(block: Block, dims: list[int], keep: bool) -> Block:
             return function(block.float(), dims, correction=int(correction), keepdim=keep)

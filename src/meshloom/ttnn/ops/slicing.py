@@ -41,9 +41,7 @@ def slice_(
     label = label_moves.kept(input_tensor, values.shape[len(input_tensor.grid) :])
     if isinstance(starts, Tensor):
         label = label_moves.joined(
-            (input_tensor, starts),
-            (label_moves.same(input_tensor), (None,)),
-            values.shape[len(input_tensor.grid) :],
+            (input_tensor, starts), (label_moves.same(input_tensor), (None,)), values.shape[len(input_tensor.grid) :]
         )
     return Made(values, input_tensor, label, coords=coords)
 

@@ -13,8 +13,7 @@ from meshloom.errors import OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import inside, numbered, spread, taken
 from meshloom.ttnn.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.formats import Layout
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
@@ -33,15 +32,7 @@ class EmbeddingsType(enum.Enum):
 
 
 @op("embedding")
-def embedding(
-    input_tensor: Tensor,
-    weight: Tensor,
-    *,
-    layout: Layout | None = None,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Made:
+def embedding(input_tensor: Tensor, weight: Tensor) -> Made:
     """Rows of a table by number: [B, S] of a [V, H] gives [B, S, H], row-major unless a layout is asked for."""
     _, (index, table) = operands("embedding", input_tensor, weight)
     axes, wide = len(input_tensor.grid), table.shape[-1]
@@ -55,10 +46,8 @@ def embedding(
         values,
         weight,
         _embedded(input_tensor, weight, numbers.dim() - axes),
-        dtype=dtype or (output_tensor.dtype if output_tensor is not None else weight.dtype),
-        layout=layout or Layout.ROW_MAJOR,
-        memory_config=memory_config or input_tensor.memory_config(),
-        output=output_tensor,
+        layout=Layout.ROW_MAJOR,
+        memory_config=input_tensor.memory_config(),
         coords=shared_coords(input_tensor, weight),
     )
 

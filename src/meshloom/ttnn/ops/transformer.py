@@ -215,11 +215,7 @@ def _chunk(
     return out(found, tensors, name, placed=True)
 
 
-@op(
-    "transformer.chunked_scaled_dot_product_attention",
-    QUASAR + "chunked_scaled_dot_product_attention",
-    more=_chunk,
-)
+@op("transformer.chunked_scaled_dot_product_attention", QUASAR + "chunked_scaled_dot_product_attention", more=_chunk)
 def chunked_scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
