@@ -168,7 +168,7 @@ def named(name: str, doc: str, takes: Mapping[str, Any], function: Function) -> 
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     listed = [inspect.Parameter(each, kind, default=default) for each, default in takes.items()]
-    signature = inspect.Signature(listed)
+    signature = inspect.Signature(listed, return_annotation=function.__annotations__.get("return", REQUIRED))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)

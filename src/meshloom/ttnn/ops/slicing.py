@@ -12,14 +12,19 @@ from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import axis_of, fresh, inside, owned, spread
 from meshloom.ttnn.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.formats import rounded
-from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
 
 # apart
 
 
-@op("slice", "experimental.quasar.slice", spelled={"slice_start": "starts", "slice_end": "ends", "slice_step": "steps"})
+@op(
+    "slice",
+    "experimental.quasar.slice",
+    "experimental.padded_slice",  # padding up to whole shards of a core is derived from the memory config
+    "experimental.quasar.padded_slice",
+    spelled={f"{kind}slice_{end}": f"{end}s" for kind in ("", "padded_") for end in ("start", "end", "step")},
+)
 def slice_(
     input_tensor: Tensor,
     starts: Sequence[int] | Tensor,
@@ -111,27 +116,6 @@ def _taken_along(block: Block, index: Block, axes: int, dim: int) -> Block:
     inner = [index.shape[-1] if each == dim else size for each, size in enumerate(block.shape[axes:])]
     wide = index.reshape(shape).expand(*sizes, *inner)
     return block.expand(*sizes, *block.shape[axes:]).gather(axes + dim, wide)
-
-
-@op("experimental.padded_slice", "experimental.quasar.padded_slice")
-def padded_slice(
-    input_tensor: Tensor,
-    padded_slice_start: Sequence[int],
-    padded_slice_end: Sequence[int],
-    padded_slice_step: Sequence[int] | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
-    """`slice`; padding up to whole shards of a core is derived from the memory config."""
-    return slice_(
-        input_tensor,
-        padded_slice_start,
-        padded_slice_end,
-        padded_slice_step,
-        memory_config=memory_config,
-        output_tensor=output_tensor,
-    )
 
 
 @op("experimental.slice_write", "experimental.quasar.slice_write")
