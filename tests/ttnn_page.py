@@ -1,7 +1,7 @@
 """`docs/ttnn_ops.md` from the table of TTNN ops: what is covered, by family, and what is not.
 
 `python tests/ttnn_page.py` writes the page; a test compares it with the table. The operations of the original and the
-names of their arguments are in `tests/data/ttnn_signatures.txt`, one line for every overload.
+names of their arguments are in `ttnn/signatures.txt`, one line for every overload.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.errors import MeshloomError
-from meshloom.ttnn import surface
+from meshloom.ttnn import signatures, surface
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "ttnn_ops.md"
-DATA = Path(__file__).with_name("data") / "ttnn_signatures.txt"
 MOVING = frozenset("collectives asynchronous experts transfers".split())  # modules whose ops move between devices
 INTRO = """# Operations of `meshloom.ttnn`
 
@@ -33,11 +32,7 @@ Only the families that say so communicate; all others work on what a device hold
 
 def overloads() -> dict[str, list[str]]:
     """The argument lists of every operation of the original: `input_tensor, *, memory_config=`."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for line in DATA.read_text(encoding="utf-8").splitlines():
-        name, _, rest = line.partition("(")
-        found[name].append(rest[:-1])
-    return dict(found)
+    return {name: list(listed) for name, listed in signatures.forms().items()}
 
 
 def covered(name: str) -> Callable[..., Any] | None:

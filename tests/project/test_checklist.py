@@ -138,7 +138,12 @@ def test_row_018_distributed_matmul_is_importable_from_a_wheel(wheel, tmp_path):
 def modules() -> set[str]:
     """Every module and data file that an installation must have."""
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/meshloom").rglob("*.py")}
-    return sources | {"meshloom/py.typed", "meshloom/ttnn/names.txt", "meshloom/ttnn/distributed/README.md"}
+    return sources | {
+        "meshloom/py.typed",
+        "meshloom/ttnn/names.txt",
+        "meshloom/ttnn/signatures.txt",
+        "meshloom/ttnn/distributed/README.md",
+    }
 
 
 @pytest.mark.slow

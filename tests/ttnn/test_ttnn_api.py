@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, MeshloomError
-from meshloom.ttnn import calling, surface
+from meshloom.ttnn import calling, signatures, surface
 from ttnn_page import PAGE, covered, overloads, page
 
 ALL = overloads()
@@ -82,6 +82,67 @@ def test_an_argument_of_the_wrong_type_is_refused_by_name(argument: str) -> None
     with pytest.raises(TypeError, match=argument):
         ttnn.add(x, x, **{argument: 3})
     ttnn.close_mesh_device(mesh)
+
+
+def permuted(input_tensor: object, dims: Sequence[int] = (), *, scale: float = 2.0) -> tuple[object, ...]:
+    """What a function of an op was given."""
+    return input_tensor, dims, scale
+
+
+def binding(name: str, function: Callable[..., Any] = permuted, **options: Any) -> signatures.Binding:
+    """How an op takes its arguments, with the function above behind it."""
+    return signatures.Binding((name,), function, {}, options.get("also", "scale"), options.get("more"))
+
+
+def test_arguments_go_to_the_function_to_the_result_or_nowhere() -> None:
+    config = ttnn.DRAM_MEMORY_CONFIG
+    taken = binding("permute").bind((1, (0, 1), 5.0), {"memory_config": config, "scale": 3.0})
+    assert taken == ((1, (0, 1)), {"scale": 3.0}, {"memory_config": config})  # pad_value, the third, is dropped
+
+
+def test_an_argument_of_the_original_that_nothing_takes_is_noticed() -> None:
+    with pytest.raises(ArgumentError, match="nothing takes the argument 'input_tensor_a' of the original"):
+        binding("add").read()
+
+
+def test_what_an_op_does_not_take_is_refused_with_the_nearest_that_it_takes() -> None:
+    with pytest.raises(ArgumentError, match=r"unexpected keyword argument 'memory_confg'(.|\n)*memory_config"):
+        binding("permute").bind((1,), {"memory_confg": None})
+    with pytest.raises(ArgumentError, match="takes 3 positional arguments but 4 were given"):
+        binding("permute").bind((1, (0, 1), 0.0, 2.0), {})
+    with pytest.raises(ArgumentError, match="multiple values for argument 'pad_value'"):
+        binding("permute").bind((1, (0, 1), 0.0), {"pad_value": 0.0})
+
+
+def test_arguments_that_are_passed_on_are_those_that_the_original_has() -> None:
+    def other(*, memory_config: object = 7, secret: int = 1) -> None:
+        """Takes more than the original."""
+
+    def open_ended(input_tensor: object, dims: object, **how: Any) -> None:
+        """Passes on."""
+
+    found = binding("permute", open_ended, more=other, also="")
+    assert found.bind((1, 2), {"memory_config": None}) == ((1, 2), {"memory_config": None}, {})
+    assert found.signature().parameters["memory_config"].default == 7
+    with pytest.raises(ArgumentError, match="secret"):
+        found.bind((1, 2), {"secret": 1})
+
+
+def test_a_public_signature_has_the_arguments_of_the_text_and_the_defaults_of_the_function() -> None:
+    shown = str(inspect.signature(ttnn.permute))
+    assert shown.startswith("(input_tensor: 'Tensor', dims: 'Sequence[int]', pad_value: 'Any' = None, *, memory_config")
+    assert shown.endswith("-> 'Tensor'")
+    assert inspect.signature(ttnn.isclose).parameters["rtol"].default == 1e-05
+
+
+def test_no_op_loses_what_says_how_its_result_is_kept() -> None:
+    for name, function in surface.table().items():
+        signatures_of = function.binding
+        signatures_of.read()
+        says = str(inspect.signature(signatures_of.function).return_annotation)
+        kept = [argument for argument, key in signatures_of.takes.items() if key]
+        told = any(word in says for word in ("Made", "Three", "Gradients", "Found", "Any"))
+        assert told or not kept or name == "sharded_to_interleaved_partial", (name, kept, says)
 
 
 @pytest.mark.parametrize("names", [("add",), ("a_new_op", "mul")])

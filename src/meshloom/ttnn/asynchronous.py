@@ -13,16 +13,17 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.calling import CHECKS, TABLE, op, operands, result
+from meshloom.ttnn.calling import TABLE, Made, op, operands, result
 from meshloom.ttnn.collectives import ReduceType, gather_along, reduce_over, scatter_along, stack_members
 from meshloom.ttnn.cores import CoreCoord
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.fabric import GlobalSemaphore, Topology
 from meshloom.ttnn.formats import DataType
-from meshloom.ttnn.groups import Group, ignoring
+from meshloom.ttnn.groups import Group
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.activations import BcastOpMath
 from meshloom.ttnn.parts import Block
+from meshloom.ttnn.signatures import CHECKS
 from meshloom.ttnn.subdevices import SubDeviceId
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import REPLICATE, PlacementShard
@@ -92,28 +93,21 @@ GATHER_FORMS = (
     "persistent_output_buffer dim multi_device_global_semaphore",
     "dim cluster_axis mesh_device topology multi_device_global_semaphore",
 )
-GATHER_SPEED = (
-    "num_links subdevice_id use_optimal_ccl_for_llama use_broadcast barrier_semaphore sub_core_grids chunks_per_sync "
-    "num_workers_per_link num_buffers_per_channel"
-)
 
 
 def _gather_async(name: str, reverse: bool) -> Callable[..., Any]:
     @op(name)
-    @ignoring(GATHER_SPEED)
     def all_gather_async(
         input_tensor: Tensor,
         *positions: Any,
         dim: int | None = None,
         persistent_output_buffer: Tensor | None = None,
         persistent_output_tensor: Tensor | None = None,
-        multi_device_global_semaphore: Any = None,
         cluster_axis: int | None = None,
         mesh_device: MeshDevice | None = None,
         topology: Topology | None = None,
-        memory_config: MemoryConfig | None = None,
         mode: str | None = None,
-    ) -> Tensor:
+    ) -> Made:
         """As `ttnn.all_gather`."""
         named = _named(
             name,
@@ -128,18 +122,17 @@ def _gather_async(name: str, reverse: bool) -> Callable[..., Any]:
         group = Group(name, input_tensor, named.get("cluster_axis"), mode, named.get("mesh_device"))
         buffer = named.get("persistent_output_buffer")
         output = persistent_output_tensor if buffer is None else buffer
-        how = {"memory_config": memory_config, "output_tensor": output}
-        return (_gather_reversed if reverse else gather_along)(group, named.get("dim"), **how)
+        return (_gather_reversed if reverse else gather_along)(group, named.get("dim")).into(output)
 
     return all_gather_async
 
 
-def _gather_reversed(group: Group, dim: int | None, **how: Any) -> Tensor:
+def _gather_reversed(group: Group, dim: int | None) -> Made:
     """What the members hold along a dim, the last member first."""
     place = group.sharded_dim() if dim is None else group.dim(dim)
     turned = stack_members(group).flip(group.at(0))
     joined = turned.movedim(group.at(0), group.at(place)).flatten(group.at(place), group.at(place) + 1)
-    return result(joined, group.tensor, topology=group.relabelled(REPLICATE), **how)
+    return Made(joined, group.tensor, group.relabelled(REPLICATE))
 
 
 all_gather_async = _gather_async("experimental.all_gather_async", reverse=False)
@@ -147,24 +140,20 @@ all_gather_async_reversed = _gather_async("experimental.all_gather_async_reverse
 
 
 @op("experimental.strided_all_gather_async")
-@ignoring("num_links num_workers_per_link num_buffers_per_channel mm_cores_y mm_block_ht mm_block_wt topology")
 def strided_all_gather_async(
     input_tensor: Tensor,
     persistent_output_buffer: Tensor | None = None,
     dim: int | None = None,
-    multi_device_global_semaphore: Any = None,
     *,
-    memory_config: MemoryConfig | None = None,
     cluster_axis: int | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """As `ttnn.all_gather`: the strides are an order of sending."""
     group = Group("experimental.strided_all_gather_async", input_tensor, cluster_axis, mode)
-    return gather_along(group, dim, memory_config=memory_config, output_tensor=persistent_output_buffer)
+    return gather_along(group, dim).into(persistent_output_buffer)
 
 
 @op("experimental.ring_attention_all_gather_async")
-@ignoring("num_links subdevice_id multi_device_global_semaphore topology")
 def ring_attention_all_gather_async(
     input_tensor: Sequence[Tensor],
     persistent_output_buffer: Sequence[Tensor] | None = None,
@@ -172,25 +161,19 @@ def ring_attention_all_gather_async(
     *,
     cluster_axis: int | None = None,
     mesh_device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
     mode: str | None = None,
-) -> list[Tensor]:
+) -> list[Made]:
     """As `ttnn.all_gather`, for several tensors."""
     name = "experimental.ring_attention_all_gather_async"
     outputs: Sequence[Tensor | None] = persistent_output_buffer or [None] * len(input_tensor)
     groups = [Group(name, each, cluster_axis, mode, mesh_device) for each in input_tensor]
-    return [
-        gather_along(group, dim, memory_config=memory_config, output_tensor=output)
-        for group, output in zip(groups, outputs, strict=True)
-    ]
+    return [gather_along(group, dim).into(output) for group, output in zip(groups, outputs, strict=True)]
 
 
 @op("experimental.high_bw_all_gather")
-@ignoring("subdevice_id sub_core_grids num_links ready_semaphore data_valid_semaphore")
 def high_bw_all_gather(
     input_tensor: Tensor,
     dim: int,
-    output_tensor: Tensor,
     *,
     cluster_axis: int | None = None,
     input_batch_index: int | None = None,
@@ -201,7 +184,7 @@ def high_bw_all_gather(
     gathered_prefix_tensor: Tensor | None = None,
     gathered_slab_global: int = 0,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """As `ttnn.all_gather` into `output_tensor`. Slots of caches are not covered."""
     slots = (input_batch_index, gathered_dim_size, input_batch_index_tensor, gathered_prefix_tensor)
     if any(each is not None for each in slots) or (batch_slot_num_layers, batch_slot_layer_idx) != (1, 0):
@@ -211,7 +194,7 @@ def high_bw_all_gather(
     if gathered_slab_global:
         raise UnsupportedError("ttnn.experimental.high_bw_all_gather: gathered_slab_global is not covered")
     group = Group("experimental.high_bw_all_gather", input_tensor, cluster_axis, mode)
-    return gather_along(group, dim, output_tensor=output_tensor)
+    return gather_along(group, dim)
 
 
 # reductions
@@ -224,7 +207,6 @@ REDUCE_FORMS = (
 
 
 @op("experimental.all_reduce_async")
-@ignoring("num_links subdevice_id topology use_noc1_only use_optimal_ccl_for_llama fp32_dest_acc")
 def all_reduce_async(
     input_tensor: Tensor,
     *positions: Any,
@@ -232,15 +214,9 @@ def all_reduce_async(
     cluster_axis: int | None = None,
     mesh_device: MeshDevice | None = None,
     buffer_tensor: Tensor | None = None,
-    barrier_semaphores: Any = None,
-    rs_global_semaphores: Any = None,
-    ag_global_semaphores: Any = None,
-    multi_device_global_semaphore: Any = None,
     math_op: ReduceType | None = None,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """As `ttnn.all_reduce`, with any reduction that parts can be reduced by."""
     name = "experimental.all_reduce_async"
     named = _named(
@@ -258,35 +234,30 @@ def all_reduce_async(
     if count is not None and count != group.size:
         raise OperandError(f"ttnn.{name}: num_devices is {count}, the group has {group.size}")
     kind = named.get("math_op") or ReduceType.Sum
-    return reduce_over(group, kind, dtype=dtype, memory_config=memory_config)
+    return reduce_over(group, kind)
 
 
-SCATTER_SPEED = (
-    "barrier_semaphore num_links intermediate_memory_config topology subdevice_id chunks_per_sync num_workers_per_link "
-    "num_buffers_per_channel compute_kernel_config mm_cores_y mm_block_ht mm_block_wt mm_N_full_block_wt "
-    "chunk_width_in_mm_blocks"
+SCATTER_SPEED = "chunks_per_sync compute_kernel_config chunk_width_in_mm_blocks " + (
+    "mm_cores_y mm_block_ht mm_block_wt mm_N_full_block_wt"
 )
 
 
 def _scatter_async(name: str) -> Callable[..., Any]:
-    @op(name)
-    @ignoring(SCATTER_SPEED)
+    @op(name, also=SCATTER_SPEED)
     def reduce_scatter_async(
         input_tensor: Tensor,
         persistent_output_buffers: Sequence[Tensor] | None = None,
         dim: int | None = None,
-        multi_device_global_semaphore: Any = None,
         *,
-        memory_config: MemoryConfig | None = None,
         cluster_axis: int | None = None,
         mode: str | None = None,
-    ) -> Tensor:
+    ) -> Made:
         """As `ttnn.reduce_scatter`; of the persistent buffers, the one that has the result's shape is written."""
         if dim is None:
             raise ArgumentError(f"ttnn.{name}: dim is missing")
         group = Group(name, input_tensor, cluster_axis, mode)
         output = _fitting(group, dim, persistent_output_buffers)
-        return scatter_along(group, dim, memory_config=memory_config, output_tensor=output)
+        return scatter_along(group, dim).into(output)
 
     return reduce_scatter_async
 
@@ -305,43 +276,30 @@ strided_reduce_scatter_async = _scatter_async("experimental.strided_reduce_scatt
 
 
 @op("experimental.reduce_scatter_minimal_direct")
-@ignoring("num_links subdevice_id sub_core_grid")
 def reduce_scatter_minimal_direct(
     input_tensor: Tensor,
     dim: int,
     *,
     cluster_axis: int | None = None,
-    memory_config: MemoryConfig | None = None,
     persistent_buffers: Sequence[Tensor] | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """As `ttnn.reduce_scatter`; of the persistent buffers, the one that has the result's shape is written."""
     group = Group("experimental.reduce_scatter_minimal_direct", input_tensor, cluster_axis, mode)
     output = _fitting(group, dim, persistent_buffers)
-    return scatter_along(group, dim, memory_config=memory_config, output_tensor=output)
+    return scatter_along(group, dim).into(output)
 
 
 @op("experimental.llama_reduce_scatter")
-@ignoring("num_links topology use_noc1_only")
 def llama_reduce_scatter(
-    input_tensor: Tensor,
-    intermediate_packet_buffer: Tensor | None,
-    dim: int,
-    cross_device_semaphore: Any,
-    subdevice_id: SubDeviceId | None,
-    cluster_axis: int,
-    mesh_device: MeshDevice | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    mode: str | None = None,
-) -> Tensor:
+    input_tensor: Tensor, dim: int, cluster_axis: int, mesh_device: MeshDevice | None = None, *, mode: str | None = None
+) -> Made:
     """As `ttnn.reduce_scatter`."""
     group = Group("experimental.llama_reduce_scatter", input_tensor, cluster_axis, mode, mesh_device)
-    return scatter_along(group, dim, memory_config=memory_config)
+    return scatter_along(group, dim)
 
 
 @op("experimental.deepseek_moe_reduce_scatter")
-@ignoring("num_links topology")
 def deepseek_moe_reduce_scatter(
     input_tensors: Sequence[Tensor],
     output_memory_config: MemoryConfig,
@@ -349,7 +307,7 @@ def deepseek_moe_reduce_scatter(
     *,
     cluster_axis: int | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """As `ttnn.reduce_scatter` of the tensors joined along `dim`: the i-th is what is summed for member i."""
     name = "experimental.deepseek_moe_reduce_scatter"
     _, blocks = operands(name, *input_tensors)
@@ -360,7 +318,7 @@ def deepseek_moe_reduce_scatter(
     lead = [max(sizes) for sizes in zip(*(block.shape[: group.mesh.ndim] for block in blocks), strict=True)]
     joined = torch.cat([each.expand(*lead, *each.shape[group.mesh.ndim :]) for each in blocks], group.at(place))
     found = group.run_on(joined, native.reduce_scatter, group.at(place), precise=True)
-    return result(found, input_tensors[0], topology=group.scattered(place), memory_config=output_memory_config)
+    return Made(found, input_tensors[0], group.scattered(place), memory_config=output_memory_config)
 
 
 def _scratch(group: Group, shape: Sequence[int]) -> Tensor:
@@ -376,7 +334,6 @@ def _chunk(group: Group, dim: int) -> list[int]:
 
 
 @op("experimental.reduce_scatter_minimal_async_create_intermediate_buffer")
-@ignoring("topology compute_kernel_config")
 def create_intermediate_buffer(input_tensor: Tensor, dim: int, *, cluster_axis: int | None = None) -> list[Tensor]:
     """Room for what arrives, of the input's shape."""
     group = Group("experimental.reduce_scatter_minimal_async_create_intermediate_buffer", input_tensor, cluster_axis)
@@ -403,41 +360,30 @@ def create_persistent_buffers(input_tensor: Tensor, dim: int, *, cluster_axis: i
 
 
 @op("experimental.all_to_all_async_generic")
-@ignoring("num_links topology subdevice_id")
 def all_to_all_async_generic(
     input_tensor: Tensor,
     in_dim: int,
     out_dim: int,
     *,
     persistent_output_buffer: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
     cluster_axis: int | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """Each member cuts what it has along `in_dim`, sends piece i to member i, and joins what it gets by `out_dim`."""
     group = Group("experimental.all_to_all_async_generic", input_tensor, cluster_axis, mode)
-    return _exchange(group, in_dim, out_dim, memory_config=memory_config, output_tensor=persistent_output_buffer)
+    return _exchange(group, in_dim, out_dim).into(persistent_output_buffer)
 
 
 @op("experimental.all_to_all_async")
-@ignoring("num_links topology subdevice_id")
 def all_to_all_async(
-    input_tensor: Tensor,
-    persistent_intermediate_buffer: Tensor | None,
-    persistent_output_buffer: Tensor | None,
-    in_dim: int,
-    out_dim: int,
-    multi_device_global_semaphore: Any = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    mode: str | None = None,
-) -> Tensor:
+    input_tensor: Tensor, persistent_output_buffer: Tensor | None, in_dim: int, out_dim: int, *, mode: str | None = None
+) -> Made:
     """As `all_to_all_async_generic` over all devices."""
     group = Group("experimental.all_to_all_async", input_tensor, None, mode)
-    return _exchange(group, in_dim, out_dim, memory_config=memory_config, output_tensor=persistent_output_buffer)
+    return _exchange(group, in_dim, out_dim).into(persistent_output_buffer)
 
 
-def _exchange(group: Group, in_dim: int, out_dim: int, **how: Any) -> Tensor:
+def _exchange(group: Group, in_dim: int, out_dim: int) -> Made:
     cut, joined = group.dim(in_dim, "split"), group.dim(out_dim, "concat")
     size = group.divided(cut)
     if cut != joined:
@@ -445,14 +391,13 @@ def _exchange(group: Group, in_dim: int, out_dim: int, **how: Any) -> Tensor:
     else:  # the pieces in a dim of their own, so that the two are different
         pieces = group.block.unflatten(group.at(cut), (group.size, size))
         found = group.run_on(pieces, native.all_to_all, group.at(cut), group.at(cut) + 1).squeeze(group.at(cut))
-    return result(found, group.tensor, topology=group.scattered(cut), **how)
+    return Made(found, group.tensor, group.scattered(cut))
 
 
 # neighbours
 
 
 @op("experimental.neighbor_pad_async")
-@ignoring("num_links topology")
 def neighbor_pad_async(
     input_tensor: Tensor,
     dim: int | Sequence[int],
@@ -460,15 +405,12 @@ def neighbor_pad_async(
     padding_right: int | Sequence[int],
     padding_mode: str,
     cluster_axis: int | Sequence[int],
-    neighbor_semaphore: Any = None,
-    barrier_semaphore: Any = None,
     *,
-    memory_config: MemoryConfig | None = None,
     persistent_output_buffer: Tensor | None = None,
     logical_h: int = 0,
     t_front_pad: int = 0,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """Each member's dim grown by the neighbours' rows: the end of the one before, the beginning of the one after.
 
     The outer ends get zeros, or repeat their outermost row ("replicate").
@@ -488,10 +430,7 @@ def neighbor_pad_async(
             group, group.block if block is None else block, group.dim(place, "pad"), left, right, padding_mode
         )
     assert block is not None
-    label = input_tensor.tensor_topology()
-    return result(
-        block, input_tensor, topology=label, memory_config=memory_config, output_tensor=persistent_output_buffer
-    )
+    return Made(block, input_tensor, input_tensor.tensor_topology(), output=persistent_output_buffer)
 
 
 def _listed(given: int | Sequence[int]) -> list[int]:
@@ -525,19 +464,15 @@ def _edge(group: Group, block: Block, place: int, start: int, count: int, offset
 
 
 @op("experimental.slice_reshard_async")
-@ignoring("num_links topology")
 def slice_reshard_async(
     input_tensor: Tensor,
     dim: int,
     output_dim_offset: int,
     output_dim_shape: int,
     cluster_axis: int,
-    final_semaphore: Any = None,
-    barrier_semaphore: Any = None,
     *,
-    memory_config: MemoryConfig | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """Rows `offset` to `offset + shape` of what the members hold side by side along `dim`, shared out evenly again."""
     group = Group("experimental.slice_reshard_async", input_tensor, cluster_axis, mode)
     place = group.dim(dim, "slice")
@@ -550,95 +485,83 @@ def slice_reshard_async(
         raise OperandError(f"ttnn.{group.name}: {output_dim_shape} rows do not divide over {group.size} devices")
     gathered = group.run(native.all_gather, group.at(place))
     found = group.partitioned(gathered.narrow(group.at(place), output_dim_offset, output_dim_shape), place).contiguous()
-    return result(found, input_tensor, topology=group.relabelled(PlacementShard(place)), memory_config=memory_config)
+    return Made(found, input_tensor, group.relabelled(PlacementShard(place)))
 
 
 # with a product
 
-MATMUL = "program_config compute_kernel_config core_grid"
 
-
-def _product(a: Tensor, b: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-    given = {key: value for key, value in options.items() if value is not None}
-    found: Tensor = TABLE["linear"](a, b, bias=bias, **given)
+def _product(
+    a: Tensor,
+    b: Tensor,
+    memory_config: MemoryConfig | None,
+    *,
+    bias: Tensor | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    dtype: DataType | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    how: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation, "memory_config": memory_config}
+    found: Tensor = TABLE["linear"](a, b, transpose_a=transpose_a, transpose_b=transpose_b, **how)
     return found
 
 
-@op("experimental.all_gather_matmul_async")
-@ignoring(f"{GATHER_SPEED} topology {MATMUL}")
+@op(
+    "experimental.all_gather_matmul_async", also="sub_core_grids use_broadcast use_optimal_ccl_for_llama", more=_product
+)
 def all_gather_matmul_async(
     input_tensor: Tensor,
     weight_tensor: Tensor,
     persistent_output_buffer: Tensor | None = None,
     dim: int | None = None,
-    multi_device_global_semaphore: Any = None,
-    all_gather_core_grid_offset: Any = None,
     *,
-    bias: Tensor | None = None,
     memory_config_ag: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    dtype: DataType | None = None,
-    activation: str | None = None,
     cluster_axis: int | None = None,
     mode: str | None = None,
+    **how: Any,
 ) -> list[Tensor]:
     """`ttnn.all_gather`, then `ttnn.linear` with the weight: both results."""
     group = Group("experimental.all_gather_matmul_async", input_tensor, cluster_axis, mode)
-    gathered = gather_along(group, dim, memory_config=memory_config_ag, output_tensor=persistent_output_buffer)
-    options = {"memory_config": memory_config_mm, "dtype": dtype, "activation": activation}
-    product = _product(gathered, weight_tensor, bias, transpose_a=transpose_a, transpose_b=transpose_b, **options)
-    return [gathered, product]
+    gathered = gather_along(group, dim).tensor(memory_config=memory_config_ag, output=persistent_output_buffer)
+    return [gathered, _product(gathered, weight_tensor, memory_config_mm, **how)]
 
 
-@op("experimental.llama_all_gather_matmul_async")
-@ignoring(f"num_links subdevice_id global_cb {MATMUL}")
+@op("experimental.llama_all_gather_matmul_async", also="core_grid", more=_product)
 def llama_all_gather_matmul_async(
     input_tensor0: Tensor,
     input_tensor1: Tensor,
-    intermediate_tensor: Tensor | None,
     dim: int,
     cluster_axis: int,
     mesh_device: MeshDevice | None = None,
-    topology: Topology | None = None,
-    multi_device_global_semaphore: Any = None,
     *,
     ag_memory_config: MemoryConfig | None = None,
     mm_memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
     mode: str | None = None,
+    **how: Any,
 ) -> Tensor:
     """`ttnn.all_gather` of the first, then its product with the second."""
     group = Group("experimental.llama_all_gather_matmul_async", input_tensor0, cluster_axis, mode, mesh_device)
-    gathered = gather_along(group, dim, memory_config=ag_memory_config)
-    return _product(gathered, input_tensor1, None, memory_config=mm_memory_config, dtype=dtype)
+    gathered = gather_along(group, dim).tensor(memory_config=ag_memory_config)
+    return _product(gathered, input_tensor1, mm_memory_config, **how)
 
 
-@op("experimental.matmul_reduce_scatter_async")
-@ignoring(f"barrier_semaphore num_links intermediate_memory_config_rs topology subdevice_id {MATMUL}")
+@op("experimental.matmul_reduce_scatter_async", more=_product)
 def matmul_reduce_scatter_async(
     input_tensor: Tensor,
     weight_tensor: Tensor,
-    persistent_intermediate_buffer: Tensor | None,
     persistent_output_buffer: Tensor | None,
     dim: int,
-    multi_device_global_semaphore: Any = None,
-    reduce_scatter_core_grid_offset: Any = None,
     *,
-    bias: Tensor | None = None,
     memory_config_rs: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    dtype: DataType | None = None,
-    activation: str | None = None,
     cluster_axis: int | None = None,
     mode: str | None = None,
+    **how: Any,
 ) -> list[Tensor]:
     """`ttnn.linear` with the weight, then `ttnn.reduce_scatter`: both results."""
-    options = {"memory_config": memory_config_mm, "dtype": dtype, "activation": activation}
-    product = _product(input_tensor, weight_tensor, bias, transpose_a=transpose_a, transpose_b=transpose_b, **options)
+    product = _product(input_tensor, weight_tensor, memory_config_mm, **how)
     group = Group("experimental.matmul_reduce_scatter_async", product, cluster_axis, mode)
-    scattered = scatter_along(group, dim, memory_config=memory_config_rs, output_tensor=persistent_output_buffer)
-    return [product, scattered]
+    scattered = scatter_along(group, dim).into(persistent_output_buffer)
+    return [product, scattered.tensor(memory_config=memory_config_rs)]

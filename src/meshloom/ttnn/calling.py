@@ -1,89 +1,135 @@
 """What all ops share: the table of them, the checks of their operands, and how a result becomes a tensor.
 
-An op is a function with the arguments that TTNN's has, registered under its dotted name by `@op`. It asks `operands`
-for blocks, computes a block with plain array calls, says the label of the result, and `result` does the rest: dtype and
-rounding, room in memory, `output_tensor=`. Arguments that only concern the speed of hardware are checked for their type
-in one place (`CHECKS`) and then left alone.
+An op is a function that is registered under its dotted name by `@op`. It names the arguments that it reads; all others
+of TTNN's are known from the text of signatures. It asks `operands` for blocks, computes a block with plain array calls,
+and returns it as `Made` with the label of the result. `op` does the rest, as the caller's arguments say: dtype and
+rounding, room in memory, the tensor to write to.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from meshloom.errors import ArgumentError, MeshloomError, OperandError
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.ttnn import queues
-from meshloom.ttnn.configs import DeviceComputeKernelConfig, ProgramConfig
-from meshloom.ttnn.cores import CoreCoord, CoreGrid, CoreRangeSet
 from meshloom.ttnn.device import MeshDevice
-from meshloom.ttnn.formats import DataType, Layout, Tile, rounded
+from meshloom.ttnn.formats import DataType, Layout, rounded
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.parts import Block
+from meshloom.ttnn.signatures import Binding
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import TensorTopology
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = Callable[..., Any]
+NOTHING: dict[str, Any] = {}
 
-TABLE: dict[str, Callable[..., Any]] = {}  # every op by its dotted name: "add", "transformer.concatenate_heads"
-BEFORE: list[Callable[..., Any]] = []  # hooks that are called as hook(operation, args, kwargs)
-AFTER: list[Callable[..., Any]] = []  # hooks that are called as hook(operation, args, kwargs, output)
-
-
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kinds)
+TABLE: dict[str, Function] = {}  # every op by its dotted name: "add", "transformer.concatenate_heads"
+BEFORE: list[Function] = []  # hooks that are called as hook(operation, args, kwargs)
+AFTER: list[Function] = []  # hooks that are called as hook(operation, args, kwargs, output)
 
 
-# Arguments with one meaning in all ops, most of them about speed only: what they may be, beside None.
-CHECKS: dict[str, Callable[[Any], bool]] = {
-    "memory_config": _is(MemoryConfig),
-    "dtype": _is(DataType),
-    "output_dtype": _is(DataType),
-    "layout": _is(Layout),
-    "output_layout": _is(Layout),
-    "output_tile": _is(Tile),
-    "output_tensor": _is(Tensor, tuple, list),
-    "optional_output_tensor": _is(Tensor),
-    "optional_tensor": _is(Tensor),
-    "fast_and_approximate_mode": _is(bool),
-    "use_multicore": _is(bool),
-    "numeric_stable": _is(bool),
-    "compute_kernel_config": _is(DeviceComputeKernelConfig),
-    "program_config": _is(ProgramConfig),
-    "core_grid": _is(CoreGrid, CoreCoord, CoreRangeSet, tuple),
-    "sub_core_grids": _is(CoreRangeSet),
-    "num_links": _is(int),
-    "num_workers_per_link": _is(int),
-    "num_buffers_per_channel": _is(int),
-    "chunks_per_sync": _is(int),
-    "vector_mode": _is(int),
-    "use_2d_core_grid": _is(bool),
-    "use_welford": _is(bool),
-    "use_l1_small_for_semaphores": _is(bool),
-    "disable_compensated_sum": _is(bool),
-    "enable_secondary_dm": _is(bool),
-}
+@dataclass(slots=True)
+class Made:
+    """What an op has made: a block, the operand that it is like in all else, and its label.
+
+    What the caller asks for goes before what stands here: `layout` is that of a result for which nothing was asked.
+    """
+
+    block: Block
+    like: Tensor
+    topology: TensorTopology
+    dtype: DataType | None = None
+    layout: Layout | None = None
+    memory_config: MemoryConfig | None = None
+    output: Tensor | None = None
+    coords: tuple[MeshCoordinate, ...] | None = None
+    frees: Tensor | None = None  # an operand that is given back once the result is there
+
+    def into(self, output: Tensor | None) -> Made:
+        """The same, to be written into a tensor if there is one."""
+        self.output = output
+        return self
+
+    def tensor(
+        self,
+        dtype: DataType | None = None,
+        layout: Layout | None = None,
+        memory_config: MemoryConfig | None = None,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """The tensor, as asked for."""
+        output = self.output if output is None else output
+        like = self.like
+        kind = dtype or self.dtype or (output.dtype if output is not None else like.dtype)
+        number = kind._value_
+        values = self.block if self.block.dtype is _EXACT[number] else rounded(self.block, kind)
+        if output is not None:
+            made = _written(values, output, like, self.topology)
+        else:
+            made = Tensor(
+                values,
+                like._grid,
+                kind,
+                Layout.TILE if number in _TILED else layout or self.layout or like.layout,
+                self.topology,
+                like._device,
+                memory_config or self.memory_config or like._memory,
+                like.tile,
+                coords=self.coords or like._coords,
+            )
+            if made._device is not None and made._device.watched:
+                queues.used(made._device, "op", writes=(made,))
+        if self.frees is not None:
+            self.frees.deallocate(force=True)
+        return made
 
 
-def op(name: str, *aliases: str, spelled: Mapping[str, str] | None = None) -> Callable[[Function], Function]:
-    """Register an op under its name and its aliases; `spelled` maps further spellings of arguments to ours."""
-    other = dict(spelled or {})
-    taken = [each for each in (name, *aliases) if each in TABLE]
+# By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
+_EXACT = [
+    kind.store if kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32) else None
+    for kind in sorted(DataType, key=lambda kind: kind.value)
+]
+_TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
+
+
+def op(
+    name: str, *aliases: str, spelled: Mapping[str, str] | None = None, also: str = "", more: Function | None = None
+) -> Callable[[Function], Function]:
+    """Register an op under its name and its aliases.
+
+    `spelled` maps further spellings of arguments to ours, `also` are arguments that ours takes beside the original's,
+    and `more` is the function that takes what the op's own takes as `**`.
+    """
+    other, names = dict(spelled or {}), (name, *aliases)
+    taken = [each for each in names if each in TABLE]
     if taken:
         raise ArgumentError(f"ttnn.{taken[0]} is in the table already", fix="change the function that serves it")
 
     def register(function: Function) -> Function:
+        binding = Binding(names, function, other, also, more)
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if kwargs:
-                if other:
-                    kwargs = {other.get(argument, argument): value for argument, value in kwargs.items()}
-                _check(name, kwargs)
+            if other and kwargs:
+                kwargs = {other.get(argument, argument): value for argument, value in kwargs.items()}
             for hook in tuple(BEFORE):
                 hook(call, args, kwargs)
             try:
-                output = function(*args, **kwargs)
+                if kwargs or len(args) > binding.plain:
+                    own, passed, rest = binding.bind(args, kwargs)
+                    output = function(*own, **passed)
+                else:
+                    rest = NOTHING
+                    output = function(*args)
+                if type(output) is Made:
+                    output = output.tensor(**rest)
+                elif type(output) in (list, tuple):
+                    output = type(output)(each.tensor(**rest) if type(each) is Made else each for each in output)
             except FOREIGN as error:
                 told = _told(name, error, args, kwargs)
                 if told is None:
@@ -93,13 +139,47 @@ def op(name: str, *aliases: str, spelled: Mapping[str, str] | None = None) -> Ca
                 hook(call, args, kwargs, output)
             return output
 
+        vars(call).pop("__signature__", None)  # the function's own; `described` gives the op its public one
         call.spelled = other  # type: ignore[attr-defined]
+        call.binding = binding  # type: ignore[attr-defined]
         call.python_fully_qualified_name = f"ttnn.{name}"  # type: ignore[attr-defined]
-        for each in (name, *aliases):
+        for each in names:
             TABLE[each] = call
-        return call  # type: ignore[return-value]
+        return call
 
     return register
+
+
+def described(operation: Any) -> Any:
+    """An op whose public signature is that of the text, for `help` and `inspect`."""
+    if hasattr(operation, "binding") and "__signature__" not in vars(operation):
+        operation.__signature__ = operation.binding.signature()
+    return operation
+
+
+REQUIRED = inspect.Parameter.empty
+
+
+def named(name: str, doc: str, takes: Mapping[str, Any], function: Function) -> Function:
+    """A function that is told what it takes, with defaults: it is called with all of it, in that order.
+
+    >>> named("scaled", "x * y", {"x": REQUIRED, "y": 2}, lambda x, y: x * y)(x=3)
+    6
+    """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    listed = [inspect.Parameter(each, kind, default=default) for each, default in takes.items()]
+    signature = inspect.Signature(listed, return_annotation=function.__annotations__.get("return", REQUIRED))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return function(*bound.args)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = doc
+    call.__module__ = function.__module__
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
 
 
 # What torch and Python say about operands that an op did not check itself.
@@ -121,13 +201,6 @@ def _told(name: str, error: Exception, args: Sequence[Any], kwargs: Mapping[str,
         f"ttnn.{name} cannot take these operands: {said}",
         operands=", ".join(f"{each.dtype.name} {list(each.shape)}" for each in tensors),
     )
-
-
-def _check(name: str, kwargs: dict[str, Any]) -> None:
-    for argument, value in kwargs.items():
-        fits = CHECKS.get(argument)
-        if fits is not None and value is not None and not fits(value):
-            raise ArgumentError(f"ttnn.{name}: {argument}={value!r} is of the wrong type")
 
 
 def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
@@ -189,33 +262,7 @@ def result(
     coords: tuple[MeshCoordinate, ...] | None = None,
 ) -> Tensor:
     """A block as a tensor: format, label and memory as its first operand's, unless said otherwise."""
-    kind = dtype or (output_tensor.dtype if output_tensor is not None else like.dtype)
-    number = kind._value_
-    values = block if block.dtype is _EXACT[number] else rounded(block, kind)
-    if output_tensor is not None:
-        return _written(values, output_tensor, like, topology)
-    made = Tensor(
-        values,
-        like._grid,
-        kind,
-        Layout.TILE if number in _TILED else layout or like.layout,
-        topology,
-        like._device,
-        memory_config or like._memory,
-        like.tile,
-        coords=coords or like._coords,
-    )
-    if made._device is not None and made._device.watched:
-        queues.used(made._device, "op", writes=(made,))
-    return made
-
-
-# By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
-_EXACT = [
-    kind.store if kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32) else None
-    for kind in sorted(DataType, key=lambda kind: kind.value)
-]
-_TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
+    return Made(block, like, topology, dtype, layout, memory_config, output_tensor, coords).tensor()
 
 
 def _written(values: Block, output: Tensor, like: Tensor, topology: TensorTopology) -> Tensor:

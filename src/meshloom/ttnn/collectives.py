@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.calling import op, result
+from meshloom.ttnn.calling import Made, op
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import Layout
-from meshloom.ttnn.groups import Group, ignoring
-from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.groups import Group
 from meshloom.ttnn.parts import Block, part
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import REPLICATE
@@ -45,18 +43,15 @@ class ReduceType(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-@op("all_gather")
-@ignoring(LINKS)
+@op("all_gather", also=LINKS)
 def all_gather(
     input_tensor: Tensor,
     dim: int | None = None,
     *,
     cluster_axis: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
     mesh_device: MeshDevice | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """Every member of each group holds what all of them hold, one after the other along `dim`.
 
     Without `dim` it is the one that the label says is sharded along the group.
@@ -71,29 +66,27 @@ def all_gather(
     >>> ttnn.close_mesh_device(mesh)
     """
     group = Group("all_gather", input_tensor, cluster_axis, mode, mesh_device)
-    return gather_along(group, dim, memory_config=memory_config, output_tensor=output_tensor)
+    return gather_along(group, dim)
 
 
-def gather_along(group: Group, dim: int | None, **how: Any) -> Tensor:
+def gather_along(group: Group, dim: int | None) -> Made:
     """The all-gather of a group's tensor; the padding at the end of a dim that only the group cuts is left out."""
     place = group.sharded_dim() if dim is None else group.dim(dim)
     found = group.run(native.all_gather, group.at(place))
     size = group.whole_size(place)
     if size is not None:
         found = found.narrow(group.at(place), 0, size)
-    return result(found, group.tensor, topology=group.gathered(place), **how)
+    return Made(found, group.tensor, group.gathered(place))
 
 
-@op("all_reduce")
-@ignoring(LINKS)
+@op("all_reduce", also=LINKS)
 def all_reduce(
     input_tensor: Tensor,
     *,
     cluster_axis: int | None = None,
-    memory_config: MemoryConfig | None = None,
     mesh_device: MeshDevice | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """Every member of each group holds the sum of what its members hold.
 
     >>> from meshloom import ttnn
@@ -103,13 +96,13 @@ def all_reduce(
     tensor([[4., 4.]])
     >>> ttnn.close_mesh_device(mesh)
     """
-    return reduce_over(Group("all_reduce", input_tensor, cluster_axis, mode, mesh_device), memory_config=memory_config)
+    return reduce_over(Group("all_reduce", input_tensor, cluster_axis, mode, mesh_device))
 
 
-def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum, **how: Any) -> Tensor:
+def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The all-reduce of a group's tensor."""
     found = group.run(native.all_reduce, op=reduction(group.name, math_op), precise=True)
-    return result(found, group.tensor, topology=group.relabelled(REPLICATE), **how)
+    return Made(found, group.tensor, group.relabelled(REPLICATE))
 
 
 def reduction(name: str, math_op: ReduceType | None) -> str:
@@ -119,35 +112,30 @@ def reduction(name: str, math_op: ReduceType | None) -> str:
     return "sum" if math_op is None else math_op.name.lower()
 
 
-@op("reduce_scatter")
-@ignoring(LINKS)
+@op("reduce_scatter", also=LINKS)
 def reduce_scatter(
     input_tensor: Tensor,
     dim: int,
     *,
     cluster_axis: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
     mesh_device: MeshDevice | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """Member i of each group holds chunk i, along `dim`, of the sum of what its members hold."""
     group = Group("reduce_scatter", input_tensor, cluster_axis, mode, mesh_device)
-    return scatter_along(group, dim, memory_config=memory_config, output_tensor=output_tensor)
+    return scatter_along(group, dim)
 
 
-def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum, **how: Any) -> Tensor:
+def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The reduce-scatter of a group's tensor."""
     place = group.dim(dim, "scatter")
     group.divided(place)
     found = group.run(native.reduce_scatter, group.at(place), op=reduction(group.name, math_op), precise=True)
-    return result(found, group.tensor, topology=group.scattered(place), **how)
+    return Made(found, group.tensor, group.scattered(place))
 
 
 @op("mesh_partition")
-def mesh_partition(
-    input_tensor: Tensor, dim: int, cluster_axis: int | None = None, *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def mesh_partition(input_tensor: Tensor, dim: int, cluster_axis: int | None = None) -> Made:
     """Member i of each group keeps chunk i, along `dim`, of its own tensor. Nothing is sent."""
     group = Group("mesh_partition", input_tensor, cluster_axis)
     place = group.dim(dim, "partition")
@@ -156,7 +144,7 @@ def mesh_partition(
     )
     _check_tiles(group, place, chunk)
     found = group.partitioned(group.block, place).clone(memory_format=torch.contiguous_format)
-    return result(found, input_tensor, topology=group.scattered(place), memory_config=memory_config)
+    return Made(found, input_tensor, group.scattered(place))
 
 
 def _check_tiles(group: Group, dim: int, chunk: int) -> None:
@@ -175,28 +163,22 @@ def _check_tiles(group: Group, dim: int, chunk: int) -> None:
         )
 
 
-@op("broadcast")
-@ignoring(LINKS)
+@op("broadcast", also=LINKS)
 def broadcast(
-    input_tensor: Tensor,
-    sender_coord: MeshCoordinate,
-    *,
-    memory_config: MemoryConfig | None = None,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
-) -> Tensor:
+    input_tensor: Tensor, sender_coord: MeshCoordinate, *, cluster_axis: int | None = None, mode: str | None = None
+) -> Made:
     """Every member of the sender's group holds what the sender holds; other groups keep their own."""
     group = Group("broadcast", input_tensor, cluster_axis, mode)
     place = coordinate(group, sender_coord, "sender_coord")
     root = int(group.position()[tuple(c if axis in group.axes else 0 for axis, c in enumerate(place))])
     found = group.run(native.broadcast, root)
     if group.size == group.mesh.size or group.block.shape == found.shape:  # one group, or members that hold the same
-        return result(found, input_tensor, topology=group.relabelled(REPLICATE), memory_config=memory_config)
+        return Made(found, input_tensor, group.relabelled(REPLICATE))
     kept = _each(group).clone()
     box = tuple(slice(None) if axis in group.axes else c for axis, c in enumerate(place))
     kept[box] = part(found, place)
     others = [axis for axis in range(group.mesh.ndim) if axis not in group.axes]
-    return result(kept, input_tensor, topology=group.apart(others), memory_config=memory_config)
+    return Made(kept, input_tensor, group.apart(others))
 
 
 def coordinate(group: Group, place: Sequence[int], name: str) -> tuple[int, ...]:
@@ -217,23 +199,13 @@ def _each(group: Group, block: Block | None = None) -> Block:
     return given.expand(*group.mesh.shape, *given.shape[group.mesh.ndim :])
 
 
-@op("all_broadcast")
-@ignoring(LINKS)
-def all_broadcast(
-    input_tensor: Tensor,
-    *,
-    cluster_axis: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    mode: str | None = None,
-) -> list[Tensor]:
+@op("all_broadcast", also=LINKS)
+def all_broadcast(input_tensor: Tensor, *, cluster_axis: int | None = None, mode: str | None = None) -> list[Made]:
     """A tensor for every member of the groups: the k-th is what member k holds, on all members."""
     group = Group("all_broadcast", input_tensor, cluster_axis, mode)
     stacked = stack_members(group)
     label = group.relabelled(REPLICATE)
-    return [
-        result(each.clone(), input_tensor, topology=label, memory_config=memory_config)
-        for each in stacked.unbind(group.at(0))
-    ]
+    return [Made(each.clone(), input_tensor, label) for each in stacked.unbind(group.at(0))]
 
 
 def stack_members(group: Group, block: Block | None = None) -> Block:
@@ -243,16 +215,14 @@ def stack_members(group: Group, block: Block | None = None) -> Block:
 
 
 @op("point_to_point")
-@ignoring("topology")
 def point_to_point(
     input_tensor: Tensor,
     sender_coord: MeshCoordinate,
     receiver_coord: MeshCoordinate,
     *,
     output_tensor: Tensor | None = None,
-    intermediate_tensor: Tensor | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """The receiver holds what the sender holds; the other parts are zero, or as they were in `output_tensor`."""
     group = Group("point_to_point", input_tensor, None, mode)
     source = coordinate(group, sender_coord, "sender_coord")
@@ -276,11 +246,10 @@ def point_to_point(
     found = group.run(native.send_recv, int(numbers[source]), int(numbers[target]), own=True)
     blank = torch.zeros_like(found) if output_tensor is None else _each(group, output_tensor.block).clone()
     blank[target] = part(found, target)
-    return result(blank, input_tensor, topology=group.apart(group.axes), output_tensor=output_tensor)
+    return Made(blank, input_tensor, group.apart(group.axes), output=output_tensor)
 
 
 @op("reduce_to_root")
-@ignoring("topology input_mux_cores")
 def reduce_to_root(
     input_tensor_l: Tensor,
     input_tensor_s: Tensor,
@@ -291,9 +260,8 @@ def reduce_to_root(
     output_tensor_l: Tensor | None = None,
     output_tensor_s: Tensor | None = None,
     output_tensor_m: Tensor | None = None,
-    intermediate_tensor: Tensor | None = None,
     mode: str | None = None,
-) -> list[Tensor]:
+) -> list[Made]:
     """Attention over parts of the keys, put together on one device: weighted values `l`, weights `s`, maxima `m`.
 
     m = max(m_i), p_i = exp((m_i - m) * scale), s = sum(s_i * p_i), l = sum(l_i * p_i). On other devices it is zero.
@@ -307,7 +275,7 @@ def reduce_to_root(
     found = _merged(parts, scale_fp32)
     outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
     return [
-        result(_alone(group, values, place), each, topology=group.apart(group.axes), output_tensor=out)
+        Made(_alone(group, values, place), each, group.apart(group.axes), output=out)
         for group, values, each, out in zip(groups, found, given, outputs, strict=True)
     ]
 

@@ -12,19 +12,17 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.calling import op, operands, result
+from meshloom.ttnn.calling import Made, op, operands
 from meshloom.ttnn.collectives import LINKS
 from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.groups import Group, ignoring
+from meshloom.ttnn.groups import Group
 from meshloom.ttnn.labels import UNKNOWN
-from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.parts import Block, each
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import PlacementPartial
 
 
-@op("all_to_all_dispatch")
-@ignoring(LINKS)
+@op("all_to_all_dispatch", also=LINKS)
 def all_to_all_dispatch(
     input_tensor: Tensor,
     expert_indices_tensor: Tensor,
@@ -32,10 +30,9 @@ def all_to_all_dispatch(
     *,
     cluster_axis: int | None = None,
     output_tensors: Sequence[Tensor] | None = None,
-    memory_config: MemoryConfig | None = None,
     output_concat_dim: int = 1,
     mode: str | None = None,
-) -> list[Tensor]:
+) -> list[Made]:
     """Tokens [B, 1, S, H] with their experts [B, 1, S, K] to the devices that have the experts.
 
     Each device of a group of D gets [1, B*D, S, H] (`output_concat_dim=2`: [1, B, S*D, H]), zero for tokens that chose
@@ -55,14 +52,8 @@ def all_to_all_dispatch(
     label = tokens.relabelled(UNKNOWN)
     outputs = list(output_tensors) if output_tensors is not None else [None, None]
     return [
-        result(kept, input_tensor, topology=label, memory_config=memory_config, output_tensor=outputs[0]),
-        result(
-            experts,
-            expert_indices_tensor,
-            topology=chosen.gathered(dim),
-            memory_config=memory_config,
-            output_tensor=outputs[1],
-        ),
+        Made(kept, input_tensor, label, output=outputs[0]),
+        Made(experts, expert_indices_tensor, chosen.gathered(dim), output=outputs[1]),
     ]
 
 
@@ -89,8 +80,7 @@ def _wanted(experts: Block, owned: Block) -> Block:
     return owned[experts.long()].any(-1)
 
 
-@op("all_to_all_combine")
-@ignoring(LINKS)
+@op("all_to_all_combine", also=LINKS)
 def all_to_all_combine(
     input_tensor: Tensor,
     expert_metadata_tensor: Tensor,
@@ -99,10 +89,8 @@ def all_to_all_combine(
     local_reduce: bool = False,
     output_shard_dim: int = 1,
     cluster_axis: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
     mode: str | None = None,
-) -> Tensor:
+) -> Made:
     """What experts made of tokens, [experts of the device, B*D, S, H], back to the devices of the tokens: [K, B, S, H].
 
     Slot k of a token is what the k-th expert that it chose made of it. With `local_reduce` a device has already summed
@@ -122,8 +110,7 @@ def all_to_all_combine(
         return _combined(rows, chosen, table, place, group.size, dim, local_reduce)
 
     found = each(combine, [gathered, metadata, where, position], axes)
-    label = group.scattered(dim)
-    return result(found, input_tensor, topology=label, memory_config=memory_config, output_tensor=output_tensor)
+    return Made(found, input_tensor, group.scattered(dim))
 
 
 def _slots(name: str, group: Group, mapping: Block, held: int) -> Block:
@@ -169,14 +156,8 @@ def _named_before(slot: Block) -> Block:
 
 @op("moe_routing_remap")
 def moe_routing_remap(
-    routing_weights_tensor: Tensor,
-    non_zero_weight_size: int,
-    expert_parallel_size: int,
-    cluster_axis: int,
-    *,
-    memory_config: MemoryConfig | None = None,
-    optional_output_tensor: Tensor | None = None,
-) -> Tensor:
+    routing_weights_tensor: Tensor, non_zero_weight_size: int, expert_parallel_size: int, cluster_axis: int
+) -> Made:
     """Of the non-zero weights of a row, shared out in order over the devices along an axis, each keeps its own."""
     name = "moe_routing_remap"
     group = Group(name, routing_weights_tensor, cluster_axis)
@@ -189,13 +170,8 @@ def moe_routing_remap(
     first = group.position().reshape(*group.position().shape, *(1,) * group.rank) * share
     mine = (group.block != 0) & (number >= first) & (number < first + share)
     found = torch.where(mine, group.block, torch.zeros((), dtype=group.block.dtype))
-    return result(
-        found,
-        routing_weights_tensor,
-        topology=group.relabelled(PlacementPartial()),  # each has some of the weights, zero for the others
-        memory_config=memory_config,
-        output_tensor=optional_output_tensor,
-    )
+    # each has some of the weights, zero for the others
+    return Made(found, routing_weights_tensor, group.relabelled(PlacementPartial()))
 
 
 @op("moe_expert_token_remap")
@@ -204,11 +180,10 @@ def moe_expert_token_remap(
     expert_mapping_tensor: Tensor,
     expert_metadata_tensor: Tensor,
     *,
-    memory_config: MemoryConfig | None = None,
     optional_output_mapping_tensor: Tensor | None = None,
     optional_output_reduced_tensor: Tensor | None = None,
     reduction_size: int = 16,
-) -> list[Tensor]:
+) -> list[Made]:
     """The weights [1, B, S, experts] of tokens for a device's own experts, [1, B, S, own], zero where not chosen.
 
     The second result is [1, 1, ceil(B*S / reduction_size), own]: one where some token of a run chose the expert.
@@ -228,24 +203,10 @@ def moe_expert_token_remap(
 
     weights, active = each(local, [group.block, metadata, owned], group.mesh.ndim)
     label = group.scattered(group.rank - 1)
+    rows = Layout.ROW_MAJOR
     return [
-        result(
-            weights,
-            topk_tensor,
-            topology=label,
-            layout=Layout.ROW_MAJOR,
-            memory_config=memory_config,
-            output_tensor=optional_output_mapping_tensor,
-        ),
-        result(
-            active,
-            topk_tensor,
-            topology=label,
-            dtype=DataType.UINT16,
-            layout=Layout.ROW_MAJOR,
-            memory_config=memory_config,
-            output_tensor=optional_output_reduced_tensor,
-        ),
+        Made(weights, topk_tensor, label, layout=rows, output=optional_output_mapping_tensor),
+        Made(active, topk_tensor, label, DataType.UINT16, rows, output=optional_output_reduced_tensor),
     ]
 
 

@@ -9,7 +9,6 @@ communication and several processes are those of the native collectives.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,24 +56,6 @@ def _known(mode: str) -> str:
     if mode not in native.MODES:
         raise ModeError(f"there is no mode {mode!r}", fix=closest(mode, native.MODES))
     return mode
-
-
-def ignoring(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add keyword arguments about the speed of hardware only: `op` checks their types, and here they are left out."""
-    left_out = frozenset(names.split())
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **{name: value for name, value in kwargs.items() if name not in left_out})
-
-        found = inspect.signature(function)
-        kind, more = inspect.Parameter.KEYWORD_ONLY, sorted(left_out - set(found.parameters))
-        added = [inspect.Parameter(name, kind, default=None) for name in more]
-        call.__signature__ = found.replace(parameters=[*found.parameters.values(), *added])  # type: ignore[attr-defined]
-        return call
-
-    return add
 
 
 class Group:

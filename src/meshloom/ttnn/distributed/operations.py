@@ -25,7 +25,6 @@ from meshloom.ttnn.block_moves import inside
 from meshloom.ttnn.calling import op, operands, result
 from meshloom.ttnn.distributed.views import asked, carried, lifted, lowered
 from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.groups import ignoring
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.activations import Activation, activated
 from meshloom.ttnn.ops.elementwise import fine
@@ -170,8 +169,7 @@ def _product(output: Any, a: Native, b: Native, bias: Native | None, turned: tup
     return found if bias is None else add_(found, bias, output=output)
 
 
-@op("distributed.matmul")
-@ignoring(SPEED)
+@op("distributed.matmul", also=SPEED)
 def matmul(
     input_tensor_a: Tensor,
     input_tensor_b: Tensor,
@@ -211,8 +209,7 @@ def matmul(
     )
 
 
-@op("distributed.linear")
-@ignoring(SPEED)
+@op("distributed.linear", also=SPEED)
 def linear(
     input_tensor_a: Tensor,
     input_tensor_b: Tensor,
@@ -261,7 +258,7 @@ def _pairwise(name: str, function: Callable[..., Native], says: str) -> Callable
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{says} of two wholes, or of one and a number."
-    return op(f"distributed.{name}")(ignoring(SPEED + " use_legacy fast_and_approximate_mode")(call))
+    return op(f"distributed.{name}", also=SPEED + " use_legacy fast_and_approximate_mode")(call)
 
 
 add = _pairwise("add", add_, "The sum")
@@ -271,8 +268,7 @@ multiply = _pairwise("multiply", multiply_, "The product, element by element,")
 # whole rows
 
 
-@op("distributed.softmax")
-@ignoring(SPEED + " numeric_stable")
+@op("distributed.softmax", also=SPEED + " numeric_stable")
 def softmax(
     input_tensor: Tensor,
     dim: int = -1,
@@ -309,8 +305,7 @@ def _norm(
     return spread(name, {"x": tensor, "weight": weight, "bias": bias, "residual": residual}, compute, ask, exact)
 
 
-@op("distributed.layer_norm")
-@ignoring(SPEED)
+@op("distributed.layer_norm", also=SPEED)
 def layer_norm(
     input_tensor: Tensor,
     *,
@@ -331,8 +326,7 @@ def layer_norm(
     return _norm("layer_norm", norm, input_tensor, weight, bias, residual_input_tensor, ask)
 
 
-@op("distributed.rms_norm")
-@ignoring(SPEED)
+@op("distributed.rms_norm", also=SPEED)
 def rms_norm(
     input_tensor: Tensor,
     *,
@@ -380,7 +374,7 @@ def _summing(name: str, function: Callable[..., Native]) -> Callable[..., Tensor
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"The {name} over a dim of the whole, several, or all; `scalar` multiplies it."
-    return op(f"distributed.{name}")(ignoring(SPEED)(call))
+    return op(f"distributed.{name}", also=SPEED)(call)
 
 
 sum = _summing("sum", sum_)
@@ -390,8 +384,7 @@ mean = _summing("mean", mean_)
 # tables and attention
 
 
-@op("distributed.embedding")
-@ignoring(SPEED + " embeddings_type")
+@op("distributed.embedding", also=SPEED + " embeddings_type")
 def embedding(
     input_tensor: Tensor,
     weight: Tensor,
@@ -421,8 +414,7 @@ def _is_flat(index: Native) -> bool:
     return index.ndim == 4 and tuple(index.shape[1:3]) == (1, 1)
 
 
-@op("distributed.scaled_dot_product_attention", "distributed.transformer.scaled_dot_product_attention")
-@ignoring(SPEED)
+@op("distributed.scaled_dot_product_attention", "distributed.transformer.scaled_dot_product_attention", also=SPEED)
 def scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,

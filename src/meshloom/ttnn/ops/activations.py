@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError, closest
+from meshloom.ttnn.calling import REQUIRED
 from meshloom.ttnn.parts import Block
 
 __all__ = [
@@ -26,8 +27,6 @@ __all__ = [
     "UnaryOpType",
     "UnaryWithParam",
 ]
-
-REQUIRED: Any = object()
 
 
 class GeluVariant(enum.Enum):

@@ -61,9 +61,7 @@ def fill_cache(cache_tensor: Tensor, input_tensor: Tensor, batch_idx: int, *, up
     "kv_cache.update_cache_for_token_",
     spelled={"cache_tensor": "cache", "input_tensor": "input", "update_index": "update_idx"},
 )
-def update_cache(
-    cache: Tensor, input: Tensor, update_idx: int, batch_offset: int = 0, compute_kernel_config: Any = None
-) -> Tensor:
+def update_cache(cache: Tensor, input: Tensor, update_idx: int, batch_offset: int = 0) -> Tensor:
     """Write one token of every user, [1, H, users, D], at one position of the cache."""
     _, (_, values) = operands("update_cache", cache, input)
     users, heads, length, size = cache.shape
@@ -93,7 +91,6 @@ def paged_update_cache(
     share_cache: bool | None = None,
     page_table: Tensor | None = None,
     batch_offset: int = 0,
-    compute_kernel_config: Any = None,
     mesh_coords: Coords = None,
     block_size: int | None = None,
     num_kv_heads: int | None = None,
@@ -129,32 +126,13 @@ def paged_update_cache(
     return _told(name, cache_tensor, input_tensor, (1, 2, 3), (0, 1, 3), others)
 
 
-@op("experimental.paged_fused_update_cache")
+@op("experimental.paged_fused_update_cache", more=paged_update_cache)
 def paged_fused_update_cache(
-    cache_tensor1: Tensor,
-    input_tensor1: Tensor,
-    cache_tensor2: Tensor,
-    input_tensor2: Tensor,
-    *,
-    update_idxs: Sequence[int] = (),
-    update_idxs_tensor: Tensor | None = None,
-    share_cache: bool | None = None,
-    page_table: Tensor | None = None,
-    batch_offset: int = 0,
-    compute_kernel_config: Any = None,
-    mesh_coords: Coords = None,
+    cache_tensor1: Tensor, input_tensor1: Tensor, cache_tensor2: Tensor, input_tensor2: Tensor, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """`paged_update_cache` of two caches."""
-    options: dict[str, Any] = {
-        "update_idxs": update_idxs,
-        "update_idxs_tensor": update_idxs_tensor,
-        "share_cache": share_cache,
-        "page_table": page_table,
-        "batch_offset": batch_offset,
-        "mesh_coords": mesh_coords,
-    }
-    first = paged_update_cache(cache_tensor1, input_tensor1, **options)
-    return first, paged_update_cache(cache_tensor2, input_tensor2, **options)
+    first = paged_update_cache(cache_tensor1, input_tensor1, **how)
+    return first, paged_update_cache(cache_tensor2, input_tensor2, **how)
 
 
 @op("experimental.paged_fill_cache")
@@ -165,7 +143,6 @@ def paged_fill_cache(
     *,
     batch_idx_tensor: Tensor | None = None,
     batch_idx: int = 0,
-    compute_kernel_config: Any = None,
     mesh_coords: Coords = None,
     block_size: int | None = None,
     cache_position_modulo: int | None = None,
@@ -319,7 +296,7 @@ def _unknown(cache: Tensor) -> Tensor:
 
 
 @op("plus_one")
-def plus_one(input_tensor: Tensor, sub_core_grids: Any = None, skip_negative_entries: bool = False) -> Tensor:
+def plus_one(input_tensor: Tensor, skip_negative_entries: bool = False) -> Tensor:
     """One more, in place; entries below zero stay if asked for."""
     _, (block,) = operands("plus_one", input_tensor)
     if input_tensor.dtype.is_float:

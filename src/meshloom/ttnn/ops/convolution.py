@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from meshloom.errors import OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import whole
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import DataType
 from meshloom.ttnn.memory import BufferType, MemoryConfig
 from meshloom.ttnn.ops.activations import activated
-from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, Op2DSliceConfig, PaddingMode
+from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, PaddingMode
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.sliding import around, channels_first, flattened, pictures_cut, torch_order, windows
 from meshloom.ttnn.parts import Block, lead
@@ -43,12 +43,39 @@ __all__ = [
 Found = Any  # a tensor, or a tuple of it with its size and with the weights
 
 
-@op("conv2d", "experimental.quasar.conv2d")
-def conv2d(
+Convolve = Callable[[Block, Block, int, str], Block]  # of pictures, weights, a number of groups, and how to pad
+
+
+def _convolution(
+    name: str,
+    convolve: Convolve,
+    sizes: tuple[int, int, int, int],
+    weights: tuple[int, ...],
+    size: Any,
+    groups: int,
     *,
     input_tensor: Tensor,
     weight_tensor: Tensor,
     device: MeshDevice,
+    bias_tensor: Tensor | None = None,
+    conv_config: Conv2dConfig | None = None,
+    return_output_dim: bool = False,
+    return_weights_and_bias: bool = False,
+) -> Found:
+    """The convolution of pictures of these sizes with weights of this shape; its own results are of `size`."""
+    config = conv_config or Conv2dConfig()
+    weight, bias = _prepared(weight_tensor, bias_tensor, device, config)
+    _check(name, weight, weights)
+    mode = "replicate" if config.padding_mode is PaddingMode.Replicate else "constant"
+    values = _convolved(name, input_tensor, weight, bias, sizes, groups, lambda x, w, n: convolve(x, w, n, mode))
+    made = _finished(name, values, input_tensor, weight, bias, groups, config)
+    kept = ((weight, bias),) if return_weights_and_bias else ()
+    return (made, *((size,) if return_output_dim else ()), *kept) if return_output_dim or kept else made
+
+
+@op("conv2d", "experimental.quasar.conv2d", more=_convolution)
+def conv2d(
+    *,
     in_channels: int,
     out_channels: int,
     batch_size: int,
@@ -59,46 +86,33 @@ def conv2d(
     padding: Sequence[int] = (0, 0),
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
-    dtype: DataType | None = None,
-    bias_tensor: Tensor | None = None,
-    conv_config: Conv2dConfig | None = None,
-    compute_config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    slice_config: Op2DSliceConfig | None = None,
-    return_output_dim: bool = False,
-    return_weights_and_bias: bool = False,
+    **how: Any,
 ) -> Found:
     """A convolution of [1, 1, N * H * W, C] or [N, H, W, C]: [1, 1, N * H' * W', O].
 
     With `return_output_dim` also (H', W'), with `return_weights_and_bias` also (weights, bias) as the device has them.
     """
-    config = conv_config or Conv2dConfig()
     kernel, steps, holes = whole(kernel_size, 2), whole(stride, 2), whole(dilation, 2)
     edges = around(padding)
-    sizes = (batch_size, input_height, input_width, in_channels)
-    weight, bias = _prepared(weight_tensor, bias_tensor, device, config)
-    _check("conv2d", weight, (out_channels, in_channels // groups, *kernel))
-    mode = "replicate" if config.padding_mode is PaddingMode.Replicate else "constant"
 
-    def convolve(pictures: Block, kernels: Block, several: int) -> Block:
+    def convolve(pictures: Block, kernels: Block, several: int, mode: str) -> Block:
         padded = F.pad(pictures, torch_order(edges), mode=mode) if any(edges) else pictures
         return F.conv2d(padded, kernels, stride=steps, dilation=holes, groups=several)
 
-    values = _convolved("conv2d", input_tensor, weight, bias, sizes, groups, convolve)
-    out = (
+    size = (
         windows(input_height, kernel[0], steps[0], edges[0], edges[1], holes[0]),
         windows(input_width, kernel[1], steps[1], edges[2], edges[3], holes[1]),
     )
-    made = _finished("conv2d", values, input_tensor, weight, bias, groups, config, dtype, memory_config)
-    return _asked(made, out, (weight, bias), return_output_dim, return_weights_and_bias)
+    sizes, weights = (
+        (batch_size, input_height, input_width, in_channels),
+        (out_channels, in_channels // groups, *kernel),
+    )
+    return _convolution("conv2d", convolve, sizes, weights, size, groups, **how)
 
 
-@op("conv1d")
+@op("conv1d", more=_convolution)
 def conv1d(
     *,
-    input_tensor: Tensor,
-    weight_tensor: Tensor,
-    device: MeshDevice,
     in_channels: int,
     out_channels: int,
     batch_size: int,
@@ -108,40 +122,24 @@ def conv1d(
     padding: int | Sequence[int] = 0,
     dilation: int = 1,
     groups: int = 1,
-    dtype: DataType | None = None,
-    bias_tensor: Tensor | None = None,
-    conv_config: Conv2dConfig | None = None,
-    compute_config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    slice_config: Op2DSliceConfig | None = None,
-    return_output_dim: bool = False,
-    return_weights_and_bias: bool = False,
+    **how: Any,
 ) -> Found:
     """A convolution of [N, L, C] or [1, 1, N * L, C]: [1, 1, N * L', O]; weights are [O, I / groups, k]."""
-    config = conv_config or Conv2dConfig()
     before, after = whole(padding, 2)
-    weight, bias = _prepared(weight_tensor, bias_tensor, device, config)
-    _check("conv1d", weight, (out_channels, in_channels // groups, kernel_size))
-    mode = "replicate" if config.padding_mode is PaddingMode.Replicate else "constant"
 
-    def convolve(pictures: Block, kernels: Block, several: int) -> Block:
+    def convolve(pictures: Block, kernels: Block, several: int, mode: str) -> Block:
         padded = F.pad(pictures, (before, after, 0, 0), mode=mode) if before or after else pictures
         rows = kernels if kernels.dim() == 4 else kernels.unsqueeze(-2)
         return F.conv2d(padded, rows, stride=(1, stride), dilation=(1, dilation), groups=several)
 
-    sizes = (batch_size, 1, input_length, in_channels)
-    values = _convolved("conv1d", input_tensor, weight, bias, sizes, groups, convolve)
-    out = windows(input_length, kernel_size, stride, before, after, dilation)
-    made = _finished("conv1d", values, input_tensor, weight, bias, groups, config, dtype, memory_config)
-    return _asked(made, out, (weight, bias), return_output_dim, return_weights_and_bias)
+    sizes, weights = (batch_size, 1, input_length, in_channels), (out_channels, in_channels // groups, kernel_size)
+    size = windows(input_length, kernel_size, stride, before, after, dilation)
+    return _convolution("conv1d", convolve, sizes, weights, size, groups, **how)
 
 
-@op("conv_transpose2d")
+@op("conv_transpose2d", more=_convolution)
 def conv_transpose2d(
     *,
-    input_tensor: Tensor,
-    weight_tensor: Tensor,
-    device: MeshDevice,
     in_channels: int,
     out_channels: int,
     batch_size: int,
@@ -153,36 +151,27 @@ def conv_transpose2d(
     output_padding: Sequence[int] = (0, 0),
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
-    dtype: DataType | None = None,
-    bias_tensor: Tensor | None = None,
-    conv_config: Conv2dConfig | None = None,
-    compute_config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    dram_slice_config: Op2DSliceConfig | None = None,
     mirror_kernel: bool = True,
-    return_output_dim: bool = False,
-    return_weights_and_bias: bool = False,
+    **how: Any,
 ) -> Found:
     """The transposed convolution; with `mirror_kernel=False` weights were mirrored already."""
-    config = conv_config or Conv2dConfig()
     kernel, steps, holes, more = (whole(each, 2) for each in (kernel_size, stride, dilation, output_padding))
     edges = around(padding)
-    weight, bias = _prepared(weight_tensor, bias_tensor, device, config)
-    _check("conv_transpose2d", weight, (in_channels, out_channels // groups, *kernel))
     height = _grown(input_height, kernel[0], steps[0], edges[0] + edges[1], holes[0], more[0])
     width = _grown(input_width, kernel[1], steps[1], edges[2] + edges[3], holes[1], more[1])
 
-    def convolve(pictures: Block, kernels: Block, several: int) -> Block:
+    def convolve(pictures: Block, kernels: Block, several: int, mode: str) -> Block:
         turned = kernels if mirror_kernel else kernels.flip((-2, -1))
         # An output padding of its own size leaves the whole result there, from which edges are cut.
         full = F.conv_transpose2d(pictures, turned, stride=steps, dilation=holes, groups=several)
         grown = F.pad(full, (0, more[1], 0, more[0]))
         return grown[..., edges[0] : edges[0] + height, edges[2] : edges[2] + width]
 
-    sizes = (batch_size, input_height, input_width, in_channels)
-    values = _convolved("conv_transpose2d", input_tensor, weight, bias, sizes, groups, convolve)
-    made = _finished("conv_transpose2d", values, input_tensor, weight, bias, groups, config, dtype, memory_config)
-    return _asked(made, (height, width), (weight, bias), return_output_dim, return_weights_and_bias)
+    sizes, weights = (
+        (batch_size, input_height, input_width, in_channels),
+        (in_channels, out_channels // groups, *kernel),
+    )
+    return _convolution("conv_transpose2d", convolve, sizes, weights, (height, width), groups, **how)
 
 
 def _grown(size: int, kernel: int, stride: int, padding: int, dilation: int, more: int) -> int:
@@ -271,31 +260,20 @@ def _folded(
 
 
 def _finished(
-    name: str,
-    values: Block,
-    tensor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    groups: int,
-    config: Conv2dConfig,
-    dtype: DataType | None,
-    memory: MemoryConfig | None,
-) -> Tensor:
+    name: str, values: Block, tensor: Tensor, weight: Tensor, bias: Tensor | None, groups: int, config: Conv2dConfig
+) -> Made:
     if config.activation is not None:
         values = activated(values, config.activation)
     tensors = (tensor, weight) if bias is None else (tensor, weight, bias)
-    made = result(
+    return Made(
         values,
         tensor,
-        topology=_label(name, tensors, values.shape[-2], groups, config.activation is None),
-        dtype=dtype,
+        _label(name, tensors, values.shape[-2], groups, config.activation is None),
         layout=config.output_layout,
-        memory_config=memory or _out_memory(tensor),
+        memory_config=_out_memory(tensor),
         coords=shared_coords(*tensors),
+        frees=tensor if config.deallocate_activation and tensor.memory_config().buffer_type is BufferType.L1 else None,
     )
-    if config.deallocate_activation and tensor.memory_config().buffer_type is BufferType.L1:
-        tensor.deallocate(force=True)
-    return made
 
 
 def _out_memory(tensor: Tensor) -> MemoryConfig:
@@ -331,12 +309,6 @@ def _label(name: str, tensors: Sequence[Tensor], rows: int, groups: int, linear:
         return terms if linear and all(each == terms for each in biases) else None
 
     return label_moves.ruled((name, rows, groups, linear), tensors, rule)
-
-
-def _asked(made: Tensor, size: Any, weights: tuple[Tensor, Tensor | None], dims: bool, kept: bool) -> Found:
-    if not dims and not kept:
-        return made
-    return (made, *((size,) if dims else ()), *((weights,) if kept else ()))
 
 
 # weights beforehand

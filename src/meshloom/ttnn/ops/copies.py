@@ -51,7 +51,6 @@ def to_layout(
     layout: Layout,
     dtype: DataType | None = None,
     memory_config: MemoryConfig | None = None,
-    sub_core_grids: Any = None,
     pad_value: float = 0.0,
 ) -> Tensor:
     """In rows or in tiles; block floats in rows become bfloat16."""
@@ -81,7 +80,6 @@ def typecast(
     input_dtype: DataType | None = None,
     memory_config: MemoryConfig | None = None,
     output_tensor: Tensor | None = None,
-    sub_core_grids: Any = None,
 ) -> Tensor:
     """In another dtype: `typecast(x, dtype)` or `typecast(x, input_dtype, output_dtype)`."""
     _check("typecast", input_tensor)
@@ -96,13 +94,7 @@ def typecast(
 
 
 @op("clone")
-def clone(
-    input: Tensor,
-    *,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def clone(input: Tensor, *, dtype: DataType | None = None, memory_config: MemoryConfig | None = None) -> Tensor:
     """The same values in a tensor of their own."""
     _check("clone", input)
     return _made("clone", input, dtype, memory_config=memory_config)

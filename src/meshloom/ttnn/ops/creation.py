@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError
-from meshloom.ttnn.calling import op, operands, result
+from meshloom.ttnn.calling import Made, op, operands, result
 from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import DataType, Layout, rounded
 from meshloom.ttnn.labels import merged, replicated
@@ -26,10 +26,11 @@ Shapes = Sequence[int]
 
 def made(
     values: Block,
-    dtype: DataType | None,
-    layout: Layout | None,
-    device: MeshDevice | None,
-    memory_config: MemoryConfig | None,
+    *,
+    dtype: DataType | None = None,
+    layout: Layout | None = None,
+    device: MeshDevice | None = None,
+    memory_config: MemoryConfig | None = None,
     optional_tensor: Tensor | None = None,
 ) -> Tensor:
     """Values of one part as a tensor, on the host or the same on every device."""
@@ -56,47 +57,21 @@ def _filled(shape: Shapes, value: float, dtype: DataType | None) -> Block:
     return torch.full(tuple(shape), value, dtype=torch.int64 if whole and float(value).is_integer() else torch.float32)
 
 
-def _constant(name: str, value: float) -> None:
-    def call(
-        shape: Shapes,
-        dtype: DataType | None = None,
-        layout: Layout | None = None,
-        device: MeshDevice | None = None,
-        memory_config: MemoryConfig | None = None,
-    ) -> Tensor:
-        return made(_filled(shape, value, dtype), dtype, layout, device, memory_config)
-
-    def like(
-        tensor: Tensor,
-        dtype: DataType | None = None,
-        layout: Layout | None = None,
-        device: MeshDevice | None = None,
-        memory_config: MemoryConfig | None = None,
-        optional_tensor: Tensor | None = None,
-    ) -> Tensor:
-        return _like(tensor, value, dtype, layout, device, memory_config, optional_tensor)
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"A tensor of {name}."
-    like.__name__ = like.__qualname__ = f"{name}_like"
-    like.__doc__ = f"A tensor of {name} with the shape, format and place of another."
-    op(name)(call)
-    op(f"{name}_like")(like)
-
-
 def _like(
     tensor: Tensor,
     value: float,
-    dtype: DataType | None,
-    layout: Layout | None,
-    device: MeshDevice | None,
-    memory_config: MemoryConfig | None,
-    optional_tensor: Tensor | None,
+    *,
+    dtype: DataType | None = None,
+    layout: Layout | None = None,
+    device: MeshDevice | None = None,
+    memory_config: MemoryConfig | None = None,
+    optional_tensor: Tensor | None = None,
 ) -> Tensor:
     kind = dtype or tensor.dtype
     values = _filled(tensor.shape, value, kind)
     if optional_tensor is not None or (device is not None and device is not tensor.device()):
-        return made(values, kind, layout or tensor.layout, device, memory_config, optional_tensor)
+        how: dict[str, Any] = {"memory_config": memory_config, "optional_tensor": optional_tensor}
+        return made(values, dtype=kind, layout=layout or tensor.layout, device=device, **how)
     block = values.reshape(*(1,) * len(tensor.grid), *values.shape)
     label = tensor.tensor_topology()
     alike = [REPLICATE if isinstance(each, PlacementPartial) else each for each in label.placements()]
@@ -104,74 +79,42 @@ def _like(
     return result(block, tensor, topology=topology, dtype=kind, layout=layout, memory_config=memory_config)
 
 
-_constant("zeros", 0)
-_constant("ones", 1)
+def _constant(name: str, value: float, doc: str) -> None:
+    """Register an op that makes a tensor of one value, and the one that makes it like another."""
+
+    def call(shape: Shapes, **how: Any) -> Tensor:
+        return made(_filled(shape, value, how.get("dtype")), **how)
+
+    def like(tensor: Tensor, **how: Any) -> Tensor:
+        return _like(tensor, value, **how)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"A tensor {doc}."
+    like.__name__ = like.__qualname__ = f"{name}_like"
+    like.__doc__ = f"A tensor {doc}, with the shape, format and place of another."
+    op(name, more=made)(call)
+    op(f"{name}_like", more=_like)(like)
 
 
-@op("full")
-def full(
-    shape: Shapes,
-    fill_value: float,
-    dtype: DataType | None = None,
-    layout: Layout | None = None,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-    optional_tensor: Tensor | None = None,
-) -> Tensor:
+_constant("zeros", 0, "of zeros")
+_constant("ones", 1, "of ones")
+_constant("empty", 0, "to be written to; it holds zeros until then")
+
+
+@op("full", more=made)
+def full(shape: Shapes, fill_value: float, **how: Any) -> Tensor:
     """A tensor of one value."""
-    return made(_filled(shape, fill_value, dtype), dtype, layout, device, memory_config, optional_tensor)
+    return made(_filled(shape, fill_value, how.get("dtype")), **how)
 
 
-@op("full_like")
-def full_like(
-    tensor: Tensor,
-    fill_value: float,
-    dtype: DataType | None = None,
-    layout: Layout | None = None,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-    optional_tensor: Tensor | None = None,
-) -> Tensor:
+@op("full_like", more=_like)
+def full_like(tensor: Tensor, fill_value: float, **how: Any) -> Tensor:
     """A tensor of one value with the shape, format and place of another."""
-    return _like(tensor, fill_value, dtype, layout, device, memory_config, optional_tensor)
+    return _like(tensor, fill_value, **how)
 
 
-@op("empty")
-def empty(
-    shape: Shapes,
-    dtype: DataType = DataType.BFLOAT16,
-    layout: Layout = Layout.ROW_MAJOR,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """A tensor to be written to; it holds zeros until then."""
-    return made(_filled(shape, 0, dtype), dtype, layout, device, memory_config)
-
-
-@op("empty_like")
-def empty_like(
-    tensor: Tensor,
-    *,
-    dtype: DataType | None = None,
-    layout: Layout | None = None,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """A tensor to be written to, with the shape, format and place of another."""
-    return _like(tensor, 0, dtype, layout, device, memory_config, None)
-
-
-@op("arange")
-def arange(
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-    *,
-    dtype: DataType = DataType.BFLOAT16,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-    layout: Layout = Layout.ROW_MAJOR,
-) -> Tensor:
+@op("arange", more=made)
+def arange(start: int | None = None, end: int | None = None, step: int = 1, **how: Any) -> Tensor:
     """The numbers from `start` (or 0) up to but without `end`."""
     first, last = (0, start) if end is None else (start or 0, end)
     if last is None:
@@ -179,10 +122,10 @@ def arange(
     if step == 0:
         raise ArgumentError("ttnn.arange: step is 0", fix="a step that leads from start to end")
     count = max(0, -(-(last - first) // step))
-    return made(first + step * torch.arange(count), dtype, layout, device, memory_config)
+    return made(first + step * torch.arange(count), **how)
 
 
-@op("moreh_arange")
+@op("moreh_arange", more=made)
 def moreh_arange(
     start: float,
     end: float,
@@ -191,38 +134,25 @@ def moreh_arange(
     *,
     output: Tensor | None = None,
     untilize_out: bool = False,
-    dtype: DataType = DataType.BFLOAT16,
-    memory_config: MemoryConfig | None = None,
+    **how: Any,
 ) -> Tensor:
     """The numbers from `start` up to but without `end`."""
     layout = Layout.ROW_MAJOR if untilize_out else Layout.TILE
-    return made(torch.arange(start, end, step), dtype, layout, device, memory_config, output)
+    return made(torch.arange(start, end, step), layout=layout, device=device, optional_tensor=output, **how)
 
 
-@op("moreh_full")
+@op("moreh_full", more=made)
 def moreh_full(
-    shape: Shapes,
-    fill_value: float,
-    device: MeshDevice,
-    *,
-    dtype: DataType = DataType.BFLOAT16,
-    layout: Layout = Layout.TILE,
-    memory_config: MemoryConfig | None = None,
+    shape: Shapes, fill_value: float, device: MeshDevice, *, layout: Layout = Layout.TILE, **how: Any
 ) -> Tensor:
     """A tensor of one value."""
-    return made(_filled(shape, fill_value, dtype), dtype, layout, device, memory_config)
+    return made(_filled(shape, fill_value, how.get("dtype")), layout=layout, device=device, **how)
 
 
-@op("moreh_full_like")
-def moreh_full_like(
-    input: Tensor,
-    fill_value: float,
-    dtype: DataType | None = None,
-    layout: Layout | None = None,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+@op("moreh_full_like", more=_like)
+def moreh_full_like(input: Tensor, fill_value: float, **how: Any) -> Tensor:
     """A tensor of one value with the shape, format and place of another."""
-    return _like(input, fill_value, dtype, layout, None, memory_config, None)
+    return _like(input, fill_value, **how)
 
 
 # random numbers
@@ -233,49 +163,35 @@ def _generator(seed: int | None) -> torch.Generator | None:
     return torch.Generator().manual_seed(seed) if seed else None
 
 
-@op("rand")
+@op("rand", more=made)
 def rand(
     shape: Shapes,
     device: MeshDevice,
     *,
-    dtype: DataType = DataType.BFLOAT16,
     layout: Layout = Layout.TILE,
-    memory_config: MemoryConfig | None = None,
     low: float = 0.0,
     high: float = 1.0,
     seed: int = 0,
     mesh_mapper: Any = None,
+    **how: Any,
 ) -> Tensor:
     """Numbers drawn evenly from `low` to `high`; with a mapper config, of the whole that it distributes."""
     values = torch.rand(tuple(shape), generator=_generator(seed)) * (high - low) + low
     if mesh_mapper is None:
-        return made(values, dtype, layout, device, memory_config)
+        return made(values, layout=layout, device=device, **how)
     from meshloom.ttnn.converting import from_torch
     from meshloom.ttnn.mappers import create_mesh_mapper
 
-    return from_torch(
-        values,
-        dtype,
-        layout=layout,
-        device=device,
-        memory_config=memory_config,
-        mesh_mapper=create_mesh_mapper(device, mesh_mapper),
-    )
+    mapper = create_mesh_mapper(device, mesh_mapper)
+    return from_torch(values, **{"dtype": DataType.BFLOAT16, **how}, layout=layout, device=device, mesh_mapper=mapper)
 
 
-@op("randn")
+@op("randn", more=made)
 def randn(
-    shape: Shapes,
-    device: MeshDevice,
-    *,
-    dtype: DataType = DataType.BFLOAT16,
-    layout: Layout = Layout.TILE,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-    seed: int | None = None,
+    shape: Shapes, device: MeshDevice, *, layout: Layout = Layout.TILE, seed: int | None = None, **how: Any
 ) -> Tensor:
     """Numbers drawn from the normal distribution."""
-    return made(torch.randn(tuple(shape), generator=_generator(seed)), dtype, layout, device, memory_config)
+    return made(torch.randn(tuple(shape), generator=_generator(seed)), layout=layout, device=device, **how)
 
 
 def _drawn(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> Block:
@@ -285,91 +201,44 @@ def _drawn(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> 
 
 
 @op("uniform", spelled={"from": "low", "to": "high"})
-def uniform(
-    input: Tensor,
-    low: float = 0,
-    high: float = 1,
-    seed: int = 0,
-    *,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def uniform(input: Tensor, low: float = 0, high: float = 1, seed: int = 0) -> Made:
     """Numbers drawn evenly, written into the tensor."""
     operands("uniform", input)
     block = _drawn(input, lambda room: room.uniform_(low, high, generator=_generator(seed)), seed)
-    return result(block, input, topology=input.tensor_topology(), output_tensor=input)
+    return Made(block, input, input.tensor_topology(), output=input)
 
 
 @op("bernoulli")
-def bernoulli(
-    input: Tensor,
-    seed: int = 0,
-    *,
-    output: Tensor | None = None,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def bernoulli(input: Tensor, seed: int = 0) -> Made:
     """1 with the probability that the element says, else 0."""
     _, (block,) = operands("bernoulli", input)
     drawn = _drawn(input, lambda room: room.uniform_(generator=_generator(seed)), seed) < block.float()
     label = merged((input,), len(input.shape))
-    return result(drawn.float(), input, topology=label, dtype=dtype, memory_config=memory_config, output_tensor=output)
+    return Made(drawn.float(), input, label)
 
 
 @op("manual_seed")
-def manual_seed(
-    seeds: int | Tensor = 0,
-    *,
-    device: MeshDevice | None = None,
-    user_ids: int | Tensor | None = None,
-    sub_core_grids: Any = None,
-) -> None:
+def manual_seed(seeds: int | Tensor = 0, *, device: MeshDevice | None = None) -> None:
     """Let random ops draw the same numbers again."""
     value = int(seeds.block.flatten()[0]) if isinstance(seeds, Tensor) else int(seeds)
     torch.manual_seed(value)
 
 
+def _filled_corner(shape: Shapes, ones: Shapes, like: Tensor, high: float, low: float) -> Made:
+    operands("fill_rm", like)
+    block = torch.full((1,) * len(like.grid) + tuple(shape), low, dtype=torch.float32)
+    block[..., : ones[0], : ones[1]] = high
+    label = like.tensor_topology()
+    return Made(block, like, label.with_placements([REPLICATE] * len(label.placements())), layout=Layout.ROW_MAJOR)
+
+
 @op("fill_rm")
-def fill_rm(
-    N: int,
-    C: int,
-    H: int,
-    W: int,
-    hOnes: int,
-    wOnes: int,
-    any: Tensor,
-    val_hi: float,
-    val_lo: float,
-    *,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def fill_rm(N: int, C: int, H: int, W: int, hOnes: int, wOnes: int, any: Tensor, val_hi: float, val_lo: float) -> Made:
     """[N, C, H, W] of one value, with another in the first rows and columns; like `any` in all else."""
-    operands("fill_rm", any)
-    axes = len(any.grid)
-    block = torch.full((1,) * axes + (N, C, H, W), val_lo, dtype=torch.float32)
-    block[..., :hOnes, :wOnes] = val_hi
-    label = any.tensor_topology()
-    return result(
-        block,
-        any,
-        topology=label.with_placements([REPLICATE] * len(label.placements())),
-        layout=Layout.ROW_MAJOR,
-        memory_config=memory_config,
-    )
+    return _filled_corner((N, C, H, W), (hOnes, wOnes), any, val_hi, val_lo)
 
 
 @op("fill_ones_rm")
-def fill_ones_rm(
-    N: int,
-    C: int,
-    H: int,
-    W: int,
-    hOnes: int,
-    wOnes: int,
-    any: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def fill_ones_rm(N: int, C: int, H: int, W: int, hOnes: int, wOnes: int, any: Tensor) -> Made:
     """[N, C, H, W] of zeros, with ones in the first rows and columns."""
-    return fill_rm(N, C, H, W, hOnes, wOnes, any, 1.0, 0.0, memory_config=memory_config)
+    return _filled_corner((N, C, H, W), (hOnes, wOnes), any, 1.0, 0.0)

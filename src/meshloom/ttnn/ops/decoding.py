@@ -6,25 +6,24 @@ position -1 is skipped: its row is zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import op, operands
-from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.calling import Made, op, operands
 from meshloom.ttnn.ops.attending import attend, mask_of, paged, sink_of, within
 from meshloom.ttnn.ops.transformer import QUASAR, PagedCacheGeometryOverride, check, given, out
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
 
 
-@op("transformer.scaled_dot_product_attention_decode", QUASAR + "scaled_dot_product_attention_decode")
-def scaled_dot_product_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
+def _decode(
+    name: str,
+    three: Sequence[Tensor],
+    caches: Callable[[Sequence[Block], int], list[Block]],
+    others: Sequence[Tensor] = (),
     *,
     is_causal: bool = True,
     attn_mask: Tensor | None = None,
@@ -33,142 +32,28 @@ def scaled_dot_product_attention_decode(
     attention_sink: Tensor | None = None,
     scale: float | None = None,
     sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-    share_cache: bool | None = None,
-) -> Tensor:
-    """One token of every user, [1, B, H, D], over the positions of its cache up to its own."""
-    name = "transformer.scaled_dot_product_attention_decode"
-    three = (input_tensor_q, input_tensor_k, input_tensor_v)
-    check(name, *three, input_tensor_q.shape[2])
-    if not share_cache and input_tensor_k.shape[0] < input_tensor_q.shape[1]:
-        raise OperandError(
-            f"ttnn.{name}: {input_tensor_q.shape[1]} users and a cache of {input_tensor_k.shape[0]}",
-            fix="share_cache=True if all users have one cache",
-        )
-    users = input_tensor_q.shape[1]
-
-    def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
-        if share_cache:
-            return [block.expand(*block.shape[:axes], users, *block.shape[axes + 1 :]) for block in blocks]
-        return [block.narrow(axes, 0, users) for block in blocks]
-
-    return _decode(
-        name,
-        three,
-        caches,
-        (),
-        is_causal,
-        attn_mask,
-        cur_pos,
-        cur_pos_tensor,
-        attention_sink,
-        scale,
-        sliding_window_size,
-        memory_config,
-    )
-
-
-@op("transformer.paged_scaled_dot_product_attention_decode", QUASAR + "paged_scaled_dot_product_attention_decode")
-def paged_scaled_dot_product_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    page_table_tensor: Tensor,
-    *,
-    is_causal: bool = True,
-    attn_mask: Tensor | None = None,
-    cur_pos_tensor: Tensor | None = None,
-    attention_sink: Tensor | None = None,
-    scale: float | None = None,
-    sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-    paged_cache_geometry: PagedCacheGeometryOverride | None = None,
     cache_position_modulo: int | None = None,
-    spec_multi_pos_tiles: int = 0,
-) -> Tensor:
-    """`scaled_dot_product_attention_decode` over pages [P, K, n, D] that a table [B, m] puts in order."""
-    name = "transformer.paged_scaled_dot_product_attention_decode"
-    if spec_multi_pos_tiles:
-        raise OperandError(f"ttnn.{name}: spec_multi_pos_tiles={spec_multi_pos_tiles} is not covered", fix="0")
-    return _paged_decode(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v),
-        page_table_tensor,
-        is_causal,
-        attn_mask,
-        cur_pos_tensor,
-        attention_sink,
-        scale,
-        sliding_window_size,
-        memory_config,
-        paged_cache_geometry,
-        cache_position_modulo,
-    )
-
-
-def _paged_decode(
-    name: str,
-    three: Sequence[Tensor],
-    table: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    sink: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    memory: MemoryConfig | None,
-    geometry: PagedCacheGeometryOverride | None = None,
-    modulo: int | None = None,
-    width: int | None = None,
-) -> Tensor:
-    sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
-
-    def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
-        return [paged(block, table.block, axes, *sizes) for block in blocks]
-
-    return _decode(
-        name, three, caches, (table,), causal, mask, (), positions, sink, scale, window, memory, modulo, width
-    )
-
-
-def _decode(
-    name: str,
-    three: Sequence[Tensor],
-    caches: Any,
-    others: Sequence[Tensor],
-    causal: bool,
-    mask: Tensor | None,
-    positions: Sequence[int],
-    positions_tensor: Tensor | None,
-    sink: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    memory: MemoryConfig | None,
-    modulo: int | None = None,
-    width: int | None = None,
-) -> Tensor:
+    head_dim_v: int | None = None,
+) -> Made:
     """Query heads that share a key head are the rows of one product, so that keys are not repeated."""
-    tensors = given(*three, *others, mask, positions_tensor, sink)
+    tensors = given(*three, *others, attn_mask, cur_pos_tensor, attention_sink)
     blocks = operands(name, *tensors)[1]
     axes, heads = len(three[0].grid), three[0].shape[2]
     k, v = caches(blocks[1:3], axes)
     groups = (k.shape[-3], heads // k.shape[-3])
     q = blocks[0].flatten(axes, axes + 1).unflatten(-2, groups)  # [*mesh, B, K, H / K, D]
     seen = bias = None
-    if causal:
-        last = _last(name, positions, positions_tensor, axes, three[0].shape[1])
-        seen = within(torch.arange(k.shape[-2]), last[..., None], window, modulo)[..., None, None, :]
-    if mask is not None:
-        bias = _by_groups(mask_of(mask), axes, heads, groups)
-    column = sink_of(name, sink, heads)
+    if is_causal:
+        last = _last(name, cur_pos, cur_pos_tensor, axes, three[0].shape[1])
+        places = torch.arange(k.shape[-2])
+        seen = within(places, last[..., None], sliding_window_size, cache_position_modulo)[..., None, None, :]
+    if attn_mask is not None:
+        bias = _by_groups(mask_of(attn_mask), axes, heads, groups)
+    column = sink_of(name, attention_sink, heads)
     found = attend(
         q,
         k,
-        v[..., :width],
+        v[..., :head_dim_v],
         axes,
         scale=scale,
         seen=seen,
@@ -176,7 +61,7 @@ def _decode(
         sink=None if column is None else column.reshape(*column.shape[: axes + 1], *groups, 1),
     )
     values = found.flatten(-3, -2).unsqueeze(axes)
-    return out(values, tensors, name, memory, q_dims=(1, 2))
+    return out(values, tensors, name, q_dims=(1, 2))
 
 
 def _last(name: str, positions: Sequence[int], tensor: Tensor | None, axes: int, users: int) -> Block:
@@ -197,82 +82,100 @@ def _by_groups(mask: Block | None, axes: int, heads: int, groups: tuple[int, int
     return mask[..., :heads, :].flatten(axes + 1, axes + 2).unflatten(axes + 1, groups)
 
 
+def _paged_decode(
+    name: str, three: Sequence[Tensor], table: Tensor, geometry: PagedCacheGeometryOverride | None = None, **how: Any
+) -> Made:
+    sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
+
+    def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
+        return [paged(block, table.block, axes, *sizes) for block in blocks]
+
+    return _decode(name, three, caches, (table,), **how)
+
+
+@op("transformer.scaled_dot_product_attention_decode", QUASAR + "scaled_dot_product_attention_decode", more=_decode)
+def scaled_dot_product_attention_decode(
+    input_tensor_q: Tensor,
+    input_tensor_k: Tensor,
+    input_tensor_v: Tensor,
+    *,
+    share_cache: bool | None = None,
+    **how: Any,
+) -> Made:
+    """One token of every user, [1, B, H, D], over the positions of its cache up to its own."""
+    name = "transformer.scaled_dot_product_attention_decode"
+    three = (input_tensor_q, input_tensor_k, input_tensor_v)
+    check(name, *three, input_tensor_q.shape[2])
+    if not share_cache and input_tensor_k.shape[0] < input_tensor_q.shape[1]:
+        raise OperandError(
+            f"ttnn.{name}: {input_tensor_q.shape[1]} users and a cache of {input_tensor_k.shape[0]}",
+            fix="share_cache=True if all users have one cache",
+        )
+    users = input_tensor_q.shape[1]
+
+    def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
+        if share_cache:
+            return [block.expand(*block.shape[:axes], users, *block.shape[axes + 1 :]) for block in blocks]
+        return [block.narrow(axes, 0, users) for block in blocks]
+
+    return _decode(name, three, caches, **how)
+
+
+@op(
+    "transformer.paged_scaled_dot_product_attention_decode",
+    QUASAR + "paged_scaled_dot_product_attention_decode",
+    more=_decode,
+)
+def paged_scaled_dot_product_attention_decode(
+    input_tensor_q: Tensor,
+    input_tensor_k: Tensor,
+    input_tensor_v: Tensor,
+    page_table_tensor: Tensor,
+    *,
+    paged_cache_geometry: PagedCacheGeometryOverride | None = None,
+    spec_multi_pos_tiles: int = 0,
+    **how: Any,
+) -> Made:
+    """`scaled_dot_product_attention_decode` over pages [P, K, n, D] that a table [B, m] puts in order."""
+    name = "transformer.paged_scaled_dot_product_attention_decode"
+    if spec_multi_pos_tiles:
+        raise OperandError(f"ttnn.{name}: spec_multi_pos_tiles={spec_multi_pos_tiles} is not covered", fix="0")
+    three = (input_tensor_q, input_tensor_k, input_tensor_v)
+    return _paged_decode(name, three, page_table_tensor, paged_cache_geometry, **how)
+
+
 # latent keys, whose first elements are the values
 
 
-@op("transformer.flash_multi_latent_attention_decode", QUASAR + "flash_multi_latent_attention_decode")
+@op("transformer.flash_multi_latent_attention_decode", QUASAR + "flash_multi_latent_attention_decode", more=_decode)
 def flash_multi_latent_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor | None = None,
-    head_dim_v: int | None = None,
-    *,
-    is_causal: bool = True,
-    attn_mask: Tensor | None = None,
-    cur_pos: Sequence[int] = (),
-    cur_pos_tensor: Tensor | None = None,
-    attention_sink: Tensor | None = None,
-    scale: float | None = None,
-    sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+    input_tensor_q: Tensor, input_tensor_k: Tensor, input_tensor_v: Tensor | None = None, **how: Any
+) -> Made:
     """`scaled_dot_product_attention_decode` whose values are the first `head_dim_v` elements of its keys."""
-    name = "transformer.flash_multi_latent_attention_decode"
 
     def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
         return [block.narrow(axes, 0, input_tensor_q.shape[1]) for block in blocks]
 
-    return _decode(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v if input_tensor_v is not None else input_tensor_k),
-        caches,
-        (),
-        is_causal,
-        attn_mask,
-        cur_pos,
-        cur_pos_tensor,
-        attention_sink,
-        scale,
-        sliding_window_size,
-        memory_config,
-        width=head_dim_v,
-    )
+    three = (input_tensor_q, input_tensor_k, input_tensor_v if input_tensor_v is not None else input_tensor_k)
+    return _decode("transformer.flash_multi_latent_attention_decode", three, caches, **how)
 
 
-@op("transformer.paged_flash_multi_latent_attention_decode", QUASAR + "paged_flash_multi_latent_attention_decode")
+@op(
+    "transformer.paged_flash_multi_latent_attention_decode",
+    QUASAR + "paged_flash_multi_latent_attention_decode",
+    more=_decode,
+)
 def paged_flash_multi_latent_attention_decode(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
     input_tensor_v: Tensor | None = None,
     head_dim_v: int | None = None,
     page_table_tensor: Tensor | None = None,
-    *,
-    is_causal: bool = True,
-    attn_mask: Tensor | None = None,
-    cur_pos_tensor: Tensor | None = None,
-    attention_sink: Tensor | None = None,
-    scale: float | None = None,
-    sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+    **how: Any,
+) -> Made:
     """`flash_multi_latent_attention_decode` over pages."""
     name = "transformer.paged_flash_multi_latent_attention_decode"
     if page_table_tensor is None:
         raise ArgumentError(f"ttnn.{name}: page_table_tensor is missing")
-    return _paged_decode(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v if input_tensor_v is not None else input_tensor_k),
-        page_table_tensor,
-        is_causal,
-        attn_mask,
-        cur_pos_tensor,
-        attention_sink,
-        scale,
-        sliding_window_size,
-        memory_config,
-        width=head_dim_v,
-    )
+    three = (input_tensor_q, input_tensor_k, input_tensor_v if input_tensor_v is not None else input_tensor_k)
+    return _paged_decode(name, three, page_table_tensor, head_dim_v=head_dim_v, **how)

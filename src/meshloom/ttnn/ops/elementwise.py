@@ -6,7 +6,7 @@ comparisons give ones and zeros of it. Values are worked out once in torch's way
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +14,10 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.block_moves import axis_of
-from meshloom.ttnn.calling import TABLE, op, operands, result, shared_coords
+from meshloom.ttnn.calling import REQUIRED, TABLE, Made, named, op, operands, result, shared_coords
 from meshloom.ttnn.formats import DataType
 from meshloom.ttnn.labels import merged
-from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.activations import (
-    REQUIRED,
     UNARY,
     Activation,
     BcastOpDim,
@@ -45,58 +43,26 @@ def fine(block: Block, kind: DataType) -> Block:
 # one operand
 
 
-def _signature(*parameters: inspect.Parameter) -> inspect.Signature:
-    return inspect.Signature(parameters, return_annotation=Tensor)
-
-
-def _named(**defaults: Any) -> list[inspect.Parameter]:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(name, kind, default=default) for name, default in defaults.items()]
-
-
-def _ordered(**defaults: Any) -> list[inspect.Parameter]:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    empty = inspect.Parameter.empty
-    return [
-        inspect.Parameter(name, kind, default=empty if default is REQUIRED else default)
-        for name, default in defaults.items()
-    ]
-
-
-_SPEED = _named(fast_and_approximate_mode=False)
-_KEPT = _named(memory_config=None, output_tensor=None, sub_core_grids=None)
-
-
 def unary(name: str, function: Function) -> None:
     """Register an op of one tensor and numbers."""
-    speed = [] if "fast_and_approximate_mode" in function.parameters else _SPEED
-    signature = _signature(*_ordered(input_tensor=REQUIRED, **function.parameters), *speed, *_KEPT)
 
-    def plain(
-        input_tensor: Tensor,
-        *,
-        fast_and_approximate_mode: bool = False,
-        memory_config: MemoryConfig | None = None,
-        output_tensor: Tensor | None = None,
-        sub_core_grids: Any = None,
-    ) -> Tensor:
-        return _unary(name, function, input_tensor, (), memory_config, output_tensor)
+    def plain(input_tensor: Tensor, *, kind: DataType | None = None) -> Made:
+        return _unary(name, function, input_tensor, (), kind)
 
-    def with_parameters(*args: Any, **kwargs: Any) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        tensor = given["input_tensor"]
-        values = [
-            from_back(name, given[each], tensor) if each == "dim" else given[each] for each in function.parameters
-        ]
-        return _unary(name, function, tensor, values, given["memory_config"], given["output_tensor"])
+    def with_parameters(input_tensor: Tensor, *values: Any) -> Made:
+        *numbers, kind = values
+        at = list(function.parameters).index("dim") if "dim" in function.parameters else None
+        if at is not None:
+            numbers[at] = from_back(name, numbers[at], input_tensor)
+        return _unary(name, function, input_tensor, numbers, kind)
 
-    call: Any = with_parameters if function.parameters else plain
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{name} of every element."
-    call.__signature__ = signature
-    op(name)(call)
+    doc = f"{name} of every element."
+    takes = {"input_tensor": REQUIRED, **function.parameters, "kind": None}
+    plain.__name__, plain.__qualname__, plain.__doc__ = name, name, doc
+    op(name, also=_KEPT)(named(name, doc, takes, with_parameters) if function.parameters else plain)
+
+
+_KEPT = "fast_and_approximate_mode memory_config output_tensor sub_core_grids"
 
 
 def from_back(name: str, dim: int, tensor: Tensor) -> int:
@@ -107,20 +73,14 @@ def from_back(name: str, dim: int, tensor: Tensor) -> int:
 
 
 def _unary(
-    name: str,
-    function: Function,
-    tensor: Tensor,
-    values: Sequence[Any],
-    memory_config: MemoryConfig | None,
-    output_tensor: Tensor | None,
-) -> Tensor:
+    name: str, function: Function, tensor: Tensor, values: Sequence[Any] = (), kind: DataType | None = None
+) -> Made:
     _, (block,) = operands(name, tensor)
     if len(tensor.shape) < function.rank:
         raise OperandError(f"ttnn.{name} needs a tensor of at least rank {function.rank}, not {list(tensor.shape)}")
-    kind = tensor.dtype if output_tensor is None else output_tensor.dtype
-    label = merged((tensor,), len(tensor.shape), keeps=function.keeps)
-    found = function.call(fine(block, kind), *values)
-    return result(found, tensor, topology=label, memory_config=memory_config, output_tensor=output_tensor)
+    if block.dtype is torch.bfloat16 and (kind or tensor.dtype) is not DataType.BFLOAT16:
+        block = block.float()
+    return Made(function.call(block, *values), tensor, merged((tensor,), len(tensor.shape), keeps=function.keeps))
 
 
 for _name, _function in UNARY.items():
@@ -129,43 +89,27 @@ for _name, _function in UNARY.items():
 
 
 @op("logical_not_")
-def logical_not_(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def logical_not_(input_tensor: Tensor) -> Made:
     """1 where an element is zero, else 0, in its place."""
     _, (block,) = operands("logical_not_", input_tensor)
     label = merged((input_tensor,), len(input_tensor.shape))
-    return result(torch.logical_not(block), input_tensor, topology=label, output_tensor=input_tensor)
+    return Made(torch.logical_not(block), input_tensor, label, output=input_tensor)
 
 
 @op("gelu")
-def gelu(
-    input_tensor: Tensor,
-    *,
-    variant: GeluVariant = GeluVariant.Accurate,
-    fast_and_approximate_mode: bool = False,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def gelu(input_tensor: Tensor, *, variant: GeluVariant = GeluVariant.Accurate, kind: DataType | None = None) -> Made:
     """gelu of every element; the variant Tanh is the usual approximation."""
-    return _unary("gelu", UNARY["gelu"], input_tensor, (variant,), memory_config, output_tensor)
+    return _unary("gelu", UNARY["gelu"], input_tensor, (variant,), kind)
 
 
 @op("unary_chain")
-def unary_chain(
-    input_tensor: Tensor,
-    ops_chain: Sequence[Activation],
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def unary_chain(input_tensor: Tensor, ops_chain: Sequence[Activation], *, kind: DataType | None = None) -> Made:
     """One activation after the other."""
-    function = Function(lambda x: activated(x, ops_chain), {})
-    return _unary("unary_chain", function, input_tensor, (), memory_config, output_tensor)
+    return _unary("unary_chain", Function(lambda x: activated(x, ops_chain), {}), input_tensor, (), kind)
 
 
 @op("polyval")
-def polyval(input_tensor_a: Tensor, coeffs: Sequence[float], *, memory_config: MemoryConfig | None = None) -> Tensor:
+def polyval(input_tensor_a: Tensor, coeffs: Sequence[float]) -> Made:
     """The polynomial whose coefficients stand highest power first."""
 
     def value(x: Block) -> Block:
@@ -174,7 +118,7 @@ def polyval(input_tensor_a: Tensor, coeffs: Sequence[float], *, memory_config: M
             total = total * x + each
         return total
 
-    return _unary("polyval", Function(value, {}), input_tensor_a, (), memory_config, None)
+    return _unary("polyval", Function(value, {}), input_tensor_a)
 
 
 # two operands
@@ -196,10 +140,13 @@ def _shapes_of(name: str, a: Tensor, b: Tensor) -> int:
     return rank
 
 
-def paired(name: str, a: Operand, b: Operand, kind: DataType) -> tuple[Tensor, Any, Any, tuple[Tensor, ...], int]:
+def paired(
+    name: str, a: Operand, b: Operand, kind: DataType | None
+) -> tuple[Tensor, Any, Any, tuple[Tensor, ...], int]:
     """The first tensor of two operands, what to compute with, the tensors among them, and the rank of the result."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         _, (x, y) = operands(name, a, b)
+        kind = kind or a.dtype
         axes = len(a._grid)
         rank = x.dim() - axes
         if x.shape != y.shape:
@@ -212,16 +159,9 @@ def paired(name: str, a: Operand, b: Operand, kind: DataType) -> tuple[Tensor, A
     if not isinstance(tensor, Tensor) or not isinstance(scalar, (int, float)):
         raise ArgumentError(f"ttnn.{name} takes tensors and numbers, not {type(a).__name__} and {type(b).__name__}")
     _, (block,) = operands(name, tensor)
-    block = fine(block, kind)
+    block = fine(block, kind or tensor.dtype)
     both = (block, scalar) if tensor is a else (scalar, block)
     return tensor, *both, (tensor,), len(tensor.shape)
-
-
-def _kind(a: Operand, b: Operand, dtype: DataType | None, output: Tensor | None) -> DataType:
-    first = a if isinstance(a, Tensor) else b
-    if not isinstance(first, Tensor):
-        return DataType.BFLOAT16
-    return dtype or (output.dtype if output is not None else first.dtype)
 
 
 def binary(
@@ -230,31 +170,23 @@ def binary(
     a: Operand,
     b: Operand,
     keeps: str = "",
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    before: tuple[Sequence[Activation], Sequence[Activation]] | None = None,
-    after: Sequence[Activation] = (),
-) -> Tensor:
+    output: Tensor | None = None,
+    *,
+    activations: Sequence[Activation] = (),
+    input_tensor_a_activations: Sequence[Activation] = (),
+    input_tensor_b_activations: Sequence[Activation] = (),
+    kind: DataType | None = None,
+) -> Made:
     """A function of two operands of which one may be a number, with activations fused before and after it."""
-    kind = _kind(a, b, dtype, output_tensor)
-    first, x, y, tensors, rank = paired(name, a, b, kind)
-    if before is not None:
-        x, y = _fused(x, before[0]), _fused(y, before[1])
+    first, x, y, tensors, rank = paired(name, a, b, kind if output is None else output.dtype)
+    if input_tensor_a_activations or input_tensor_b_activations:
+        x, y, keeps = _fused(x, input_tensor_a_activations), _fused(y, input_tensor_b_activations), ""
     block = function(x, y)
-    if after:
-        block = activated(block, after)
-    label = _label(tensors, rank, "" if after or before else keeps)
+    if activations:
+        block, keeps = activated(block, activations), ""
     alone = first._coords is None and tensors[-1]._coords is None
-    return result(
-        block,
-        first,
-        topology=label,
-        dtype=kind,
-        memory_config=memory_config,
-        output_tensor=output_tensor,
-        coords=None if alone else shared_coords(*tensors),
-    )
+    label = _label(tensors, rank, keeps)
+    return Made(block, first, label, output=output, coords=None if alone else shared_coords(*tensors))
 
 
 def _fused(value: Any, activations: Sequence[Activation]) -> Any:
@@ -272,74 +204,38 @@ def _label(tensors: tuple[Tensor, ...], rank: int, keeps: str) -> TensorTopology
 
 
 _SPELLED = {"input_a": "input_tensor_a", "input_b": "input_tensor_b"}
+_SPEED = "fast_and_approximate_mode sub_core_grids sub_device_id " + (
+    "activations input_tensor_a_activations input_tensor_b_activations"
+)
 
 
 def _pair(
     names: str, function: Callable[[Any, Any], Block], keeps: str = "", in_place: str = "", **spelled: str
 ) -> None:
     """Register an op of two operands, under several names, and its forms that write into the first."""
-    name, *aliases = names.split()
-
-    def call(
-        input_tensor_a: Operand,
-        input_tensor_b: Operand,
-        *,
-        fast_and_approximate_mode: bool = False,
-        dtype: DataType | None = None,
-        memory_config: MemoryConfig | None = None,
-        output_tensor: Tensor | None = None,
-        activations: Sequence[Activation] = (),
-        input_tensor_a_activations: Sequence[Activation] = (),
-        input_tensor_b_activations: Sequence[Activation] = (),
-        sub_core_grids: Any = None,
-        sub_device_id: Any = None,
-    ) -> Tensor:
-        before = None
-        if input_tensor_a_activations or input_tensor_b_activations:
-            before = (input_tensor_a_activations, input_tensor_b_activations)
-        return binary(
-            name,
-            function,
-            input_tensor_a,
-            input_tensor_b,
-            keeps,
-            dtype,
-            memory_config,
-            output_tensor,
-            before,
-            activations,
-        )
-
-    def written(
-        input_tensor_a: Tensor,
-        input_tensor_b: Operand,
-        *,
-        activations: Sequence[Activation] = (),
-        input_tensor_a_activations: Sequence[Activation] = (),
-        input_tensor_b_activations: Sequence[Activation] = (),
-        fast_and_approximate_mode: bool = False,
-        sub_core_grids: Any = None,
-        sub_device_id: Any = None,
-    ) -> Tensor:
-        before = (input_tensor_a_activations, input_tensor_b_activations)
-        return binary(
-            in_place.split()[0],
-            function,
-            input_tensor_a,
-            input_tensor_b,
-            keeps,
-            output_tensor=input_tensor_a,
-            before=before if any(before) else None,
-            after=activations,
-        )
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{name} of every two elements."
-    op(name, *aliases, spelled={**_SPELLED, **spelled})(call)
+    doc = f"{names.split()[0]} of every two elements"
+    _two(names, function, keeps, f"{doc}.", f"{_SPEED} dtype memory_config output_tensor", {**_SPELLED, **spelled})
     if in_place:
-        written.__name__ = written.__qualname__ = in_place.split()[0]
-        written.__doc__ = f"{name} of every two elements, written into the first operand."
-        op(*in_place.split(), spelled=_SPELLED)(written)
+        _two(in_place, function, keeps, f"{doc}, written into the first operand.", _SPEED, _SPELLED, writes=True)
+
+
+def _two(
+    names: str,
+    function: Callable[[Any, Any], Block],
+    keeps: str,
+    doc: str,
+    also: str,
+    spelled: dict[str, str],
+    writes: bool = False,
+) -> None:
+    name = names.split()[0]
+
+    def call(input_tensor_a: Operand, input_tensor_b: Operand, **how: Any) -> Made:
+        output: Any = input_tensor_a if writes else None
+        return binary(name, function, input_tensor_a, input_tensor_b, keeps, output, **how)
+
+    call.__name__, call.__qualname__, call.__doc__ = name, name, doc
+    op(*names.split(), spelled=spelled, also=also, more=binary)(call)
 
 
 def _both(function: Callable[[Block, Block], Block]) -> Callable[[Any, Any], Block]:
@@ -413,85 +309,38 @@ _pair("bias_gelu", lambda x, y: torch.nn.functional.gelu(x + y), in_place="bias_
 _pair("pow", torch.pow, input_tensor="input_tensor_a", exponent="input_tensor_b")
 
 
-def _divide(name: str, alias: str) -> None:
-    def call(
-        input_tensor_a: Operand,
-        input_tensor_b: Operand,
-        *,
-        fast_and_approximate_mode: bool = False,
-        rounding_mode: str | None = None,
-        dtype: DataType | None = None,
-        memory_config: MemoryConfig | None = None,
-        output_tensor: Tensor | None = None,
-        activations: Sequence[Activation] = (),
-        input_tensor_a_activations: Sequence[Activation] = (),
-        input_tensor_b_activations: Sequence[Activation] = (),
-        sub_core_grids: Any = None,
-        sub_device_id: Any = None,
-    ) -> Tensor:
-        """The quotient of every two elements; `rounding_mode` is None, "trunc" or "floor"."""
-        if rounding_mode not in (None, "trunc", "floor"):
-            raise ArgumentError(f"ttnn.{name}: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
-        before = (input_tensor_a_activations, input_tensor_b_activations)
-        return binary(
-            name,
-            _first(lambda x, y: divided(x, y, rounding_mode)),
-            input_tensor_a,
-            input_tensor_b,
-            "quotient" if rounding_mode is None and isinstance(input_tensor_a, Tensor) else "",
-            dtype,
-            memory_config,
-            output_tensor,
-            before if any(before) else None,
-            activations,
-        )
-
-    call.__name__ = call.__qualname__ = name
-    op(name, alias, spelled={**_SPELLED, "value": "input_tensor_b"})(call)
-
-
-_divide("div", "divide")
-
-
-@op("div_", "divide_", spelled=_SPELLED)
-def div_(
-    input_tensor_a: Tensor,
-    input_tensor_b: Operand,
-    *,
-    activations: Sequence[Activation] = (),
-    input_tensor_a_activations: Sequence[Activation] = (),
-    input_tensor_b_activations: Sequence[Activation] = (),
-    fast_and_approximate_mode: bool = False,
-    sub_core_grids: Any = None,
-    sub_device_id: Any = None,
-) -> Tensor:
-    """The quotient of every two elements, written into the first operand."""
-    before = (input_tensor_a_activations, input_tensor_b_activations)
+@op("div", "divide", spelled={**_SPELLED, "value": "input_tensor_b"}, more=binary)
+def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode: str | None = None, **how: Any) -> Made:
+    """The quotient of every two elements; `rounding_mode` is None, "trunc" or "floor"."""
+    if rounding_mode not in (None, "trunc", "floor"):
+        raise ArgumentError(f"ttnn.div: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
+    keeps = "quotient" if rounding_mode is None and isinstance(input_tensor_a, Tensor) else ""
     return binary(
-        "div_",
-        torch.div,
-        input_tensor_a,
-        input_tensor_b,
-        "quotient",
-        output_tensor=input_tensor_a,
-        before=before if any(before) else None,
-        after=activations,
+        "div", _first(lambda x, y: divided(x, y, rounding_mode)), input_tensor_a, input_tensor_b, keeps, **how
     )
 
 
+_two(
+    "div_ divide_",
+    torch.div,
+    "quotient",
+    "The quotient of every two elements, written into the first operand.",
+    _SPEED,
+    _SPELLED,
+    writes=True,
+)
+
+
 @op("floor_div", spelled={"value": "input_tensor_b"})
-def floor_div(input_tensor_a: Operand, input_tensor_b: Operand, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def floor_div(input_tensor_a: Operand, input_tensor_b: Operand) -> Made:
     """The quotient rounded down."""
-    floor = _first(lambda x, y: divided(x, y, "floor"))
-    return binary("floor_div", floor, input_tensor_a, input_tensor_b, memory_config=memory_config)
+    return binary("floor_div", _first(lambda x, y: divided(x, y, "floor")), input_tensor_a, input_tensor_b)
 
 
 @op("div_no_nan", spelled={"value": "input_tensor_b"})
-def div_no_nan(
-    input_tensor_a: Operand, input_tensor_b: Operand, *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def div_no_nan(input_tensor_a: Operand, input_tensor_b: Operand) -> Made:
     """The quotient, and zero where the divisor is zero."""
-    return binary("div_no_nan", _no_nan, input_tensor_a, input_tensor_b, memory_config=memory_config)
+    return binary("div_no_nan", _no_nan, input_tensor_a, input_tensor_b)
 
 
 def _no_nan(x: Any, y: Any) -> Block:
@@ -502,54 +351,32 @@ def _no_nan(x: Any, y: Any) -> Block:
 
 @op("isclose")
 def isclose(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    rtol: float = 1e-05,
-    atol: float = 1e-08,
-    equal_nan: bool = False,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+    input_tensor_a: Tensor, input_tensor_b: Tensor, *, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+) -> Made:
     """1 where |a - b| <= atol + rtol * |b|."""
 
     def close(x: Block, y: Block) -> Block:
         return torch.isclose(x.float(), y.float(), rtol, atol, equal_nan)
 
-    return binary("isclose", close, input_tensor_a, input_tensor_b, memory_config=memory_config)
+    return binary("isclose", close, input_tensor_a, input_tensor_b)
 
 
-def _scaled(name: str, sign: int) -> None:
-    def call(
-        input_tensor_a: Tensor,
-        input_tensor_b: Tensor,
-        alpha: float,
-        *,
-        memory_config: MemoryConfig | None = None,
-        output_tensor: Tensor | None = None,
-    ) -> Tensor:
-        return binary(
-            name,
-            lambda x, y: torch.add(x, y, alpha=sign * alpha),
-            input_tensor_a,
-            input_tensor_b,
-            "sum",
-            memory_config=memory_config,
-            output_tensor=output_tensor,
-        )
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"a {'+' if sign > 0 else '-'} alpha * b."
-    op(name)(call)
+@op("addalpha")
+def addalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
+    """a + alpha * b."""
+    add = functools.partial(torch.add, alpha=alpha)
+    return binary("addalpha", add, input_tensor_a, input_tensor_b, "sum", kind=kind)
 
 
-_scaled("addalpha", 1)
-_scaled("subalpha", -1)
+@op("subalpha")
+def subalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
+    """a - alpha * b."""
+    add = functools.partial(torch.add, alpha=-alpha)
+    return binary("subalpha", add, input_tensor_a, input_tensor_b, "sum", kind=kind)
 
 
 @op("prelu")
-def prelu(
-    input_tensor_a: Tensor, weight: Tensor | Scalar | Sequence[float], *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def prelu(input_tensor_a: Tensor, weight: Tensor | Scalar | Sequence[float]) -> Made:
     """Where negative, times the weight: a number, or one for every element of dim 1."""
     if isinstance(weight, Sequence):
         if len(weight) != 1:
@@ -559,21 +386,13 @@ def prelu(
         channels = (1, *weight.shape, *(1,) * (len(input_tensor_a.shape) - 2))
         block = weight.block.reshape(*weight.block.shape[: len(weight.grid)], *channels)
         weight = result(block, weight, topology=weight.tensor_topology())
-    return binary(
-        "prelu", lambda x, y: torch.where(x < 0, x * y, x), input_tensor_a, weight, memory_config=memory_config
-    )
+    return binary("prelu", lambda x, y: torch.where(x < 0, x * y, x), input_tensor_a, weight)
 
 
 @op("bcast")
 def bcast(
-    input_a: Tensor,
-    input_b: Tensor,
-    math_op: BcastOpMath,
-    dim: BcastOpDim,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+    input_a: Tensor, input_b: Tensor, math_op: BcastOpMath, dim: BcastOpDim, *, kind: DataType | None = None
+) -> Made:
     """Sum, difference or product with an operand that is repeated along the named dims."""
     name, keeps = {
         BcastOpMath.ADD: ("add", "sum"),
@@ -585,20 +404,13 @@ def bcast(
             raise OperandError(
                 f"ttnn.bcast along {dim.name}: dim {where} of the second operand is {input_b.shape[where]}"
             )
-    return binary("bcast", getattr(torch, name), input_a, input_b, keeps, None, memory_config, output_tensor)
+    return binary("bcast", getattr(torch, name), input_a, input_b, keeps, kind=kind)
 
 
 # three operands
 
 
-def several(
-    name: str,
-    function: Callable[..., Block],
-    values: Sequence[Operand],
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    keeps: str = "",
-) -> Tensor:
+def several(name: str, function: Callable[..., Block], values: Sequence[Operand], kind: DataType | None = None) -> Made:
     """A function of several operands of which some may be numbers; the result is as the first tensor."""
     tensors = tuple(each for each in values if isinstance(each, Tensor))
     if not tensors:
@@ -607,28 +419,13 @@ def several(
     for each in tensors[1:]:
         _shapes_of(name, tensors[0], each)
     rank, axes, like = max(len(each.shape) for each in tensors), len(tensors[0].grid), tensors[0]
-    kind = like.dtype if output_tensor is None else output_tensor.dtype
-    blocks = [fine(aligned(v.block, axes, rank), kind) if isinstance(v, Tensor) else v for v in values]
-    return result(
-        function(*blocks),
-        like,
-        topology=merged(tensors, rank, keeps=keeps),
-        memory_config=memory_config,
-        output_tensor=output_tensor,
-        coords=shared_coords(*tensors),
-    )
+    dtype = kind or like.dtype
+    blocks = [fine(aligned(v.block, axes, rank), dtype) if isinstance(v, Tensor) else v for v in values]
+    return Made(function(*blocks), like, merged(tensors, rank), coords=shared_coords(*tensors))
 
 
 @op("where")
-def where(
-    predicate: Tensor,
-    true_value: Operand,
-    false_value: Operand,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def where(predicate: Tensor, true_value: Operand, false_value: Operand, *, output_tensor: Tensor | None = None) -> Made:
     """The second operand where the first is not zero, else the third."""
     like = next((each for each in (true_value, false_value) if isinstance(each, Tensor)), predicate)
 
@@ -638,63 +435,38 @@ def where(
 
     values = (predicate, true_value, false_value)
     if like is predicate or like.dtype is predicate.dtype or output_tensor is not None:
-        return several("where", chosen, values, memory_config, output_tensor)
+        kind = None if output_tensor is None else output_tensor.dtype
+        return several("where", chosen, values, kind).into(output_tensor)
     ordered = (like, *(each for each in values if each is not like))
     places = [next(i for i, each in enumerate(ordered) if each is value) for value in values]
-    return several("where", lambda *blocks: chosen(*(blocks[i] for i in places)), ordered, memory_config)
+    return several("where", lambda *blocks: chosen(*(blocks[i] for i in places)), ordered)
 
 
-@op("addcmul")
-def addcmul(
-    input_a: Tensor,
-    input_b: Tensor,
-    input_c: Tensor,
-    *,
-    value: float = 1.0,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
-    """a + value * b * c."""
+def _three(name: str, doc: str, arguments: str, function: Callable[..., Block], **numbers: Any) -> None:
+    """Register an op of several operands and numbers, worked out in float32."""
+    takes = {**dict.fromkeys(arguments.split(), REQUIRED), **numbers, "kind": None}
+    count = len(arguments.split())
 
-    def call(a: Block, b: Block, c: Block) -> Block:
-        return torch.addcmul(a.float(), b.float(), c.float(), value=value)
+    def call(*given: Any) -> Made:
+        extra = dict(zip(numbers, given[count:], strict=False))
 
-    return several("addcmul", call, (input_a, input_b, input_c), memory_config, output_tensor)
+        def exact(*blocks: Any) -> Block:
+            return function(*(b.float() if isinstance(b, torch.Tensor) else b for b in blocks), **extra)
+
+        return several(name, exact, given[:count], given[-1])
+
+    op(name)(named(name, doc, takes, call))
 
 
-@op("addcdiv")
-def addcdiv(
-    input_a: Tensor,
-    input_b: Tensor,
-    input_c: Tensor,
-    *,
-    value: float = 1.0,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
-    """a + value * b / c."""
-
-    def call(a: Block, b: Block, c: Block) -> Block:
-        return torch.addcdiv(a.float(), b.float(), c.float(), value=value)
-
-    return several("addcdiv", call, (input_a, input_b, input_c), memory_config, output_tensor)
-
-
-@op("lerp")
-def lerp(
-    input: Tensor,
-    end: Tensor,
-    weight: Operand,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
-    """The way from the first to the second, as far as the weight says."""
-
-    def call(a: Block, b: Block, w: Any) -> Block:
-        return torch.lerp(a.float(), b.float(), w.float() if isinstance(w, torch.Tensor) else w)
-
-    return several("lerp", call, (input, end, weight), memory_config, output_tensor)
+_three("addcmul", "a + value * b * c.", "input_a input_b input_c", torch.addcmul, value=1.0)
+_three("addcdiv", "a + value * b / c.", "input_a input_b input_c", torch.addcdiv, value=1.0)
+_three("lerp", "The way from the first to the second, as far as the weight says.", "input end weight", torch.lerp)
+_three(
+    "snake_beta",
+    "x + sin(alpha * x) ** 2 / beta.",
+    "input_tensor alpha beta",
+    lambda x, a, b: x + torch.sin(a * x).square() / b,
+)
 
 
 @op("mac", spelled={"value1": "input_tensor_b", "value2": "input_tensor_c"})
@@ -704,85 +476,42 @@ def mac(
     input_tensor_c: Operand | None = None,
     *,
     value: float | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+    kind: DataType | None = None,
+) -> Made:
     """a * b + c; `value=` stands for the one of b and c that is left out."""
     b = value if input_tensor_b is None else input_tensor_b
     c = value if input_tensor_c is None else input_tensor_c
     if b is None or c is None:
         raise ArgumentError("ttnn.mac needs a factor and a summand")
-    return several("mac", _multiplied_and_added, (input_tensor_a, b, c), memory_config, output_tensor)
+    return several("mac", _multiplied_and_added, (input_tensor_a, b, c), kind)
 
 
 def _multiplied_and_added(a: Block, b: Any, c: Any) -> Block:
     return (a.float() if a.dtype is torch.bfloat16 else a) * b + c
 
 
-@op("snake_beta")
-def snake_beta(
-    input_tensor: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
-    """x + sin(alpha * x) ** 2 / beta."""
+def _clamp(name: str) -> None:
+    def call(
+        input_tensor: Tensor, min: Operand | None = None, max: Operand | None = None, *, kind: DataType | None = None
+    ) -> Made:
+        """Every element, but at least `min` and at most `max`; either may be left out."""
+        limits = [(each, how) for each, how in ((min, torch.maximum), (max, torch.minimum)) if each is not None]
+        if not limits:
+            raise OperandError(f"ttnn.{name}: Only one of 'min' or 'max' can be None. Please provide at least one")
 
-    def call(x: Block, a: Block, b: Block) -> Block:
-        return x.float() + torch.sin(a.float() * x.float()).square() / b.float()
-
-    return several("snake_beta", call, (input_tensor, alpha, beta), memory_config, output_tensor)
-
-
-@op("clamp")
-def clamp(
-    input_tensor: Tensor,
-    min: Operand | None = None,
-    max: Operand | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
-    """Every element, but at least `min` and at most `max`; either may be left out."""
-    return _clamped("clamp", input_tensor, min, max, memory_config, output_tensor)
-
-
-@op("clip")
-def clip(
-    input_tensor: Tensor,
-    min: Operand | None = None,
-    max: Operand | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """Every element, but at least `min` and at most `max`; either may be left out."""
-    return _clamped("clip", input_tensor, min, max, memory_config, None)
-
-
-def _clamped(
-    name: str,
-    tensor: Tensor,
-    low: Operand | None,
-    high: Operand | None,
-    memory_config: MemoryConfig | None,
-    output_tensor: Tensor | None,
-) -> Tensor:
-    if low is None and high is None:
-        raise OperandError(f"ttnn.{name}: Only one of 'min' or 'max' can be None. Please provide at least one")
-
-    def limited(x: Block, *limits: Any) -> Block:
-        rest = iter(limits)
-        for limit, how in ((low, torch.maximum), (high, torch.minimum)):
-            if limit is not None:
-                value = next(rest)
+        def limited(x: Block, *given: Any) -> Block:
+            for value, (_, how) in zip(given, limits, strict=True):
                 x = how(x, value if isinstance(value, torch.Tensor) else torch.full_like(x, value))
-        return x
+            return x
 
-    limits = [each for each in (low, high) if each is not None]
-    return several(name, limited, (tensor, *limits), memory_config, output_tensor)
+        return several(name, limited, (input_tensor, *(each for each, _ in limits)), kind)
+
+    call.__name__ = call.__qualname__ = name
+    op(name)(call)
+
+
+_clamp("clamp")
+_clamp("clip")
 
 
 # quantisation: q = round(x / scale) + zero_point
@@ -806,67 +535,35 @@ def _quantised(
     values: Sequence[Tensor | Scalar],
     axis: int | None,
     kind: DataType,
-    memory_config: MemoryConfig | None,
-    output_tensor: Tensor | None,
-) -> Tensor:
+) -> Made:
     spread = [_spread(value, tensor, axis) for value in values]
     tensors = tuple(each for each in (tensor, *spread) if isinstance(each, Tensor))
     operands(name, *tensors)
     rank, axes = len(tensor.shape), len(tensor.grid)
     blocks = [aligned(each.block, axes, rank).float() if isinstance(each, Tensor) else each for each in spread]
-    return result(
-        function(tensor.block.float(), *blocks),
-        tensor,
-        topology=merged(tensors, rank),
-        dtype=kind,
-        memory_config=memory_config,
-        output_tensor=output_tensor,
-    )
+    return Made(function(tensor.block.float(), *blocks), tensor, merged(tensors, rank), kind)
 
 
 @op("quantize")
-def quantize(
-    input_tensor: Tensor,
-    scale: Tensor | float,
-    zero_point: Tensor | int,
-    *,
-    axis: int | None = None,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+def quantize(input_tensor: Tensor, scale: Tensor | float, zero_point: Tensor | int, *, axis: int | None = None) -> Made:
     """round(x / scale) + zero_point, as integers of 8 bits with a sign."""
 
     def call(x: Block, s: Any, z: Any) -> Block:
         return (torch.round(x / s) + z).clamp(-128, 127)
 
-    kind = dtype or DataType.INT32
-    return _quantised("quantize", call, input_tensor, (scale, zero_point), axis, kind, memory_config, output_tensor)
+    return _quantised("quantize", call, input_tensor, (scale, zero_point), axis, DataType.INT32)
 
 
 @op("dequantize")
 def dequantize(
-    input_tensor: Tensor,
-    scale: Tensor | float,
-    zero_point: Tensor | int,
-    *,
-    axis: int | None = None,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+    input_tensor: Tensor, scale: Tensor | float, zero_point: Tensor | int, *, axis: int | None = None
+) -> Made:
     """(q - zero_point) * scale."""
-    kind = dtype or DataType.BFLOAT16
-    return _quantised(
-        "dequantize",
-        lambda q, s, z: (q - z) * s,
-        input_tensor,
-        (scale, zero_point),
-        axis,
-        kind,
-        memory_config,
-        output_tensor,
-    )
+
+    def call(q: Block, s: Any, z: Any) -> Block:
+        return (q - z) * s
+
+    return _quantised("dequantize", call, input_tensor, (scale, zero_point), axis, DataType.BFLOAT16)
 
 
 @op("requantize")
@@ -878,18 +575,14 @@ def requantize(
     out_zero_point: Tensor | int,
     *,
     axis: int | None = None,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+) -> Made:
     """From one scale and zero point to another."""
 
     def call(q: Block, s: Any, z: Any, t: Any, y: Any) -> Block:
         return (torch.round((q - z) * s / t) + y).clamp(-128, 127)
 
     values = (in_scale, in_zero_point, out_scale, out_zero_point)
-    kind = dtype or DataType.INT32
-    return _quantised("requantize", call, input_tensor, values, axis, kind, memory_config, output_tensor)
+    return _quantised("requantize", call, input_tensor, values, axis, DataType.INT32)
 
 
 _QUASAR = """add add_ addalpha atan2 bias_gelu bias_gelu_ bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift

@@ -6,7 +6,6 @@ first, so that every device gets its own gradient and nothing is summed between 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,16 +13,15 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import REQUIRED, Made, named, op, operands, shared_coords
 from meshloom.ttnn.labels import merged, reduced
-from meshloom.ttnn.memory import MemoryConfig
-from meshloom.ttnn.ops.activations import REQUIRED, UNARY, GeluVariant, divided
+from meshloom.ttnn.ops.activations import UNARY, GeluVariant, divided
 from meshloom.ttnn.parts import Block, aligned, lead
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import TensorTopology
 
 Operand = Tensor | int | float
-Gradients = list[Tensor | None]
+Gradients = list[Made | None]
 
 
 def gradients(
@@ -31,7 +29,6 @@ def gradients(
     function: Callable[..., Block],
     grad: Tensor,
     values: Sequence[Operand],
-    memory_config: MemoryConfig | None = None,
     outputs: Sequence[Tensor | None] = (),
     required: Sequence[bool] = (),
 ) -> Gradients:
@@ -56,20 +53,9 @@ def gradients(
     wanted, kept = [*required, *[True] * len(tensors)], [*outputs, *[None] * len(tensors)]
     for place, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True)):
         flow = flows[place]
-        if flow is None:
-            flow = torch.zeros_like(leaf)
-        made.append(
-            result(
-                flow.detach(),
-                tensor,
-                topology=_label(grad, tensors, tensor),
-                memory_config=memory_config,
-                output_tensor=kept[place],
-                coords=shared_coords(grad, *tensors),
-            )
-            if wanted[place]
-            else None
-        )
+        found = torch.zeros_like(leaf) if flow is None else flow.detach()
+        label, coords = _label(grad, tensors, tensor), shared_coords(grad, *tensors)
+        made.append(Made(found, tensor, label, output=kept[place], coords=coords) if wanted[place] else None)
     return made
 
 
@@ -92,18 +78,6 @@ def _label(grad: Tensor, tensors: Sequence[Tensor], tensor: Tensor) -> TensorTop
     return reduced(whole, range(missing), False, "sum") if missing else whole.tensor_topology()
 
 
-def _signature(ordered: Mapping[str, Any], named: Mapping[str, Any]) -> inspect.Signature:
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    empty = inspect.Parameter.empty
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, kind, default=empty if default is REQUIRED else default)
-            for kind, group in zip(kinds, (ordered, named), strict=True)
-            for name, default in group.items()
-        ]
-    )
-
-
 def backward(
     name: str,
     function: Callable[..., Block],
@@ -113,31 +87,17 @@ def backward(
 ) -> None:
     """Register the backward op of a function of some operands and numbers."""
     extra = dict(parameters or {})
-    grads = ["input_grad", "other_grad", "third_grad"][: len(operand_names)]
-    signature = _signature(
-        {"grad_tensor": REQUIRED, **dict.fromkeys(operand_names, REQUIRED), **extra},
-        {"are_required_outputs": (), "memory_config": None, **dict.fromkeys(grads)},
-    )
+    count, grads = len(operand_names), ["input_grad", "other_grad", "third_grad"][: len(operand_names)]
 
-    def call(*args: Any, **kwargs: Any) -> Gradients:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        numbers = [given[each] for each in extra]
-        return gradients(
-            f"{name}_bw",
-            lambda *blocks: function(*blocks, *numbers),
-            given["grad_tensor"],
-            [given[each] for each in operand_names],
-            given["memory_config"],
-            [given[each] for each in grads],
-            given["are_required_outputs"],
-        )
+    def call(grad: Tensor, *given: Any) -> Gradients:
+        values, numbers = given[:count], given[count : count + len(extra)]
+        required, *outputs = given[count + len(extra) :]
+        return gradients(f"{name}_bw", lambda *blocks: function(*blocks, *numbers), grad, values, outputs, required)
 
-    call.__name__ = call.__qualname__ = f"{name}_bw"
-    call.__doc__ = f"The gradients of the operands of {name}."
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    op(f"{name}_bw", spelled=spelled)(call)
+    takes = {**dict.fromkeys(["grad_tensor", *operand_names], REQUIRED), **extra, "are_required_outputs": ()}
+    doc = f"The gradients of the operands of {name}."
+    made = named(f"{name}_bw", doc, {**takes, **dict.fromkeys(grads)}, call)
+    op(f"{name}_bw", spelled=spelled, also="memory_config")(made)
 
 
 # one operand
@@ -185,12 +145,7 @@ def _limited(x: Block, low: Any, high: Any) -> Block:
 def _clamping(name: str) -> None:
     @op(f"{name}_bw")
     def call(
-        grad_tensor: Tensor,
-        input_tensor: Tensor,
-        min: Operand | None = None,
-        max: Operand | None = None,
-        *,
-        memory_config: MemoryConfig | None = None,
+        grad_tensor: Tensor, input_tensor: Tensor, min: Operand | None = None, max: Operand | None = None
     ) -> Gradients:
         """The gradient where the element was inside of the limits, else zero."""
         limits = [each for each in (min, max) if isinstance(each, Tensor)]
@@ -201,7 +156,7 @@ def _clamping(name: str) -> None:
             return _limited(x, low, high)
 
         values = [input_tensor, *limits]
-        return gradients(f"{name}_bw", clamped, grad_tensor, values, memory_config)[:1]
+        return gradients(f"{name}_bw", clamped, grad_tensor, values)[:1]
 
 
 _clamping("clamp")
@@ -209,9 +164,7 @@ _clamping("clip")
 
 
 @op("prod_bw")
-def prod_bw(
-    grad_tensor: Tensor, input_tensor: Tensor, *, dim: int | None = None, memory_config: MemoryConfig | None = None
-) -> Gradients:
+def prod_bw(grad_tensor: Tensor, input_tensor: Tensor, *, dim: int | None = None) -> Gradients:
     """The gradient of a product over a dim, or over all, whose dims the gradient has with size 1."""
     rank = len(input_tensor.shape)
 
@@ -220,19 +173,17 @@ def prod_bw(
             x = x.prod(each, keepdim=True)
         return x
 
-    return gradients("prod_bw", product, grad_tensor, [input_tensor], memory_config)
+    return gradients("prod_bw", product, grad_tensor, [input_tensor])
 
 
 @op("repeat_bw")
-def repeat_bw(
-    grad_tensor: Tensor, input_tensor: Tensor, shape: Sequence[int], *, memory_config: MemoryConfig | None = None
-) -> Gradients:
+def repeat_bw(grad_tensor: Tensor, input_tensor: Tensor, shape: Sequence[int]) -> Gradients:
     """The gradient of a tensor that was repeated so many times along each dim: the sum over its copies."""
 
     def repeated(x: Block) -> Block:
         return x.repeat(*(1,) * (x.dim() - len(shape)), *shape)
 
-    return gradients("repeat_bw", repeated, grad_tensor, [input_tensor], memory_config)
+    return gradients("repeat_bw", repeated, grad_tensor, [input_tensor])
 
 
 # two operands
@@ -288,21 +239,13 @@ def assign_bw(
     input_tensor_b: Tensor | None = None,
     *,
     are_required_outputs: Sequence[bool] = (True, True),
-    memory_config: MemoryConfig | None = None,
     input_a_grad: Tensor | None = None,
     input_b_grad: Tensor | None = None,
 ) -> Gradients:
     """The gradient as it is; nothing for what was written over."""
     values = [input_tensor_a] if input_tensor_b is None else [input_tensor_a, input_tensor_b]
-    return gradients(
-        "assign_bw",
-        lambda x, *_: x.clone(),
-        grad_tensor,
-        values,
-        memory_config,
-        [input_a_grad, input_b_grad],
-        are_required_outputs,
-    )
+    outputs = [input_a_grad, input_b_grad]
+    return gradients("assign_bw", lambda x, *_: x.clone(), grad_tensor, values, outputs, are_required_outputs)
 
 
 @op("concat_bw")
@@ -313,7 +256,6 @@ def concat_bw(
     dim: int = 0,
     *,
     are_required_outputs: Sequence[bool] = (True, True),
-    memory_config: MemoryConfig | None = None,
     input_a_grad: Tensor | None = None,
     input_b_grad: Tensor | None = None,
 ) -> Gradients:
@@ -322,17 +264,10 @@ def concat_bw(
     at = dim % len(grad_tensor.shape) - len(grad_tensor.shape)
     pieces = block.split([input_tensor_a.shape[at], input_tensor_b.shape[at]], at)
     label = merged((grad_tensor,), len(grad_tensor.shape), keeps="sum")
+    both, outputs = (input_tensor_a, input_tensor_b), (input_a_grad, input_b_grad)
     return [
-        result(piece.clone(), tensor, topology=label, memory_config=memory_config, output_tensor=output)
-        if wanted
-        else None
-        for piece, tensor, output, wanted in zip(
-            pieces,
-            (input_tensor_a, input_tensor_b),
-            (input_a_grad, input_b_grad),
-            are_required_outputs,
-            strict=True,
-        )
+        Made(piece.clone(), tensor, label, output=output) if wanted else None
+        for piece, tensor, output, wanted in zip(pieces, both, outputs, are_required_outputs, strict=True)
     ]
 
 
@@ -351,7 +286,6 @@ def where_bw(
     input_tensor_b: Tensor,
     input_tensor_c: Tensor,
     *,
-    memory_config: MemoryConfig | None = None,
     are_required_outputs: Sequence[bool] = (True, True),
     input_a_grad: Tensor | None = None,
     input_b_grad: Tensor | None = None,
@@ -362,7 +296,6 @@ def where_bw(
         lambda condition, yes, no: torch.where(condition != 0, yes, no),
         grad_tensor,
         [input_tensor_a, input_tensor_b, input_tensor_c],
-        memory_config,
         [None, input_a_grad, input_b_grad],
         [False, *are_required_outputs],
     )

@@ -14,13 +14,13 @@ import torch
 from meshloom.errors import OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import fresh
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.slicing import slice_
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
 
-Three = tuple[Tensor, Tensor, Tensor]
+Three = tuple[Made, Made, Made]
 Outputs = Sequence[Tensor | None] | None
 
 
@@ -33,32 +33,27 @@ def nlp_create_qkv_heads(
     num_kv_heads: int | None = None,
     transpose_k_heads: bool = True,
     kv_tied: bool = False,
-    memory_config: MemoryConfig | None = None,
     output_tensors: Outputs = None,
 ) -> Three:
     """[B, 1, S, (q + k + v) * D] as [B, q, S, D], [B, k, S, D] (or [B, k, D, S]) and [B, v, S, D]."""
     name = "experimental.nlp_create_qkv_heads"
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    return _split(name, input, input_kv, num_heads, kv_heads, transpose_k_heads, kv_tied, memory_config, output_tensors)
+    return _split(name, input, input_kv, num_heads, kv_heads, transpose_k_heads, kv_tied, output_tensors)
 
 
 @op("experimental.nlp_create_qkv_heads_vit")
-def nlp_create_qkv_heads_vit(
-    input: Tensor, *, memory_config: MemoryConfig | None = None, output_tensors: Outputs = None
-) -> Three:
+def nlp_create_qkv_heads_vit(input: Tensor, *, output_tensors: Outputs = None) -> Three:
     """Heads of 64, as many for keys and values as for queries."""
     heads = input.shape[-1] // (3 * 64)
     name = "experimental.nlp_create_qkv_heads_vit"
-    return _split(name, input, None, heads, heads, False, False, memory_config, output_tensors)
+    return _split(name, input, None, heads, heads, False, False, output_tensors)
 
 
 @op("experimental.nlp_create_qkv_heads_falcon7b")
-def nlp_create_qkv_heads_falcon7b(input: Tensor, *, memory_config: MemoryConfig | None = None) -> Three:
+def nlp_create_qkv_heads_falcon7b(input: Tensor) -> Three:
     """Query heads of 64, one head for keys and one for values."""
     heads = input.shape[-1] // 64 - 2
-    return _split(
-        "experimental.nlp_create_qkv_heads_falcon7b", input, None, heads, 1, False, False, memory_config, None
-    )
+    return _split("experimental.nlp_create_qkv_heads_falcon7b", input, None, heads, 1, False, False)
 
 
 @op("transformer.split_query_key_value_and_split_heads")
@@ -69,27 +64,20 @@ def split_query_key_value_and_split_heads(
     num_heads: int,
     num_kv_heads: int | None = None,
     transpose_key: bool = True,
-    memory_config: MemoryConfig | None = None,
-    use_falcon7b_backend: bool = False,
 ) -> Three:
     """[B, S, (q + k + v) * D] as [B, q, S, D], [B, k, D, S] (or [B, k, S, D]) and [B, v, S, D]."""
     name = "transformer.split_query_key_value_and_split_heads"
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    return _split(name, input_tensor, kv_input_tensor, num_heads, kv_heads, transpose_key, False, memory_config, None)
+    return _split(name, input_tensor, kv_input_tensor, num_heads, kv_heads, transpose_key, False)
 
 
 @op("experimental.split_query_key_value_and_split_heads")
 def experimental_split_query_key_value_and_split_heads(
-    input_tensor: Tensor,
-    compute_with_storage_grid_size: Any = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    num_heads: int = 16,
-    output_tensors: Outputs = None,
+    input_tensor: Tensor, *, num_heads: int = 16, output_tensors: Outputs = None
 ) -> Three:
     """[B, 1, S, 3 * H * D] as [B, H, S, D], [B, H, D, S] and [B, H, S, D]."""
     name = "experimental.split_query_key_value_and_split_heads"
-    return _split(name, input_tensor, None, num_heads, num_heads, True, False, memory_config, output_tensors)
+    return _split(name, input_tensor, None, num_heads, num_heads, True, False, output_tensors)
 
 
 def _split(
@@ -100,8 +88,7 @@ def _split(
     kv_heads: int,
     turned: bool,
     tied: bool,
-    memory: MemoryConfig | None,
-    outputs: Outputs,
+    outputs: Outputs = None,
 ) -> Three:
     given = [fused] if kv is None else [fused, kv]
     blocks = operands(name, *given)[1]
@@ -120,12 +107,11 @@ def _split(
     if turned:
         made[1] = made[1].transpose(-1, -2)
     found = [
-        result(
+        Made(
             fresh(block),
             source,
-            topology=_split_label(source, block.shape[axes:], at_end=turned and number == 1),
-            memory_config=memory,
-            output_tensor=outputs[number] if outputs else None,
+            _split_label(source, block.shape[axes:], at_end=turned and number == 1),
+            output=outputs[number] if outputs else None,
             coords=shared_coords(*given),
         )
         for number, (block, source) in enumerate(zip(made, sources, strict=True))
@@ -174,10 +160,8 @@ def nlp_create_qkv_heads_decode(
     num_heads: int,
     num_kv_heads: int | None = None,
     output_tensors: Outputs = None,
-    overlap_qk_coregrid: bool | None = True,
     batch_offset: Tensor | None = None,
     slice_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
 ) -> Three:
     """[1, 1, B, (q + k + v) * D] as [1, B, q, D], [1, B, k, D] and [1, B, v, D]; maybe of a slice of the users."""
     name = "experimental.nlp_create_qkv_heads_decode"
@@ -190,7 +174,7 @@ def nlp_create_qkv_heads_decode(
     size, axes = _head_size(name, users, None, counts), len(users.grid)
     parts = block.split([count * size for count in counts], dim=-1)
     found = [
-        _decoded(users, part.unflatten(-1, (count, size)), axes, memory_config, output_tensors, number)
+        _decoded(users, part.unflatten(-1, (count, size)), axes, output_tensors, number)
         for number, (part, count) in enumerate(zip(parts, counts, strict=True))
     ]
     return found[0], found[1], found[2]
@@ -212,29 +196,15 @@ def _some_users(tensor: Tensor, offset: Tensor, count: int) -> Tensor:
     return slice_(tensor, begin, end)
 
 
-def _decoded(
-    source: Tensor, block: Block, axes: int, memory: MemoryConfig | None, outputs: Outputs, number: int
-) -> Tensor:
+def _decoded(source: Tensor, block: Block, axes: int, outputs: Outputs, number: int) -> Made:
     """[1, 1, B, heads, D] of a device as [1, B, heads, D]."""
     made = block.flatten(axes, axes + 1)
-    return result(
-        fresh(made),
-        source,
-        topology=label_moves.mapped(source, (0, None, 1, 2), made.shape[axes:]),
-        memory_config=memory,
-        output_tensor=outputs[number] if outputs else None,
-    )
+    label = label_moves.mapped(source, (0, None, 1, 2), made.shape[axes:])
+    return Made(fresh(made), source, label, output=outputs[number] if outputs else None)
 
 
 @op("experimental.nlp_concat_heads_decode")
-def nlp_concat_heads_decode(
-    input_tensor: Tensor,
-    *,
-    num_heads: int,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def nlp_concat_heads_decode(input_tensor: Tensor, *, num_heads: int) -> Made:
     """[1, B, heads, D] as [1, 1, B, num_heads * D]; heads beyond `num_heads` are padding and left out."""
     name = "experimental.nlp_concat_heads_decode"
     _, (block,) = operands(name, input_tensor)
@@ -242,14 +212,10 @@ def nlp_concat_heads_decode(
     if len(input_tensor.shape) != 4 or input_tensor.shape[2] < num_heads:
         raise OperandError(f"ttnn.{name}: {num_heads} heads of {list(input_tensor.shape)}", fix="give [1, B, heads, D]")
     made = block[..., :num_heads, :].flatten(-2).unsqueeze(axes + 1)
-    return result(
+    return Made(
         fresh(made),
         input_tensor,
-        topology=label_moves.mapped(
-            input_tensor, (0, 2, 3, None), made.shape[axes:], scales=num_heads == input_tensor.shape[2]
-        ),
-        memory_config=memory_config,
-        output_tensor=output_tensor,
+        label_moves.mapped(input_tensor, (0, 2, 3, None), made.shape[axes:], scales=num_heads == input_tensor.shape[2]),
     )
 
 
@@ -257,30 +223,25 @@ def nlp_concat_heads_decode(
 
 
 @op("experimental.nlp_concat_heads")
-def nlp_concat_heads(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def nlp_concat_heads(input_tensor: Tensor) -> Made:
     """[B, H, S, D] as [B, 1, S, H * D]."""
-    return _concatenated("experimental.nlp_concat_heads", input_tensor, True, memory_config, None)
+    return concatenated("experimental.nlp_concat_heads", input_tensor, True)
 
 
 @op("experimental.concatenate_heads")
-def experimental_concatenate_heads(
-    input_tensor: Tensor,
-    compute_with_storage_grid_size: Any = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+def experimental_concatenate_heads(input_tensor: Tensor) -> Made:
     """[B, H, S, D] as [B, 1, S, H * D]."""
-    return _concatenated("experimental.concatenate_heads", input_tensor, True, memory_config, output_tensor)
+    return concatenated("experimental.concatenate_heads", input_tensor, True)
 
 
 @op("transformer.concatenate_heads")
-def concatenate_heads(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def concatenate_heads(input_tensor: Tensor) -> Made:
     """[B, H, S, D] as [B, S, H * D]."""
-    return _concatenated("transformer.concatenate_heads", input_tensor, False, memory_config, None)
+    return concatenated("transformer.concatenate_heads", input_tensor, False)
 
 
-def _concatenated(name: str, tensor: Tensor, four: bool, memory: MemoryConfig | None, output: Tensor | None) -> Tensor:
+def concatenated(name: str, tensor: Tensor, four: bool) -> Made:
+    """[B, H, S, D] as [B, S, H * D], of rank 4 or 3."""
     _, (block,) = operands(name, tensor)
     axes = len(tensor.grid)
     if len(tensor.shape) != 4:
@@ -289,13 +250,7 @@ def _concatenated(name: str, tensor: Tensor, four: bool, memory: MemoryConfig | 
     places = (0, 2, 1, None)
     if four:
         made, places = made.unsqueeze(axes + 1), (0, 3, 2, None)
-    return result(
-        fresh(made),
-        tensor,
-        topology=label_moves.mapped(tensor, places, made.shape[axes:], scales=True),
-        memory_config=memory,
-        output_tensor=output,
-    )
+    return Made(fresh(made), tensor, label_moves.mapped(tensor, places, made.shape[axes:], scales=True))
 
 
 @op("experimental.nlp_kv_cache_load_slice")

@@ -11,7 +11,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import axis_of, fresh, inside, spread, taken
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.labels import UNKNOWN
 from meshloom.ttnn.memory import MemoryConfig
@@ -22,16 +22,7 @@ from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplica
 
 
 @op("gather")
-def gather(
-    input: Tensor,
-    dim: int,
-    index: Tensor,
-    *,
-    sparse_grad: bool = False,
-    memory_config: MemoryConfig | None = None,
-    out: Tensor | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def gather(input: Tensor, dim: int, index: Tensor) -> Made:
     """Elements along a dim by number, as torch.gather."""
     _, blocks = operands("gather", input, index)
     axes, place = len(input.grid), _common("gather", input, dim, index)
@@ -39,14 +30,7 @@ def gather(
     inside("gather", numbers, input.shape[place], "index")
     values = block.gather(axes + place, numbers.long())
     label = _indexed((input, index), place)
-    return result(
-        values,
-        input,
-        topology=label,
-        memory_config=memory_config,
-        output_tensor=out,
-        coords=shared_coords(input, index),
-    )
+    return Made(values, input, label, coords=shared_coords(input, index))
 
 
 def _common(name: str, tensor: Tensor, dim: int, index: Tensor) -> int:
@@ -87,16 +71,7 @@ _REDUCE = {"add": "sum", "sum": "sum", "multiply": "prod", "prod": "prod", "amax
 
 
 @op("scatter")
-def scatter(
-    input: Tensor,
-    dim: int,
-    index: Tensor,
-    src: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-    reduce: str | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str | None = None) -> Made:
     """Elements put along a dim by number, as torch.scatter; `reduce` is add, multiply, amax or amin."""
     if reduce is not None and reduce not in _REDUCE:
         raise ArgumentError(f"ttnn.scatter: reduce={reduce!r}", fix=f"one of {sorted(_REDUCE)}")
@@ -112,24 +87,12 @@ def scatter(
         if reduce is None
         else block.scatter_reduce(axes + place, at, source, _REDUCE[reduce])
     )
-    return result(
-        values,
-        input,
-        topology=_indexed((input, index, src), place),
-        memory_config=memory_config,
-        coords=shared_coords(input, index, src),
-    )
+    return Made(values, input, _indexed((input, index, src), place), coords=shared_coords(input, index, src))
 
 
 @op("scatter_add")
 def scatter_add(
-    input: Tensor,
-    dim: int,
-    index: Tensor,
-    src: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-    sub_core_grids: Any = None,
+    input: Tensor, dim: int, index: Tensor, src: Tensor, *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """`scatter` that adds."""
     return scatter(input, dim, index, src, memory_config=memory_config, reduce="add")
@@ -161,9 +124,7 @@ def _widened(index: Tensor, like: Tensor) -> Tensor:
 
 
 @op("index_fill", "index_fill_new")
-def index_fill(
-    input: Tensor, dim: int, index: Tensor, value: float, *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def index_fill(input: Tensor, dim: int, index: Tensor, value: float) -> Made:
     """A value put at some numbers of a dim."""
     _, (block, numbers) = operands("index_fill", input, index)
     axes, place = len(input.grid), axis_of("index_fill", dim, len(input.shape))
@@ -174,18 +135,11 @@ def index_fill(
     values = torch.where(mask, torch.tensor(value, dtype=block.dtype), block)
     places = (label_moves.same(input), (None,) * len(index.shape))
     label = label_moves.joined((input, index), places, input.shape, linear=False)
-    return result(values, input, topology=label, memory_config=memory_config, coords=shared_coords(input, index))
+    return Made(values, input, label, coords=shared_coords(input, index))
 
 
 @op("indexed_fill")
-def indexed_fill(
-    batch_id: Tensor,
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-    dim: int = 0,
-) -> Tensor:
+def indexed_fill(batch_id: Tensor, input_tensor_a: Tensor, input_tensor_b: Tensor, *, dim: int = 0) -> Made:
     """A tensor with the entries `batch_id` of a dim taken from the entries of another, in order."""
     blocks = operands("indexed_fill", input_tensor_a, batch_id, input_tensor_b)[1]
     axes, place = len(input_tensor_a.grid), axis_of("indexed_fill", dim, len(input_tensor_a.shape))
@@ -200,24 +154,16 @@ def indexed_fill(
     index = at.long().reshape(*at.shape[:axes], *ones).expand_as(source)
     places = [label_moves.same(input_tensor_a), (None,) * len(batch_id.shape), label_moves.same(input_tensor_b)]
     tensors = (input_tensor_a, batch_id, input_tensor_b)
-    return result(
+    return Made(
         block.scatter(axes + place, index, source),
         input_tensor_a,
-        topology=label_moves.joined(tensors, places, input_tensor_a.shape),
-        memory_config=memory_config,
+        label_moves.joined(tensors, places, input_tensor_a.shape),
         coords=shared_coords(*tensors),
     )
 
 
 @op("moreh_getitem")
-def moreh_getitem(
-    input: Tensor,
-    index_tensors: Sequence[Tensor],
-    index_dims: Sequence[int],
-    *,
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def moreh_getitem(input: Tensor, index_tensors: Sequence[Tensor], index_dims: Sequence[int]) -> Made:
     """Elements by one vector of numbers for each of some dims next to each other; those become one dim."""
     blocks = operands("moreh_getitem", input, *index_tensors)[1]
     axes, rank = len(input.grid), len(input.shape)
@@ -236,13 +182,8 @@ def moreh_getitem(
         *((dims[0],) * len(index.shape) for index in index_tensors),
     ]
     tensors = (input, *index_tensors)
-    return result(
-        fresh(values),
-        input,
-        topology=label_moves.joined(tensors, places, values.shape[axes:]),
-        memory_config=memory_config,
-        output_tensor=output,
-        coords=shared_coords(*tensors),
+    return Made(
+        fresh(values), input, label_moves.joined(tensors, places, values.shape[axes:]), coords=shared_coords(*tensors)
     )
 
 
@@ -250,7 +191,7 @@ def moreh_getitem(
 
 
 @op("nonzero")
-def nonzero(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> list[Tensor]:
+def nonzero(input_tensor: Tensor) -> list[Made]:
     """How many elements of [1, 1, 1, N] are not zero, and their numbers in front; the rest of the numbers are zero."""
     _, (block,) = operands("nonzero", input_tensor)
     axes, size = len(input_tensor.grid), math.prod(input_tensor.shape)
@@ -260,37 +201,28 @@ def nonzero(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) 
     numbers = torch.where(torch.arange(size) < count, order, torch.zeros((), dtype=order.dtype))
     label = label_moves.mapped(input_tensor, (None,) * len(input_tensor.shape), (1, 1, 1, size), linear=False)
     return [
-        result(
+        Made(
             values.reshape(*values.shape[:axes], 1, 1, 1, values.shape[-1]),
             input_tensor,
-            topology=label,
+            label,
             dtype=DataType.UINT32,
             layout=Layout.ROW_MAJOR,
-            memory_config=memory_config,
         )
         for values in (count, numbers)
     ]
 
 
 @op("experimental.isin")
-def isin(
-    elements: Tensor,
-    test_elements: Tensor,
-    *,
-    assume_unique: bool = False,
-    invert: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
+def isin(elements: Tensor, test_elements: Tensor, *, invert: bool = False) -> Made:
     """Whether every element is among some others."""
     _, (block, others) = operands("experimental.isin", elements, test_elements)
     axes = len(elements.grid)
     listed = others.flatten(axes)
     hit = block.unsqueeze(-1) == listed.reshape(*listed.shape[:axes], *(1,) * len(elements.shape), listed.shape[-1])
     places = (label_moves.same(elements), (None,) * len(test_elements.shape))
-    return result(
+    return Made(
         hit.any(-1) != invert,
         elements,
-        topology=label_moves.joined((elements, test_elements), places, elements.shape, linear=False),
-        output_tensor=out,
+        label_moves.joined((elements, test_elements), places, elements.shape, linear=False),
         coords=shared_coords(elements, test_elements),
     )

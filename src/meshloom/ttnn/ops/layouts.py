@@ -8,7 +8,7 @@ from typing import Any
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import fresh
-from meshloom.ttnn.calling import op, operands, result
+from meshloom.ttnn.calling import Made, op, operands
 from meshloom.ttnn.cores import CoreCoord, CoreRange, CoreRangeSet
 from meshloom.ttnn.formats import DataType, Layout, Tile
 from meshloom.ttnn.memory import (
@@ -27,16 +27,7 @@ from meshloom.ttnn.tensor import Tensor
 
 
 @op("tilize", "experimental.quasar.tilize")
-def tilize(
-    input_tensor: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    use_multicore: bool = True,
-    use_low_perf: bool = False,
-    tile: Tile | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Made:
     """In tiles; the last two dims have to be whole tiles."""
     height, width = (tile or Tile()).tile_shape
     sizes = (1, *input_tensor.shape)[-2:] if len(input_tensor.shape) else (1, 1)
@@ -46,20 +37,13 @@ def tilize(
                 f"ttnn.tilize: Input tensor {what} ({size}) must be divisible by tile {what} ({side})",
                 fix="ttnn.tilize_with_zero_padding",
             )
-    return _kept(input_tensor, "tilize", Layout.TILE, memory_config, dtype)
+    return _kept(input_tensor, "tilize", Layout.TILE)
 
 
 @op("tilize_with_zero_padding", "experimental.quasar.tilize_with_zero_padding")
-def tilize_with_zero_padding(
-    input_tensor: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_dtype: DataType | None = None,
-    use_multicore: bool = True,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def tilize_with_zero_padding(input_tensor: Tensor) -> Made:
     """In tiles, filled up with zeros."""
-    return _kept(input_tensor, "tilize_with_zero_padding", Layout.TILE, memory_config, output_dtype)
+    return _kept(input_tensor, "tilize_with_zero_padding", Layout.TILE)
 
 
 @op("tilize_with_val_padding", "experimental.quasar.tilize_with_val_padding")
@@ -70,39 +54,26 @@ def tilize_with_val_padding(
     *,
     memory_config: MemoryConfig | None = None,
     dtype: DataType | None = None,
-    use_multicore: bool = True,
-    sub_core_grids: Any = None,
 ) -> Tensor:
     """In tiles, filled up with a value to a shape that is whole tiles; the logical shape stays."""
-    made = _kept(input_tensor, "tilize_with_val_padding", Layout.TILE, memory_config, dtype)
+    made = _kept(input_tensor, "tilize_with_val_padding", Layout.TILE).tensor(dtype, memory_config=memory_config)
     if tuple(made.padded_shape) != tuple(output_tensor_shape):
         filled = pad(input_tensor, output_tensor_shape, (0,) * len(input_tensor.shape), pad_value)
-        return _kept(filled, "tilize_with_val_padding", Layout.TILE, memory_config, dtype)
+        return _kept(filled, "tilize_with_val_padding", Layout.TILE).tensor(dtype, memory_config=memory_config)
     made._pad = pad_value
     return made
 
 
 @op("untilize", "experimental.quasar.untilize")
-def untilize(
-    input_tensor: Tensor,
-    *,
-    memory_config: MemoryConfig | None = None,
-    use_multicore: bool = True,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def untilize(input_tensor: Tensor) -> Made:
     """In rows, without the padding of tiles; block floats become bfloat16."""
     dtype = DataType.BFLOAT16 if input_tensor.dtype.is_block_float else None
-    return _kept(input_tensor, "untilize", Layout.ROW_MAJOR, memory_config, dtype)
+    return _kept(input_tensor, "untilize", Layout.ROW_MAJOR, dtype)
 
 
 @op("untilize_with_unpadding", "experimental.quasar.untilize_with_unpadding")
 def untilize_with_unpadding(
-    input_tensor: Tensor,
-    output_tensor_end: Sequence[int],
-    *,
-    memory_config: MemoryConfig | None = None,
-    use_multicore: bool = True,
-    sub_core_grids: Any = None,
+    input_tensor: Tensor, output_tensor_end: Sequence[int], *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """In rows, cut after the element that is named last in every dim."""
     rows = untilize(input_tensor, memory_config=memory_config)
@@ -115,15 +86,14 @@ def fill_implicit_tile_padding(
     input_tensor: Tensor, fill_value: float, *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """The same values; what tiles are filled up with is another value."""
-    made = _kept(input_tensor, "fill_implicit_tile_padding", input_tensor.layout, memory_config, None)
+    made = _kept(input_tensor, "fill_implicit_tile_padding", input_tensor.layout).tensor(memory_config=memory_config)
     made._pad = fill_value
     return made
 
 
-def _kept(tensor: Tensor, name: str, layout: Layout, memory: MemoryConfig | None, dtype: DataType | None) -> Tensor:
+def _kept(tensor: Tensor, name: str, layout: Layout, dtype: DataType | None = None) -> Made:
     _, (block,) = operands(name, tensor)
-    label = label_moves.kept(tensor)
-    return result(fresh(block), tensor, topology=label, layout=layout, memory_config=memory, dtype=dtype)
+    return Made(fresh(block), tensor, label_moves.kept(tensor), dtype, layout)
 
 
 # cores
@@ -139,9 +109,8 @@ def interleaved_to_sharded(
     output_dtype: DataType | None = None,
     *,
     sharded_memory_config: MemoryConfig | None = None,
-    keep_l1_aligned: bool | None = False,
     preallocated_output: Tensor | None = None,
-) -> Tensor:
+) -> Made:
     """Spread over cores: by a memory config, or by cores, the shape of a shard, a scheme and an orientation."""
     if isinstance(grid, MemoryConfig):  # the form with a memory config, and maybe a dtype after it
         sharded_memory_config, output_dtype = grid, shard_shape or output_dtype
@@ -162,26 +131,25 @@ def _cores(grid: CoreCoord | CoreRangeSet) -> CoreRangeSet:
 
 
 @op("sharded_to_interleaved", "experimental.quasar.sharded_to_interleaved")
-def sharded_to_interleaved(
-    input_tensor: Tensor, memory_config: MemoryConfig | None = None, output_dtype: DataType | None = None
-) -> Tensor:
+def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | None = None) -> Made:
     """Spread over banks page by page, in DRAM unless said otherwise."""
     config = memory_config or DRAM_MEMORY_CONFIG
     if config.is_sharded():
         raise OperandError(f"ttnn.sharded_to_interleaved: {config} is sharded", fix="ttnn.reshard")
-    return _moved("sharded_to_interleaved", input_tensor, config, output_dtype, None)
+    return _moved("sharded_to_interleaved", input_tensor, config)
 
 
 @op("reshard", "experimental.quasar.reshard")
-def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig, output_tensor: Tensor | None = None) -> Tensor:
+def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig) -> Made:
     """Spread over cores in another way."""
-    return _moved("reshard", input_tensor, output_memory_config, None, output_tensor)
+    return _moved("reshard", input_tensor, output_memory_config)
 
 
-def _moved(name: str, tensor: Tensor, config: MemoryConfig, dtype: DataType | None, output: Tensor | None) -> Tensor:
+def _moved(
+    name: str, tensor: Tensor, config: MemoryConfig, dtype: DataType | None = None, output: Tensor | None = None
+) -> Made:
     _, (block,) = operands(name, tensor)
-    label = label_moves.kept(tensor)
-    return result(fresh(block), tensor, topology=label, memory_config=config, dtype=dtype, output_tensor=output)
+    return Made(fresh(block), tensor, label_moves.kept(tensor), dtype, memory_config=config, output=output)
 
 
 @op("interleaved_to_sharded_partial")
@@ -204,13 +172,7 @@ def interleaved_to_sharded_partial(
 
 @op("sharded_to_interleaved_partial")
 def sharded_to_interleaved_partial(
-    input_tensor: Tensor,
-    cache_tensor: Tensor,
-    num_slices: int,
-    slice_index: int,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_dtype: DataType | None = None,
+    input_tensor: Tensor, cache_tensor: Tensor, num_slices: int, slice_index: int
 ) -> Tensor:
     """Write one of so many equal slices of the rows of a tensor, in place."""
     starts, ends = _slice_of_rows(cache_tensor, num_slices, slice_index)

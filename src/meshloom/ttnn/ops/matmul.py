@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.labels import contracted, merged, moved
-from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.activations import Activation, activated
 from meshloom.ttnn.ops.elementwise import fine
 from meshloom.ttnn.padding import filled
@@ -106,7 +105,7 @@ def _with_vector(x: Block, y: Block, a_rank: int, b_rank: int, axes: int) -> Blo
     return multiplied(aligned(x.unsqueeze(-2), axes, b_rank), y).squeeze(-2)
 
 
-def _multiply(
+def multiply(
     name: str,
     a: Tensor,
     b: Tensor,
@@ -114,23 +113,17 @@ def _multiply(
     transpose_a: bool = False,
     transpose_b: bool = False,
     bias: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
     activation: Activation | None = None,
-    output: Tensor | None = None,
-) -> Tensor:
+    kind: DataType | None = None,
+) -> Made:
+    """A product of matrices, plus a bias, then an activation."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         raise ArgumentError(f"ttnn.{name} multiplies two tensors, not {type(a).__name__} and {type(b).__name__}")
-    kind = dtype or (output.dtype if output is not None else a.dtype)
+    kind = kind or a.dtype
     block = product(name, a, b, transpose_a, transpose_b, kind)
     rank = block.dim() - len(a.grid)
-    label = contracted(
-        a,
-        b,
-        -2 if transpose_a and len(a.shape) > 1 else -1,
-        -1 if transpose_b or len(b.shape) == 1 else -2,
-        rank,
-    )
+    inner = (-2 if transpose_a and len(a.shape) > 1 else -1, -1 if transpose_b or len(b.shape) == 1 else -2)
+    label = contracted(a, b, *inner, rank)
     made_by: tuple[Tensor, ...] = (a, b)
     if bias is not None:
         operands(name, a, bias)
@@ -144,148 +137,40 @@ def _multiply(
         if activation is not None:
             block = activated(block, activation)
             label = merged((Tensor(block, a.grid, kind, a.layout, label),), rank)
-    return result(
-        block,
-        a,
-        topology=label,
-        dtype=kind,
-        memory_config=memory_config,
-        output_tensor=output,
-        coords=shared_coords(*made_by),
-    )
+    return Made(block, a, label, coords=shared_coords(*made_by))
 
 
-@op("matmul", "experimental.quasar.matmul")
-def matmul(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    program_config: Any = None,
-    activation: Activation | None = None,
-    compute_kernel_config: Any = None,
-    core_grid: Any = None,
-    output_tile: Any = None,
-    optional_output_tensor: Tensor | None = None,
-    global_cb: Any = None,
-    sub_device_id: Any = None,
-    prefetcher_pipes: Sequence[Any] = (),
-) -> Tensor:
+@op("matmul", "experimental.quasar.matmul", more=multiply)
+def matmul(input_tensor_a: Tensor, input_tensor_b: Tensor, **how: Any) -> Made:
     """The product of every device's matrices; leading dims are a batch."""
-    return _multiply(
-        "matmul",
-        input_tensor_a,
-        input_tensor_b,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        memory_config=memory_config,
-        dtype=dtype,
-        activation=activation,
-        output=optional_output_tensor,
-    )
+    return multiply("matmul", input_tensor_a, input_tensor_b, **how)
 
 
-@op("linear", "experimental.quasar.linear")
-def linear(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    bias: Tensor | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    program_config: Any = None,
-    activation: Activation | None = None,
-    compute_kernel_config: Any = None,
-    core_grid: Any = None,
-    output_tile: Any = None,
-    optional_output_tensor: Tensor | None = None,
-    global_cb: Any = None,
-    sub_device_id: Any = None,
-    prefetcher_pipes: Sequence[Any] = (),
-    in0_column_offset: int | None = None,
-) -> Tensor:
+@op("linear", "experimental.quasar.linear", more=multiply)
+def linear(input_tensor_a: Tensor, input_tensor_b: Tensor, *, in0_column_offset: int | None = None, **how: Any) -> Made:
     """The product of every device's matrices, plus a bias, then an activation.
 
     `in0_column_offset` takes the columns of the first operand from there on, as many as the second has rows.
     """
     a = input_tensor_a
     if in0_column_offset is not None:
-        height = input_tensor_b.shape[-1 if transpose_b else -2]
+        height = input_tensor_b.shape[-1 if how.get("transpose_b") else -2]
         _, (block,) = operands("linear", a)
         a = result(block.narrow(-1, in0_column_offset, height), a, topology=merged((a,), len(a.shape), keeps="sum"))
-    return _multiply(
-        "linear",
-        a,
-        input_tensor_b,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        bias=bias,
-        memory_config=memory_config,
-        dtype=dtype,
-        activation=activation,
-        output=optional_output_tensor,
-    )
+    return multiply("linear", a, input_tensor_b, **how)
 
 
-@op("matmul_batched_weights", "experimental.quasar.matmul_batched_weights")
-def matmul_batched_weights(
-    input_tensor_a: Tensor,
-    input_tensors_b: Sequence[Tensor],
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    program_config: Any = None,
-    activation: Activation | None = None,
-    compute_kernel_config: Any = None,
-    core_grid: Any = None,
-    output_tile: Any = None,
-    optional_output_tensor: Tensor | None = None,
-    global_cb: Any = None,
-    sub_device_id: Any = None,
-    prefetcher_pipes: Sequence[Any] = (),
-) -> list[Tensor]:
+@op("matmul_batched_weights", "experimental.quasar.matmul_batched_weights", more=multiply)
+def matmul_batched_weights(input_tensor_a: Tensor, input_tensors_b: Sequence[Tensor], **how: Any) -> list[Made]:
     """The product of one tensor with each of several."""
-    return [
-        _multiply(
-            "matmul_batched_weights",
-            input_tensor_a,
-            each,
-            transpose_a=transpose_a,
-            transpose_b=transpose_b,
-            memory_config=memory_config,
-            dtype=dtype,
-            activation=activation,
-            output=optional_output_tensor,
-        )
-        for each in input_tensors_b
-    ]
+    return [multiply("matmul_batched_weights", input_tensor_a, each, **how) for each in input_tensors_b]
 
 
 @op("addmm", "experimental.quasar.addmm")
 def addmm(
-    input_tensor: Tensor,
-    mat1_tensor: Tensor,
-    mat2_tensor: Tensor,
-    *,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-    core_grid: Any = None,
-    output_tile: Any = None,
-    optional_output_tensor: Tensor | None = None,
-) -> Tensor:
+    input_tensor: Tensor, mat1_tensor: Tensor, mat2_tensor: Tensor, *, alpha: float = 1.0, beta: float = 1.0
+) -> Made:
     """beta * input + alpha * (mat1 @ mat2)."""
-    kind = dtype or (optional_output_tensor.dtype if optional_output_tensor is not None else mat1_tensor.dtype)
     exact = DataType.FLOAT32
     operands("addmm", input_tensor, mat1_tensor, mat2_tensor)
     block = alpha * product("addmm", mat1_tensor, mat2_tensor, False, False, exact)
@@ -295,19 +180,11 @@ def addmm(
         block = block + beta * aligned(fine(input_tensor.block, exact), axes, rank)
         whole = Tensor(block, mat1_tensor.grid, exact, mat1_tensor.layout, label)
         label = merged((whole, input_tensor), rank, keeps="sum")
-    return result(
-        block,
-        mat1_tensor,
-        topology=label,
-        dtype=kind,
-        memory_config=memory_config,
-        output_tensor=optional_output_tensor,
-        coords=shared_coords(input_tensor, mat1_tensor, mat2_tensor),
-    )
+    return Made(block, mat1_tensor, label, coords=shared_coords(input_tensor, mat1_tensor, mat2_tensor))
 
 
 @op("outer", "experimental.quasar.outer")
-def outer(input_tensor_a: Tensor, input_tensor_b: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def outer(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """The product of every element of one with every element of the other: [..., m, 1] and [..., 1, n]."""
     _, (x, y) = operands("outer", input_tensor_a, input_tensor_b)
     axes, grid = len(input_tensor_a.grid), input_tensor_a.grid
@@ -316,12 +193,8 @@ def outer(input_tensor_a: Tensor, input_tensor_b: Tensor, *, memory_config: Memo
     row = y.reshape(*y.shape[:axes], *(1,) * (rank - 2), 1, -1)
     a = Tensor(column, grid, input_tensor_a.dtype, input_tensor_a.layout, _along(input_tensor_a, -2, rank))
     b = Tensor(row, grid, input_tensor_b.dtype, input_tensor_b.layout, _along(input_tensor_b, -1, rank))
-    return result(
-        fine(column, a.dtype) * fine(row, a.dtype),
-        input_tensor_a,
-        topology=merged((a, b), rank, keeps="product"),
-        memory_config=memory_config,
-    )
+    values = fine(column, a.dtype) * fine(row, a.dtype)
+    return Made(values, input_tensor_a, merged((a, b), rank, keeps="product"))
 
 
 def _along(tensor: Tensor, dim: int, rank: int) -> TensorTopology:
@@ -336,21 +209,12 @@ def sparse_matmul(
     input_tensor_b: Tensor,
     *,
     sparsity: Tensor,
-    program_config: Any = None,
-    nnz: int | None = None,
     is_input_a_sparse: bool = False,
     is_input_b_sparse: bool = True,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    compute_kernel_config: Any = None,
-    core_grid: Any = None,
-    output_tile: Any = None,
-    optional_output_tensor: Tensor | None = None,
-    global_cb: Any = None,
-    sub_device_id: Any = None,
     indices: Tensor | None = None,
     bias: Tensor | None = None,
-) -> Tensor:
+    kind: DataType | None = None,
+) -> Made:
     """Products with several matrices of which `sparsity` leaves some out: theirs are zero.
 
     With the second operand [1, E, K, N] sparse, a of [A, B, M, K] and sparsity of [A, B, 1, E] give
@@ -360,7 +224,7 @@ def sparse_matmul(
     if bias is not None or indices is not None:
         raise ArgumentError(f"ttnn.{name}: bias= and indices= are not covered", fix="ttnn.add after the product")
     _, (x, y, kept) = operands(name, input_tensor_a, input_tensor_b, sparsity)
-    kind = dtype or (optional_output_tensor.dtype if optional_output_tensor is not None else input_tensor_a.dtype)
+    kind = kind or input_tensor_a.dtype
     axes, a_shape, b_shape = len(input_tensor_a.grid), input_tensor_a.shape, input_tensor_b.shape
     if len(a_shape) != 4 or len(b_shape) != 4 or a_shape[-1] != b_shape[-2]:
         raise OperandError(
@@ -380,7 +244,7 @@ def sparse_matmul(
         raise ArgumentError(f"ttnn.{name}: no operand is sparse", fix="is_input_a_sparse or is_input_b_sparse")
     if kept[(0,) * axes].numel() != torch.Size(batch).numel():
         raise OperandError(
-            f"ttnn.{name}: sparsity of shape {list(sparsity.shape)} does not name {list(batch)} products",
+            f"ttnn.{name}: sparsity of shape {list(sparsity.shape)} does not name {list(batch)} products"
         )
     mask = kept.reshape(*kept.shape[:axes], *batch, 1, 1) != 0
     block = torch.where(mask, x @ y, 0)
@@ -389,14 +253,7 @@ def sparse_matmul(
         Tensor(x, input_tensor_a.grid, kind, Layout.TILE, _shifted(input_tensor_a, rank, 2)),
         Tensor(y, input_tensor_a.grid, kind, Layout.TILE, _shifted(input_tensor_b, rank, 0)),
     )
-    return result(
-        block,
-        input_tensor_a,
-        topology=contracted(*parts, -1, -2, rank),
-        dtype=kind,
-        memory_config=memory_config,
-        output_tensor=optional_output_tensor,
-    )
+    return Made(block, input_tensor_a, contracted(*parts, -1, -2, rank))
 
 
 def _shifted(tensor: Tensor, rank: int, batch: int) -> TensorTopology:

@@ -10,7 +10,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn import calling, label_moves
 from meshloom.ttnn.block_moves import spread
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops import elementwise as _elementwise  # noqa: F401  it puts multiply into the table
@@ -33,9 +33,8 @@ def sampling(
     temp: Tensor,
     *,
     seed: int | None = None,
-    sub_core_grids: Any = None,
     output_tensor: Tensor | None = None,
-) -> Tensor:
+) -> Made:
     """One token of every user, [1, 1, 1, B], drawn from the best `k` of [1, 1, B, n] that make up probability `p`.
 
     Logits are multiplied by `temp`, which is one over the temperature. The draw of a user is the same on all devices.
@@ -54,13 +53,13 @@ def sampling(
     place = _drawn(logits, limit, share, luck)
     numbers, at = spread([blocks[1].flatten(axes, -2), place], axes)
     chosen = numbers.gather(-1, at).squeeze(-1)
-    return result(
+    return Made(
         chosen.reshape(*chosen.shape[:axes], 1, 1, 1, users),
         input_values_tensor,
-        topology=_drawn_label(tensors),
+        _drawn_label(tensors),
         dtype=output_tensor.dtype if output_tensor is not None else DataType.UINT32,
         layout=Layout.ROW_MAJOR,
-        output_tensor=output_tensor,
+        output=output_tensor,
         coords=shared_coords(*tensors),
     )
 
@@ -105,21 +104,14 @@ def minimal_matmul(
     *,
     bias_tensor: Tensor | None = None,
     fused_activation: Activation | None = None,
-    config: Any = None,
     memory_config: MemoryConfig | None = None,
     dtype: DataType | None = None,
-    compute_kernel_config: Any = None,
     fuse_swiglu: bool = False,
 ) -> Tensor:
     """`linear`; several operands are one, side by side. With `fuse_swiglu`, silu(first half) * second half of it."""
     given = input_tensor if isinstance(input_tensor, Tensor) else concat(input_tensor, dim=-1)
     made = linear(
-        given,
-        weight_tensor,
-        bias=bias_tensor,
-        activation=fused_activation,
-        memory_config=memory_config,
-        dtype=dtype,
+        given, weight_tensor, bias=bias_tensor, activation=fused_activation, memory_config=memory_config, dtype=dtype
     )
     if not fuse_swiglu:
         return made
@@ -127,76 +119,30 @@ def minimal_matmul(
     return calling.TABLE["multiply"](gate, up, input_tensor_a_activations=["silu"])
 
 
-@op("experimental.minimal_matmul_split")
+@op("experimental.minimal_matmul_split", more=minimal_matmul)
 def minimal_matmul_split(
-    input_tensor: Tensor,
-    weight_tensor: Tensor,
-    *,
-    chunks: int = 3,
-    dim: int = -1,
-    bias_tensor: Tensor | None = None,
-    fused_activation: Activation | None = None,
-    config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    compute_kernel_config: Any = None,
-    fuse_swiglu: bool = False,
+    input_tensor: Tensor, weight_tensor: Tensor, *, chunks: int = 3, dim: int = -1, **how: Any
 ) -> list[Tensor]:
     """`minimal_matmul` in equal pieces of its width."""
-    made = minimal_matmul(
-        input_tensor,
-        weight_tensor,
-        bias_tensor=bias_tensor,
-        fused_activation=fused_activation,
-        memory_config=memory_config,
-        dtype=dtype,
-        fuse_swiglu=fuse_swiglu,
-    )
+    made = minimal_matmul(input_tensor, weight_tensor, **how)
     if dim not in (-1, len(made.shape) - 1) or made.shape[-1] % chunks:
         raise ArgumentError(f"ttnn.experimental.minimal_matmul_split: {chunks} pieces of dim {dim} of {made.shape}")
     return chunk(made, chunks, dim)
 
 
 @op("experimental.attn_matmul")
-def attn_matmul(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    compute_with_storage_grid_size: Any = None,
-    dtype: DataType | None = None,
-    compute_kernel_config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+def attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """Queries [1, H, B, K] times caches [B, 1, K, N] of every user: [1, H, B, N]."""
-    return _by_user("experimental.attn_matmul", input_tensor_a, input_tensor_b, dtype, memory_config, output_tensor)
+    return _by_user("experimental.attn_matmul", input_tensor_a, input_tensor_b)
 
 
 @op("experimental.group_attn_matmul")
-def group_attn_matmul(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    compute_with_storage_grid_size: Any = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    compute_kernel_config: Any = None,
-    optional_output_tensor: Tensor | None = None,
-) -> Tensor:
+def group_attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """Queries [1, H, B, K] times caches [B, G, K, N] whose heads serve groups of query heads: [1, H, B, N]."""
-    return _by_user(
-        "experimental.group_attn_matmul",
-        input_tensor_a,
-        input_tensor_b,
-        dtype,
-        memory_config,
-        optional_output_tensor,
-    )
+    return _by_user("experimental.group_attn_matmul", input_tensor_a, input_tensor_b)
 
 
-def _by_user(
-    name: str, a: Tensor, b: Tensor, dtype: DataType | None, memory: MemoryConfig | None, output: Tensor | None
-) -> Tensor:
+def _by_user(name: str, a: Tensor, b: Tensor) -> Made:
     _, (x, y) = operands(name, a, b)
     axes, heads = len(a.grid), a.shape[1]
     if a.shape[2] != b.shape[0] or a.shape[3] != b.shape[2] or heads % b.shape[1]:
@@ -214,12 +160,5 @@ def _by_user(
             return p
         return PlacementShard(3) if q == PlacementShard(3) and isinstance(p, PlacementReplicate) else None
 
-    return result(
-        values.contiguous(),
-        a,
-        topology=label_moves.ruled(name, (a, b), rule),
-        dtype=dtype,
-        memory_config=memory,
-        output_tensor=output,
-        coords=shared_coords(a, b),
-    )
+    label = label_moves.ruled(name, (a, b), rule)
+    return Made(values.contiguous(), a, label, coords=shared_coords(a, b))

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import REQUIRED, Made, named, op, operands, shared_coords
+from meshloom.ttnn.formats import DataType
 from meshloom.ttnn.labels import merged, reduced
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.gradients import Gradients, gradients
-from meshloom.ttnn.ops.matmul import linear, matmul
+from meshloom.ttnn.ops.matmul import matmul, multiply
 from meshloom.ttnn.ops.reductions import Dims, dims_of, exact
 from meshloom.ttnn.padding import filled
 from meshloom.ttnn.parts import Block
@@ -39,95 +40,47 @@ def _reduce(
     tensor: Tensor,
     dim: Dims,
     keepdim: bool,
-    memory_config: MemoryConfig | None,
-    output: Tensor | None,
-) -> Tensor:
+) -> Made:
     _, (block,) = operands(name, tensor)
     dims = dims_of(name, tensor, dim)
     found = function(exact(filled(block, tensor, dims, op_name)), dims)
     if not keepdim:
         for each in dims:  # from the front, and those behind keep their number from the back
             found = found.squeeze(each)
-    label = reduced(tensor, dims, keepdim, op_name, clean=True)
-    return result(found, tensor, topology=label, memory_config=memory_config, output_tensor=output)
+    return Made(found, tensor, reduced(tensor, dims, keepdim, op_name, clean=True))
 
 
 @op("moreh_sum")
-def moreh_sum(
-    input: Tensor,
-    dim: Dims = None,
-    *,
-    keepdim: bool = False,
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def moreh_sum(input: Tensor, dim: Dims = None, *, keepdim: bool = False) -> Made:
     """The sum over dims, or all."""
-    return _reduce("moreh_sum", lambda x, d: x.sum(d, True), "sum", input, dim, keepdim, memory_config, output)
+    return _reduce("moreh_sum", lambda x, d: x.sum(d, True), "sum", input, dim, keepdim)
 
 
 @op("moreh_mean")
-def moreh_mean(
-    input: Tensor,
-    *,
-    dim: Dims = None,
-    keepdim: bool = False,
-    divisor: int | None = None,
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def moreh_mean(input: Tensor, *, dim: Dims = None, keepdim: bool = False, divisor: int | None = None) -> Made:
     """The sum over dims, or all, by its count or by `divisor`."""
 
     def mean(x: Block, dims: list[int]) -> Block:
         return x.mean(dims, True) if divisor is None else x.sum(dims, True) / divisor
 
-    kept = "mean" if divisor is None else "sum"
-    return _reduce("moreh_mean", mean, kept, input, dim, keepdim, memory_config, output)
+    return _reduce("moreh_mean", mean, "mean" if divisor is None else "sum", input, dim, keepdim)
 
 
 @op("moreh_norm")
-def moreh_norm(
-    input: Tensor,
-    p: float,
-    *,
-    dim: Dims = None,
-    keepdim: bool = False,
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def moreh_norm(input: Tensor, p: float, *, dim: Dims = None, keepdim: bool = False) -> Made:
     """The p-norm over dims, or all."""
-
-    def norm(x: Block, dims: list[int]) -> Block:
-        return torch.linalg.vector_norm(x, p, dims, True)
-
-    return _reduce("moreh_norm", norm, None, input, dim, keepdim, memory_config, output)
+    return _reduce("moreh_norm", lambda x, d: torch.linalg.vector_norm(x, p, d, True), None, input, dim, keepdim)
 
 
 @op("moreh_abs_pow")
-def moreh_abs_pow(
-    input: Tensor,
-    p: float,
-    *,
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def moreh_abs_pow(input: Tensor, p: float, *, kind: DataType | None = None) -> Made:
     """|x| ** p."""
-    return binary("moreh_abs_pow", lambda x, y: x.abs() ** y, input, p, "", None, memory_config, output)
+    return binary("moreh_abs_pow", lambda x, y: x.abs() ** y, input, p, kind=kind)
 
 
 def _spread(
-    name: str,
-    grad: Tensor,
-    shape: Sequence[int],
-    dim: Dims,
-    keepdim: bool,
-    factor: Callable[[int], float],
-    memory_config: MemoryConfig | None,
-    output: Tensor | None,
-) -> Tensor:
+    name: str, grad: Tensor, shape: Sequence[int], dim: Dims, keepdim: bool, factor: Callable[[int], float]
+) -> Made:
     """The gradient of a sum, the same for every summand."""
     _, (block,) = operands(name, grad)
     rank, axes = len(shape), len(grad.grid)
@@ -136,13 +89,7 @@ def _spread(
     kept = [1 if place in dims else size for place, size in enumerate(shape)]
     count = torch.Size([shape[each] for each in dims]).numel()
     wide = block.reshape(*block.shape[:axes], *kept).expand(*block.shape[:axes], *shape) * factor(count)
-    return result(
-        wide,
-        grad,
-        topology=merged((grad,), len(grad.shape), _back(dims, keepdim), "sum"),
-        memory_config=memory_config,
-        output_tensor=output,
-    )
+    return Made(wide, grad, merged((grad,), len(grad.shape), _back(dims, keepdim), "sum"))
 
 
 def _back(dims: Sequence[int], keepdim: bool) -> Callable[[Tensor, int], int | None]:
@@ -165,15 +112,12 @@ def moreh_sum_backward(
     dim: Dims = None,
     keepdim: bool = False,
     input_grad: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+) -> Made:
     """The gradient of a sum: that of its result, for every summand."""
     like = input if input is not None else input_grad
     if like is None:
         raise ArgumentError("ttnn.moreh_sum_backward needs the shape of the input", fix="input= or input_grad=")
-    name = "moreh_sum_backward"
-    return _spread(name, output_grad, like.shape, dim, keepdim, lambda _: 1.0, memory_config, input_grad)
+    return _spread("moreh_sum_backward", output_grad, like.shape, dim, keepdim, lambda _: 1.0).into(input_grad)
 
 
 @op("moreh_mean_backward")
@@ -184,15 +128,12 @@ def moreh_mean_backward(
     keepdim: bool = False,
     input_grad_shape: Sequence[int] | None = None,
     input_grad: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+) -> Made:
     """The gradient of a mean: that of its result by the count, for every element."""
     shape = input_grad_shape if input_grad_shape is not None else input_grad.shape if input_grad is not None else None
     if shape is None:
         raise ArgumentError("ttnn.moreh_mean_backward needs the shape of the input", fix="input_grad_shape=")
-    name = "moreh_mean_backward"
-    return _spread(name, output_grad, shape, dim, keepdim, lambda count: 1 / count, memory_config, input_grad)
+    return _spread("moreh_mean_backward", output_grad, shape, dim, keepdim, lambda n: 1 / n).into(input_grad)
 
 
 # softmax
@@ -208,49 +149,18 @@ def _soft(kind: str) -> None:
     forward, backward = _SOFT[kind]
     name = f"moreh_{kind}"
 
-    def call(
-        input_tensor: Tensor,
-        dim: int,
-        *,
-        output_tensor: Tensor | None = None,
-        op: Any = None,
-        strategy: Any = None,
-        memory_config: MemoryConfig | None = None,
-        compute_kernel_config: Any = None,
-    ) -> Tensor:
+    def call(input_tensor: Tensor, dim: int) -> Made:
         _, (block,) = operands(name, input_tensor)
         (at,) = dims_of(name, input_tensor, dim)
-        return result(
-            forward(block.float(), at),
-            input_tensor,
-            topology=merged((input_tensor,), len(input_tensor.shape)),
-            memory_config=memory_config,
-            output_tensor=output_tensor,
-        )
+        return Made(forward(block.float(), at), input_tensor, merged((input_tensor,), len(input_tensor.shape)))
 
-    def call_backward(
-        output_tensor: Tensor,
-        output_grad_tensor: Tensor,
-        dim: int,
-        *,
-        input_grad_tensor: Tensor | None = None,
-        op: Any = None,
-        strategy: Any = None,
-        memory_config: MemoryConfig | None = None,
-        compute_kernel_config: Any = None,
-    ) -> Tensor:
+    def call_backward(output_tensor: Tensor, output_grad_tensor: Tensor, dim: int) -> Made:
         _, (y, grad) = operands(f"{name}_backward", output_tensor, output_grad_tensor)
         (at,) = dims_of(name, output_tensor, dim)
         both = (output_grad_tensor, output_tensor)
         _check_alike(f"{name}_backward", both)
-        return result(
-            backward(y.float(), grad.float(), at),
-            output_tensor,
-            topology=merged(both, len(output_tensor.shape), keeps="quotient"),
-            memory_config=memory_config,
-            output_tensor=input_grad_tensor,
-            coords=shared_coords(*both),
-        )
+        label = merged(both, len(output_tensor.shape), keeps="quotient")
+        return Made(backward(y.float(), grad.float(), at), output_tensor, label, coords=shared_coords(*both))
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"The {kind} along a dim of every device's part."
@@ -267,31 +177,24 @@ for _kind in _SOFT:
 # running sums
 
 
-def _running(
-    name: str, tensor: Tensor, dim: int, backwards: bool, memory_config: MemoryConfig | None, output: Tensor | None
-) -> Tensor:
+def _running(name: str, tensor: Tensor, dim: int, backwards: bool) -> Made:
     _, (block,) = operands(name, tensor)
     (at,) = dims_of(name, tensor, dim)
     values = exact(block)
     found = values.flip(at).cumsum(at).flip(at) if backwards else values.cumsum(at)
-    label = merged((tensor,), len(tensor.shape), keeps="sum")
-    return result(found, tensor, topology=label, memory_config=memory_config, output_tensor=output)
+    return Made(found, tensor, merged((tensor,), len(tensor.shape), keeps="sum"))
 
 
 @op("moreh_cumsum")
-def moreh_cumsum(
-    input: Tensor, dim: int, *, output: Tensor | None = None, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def moreh_cumsum(input: Tensor, dim: int) -> Made:
     """The sum of all elements up to each one."""
-    return _running("moreh_cumsum", input, dim, False, memory_config, output)
+    return _running("moreh_cumsum", input, dim, False)
 
 
 @op("moreh_cumsum_backward")
-def moreh_cumsum_backward(
-    output_grad: Tensor, dim: int, *, input_grad: Tensor | None = None, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def moreh_cumsum_backward(output_grad: Tensor, dim: int) -> Made:
     """The gradient of a running sum: the sum of all gradients from each one on."""
-    return _running("moreh_cumsum_backward", output_grad, dim, True, memory_config, input_grad)
+    return _running("moreh_cumsum_backward", output_grad, dim, True)
 
 
 # products
@@ -302,32 +205,15 @@ def _dotted(x: Block, y: Block) -> Block:
 
 
 @op("moreh_dot")
-def moreh_dot(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    output: Tensor | None = None,
-    dtype: Any = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def moreh_dot(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """The inner product of two rows [1, 1, 1, n], as [1, 1, 1, 1]."""
     _, (x, y) = operands("moreh_dot", input_tensor_a, input_tensor_b)
     both = (input_tensor_a, input_tensor_b)
     _check_alike("moreh_dot", both)
-    rank = len(input_tensor_a.shape)
-    whole = Tensor(
-        x, input_tensor_a.grid, input_tensor_a.dtype, input_tensor_a.layout, merged(both, rank, keeps="product")
-    )
-    return result(
-        _dotted(exact(x), exact(y)),
-        input_tensor_a,
-        topology=reduced(whole, [-1], True, "sum"),
-        dtype=dtype,
-        memory_config=memory_config,
-        output_tensor=output,
-        coords=shared_coords(*both),
-    )
+    label = merged(both, len(input_tensor_a.shape), keeps="product")
+    whole = Tensor(x, input_tensor_a.grid, input_tensor_a.dtype, input_tensor_a.layout, label)
+    label = reduced(whole, [-1], True, "sum")
+    return Made(_dotted(exact(x), exact(y)), input_tensor_a, label, coords=shared_coords(*both))
 
 
 @op("moreh_dot_backward")
@@ -338,66 +224,30 @@ def moreh_dot_backward(
     *,
     input_grad: Tensor | None = None,
     other_grad: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-) -> Gradients:
+) -> list[Made]:
     """The gradients of an inner product: each row times the gradient of the other's."""
     return [
-        binary("moreh_dot_backward", torch.mul, row, output_grad, "product", None, memory_config, room)
+        binary("moreh_dot_backward", torch.mul, row, output_grad, "product", output=room)
         for row, room in ((other, input_grad), (input, other_grad))
     ]
 
 
-@op("moreh_bmm")
-def moreh_bmm(
-    input: Tensor,
-    mat2: Tensor,
-    *,
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+@op("moreh_bmm", more=multiply)
+def moreh_bmm(input: Tensor, mat2: Tensor, **how: Any) -> Made:
     """The products of two batches of matrices."""
-    return matmul(input, mat2, memory_config=memory_config, optional_output_tensor=output)
+    return multiply("matmul", input, mat2, **how)
 
 
-@op("moreh_matmul")
-def moreh_matmul(
-    input: Tensor,
-    other: Tensor,
-    *,
-    transpose_input: bool = False,
-    transpose_other: bool = False,
-    output: Tensor | None = None,
-    bias: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+@op("moreh_matmul", more=multiply, spelled={"transpose_input": "transpose_a", "transpose_other": "transpose_b"})
+def moreh_matmul(input: Tensor, other: Tensor, **how: Any) -> Made:
     """The product of every device's matrices, plus a bias."""
-    return linear(
-        input,
-        other,
-        bias=bias,
-        transpose_a=transpose_input,
-        transpose_b=transpose_other,
-        memory_config=memory_config,
-        optional_output_tensor=output,
-    )
+    return multiply("linear", input, other, **how)
 
 
-@op("moreh_linear")
-def moreh_linear(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+@op("moreh_linear", more=multiply)
+def moreh_linear(input: Tensor, weight: Tensor, **how: Any) -> Made:
     """x @ weight.T + bias, with a weight of [out, in]."""
-    return linear(
-        input, weight, bias=bias, transpose_b=True, memory_config=memory_config, optional_output_tensor=output
-    )
+    return multiply("linear", input, weight, transpose_b=True, **how)
 
 
 @op("moreh_bmm_backward")
@@ -411,25 +261,15 @@ def moreh_bmm_backward(
     mat2_grad: Tensor | None = None,
     input_grad_memory_config: MemoryConfig | None = None,
     mat2_grad_memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
 ) -> Gradients:
     """grad @ mat2.T and input.T @ grad."""
-    wanted = list(are_required_outputs)
-    first = matmul(
-        output_grad,
-        mat2,
-        transpose_b=True,
-        memory_config=input_grad_memory_config,
-        optional_output_tensor=input_grad,
-    )
-    second = matmul(
-        input,
-        output_grad,
-        transpose_a=True,
-        memory_config=mat2_grad_memory_config,
-        optional_output_tensor=mat2_grad,
-    )
-    return [first if wanted[0] else None, second if wanted[1] else None]
+    how: list[dict[str, Any]] = [
+        {"memory_config": input_grad_memory_config, "optional_output_tensor": input_grad},
+        {"memory_config": mat2_grad_memory_config, "optional_output_tensor": mat2_grad},
+    ]
+    first = matmul(output_grad, mat2, transpose_b=True, **how[0])
+    second = matmul(input, output_grad, transpose_a=True, **how[1])
+    return [made if wanted else None for made, wanted in zip((first, second), are_required_outputs, strict=True)]
 
 
 # steps of optimizers
@@ -440,21 +280,21 @@ def _updated(
     function: Callable[..., Sequence[Block | None]],
     tensors: Sequence[Tensor | None],
     outputs: Sequence[Tensor | None],
-    memory_config: MemoryConfig | None,
+    memory_config: MemoryConfig | None = None,
 ) -> Gradients:
     """New values for the first tensor and its state, each where it is, or in the output that is given for it."""
     given = [each for each in tensors if each is not None]
     operands(name, *given)
     _check_alike(name, given)
-    first = given[0]
-    label = merged(given, len(first.shape))
+    label = merged(given, len(given[0].shape))
     found = function(*(None if each is None else each.block.float() for each in tensors))
     return [
-        None
-        if block is None
-        else result(block, first, topology=label, memory_config=memory_config, output_tensor=output)
+        None if block is None else Made(block, given[0], label, memory_config=memory_config, output=output)
         for block, output in zip(found, outputs, strict=True)
     ]
+
+
+_STATE = "param_out exp_avg_out exp_avg_sq_out max_exp_avg_sq_out"
 
 
 def _adam(name: str, decoupled: bool) -> None:
@@ -463,21 +303,15 @@ def _adam(name: str, decoupled: bool) -> None:
         grad: Tensor,
         exp_avg_in: Tensor,
         exp_avg_sq_in: Tensor,
-        lr: float = 0.001,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-08,
-        weight_decay: float = 0.01 if decoupled else 0.0,
-        step: int = 0,
-        amsgrad: bool = False,
-        *,
-        max_exp_avg_sq_in: Tensor | None = None,
-        param_out: Tensor | None = None,
-        exp_avg_out: Tensor | None = None,
-        exp_avg_sq_out: Tensor | None = None,
-        max_exp_avg_sq_out: Tensor | None = None,
-        memory_config: MemoryConfig | None = None,
-        compute_kernel_config: Any = None,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        amsgrad: bool,
+        max_exp_avg_sq_in: Tensor | None,
+        *outputs: Tensor | None,
     ) -> Gradients:
         def stepped(p: Block, g: Block, m: Block, v: Block, top: Block | None) -> Sequence[Block | None]:
             if decoupled:
@@ -495,14 +329,13 @@ def _adam(name: str, decoupled: bool) -> None:
         if step < 1:
             raise ArgumentError(f"ttnn.{name}: step={step}", fix="steps are counted from 1")
         tensors = (param_in, grad, exp_avg_in, exp_avg_sq_in, max_exp_avg_sq_in if amsgrad else None)
-        outputs = (param_out, exp_avg_out, exp_avg_sq_out, max_exp_avg_sq_out)
-        return _updated(name, stepped, tensors, outputs, memory_config)
+        return _updated(name, stepped, tensors, outputs)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = (
-        "One step of Adam" + (" with decoupled decay" if decoupled else "") + ": the parameter and its state."
-    )
-    op(name)(call)
+    takes = dict.fromkeys("param_in grad exp_avg_in exp_avg_sq_in".split(), REQUIRED)
+    numbers = {"lr": 0.001, "beta1": 0.9, "beta2": 0.999, "eps": 1e-08, "weight_decay": 0.01 if decoupled else 0.0}
+    state = {"step": 0, "amsgrad": False, "max_exp_avg_sq_in": None, **dict.fromkeys(_STATE.split())}
+    doc = f"One step of Adam{' with decoupled decay' if decoupled else ''}: the parameter and its state."
+    op(name)(named(name, doc, {**takes, **numbers, **state}, call))
 
 
 _adam("moreh_adam", decoupled=False)
@@ -524,8 +357,6 @@ def moreh_sgd(
     *,
     momentum_initialized: bool,
     param_out_memory_config: MemoryConfig | None = None,
-    momentum_buffer_out_memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
 ) -> Gradients:
     """One step of stochastic gradient descent: the parameter and its momentum."""
 
@@ -549,8 +380,6 @@ def moreh_matmul_backward(
     are_required_outputs: Sequence[bool] = (True, True),
     input_a_grad: Tensor | None = None,
     input_b_grad: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
 ) -> Gradients:
     """The gradients of a product of matrices; batches that were broadcast are summed over."""
     found: Gradients = []
@@ -559,15 +388,12 @@ def moreh_matmul_backward(
     for wanted, (x, y, turn_x, turn_y), like, room in zip(
         are_required_outputs, operand_pairs, (input_a, input_b), rooms, strict=True
     ):
-        if not wanted:
-            found.append(None)
-            continue
-        whole = matmul(x, y, transpose_a=turn_x, transpose_b=turn_y, memory_config=memory_config)
-        found.append(_summed_to(whole, like, memory_config, room))
+        whole = matmul(x, y, transpose_a=turn_x, transpose_b=turn_y) if wanted else None
+        found.append(None if whole is None else _summed_to(whole, like).into(room))
     return found
 
 
-def _summed_to(whole: Tensor, like: Tensor, memory_config: MemoryConfig | None, output: Tensor | None) -> Tensor:
+def _summed_to(whole: Tensor, like: Tensor) -> Made:
     """A gradient summed over the dims that its operand has with size 1, or has not."""
     missing = len(whole.shape) - len(like.shape)
     wide = [dim for dim, size in enumerate(like.shape, missing) if size == 1 != whole.shape[dim]]
@@ -579,28 +405,19 @@ def _summed_to(whole: Tensor, like: Tensor, memory_config: MemoryConfig | None, 
     if leading:
         block = block.sum([axes + dim for dim in leading])
     label = reduced(whole, leading, False, "sum") if leading else whole.tensor_topology()
-    return result(block, like, topology=label, memory_config=memory_config, output_tensor=output)
+    return Made(block, like, label)
 
 
 @op("moreh_norm_backward")
 def moreh_norm_backward(
-    input: Tensor,
-    output: Tensor,
-    output_grad: Tensor,
-    p: float,
-    *,
-    dim: Dims = None,
-    keepdim: bool = False,
-    input_grad: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+    input: Tensor, output: Tensor, output_grad: Tensor, p: float, *, dim: Dims = None, keepdim: bool = False
+) -> Made:
     """The gradient of a p-norm."""
     dims = dims_of("moreh_norm_backward", input, dim)
 
     def norm(x: Block) -> Block:
         return torch.linalg.vector_norm(x, p, dims, keepdim)
 
-    (found,) = gradients("moreh_norm_backward", norm, output_grad, [input], memory_config, [input_grad])
+    (found,) = gradients("moreh_norm_backward", norm, output_grad, [input])
     assert found is not None
     return found

@@ -15,8 +15,8 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import axis_of, fresh, whole
-from meshloom.ttnn.calling import op, operands, result
-from meshloom.ttnn.formats import DataType, Layout
+from meshloom.ttnn.calling import Made, op, operands, result
+from meshloom.ttnn.formats import Layout
 from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import TensorTopology
@@ -36,27 +36,18 @@ class TileReshapeMapMode(enum.Enum):
 # shapes
 
 
-@op("reshape", "experimental.quasar.reshape")
+@op("reshape", "experimental.quasar.reshape", spelled={"logical_shape": "shape"})
 def reshape(
-    input_tensor: Tensor,
-    shape: Sequence[int] | None = None,
-    padded_shape: Sequence[int] | None = None,
-    *,
-    logical_shape: Sequence[int] | None = None,
-    memory_config: MemoryConfig | None = None,
-    pad_value: float | None = None,
-    reshape_tile_mode: TileReshapeMapMode = TileReshapeMapMode.CACHE,
-    sub_core_grids: Any = None,
-    skip_padding_fill: bool = False,
+    input_tensor: Tensor, shape: Sequence[int] | None = None, *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """The same elements in another shape; one size may be -1. Rows that stay whole stay where they are in memory."""
-    asked = shape if shape is not None else logical_shape
-    if asked is None:
+    if shape is None:
         raise ArgumentError("ttnn.reshape: a shape is missing")
-    sizes = inferred("reshape", tuple(input_tensor.shape), asked)
+    sizes = inferred("reshape", tuple(input_tensor.shape), shape)
+    label = label_moves.reshaped(input_tensor, sizes)
     if is_view(input_tensor, sizes, memory_config):
-        return viewed(input_tensor, sizes, label_moves.reshaped(input_tensor, sizes))
-    return _reshaped(input_tensor, sizes, label_moves.reshaped(input_tensor, sizes), memory_config)
+        return viewed(input_tensor, sizes, label)
+    return _reshaped(input_tensor, sizes, label, memory_config)
 
 
 @op("view")
@@ -190,9 +181,7 @@ def _reshaped(tensor: Tensor, shape: tuple[int, ...], label: TensorTopology, mem
 
 
 @op("permute")
-def permute(
-    input_tensor: Tensor, dims: Sequence[int], pad_value: float = 0.0, *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def permute(input_tensor: Tensor, dims: Sequence[int]) -> Made:
     """The dims in another order."""
     _, (block,) = operands("permute", input_tensor)
     rank, axes = len(input_tensor.shape), len(input_tensor.grid)
@@ -208,13 +197,11 @@ def permute(
     values = fresh(block.permute(*range(axes), *(axes + dim for dim in order)))
     places = tuple(order.index(dim) for dim in range(rank))
     label = label_moves.mapped(input_tensor, places, values.shape[axes:])
-    return result(values, input_tensor, topology=label, memory_config=memory_config)
+    return Made(values, input_tensor, label)
 
 
 @op("transpose", "experimental.quasar.transpose")
-def transpose(
-    input_tensor: Tensor, dim1: int, dim2: int, pad_value: float = 0.0, *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def transpose(input_tensor: Tensor, dim1: int, dim2: int, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """Two dims exchanged."""
     rank = len(input_tensor.shape)
     order = list(range(rank))
@@ -230,41 +217,32 @@ def transpose_rm(input: Tensor) -> Tensor:
 
 
 @op("experimental.convert_to_hwc")
-def convert_to_hwc(
-    input: Tensor, *, memory_config: MemoryConfig | None = None, dtype: DataType | None = None
-) -> Tensor:
+def convert_to_hwc(input: Tensor, *, memory_config: MemoryConfig | None = None) -> Made:
     """Pictures [1, B, C, HW] with their channels last: [1, 1, B * HW, C]."""
     turned = transpose(input, -2, -1, memory_config=memory_config)
     sizes = (1, 1, -1, turned.shape[-1])
     found = inferred("experimental.convert_to_hwc", tuple(turned.shape), sizes)
-    return result(
+    return Made(
         turned.block.reshape(*turned.block.shape[: len(turned.grid)], *found),
         turned,
-        topology=label_moves.reshaped(turned, found),
-        dtype=dtype,
+        label_moves.reshaped(turned, found),
         layout=Layout.ROW_MAJOR,
     )
 
 
 @op("experimental.convert_to_chw")
-def convert_to_chw(input: Tensor, *, dtype: DataType | None = None) -> Tensor:
+def convert_to_chw(input: Tensor) -> Made:
     """Pictures [1, 1, HW, C] with their channels first: [1, 1, C, HW]."""
     turned = transpose(input, -2, -1)
     label = turned.tensor_topology()
-    return result(turned.block, turned, topology=label, dtype=dtype, layout=Layout.ROW_MAJOR)
+    return Made(turned.block, turned, label, layout=Layout.ROW_MAJOR)
 
 
 # repetition
 
 
 @op("repeat")
-def repeat(
-    input_tensor: Tensor,
-    repeat_dims: Sequence[int],
-    *,
-    memory_config: MemoryConfig | None = None,
-    optional_output_tensor: Tensor | None = None,
-) -> Tensor:
+def repeat(input_tensor: Tensor, repeat_dims: Sequence[int]) -> Made:
     """The tensor several times along every dim; more numbers than dims put dims in front."""
     _, (block,) = operands("repeat", input_tensor)
     times, had, axes = tuple(repeat_dims), len(input_tensor.shape), len(input_tensor.grid)
@@ -276,26 +254,22 @@ def repeat(
     spaced = block.reshape(*block.shape[:axes], *(1,) * new, *block.shape[axes:])
     values = fresh(spaced.repeat(*(1,) * axes, *times))
     label = label_moves.mapped(input_tensor, label_moves.same(input_tensor, new), values.shape[axes:])
-    return result(
-        values, input_tensor, topology=label, memory_config=memory_config, output_tensor=optional_output_tensor
-    )
+    return Made(values, input_tensor, label)
 
 
 @op("repeat_interleave")
-def repeat_interleave(
-    input_tensor: Tensor, repeats: int, dim: int, *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def repeat_interleave(input_tensor: Tensor, repeats: int, dim: int) -> Made:
     """Every element several times in a row along a dim."""
     _, (block,) = operands("repeat_interleave", input_tensor)
     place = axis_of("repeat_interleave", dim, len(input_tensor.shape))
     axes = len(input_tensor.grid)
     values = block.repeat_interleave(repeats, dim=axes + place)
     label = label_moves.mapped(input_tensor, label_moves.same(input_tensor), values.shape[axes:], scales=True)
-    return result(values, input_tensor, topology=label, memory_config=memory_config)
+    return Made(values, input_tensor, label)
 
 
 @op("expand")
-def expand(input_tensor: Tensor, output_shape: Sequence[int], *, memory_config: MemoryConfig | None = None) -> Tensor:
+def expand(input_tensor: Tensor, output_shape: Sequence[int]) -> Made:
     """Dims of size 1 made larger; -1 keeps a size, and sizes in front are new dims."""
     _, (block,) = operands("expand", input_tensor)
     had, axes, asked = tuple(input_tensor.shape), len(input_tensor.grid), tuple(output_shape)
@@ -306,7 +280,7 @@ def expand(input_tensor: Tensor, output_shape: Sequence[int], *, memory_config: 
     spaced = block.reshape(*block.shape[:axes], *(1,) * new, *had)
     values = fresh(spaced.expand(*block.shape[:axes], *sizes))
     label = label_moves.mapped(input_tensor, label_moves.same(input_tensor, new), sizes)
-    return result(values, input_tensor, topology=label, memory_config=memory_config)
+    return Made(values, input_tensor, label)
 
 
 @op("experimental.broadcast_to")
@@ -316,20 +290,14 @@ def broadcast_to(
     *,
     memory_config: MemoryConfig | None = None,
     output: Tensor | None = None,
-) -> Tensor:
+) -> Made:
     """`expand` that can write into a tensor."""
     made = expand(input, output_shape, memory_config=memory_config)
-    return made if output is None else result(made.block, made, topology=made.tensor_topology(), output_tensor=output)
+    return made if output is None else Made(made.block, made, made.tensor_topology(), output=output)
 
 
 @op("roll")
-def roll(
-    input_tensor: Tensor,
-    shifts: int | Sequence[int],
-    dim: int | Sequence[int] | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def roll(input_tensor: Tensor, shifts: int | Sequence[int], dim: int | Sequence[int] | None = None) -> Made:
     """Elements moved along dims, those that fall off put in at the other end; without a dim, along all of them."""
     _, (block,) = operands("roll", input_tensor)
     axes, rank = len(input_tensor.grid), len(input_tensor.shape)
@@ -337,12 +305,12 @@ def roll(
     if dim is None:
         flat = block.flatten(axes) if rank else block
         values = flat.roll(shifts, dims=axes).reshape(block.shape) if rank else fresh(block)
-        return result(values, input_tensor, topology=label, memory_config=memory_config)
+        return Made(values, input_tensor, label)
     dims = [axes + axis_of("roll", each, rank) for each in whole(dim, 1)]
     steps = whole(shifts, len(dims))
     if len(steps) != len(dims):
         raise OperandError(f"ttnn.roll: {len(steps)} shifts for {len(dims)} dims", fix="give one shift for each dim")
-    return result(block.roll(steps, dims), input_tensor, topology=label, memory_config=memory_config)
+    return Made(block.roll(steps, dims), input_tensor, label)
 
 
 @op("fold")
@@ -350,10 +318,8 @@ def fold(
     input: Tensor,
     stride_h: int,
     stride_w: int,
-    use_transpose_as_fold: bool = False,
     output_shape: Sequence[int] | None = None,
     padding: Sequence[int] = (0, 0),
-    grid_size: Any = None,
     override_memory_config: MemoryConfig | None = None,
     collapse_output: bool = False,
 ) -> Tensor:

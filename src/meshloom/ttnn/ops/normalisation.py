@@ -8,16 +8,14 @@ that the norm is that of the whole row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn import label_moves
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.labels import merged, moved, reduced
-from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.activations import LossReductionMode
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.reductions import dims_of
@@ -30,65 +28,28 @@ STATISTICS = 32  # the columns of a tile that holds the statistics of rows
 # softmax
 
 
-def _normalised(
-    name: str,
-    tensor: Tensor,
-    function: Callable[[Block], Block],
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    others: tuple[Tensor, ...] = (),
-    dtype: DataType | None = None,
-) -> Tensor:
+def _normalised(name: str, tensor: Tensor, function: Callable[[Block], Block], others: tuple[Tensor, ...] = ()) -> Made:
     """A function of float32 values that keeps the shape."""
     _, (block, *_) = operands(name, tensor, *others)
-    return result(
-        function(block.float()),
-        tensor,
-        topology=merged((tensor, *others), len(tensor.shape)),
-        dtype=dtype,
-        memory_config=memory_config,
-        output_tensor=output_tensor,
-        coords=shared_coords(tensor, *others),
-    )
+    label = merged((tensor, *others), len(tensor.shape))
+    return Made(function(block.float()), tensor, label, coords=shared_coords(tensor, *others))
 
 
 @op("softmax")
-def softmax(
-    input_tensor: Tensor,
-    dim: int = -1,
-    *,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-    numeric_stable: bool = True,
-) -> Tensor:
+def softmax(input_tensor: Tensor, dim: int = -1) -> Made:
     """Softmax along a dim of every device's part."""
     (at,) = dims_of("softmax", input_tensor, dim)
-    return _normalised("softmax", input_tensor, lambda x: x.softmax(at), memory_config)
+    return _normalised("softmax", input_tensor, lambda x: x.softmax(at))
 
 
 @op("softmax_in_place")
-def softmax_in_place(
-    input_tensor: Tensor,
-    dim: int = -1,
-    *,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-    numeric_stable: bool = True,
-) -> Tensor:
+def softmax_in_place(input_tensor: Tensor, dim: int = -1) -> Made:
     """Softmax along a dim, written into the tensor."""
     (at,) = dims_of("softmax_in_place", input_tensor, dim)
-    return _normalised("softmax_in_place", input_tensor, lambda x: x.softmax(at), output_tensor=input_tensor)
+    return _normalised("softmax_in_place", input_tensor, lambda x: x.softmax(at)).into(input_tensor)
 
 
-def _scaled_masked(
-    name: str,
-    tensor: Tensor,
-    scale: float | None,
-    mask: Tensor | None,
-    causal: bool,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+def _scaled_masked(name: str, tensor: Tensor, scale: float | None, mask: Tensor | None, causal: bool) -> Made:
     axes, rank = len(tensor.grid), len(tensor.shape)
 
     def call(x: Block) -> Block:
@@ -101,54 +62,33 @@ def _scaled_masked(
             x = x + shift
         return x.softmax(-1)
 
-    others = () if mask is None else (mask,)
-    return _normalised(name, tensor, call, memory_config, output_tensor, others)
+    return _normalised(name, tensor, call, () if mask is None else (mask,))
 
 
 @op("scale_mask_softmax")
 def scale_mask_softmax(
-    input_tensor: Tensor,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    is_causal_mask: bool = False,
-    compute_kernel_config: Any = None,
-    numeric_stable: bool = True,
-) -> Tensor:
+    input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None, *, is_causal_mask: bool = False
+) -> Made:
     """softmax(scale * x + mask) along the last dim."""
-    return _scaled_masked("scale_mask_softmax", input_tensor, scale, mask, is_causal_mask, memory_config)
+    return _scaled_masked("scale_mask_softmax", input_tensor, scale, mask, is_causal_mask)
 
 
 @op("scale_mask_softmax_in_place")
 def scale_mask_softmax_in_place(
-    input_tensor: Tensor,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    *,
-    program_config: Any = None,
-    is_causal_mask: bool = False,
-    compute_kernel_config: Any = None,
-    numeric_stable: bool = False,
-) -> Tensor:
+    input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None, *, is_causal_mask: bool = False
+) -> Made:
     """softmax(scale * x + mask) along the last dim, written into the tensor."""
     name = "scale_mask_softmax_in_place"
-    return _scaled_masked(name, input_tensor, scale, mask, is_causal_mask, output_tensor=input_tensor)
+    return _scaled_masked(name, input_tensor, scale, mask, is_causal_mask).into(input_tensor)
 
 
 @op("scale_causal_mask_hw_dims_softmax_in_place")
 def scale_causal_mask_hw_dims_softmax_in_place(
-    input_tensor: Tensor,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    *,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-    numeric_stable: bool = False,
-) -> Tensor:
+    input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None
+) -> Made:
     """softmax(scale * x + mask) along the last dim with a mask for the last two dims, written into the tensor."""
     name = "scale_causal_mask_hw_dims_softmax_in_place"
-    return _scaled_masked(name, input_tensor, scale, mask, True, output_tensor=input_tensor)
+    return _scaled_masked(name, input_tensor, scale, mask, True).into(input_tensor)
 
 
 # norms
@@ -180,11 +120,8 @@ def _norm(
     function: Callable[[Block], Block],
     weight: Tensor | None,
     bias: Tensor | None,
-    residual: Tensor | None,
-    memory_config: MemoryConfig | None,
-    dtype: DataType | None = None,
-    output: Tensor | None = None,
-) -> Tensor:
+    residual: Tensor | None = None,
+) -> Made:
     axes, rank = len(tensor.grid), len(tensor.shape)
     operands(name, *(each for each in (tensor, weight, bias, residual) if each is not None))
     width = tensor.shape[-1]
@@ -197,7 +134,7 @@ def _norm(
 
     rows = [_as_row(each) for each in (weight, bias) if each is not None]
     others = (*rows, residual) if residual is not None else tuple(rows)
-    return _normalised(name, tensor, call, memory_config, output, others, dtype)
+    return _normalised(name, tensor, call, others)
 
 
 def _as_row(tensor: Tensor) -> Tensor:
@@ -216,17 +153,13 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     residual_input_tensor: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-    recip_tensor: Tensor | None = None,
-) -> Tensor:
+) -> Made:
     """(x - mean) / sqrt(var + epsilon) of every row, times the weight, plus the bias."""
 
     def call(x: Block) -> Block:
         return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=epsilon)
 
-    return _norm("layer_norm", input_tensor, call, weight, bias, residual_input_tensor, memory_config)
+    return _norm("layer_norm", input_tensor, call, weight, bias, residual_input_tensor)
 
 
 @op("rms_norm")
@@ -237,81 +170,45 @@ def rms_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     residual_input_tensor: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+) -> Made:
     """x / sqrt(mean of squares + epsilon) of every row, times the weight, plus the bias."""
 
     def call(x: Block) -> Block:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
 
-    return _norm("rms_norm", input_tensor, call, weight, bias, residual_input_tensor, memory_config)
+    return _norm("rms_norm", input_tensor, call, weight, bias, residual_input_tensor)
 
 
-def _statistics(
-    name: str,
-    tensor: Tensor,
-    sums: Callable[[Block], list[Block]],
-    dtype: DataType,
-    residual: Tensor | None,
-    memory_config: MemoryConfig | None,
-) -> Tensor:
+def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]], residual: Tensor | None) -> Made:
     """One tile for each sum of a row: the sum in its first column, zeros beside it."""
     others = () if residual is None else (residual,)
     _, (block, *rest) = operands(name, tensor, *others)
     x = block.float() + rest[0].float() if rest else block.float()
     tiles = [torch.nn.functional.pad(each, (0, STATISTICS - 1)) for each in sums(x)]
-    return result(
-        torch.cat(tiles, -1),
-        tensor,
-        topology=merged((tensor, *others), len(tensor.shape)),
-        dtype=dtype,
-        layout=Layout.TILE,
-        memory_config=memory_config,
-    )
+    label = merged((tensor, *others), len(tensor.shape))
+    return Made(torch.cat(tiles, -1), tensor, label, DataType.BFLOAT16, Layout.TILE)
 
 
 @op("rms_norm_pre_all_gather")
-def rms_norm_pre_all_gather(
-    input_tensor: Tensor,
-    *,
-    dtype: DataType = DataType.BFLOAT16,
-    residual_input_tensor: Tensor | None = None,
-    compute_kernel_config: Any = None,
-    program_config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    use_2d_core_grid: bool | None = None,
-    fast_and_approximate_mode: bool = False,
-) -> Tensor:
+def rms_norm_pre_all_gather(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
     """The sum of squares of every row of a device's part, as one tile: gather it along the last dim next."""
 
     def sums(x: Block) -> list[Block]:
         return [x.square().sum(-1, keepdim=True)]
 
     name = "rms_norm_pre_all_gather"
-    return _statistics(name, input_tensor, sums, dtype, residual_input_tensor, memory_config)
+    return _statistics(name, input_tensor, sums, residual_input_tensor)
 
 
 @op("layer_norm_pre_all_gather")
-def layer_norm_pre_all_gather(
-    input_tensor: Tensor,
-    *,
-    dtype: DataType = DataType.BFLOAT16,
-    residual_input_tensor: Tensor | None = None,
-    compute_kernel_config: Any = None,
-    program_config: Any = None,
-    memory_config: MemoryConfig | None = None,
-    recip_tensor: Tensor | None = None,
-    fast_and_approximate_mode: bool = False,
-) -> Tensor:
+def layer_norm_pre_all_gather(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
     """The sums of squares and of elements of every row of a device's part, as two tiles: gather them next."""
 
     def sums(x: Block) -> list[Block]:
         return [x.square().sum(-1, keepdim=True), x.sum(-1, keepdim=True)]
 
     name = "layer_norm_pre_all_gather"
-    return _statistics(name, input_tensor, sums, dtype, residual_input_tensor, memory_config)
+    return _statistics(name, input_tensor, sums, residual_input_tensor)
 
 
 def _gathered(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[list[Block], int]:
@@ -336,12 +233,7 @@ def rms_norm_post_all_gather(
     epsilon: float = 1e-12,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-    program_config: Any = None,
-    dtype: DataType | None = None,
-    use_2d_core_grid: bool | None = None,
-) -> Tensor:
+) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "rms_norm_post_all_gather"
     (squares,), count = _gathered(name, input_tensor, stats, 1)
@@ -349,7 +241,7 @@ def rms_norm_post_all_gather(
     def call(x: Block) -> Block:
         return x * torch.rsqrt(squares / count + epsilon)
 
-    return _norm(name, input_tensor, call, weight, bias, None, memory_config, dtype)
+    return _norm(name, input_tensor, call, weight, bias)
 
 
 @op("layer_norm_post_all_gather")
@@ -360,11 +252,7 @@ def layer_norm_post_all_gather(
     epsilon: float = 1e-12,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-    program_config: Any = None,
-    dtype: DataType | None = None,
-) -> Tensor:
+) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "layer_norm_post_all_gather"
     (squares, sums), count = _gathered(name, input_tensor, stats, 2)
@@ -374,7 +262,7 @@ def layer_norm_post_all_gather(
     def call(x: Block) -> Block:
         return (x - mean) * torch.rsqrt(var + epsilon)
 
-    return _norm(name, input_tensor, call, weight, bias, None, memory_config, dtype)
+    return _norm(name, input_tensor, call, weight, bias)
 
 
 @op("group_norm")
@@ -383,19 +271,9 @@ def group_norm(
     *,
     num_groups: int,
     epsilon: float = 1e-12,
-    input_mask: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    core_grid: Any = None,
-    inplace: bool = True,
-    output_layout: Layout | None = None,
-    num_out_blocks: int | None = None,
-    compute_kernel_config: Any = None,
-    negative_mask: Tensor | None = None,
-    use_welford: bool = False,
-) -> Tensor:
+) -> Made:
     """The norm of groups of channels of [N, 1, H * W, C]: mean and variance over all places and the group's channels.
 
     Weight and bias may be padded to tiles, as [1, 1, tiles, 32]: their first C elements count.
@@ -427,15 +305,8 @@ def group_norm(
         return x if isinstance(x, PlacementShard) and all(fits) else None
 
     _, (block, *_) = operands("group_norm", input_tensor)
-    return result(
-        call(block.float()),
-        input_tensor,
-        topology=label_moves.ruled("group_norm", present, rule),
-        dtype=dtype,
-        layout=output_layout,
-        memory_config=memory_config,
-        coords=shared_coords(*present),
-    )
+    label = label_moves.ruled("group_norm", present, rule)
+    return Made(call(block.float()), input_tensor, label, coords=shared_coords(*present))
 
 
 @op("batch_norm")
@@ -449,10 +320,7 @@ def batch_norm(
     momentum: float = 0.1,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+) -> Made:
     """The norm of every channel of [N, C, H, W]; statistics are [1, C, 1, 1], and training writes the running ones."""
     name = "batch_norm"
     given = tuple(each for each in (running_mean, running_var, weight, bias) if each is not None)
@@ -486,14 +354,7 @@ def batch_norm(
         normal = normal * weight.block.float()
     if bias is not None:
         normal = normal + bias.block.float()
-    return result(
-        normal,
-        input,
-        topology=merged((input, *given), len(input.shape)),
-        memory_config=memory_config,
-        output_tensor=output,
-        coords=shared_coords(input, *given),
-    )
+    return Made(normal, input, merged((input, *given), len(input.shape)), coords=shared_coords(input, *given))
 
 
 # losses
@@ -505,24 +366,17 @@ def _loss(name: str, function: Callable[[Block, Block], Block]) -> None:
         input_prediction: Tensor,
         *,
         reduction: LossReductionMode = LossReductionMode.NONE,
-        memory_config: MemoryConfig | None = None,
-        output_tensor: Tensor | None = None,
-    ) -> Tensor:
+        kind: DataType | None = None,
+    ) -> Made:
+        both = (input_reference, input_prediction)
         if reduction is LossReductionMode.NONE:
-            return binary(name, function, input_reference, input_prediction, "", None, memory_config, output_tensor)
-        each = binary(
-            name, lambda x, y: function(x.float(), y.float()), input_reference, input_prediction, "", DataType.FLOAT32
-        )
+            return binary(name, function, *both, kind=kind)
+        exact = DataType.FLOAT32
+        each = binary(name, lambda x, y: function(x.float(), y.float()), *both, kind=exact).tensor(exact)
         dims = list(range(-len(each.shape), 0))
         mean = reduction is LossReductionMode.MEAN
-        return result(
-            each.block.mean(dims) if mean else each.block.sum(dims),
-            each,
-            topology=reduced(each, dims, False, "mean" if mean else "sum"),
-            dtype=input_reference.dtype if output_tensor is None else output_tensor.dtype,
-            memory_config=memory_config,
-            output_tensor=output_tensor,
-        )
+        label = reduced(each, dims, False, "mean" if mean else "sum")
+        return Made(each.block.mean(dims) if mean else each.block.sum(dims), each, label, kind or input_reference.dtype)
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"The {name} of every two elements, or their sum or mean over a device's part."

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import spread, whole
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.labels import reduced
 from meshloom.ttnn.memory import MemoryConfig
@@ -27,24 +27,13 @@ def _by_picture(pictures: Block, axes: int, function: Callable[[Block], Block]) 
     return function(pictures.flatten(0, axes)).unflatten(0, sizes)
 
 
-def _pooled(
-    values: Block,
-    tensor: Tensor,
-    name: str,
-    linear: bool,
-    dtype: DataType,
-    layout: Layout,
-    memory: MemoryConfig | None,
-) -> Tensor:
+def _pooled(values: Block, tensor: Tensor, name: str, linear: bool, dtype: DataType, frees: bool = False) -> Made:
     block = flattened(values, len(tensor.grid))
-    return result(
-        block,
-        tensor,
-        topology=label(name, tensor, block.shape[-2], linear),
-        dtype=dtype,
-        layout=layout,
-        memory_config=memory or MemoryConfig(buffer_type=tensor.memory_config().buffer_type),
-    )
+    topology = label(name, tensor, block.shape[-2], linear)
+    memory = MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
+    made = Made(block, tensor, topology, dtype, Layout.ROW_MAJOR, memory)
+    made.frees = tensor if frees else None
+    return made
 
 
 # windows
@@ -63,15 +52,9 @@ def max_pool2d(
     dilation: Sequence[int] = (1, 1),
     ceil_mode: bool = False,
     *,
-    memory_config: MemoryConfig | None = None,
-    dram_slice_config: Any = None,
-    applied_shard_scheme: Any = None,
     deallocate_input: bool = False,
-    reallocate_halo_output: bool = True,
     return_indices: bool = False,
     dtype: DataType = DataType.BFLOAT16,
-    output_layout: Layout = Layout.ROW_MAJOR,
-    config_tensor_in_dram: bool = False,
 ) -> Any:
     """The largest of every window, [1, 1, N * H' * W', C]; with `return_indices` also where in its picture it was."""
     operands("max_pool2d", input_tensor)
@@ -85,19 +68,12 @@ def max_pool2d(
         for part in F.max_pool2d(padded.flatten(0, axes), kernel, steps, 0, holes, ceil_mode, return_indices=True)
     )
     found, where = (part[..., : count[0], : count[1]] for part in (found, where))
-    made = _pooled(found, input_tensor, "max_pool2d", False, dtype, output_layout, memory_config)
     if not return_indices:
-        return _left(made, input_tensor, deallocate_input)
+        return _pooled(found, input_tensor, "max_pool2d", False, dtype, deallocate_input)
     row, column = where // padded.shape[-1] - edges[0], where % padded.shape[-1] - edges[2]
     index = row.clamp(0, input_h - 1) * input_w + column.clamp(0, input_w - 1)
-    numbers = _pooled(index, input_tensor, "max_pool2d", False, DataType.UINT16, output_layout, memory_config)
-    return [_left(made, input_tensor, deallocate_input), numbers]
-
-
-def _left(made: Tensor, given: Tensor, deallocate: bool) -> Tensor:
-    if deallocate:
-        given.deallocate(force=True)
-    return made
+    made = _pooled(found, input_tensor, "max_pool2d", False, dtype)
+    return [made, _pooled(index, input_tensor, "max_pool2d", False, DataType.UINT16, deallocate_input)]
 
 
 def _counts(
@@ -129,16 +105,8 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
     *,
-    memory_config: MemoryConfig | None = None,
-    dram_slice_config: Any = None,
-    applied_shard_scheme: Any = None,
-    compute_kernel_config: Any = None,
     deallocate_input: bool = False,
-    reallocate_halo_output: bool = True,
-    dtype: DataType = DataType.BFLOAT16,
-    output_layout: Layout = Layout.ROW_MAJOR,
-    config_tensor_in_dram: bool = False,
-) -> Tensor:
+) -> Made:
     """The mean of every window, [1, 1, N * H' * W', C], padding counted or not."""
     operands("avg_pool2d", input_tensor)
     axes, edges = len(input_tensor.grid), around(padding)
@@ -153,22 +121,21 @@ def avg_pool2d(
     total = _by_picture(F.pad(pictures, torch_order(edges)), axes, summed)
     inside = F.pad(torch.ones(1, 1, input_h, input_w), torch_order(edges), value=1.0 if count_include_pad else 0.0)
     found = total / (divisor_override or summed(inside))
-    made = _pooled(found, input_tensor, "avg_pool2d", True, dtype, output_layout, memory_config)
-    return _left(made, input_tensor, deallocate_input)
+    return _pooled(found, input_tensor, "avg_pool2d", True, DataType.BFLOAT16, deallocate_input)
 
 
 @op("global_avg_pool2d")
 def global_avg_pool2d(
     input_tensor: Tensor, *, memory_config: MemoryConfig | None = None, dtype: DataType | None = None
-) -> Tensor:
+) -> Made:
     """The mean of every picture of [N, H, W, C]: [N, 1, 1, C]."""
     _, (block,) = operands("global_avg_pool2d", input_tensor)
     if len(input_tensor.shape) != 4:
         raise OperandError(f"ttnn.global_avg_pool2d takes [N, H, W, C], not {list(input_tensor.shape)}")
-    return result(
+    return Made(
         block.float().mean((-3, -2), keepdim=True),
         input_tensor,
-        topology=reduced(input_tensor, (1, 2), True, "mean"),
+        reduced(input_tensor, (1, 2), True, "mean"),
         dtype=dtype,
         memory_config=memory_config,
     )
@@ -183,17 +150,11 @@ def adaptive_avg_pool2d(
     channels: int,
     output_size: Sequence[int],
     *,
-    memory_config: MemoryConfig | None = None,
-    dram_slice_config: Any = None,
-    applied_shard_scheme: Any = None,
-    compute_kernel_config: Any = None,
     deallocate_input: bool = False,
-    reallocate_output: bool = True,
-) -> Tensor:
+) -> Made:
     """The means of as many windows as asked for, [1, 1, N * h * w, C]."""
     sizes, asked = (batch_size, input_h, input_w, channels), whole(output_size, 2)
-    made = _adapted("adaptive_avg_pool2d", input_tensor, sizes, asked, F.adaptive_avg_pool2d, True, memory_config)
-    return _left(made, input_tensor, deallocate_input)
+    return _adapted("adaptive_avg_pool2d", input_tensor, sizes, asked, F.adaptive_avg_pool2d, True, deallocate_input)
 
 
 @op("adaptive_max_pool2d")
@@ -205,16 +166,11 @@ def adaptive_max_pool2d(
     channels: int,
     output_size: Sequence[int],
     *,
-    memory_config: MemoryConfig | None = None,
-    dram_slice_config: Any = None,
-    applied_shard_scheme: Any = None,
     deallocate_input: bool = False,
-    reallocate_output: bool = True,
-) -> Tensor:
+) -> Made:
     """The largest of as many windows as asked for, [1, 1, N * h * w, C]."""
     sizes, asked = (batch_size, input_h, input_w, channels), whole(output_size, 2)
-    made = _adapted("adaptive_max_pool2d", input_tensor, sizes, asked, F.adaptive_max_pool2d, False, memory_config)
-    return _left(made, input_tensor, deallocate_input)
+    return _adapted("adaptive_max_pool2d", input_tensor, sizes, asked, F.adaptive_max_pool2d, False, deallocate_input)
 
 
 def _adapted(
@@ -224,26 +180,19 @@ def _adapted(
     asked: Sequence[int],
     function: Callable[..., Block],
     linear: bool,
-    memory: MemoryConfig | None,
-) -> Tensor:
+    frees: bool,
+) -> Made:
     operands(name, tensor)
     pictures = channels_first(name, tensor, sizes).float()
     found = _by_picture(pictures, len(tensor.grid), lambda flat: function(flat, tuple(asked)))
-    return _pooled(found, tensor, name, linear, tensor.dtype, Layout.ROW_MAJOR, memory)
+    return _pooled(found, tensor, name, linear, tensor.dtype, frees)
 
 
 # other sizes, other places
 
 
 @op("upsample")
-def upsample(
-    input_tensor: Tensor,
-    scale_factor: float | Sequence[float],
-    *,
-    mode: str = "nearest",
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def upsample(input_tensor: Tensor, scale_factor: float | Sequence[float], *, mode: str = "nearest") -> Made:
     """Larger pictures, [N, H, W, C]: by the nearest element or between neighbours (bilinear)."""
     _, (block,) = operands("upsample", input_tensor)
     if mode not in ("nearest", "bilinear"):
@@ -258,7 +207,7 @@ def upsample(
 
     values = _by_picture(block.movedim(-1, -3).float(), axes, larger).movedim(-3, -1)
     topology = _inside(input_tensor, values.shape[axes:])
-    return result(values.contiguous(), input_tensor, topology=topology, memory_config=memory_config)
+    return Made(values.contiguous(), input_tensor, topology)
 
 
 def _inside(tensor: Tensor, shape: Sequence[int]) -> Any:
@@ -276,9 +225,7 @@ def grid_sample(
     align_corners: bool = False,
     use_precomputed_grid: bool = False,
     batch_output_channels: bool = False,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+) -> Made:
     """Pictures [N, H, W, C] read at places [N, h, w, 2] from -1 to 1: [N, h, w, C]."""
     if use_precomputed_grid or batch_output_channels:
         raise OperandError("ttnn.grid_sample: precomputed and batched grids are not covered", fix="a grid [N, h, w, 2]")
@@ -299,10 +246,4 @@ def grid_sample(
         return PlacementShard(0) if told == {PlacementShard(0)} else None
 
     topology = label_moves.ruled("grid_sample", (input_tensor, grid), rule)
-    return result(
-        values.contiguous(),
-        input_tensor,
-        topology=topology,
-        memory_config=memory_config,
-        coords=shared_coords(input_tensor, grid),
-    )
+    return Made(values.contiguous(), input_tensor, topology, coords=shared_coords(input_tensor, grid))

@@ -7,15 +7,13 @@ the label of a sum, mean, maximum, minimum or product says that devices hold ter
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.calling import op, operands, result
+from meshloom.ttnn.calling import Made, op, operands
 from meshloom.ttnn.formats import DataType, Layout
 from meshloom.ttnn.labels import merged, reduced
-from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.padding import filled
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
@@ -48,25 +46,15 @@ def _reduce(
     tensor: Tensor,
     dim: Dims,
     keepdim: bool,
-    memory_config: MemoryConfig | None,
     scalar: float = 1.0,
-    layout: Layout | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+) -> Made:
     _, (block,) = operands(name, tensor)
     dims = dims_of(name, tensor, dim)
     block = filled(block, tensor, dims, op_name)
     found = function(exact(block), dims, keepdim) if dims else exact(block)
     if scalar != 1.0:
         found = found * scalar
-    return result(
-        found,
-        tensor,
-        topology=reduced(tensor, dims, keepdim, op_name, clean=True),
-        layout=layout,
-        memory_config=memory_config,
-        output_tensor=output_tensor,
-    )
+    return Made(found, tensor, reduced(tensor, dims, keepdim, op_name, clean=True))
 
 
 def _one_by_one(function: Callable[..., Block]) -> Callable[[Block, list[int], bool], Block]:
@@ -80,25 +68,16 @@ def _one_by_one(function: Callable[..., Block]) -> Callable[[Block, list[int], b
     return call
 
 
+_SPEED = "compute_kernel_config correction sub_core_grids fast_and_approximate_mode output_layout"
+
+
 def _summing(name: str, function: Callable[[Block, list[int], bool], Block], op_name: str) -> None:
-    def call(
-        input_tensor: Tensor,
-        dim: Dims = None,
-        keepdim: bool = False,
-        *,
-        memory_config: MemoryConfig | None = None,
-        compute_kernel_config: Any = None,
-        scalar: float = 1.0,
-        correction: bool | None = None,
-        sub_core_grids: Any = None,
-        fast_and_approximate_mode: bool = False,
-        output_layout: Layout | None = None,
-    ) -> Tensor:
-        return _reduce(name, function, op_name, input_tensor, dim, keepdim, memory_config, scalar, output_layout)
+    def call(input_tensor: Tensor, dim: Dims = None, keepdim: bool = False, *, scalar: float = 1.0) -> Made:
+        return _reduce(name, function, op_name, input_tensor, dim, keepdim, scalar)
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"The {name} over a dim, several, or all; `scalar` multiplies it."
-    op(name)(call)
+    op(name, also=_SPEED)(call)
 
 
 _summing("sum", lambda x, dims, keep: x.sum(dims, keep), "sum")
@@ -109,20 +88,12 @@ _summing("min", lambda x, dims, keep: x.amin(dims, keep), "min")
 
 def _spreading(name: str, function: Callable[..., Block]) -> None:
     def call(
-        input_tensor: Tensor,
-        dim: Dims = None,
-        keepdim: bool = False,
-        *,
-        memory_config: MemoryConfig | None = None,
-        compute_kernel_config: Any = None,
-        scalar: float = 1.0,
-        correction: bool = True,
-        sub_core_grids: Any = None,
-    ) -> Tensor:
+        input_tensor: Tensor, dim: Dims = None, keepdim: bool = False, *, scalar: float = 1.0, correction: bool = True
+    ) -> Made:
         def spread(block: Block, dims: list[int], keep: bool) -> Block:
             return function(block.float(), dims, correction=int(correction), keepdim=keep)
 
-        return _reduce(name, spread, None, input_tensor, dim, keepdim, memory_config, scalar)
+        return _reduce(name, spread, None, input_tensor, dim, keepdim, scalar)
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"The {name} over a dim, several, or all; `correction` divides by one less than the count."
@@ -141,28 +112,17 @@ def prod(
     *,
     output_tensor: Tensor | None = None,
     dims: Sequence[int] | None = None,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+) -> Made:
     """The product over a dim or all; with an output tensor and `dims=`, those dims are kept with size 1."""
     if isinstance(dim, Tensor):
         output_tensor, dim = dim, None
     product = _one_by_one(lambda x, d, keep: x.prod(d, keep))
-    if dims is not None:
-        return _reduce("prod", product, "prod", input_tensor, dims, True, memory_config, output_tensor=output_tensor)
-    return _reduce("prod", product, "prod", input_tensor, dim, keepdim, memory_config, output_tensor=output_tensor)
+    over, keep = (dim, keepdim) if dims is None else (dims, True)
+    return _reduce("prod", product, "prod", input_tensor, over, keep).into(output_tensor)
 
 
 @op("argmax")
-def argmax(
-    input_tensor: Tensor,
-    dim: int | None = None,
-    keepdim: bool = False,
-    *,
-    sub_core_grids: Any = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    enable_secondary_dm: bool | None = None,
-) -> Tensor:
+def argmax(input_tensor: Tensor, dim: int | None = None, keepdim: bool = False) -> Made:
     """Where the largest element lies: the first one, in one dim or in the flattened part."""
     _, (block,) = operands("argmax", input_tensor)
     dims, axes = dims_of("argmax", input_tensor, dim), len(input_tensor.grid)
@@ -172,14 +132,8 @@ def argmax(
             found = found.reshape(*found.shape, *(1,) * len(input_tensor.shape))
     else:
         found = block.argmax(dims[0], keepdim)
-    return result(
-        found,
-        input_tensor,
-        topology=reduced(input_tensor, dims, keepdim, None),
-        dtype=DataType.UINT32,
-        layout=Layout.ROW_MAJOR,
-        memory_config=memory_config,
-        output_tensor=output_tensor,
+    return Made(
+        found, input_tensor, reduced(input_tensor, dims, keepdim, None), dtype=DataType.UINT32, layout=Layout.ROW_MAJOR
     )
 
 
@@ -187,22 +141,12 @@ def _index_kind(size: int) -> DataType:
     return DataType.UINT16 if size < 1 << 16 else DataType.UINT32
 
 
-def _two(
-    values: Block,
-    indices: Block,
-    tensor: Tensor,
-    dim: int,
-    memory_config: MemoryConfig | None,
-    outputs: Sequence[Tensor] | None,
-) -> list[Tensor]:
+def _two(values: Block, indices: Block, tensor: Tensor, dim: int, outputs: Sequence[Tensor] | None) -> list[Made]:
     """Values and where they were, every device for itself: along a sharded dim they stand side by side."""
     label = merged((tensor,), len(tensor.shape))
     first, second = outputs if outputs is not None else (None, None)
     kind = second.dtype if second is not None else _index_kind(tensor.shape[dim])
-    return [
-        result(values, tensor, topology=label, memory_config=memory_config, output_tensor=first),
-        result(indices, tensor, topology=label, dtype=kind, memory_config=memory_config, output_tensor=second),
-    ]
+    return [Made(values, tensor, label, output=first), Made(indices, tensor, label, kind, output=second)]
 
 
 @op("topk")
@@ -213,12 +157,10 @@ def topk(
     largest: bool = True,
     sorted: bool = True,
     *,
-    memory_config: MemoryConfig | None = None,
-    sub_core_grids: Any = None,
     indices_tensor: Tensor | None = None,
     output_tensor: Sequence[Tensor] | None = None,
     stable: bool = False,
-) -> list[Tensor]:
+) -> list[Made]:
     """The k largest (or smallest) elements along a dim and where they were; `indices_tensor` names the places anew."""
     _, (block,) = operands("topk", input_tensor)
     (at,) = dims_of("topk", input_tensor, dim)
@@ -234,7 +176,7 @@ def topk(
         lead = torch.broadcast_shapes(names.shape[: len(input_tensor.grid)], indices.shape[: len(input_tensor.grid)])
         names, indices = (each.expand(*lead, *each.shape[len(lead) :]) for each in (names, indices))
         indices = names.gather(at, indices)
-    return _two(values, indices, input_tensor, at, memory_config, output_tensor)
+    return _two(values, indices, input_tensor, at, output_tensor)
 
 
 @op("sort")
@@ -244,14 +186,13 @@ def sort(
     descending: bool = False,
     stable: bool = False,
     *,
-    memory_config: MemoryConfig | None = None,
     out: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
+) -> list[Made]:
     """The elements in order along a dim, and where they were."""
     _, (block,) = operands("sort", input_tensor)
     (at,) = dims_of("sort", input_tensor, dim)
     values, indices = torch.sort(block, dim=at, descending=descending, stable=stable)
-    return _two(values, indices, input_tensor, at, memory_config, out)
+    return _two(values, indices, input_tensor, at, out)
 
 
 def _running(
@@ -259,59 +200,30 @@ def _running(
     function: Callable[[Block, int], Block],
     tensor: Tensor,
     dim: int,
-    dtype: DataType | None,
-    reverse_order: bool,
-    out: Tensor | None,
-    memory_config: MemoryConfig | None,
+    reverse_order: bool = False,
     keeps: str = "",
-) -> Tensor:
+) -> Made:
     _, (block,) = operands(name, tensor)
     (at,) = dims_of(name, tensor, dim)
     values = exact(block)
     found = function(values.flip(at), at).flip(at) if reverse_order else function(values, at)
-    label = merged((tensor,), len(tensor.shape), keeps=keeps)
-    return result(found, tensor, topology=label, dtype=dtype, memory_config=memory_config, output_tensor=out)
+    return Made(found, tensor, merged((tensor,), len(tensor.shape), keeps=keeps))
 
 
 @op("cumsum")
-def cumsum(
-    input: Tensor,
-    dim: int,
-    *,
-    dtype: DataType | None = None,
-    reverse_order: bool = False,
-    out: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    disable_compensated_sum: bool = False,
-) -> Tensor:
+def cumsum(input: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
     """The sum of all elements up to each one, or from each one on."""
-    return _running("cumsum", torch.cumsum, input, dim, dtype, reverse_order, out, memory_config, "sum")
+    return _running("cumsum", torch.cumsum, input, dim, reverse_order, "sum")
 
 
 @op("cumprod")
-def cumprod(
-    input_tensor: Tensor,
-    dim: int,
-    *,
-    dtype: DataType | None = None,
-    reverse_order: bool = False,
-    out: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def cumprod(input_tensor: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
     """The product of all elements up to each one, or from each one on."""
-    return _running("cumprod", torch.cumprod, input_tensor, dim, dtype, reverse_order, out, memory_config)
+    return _running("cumprod", torch.cumprod, input_tensor, dim, reverse_order)
 
 
 @op("ema")
-def ema(
-    input_tensor: Tensor,
-    alpha: float,
-    *,
-    out: Tensor | None = None,
-    core_grid: Any = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+def ema(input_tensor: Tensor, alpha: float) -> Made:
     """The moving average along the last dim: y[t] = alpha * y[t-1] + (1 - alpha) * x[t], and y[-1] = 0."""
 
     def averaged(x: Block, at: int) -> Block:
@@ -321,27 +233,11 @@ def ema(
             steps.append(total)
         return torch.stack(steps, at) if steps else x
 
-    return _running("ema", averaged, input_tensor, -1, None, False, out, memory_config, "sum")
+    return _running("ema", averaged, input_tensor, -1, keeps="sum")
 
 
 @op("experimental.fast_reduce_nc")
-def fast_reduce_nc(
-    input: Tensor,
-    *,
-    dims: Sequence[int] = (),
-    output: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def fast_reduce_nc(input: Tensor, *, dims: Sequence[int] = ()) -> Made:
     """The sum over leading dims, which are kept with size 1."""
-    return _reduce(
-        "experimental.fast_reduce_nc",
-        lambda x, named, keep: x.sum(named, keep),
-        "sum",
-        input,
-        tuple(dims) or (0, 1),
-        True,
-        memory_config,
-        output_tensor=output,
-    )
+    name, over = "experimental.fast_reduce_nc", tuple(dims) or (0, 1)
+    return _reduce(name, lambda x, named, keep: x.sum(named, keep), "sum", input, over, True)

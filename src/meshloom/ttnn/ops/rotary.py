@@ -12,8 +12,7 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn import label_moves
-from meshloom.ttnn.calling import op, operands, result, shared_coords
-from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.parts import Block, aligned
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
@@ -54,24 +53,18 @@ def _label(tensors: Sequence[Tensor], by_position: bool = False) -> Any:
 
 
 @op("experimental.rotate_half")
-def rotate_half(input: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def rotate_half(input: Tensor) -> Made:
     """(-second half, first half) of the last dim."""
     _, (block,) = operands("experimental.rotate_half", input)
     if input.shape[-1] % 2:
         raise OperandError(f"ttnn.experimental.rotate_half: a width of {input.shape[-1]} has no halves")
-    return result(turned_halves(block), input, topology=label_moves.kept(input), memory_config=memory_config)
+    return Made(turned_halves(block), input, label_moves.kept(input))
 
 
 @op("experimental.rotary_embedding")
 def rotary_embedding(
-    input_tensor: Tensor,
-    cos_cache: Tensor,
-    sin_cache: Tensor,
-    token_index: int | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+    input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, token_index: int | None = None
+) -> Made:
     """Rotate halves of [.., S, D] by caches [1, 1, S or more, D]: position by position, or all by one token's angle."""
     name = "experimental.rotary_embedding"
     tensors = (input_tensor, cos_cache, sin_cache)
@@ -84,71 +77,34 @@ def rotary_embedding(
         )
     angles = (each[..., first : first + count, :] for each in (cos, sin))
     values = _rotated(x, turned_halves(x), *angles)
-    return result(
-        values,
-        input_tensor,
-        topology=_label(tensors, token_index is None),
-        memory_config=memory_config,
-        coords=shared_coords(*tensors),
-    )
+    return Made(values, input_tensor, _label(tensors, token_index is None), coords=shared_coords(*tensors))
 
 
 @op("experimental.rotary_embedding_hf")
 def rotary_embedding_hf(
-    input_tensor: Tensor,
-    cos_cache: Tensor,
-    sin_cache: Tensor,
-    *,
-    is_decode_mode: bool = False,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+    input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, *, is_decode_mode: bool = False
+) -> Made:
     """Rotate halves of [B, H, S, D] position by position, or of [1, B, H, D] with angles [1, B, 1, D] by user."""
     tensors = (input_tensor, cos_cache, sin_cache)
     x, cos, sin = operands("experimental.rotary_embedding_hf", *tensors)[1]
     values = _rotated(x, turned_halves(x), *_angles(input_tensor, cos, sin, is_decode_mode))
-    return result(
-        values,
-        input_tensor,
-        topology=_label(tensors, not is_decode_mode),
-        memory_config=memory_config,
-        coords=shared_coords(*tensors),
-    )
+    return Made(values, input_tensor, _label(tensors, not is_decode_mode), coords=shared_coords(*tensors))
 
 
 @op("experimental.rotary_embedding_llama")
 def rotary_embedding_llama(
-    input_tensor: Tensor,
-    cos_cache: Tensor,
-    sin_cache: Tensor,
-    trans_mat: Tensor,
-    *,
-    is_decode_mode: bool = False,
-    memory_config: MemoryConfig | None = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+    input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, trans_mat: Tensor, *, is_decode_mode: bool = False
+) -> Made:
     """Rotate by a matrix that turns 32 elements: [1, H, S, D] position by position, or [1, B, H, D] by user."""
     tensors = (input_tensor, cos_cache, sin_cache, trans_mat)
     x, cos, sin, matrix = operands("experimental.rotary_embedding_llama", *tensors)[1]
     values = _rotated(x, _turned_by(x, matrix, len(cos_cache.grid)), *_angles(input_tensor, cos, sin, is_decode_mode))
-    return result(
-        values,
-        input_tensor,
-        topology=_label(tensors, not is_decode_mode),
-        memory_config=memory_config,
-        coords=shared_coords(*tensors),
-    )
+    return Made(values, input_tensor, _label(tensors, not is_decode_mode), coords=shared_coords(*tensors))
 
 
 @op("experimental.rotary_embedding_llama_fused_qk")
 def rotary_embedding_llama_fused_qk(
-    q_input_tensor: Tensor,
-    k_input_tensor: Tensor,
-    cos_cache: Tensor,
-    sin_cache: Tensor,
-    trans_mat: Tensor,
-    *,
-    compute_kernel_config: Any = None,
+    q_input_tensor: Tensor, k_input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, trans_mat: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of one token of every user; angles are [1, B, 1, D], or [1, 2 * B, 1, D] with the keys' last."""
     made = []

@@ -10,29 +10,30 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import axis_of, fresh, inside, owned, spread
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.formats import rounded
-from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
 
 # apart
 
 
-@op("slice", "experimental.quasar.slice", spelled={"slice_start": "starts", "slice_end": "ends", "slice_step": "steps"})
+@op(
+    "slice",
+    "experimental.quasar.slice",
+    "experimental.padded_slice",  # padding up to whole shards of a core is derived from the memory config
+    "experimental.quasar.padded_slice",
+    spelled={f"{kind}slice_{end}": f"{end}s" for kind in ("", "padded_") for end in ("start", "end", "step")},
+)
 def slice_(
     input_tensor: Tensor,
     starts: Sequence[int] | Tensor,
     ends: Sequence[int] | Tensor,
     steps: Sequence[int] | None = None,
     *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    pad_value: float | None = None,
     slice_dim: int | None = None,
     num_devices: int | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+) -> Made:
     """The elements from start to end of every dim, in steps. Tensors as starts and ends may differ between devices."""
     _, (block,) = operands("slice", input_tensor)
     if isinstance(starts, Tensor) and isinstance(ends, Tensor):
@@ -45,13 +46,9 @@ def slice_(
     label = label_moves.kept(input_tensor, values.shape[len(input_tensor.grid) :])
     if isinstance(starts, Tensor):
         label = label_moves.joined(
-            (input_tensor, starts),
-            (label_moves.same(input_tensor), (None,)),
-            values.shape[len(input_tensor.grid) :],
+            (input_tensor, starts), (label_moves.same(input_tensor), (None,)), values.shape[len(input_tensor.grid) :]
         )
-    return result(
-        values, input_tensor, topology=label, memory_config=memory_config, output_tensor=output_tensor, coords=coords
-    )
+    return Made(values, input_tensor, label, coords=coords)
 
 
 def _spans(
@@ -121,28 +118,6 @@ def _taken_along(block: Block, index: Block, axes: int, dim: int) -> Block:
     return block.expand(*sizes, *block.shape[axes:]).gather(axes + dim, wide)
 
 
-@op("experimental.padded_slice", "experimental.quasar.padded_slice")
-def padded_slice(
-    input_tensor: Tensor,
-    padded_slice_start: Sequence[int],
-    padded_slice_end: Sequence[int],
-    padded_slice_step: Sequence[int] | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    pad_value: float | None = None,
-) -> Tensor:
-    """`slice`; padding up to whole shards of a core is derived from the memory config."""
-    return slice_(
-        input_tensor,
-        padded_slice_start,
-        padded_slice_end,
-        padded_slice_step,
-        memory_config=memory_config,
-        output_tensor=output_tensor,
-    )
-
-
 @op("experimental.slice_write", "experimental.quasar.slice_write")
 def slice_write(
     input_tensor: Tensor, output_tensor: Tensor, start: Sequence[int], end: Sequence[int], step: Sequence[int]
@@ -175,9 +150,7 @@ def narrow(input_tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 
 @op("split")
-def split(
-    input_tensor: Tensor, split_size: int | Sequence[int], dim: int = 0, *, memory_config: MemoryConfig | None = None
-) -> list[Tensor]:
+def split(input_tensor: Tensor, split_size: int | Sequence[int], dim: int = 0) -> list[Made]:
     """Pieces along a dim, of one size (the last may be smaller) or of the sizes given."""
     _, (block,) = operands("split", input_tensor)
     place = axis_of("split", dim, len(input_tensor.shape))
@@ -187,43 +160,27 @@ def split(
     if isinstance(split_size, int) and split_size < 1:
         raise OperandError(f"ttnn.split: pieces of size {split_size}", fix="a size of at least 1")
     cut = split_size if isinstance(split_size, int) else list(split_size)
-    return _pieces(input_tensor, block.split(cut, dim=len(input_tensor.grid) + place), memory_config)
+    return _pieces(input_tensor, block.split(cut, dim=len(input_tensor.grid) + place))
 
 
 @op("chunk")
-def chunk(input_tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
+def chunk(input_tensor: Tensor, chunks: int, dim: int) -> list[Made]:
     """So many pieces along a dim, or fewer if its size runs out."""
     _, (block,) = operands("chunk", input_tensor)
     place = axis_of("chunk", dim, len(input_tensor.shape))
-    return _pieces(input_tensor, block.chunk(chunks, dim=len(input_tensor.grid) + place), None)
+    return _pieces(input_tensor, block.chunk(chunks, dim=len(input_tensor.grid) + place))
 
 
-def _pieces(tensor: Tensor, blocks: Sequence[Block], memory_config: MemoryConfig | None) -> list[Tensor]:
+def _pieces(tensor: Tensor, blocks: Sequence[Block]) -> list[Made]:
     axes = len(tensor.grid)
-    return [
-        result(
-            fresh(block),
-            tensor,
-            topology=label_moves.kept(tensor, block.shape[axes:]),
-            memory_config=memory_config,
-        )
-        for block in blocks
-    ]
+    return [Made(fresh(block), tensor, label_moves.kept(tensor, block.shape[axes:])) for block in blocks]
 
 
 # together
 
 
 @op("concat")
-def concat(
-    tensors: Sequence[Tensor],
-    dim: int = 0,
-    *,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    groups: int = 1,
-    sub_core_grids: Any = None,
-) -> Tensor:
+def concat(tensors: Sequence[Tensor], dim: int = 0, *, groups: int = 1) -> Made:
     """Tensors one after the other along a dim; with groups, the first piece of each, then the second of each..."""
     first, place, blocks = _alike("concat", tensors, dim, 0)
     axes = len(first.grid)
@@ -243,18 +200,11 @@ def concat(
         whole = [piece for group in zip(*pieces, strict=True) for piece in group]
     values = torch.cat(whole, dim=axes + place)
     label = label_moves.joined(tensors, [label_moves.same(each) for each in tensors], values.shape[axes:])
-    return result(
-        values,
-        first,
-        topology=label,
-        memory_config=memory_config,
-        output_tensor=output_tensor,
-        coords=shared_coords(*tensors),
-    )
+    return Made(values, first, label, coords=shared_coords(*tensors))
 
 
 @op("stack")
-def stack(input_tensors: Sequence[Tensor], dim: int) -> Tensor:
+def stack(input_tensors: Sequence[Tensor], dim: int) -> Made:
     """Tensors one after the other along a new dim."""
     first, place, blocks = _alike("stack", input_tensors, dim, 1)
     axes = len(first.grid)
@@ -266,7 +216,7 @@ def stack(input_tensors: Sequence[Tensor], dim: int) -> Tensor:
     values = torch.stack(spread(blocks, axes), dim=axes + place)
     places = tuple(each + (each >= place) for each in range(len(first.shape)))
     label = label_moves.joined(input_tensors, [places] * len(input_tensors), values.shape[axes:])
-    return result(values, first, topology=label, coords=shared_coords(*input_tensors))
+    return Made(values, first, label, coords=shared_coords(*input_tensors))
 
 
 def _alike(name: str, tensors: Sequence[Tensor], dim: int, more: int) -> tuple[Tensor, int, list[Block]]:
@@ -308,10 +258,7 @@ def pad(
     value: float = 0.0,
     *,
     output_padded_shape: Sequence[int] | None = None,
-    use_multicore: bool = True,
-    memory_config: MemoryConfig | None = None,
-    sub_core_grids: Any = None,
-) -> Tensor:
+) -> Made:
     """A value before and after the elements of dims: pairs for the last dims, or a shape and where the tensor starts.
 
     Both of TTNN's forms are taken: `pad(x, [(0, 1), (2, 3)], 0.0)` and `pad(x, shape, start, 0.0)`.
@@ -329,7 +276,7 @@ def pad(
     flat = [size for pair in reversed(pairs) for size in pair]
     values = torch.nn.functional.pad(block, flat, value=value) if any(flat) else fresh(block)
     label = label_moves.kept(input_tensor, values.shape[len(input_tensor.grid) :], linear=value == 0)
-    return result(values, input_tensor, topology=label, memory_config=memory_config)
+    return Made(values, input_tensor, label)
 
 
 def _pairs(tensor: Tensor, given: Sequence[Any], start: Sequence[int] | None) -> list[tuple[int, int]]:

@@ -12,9 +12,8 @@ import torch
 from meshloom.errors import OperandError
 from meshloom.ttnn import label_moves
 from meshloom.ttnn.block_moves import inside, numbered, spread, taken
-from meshloom.ttnn.calling import op, operands, result, shared_coords
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.formats import Layout
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
@@ -33,17 +32,7 @@ class EmbeddingsType(enum.Enum):
 
 
 @op("embedding")
-def embedding(
-    input_tensor: Tensor,
-    weight: Tensor,
-    *,
-    padding_idx: int | None = None,
-    layout: Layout | None = None,
-    embeddings_type: EmbeddingsType = EmbeddingsType.GENERIC,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+def embedding(input_tensor: Tensor, weight: Tensor) -> Made:
     """Rows of a table by number: [B, S] of a [V, H] gives [B, S, H], row-major unless a layout is asked for."""
     _, (index, table) = operands("embedding", input_tensor, weight)
     axes, wide = len(input_tensor.grid), table.shape[-1]
@@ -53,14 +42,12 @@ def embedding(
     inside("embedding", index, rows.shape[axes], "row")
     numbers = _numbers(index, axes)
     values = taken(rows, numbers, axes)
-    return result(
+    return Made(
         values,
         weight,
-        topology=_embedded(input_tensor, weight, numbers.dim() - axes),
-        dtype=dtype or (output_tensor.dtype if output_tensor is not None else weight.dtype),
-        layout=layout or Layout.ROW_MAJOR,
-        memory_config=memory_config or input_tensor.memory_config(),
-        output_tensor=output_tensor,
+        _embedded(input_tensor, weight, numbers.dim() - axes),
+        layout=Layout.ROW_MAJOR,
+        memory_config=input_tensor.memory_config(),
         coords=shared_coords(input_tensor, weight),
     )
 
@@ -90,15 +77,7 @@ def _embedded(index: Tensor, weight: Tensor, rank: int) -> Any:
 
 
 @op("embedding_bw")
-def embedding_bw(
-    input_tensor: Tensor,
-    weight_tensor: Tensor,
-    output_gradient_tensor: Tensor,
-    *,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+def embedding_bw(input_tensor: Tensor, weight_tensor: Tensor, output_gradient_tensor: Tensor) -> Made:
     """The gradient of a table: every row is the sum of the gradients of its uses. Shape [1, 1, V, H]."""
     given = operands("embedding_bw", input_tensor, weight_tensor, output_gradient_tensor)[1]
     axes, (rows, wide) = len(input_tensor.grid), given[1].shape[-2:]
@@ -120,11 +99,8 @@ def embedding_bw(
         cut = isinstance(of_index, PlacementShard) and isinstance(of_grad, PlacementShard) and of_grad.dim < last
         return PlacementPartial() if cut else of_grad if of_grad == PlacementPartial() else None
 
-    return result(
+    return Made(
         table.unsqueeze(axes).unsqueeze(axes),
         output_gradient_tensor,
-        topology=label_moves.ruled("embedding_bw", (input_tensor, output_gradient_tensor, weight_tensor), rule),
-        dtype=dtype,
-        memory_config=memory_config,
-        output_tensor=output_tensor,
+        label_moves.ruled("embedding_bw", (input_tensor, output_gradient_tensor, weight_tensor), rule),
     )

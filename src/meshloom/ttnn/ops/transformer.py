@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import op, operands, result, shared_coords
+from meshloom.ttnn.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.labels import merged
-from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.attending import attend, label, mask_of, paged, sink_of, within
-from meshloom.ttnn.ops.heads import nlp_concat_heads
+from meshloom.ttnn.ops.heads import concatenated
 from meshloom.ttnn.parts import Block
 from meshloom.ttnn.tensor import Tensor
 
@@ -38,16 +37,10 @@ class PagedCacheGeometryOverride:
 
 
 def out(
-    values: Block,
-    tensors: Sequence[Tensor],
-    name: str,
-    memory: MemoryConfig | None,
-    q_dims: Sequence[int] = (0, 1, 2),
-    placed: bool = False,
-) -> Tensor:
+    values: Block, tensors: Sequence[Tensor], name: str, q_dims: Sequence[int] = (0, 1, 2), placed: bool = False
+) -> Made:
     """The result of attention of (q, k, v, others...), like q."""
-    topology = label(name, tensors, q_dims, placed)
-    return result(values, tensors[0], topology=topology, memory_config=memory, coords=shared_coords(*tensors))
+    return Made(values, tensors[0], label(name, tensors, q_dims, placed), coords=shared_coords(*tensors))
 
 
 def given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -81,16 +74,12 @@ def scaled_dot_product_attention(
     is_causal: bool = True,
     scale: float | None = None,
     sliding_window_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
     attention_sink: Tensor | None = None,
     cu_window_seqlens: Tensor | None = None,
     windowed_q_token_offset: int = 0,
     windowed_q_token_offset_tensor: Tensor | None = None,
     output_concat_heads: bool = False,
-    attn_mask_block_map: Tensor | None = None,
-) -> Tensor:
+) -> Made:
     """softmax(q @ k.T * scale + mask) @ v; causal unless said otherwise.
 
     A sliding window is the nearest `sliding_window_size` positions, half of them on each side if not causal. Windows of
@@ -130,9 +119,8 @@ def scaled_dot_product_attention(
         sink=sink_of(name, attention_sink, input_tensor_q.shape[1]),
     )
     placed = causal or seen is not None
-    if output_concat_heads:
-        return nlp_concat_heads(out(values, tensors, name, None, placed=placed), memory_config=memory_config)
-    return out(values, tensors, name, memory_config, placed=placed)
+    made = out(values, tensors, name, placed=placed)
+    return concatenated("experimental.nlp_concat_heads", made.tensor(), True) if output_concat_heads else made
 
 
 def _near(queries: int, keys: int, window: int, causal: bool) -> Block:
@@ -163,10 +151,8 @@ def joint_scaled_dot_product_attention(
     joint_tensor_v: Tensor,
     *,
     joint_strategy: str = "rear",
-    program_config: Any = None,
     scale: float | None = None,
-    compute_kernel_config: Any = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Made, Made]:
     """Attention of two sequences as if one followed the other, without a mask; their results apart."""
     name = "transformer.joint_scaled_dot_product_attention"
     if joint_strategy != "rear":
@@ -179,45 +165,12 @@ def joint_scaled_dot_product_attention(
     q, k, v = (torch.cat(pair, dim=-2) for pair in zip(wide[:3], wide[3:], strict=True))
     values = attend(q, k, v, axes, scale=scale)
     return (
-        out(values[..., :length, :].contiguous(), (*first, *second), name, None),
-        out(values[..., length:, :].contiguous(), (*second, *first), name, None),
+        out(values[..., :length, :].contiguous(), (*first, *second), name),
+        out(values[..., length:, :].contiguous(), (*second, *first), name),
     )
 
 
 # pages
-
-
-@op("transformer.chunked_scaled_dot_product_attention", QUASAR + "chunked_scaled_dot_product_attention")
-def chunked_scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    page_table_tensor: Tensor,
-    chunk_start_idx: int | None = None,
-    *,
-    chunk_start_idx_tensor: Tensor | None = None,
-    scale: float | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-    paged_cache_geometry: PagedCacheGeometryOverride | None = None,
-    sliding_window_size: int | None = None,
-    attention_sink: Tensor | None = None,
-) -> Tensor:
-    """Causal attention of a chunk of a sequence, at `chunk_start_idx`, over all of it up to there in pages."""
-    name = "transformer.chunked_scaled_dot_product_attention"
-    return _chunk(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v),
-        page_table_tensor,
-        chunk_start_idx,
-        chunk_start_idx_tensor,
-        scale,
-        memory_config,
-        paged_cache_geometry,
-        sliding_window_size,
-        attention_sink,
-    )
 
 
 def _chunk(
@@ -225,22 +178,23 @@ def _chunk(
     three: Sequence[Tensor],
     table: Tensor,
     start: int | None,
-    start_tensor: Tensor | None,
-    scale: float | None,
-    memory: MemoryConfig | None,
-    geometry: PagedCacheGeometryOverride | None = None,
-    window: int | None = None,
-    sink: Tensor | None = None,
     width: int | None = None,
-) -> Tensor:
-    tensors = given(*three, table, start_tensor, sink)
+    *,
+    chunk_start_idx_tensor: Tensor | None = None,
+    scale: float | None = None,
+    paged_cache_geometry: PagedCacheGeometryOverride | None = None,
+    sliding_window_size: int | None = None,
+    attention_sink: Tensor | None = None,
+) -> Made:
+    tensors = given(*three, table, chunk_start_idx_tensor, attention_sink)
     q, k, v, pages = operands(name, *tensors)[1][:4]
     axes = len(three[0].grid)
-    sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
+    geometry = paged_cache_geometry or PagedCacheGeometryOverride()
+    sizes = (geometry.block_size, geometry.num_kv_heads)
     keys = paged(k, pages, axes, *sizes)
     values = paged(v, pages, axes, *sizes)[..., :width]
-    if start_tensor is not None:
-        first = start_tensor.block.flatten(axes)[..., :1]
+    if chunk_start_idx_tensor is not None:
+        first = chunk_start_idx_tensor.block.flatten(axes)[..., :1]
     elif start is not None:
         first = torch.full((1,) * (axes + 1), start)
         if start + q.shape[-2] > keys.shape[-2]:
@@ -248,7 +202,7 @@ def _chunk(
     else:
         raise ArgumentError(f"ttnn.{name}: chunk_start_idx or chunk_start_idx_tensor")
     rows = (first + torch.arange(q.shape[-2])).unsqueeze(-1)
-    seen = within(torch.arange(keys.shape[-2]), rows, window)
+    seen = within(torch.arange(keys.shape[-2]), rows, sliding_window_size)
     found = attend(
         q,
         keys,
@@ -256,9 +210,24 @@ def _chunk(
         axes,
         scale=scale,
         seen=seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:]),
-        sink=sink_of(name, sink, three[0].shape[1]),
+        sink=sink_of(name, attention_sink, three[0].shape[1]),
     )
-    return out(found, tensors, name, memory, placed=True)
+    return out(found, tensors, name, placed=True)
+
+
+@op("transformer.chunked_scaled_dot_product_attention", QUASAR + "chunked_scaled_dot_product_attention", more=_chunk)
+def chunked_scaled_dot_product_attention(
+    input_tensor_q: Tensor,
+    input_tensor_k: Tensor,
+    input_tensor_v: Tensor,
+    page_table_tensor: Tensor,
+    chunk_start_idx: int | None = None,
+    **how: Any,
+) -> Made:
+    """Causal attention of a chunk of a sequence, at `chunk_start_idx`, over all of it up to there in pages."""
+    three = (input_tensor_q, input_tensor_k, input_tensor_v)
+    name = "transformer.chunked_scaled_dot_product_attention"
+    return _chunk(name, three, page_table_tensor, chunk_start_idx, **how)
 
 
 # latent keys, whose first elements are the values
@@ -274,10 +243,7 @@ def flash_mla_prefill(
     attn_mask: Tensor | None = None,
     is_causal: bool = True,
     scale: float | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+) -> Made:
     """Attention whose values are the first `head_dim_v` elements of its keys, or given apart."""
     name = "transformer.flash_mla_prefill"
     value = head_dim_v if isinstance(head_dim_v, Tensor) else input_tensor_v
@@ -290,7 +256,7 @@ def flash_mla_prefill(
     found = attend(
         q, k, v[..., :width], len(input_tensor_q.grid), scale=scale, causal=is_causal, bias=mask_of(attn_mask)
     )
-    return out(found, tensors, name, memory_config, placed=is_causal)
+    return out(found, tensors, name, placed=is_causal)
 
 
 @op("transformer.chunked_flash_mla_prefill", QUASAR + "chunked_flash_mla_prefill")
@@ -302,65 +268,33 @@ def chunked_flash_mla_prefill(
     chunk_start_idx: int,
     *,
     scale: float | None = None,
-    memory_config: MemoryConfig | None = None,
-    program_config: Any = None,
-    compute_kernel_config: Any = None,
-) -> Tensor:
+) -> Made:
     """`flash_mla_prefill` of a chunk over pages."""
     name = "transformer.chunked_flash_mla_prefill"
     three = (input_tensor_q, input_tensor_k, input_tensor_k)
-    return _chunk(name, three, page_table_tensor, chunk_start_idx, None, scale, memory_config, width=head_dim_v)
+    return _chunk(name, three, page_table_tensor, chunk_start_idx, head_dim_v, scale=scale)
 
 
 # the softmax alone
 
 
 @op("transformer.attention_softmax")
-def attention_softmax(
-    tensor: Tensor,
-    *,
-    head_size: int | None = None,
-    attention_mask: Tensor | None = None,
-    program_config: Any = None,
-    causal_mask: bool | None = False,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def attention_softmax(tensor: Tensor, *, head_size: int | None = None, attention_mask: Tensor | None = None) -> Made:
     """softmax(x / sqrt(head_size) + mask) over the last dim."""
-    return _softmax("transformer.attention_softmax", tensor, head_size, attention_mask, memory_config, None)
+    return _softmax("transformer.attention_softmax", tensor, head_size, attention_mask)
 
 
 @op("transformer.attention_softmax_")
-def attention_softmax_(
-    tensor: Tensor,
-    *,
-    head_size: int | None = None,
-    attention_mask: Tensor | None = None,
-    program_config: Any = None,
-    causal_mask: bool | None = False,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def attention_softmax_(tensor: Tensor, *, head_size: int | None = None, attention_mask: Tensor | None = None) -> Made:
     """`attention_softmax` in place."""
-    return _softmax("transformer.attention_softmax_", tensor, head_size, attention_mask, memory_config, tensor)
+    return _softmax("transformer.attention_softmax_", tensor, head_size, attention_mask).into(tensor)
 
 
-def _softmax(
-    name: str,
-    tensor: Tensor,
-    head_size: int | None,
-    mask: Tensor | None,
-    memory: MemoryConfig | None,
-    output: Tensor | None,
-) -> Tensor:
+def _softmax(name: str, tensor: Tensor, head_size: int | None, mask: Tensor | None) -> Made:
     tensors = given(tensor, mask)
     scores, *added = operands(name, *tensors)[1]
     logits = scores.float() / (head_size**0.5 if head_size is not None else 1.0)
     for bias in added:
         logits = logits + bias.float()
-    return result(
-        torch.softmax(logits, dim=-1),
-        tensor,
-        topology=merged(tensors, len(tensor.shape)),
-        memory_config=memory,
-        output_tensor=output,
-        coords=shared_coords(*tensors),
-    )
+    label = merged(tensors, len(tensor.shape))
+    return Made(torch.softmax(logits, dim=-1), tensor, label, coords=shared_coords(*tensors))
