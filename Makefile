@@ -49,7 +49,7 @@ test: $(TESTED) $(if $(CI),browser) ## lint, types, doctests and tests
 
 docs: $(DOCUMENTED) ## build the docs site into site/, strictly
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "open site/index.html"
+	@echo "open site/index.html, or with search: $(BIN)/python -m http.server --directory site"
 
 browser: ## install Debian's Chromium for the tests that look at pages, unless a browser is there
 	@for each in $(BROWSERS); do command -v $$each >/dev/null && exit 0; done; \
