@@ -88,6 +88,20 @@ def _named(name: str, forms: Sequence[str], positions: Sequence[Any], **keywords
     )
 
 
+def _forms(
+    *,
+    dim: int | None = None,
+    persistent_output_buffer: Tensor | None = None,
+    num_devices: int | None = None,
+    cluster_axis: int | None = None,
+    mesh_device: MeshDevice | None = None,
+    topology: Topology | None = None,
+    buffer_tensor: Tensor | None = None,
+    math_op: ReduceType | None = None,
+) -> None:
+    """What positions of the forms below may also be given by name."""
+
+
 GATHER_FORMS = (
     "dim multi_device_global_semaphore",
     "persistent_output_buffer dim multi_device_global_semaphore",
@@ -96,29 +110,16 @@ GATHER_FORMS = (
 
 
 def _gather_async(name: str, reverse: bool) -> Callable[..., Any]:
-    @op(name)
+    @op(name, more=_forms)
     def all_gather_async(
         input_tensor: Tensor,
         *positions: Any,
-        dim: int | None = None,
-        persistent_output_buffer: Tensor | None = None,
         persistent_output_tensor: Tensor | None = None,
-        cluster_axis: int | None = None,
-        mesh_device: MeshDevice | None = None,
-        topology: Topology | None = None,
         mode: str | None = None,
+        **keywords: Any,
     ) -> Made:
         """As `ttnn.all_gather`."""
-        named = _named(
-            name,
-            GATHER_FORMS,
-            positions,
-            dim=dim,
-            persistent_output_buffer=persistent_output_buffer,
-            cluster_axis=cluster_axis,
-            mesh_device=mesh_device,
-            topology=topology,
-        )
+        named = _named(name, GATHER_FORMS, positions, **keywords)
         group = Group(
             name, input_tensor, mode=mode, **{each: named.get(each) for each in ("cluster_axis", "mesh_device")}
         )
@@ -199,29 +200,11 @@ REDUCE_FORMS = (
 )
 
 
-@op("experimental.all_reduce_async")
-def all_reduce_async(
-    input_tensor: Tensor,
-    *positions: Any,
-    num_devices: int | None = None,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    buffer_tensor: Tensor | None = None,
-    math_op: ReduceType | None = None,
-    mode: str | None = None,
-) -> Made:
+@op("experimental.all_reduce_async", more=_forms)
+def all_reduce_async(input_tensor: Tensor, *positions: Any, mode: str | None = None, **keywords: Any) -> Made:
     """As `ttnn.all_reduce`, with any reduction that parts can be reduced by."""
     name = "experimental.all_reduce_async"
-    named = _named(
-        name,
-        REDUCE_FORMS,
-        positions,
-        num_devices=num_devices,
-        cluster_axis=cluster_axis,
-        mesh_device=mesh_device,
-        buffer_tensor=buffer_tensor,
-        math_op=math_op,
-    )
+    named = _named(name, REDUCE_FORMS, positions, **keywords)
     group = Group(name, input_tensor, mode=mode, **{each: named.get(each) for each in ("cluster_axis", "mesh_device")})
     count = named.get("num_devices")
     if count is not None and count != group.size:
