@@ -88,6 +88,20 @@ def _named(name: str, forms: Sequence[str], positions: Sequence[Any], **keywords
     )
 
 
+def _forms(
+    *,
+    dim: int | None = None,
+    persistent_output_buffer: Tensor | None = None,
+    num_devices: int | None = None,
+    cluster_axis: int | None = None,
+    mesh_device: MeshDevice | None = None,
+    topology: Topology | None = None,
+    buffer_tensor: Tensor | None = None,
+    math_op: ReduceType | None = None,
+) -> None:
+    """What positions of the forms below may also be given by name."""
+
+
 GATHER_FORMS = (
     "dim multi_device_global_semaphore",
     "persistent_output_buffer dim multi_device_global_semaphore",
@@ -96,30 +110,19 @@ GATHER_FORMS = (
 
 
 def _gather_async(name: str, reverse: bool) -> Callable[..., Any]:
-    @op(name)
+    @op(name, more=_forms)
     def all_gather_async(
         input_tensor: Tensor,
         *positions: Any,
-        dim: int | None = None,
-        persistent_output_buffer: Tensor | None = None,
         persistent_output_tensor: Tensor | None = None,
-        cluster_axis: int | None = None,
-        mesh_device: MeshDevice | None = None,
-        topology: Topology | None = None,
         mode: str | None = None,
+        **keywords: Any,
     ) -> Made:
         """As `ttnn.all_gather`."""
-        named = _named(
-            name,
-            GATHER_FORMS,
-            positions,
-            dim=dim,
-            persistent_output_buffer=persistent_output_buffer,
-            cluster_axis=cluster_axis,
-            mesh_device=mesh_device,
-            topology=topology,
+        named = _named(name, GATHER_FORMS, positions, **keywords)
+        group = Group(
+            name, input_tensor, mode=mode, **{each: named.get(each) for each in ("cluster_axis", "mesh_device")}
         )
-        group = Group(name, input_tensor, named.get("cluster_axis"), mode, named.get("mesh_device"))
         buffer = named.get("persistent_output_buffer")
         output = persistent_output_tensor if buffer is None else buffer
         return (_gather_reversed if reverse else gather_along)(group, named.get("dim")).into(output)
@@ -139,43 +142,34 @@ all_gather_async = _gather_async("experimental.all_gather_async", reverse=False)
 all_gather_async_reversed = _gather_async("experimental.all_gather_async_reversed", reverse=True)
 
 
-@op("experimental.strided_all_gather_async")
+@op("experimental.strided_all_gather_async", also="mode", more=Group)
 def strided_all_gather_async(
-    input_tensor: Tensor,
-    persistent_output_buffer: Tensor | None = None,
-    dim: int | None = None,
-    *,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
+    input_tensor: Tensor, persistent_output_buffer: Tensor | None = None, dim: int | None = None, **over: Any
 ) -> Made:
     """As `ttnn.all_gather`: the strides are an order of sending."""
-    group = Group("experimental.strided_all_gather_async", input_tensor, cluster_axis, mode)
+    group = Group("experimental.strided_all_gather_async", input_tensor, **over)
     return gather_along(group, dim).into(persistent_output_buffer)
 
 
-@op("experimental.ring_attention_all_gather_async")
+@op("experimental.ring_attention_all_gather_async", also="mode", more=Group)
 def ring_attention_all_gather_async(
     input_tensor: Sequence[Tensor],
     persistent_output_buffer: Sequence[Tensor] | None = None,
     dim: int | None = None,
-    *,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    mode: str | None = None,
+    **over: Any,
 ) -> list[Made]:
     """As `ttnn.all_gather`, for several tensors."""
     name = "experimental.ring_attention_all_gather_async"
     outputs: Sequence[Tensor | None] = persistent_output_buffer or [None] * len(input_tensor)
-    groups = [Group(name, each, cluster_axis, mode, mesh_device) for each in input_tensor]
+    groups = [Group(name, each, **over) for each in input_tensor]
     return [gather_along(group, dim).into(output) for group, output in zip(groups, outputs, strict=True)]
 
 
-@op("experimental.high_bw_all_gather")
+@op("experimental.high_bw_all_gather", also="mode", more=Group)
 def high_bw_all_gather(
     input_tensor: Tensor,
     dim: int,
     *,
-    cluster_axis: int | None = None,
     input_batch_index: int | None = None,
     gathered_dim_size: int | None = None,
     input_batch_index_tensor: Tensor | None = None,
@@ -183,7 +177,7 @@ def high_bw_all_gather(
     batch_slot_layer_idx: int = 0,
     gathered_prefix_tensor: Tensor | None = None,
     gathered_slab_global: int = 0,
-    mode: str | None = None,
+    **over: Any,
 ) -> Made:
     """As `ttnn.all_gather` into `output_tensor`. Slots of caches are not covered."""
     slots = (input_batch_index, gathered_dim_size, input_batch_index_tensor, gathered_prefix_tensor)
@@ -193,7 +187,7 @@ def high_bw_all_gather(
         )
     if gathered_slab_global:
         raise UnsupportedError("ttnn.experimental.high_bw_all_gather: gathered_slab_global is not covered")
-    group = Group("experimental.high_bw_all_gather", input_tensor, cluster_axis, mode)
+    group = Group("experimental.high_bw_all_gather", input_tensor, **over)
     return gather_along(group, dim)
 
 
@@ -206,30 +200,12 @@ REDUCE_FORMS = (
 )
 
 
-@op("experimental.all_reduce_async")
-def all_reduce_async(
-    input_tensor: Tensor,
-    *positions: Any,
-    num_devices: int | None = None,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    buffer_tensor: Tensor | None = None,
-    math_op: ReduceType | None = None,
-    mode: str | None = None,
-) -> Made:
+@op("experimental.all_reduce_async", more=_forms)
+def all_reduce_async(input_tensor: Tensor, *positions: Any, mode: str | None = None, **keywords: Any) -> Made:
     """As `ttnn.all_reduce`, with any reduction that parts can be reduced by."""
     name = "experimental.all_reduce_async"
-    named = _named(
-        name,
-        REDUCE_FORMS,
-        positions,
-        num_devices=num_devices,
-        cluster_axis=cluster_axis,
-        mesh_device=mesh_device,
-        buffer_tensor=buffer_tensor,
-        math_op=math_op,
-    )
-    group = Group(name, input_tensor, named.get("cluster_axis"), mode, named.get("mesh_device"))
+    named = _named(name, REDUCE_FORMS, positions, **keywords)
+    group = Group(name, input_tensor, mode=mode, **{each: named.get(each) for each in ("cluster_axis", "mesh_device")})
     count = named.get("num_devices")
     if count is not None and count != group.size:
         raise OperandError(f"ttnn.{name}: num_devices is {count}, the group has {group.size}")
@@ -243,19 +219,17 @@ SCATTER_SPEED = "chunks_per_sync compute_kernel_config chunk_width_in_mm_blocks 
 
 
 def _scatter_async(name: str) -> Callable[..., Any]:
-    @op(name, also=SCATTER_SPEED)
+    @op(name, also=SCATTER_SPEED + " mode", more=Group)
     def reduce_scatter_async(
         input_tensor: Tensor,
         persistent_output_buffers: Sequence[Tensor] | None = None,
         dim: int | None = None,
-        *,
-        cluster_axis: int | None = None,
-        mode: str | None = None,
+        **over: Any,
     ) -> Made:
         """As `ttnn.reduce_scatter`; of the persistent buffers, the one that has the result's shape is written."""
         if dim is None:
             raise ArgumentError(f"ttnn.{name}: dim is missing")
-        group = Group(name, input_tensor, cluster_axis, mode)
+        group = Group(name, input_tensor, **over)
         output = _fitting(group, dim, persistent_output_buffers)
         return scatter_along(group, dim).into(output)
 
@@ -275,43 +249,31 @@ reduce_scatter_minimal_async = _scatter_async("experimental.reduce_scatter_minim
 strided_reduce_scatter_async = _scatter_async("experimental.strided_reduce_scatter_async")
 
 
-@op("experimental.reduce_scatter_minimal_direct")
+@op("experimental.reduce_scatter_minimal_direct", also="mode", more=Group)
 def reduce_scatter_minimal_direct(
-    input_tensor: Tensor,
-    dim: int,
-    *,
-    cluster_axis: int | None = None,
-    persistent_buffers: Sequence[Tensor] | None = None,
-    mode: str | None = None,
+    input_tensor: Tensor, dim: int, *, persistent_buffers: Sequence[Tensor] | None = None, **over: Any
 ) -> Made:
     """As `ttnn.reduce_scatter`; of the persistent buffers, the one that has the result's shape is written."""
-    group = Group("experimental.reduce_scatter_minimal_direct", input_tensor, cluster_axis, mode)
+    group = Group("experimental.reduce_scatter_minimal_direct", input_tensor, **over)
     output = _fitting(group, dim, persistent_buffers)
     return scatter_along(group, dim).into(output)
 
 
-@op("experimental.llama_reduce_scatter")
-def llama_reduce_scatter(
-    input_tensor: Tensor, dim: int, cluster_axis: int, mesh_device: MeshDevice | None = None, *, mode: str | None = None
-) -> Made:
+@op("experimental.llama_reduce_scatter", also="mode", more=Group)
+def llama_reduce_scatter(input_tensor: Tensor, dim: int, **over: Any) -> Made:
     """As `ttnn.reduce_scatter`."""
-    group = Group("experimental.llama_reduce_scatter", input_tensor, cluster_axis, mode, mesh_device)
+    group = Group("experimental.llama_reduce_scatter", input_tensor, **over)
     return scatter_along(group, dim)
 
 
-@op("experimental.deepseek_moe_reduce_scatter")
+@op("experimental.deepseek_moe_reduce_scatter", also="mode", more=Group)
 def deepseek_moe_reduce_scatter(
-    input_tensors: Sequence[Tensor],
-    output_memory_config: MemoryConfig,
-    dim: int,
-    *,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
+    input_tensors: Sequence[Tensor], output_memory_config: MemoryConfig, dim: int, **over: Any
 ) -> Made:
     """As `ttnn.reduce_scatter` of the tensors joined along `dim`: the i-th is what is summed for member i."""
     name = "experimental.deepseek_moe_reduce_scatter"
     _, blocks = operands(name, *input_tensors)
-    group = Group(name, input_tensors[0], cluster_axis, mode)
+    group = Group(name, input_tensors[0], **over)
     place = group.dim(dim, "scatter")
     if len(blocks) != group.size:
         raise OperandError(f"ttnn.{name}: {len(blocks)} tensors for a group of {group.size}", fix="one per member")
@@ -333,53 +295,47 @@ def _chunk(group: Group, dim: int) -> list[int]:
     return shape
 
 
-@op("experimental.reduce_scatter_minimal_async_create_intermediate_buffer")
-def create_intermediate_buffer(input_tensor: Tensor, dim: int, *, cluster_axis: int | None = None) -> list[Tensor]:
+@op("experimental.reduce_scatter_minimal_async_create_intermediate_buffer", more=Group)
+def create_intermediate_buffer(input_tensor: Tensor, dim: int, **over: Any) -> list[Tensor]:
     """Room for what arrives, of the input's shape."""
-    group = Group("experimental.reduce_scatter_minimal_async_create_intermediate_buffer", input_tensor, cluster_axis)
+    group = Group("experimental.reduce_scatter_minimal_async_create_intermediate_buffer", input_tensor, **over)
     group.divided(group.dim(dim, "scatter"))
     return [_scratch(group, input_tensor.shape)]
 
 
-@op("experimental.reduce_scatter_minimal_direct_create_staging_buffer")
-def create_staging_buffer(input_tensor: Tensor, dim: int, *, cluster_axis: int | None = None) -> Tensor:
+@op("experimental.reduce_scatter_minimal_direct_create_staging_buffer", more=Group)
+def create_staging_buffer(input_tensor: Tensor, dim: int, **over: Any) -> Tensor:
     """Room for what arrives, of the input's shape."""
-    group = Group("experimental.reduce_scatter_minimal_direct_create_staging_buffer", input_tensor, cluster_axis)
+    group = Group("experimental.reduce_scatter_minimal_direct_create_staging_buffer", input_tensor, **over)
     group.divided(group.dim(dim, "scatter"))
     return _scratch(group, input_tensor.shape)
 
 
-@op("experimental.reduce_scatter_minimal_direct_create_persistent_buffers")
-def create_persistent_buffers(input_tensor: Tensor, dim: int, *, cluster_axis: int | None = None) -> list[Tensor]:
+@op("experimental.reduce_scatter_minimal_direct_create_persistent_buffers", more=Group)
+def create_persistent_buffers(input_tensor: Tensor, dim: int, **over: Any) -> list[Tensor]:
     """Room for what arrives, and for the result."""
-    group = Group("experimental.reduce_scatter_minimal_direct_create_persistent_buffers", input_tensor, cluster_axis)
+    group = Group("experimental.reduce_scatter_minimal_direct_create_persistent_buffers", input_tensor, **over)
     return [_scratch(group, input_tensor.shape), _scratch(group, _chunk(group, dim))]
 
 
 # all to all
 
 
-@op("experimental.all_to_all_async_generic")
+@op("experimental.all_to_all_async_generic", also="mode", more=Group)
 def all_to_all_async_generic(
-    input_tensor: Tensor,
-    in_dim: int,
-    out_dim: int,
-    *,
-    persistent_output_buffer: Tensor | None = None,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
+    input_tensor: Tensor, in_dim: int, out_dim: int, *, persistent_output_buffer: Tensor | None = None, **over: Any
 ) -> Made:
     """Each member cuts what it has along `in_dim`, sends piece i to member i, and joins what it gets by `out_dim`."""
-    group = Group("experimental.all_to_all_async_generic", input_tensor, cluster_axis, mode)
+    group = Group("experimental.all_to_all_async_generic", input_tensor, **over)
     return _exchange(group, in_dim, out_dim).into(persistent_output_buffer)
 
 
-@op("experimental.all_to_all_async")
+@op("experimental.all_to_all_async", also="mode", more=Group)
 def all_to_all_async(
-    input_tensor: Tensor, persistent_output_buffer: Tensor | None, in_dim: int, out_dim: int, *, mode: str | None = None
+    input_tensor: Tensor, persistent_output_buffer: Tensor | None, in_dim: int, out_dim: int, **over: Any
 ) -> Made:
     """As `all_to_all_async_generic` over all devices."""
-    group = Group("experimental.all_to_all_async", input_tensor, None, mode)
+    group = Group("experimental.all_to_all_async", input_tensor, **over)
     return _exchange(group, in_dim, out_dim).into(persistent_output_buffer)
 
 
@@ -423,9 +379,9 @@ def neighbor_pad_async(
     sides = [_listed(each) for each in (dim, padding_left, padding_right, cluster_axis)]
     if len({len(each) for each in sides}) != 1:
         raise ArgumentError(f"ttnn.{name}: dim, padding_left, padding_right and cluster_axis are not equally many")
-    group, block = Group(name, input_tensor, None, mode), None
+    group, block = Group(name, input_tensor, mode=mode), None
     for place, left, right, axis in zip(*sides, strict=True):
-        group = Group(name, input_tensor, axis, mode)
+        group = Group(name, input_tensor, cluster_axis=axis, mode=mode)
         block = _neighbours(
             group, group.block if block is None else block, group.dim(place, "pad"), left, right, padding_mode
         )
@@ -463,18 +419,12 @@ def _edge(group: Group, block: Block, place: int, start: int, count: int, offset
     return torch.where(outer.reshape(*outer.shape, *(1,) * (found.dim() - outer.dim())), own, found)
 
 
-@op("experimental.slice_reshard_async")
+@op("experimental.slice_reshard_async", also="mode", more=Group)
 def slice_reshard_async(
-    input_tensor: Tensor,
-    dim: int,
-    output_dim_offset: int,
-    output_dim_shape: int,
-    cluster_axis: int,
-    *,
-    mode: str | None = None,
+    input_tensor: Tensor, dim: int, output_dim_offset: int, output_dim_shape: int, **over: Any
 ) -> Made:
     """Rows `offset` to `offset + shape` of what the members hold side by side along `dim`, shared out evenly again."""
-    group = Group("experimental.slice_reshard_async", input_tensor, cluster_axis, mode)
+    group = Group("experimental.slice_reshard_async", input_tensor, **over)
     place = group.dim(dim, "slice")
     whole = input_tensor.shape[place] * group.size
     if not 0 <= output_dim_offset <= output_dim_offset + output_dim_shape <= whole:
@@ -523,7 +473,7 @@ def all_gather_matmul_async(
     **how: Any,
 ) -> list[Tensor]:
     """`ttnn.all_gather`, then `ttnn.linear` with the weight: both results."""
-    group = Group("experimental.all_gather_matmul_async", input_tensor, cluster_axis, mode)
+    group = Group("experimental.all_gather_matmul_async", input_tensor, cluster_axis=cluster_axis, mode=mode)
     gathered = gather_along(group, dim).tensor(memory_config=memory_config_ag, output=persistent_output_buffer)
     return [gathered, _product(gathered, weight_tensor, memory_config_mm, **how)]
 
@@ -542,7 +492,13 @@ def llama_all_gather_matmul_async(
     **how: Any,
 ) -> Tensor:
     """`ttnn.all_gather` of the first, then its product with the second."""
-    group = Group("experimental.llama_all_gather_matmul_async", input_tensor0, cluster_axis, mode, mesh_device)
+    group = Group(
+        "experimental.llama_all_gather_matmul_async",
+        input_tensor0,
+        cluster_axis=cluster_axis,
+        mode=mode,
+        mesh_device=mesh_device,
+    )
     gathered = gather_along(group, dim).tensor(memory_config=ag_memory_config)
     return _product(gathered, input_tensor1, mm_memory_config, **how)
 
@@ -562,6 +518,6 @@ def matmul_reduce_scatter_async(
 ) -> list[Tensor]:
     """`ttnn.linear` with the weight, then `ttnn.reduce_scatter`: both results."""
     product = _product(input_tensor, weight_tensor, memory_config_mm, **how)
-    group = Group("experimental.matmul_reduce_scatter_async", product, cluster_axis, mode)
+    group = Group("experimental.matmul_reduce_scatter_async", product, cluster_axis=cluster_axis, mode=mode)
     scattered = scatter_along(group, dim).into(persistent_output_buffer)
     return [product, scattered.tensor(memory_config=memory_config_rs)]

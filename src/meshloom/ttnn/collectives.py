@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,6 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
 from meshloom.ttnn.calling import Made, op
-from meshloom.ttnn.device import MeshDevice
 from meshloom.ttnn.formats import Layout
 from meshloom.ttnn.groups import Group
 from meshloom.ttnn.parts import Block, part
@@ -43,15 +43,8 @@ class ReduceType(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-@op("all_gather", also=LINKS)
-def all_gather(
-    input_tensor: Tensor,
-    dim: int | None = None,
-    *,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    mode: str | None = None,
-) -> Made:
+@op("all_gather", also=LINKS + " mesh_device mode", more=Group)
+def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Made:
     """Every member of each group holds what all of them hold, one after the other along `dim`.
 
     Without `dim` it is the one that the label says is sharded along the group.
@@ -65,7 +58,7 @@ def all_gather(
     (Shape([1, 2]), Shape([1, 8]), [PlacementReplicate(), PlacementReplicate()])
     >>> ttnn.close_mesh_device(mesh)
     """
-    group = Group("all_gather", input_tensor, cluster_axis, mode, mesh_device)
+    group = Group("all_gather", input_tensor, **over)
     return gather_along(group, dim)
 
 
@@ -79,14 +72,8 @@ def gather_along(group: Group, dim: int | None) -> Made:
     return Made(found, group.tensor, group.gathered(place))
 
 
-@op("all_reduce", also=LINKS)
-def all_reduce(
-    input_tensor: Tensor,
-    *,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    mode: str | None = None,
-) -> Made:
+@op("all_reduce", also=LINKS + " mesh_device mode", more=Group)
+def all_reduce(input_tensor: Tensor, **over: Any) -> Made:
     """Every member of each group holds the sum of what its members hold.
 
     >>> from meshloom import ttnn
@@ -96,7 +83,7 @@ def all_reduce(
     tensor([[4., 4.]])
     >>> ttnn.close_mesh_device(mesh)
     """
-    return reduce_over(Group("all_reduce", input_tensor, cluster_axis, mode, mesh_device))
+    return reduce_over(Group("all_reduce", input_tensor, **over))
 
 
 def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum) -> Made:
@@ -112,17 +99,10 @@ def reduction(name: str, math_op: ReduceType | None) -> str:
     return "sum" if math_op is None else math_op.name.lower()
 
 
-@op("reduce_scatter", also=LINKS)
-def reduce_scatter(
-    input_tensor: Tensor,
-    dim: int,
-    *,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    mode: str | None = None,
-) -> Made:
+@op("reduce_scatter", also=LINKS + " mesh_device mode", more=Group)
+def reduce_scatter(input_tensor: Tensor, dim: int, **over: Any) -> Made:
     """Member i of each group holds chunk i, along `dim`, of the sum of what its members hold."""
-    group = Group("reduce_scatter", input_tensor, cluster_axis, mode, mesh_device)
+    group = Group("reduce_scatter", input_tensor, **over)
     return scatter_along(group, dim)
 
 
@@ -137,7 +117,7 @@ def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) 
 @op("mesh_partition")
 def mesh_partition(input_tensor: Tensor, dim: int, cluster_axis: int | None = None) -> Made:
     """Member i of each group keeps chunk i, along `dim`, of its own tensor. Nothing is sent."""
-    group = Group("mesh_partition", input_tensor, cluster_axis)
+    group = Group("mesh_partition", input_tensor, cluster_axis=cluster_axis)
     place = group.dim(dim, "partition")
     chunk = group.divided(
         place, f"input shape {list(input_tensor.shape)} must be divisible by cluster axis size {group.size}"
@@ -163,12 +143,10 @@ def _check_tiles(group: Group, dim: int, chunk: int) -> None:
         )
 
 
-@op("broadcast", also=LINKS)
-def broadcast(
-    input_tensor: Tensor, sender_coord: MeshCoordinate, *, cluster_axis: int | None = None, mode: str | None = None
-) -> Made:
+@op("broadcast", also=LINKS + " mode", more=Group)
+def broadcast(input_tensor: Tensor, sender_coord: MeshCoordinate, **over: Any) -> Made:
     """Every member of the sender's group holds what the sender holds; other groups keep their own."""
-    group = Group("broadcast", input_tensor, cluster_axis, mode)
+    group = Group("broadcast", input_tensor, **over)
     place = coordinate(group, sender_coord, "sender_coord")
     root = int(group.position()[tuple(c if axis in group.axes else 0 for axis, c in enumerate(place))])
     found = group.run(native.broadcast, root)
@@ -199,10 +177,10 @@ def _each(group: Group, block: Block | None = None) -> Block:
     return given.expand(*group.mesh.shape, *given.shape[group.mesh.ndim :])
 
 
-@op("all_broadcast", also=LINKS)
-def all_broadcast(input_tensor: Tensor, *, cluster_axis: int | None = None, mode: str | None = None) -> list[Made]:
+@op("all_broadcast", also=LINKS + " mode", more=Group)
+def all_broadcast(input_tensor: Tensor, **over: Any) -> list[Made]:
     """A tensor for every member of the groups: the k-th is what member k holds, on all members."""
-    group = Group("all_broadcast", input_tensor, cluster_axis, mode)
+    group = Group("all_broadcast", input_tensor, **over)
     stacked = stack_members(group)
     label = group.relabelled(REPLICATE)
     return [Made(each.clone(), input_tensor, label) for each in stacked.unbind(group.at(0))]
@@ -214,17 +192,17 @@ def stack_members(group: Group, block: Block | None = None) -> Block:
     return group.run_on(given.unsqueeze(group.at(0)), native.all_gather, group.at(0))
 
 
-@op("point_to_point")
+@op("point_to_point", also="mode", more=Group)
 def point_to_point(
     input_tensor: Tensor,
     sender_coord: MeshCoordinate,
     receiver_coord: MeshCoordinate,
     *,
     output_tensor: Tensor | None = None,
-    mode: str | None = None,
+    **over: Any,
 ) -> Made:
     """The receiver holds what the sender holds; the other parts are zero, or as they were in `output_tensor`."""
-    group = Group("point_to_point", input_tensor, None, mode)
+    group = Group("point_to_point", input_tensor, **over)
     source = coordinate(group, sender_coord, "sender_coord")
     target = coordinate(group, receiver_coord, "receiver_coord")
     if sum(a != b for a, b in zip(source, target, strict=True)) > 1:
@@ -249,7 +227,7 @@ def point_to_point(
     return Made(blank, input_tensor, group.apart(group.axes), output=output_tensor)
 
 
-@op("reduce_to_root")
+@op("reduce_to_root", also="mode", more=Group)
 def reduce_to_root(
     input_tensor_l: Tensor,
     input_tensor_s: Tensor,
@@ -260,7 +238,7 @@ def reduce_to_root(
     output_tensor_l: Tensor | None = None,
     output_tensor_s: Tensor | None = None,
     output_tensor_m: Tensor | None = None,
-    mode: str | None = None,
+    **over: Any,
 ) -> list[Made]:
     """Attention over parts of the keys, put together on one device: weighted values `l`, weights `s`, maxima `m`.
 
@@ -268,7 +246,7 @@ def reduce_to_root(
     The columns of `l` go in equal runs with the columns of `s` and `m`. Any number of devices takes part.
     """
     given = (input_tensor_l, input_tensor_s, input_tensor_m)
-    groups = [Group("reduce_to_root", each, None, mode) for each in given]
+    groups = [Group("reduce_to_root", each, **over) for each in given]
     place = coordinate(groups[0], root_coord, "root_coord")
     root = int(groups[0].position()[place])
     parts = [_at_root(group, root, place) for group in groups]

@@ -7,6 +7,7 @@ device's own experts are numbered in the order of their numbers. Rows that the o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,16 +23,15 @@ from meshloom.ttnn.tensor import Tensor
 from meshloom.ttnn.topology import PlacementPartial
 
 
-@op("all_to_all_dispatch", also=LINKS)
+@op("all_to_all_dispatch", also=LINKS + " mode", more=Group)
 def all_to_all_dispatch(
     input_tensor: Tensor,
     expert_indices_tensor: Tensor,
     expert_mapping_tensor: Tensor,
     *,
-    cluster_axis: int | None = None,
     output_tensors: Sequence[Tensor] | None = None,
     output_concat_dim: int = 1,
-    mode: str | None = None,
+    **over: Any,
 ) -> list[Made]:
     """Tokens [B, 1, S, H] with their experts [B, 1, S, K] to the devices that have the experts.
 
@@ -40,8 +40,8 @@ def all_to_all_dispatch(
     """
     name = "all_to_all_dispatch"
     dim = _row_dim(name, output_concat_dim, "output_concat_dim")
-    tokens = Group(name, input_tensor, cluster_axis, mode)
-    chosen = Group(name, expert_indices_tensor, cluster_axis, mode)
+    tokens = Group(name, input_tensor, **over)
+    chosen = Group(name, expert_indices_tensor, **over)
     owners = _owners(name, tokens, expert_mapping_tensor)
     rows, experts = (
         group.run_on(group.block.transpose(group.at(0), group.at(1)), native.all_gather, group.at(dim))
@@ -80,7 +80,7 @@ def _wanted(experts: Block, owned: Block) -> Block:
     return owned[experts.long()].any(-1)
 
 
-@op("all_to_all_combine", also=LINKS)
+@op("all_to_all_combine", also=LINKS + " mode", more=Group)
 def all_to_all_combine(
     input_tensor: Tensor,
     expert_metadata_tensor: Tensor,
@@ -88,8 +88,7 @@ def all_to_all_combine(
     *,
     local_reduce: bool = False,
     output_shard_dim: int = 1,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
+    **over: Any,
 ) -> Made:
     """What experts made of tokens, [experts of the device, B*D, S, H], back to the devices of the tokens: [K, B, S, H].
 
@@ -99,7 +98,7 @@ def all_to_all_combine(
     """
     name = "all_to_all_combine"
     dim = _row_dim(name, output_shard_dim, "output_shard_dim")
-    group = Group(name, input_tensor, cluster_axis, mode)
+    group = Group(name, input_tensor, **over)
     _, (metadata, mapping) = operands(name, expert_metadata_tensor, expert_mapping_tensor)
     axes = group.mesh.ndim
     gathered = group.run(native.all_gather, group.at(0))
@@ -160,7 +159,7 @@ def moe_routing_remap(
 ) -> Made:
     """Of the non-zero weights of a row, shared out in order over the devices along an axis, each keeps its own."""
     name = "moe_routing_remap"
-    group = Group(name, routing_weights_tensor, cluster_axis)
+    group = Group(name, routing_weights_tensor, cluster_axis=cluster_axis)
     if group.size != expert_parallel_size:
         raise OperandError(f"ttnn.{name}: expert_parallel_size is {expert_parallel_size}, the axis has {group.size}")
     if non_zero_weight_size % expert_parallel_size:

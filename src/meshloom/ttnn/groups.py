@@ -65,6 +65,7 @@ class Group:
         self,
         name: str,
         tensor: Tensor,
+        *,
         cluster_axis: int | None = None,
         mode: str | None = None,
         mesh_device: MeshDevice | None = None,

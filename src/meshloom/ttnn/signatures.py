@@ -186,7 +186,7 @@ class Binding:
                 if argument not in takes:
                     takes[argument] = self._beside(argument)
             here = [each for each in ordered if each in mine]
-            if here == at[: len(here)]:
+            if here == at[: len(here)] and inspect.Parameter.VAR_POSITIONAL not in kinds:
                 self.order = max(self.order, [*ordered, *at[len(here) :]], key=len)
         same = [a == b for a, b in zip(at, self.order, strict=False)]
         self.takes = takes

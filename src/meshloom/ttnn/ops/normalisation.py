@@ -8,6 +8,7 @@ that the norm is that of the whole row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -118,10 +119,12 @@ def _norm(
     name: str,
     tensor: Tensor,
     function: Callable[[Block], Block],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual_input_tensor: Tensor | None = None,
 ) -> Made:
+    residual = residual_input_tensor
     axes, rank = len(tensor.grid), len(tensor.shape)
     operands(name, *(each for each in (tensor, weight, bias, residual) if each is not None))
     width = tensor.shape[-1]
@@ -145,38 +148,24 @@ def _as_row(tensor: Tensor) -> Tensor:
     return Tensor(block, tensor.grid, tensor.dtype, tensor.layout, label, tensor.device(), room=tensor._room)
 
 
-@op("layer_norm")
-def layer_norm(
-    input_tensor: Tensor,
-    *,
-    epsilon: float = 1e-12,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual_input_tensor: Tensor | None = None,
-) -> Made:
+@op("layer_norm", more=_norm)
+def layer_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """(x - mean) / sqrt(var + epsilon) of every row, times the weight, plus the bias."""
 
     def call(x: Block) -> Block:
         return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=epsilon)
 
-    return _norm("layer_norm", input_tensor, call, weight, bias, residual_input_tensor)
+    return _norm("layer_norm", input_tensor, call, **how)
 
 
-@op("rms_norm")
-def rms_norm(
-    input_tensor: Tensor,
-    *,
-    epsilon: float = 1e-12,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual_input_tensor: Tensor | None = None,
-) -> Made:
+@op("rms_norm", more=_norm)
+def rms_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """x / sqrt(mean of squares + epsilon) of every row, times the weight, plus the bias."""
 
     def call(x: Block) -> Block:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
 
-    return _norm("rms_norm", input_tensor, call, weight, bias, residual_input_tensor)
+    return _norm("rms_norm", input_tensor, call, **how)
 
 
 def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]], residual: Tensor | None) -> Made:
@@ -225,44 +214,22 @@ def _gathered(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[lis
     return sums, devices * tensor.shape[-1]
 
 
-@op("rms_norm_post_all_gather")
-def rms_norm_post_all_gather(
-    input_tensor: Tensor,
-    stats: Tensor,
-    *,
-    epsilon: float = 1e-12,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Made:
+@op("rms_norm_post_all_gather", more=_norm)
+def rms_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "rms_norm_post_all_gather"
     (squares,), count = _gathered(name, input_tensor, stats, 1)
-
-    def call(x: Block) -> Block:
-        return x * torch.rsqrt(squares / count + epsilon)
-
-    return _norm(name, input_tensor, call, weight, bias)
+    return _norm(name, input_tensor, lambda x: x * torch.rsqrt(squares / count + epsilon), **how)
 
 
-@op("layer_norm_post_all_gather")
-def layer_norm_post_all_gather(
-    input_tensor: Tensor,
-    stats: Tensor,
-    *,
-    epsilon: float = 1e-12,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Made:
+@op("layer_norm_post_all_gather", more=_norm)
+def layer_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "layer_norm_post_all_gather"
     (squares, sums), count = _gathered(name, input_tensor, stats, 2)
     mean = sums / count
     var = squares / count - mean.square()
-
-    def call(x: Block) -> Block:
-        return (x - mean) * torch.rsqrt(var + epsilon)
-
-    return _norm(name, input_tensor, call, weight, bias)
+    return _norm(name, input_tensor, lambda x: (x - mean) * torch.rsqrt(var + epsilon), **how)
 
 
 @op("group_norm")

@@ -141,51 +141,30 @@ def global_avg_pool2d(
     )
 
 
-@op("adaptive_avg_pool2d")
-def adaptive_avg_pool2d(
-    input_tensor: Tensor,
-    batch_size: int,
-    input_h: int,
-    input_w: int,
-    channels: int,
-    output_size: Sequence[int],
-    *,
-    deallocate_input: bool = False,
-) -> Made:
-    """The means of as many windows as asked for, [1, 1, N * h * w, C]."""
-    sizes, asked = (batch_size, input_h, input_w, channels), whole(output_size, 2)
-    return _adapted("adaptive_avg_pool2d", input_tensor, sizes, asked, F.adaptive_avg_pool2d, True, deallocate_input)
+def _adaptive(name: str, function: Callable[..., Block], linear: bool, doc: str) -> None:
+    def call(
+        input_tensor: Tensor,
+        batch_size: int,
+        input_h: int,
+        input_w: int,
+        channels: int,
+        output_size: Sequence[int],
+        *,
+        deallocate_input: bool = False,
+    ) -> Made:
+        operands(name, input_tensor)
+        pictures = channels_first(name, input_tensor, (batch_size, input_h, input_w, channels)).float()
+        asked = tuple(whole(output_size, 2))
+        found = _by_picture(pictures, len(input_tensor.grid), lambda flat: function(flat, asked))
+        return _pooled(found, input_tensor, name, linear, input_tensor.dtype, deallocate_input)
+
+    call.__name__, call.__qualname__ = name, name
+    call.__doc__ = f"{doc} of as many windows as asked for, [1, 1, N * h * w, C]."
+    op(name)(call)
 
 
-@op("adaptive_max_pool2d")
-def adaptive_max_pool2d(
-    input_tensor: Tensor,
-    batch_size: int,
-    input_h: int,
-    input_w: int,
-    channels: int,
-    output_size: Sequence[int],
-    *,
-    deallocate_input: bool = False,
-) -> Made:
-    """The largest of as many windows as asked for, [1, 1, N * h * w, C]."""
-    sizes, asked = (batch_size, input_h, input_w, channels), whole(output_size, 2)
-    return _adapted("adaptive_max_pool2d", input_tensor, sizes, asked, F.adaptive_max_pool2d, False, deallocate_input)
-
-
-def _adapted(
-    name: str,
-    tensor: Tensor,
-    sizes: tuple[int, int, int, int],
-    asked: Sequence[int],
-    function: Callable[..., Block],
-    linear: bool,
-    frees: bool,
-) -> Made:
-    operands(name, tensor)
-    pictures = channels_first(name, tensor, sizes).float()
-    found = _by_picture(pictures, len(tensor.grid), lambda flat: function(flat, tuple(asked)))
-    return _pooled(found, tensor, name, linear, tensor.dtype, frees)
+_adaptive("adaptive_avg_pool2d", F.adaptive_avg_pool2d, True, "The means")
+_adaptive("adaptive_max_pool2d", F.adaptive_max_pool2d, False, "The largest")
 
 
 # other sizes, other places
