@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("fault_program.py")
+_CHANCE = random.SystemRandom()  # a test that seeds `random` in two workers must not give both one port
 LIMIT = 100.0  # seconds after which a run counts as hung; the program's own waits are longer
 
 
@@ -137,7 +138,7 @@ def _start(command: list[str], output: Path, environment: dict[str, str]) -> sub
 def free_port() -> int:
     """A port of loopback that nobody uses, and that the system gives to nobody who connects."""
     while True:
-        port = random.randrange(10000, 32000)
+        port = _CHANCE.randrange(10000, 32000)
         with socket.socket() as held:
             if held.connect_ex(("127.0.0.1", port)) != 0:
                 return port
