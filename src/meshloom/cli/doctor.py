@@ -63,7 +63,8 @@ def _ending(error: BaseException) -> str:
 
 def stand_in() -> None:
     """Let `import ttnn` and `from models.tt_cnn... import` mean meshloom's where nothing else is installed."""
-    if importlib.util.find_spec("ttnn") is None:
+    found = importlib.util.find_spec("ttnn")
+    if found is None or found.origin is None:  # a folder of that name is not TTNN
         sys.modules["ttnn"] = import_module("meshloom.ttnn")
         for name in ALIASES:
             sys.modules[f"ttnn.{name}"] = import_module(f"meshloom.ttnn.{name}")
