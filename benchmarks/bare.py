@@ -1,7 +1,8 @@
 """A tensor that holds an array, and does nothing but unwrap and wrap: no mesh, no rules, no look-up.
 
-What it costs over dense torch is the least that a class of tensors written in Python costs on this machine: torch makes
-a wrapper for every result and asks every tensor of a list for its class.
+What it costs over dense torch is about what any class of tensors written in Python costs on this machine: torch makes a
+wrapper for every result and asks every tensor of a list for its class. It is written plainly, not tuned, so a tuned one
+may cost less.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SHAPES = [(64, 64), (64,), (128, 64)] * 7  # 21 small parameters
 
 
 def works(devices: Sequence[int]) -> list[Spec]:
-    """The works on a mesh of 8, if that is asked for; with each, the least that a class of tensors in Python costs."""
+    """The works on a mesh of 8, if that is asked for; with each, what a wrapper that does nothing costs."""
     if math.prod(MESH) not in devices:
         return []
     steps = [

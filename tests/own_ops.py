@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 import meshloom as loom
 from meshloom import extend
 from oracle import check_case
-from samples import Case, Draw, Operand, Sample
+from samples import Case, Draw, Operand, Sample, Seeded
 
 Function = Callable[..., Any]
 
@@ -126,22 +125,6 @@ def defined() -> Iterator[dict[str, Function]]:
     finally:
         for name in OWN:
             extend.remove(name)
-
-
-class Seeded(Draw):
-    """Draws that follow from a text alone, so that every rank draws the same."""
-
-    def __init__(self, seed: str) -> None:
-        self._random = random.Random(seed)
-
-    def pick(self, values: Sequence[Any]) -> Any:
-        return values[self._random.randrange(len(values))]
-
-    def yes(self) -> bool:
-        return self._random.random() < 0.5
-
-    def number(self, low: int, high: int) -> int:
-        return self._random.randint(low, high)
 
 
 def compare_on_ranks(cases: int) -> list[str]:

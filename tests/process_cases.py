@@ -10,7 +10,6 @@ import copy
 import itertools
 import math
 import pickle
-import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,26 +33,10 @@ from meshloom.mesh import HERE
 from meshloom.processes import join
 from meshloom.tensor.entries import forget_all
 from oracle import MESHES, check_case, check_close, check_padding
-from samples import SAMPLES, Draw
+from samples import SAMPLES, Seeded
 
 Placed = tuple[Placement, ...]
 Grid = tuple[tuple[int, ...], tuple[int, ...]]  # a mesh's shape, and the grid of processes that splits it
-
-
-class Seeded(Draw):
-    """Draws that follow from a text alone, so that every rank draws the same."""
-
-    def __init__(self, seed: str) -> None:
-        self._random = random.Random(seed)
-
-    def pick(self, values: Sequence[Any]) -> Any:
-        return values[self._random.randrange(len(values))]
-
-    def yes(self) -> bool:
-        return self._random.random() < 0.5
-
-    def number(self, low: int, high: int) -> int:
-        return self._random.randint(low, high)
 
 
 def grids(count: int, shapes: Sequence[tuple[int, ...]] = MESHES) -> list[Grid]:

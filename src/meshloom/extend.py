@@ -33,14 +33,13 @@ import torch
 
 from meshloom.engines.layout import short_name, torch_dtype
 from meshloom.engines.torch_engine import FUNCTIONS, Local, aware
-from meshloom.errors import ArgumentError, PlacementError, ShapeError, closest
+from meshloom.errors import ArgumentError, PlacementError, ShapeError, closest, expect
 from meshloom.mesh import Mesh
 from meshloom.ops import ALIASES, OPS, Call, Choices, Even, Op, Ref, Row
 from meshloom.ops.binding import bind, refer
 from meshloom.ops.labels import expand_labels
 from meshloom.ops.rule import with_none
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
-from meshloom.runtime import state
 from meshloom.tensor import methods as _attached  # noqa: F401  (attaches the ops to Tensor)
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import FRONTS, invoke
@@ -125,6 +124,8 @@ class _Spec:
 
 
 def _read(name: str, labels: str, whole: str, sums: str, sees_padding: bool) -> _Spec:
+    for argument, value in {"labels": labels, "whole": whole, "sums": sums}.items():
+        expect(argument, value, str, fix='write letters, as in extend.op("...mk, ...kn -> ...mn", sums="k")')
     left, arrow, right = labels.replace(" ", "").partition("->")
     inputs, outputs = tuple(left.split(",")), tuple(right.split(","))
     if not arrow or not all(_LABELS.fullmatch(each) for each in (*inputs, *outputs)):
@@ -279,8 +280,7 @@ def _public(name: str, function: Function) -> Function:
             return function(*args, **kwargs)
         if output is None:
             return call_quickly(head, name, args, kwargs, function)
-        with state.changed(output=output):
-            return invoke(name, args, kwargs, function)
+        return invoke(name, args, {**kwargs, "output": output}, function)
 
     run.__name__ = run.__qualname__ = name
     return run

@@ -7,7 +7,7 @@ ours alike. To add an op: one line in its family.
 from __future__ import annotations
 
 from samples.contractions import CONTRACTIONS
-from samples.drawing import Case, Draw, Operand, Sample
+from samples.drawing import Case, Draw, Operand, Sample, Seeded
 from samples.lookup import LOOKUP
 from samples.matrices import MATRICES
 from samples.order import ORDER
@@ -21,4 +21,4 @@ SAMPLES: dict[str, Sample] = {
     **POINTWISE, **CONTRACTIONS, **REDUCTIONS, **WHOLE, **LOOKUP, **SHAPE, **ORDER, **WINDOWS, **MATRICES,
 }  # fmt: skip
 
-__all__ = ["SAMPLES", "Case", "Draw", "Operand", "Sample"]
+__all__ = ["SAMPLES", "Case", "Draw", "Operand", "Sample", "Seeded"]

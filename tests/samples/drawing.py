@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,3 +78,19 @@ class Draw:
 
 
 INTEGRAL = (torch.int64, torch.bool)
+
+
+class Seeded(Draw):
+    """Draws that follow from a text alone, so that every rank draws the same."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+
+    def pick(self, values: Sequence[Any]) -> Any:
+        return values[self._random.randrange(len(values))]
+
+    def yes(self) -> bool:
+        return self._random.random() < 0.5
+
+    def number(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)

@@ -150,6 +150,8 @@ def test_a_name_is_free_again_and_the_old_plans_are_forgotten(op) -> None:
     [
         ({"labels": "ab, b"}, torch.mv, "the labels of 'own' cannot be read: 'ab, b'"),
         ({"labels": "a... -> a"}, torch.sin, "the labels of 'own' cannot be read"),
+        ({"labels": 3}, torch.sin, "labels=3 is of type int"),
+        ({"labels": "a -> a", "whole": None}, torch.sin, "whole=None is of type NoneType"),
         ({"labels": "ab -> ab", "whole": "c"}, torch.nn.functional.silu, "label 'c' of 'own' stands in no operand"),
         ({"labels": "ab -> ab", "sums": "b"}, torch.nn.functional.silu, "'b' of 'own' is summed over, and every"),
         ({"labels": "a, a -> a"}, lambda a: a, "'own' has labels for 2 arguments and takes 1"),

@@ -38,7 +38,7 @@ class Entry:
         self.direct = direct
         self.op = decided.call.op
         self.is_view, self.leased = OPS[self.op].is_view, decided.mesh.lease is not None
-        self.wrap = _wrapper(self)  # the results of the kernel as tensors
+        self.wrap = _make_wrap(self)  # the results of the kernel as tensors
         self.salt = _salt(decided) if decided.mesh.is_split else 0  # of what this call makes of its operands' numbers
         self._back: Back | None = None
         self.communicates_back = True  # until the first call with a gradient has looked
@@ -62,7 +62,7 @@ class Entry:
         return results
 
 
-def _wrapper(entry: Entry) -> Callable[[Any], Any]:
+def _make_wrap(entry: Entry) -> Callable[[Any], Any]:
     out, leased, dtype = entry.out, entry.leased, torch_dtype(entry.out.dtype)
     free, tracked = maker(out, dtype, False), maker(out, dtype, True)
     outs, pack = entry.outs, getattr(torch.return_types, entry.op.removesuffix("_dim"), tuple)  # torch's max_dim is max

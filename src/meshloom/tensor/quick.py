@@ -40,23 +40,23 @@ PURE = _CASTS | frozenset(
 
 
 # A call seen before: the given tensors, the arrays and numbers of the call and its keywords to the results, wrapped.
-Again = Callable[[list[Tensor], list[Any], dict[str, Any]], Any]
+Repeat = Callable[[list[Tensor], list[Any], dict[str, Any]], Any]
 
 
-def _again(found: Resolved, order: tuple[int, ...] | None, result: Any) -> Again:
+def _repeat_call(found: Resolved, order: tuple[int, ...] | None, result: Any) -> Repeat:
     """The next call like one that led to an entry; `order` says which of the given tensors are its operands."""
     entry = found.entry
     run: Any = found.function() if found.op.signature is not None or order is not None else found.shortest()
     is_short = entry.kernel.simple and result.__class__ is Tensor and not (entry.salt or entry.leased)
-    return _short(found, run) if is_short and order is None else _long(found, run, order)
+    return _repeat_simple(found, run) if is_short and order is None else _repeat_any(found, run, order)
 
 
-def _short(found: Resolved, run: Any) -> Again:
+def _repeat_simple(found: Resolved, run: Any) -> Repeat:
     """Of a call that is one of torch's on the arrays as they are."""
     entry, wrap = found.entry, found.entry.wrap
-    is_view, name, args, named = entry.is_view, *_recipe(found)
+    is_view, name, args, named = entry.is_view, *_describe_call(found)
 
-    def again(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+    def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
         result = run(*datas)
         if entry.communicates_back and result.requires_grad:
             result = entry.follow(result, tensors, False, 5)
@@ -65,15 +65,15 @@ def _short(found: Resolved, run: Any) -> Again:
             attach_plain(tensors[0], made, name, args, named)
         return made
 
-    return again
+    return repeat
 
 
-def _long(found: Resolved, run: Any, order: tuple[int, ...] | None) -> Again:
+def _repeat_any(found: Resolved, run: Any, order: tuple[int, ...] | None) -> Repeat:
     """Of a call with several results, on a mesh of processes or one that may be closed, or whose operands move."""
     entry, kernel = found.entry, None if found.entry.kernel.simple else found.entry.kernel
-    name, args, named = _recipe(found)
+    name, args, named = _describe_call(found)
 
-    def again(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+    def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
         if order is not None:
             tensors, datas = [tensors[i] for i in order], [datas[i] for i in order]
         if entry.salt:
@@ -83,29 +83,32 @@ def _long(found: Resolved, run: Any, order: tuple[int, ...] | None) -> Again:
             results = entry.follow(results, tensors, False, 5)
         made = entry.wrap(results)
         if entry.is_view:
-            attach(tensors[0], (made,) if made.__class__ is Tensor else made, name, args, named)
+            if made.__class__ is Tensor:
+                attach_plain(tensors[0], made, name, args, named)
+            else:
+                attach(tensors[0], made, name, args, named)
         if entry.salt:
             STORY.identity = 0
             for i, each in enumerate(made if isinstance(made, tuple) else (made,)):
                 each._number = number + i
         return made
 
-    return again
+    return repeat
 
 
-def _recipe(found: Resolved) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+def _describe_call(found: Resolved) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """The op and its arguments: of a view all, else the numbers; tensors would live as long as this is remembered."""
     if found.entry.is_view:
         return found.op.name, found.args[1:], found.kwargs
     return found.op.name, tuple([each for each in found.args[1:] if each.__class__ in NUMBERS]), {}
 
 
-def _with_numbers(found: Resolved) -> Again:
+def _repeat_with_numbers(found: Resolved) -> Repeat:
     """Of a pointwise op with numbers among its arguments, which do not matter to its entry."""
     entry = found.entry
     direct: Any = entry.direct
 
-    def again(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+    def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
         result = direct(*datas, **kwargs)
         if entry.communicates_back and result.requires_grad:
             result = entry.follow(result, tensors, False, 5)
@@ -114,15 +117,15 @@ def _with_numbers(found: Resolved) -> Again:
             made._number = identity(entry.salt, tensors, [each for each in datas if each.__class__ is not torch.Tensor])
         return made
 
-    return again
+    return repeat
 
 
-def _itself(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Tensor:
+def _return_itself(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Tensor:
     """Of a cast to the dtype that the tensor has."""
     return tensors[0]
 
 
-QUICK: dict[Any, Again] = {}
+QUICK: dict[Any, Repeat] = {}
 POINTWISE = frozenset(
     name for name in (*OPS, *ALIASES) if OPS[ALIASES.get(name, name)].signature is None and name not in FRONTS
 )
@@ -226,16 +229,16 @@ def _call_first(
     elif (
         result is args[0] and name in _CASTS and not kwargs and all(each.__class__ is torch.dtype for each in args[1:])
     ):
-        _remember(QUICK, key, _itself)
+        _remember(QUICK, key, _return_itself)
     return result
 
 
-def _quick(name: str, found: Resolved, result: Any, order: tuple[int, ...], arguments: int) -> Again | None:
+def _quick(name: str, found: Resolved, result: Any, order: tuple[int, ...], arguments: int) -> Repeat | None:
     """What the next call like this one needs; None where that would be no shorter."""
     in_order = None if order == tuple(range(len(order))) else order
     if name not in POINTWISE or arguments == len(order):
-        return _again(found, in_order, result)
-    return _with_numbers(found) if found.entry.direct is not None and in_order is None else None
+        return _repeat_call(found, in_order, result)
+    return _repeat_with_numbers(found) if found.entry.direct is not None and in_order is None else None
 
 
 def _order(operands: list[Tensor], given: list[Tensor]) -> tuple[int, ...] | None:

@@ -90,12 +90,12 @@ def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
         note_data("operand", value)
     if mesh.is_split and value.is_leaf and value.requires_grad:
         value = value.view_as(value)  # torch reads its gradient, not we: it is summed at each use
-    made = Tensor(_replicated(mesh, value.shape, value.dtype), value)
+    made = Tensor(_replicate_on(mesh, value.shape, value.dtype), value)
     return state.shadows.of(made) if state.shadows is not None else made
 
 
 @lru_cache(1 << 12)
-def _replicated(mesh: Mesh, shape: torch.Size, dtype: torch.dtype) -> Topology:
+def _replicate_on(mesh: Mesh, shape: torch.Size, dtype: torch.dtype) -> Topology:
     return Topology(mesh, (Replicate(),) * mesh.ndim, tuple(shape), short_name(dtype))
 
 
