@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.goals import Goal
 from benchmarks.works import Pair, Spec
-from meshloom.ttnn import blockfloat
+from meshloom.ttnn.tensor import blockfloat
 
 SIDE = 4096
 BITS = 7

@@ -137,7 +137,7 @@ def call(name: str, x: Tensor, given: dict[str, Any]) -> tuple[Any, list[Any]]:
             found = getattr(loom.collectives, name)(x, **given)
             found = found.wait() if name.endswith("_async") else found
         except loom.MeshloomError as error:
-            if isinstance(error, (loom.LostError, loom.DivergenceError)):
+            if isinstance(error, (loom.PeerLostError, loom.DivergenceError)):
                 raise
             found = f"{type(error).__name__}: {error.headline}"
     return found, [(event.call, event.bytes, event.host, str(event.collective)) for event in log]
@@ -338,6 +338,6 @@ def lost(mode: str) -> str:
         if HERE.rank == HERE.count - 1:
             time.sleep(60)
         loom.collectives.all_reduce(x, mode=mode)
-    except loom.LostError as error:
+    except loom.PeerLostError as error:
         return str(error)
     return "nothing happened"

@@ -230,7 +230,7 @@ def catches():
     for attempt in range(2):
         try:
             step(x)
-        except loom.LostError as error:
+        except loom.PeerLostError as error:
             print(f"caught {attempt}: {error.headline}", flush=True)
     print("goes on alone", flush=True)
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import strategies as st
 
 from meshloom import ttnn
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, TensorTopology
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, TensorTopology
 
 GRIDS = [(1,), (4,), (1, 2), (2, 3), (2, 1, 2)]
 DTYPES = [ttnn.float32, ttnn.bfloat16]

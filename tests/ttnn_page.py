@@ -1,7 +1,7 @@
 """`docs/ttnn_ops.md` from the table of TTNN ops: what is covered, by family, and what is not.
 
 `python tests/ttnn_page.py` writes the page; a test compares it with the table. The operations of the original and the
-names of their arguments are in `ttnn/signatures.txt`, one line for every overload.
+names of their arguments are in `ttnn/ops/signatures.txt`, one line for every overload.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.errors import MeshloomError
-from meshloom.ttnn import signatures, surface
+from meshloom.ttnn import surface
+from meshloom.ttnn.ops import signatures
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "ttnn_ops.md"
 MOVING = frozenset("collectives asynchronous experts transfers".split())  # modules whose ops move between devices

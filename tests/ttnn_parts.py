@@ -11,9 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from meshloom import ttnn
-from meshloom.ttnn.formats import rounded
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import TensorTopology
+from meshloom.ttnn.tensor.formats import rounded
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 R, S, P = ttnn.PlacementReplicate(), ttnn.PlacementShard, ttnn.PlacementPartial
 GRIDS = [(1, 1), (1, 4), (2, 2), (2, 1), (3, 2), (2, 1, 2)]

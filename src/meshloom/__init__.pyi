@@ -42,7 +42,7 @@ __all__ = [
     'FallbackWarning',
     'GradientError',
     'LaunchError',
-    'LostError',
+    'PeerLostError',
     'Machine',
     'Mesh',
     'MeshError',
@@ -572,7 +572,7 @@ def distribute(value: Any, mesh: Mesh | None=None, placements: Placements | None
 def distribute_tensor(tensor: torch.Tensor, device_mesh: Mesh | DeviceMesh | None=None, placements: Placements | Sequence[Any] | None=None) -> Tensor: ...
 from meshloom.observe.pictures import draw as draw
 from meshloom.observe.pictures import draw_mesh as draw_mesh
-from meshloom.tensor.fronts.pointwise import dropout as dropout
+from meshloom.tensor.torch_api.pointwise import dropout as dropout
 def empty(*size: Any, **options: Any) -> Tensor: ...
 def empty_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 from meshloom.observe.explain import explain as explain
@@ -619,7 +619,7 @@ from meshloom.errors import DivergenceError as DivergenceError
 from meshloom.errors import FabricError as FabricError
 from meshloom.errors import GradientError as GradientError
 from meshloom.errors import LaunchError as LaunchError
-from meshloom.errors import LostError as LostError
+from meshloom.errors import PeerLostError as PeerLostError
 from meshloom.fabric import Machine as Machine
 from meshloom.mesh import Mesh as Mesh
 from meshloom.errors import MeshError as MeshError

@@ -42,7 +42,7 @@ from meshloom.ops.rule import with_none
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
 from meshloom.tensor import methods as _attached  # noqa: F401  (attaches the ops to Tensor)
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import FRONTS, invoke
+from meshloom.tensor.calling import OVERLOADS, invoke
 from meshloom.tensor.entries import forget_all
 from meshloom.tensor.quick import call_quickly
 from meshloom.types import Shape
@@ -200,7 +200,7 @@ def _evenly(row: Row, call: Call) -> Row:
 def _refuse_known(name: str) -> None:
     if not name.isidentifier():
         raise ArgumentError(f"{name!r} is no name for an op", fix='give one: extend.op(..., name="my_op")')
-    if name in OPS or name in ALIASES or name in FRONTS:
+    if name in OPS or name in ALIASES or name in OVERLOADS:
         again = f", or take the old one away first: extend.remove({name!r})" if name in _ADDED else ""
         raise ArgumentError(
             f"there is an op {name!r} already", fix=f'give yours another name: extend.op(..., name="my_{name}"){again}'

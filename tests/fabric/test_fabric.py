@@ -11,8 +11,7 @@ from dataclasses import replace
 from importlib import resources
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from meshloom import FabricError, Machine, fabric
 from meshloom.fabric import VIRTUAL, Fabric, Link, Preset, load_preset, preset, preset_names

@@ -9,8 +9,7 @@ import pickle
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import meshloom as loom
 from meshloom import Mesh

@@ -10,8 +10,7 @@ import sys
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import meshloom as loom
 from meshloom import ArgumentError, Machine, Mesh

@@ -13,7 +13,7 @@ from torch import nn
 
 import meshloom as loom
 from meshloom import Shard
-from meshloom.tensor.fronts.composed import COMPOSED
+from meshloom.tensor.torch_api.composed import COMPOSED
 
 MESH = loom.Mesh(dp=2, tp=2)
 ROWS = {"dp": Shard(0)}

@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import meshloom as loom
 from meshloom.errors import MeshloomError

@@ -11,8 +11,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, seed, settings, strategies as st
 
 from meshloom.ops import OPS
 from oracle import check_case

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from devices import (
     check_form,

@@ -7,8 +7,7 @@ import itertools
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import meshloom as loom
 from meshloom import Mesh, Partial, Placement, Replicate, Shard, Topology

@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 import meshloom as loom
 from meshloom import Mesh, Partial, Placement, Replicate, Shard, Topology

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from meshloom.errors import BindingError
 from meshloom.processes.bindings import Binding, Bindings, from_environment, read_hosts, visible_devices

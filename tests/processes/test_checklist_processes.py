@@ -68,6 +68,6 @@ def test_row_167_killing_one_of_four_workers_is_an_error_on_the_others(tmp_path)
     for worker in workers[:3]:
         told = faults.errors(worker.text)
         assert re.search(
-            rf"LostError: all_reduce \d+ of sum\(.*\) at {faults.line('step')} on rank {worker.rank} ", told
+            rf"PeerLostError: all_reduce \d+ of sum\(.*\) at {faults.line('step')} on rank {worker.rank} ", told
         )
         assert "rank 3 is gone" in told

@@ -211,7 +211,7 @@ def test_garbage_in_the_store_neither_ends_a_run_nor_its_watch(tmp_path):
     ranks = faults.run("raises_later", tmp_path, meanwhile=spoil, MASTER_PORT=str(port), MESHLOOM_SECRET="s" * 16)
     for rank in ranks:
         assert "the data of this rank is broken" in rank.text and "stranger" not in rank.text, rank.text
-    assert "LostError" in ranks[0].text
+    assert "PeerLostError" in ranks[0].text
 
 
 # files

@@ -73,7 +73,7 @@ def test_a_killed_rank_is_named_by_the_one_that_needs_it(case, tmp_path):
     assert (well.code, killed.code) == (1, -signal.SIGKILL)
     told = errors(well.text)
     check_says(
-        told, f"LostError: {SUM} at {STEP} on rank 0 lost its connection: rank 1 is gone, last seen at \\S+:\\d+$"
+        told, f"PeerLostError: {SUM} at {STEP} on rank 0 lost its connection: rank 1 is gone, last seen at \\S+:\\d+$"
     )
     call, _ = GONE[case]
     check_says(told, "processes +rank +place +host +call", row(0, r"all_reduce of sum\S+ \S+", STEP, "raised"))
@@ -85,8 +85,8 @@ def test_a_killed_rank_is_named_under_a_launcher_that_ends_the_others(starter, t
     ranks = starter("kill_after", tmp_path, count=4)
     for rank in (0, 2, 3):
         told = errors(ranks[rank].text)
-        check_says(told, rf"LostError: .*rank {rank}\b.*rank 1 is gone")
-        check_says(told, f"LostError: .*{STEP}")
+        check_says(told, rf"PeerLostError: .*rank {rank}\b.*rank 1 is gone")
+        check_says(told, f"PeerLostError: .*{STEP}")
         check_says(told, "processes", rf"^\s+1 +\(1,\) .*{STEP} +gone$")
     launcher = (tmp_path / "launcher").read_text()
     assert "rank 1 of 4 failed first: killed by SIGKILL" in launcher or "exitcode  : -9" in launcher
@@ -96,7 +96,7 @@ def test_the_rank_that_holds_the_store_may_be_killed(tmp_path):
     _, well = faults.run("kill_after", tmp_path, FAULT_RANK="0")
     told = errors(well.text)
     check_says(
-        told, rf"LostError: {SUM} at {STEP} on rank 1 (lost its connection|cannot go on: rank 1 has lost rank 0)"
+        told, rf"PeerLostError: {SUM} at {STEP} on rank 1 (lost its connection|cannot go on: rank 1 has lost rank 0)"
     )
     check_says(told, "processes", r"^\s+0 .*not known, ", row(1, r"all_reduce of sum\S+ \S+", STEP, "raised"))
 
@@ -104,14 +104,14 @@ def test_the_rank_that_holds_the_store_may_be_killed(tmp_path):
 def test_a_rank_that_leaves_early_is_missed(tmp_path):
     well, gone = faults.run("early", tmp_path)
     assert (well.code, gone.code) == (1, 0)
-    check_says(errors(well.text), rf"LostError: {SUM} at {STEP} on rank 0 lost its connection: rank 1 has left$")
+    check_says(errors(well.text), rf"PeerLostError: {SUM} at {STEP} on rank 0 lost its connection: rank 1 has left$")
     check_says(errors(well.text), "processes", row(1, r"all_reduce of sum\S+ \S+", STEP, "left"))
 
 
 def test_the_rank_that_holds_the_store_is_missed_too_when_it_leaves_early(tmp_path):
     gone, well = faults.run("early", tmp_path, FAULT_RANK="0")
     assert (gone.code, well.code) == (0, 1)
-    check_says(errors(well.text), rf"LostError: {SUM} at {STEP} on rank 1 lost its connection: rank 0 has left$")
+    check_says(errors(well.text), rf"PeerLostError: {SUM} at {STEP} on rank 1 lost its connection: rank 0 has left$")
     check_says(errors(well.text), "processes", r"^\s+0 +\(0,\) .* left$")
 
 
@@ -131,7 +131,7 @@ def test_an_exception_on_one_of_four_ranks_ends_all_with_its_cause_first(tmp_pat
     for rank in (0, 1, 3):
         check_says(
             errors(ranks[rank].text),
-            rf"LostError: all_reduce \d+ of sum\(.*\) at {STEP} on rank {rank} cannot go on: {raised}$",
+            rf"PeerLostError: all_reduce \d+ of sum\(.*\) at {STEP} on rank {rank} cannot go on: {raised}$",
             rf"cause +ValueError: the data of this rank is broken\n +at {line('raise')}, last call all_reduce",
             "processes",
             r"^\s+2 +\(2,\) .* raised$",
@@ -142,14 +142,14 @@ def test_an_exception_in_backward_is_told_to_the_others(tmp_path):
     well, bad = faults.run("raises_in_backward", tmp_path)
     raised = f"rank 1 raised ValueError: no gradient at {line('backward')}"
     check_says(errors(bad.text), "ValueError: no gradient", f"meshloom: {raised}, last call")
-    check_says(errors(well.text), rf"LostError: .* at {STEP} on rank 0 cannot go on: {raised}$")
+    check_says(errors(well.text), rf"PeerLostError: .* at {STEP} on rank 0 cannot go on: {raised}$")
 
 
 def test_a_rank_lost_during_backward_is_reported_with_the_forward_call(tmp_path):
     well, _ = faults.run("backward_of_a_lost_rank", tmp_path)
     backward = f"({line('lost_backward')}|{line('lost_grad')})"
     check_says(
-        errors(well.text), rf"LostError: all_reduce \d+ of .* backward at {backward} on rank 0 lost.*rank 1 is gone"
+        errors(well.text), rf"PeerLostError: all_reduce \d+ of .* backward at {backward} on rank 0 lost.*rank 1 is gone"
     )
 
 
@@ -158,7 +158,7 @@ def test_an_exception_under_torchrun_reaches_the_ranks_that_it_ends(tmp_path):
     raised = "rank 1 raised ValueError: the data of this rank is broken at " + line("raise")
     check_says(errors(bad.text), "ValueError: the data of this rank is broken")
     check_says(
-        errors(well.text), rf"LostError: .*rank 0 (cannot go on|was ended at \S+): {raised}$", "cause +ValueError"
+        errors(well.text), rf"PeerLostError: .*rank 0 (cannot go on|was ended at \S+): {raised}$", "cause +ValueError"
     )
 
 
@@ -171,7 +171,9 @@ def test_a_program_that_catches_the_error_ends_by_itself_and_cannot_communicate(
         "goes on alone",
     )
     assert well.code == 0
-    check_says(errors(asleep.text), rf"LostError: .*on rank 1 was ended at \S+: {SUM} at {STEP} on rank 0 has waited")
+    check_says(
+        errors(asleep.text), rf"PeerLostError: .*on rank 1 was ended at \S+: {SUM} at {STEP} on rank 0 has waited"
+    )
 
 
 PROGRAM_NAME = re.escape(faults.PROGRAM.name)
@@ -249,9 +251,9 @@ def test_check_sample_leaves_such_an_op_alone_after_the_first_calls(tmp_path):
 def test_a_mismatch_that_sample_does_not_compare_still_ends_both_ranks(tmp_path):
     ranks = faults.run("late_mismatch", tmp_path)
     assert all(rank.code not in (0, None) for rank in ranks)
-    assert any("LostError" in rank.text or "DivergenceError" in rank.text for rank in ranks)
+    assert any("PeerLostError" in rank.text or "DivergenceError" in rank.text for rank in ranks)
     for rank in ranks:
-        assert re.search(r"(LostError|DivergenceError): |Fatal Python error: Aborted", rank.text), rank.text
+        assert re.search(r"(PeerLostError|DivergenceError): |Fatal Python error: Aborted", rank.text), rank.text
         check_says(rank.text, line("late") + rf"|fault_program.py\", line {line('late').partition(':')[2]}")
 
 
@@ -262,24 +264,27 @@ def test_a_rank_that_sleeps_is_named_with_its_line_and_ended(tmp_path):
     well, asleep = faults.run("sleep", tmp_path)
     assert (well.code, asleep.code) == (1, 1)
     waited = rf"{SUM} at {STEP} on rank 0 has waited longer than 4 s: rank 1 is running at {line('sleep')}$"
-    check_says(errors(well.text), f"LostError: {waited}", "processes", rf"^\s+1 .* running at {line('sleep')}$")
-    check_says(errors(asleep.text), rf"LostError: {SUM} at {STEP} on rank 1 was ended at {line('sleep')}: {waited}")
+    check_says(errors(well.text), f"PeerLostError: {waited}", "processes", rf"^\s+1 .* running at {line('sleep')}$")
+    check_says(errors(asleep.text), rf"PeerLostError: {SUM} at {STEP} on rank 1 was ended at {line('sleep')}: {waited}")
 
 
 def test_a_rank_that_sleeps_is_ended_on_four_ranks_under_meshloom_run(tmp_path):
     ranks = faults.meshloom_run("sleep", tmp_path, count=4, FAULT_RANK="2")
     for rank in (0, 1, 3):
-        check_says(errors(ranks[rank].text), rf"LostError: .* on rank {rank} .*rank 2 is running at {line('sleep')}")
+        check_says(
+            errors(ranks[rank].text), rf"PeerLostError: .* on rank {rank} .*rank 2 is running at {line('sleep')}"
+        )
     check_says(
-        errors(ranks[2].text), rf"LostError: .* on rank 2 was ended at {line('sleep')}: .*has waited longer than 4 s"
+        errors(ranks[2].text),
+        rf"PeerLostError: .* on rank 2 was ended at {line('sleep')}: .*has waited longer than 4 s",
     )
 
 
 def test_a_rank_that_hears_no_signal_is_ended_with_the_report(tmp_path):
     well, stuck = faults.run("stuck_in_c", tmp_path)
-    check_says(errors(well.text), rf"LostError: .*rank 1 is running at {line('stuck')}$")
+    check_says(errors(well.text), rf"PeerLostError: .*rank 1 is running at {line('stuck')}$")
     check_says(
-        errors(stuck.text), rf"LostError: .* on rank 1 was ended at {line('stuck')}: .*has waited longer than 4 s"
+        errors(stuck.text), rf"PeerLostError: .* on rank 1 was ended at {line('stuck')}: .*has waited longer than 4 s"
     )
     check_says(stuck.text, rf"fault_program.py\", line {line('stuck').partition(':')[2]} in stuck_in_c")
 
@@ -291,7 +296,7 @@ def test_a_rank_that_never_starts_is_named_by_all_others(tmp_path):
         told = errors(rank.text)
         check_says(
             told,
-            rf"LostError: rank {rank.rank} waited \d+\.\d s in open_mesh at {line('never')}: ranks 1, 3 of 4 never",
+            rf"PeerLostError: rank {rank.rank} waited \d+\.\d s in open_mesh at {line('never')}: ranks 1, 3 of 4 never",
         )
         check_says(
             told, r"meeting_point +127.0.0.1:\d+", "timeout +8 s", "fix +start all ranks with the same WORLD_SIZE"
@@ -302,7 +307,7 @@ def test_a_rank_alone_without_the_one_that_holds_the_store_says_so(tmp_path):
     (rank,) = faults.run("never_starts", tmp_path, absent=[0], FAULT_RANK="0", MESHLOOM_TIMEOUT="3")
     check_says(
         errors(rank.text),
-        rf"LostError: rank 1 waited .* in open_mesh at {line('never')}: nobody answers where rank 0",
+        rf"PeerLostError: rank 1 waited .* in open_mesh at {line('never')}: nobody answers where rank 0",
     )
     assert "[c10d]" not in rank.text
 
@@ -331,7 +336,7 @@ def test_a_link_cut_in_mid_collective_is_reported_on_both_sides(count, tmp_path)
     assert [rank.code for rank in ranks] == [1] * count
     near, far = ranks[: count // 2], ranks[count // 2 :]
     for rank in ranks:
-        check_says(errors(rank.text), rf"LostError: all_reduce \d+ of sum\(.*\) at {STEP} on rank {rank.rank} ")
+        check_says(errors(rank.text), rf"PeerLostError: all_reduce \d+ of sum\(.*\) at {STEP} on rank {rank.rank} ")
         check_says(rank.text, rf"has waited longer than 4 s|rank {rank.rank} has lost rank 0, which holds the store")
     for rank in near:
         for other in far:
@@ -342,9 +347,11 @@ def test_a_link_cut_in_mid_collective_is_reported_on_both_sides(count, tmp_path)
 
 def test_a_rank_that_works_alone_notices_that_its_link_is_cut(tmp_path):
     near, far = cut_off("goes_on_but_one", tmp_path, 2)
-    check_says(errors(near.text), rf"LostError: {SUM} at {STEP} on rank 0 has waited longer than 4 s: rank 1 is gone")
+    check_says(
+        errors(near.text), rf"PeerLostError: {SUM} at {STEP} on rank 0 has waited longer than 4 s: rank 1 is gone"
+    )
     lost = "rank 1 has lost rank 0, which holds the store of the processes"
-    check_says(errors(far.text), rf"LostError: {SUM} at {STEP} on rank 1 was ended at {line('busy')}: {lost}$")
+    check_says(errors(far.text), rf"PeerLostError: {SUM} at {STEP} on rank 1 was ended at {line('busy')}: {lost}$")
     check_says(errors(far.text), "cause +the store of the processes did not answer within 4 s")
 
 
@@ -370,7 +377,7 @@ def test_ctrl_c_at_the_launcher_ends_all_ranks_with_where_they_were(to_group, tm
     for rank in interrupted("goes_on", tmp_path, to_group):
         check_says(
             errors(rank.text),
-            rf"(rank {rank.rank} was interrupted at {at}, last call|LostError:) .*{SUM} at {STEP} on rank",
+            rf"(rank {rank.rank} was interrupted at {at}, last call|PeerLostError:) .*{SUM} at {STEP} on rank",
         )
 
 

@@ -76,7 +76,7 @@ def test_a_meeting_point_held_by_somebody_else_is_an_error_on_every_rank(strange
     assert time.monotonic() - began < 60  # twenty times that without a deadline
     for rank in ranks:
         told = errors(rank.text)
-        assert rank.code == 1 and told.startswith("meshloom.errors.LostError: "), rank.text
+        assert rank.code == 1 and told.startswith("meshloom.errors.PeerLostError: "), rank.text
         assert f"rank {rank.rank} waited " in told and f"in open_mesh at {line('never')}: " in told
         assert f"meeting_point  127.0.0.1:{port}" in told
 

@@ -141,7 +141,7 @@ def modules() -> set[str]:
     return sources | {
         "meshloom/py.typed",
         "meshloom/ttnn/names.txt",
-        "meshloom/ttnn/signatures.txt",
+        "meshloom/ttnn/ops/signatures.txt",
         "meshloom/ttnn/distributed/README.md",
     }
 

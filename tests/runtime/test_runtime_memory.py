@@ -9,8 +9,7 @@ import tracemalloc
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import meshloom as loom
 from meshloom.errors import ArgumentError, ClosedError, MeshError, OutOfMemoryError

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import meshloom as loom

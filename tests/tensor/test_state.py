@@ -16,7 +16,7 @@ from torch import nn
 
 import meshloom as loom
 import ranks
-from meshloom import LostError, MeshError, Replicate, Shard, UnsupportedError
+from meshloom import MeshError, PeerLostError, Replicate, Shard, UnsupportedError
 
 MESH = loom.Mesh(dp=2, tp=2)
 OTHER = loom.Mesh(x=3)
@@ -134,7 +134,7 @@ def test_a_tensor_of_two_processes_is_refused_by_one_at_its_first_use():
     placed = loom.Topology(MESH.split(2), (Shard(0), Replicate()), (4, 2), "f32")
     held = loom.Tensor(placed, torch.zeros(2, 2))
     for use in (lambda: held + 1, lambda: held.to_torch(), lambda: held.sum()):
-        with pytest.raises(LostError) as caught:
+        with pytest.raises(PeerLostError) as caught:
             use()
         assert caught.value.headline == "a mesh over 2 processes is used by 1"
 

@@ -10,7 +10,8 @@ import pytest
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, MeshloomError
-from meshloom.ttnn import calling, signatures, surface
+from meshloom.ttnn import surface
+from meshloom.ttnn.ops import calling, signatures
 from ttnn_page import PAGE, covered, overloads, page
 
 ALL = overloads()

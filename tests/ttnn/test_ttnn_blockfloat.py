@@ -10,7 +10,7 @@ import torch
 from meshloom import ttnn
 from meshloom.errors import ArgumentError
 from meshloom.runtime import state
-from meshloom.ttnn import blockfloat
+from meshloom.ttnn.tensor import blockfloat
 
 COUNT = 1_000_000
 BITS = (7, 3)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import meshloom as loom
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, ModeError, OperandError
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.tensor.tensor import Tensor
 
 Parts = dict[tuple[int, ...], torch.Tensor]
 MODES = ("direct", "host", "fabric")

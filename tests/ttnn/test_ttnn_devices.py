@@ -11,7 +11,7 @@ from meshloom import ttnn
 from meshloom.errors import ArgumentError, ClosedError, MeshError, OperandError
 from meshloom.runtime import Program, create_mesh_buffer
 from meshloom.runtime.workload import MeshWorkload
-from meshloom.ttnn import system as systems
+from meshloom.ttnn.device import system as systems
 
 
 @pytest.fixture(autouse=True)

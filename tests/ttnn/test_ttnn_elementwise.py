@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import TABLE
 from meshloom.ttnn.ops.activations import UNARY
+from meshloom.ttnn.ops.calling import TABLE
 from ttnn_cases import (
     DTYPES,
     GRIDS,

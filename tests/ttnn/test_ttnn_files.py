@@ -13,12 +13,11 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, MeshloomError, OperandError
-from meshloom.ttnn import files
+from meshloom.ttnn.tensor import files
 
 pytest_plugins = ("ttnn_meshes",)
 

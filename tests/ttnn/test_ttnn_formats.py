@@ -10,7 +10,7 @@ import torch
 from meshloom import ttnn
 from meshloom.errors import ArgumentError
 from meshloom.runtime import tilize
-from meshloom.ttnn import formats, memory
+from meshloom.ttnn.tensor import formats, memory
 
 
 def core_range(x0: int, y0: int, x1: int, y1: int) -> ttnn.CoreRange:

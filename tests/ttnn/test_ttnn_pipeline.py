@@ -11,8 +11,9 @@ import torch
 
 from meshloom import ttnn
 from meshloom.errors import RaceError
-from meshloom.ttnn import executors, models
+from meshloom.ttnn import models
 from meshloom.ttnn.model_preprocessing import fold_batch_norm2d_into_conv2d, preprocess_model_parameters
+from meshloom.ttnn.models import executors
 from meshloom.ttnn.pipeline import (
     PipelineConfig,
     create_pipeline_from_config,

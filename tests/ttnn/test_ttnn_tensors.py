@@ -11,12 +11,12 @@ import sys
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, BoundsError, DTypeError, OperandError, TraceError, UncoveredError
-from meshloom.ttnn import config, pictures, surface
+from meshloom.ttnn import config, surface
+from meshloom.ttnn.tensor import pictures
 
 pytest_plugins = ("ttnn_meshes",)
 

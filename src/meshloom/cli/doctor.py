@@ -33,7 +33,8 @@ def run(options: argparse.Namespace) -> None:
         raise LaunchError(f"there is no script {options.script}")
     if options.system is not None:
         os.environ["MESHLOOM_SYSTEM"] = options.system
-    from meshloom.ttnn import doctor, system  # loads torch
+    from meshloom.ttnn import doctor
+    from meshloom.ttnn.device.mesh_device import system  # loads torch
 
     if options.system is not None:
         system.get_system(options.system)  # an error at once if there is no such system

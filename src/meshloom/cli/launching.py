@@ -399,7 +399,7 @@ def _failure(plan: Launch, run: Run) -> LaunchError:
 
 def _left_early(run: Run, first: Rank) -> str:
     """Who ended well while another one still needed it, as that one says."""
-    if not (first.error or "").startswith("LostError"):
+    if not (first.error or "").startswith("PeerLostError"):
         return ""
     early = [
         rank for rank in run.order[: run.order.index(first.number)] if 0 in (run.ranks[rank].said, run.ranks[rank].code)

@@ -16,9 +16,13 @@ from typing import Any, cast
 
 import torch
 
-from meshloom.collectives import KINDS, Collective, price
-from meshloom.collectives import all_gather as gather  # on tensors
-from meshloom.collectives import all_reduce as reduce
+from meshloom.collectives import (
+    KINDS,
+    Collective,
+    all_gather as gather,  # on tensors
+    all_reduce as reduce,
+    price,
+)
 from meshloom.fabric import Machine, Preset
 from meshloom.mesh import Mesh
 from meshloom.tensor.base import Tensor

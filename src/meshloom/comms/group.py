@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import LostError
+from meshloom.errors import PeerLostError
 from meshloom.mesh import HERE, Mesh
 
 TIMEOUT = 300.0
@@ -64,7 +64,7 @@ class Story:
 
 
 def _nobody(*_: Any) -> Any:
-    raise LostError(
+    raise PeerLostError(
         "there are no other processes", fix="open a mesh in the processes that share it: loom.open_mesh(...)"
     )
 
@@ -111,7 +111,7 @@ def group_of(mesh: Mesh, axes: Iterable[int]) -> Group | None:
 def check_joined(grid: tuple[int, ...]) -> None:
     """A mesh that processes split is used by all of them, not by one that read it from a file."""
     if math.prod(grid) != HERE.count or not WORLD.is_joined:
-        raise LostError(
+        raise PeerLostError(
             f"a mesh over {math.prod(grid)} processes is used by {HERE.count}",
             fix="open it in the processes that use it: loom.open_mesh(...); for a file that others read, "
             "save x.to_torch()",

@@ -2,8 +2,8 @@
 
 Each process has a thread that writes its status (last call, its number and line, whether it waits) to the board where
 the processes met, and reads whether another one has failed. A collective that takes too long, a peer that is gone, an
-exception anywhere: who notices first writes it down, everybody else raises a `LostError` that shows it with a table of
-all processes. Nobody waits for ever.
+exception anywhere: who notices first writes it down, everybody else raises a `PeerLostError` that shows it with a table
+of all processes. Nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from meshloom.errors import DivergenceError, LostError, MeshloomError, is_program, line_of, where
+from meshloom.errors import DivergenceError, MeshloomError, PeerLostError, is_program, line_of, where
 from meshloom.mesh import HERE, Mesh
 from meshloom.processes.status import LEFT, Status, blamed, has_answered, is_status, judged, table
 from meshloom.processes.store import Board, UnwrittenError, first_line, holder, holds_store
@@ -162,20 +162,20 @@ class Watch:
         self._tell(headline)
         return DivergenceError(headline, **details)
 
-    def _give_up(self, headline: str, **details: Any) -> LostError:
+    def _give_up(self, headline: str, **details: Any) -> PeerLostError:
         """The first error of all, with who is not where this process is."""
         with self._telling():
             seen, unknown = self._seen()
             headline += blamed(seen, HERE.rank)
             self._tell(headline)
-            return LostError(headline, **details, processes=self._table(seen, unknown), fix=_FIX)
+            return PeerLostError(headline, **details, processes=self._table(seen, unknown), fix=_FIX)
 
-    def _lost(self, what: str) -> LostError:
+    def _lost(self, what: str) -> PeerLostError:
         """An error that follows from another one."""
         failure = self.failure
         assert failure is not None
         with self._telling():
-            return LostError(
+            return PeerLostError(
                 f"{self._here()} {what}: {failure['headline']}",
                 cause=failure["cause"] if failure["cause"] != failure["headline"] else None,
                 processes=self._table(*self._seen()),
@@ -206,7 +206,7 @@ class Watch:
             self.failure = told
 
     def _uncaught(self, kind: Any, error: Any, trace: Any) -> None:
-        own = None if isinstance(error, (LostError, DivergenceError)) else self._told(kind, error, trace)
+        own = None if isinstance(error, (PeerLostError, DivergenceError)) else self._told(kind, error, trace)
         if own is not None and self.failure is None:
             self._tell(*own)
         self._hook(kind, error, trace)
@@ -220,7 +220,7 @@ class Watch:
 
     def _uncaught_in_thread(self, args: Any) -> None:
         """What ends all processes ends this one too, wherever it was raised."""
-        if isinstance(args.exc_value, (LostError, DivergenceError)):
+        if isinstance(args.exc_value, (PeerLostError, DivergenceError)):
             self._uncaught(args.exc_type, args.exc_value, args.exc_traceback)
         self._thread_hook(args)
 
@@ -281,7 +281,7 @@ class Watch:
     def _abandon(self) -> None:
         """The program does not come back from where it is (a call into C that waits): end it with the report."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        print(f"LostError: {self._lost(f'was ended at {line_of(frame)}')}", file=sys.stderr, flush=True)
+        print(f"PeerLostError: {self._lost(f'was ended at {line_of(frame)}')}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback()
         os._exit(1)
 

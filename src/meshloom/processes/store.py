@@ -15,8 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import Future, TimeoutError as Late
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
-from meshloom.errors import LostError
+from meshloom.errors import PeerLostError
 from meshloom.processes import interfaces
 from meshloom.processes.notes import FolderNotes
 from meshloom.processes.sealing import seal_of_run
@@ -156,8 +155,8 @@ def meet(rank: int, count: int, seconds: float, line: str) -> tuple[Any, Board]:
     start = time.monotonic()
     place = os.environ.get(VARIABLE) or f"tcp://{_bracketed(os.environ['MASTER_ADDR'])}:{os.environ['MASTER_PORT']}"
 
-    def missing(headline: str, reason: object = None, fix: str = _FIX) -> LostError:
-        return LostError(
+    def missing(headline: str, reason: object = None, fix: str = _FIX) -> PeerLostError:
+        return PeerLostError(
             f"rank {rank} waited {time.monotonic() - start:.1f} s in open_mesh at {line}: {headline}",
             meeting_point=place.partition("//")[2],
             timeout=f"{seconds:g} s",

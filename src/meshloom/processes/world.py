@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshloom.comms.group import TIMEOUT, WORLD, Group, World
 from meshloom.engines import private
-from meshloom.errors import ArgumentError, LostError, closest, where
+from meshloom.errors import ArgumentError, PeerLostError, closest, where
 from meshloom.mesh import HERE
 from meshloom.processes.bindings import process
 from meshloom.processes.divergence import compare_at_end, perform
@@ -105,7 +105,7 @@ def _initialize(line: str) -> Board:
             ),
         )
     except RuntimeError as error:
-        raise LostError(
+        raise PeerLostError(
             f"rank {rank} lost others in open_mesh at {line}: all {count} came, and then some did not connect",
             reason=str(error).splitlines()[0],
             fix="look at the rank that failed; between hosts, set GLOO_SOCKET_IFNAME to the interface that joins them",

@@ -1,6 +1,7 @@
-"""One way to call anything by name: a front, the op table, an in-place form, or the fallback.
+"""One way to call anything by name: an overload, the op table, an in-place form, or the fallback.
 
-A *front* is a Python function that sorts out torch's overloads; `tensor.fronts` fills the table of them.
+An *overload* here is a Python function that sorts out the forms that torch's function has; `tensor.torch_api` fills
+the table of them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from meshloom.tensor.dispatch import call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.writing import write, write_out
 
-Front = Callable[..., Any]
-FRONTS: dict[str, Front] = {}
+Overload = Callable[..., Any]
+OVERLOADS: dict[str, Overload] = {}
 
 
 def table_call(name: str, *args: Any, output: Any = None, out: Any = None, **kwargs: Any) -> Any:
@@ -32,9 +33,9 @@ def table_call(name: str, *args: Any, output: Any = None, out: Any = None, **kwa
 def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any] | None = None) -> Any:
     """Call anything by name; `function` is torch's own for the fallback."""
     try:
-        front = FRONTS.get(name)
-        if front is not None:
-            return front(*args, **kwargs)
+        overload = OVERLOADS.get(name)
+        if overload is not None:
+            return overload(*args, **kwargs)
         if (op := ALIASES.get(name, name)) in OPS:
             return table_call(name, *args, **kwargs) if kwargs else call(op, args, kwargs)
         if is_written(name) and isinstance(args[0], Tensor):

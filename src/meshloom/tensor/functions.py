@@ -13,13 +13,13 @@ from meshloom.ops import ALIASES, OPS
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import INPLACE, invoke, is_written, spellings
 from meshloom.tensor.fallback import fallback
-from meshloom.tensor.fronts import FRONTS
 from meshloom.tensor.lists import is_of_lists, run_lists
 from meshloom.tensor.quick import call_quickly, write_quickly
+from meshloom.tensor.torch_api import OVERLOADS
 
 
 def _known_functions() -> dict[Any, str]:
-    names = {*OPS, *ALIASES, *FRONTS, *(name + "_" for name in OPS if is_written(name + "_")), *INPLACE}
+    names = {*OPS, *ALIASES, *OVERLOADS, *(name + "_" for name in OPS if is_written(name + "_")), *INPLACE}
     found: dict[Any, str] = {}
     for name in names:
         for place, bare in spellings(name):
@@ -83,7 +83,7 @@ def _ask(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 WRITTEN = {
     function: getattr(torch.Tensor, name)
     for function, name in KNOWN.items()
-    if is_written(name) and name not in FRONTS and name not in INPLACE and hasattr(torch.Tensor, name)
+    if is_written(name) and name not in OVERLOADS and name not in INPLACE and hasattr(torch.Tensor, name)
 }
 # questions about a tensor that its array answers, which optimizers ask at every step
 ASKED = frozenset((torch.is_complex, torch.is_floating_point))

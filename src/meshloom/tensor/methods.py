@@ -1,4 +1,4 @@
-"""The methods and operators of `Tensor`, attached from the op table and the fronts.
+"""The methods and operators of `Tensor`, attached from the op table and the overloads.
 
 The operators hold the hot path: while nothing special is going on, a call seen before is one look-up and the kernel.
 """
@@ -24,7 +24,7 @@ from meshloom.processes.divergence import STORY
 from meshloom.runtime import state
 from meshloom.tensor import dtensors
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import FRONTS, INPLACE, invoke, is_written
+from meshloom.tensor.calling import INPLACE, OVERLOADS, invoke, is_written
 from meshloom.tensor.creation import place
 from meshloom.tensor.dispatch import call
 from meshloom.tensor.entries import CACHE, Entry, identity
@@ -124,7 +124,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def _method(name: str) -> Callable[..., Any]:
-    head = name if name in FRONTS else ALIASES.get(name, name)
+    head = name if name in OVERLOADS else ALIASES.get(name, name)
 
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         return call_quickly(head, name, (self, *args), kwargs)
@@ -172,8 +172,8 @@ def _attach() -> None:
         setattr(Tensor, dunder, _binary(name))
     for dunder in (*reverse, *INPLACE):
         setattr(Tensor, dunder, _operator(dunder))
-    written = {op + "_" for op in OPS if is_written(op + "_") and hasattr(torch.Tensor, op + "_")} - {*FRONTS}
-    for name in {*OPS, *ALIASES, *FRONTS, *written, *(op + "_" for op in OPS if is_written(op + "_"))}:
+    written = {op + "_" for op in OPS if is_written(op + "_") and hasattr(torch.Tensor, op + "_")} - {*OVERLOADS}
+    for name in {*OPS, *ALIASES, *OVERLOADS, *written, *(op + "_" for op in OPS if is_written(op + "_"))}:
         if not name.startswith("_") and name not in ("getitem", "where", "einsum", "max_dim", "min_dim"):
             pointwise = name in OPS and OPS[name].signature is None
             make = _unary if pointwise else _writing_method if name in written else _method

@@ -21,7 +21,7 @@ from meshloom.processes.divergence import STORY
 from meshloom.runtime import leases, state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS
-from meshloom.tensor.calling import FRONTS, invoke
+from meshloom.tensor.calling import OVERLOADS, invoke
 from meshloom.tensor.dispatch import TRAIL, Resolved
 from meshloom.tensor.entries import CACHES, LIMIT, Entry, identity
 from meshloom.tensor.views import attach, attach_plain
@@ -127,7 +127,7 @@ def _return_itself(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, An
 
 QUICK: dict[Any, Repeat] = {}
 POINTWISE = frozenset(
-    name for name in (*OPS, *ALIASES) if OPS[ALIASES.get(name, name)].signature is None and name not in FRONTS
+    name for name in (*OPS, *ALIASES) if OPS[ALIASES.get(name, name)].signature is None and name not in OVERLOADS
 )
 
 
@@ -210,7 +210,7 @@ def _call_first(
     key: Any, tensors: list[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any
 ) -> Any:
     """A call in the general way; what it led to is remembered."""
-    if name in FRONTS:
+    if name in OVERLOADS:
         if name not in PURE:
             return invoke(name, args, kwargs, function)
     elif ALIASES.get(name, name) not in OPS:

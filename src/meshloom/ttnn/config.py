@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, UncoveredError, closest
-from meshloom.ttnn.calling import AFTER, BEFORE
+from meshloom.ttnn.ops.calling import AFTER, BEFORE
 
 __all__ = [
     "CONFIG",

@@ -19,10 +19,12 @@ from functools import cache
 from typing import Any
 
 from meshloom.errors import where
-from meshloom.ttnn import calling, surface, watching
-from meshloom.ttnn.composers import ListMeshToTensor
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import PlacementReplicate, PlacementShard, TensorTopology
+from meshloom.ttnn import surface
+from meshloom.ttnn.device import watching
+from meshloom.ttnn.ops import calling
+from meshloom.ttnn.tensor.composers import ListMeshToTensor
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import PlacementReplicate, PlacementShard, TensorTopology
 
 MAKES = frozenset("from_torch as_tensor distribute_tensor".split())
 PASSES_ON = frozenset(

@@ -18,14 +18,10 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.config import CONFIG, manage_config
-from meshloom.ttnn.converting import from_torch as convert
-from meshloom.ttnn.device import MeshDevice
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.mappers import TensorToMesh
-from meshloom.ttnn.model_cache import ModelCache
-from meshloom.ttnn.parameters import ParameterDict, ParameterList, make_parameter_dict
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.traced_modules import (
+from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.models.model_cache import ModelCache
+from meshloom.ttnn.models.parameters import ParameterDict, ParameterList, make_parameter_dict
+from meshloom.ttnn.models.traced_modules import (
     Conv2d,
     Conv2dArgs,
     MaxPool2d,
@@ -33,7 +29,11 @@ from meshloom.ttnn.traced_modules import (
     ModuleArgs,
     infer_ttnn_module_args,
 )
-from meshloom.ttnn.transfers import to_device
+from meshloom.ttnn.tensor.converting import from_torch as convert
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.mappers import TensorToMesh
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.transfers import to_device
 
 __all__ = [
     "Conv2d",

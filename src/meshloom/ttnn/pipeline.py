@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.converting import ArgumentValueError
-from meshloom.ttnn.cores import CoreCoord, CoreRange, CoreRangeSet
-from meshloom.ttnn.device import MeshDevice
-from meshloom.ttnn.executors import (
+from meshloom.ttnn.device.cores import CoreCoord, CoreRange, CoreRangeSet
+from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.device.queues import synchronize_device
+from meshloom.ttnn.models.executors import (
     Executor,
     Model,
     ModelExecutor,
@@ -26,10 +26,10 @@ from meshloom.ttnn.executors import (
     TracedModelExecutor,
     tensors_in,
 )
-from meshloom.ttnn.memory import BufferType, MemoryConfig, ShardOrientation, ShardSpec, TensorMemoryLayout
-from meshloom.ttnn.queues import synchronize_device
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.transfers import allocate_tensor_on_host, copy_device_to_host_tensor, from_device
+from meshloom.ttnn.tensor.converting import ArgumentValueError
+from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, ShardOrientation, ShardSpec, TensorMemoryLayout
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.transfers import allocate_tensor_on_host, copy_device_to_host_tensor, from_device
 
 __all__ = [
     "Executor",

@@ -42,7 +42,7 @@ def _modules(package: str) -> Iterable[ModuleType]:
 def table() -> dict[str, Any]:
     """Every op by its dotted name."""
     flat()  # ops are in the table once their modules are loaded
-    found: dict[str, Any] = import_module(f"{PACKAGE}.calling").TABLE
+    found: dict[str, Any] = import_module(f"{PACKAGE}.ops.calling").TABLE
     return found
 
 
@@ -51,7 +51,7 @@ def find(name: str, inside: str = "") -> Any:
     path = f"{inside}.{name}" if inside else name
     ops, head = table(), path.partition(".")[0]
     if path in ops:
-        return import_module(f"{PACKAGE}.calling").described(ops[path])
+        return import_module(f"{PACKAGE}.ops.calling").described(ops[path])
     if head in MIRRORS:
         return flat()[name] if name in flat() else Namespace(path)
     if not inside and name in flat():

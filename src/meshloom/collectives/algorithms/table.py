@@ -27,8 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshloom.collectives.algorithms import formulas as cost
-from meshloom.collectives.algorithms import recursive, trees
+from meshloom.collectives.algorithms import formulas as cost, recursive, trees
 from meshloom.collectives.algorithms.building import (
     Build,
     all_gather,

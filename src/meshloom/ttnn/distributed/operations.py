@@ -21,16 +21,16 @@ from meshloom.placement.spelling import as_placements
 from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import redistribute, same_storage
 from meshloom.tensor.named import named
-from meshloom.ttnn.block_moves import inside
-from meshloom.ttnn.calling import op, operands, result
 from meshloom.ttnn.distributed.views import asked, carried, lifted, lowered
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.memory import MemoryConfig
 from meshloom.ttnn.ops.activations import Activation, activated
+from meshloom.ttnn.ops.block_moves import inside
+from meshloom.ttnn.ops.calling import op, operands, result
 from meshloom.ttnn.ops.elementwise import fine
 from meshloom.ttnn.ops.reductions import Dims, dims_of, exact
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
 
 SPEED = "program_config compute_kernel_config core_grid sub_core_grids sub_device_id global_cb output_tile num_links"
 Operand = Tensor | float | int

@@ -24,20 +24,20 @@ from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
 from meshloom.placement.spelling import read_placements
 from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import redistribute
-from meshloom.ttnn.composers import in_order
-from meshloom.ttnn.device import MeshDevice
-from meshloom.ttnn.labels import UNKNOWN
-from meshloom.ttnn.mappers import MeshMapperConfig, ReplicateTensorToMeshWrapper, TensorToMesh
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import (
+from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.ops.labels import UNKNOWN
+from meshloom.ttnn.tensor.composers import in_order
+from meshloom.ttnn.tensor.mappers import MeshMapperConfig, ReplicateTensorToMeshWrapper, TensorToMesh
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import (
     REPLICATE,
+    Placement as LabelPlacement,
     PlacementPartial,
     PlacementReplicate,
     PlacementShard,
     TensorTopology,
 )
-from meshloom.ttnn.topology import Placement as LabelPlacement
 
 
 @lru_cache(maxsize=256)

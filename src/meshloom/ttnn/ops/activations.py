@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError, closest
-from meshloom.ttnn.calling import REQUIRED
-from meshloom.ttnn.parts import Block
+from meshloom.ttnn.ops.calling import REQUIRED
+from meshloom.ttnn.tensor.parts import Block
 
 __all__ = [
     "BcastOpDim",

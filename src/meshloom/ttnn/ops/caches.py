@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import inside, numbered, owned, spread
-from meshloom.ttnn.calling import op, operands
-from meshloom.ttnn.formats import rounded
-from meshloom.ttnn.labels import UNKNOWN
+from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.attending import regrouped
-from meshloom.ttnn.parts import Block, lead
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.ops.block_moves import inside, numbered, owned, spread
+from meshloom.ttnn.ops.calling import op, operands
+from meshloom.ttnn.ops.labels import UNKNOWN
+from meshloom.ttnn.tensor.formats import rounded
+from meshloom.ttnn.tensor.parts import Block, lead
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
 
 Coords = Collection[Sequence[int]] | None
 

@@ -16,20 +16,20 @@ from typing import Any
 from torch.nn import functional as F
 
 from meshloom.errors import OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import whole
-from meshloom.ttnn.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.device import MeshDevice
-from meshloom.ttnn.formats import DataType
-from meshloom.ttnn.memory import BufferType, MemoryConfig
+from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.activations import activated
+from meshloom.ttnn.ops.block_moves import whole
+from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, PaddingMode
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.sliding import around, channels_first, flattened, pictures_cut, torch_order, windows
-from meshloom.ttnn.parts import Block, lead
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
-from meshloom.ttnn.transfers import to_device
+from meshloom.ttnn.tensor.formats import DataType
+from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig
+from meshloom.ttnn.tensor.parts import Block, lead
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.transfers import to_device
 
 __all__ = [
     "get_conv_output_dim",

@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.memory import TensorMemoryLayout
 from meshloom.ttnn.ops.activations import Activation
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.memory import TensorMemoryLayout
 
 __all__ = ["Conv1dConfig", "Conv2dConfig", "Conv2dSliceConfig", "Op2DSliceConfig", "PaddingMode"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.block_moves import fresh
-from meshloom.ttnn.calling import op, operands
-from meshloom.ttnn.converting import converted
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.memory import MemoryConfig
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.ops.block_moves import fresh
+from meshloom.ttnn.ops.calling import op, operands
+from meshloom.ttnn.tensor.converting import converted
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.tensor import Tensor
 
 
 def _made(

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError
-from meshloom.ttnn.calling import Made, op, operands, result
-from meshloom.ttnn.device import MeshDevice
-from meshloom.ttnn.formats import DataType, Layout, rounded
-from meshloom.ttnn.labels import merged, replicated
-from meshloom.ttnn.memory import DRAM_MEMORY_CONFIG, MemoryConfig
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import ALONE, REPLICATE, PlacementPartial
+from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.ops.calling import Made, op, operands, result
+from meshloom.ttnn.ops.labels import merged, replicated
+from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
+from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import ALONE, REPLICATE, PlacementPartial
 
 Shapes = Sequence[int]
 
@@ -179,8 +179,8 @@ def rand(
     values = torch.rand(tuple(shape), generator=_generator(seed)) * (high - low) + low
     if mesh_mapper is None:
         return made(values, layout=layout, device=device, **how)
-    from meshloom.ttnn.converting import from_torch
-    from meshloom.ttnn.mappers import create_mesh_mapper
+    from meshloom.ttnn.tensor.converting import from_torch
+    from meshloom.ttnn.tensor.mappers import create_mesh_mapper
 
     mapper = create_mesh_mapper(device, mesh_mapper)
     return from_torch(values, **{"dtype": DataType.BFLOAT16, **how}, layout=layout, device=device, mesh_mapper=mapper)

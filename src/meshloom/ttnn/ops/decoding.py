@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import Made, op, operands
 from meshloom.ttnn.ops.attending import attend, mask_of, paged, sink_of, within
+from meshloom.ttnn.ops.calling import Made, op, operands
 from meshloom.ttnn.ops.transformer import QUASAR, PagedCacheGeometryOverride, check, given, out
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
 
 
 def _decode(

@@ -13,10 +13,6 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.block_moves import axis_of
-from meshloom.ttnn.calling import REQUIRED, TABLE, Made, named, op, operands, result, shared_coords
-from meshloom.ttnn.formats import DataType
-from meshloom.ttnn.labels import merged
 from meshloom.ttnn.ops.activations import (
     UNARY,
     Activation,
@@ -27,9 +23,13 @@ from meshloom.ttnn.ops.activations import (
     activated,
     divided,
 )
-from meshloom.ttnn.parts import Block, aligned
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import TensorTopology
+from meshloom.ttnn.ops.block_moves import axis_of
+from meshloom.ttnn.ops.calling import REQUIRED, TABLE, Made, named, op, operands, result, shared_coords
+from meshloom.ttnn.ops.labels import merged
+from meshloom.ttnn.tensor.formats import DataType
+from meshloom.ttnn.tensor.parts import Block, aligned
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 Scalar = int | float
 Operand = Tensor | Scalar

@@ -13,12 +13,12 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import REQUIRED, Made, named, op, operands, shared_coords
-from meshloom.ttnn.labels import merged, reduced
 from meshloom.ttnn.ops.activations import UNARY, GeluVariant, divided
-from meshloom.ttnn.parts import Block, aligned, lead
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import TensorTopology
+from meshloom.ttnn.ops.calling import REQUIRED, Made, named, op, operands, shared_coords
+from meshloom.ttnn.ops.labels import merged, reduced
+from meshloom.ttnn.tensor.parts import Block, aligned, lead
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 Operand = Tensor | int | float
 Gradients = list[Made | None]

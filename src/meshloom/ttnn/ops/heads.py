@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import fresh
-from meshloom.ttnn.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops import label_moves
+from meshloom.ttnn.ops.block_moves import fresh
+from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.slicing import slice_
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
 
 Three = tuple[Made, Made, Made]
 Outputs = Sequence[Tensor | None] | None

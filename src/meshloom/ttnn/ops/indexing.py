@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import axis_of, fresh, inside, spread, taken
-from meshloom.ttnn.calling import Made, op, operands, result, shared_coords
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.labels import UNKNOWN
-from meshloom.ttnn.memory import MemoryConfig
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.ops import label_moves
+from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, taken
+from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ttnn.ops.labels import UNKNOWN
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
 
 # along a dim
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import fresh
-from meshloom.ttnn.calling import Made, op, operands
-from meshloom.ttnn.cores import CoreCoord, CoreRange, CoreRangeSet
-from meshloom.ttnn.formats import DataType, Layout, Tile
-from meshloom.ttnn.memory import (
+from meshloom.ttnn.device.cores import CoreCoord, CoreRange, CoreRangeSet
+from meshloom.ttnn.ops import label_moves
+from meshloom.ttnn.ops.block_moves import fresh
+from meshloom.ttnn.ops.calling import Made, op, operands
+from meshloom.ttnn.ops.movement import viewed
+from meshloom.ttnn.ops.slicing import pad, slice_, slice_write
+from meshloom.ttnn.tensor.formats import DataType, Layout, Tile
+from meshloom.ttnn.tensor.memory import (
     DRAM_MEMORY_CONFIG,
     BufferType,
     MemoryConfig,
@@ -19,9 +21,7 @@ from meshloom.ttnn.memory import (
     ShardSpec,
     TensorMemoryLayout,
 )
-from meshloom.ttnn.ops.movement import viewed
-from meshloom.ttnn.ops.slicing import pad, slice_, slice_write
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.tensor.tensor import Tensor
 
 # tiles
 

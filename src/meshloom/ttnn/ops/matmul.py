@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import Made, op, operands, result, shared_coords
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.labels import contracted, merged, moved
 from meshloom.ttnn.ops.activations import Activation, activated
+from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.ops.elementwise import fine
-from meshloom.ttnn.padding import filled
-from meshloom.ttnn.parts import Block, aligned
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import TensorTopology
+from meshloom.ttnn.ops.labels import contracted, merged, moved
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.padding import filled
+from meshloom.ttnn.tensor.parts import Block, aligned
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 
 def _checked(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> None:

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn import calling, label_moves
-from meshloom.ttnn.block_moves import spread
-from meshloom.ttnn.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.memory import MemoryConfig
-from meshloom.ttnn.ops import elementwise as _elementwise  # noqa: F401  it puts multiply into the table
+from meshloom.ttnn.ops import (
+    calling,
+    elementwise as _elementwise,  # noqa: F401  it puts multiply into the table
+    label_moves,
+)
 from meshloom.ttnn.ops.activations import Activation
+from meshloom.ttnn.ops.block_moves import spread
+from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.matmul import linear
 from meshloom.ttnn.ops.slicing import chunk, concat
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementReplicate, PlacementShard
 
 # tokens
 

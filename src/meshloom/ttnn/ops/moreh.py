@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import REQUIRED, Made, named, op, operands, shared_coords
-from meshloom.ttnn.formats import DataType
-from meshloom.ttnn.labels import merged, reduced
-from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops.calling import REQUIRED, Made, named, op, operands, shared_coords
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.gradients import Gradients, gradients
+from meshloom.ttnn.ops.labels import merged, reduced
 from meshloom.ttnn.ops.matmul import matmul, multiply
 from meshloom.ttnn.ops.reductions import Dims, dims_of, exact
-from meshloom.ttnn.padding import filled
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.tensor.formats import DataType
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.padding import filled
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
 
 
 def _check_alike(name: str, tensors: Sequence[Tensor]) -> None:

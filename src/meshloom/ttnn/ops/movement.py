@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import axis_of, fresh, whole
-from meshloom.ttnn.calling import Made, op, operands, result
-from meshloom.ttnn.formats import Layout
-from meshloom.ttnn.memory import MemoryConfig
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import TensorTopology
+from meshloom.ttnn.ops import label_moves
+from meshloom.ttnn.ops.block_moves import axis_of, fresh, whole
+from meshloom.ttnn.ops.calling import Made, op, operands, result
+from meshloom.ttnn.tensor.formats import Layout
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 __all__ = ["TileReshapeMapMode"]
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.calling import Made, op, operands, result, shared_coords
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.labels import merged, moved, reduced
+from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.activations import LossReductionMode
+from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.ops.elementwise import binary
+from meshloom.ttnn.ops.labels import merged, moved, reduced
 from meshloom.ttnn.ops.reductions import dims_of
-from meshloom.ttnn.parts import Block, aligned
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.parts import Block, aligned
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementReplicate, PlacementShard
 
 STATISTICS = 32  # the columns of a tile that holds the statistics of rows
 

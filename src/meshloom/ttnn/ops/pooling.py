@@ -9,16 +9,16 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import spread, whole
-from meshloom.ttnn.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.labels import reduced
-from meshloom.ttnn.memory import MemoryConfig
+from meshloom.ttnn.ops import label_moves
+from meshloom.ttnn.ops.block_moves import spread, whole
+from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.labels import reduced
 from meshloom.ttnn.ops.sliding import Around, around, channels_first, flattened, label, torch_order, windows
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementReplicate, PlacementShard
 
 
 def _by_picture(pictures: Block, axes: int, function: Callable[[Block], Block]) -> Block:

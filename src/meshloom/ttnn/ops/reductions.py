@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.calling import Made, op, operands
-from meshloom.ttnn.formats import DataType, Layout
-from meshloom.ttnn.labels import merged, reduced
-from meshloom.ttnn.padding import filled
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.ops.calling import Made, op, operands
+from meshloom.ttnn.ops.labels import merged, reduced
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.padding import filled
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
 
 Dims = int | Sequence[int] | None
 

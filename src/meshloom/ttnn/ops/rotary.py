@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.calling import Made, op, operands, result, shared_coords
-from meshloom.ttnn.parts import Block, aligned
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.ops import label_moves
+from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ttnn.tensor.parts import Block, aligned
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
 
 
 def turned_halves(x: Block) -> Block:

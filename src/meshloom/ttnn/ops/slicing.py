@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import axis_of, fresh, inside, owned, spread
-from meshloom.ttnn.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.formats import rounded
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.ops import label_moves
+from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, owned, spread
+from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.tensor.formats import rounded
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
 
 # apart
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom.errors import OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import whole
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementShard
+from meshloom.ttnn.ops import label_moves
+from meshloom.ttnn.ops.block_moves import whole
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementShard
 
 Around = tuple[int, int, int, int]  # top, bottom, left, right
 

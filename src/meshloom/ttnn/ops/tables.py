@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn import label_moves
-from meshloom.ttnn.block_moves import inside, numbered, spread, taken
-from meshloom.ttnn.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.formats import Layout
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
-from meshloom.ttnn.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.ops import label_moves
+from meshloom.ttnn.ops.block_moves import inside, numbered, spread, taken
+from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.tensor.formats import Layout
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
 
 __all__ = ["EmbeddingsType"]
 

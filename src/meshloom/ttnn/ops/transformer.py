@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.labels import merged
 from meshloom.ttnn.ops.attending import attend, label, mask_of, paged, sink_of, within
+from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.heads import concatenated
-from meshloom.ttnn.parts import Block
-from meshloom.ttnn.tensor import Tensor
+from meshloom.ttnn.ops.labels import merged
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
 
 __all__ = ["PagedCacheGeometryOverride"]
 

@@ -1,0 +1,156 @@
+"""Fronts of ops that cut, join and turn: other spellings of ops of the table."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ShapeError
+from meshloom.ops.labels import normal_dim
+from meshloom.ops.shapes import split_sizes
+from meshloom.runtime import state
+from meshloom.tensor.calling import Overload, table_call
+from meshloom.tensor.fallback import fallback
+
+
+def _unbind(input: Any, dim: int = 0) -> Any:
+    shape = input.shape
+    return () if shape and not shape[normal_dim(dim, len(shape))] else table_call("unbind", input, dim)
+
+
+def _repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, **kwargs: Any) -> Any:
+    """Repeats given by a tensor make a shape that depends on values: no rule."""
+    if isinstance(repeats, torch.Tensor) or repeats is None:
+        given = () if repeats is None else (repeats, dim)
+        return fallback(torch.repeat_interleave, (input, *given), kwargs, "repeat_interleave")
+    return table_call("repeat_interleave", input, repeats, dim, **kwargs)
+
+
+def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+    asked = kwargs.get("indices", kwargs.get("sections", indices_or_sections))
+    shape = input.shape
+    place = normal_dim(dim, len(shape))
+    whole = isinstance(asked, (int, tuple, list)) and bool(shape)
+    if not whole or split_sizes(shape[place], asked) is None:
+        return fallback(torch.tensor_split, (input, asked), {"dim": dim}, "tensor_split")
+    return table_call("tensor_split", input, asked, place)
+
+
+def _split_along(name: str, dim: int, least: int) -> Overload:
+    """hsplit, vsplit, dsplit: equal sections or indices, along a fixed dim."""
+
+    def overload(input: Any, indices_or_sections: Any = None, **kwargs: Any) -> Any:
+        asked = kwargs.get("indices", kwargs.get("sections", indices_or_sections))
+        shape = input.shape
+        if len(shape) < least:
+            raise ShapeError(f"{name} needs {least} dims or more and got {list(shape)}")
+        place = 0 if name == "hsplit" and len(shape) == 1 else dim
+        if isinstance(asked, int) and (asked < 1 or shape[place] % asked):
+            raise ShapeError(f"{name} does not cut size {shape[place]} into {asked} equal sections")
+        return _tensor_split(input, asked, place)
+
+    return overload
+
+
+def _at_least(ndim: int) -> Overload:
+    """atleast_1d and its kind: new dims as numpy puts them."""
+
+    def overload(*tensors: Any) -> Any:
+        if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
+            tensors = tuple(tensors[0])
+        found = tuple(_raised(each, ndim) for each in tensors)
+        return found[0] if len(found) == 1 else found
+
+    return overload
+
+
+def _raised(input: Any, ndim: int) -> Any:
+    shape = tuple(input.shape)
+    if len(shape) >= ndim:
+        return input
+    if ndim == 3:
+        wide = {0: (1, 1, 1), 1: (1, *shape, 1), 2: (*shape, 1)}[len(shape)]
+    else:
+        wide = (1,) * (ndim - len(shape)) + shape
+    return table_call("reshape", input, wide)
+
+
+def _stacked(ndim: int, dim: int, column: bool = False) -> Overload:
+    """hstack and its kind: raise to `ndim` dims, then join; what was asked of the result concerns the joining."""
+
+    def overload(tensors: Sequence[Any], **kwargs: Any) -> Any:
+        with state.changed(output=None):
+            raised = [_column(each) if column else _raised(each, ndim) for each in tensors]
+        place = 0 if dim == 1 and raised[0].ndim == 1 else dim
+        return table_call("cat", raised, place, **kwargs)
+
+    return overload
+
+
+def _cat(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch joins a tensor of shape [0] with tensors of any number of dims, for programs of its first years."""
+    given = tensors if isinstance(tensors, (tuple, list)) else ()
+    shapes = [tuple(each.shape) for each in given]
+    if (0,) not in shapes or all(len(shape) == 1 for shape in shapes):
+        return table_call("cat", tensors, *args, **kwargs)
+    if any(each.requires_grad and shape == (0,) for each, shape in zip(given, shapes, strict=True)):
+        return fallback(torch.cat, (tensors, *args), kwargs, "cat")  # it has a gradient, without elements
+    kept = [each for each, shape in zip(given, shapes, strict=True) if shape != (0,)]
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in given))
+    found = table_call("cat", kept, *args, **kwargs)
+    return found if found.dtype == dtype else table_call("to", found, dtype)
+
+
+def _column(input: Any) -> Any:
+    shape = tuple(input.shape)
+    return input if len(shape) > 1 else table_call("reshape", input, (*(shape or (1,)), 1))
+
+
+def _diag(input: Any, diagonal: int = 0, **kwargs: Any) -> Any:
+    """A matrix of a line, or the line of a matrix; a copy, as in torch."""
+    if input.ndim == 1:
+        return table_call("diag_embed", input, diagonal, **kwargs)
+    if input.ndim != 2:
+        raise ShapeError(f"diag takes a line or a matrix, not {list(input.shape)}", fix="use diagonal")
+    with state.changed(output=None):
+        line = table_call("diagonal", input, diagonal)
+    return table_call("clone", line, **kwargs)
+
+
+def _matrix_diagonal(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    return table_call("diagonal", A, offset, dim1, dim2)
+
+
+def _flipped(name: str, dim: int) -> Overload:
+    def overload(input: Any) -> Any:
+        if input.ndim <= dim:
+            raise ShapeError(f"{name} needs {dim + 1} dims or more and got {list(input.shape)}")
+        return table_call("flip", input, dim)
+
+    return overload
+
+
+ARRANGING: dict[str, Overload] = {
+    "unbind": _unbind,
+    "repeat_interleave": _repeat_interleave,
+    "tensor_split": _tensor_split,
+    "hsplit": _split_along("hsplit", 1, 1),
+    "vsplit": _split_along("vsplit", 0, 2),
+    "dsplit": _split_along("dsplit", 2, 3),
+    "atleast_1d": _at_least(1),
+    "atleast_2d": _at_least(2),
+    "atleast_3d": _at_least(3),
+    "hstack": _stacked(1, 1),
+    "vstack": _stacked(2, 0),
+    "row_stack": _stacked(2, 0),
+    "dstack": _stacked(3, 2),
+    "column_stack": _stacked(2, 1, column=True),
+    "cat": _cat,
+    "diag": _diag,
+    "linalg_diagonal": _matrix_diagonal,
+    "fliplr": _flipped("fliplr", 1),
+    "flipud": _flipped("flipud", 0),
+}

@@ -1,0 +1,86 @@
+"""Fronts of casts, copies and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshloom.runtime import state
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import Overload, table_call
+from meshloom.tensor.creation import checked_device
+from meshloom.tensor.moving import shadowed
+from meshloom.tensor.views import detach_view
+
+
+def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """`to(dtype)`, `to(device)`, `to(other)`, with torch's keywords."""
+    tensor = shadowed(input)
+    target = args[0] if args else kwargs.get("other", kwargs.get("dtype", kwargs.get("device")))
+    wanted, device = kwargs.get("dtype"), kwargs.get("device")
+    if isinstance(target, torch.dtype):
+        wanted = target
+    elif isinstance(target, torch.Tensor):
+        wanted = target.dtype
+    elif args:
+        device = target
+        wanted = wanted or next((each for each in args[1:] if isinstance(each, torch.dtype)), None)
+    if wanted is not None and (wanted != tensor.dtype or kwargs.get("copy") or state.output is not None):
+        tensor = table_call("to", tensor, wanted)
+    if device is not None and state.shadows is None and checked_device(device) != tensor.device:
+        tensor = Tensor(tensor.topology, tensor._data.to(device))
+    if kwargs.get("copy") and tensor._data is shadowed(input)._data:
+        tensor = table_call("clone", tensor)
+    return input if tensor is input else tensor
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda input, *args, **kwargs: cast(input, dtype)
+
+
+def _type(input: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    if dtype is None:
+        return torch.empty(0, dtype=input.dtype).type()
+    return cast(input, dtype)
+
+
+def _type_as(input: Any, other: Any) -> Any:
+    return cast(input, other.dtype)
+
+
+def _same(input: Any, *args: Any, **kwargs: Any) -> Any:
+    return input
+
+
+def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tensor itself; a view with other strides is copied, as in torch, so that writes do not reach its base."""
+    tensor = shadowed(input)
+    return input if tensor._view is None or tensor._data.is_contiguous() else tensor.clone()
+
+
+def _detach(input: Any) -> Any:
+    tensor = shadowed(input)
+    return detach_view(tensor, Tensor(tensor.topology, tensor._data.detach()))
+
+
+CASTING: dict[str, Overload] = {
+    "to": cast,
+    "type": _type,
+    "type_as": _type_as,
+    "float": _cast(torch.float32),
+    "double": _cast(torch.float64),
+    "half": _cast(torch.float16),
+    "bfloat16": _cast(torch.bfloat16),
+    "int": _cast(torch.int32),
+    "long": _cast(torch.int64),
+    "short": _cast(torch.int16),
+    "char": _cast(torch.int8),
+    "byte": _cast(torch.uint8),
+    "bool": _cast(torch.bool),
+    "contiguous": _contiguous,
+    "cuda": lambda input, device=None, *args, **kwargs: cast(input, "cuda" if device is None else torch.device(device)),
+    "cpu": _same,
+    "detach": _detach,
+}

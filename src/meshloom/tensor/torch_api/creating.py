@@ -1,0 +1,49 @@
+"""Fronts that make tensors like others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshloom.placement import Replicate
+from meshloom.tensor import creation, creation_random
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import Overload
+from meshloom.tensor.moving import shadowed
+
+
+def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda input, *args, **kwargs: make(shadowed(input), *args, **kwargs)
+
+
+def _new(name: str) -> Callable[..., Any]:
+    """new_zeros and the like: replicated, since the shape says nothing about placement."""
+
+    def overload(input: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = input
+        sizes = (size,) if isinstance(size, int) and name != "full" else size
+        if isinstance(size, int) and args and name != "full":
+            sizes, args = (size, *args), ()
+        options = {"mesh": tensor.mesh, "placements": (Replicate(),) * tensor.mesh.ndim}
+        kept = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "requires_grad")}
+        return getattr(creation, name)(sizes, *args, **options, **{"dtype": tensor.dtype, **kept})
+
+    return overload
+
+
+CREATING: dict[str, Overload] = {
+    "zeros_like": _like(creation.zeros_like),
+    "ones_like": _like(creation.ones_like),
+    "full_like": _like(creation.full_like),
+    "empty_like": _like(creation.empty_like),
+    "randn_like": _like(creation.randn_like),
+    "rand_like": _like(creation.rand_like),
+    "randint_like": _like(creation_random.randint_like),
+    "bernoulli": creation_random.bernoulli,
+    "multinomial": creation_random.multinomial,
+    "normal": creation_random.normal,
+    "new_zeros": _new("zeros"),
+    "new_ones": _new("ones"),
+    "new_empty": _new("zeros"),
+    "new_full": _new("full"),
+}

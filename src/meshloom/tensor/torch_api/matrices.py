@@ -1,0 +1,57 @@
+"""Fronts of linear algebra: torch's older names for ops of `torch.linalg`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshloom.errors import ShapeError
+from meshloom.tensor.calling import Overload, table_call
+from meshloom.tensor.fallback import fallback
+
+
+def _cholesky(input: Any, upper: bool = False, **kwargs: Any) -> Any:
+    return table_call("linalg_cholesky", input, upper=upper, **kwargs)
+
+
+def _linalg_qr(A: Any, mode: str = "reduced", **kwargs: Any) -> Any:
+    if mode == "r":  # Q is a single empty tensor, whatever the batch
+        return fallback(torch.linalg.qr, (A, mode), kwargs, "linalg_qr")
+    return table_call("linalg_qr", A, mode, **kwargs)
+
+
+def _qr(input: Any, some: bool = True) -> Any:
+    return torch.return_types.qr(tuple(table_call("linalg_qr", input, "reduced" if some else "complete")))
+
+
+def _svd(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
+    """torch.svd gives V and not its transpose."""
+    if not compute_uv:
+        return fallback(torch.svd, (input, some, compute_uv), {}, "svd")
+    u, s, vh = table_call("linalg_svd", input, not some)
+    return torch.return_types.svd((u, s, table_call("transpose", vh, -2, -1)))
+
+
+def _pinverse(input: Any, rcond: float = 1e-15) -> Any:
+    return table_call("linalg_pinv", input, rtol=rcond, atol=0.0)
+
+
+def _cross(input: Any, other: Any, dim: int | None = None, **kwargs: Any) -> Any:
+    """Without a dim: the first of size 3."""
+    if dim is None:
+        sizes = list(input.shape)
+        if 3 not in sizes:
+            raise ShapeError(f"cross needs a dim of size 3 and {sizes} has none")
+        dim = sizes.index(3)
+    return table_call("linalg_cross", input, other, dim=dim, **kwargs)
+
+
+MATRICES: dict[str, Overload] = {
+    "cholesky": _cholesky,
+    "linalg_qr": _linalg_qr,
+    "qr": _qr,
+    "svd": _svd,
+    "pinverse": _pinverse,
+    "cross": _cross,
+}

@@ -1,0 +1,14 @@
+"""Fronts of ops that put elements in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshloom.tensor.calling import Overload, table_call
+
+
+def _msort(input: Any) -> Any:
+    return table_call("sort", input, 0).values
+
+
+ORDER: dict[str, Overload] = {"msort": _msort}

@@ -1,0 +1,126 @@
+"""Fronts of pointwise ops: reflected operators, `inplace=`, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from meshloom.errors import ArgumentError, DTypeError
+from meshloom.tensor import creation
+from meshloom.tensor.calling import Overload, invoke, table_call
+from meshloom.tensor.fallback import fallback
+from meshloom.tensor.moving import shadowed
+from meshloom.tensor.writing import write
+
+ACTIVATIONS = "relu silu mish elu celu selu relu6 leaky_relu hardtanh hardsigmoid hardswish threshold".split()
+
+
+def _swapped(name: str) -> Callable[..., Any]:
+    return lambda input, other, **kwargs: table_call(name, other, input, **kwargs)
+
+
+def _rsub(input: Any, other: Any, alpha: Any = 1) -> Any:
+    scaled = input if alpha == 1 else table_call("mul", input, alpha)
+    return _reversed("sub", scaled, other)
+
+
+def _reversed(name: str, input: Any, other: Any) -> Any:
+    """`other op input` where `other` may be a number: torch wants a tensor first."""
+    if isinstance(other, torch.Tensor):
+        return table_call(name, other, input)
+    held = input.dtype
+    dtype = torch.result_type(torch.empty((1,), dtype=held), other)
+    if name == "div":  # as torch does, so that the last bit is the same
+        return table_call("mul", table_call("reciprocal", input), other)
+    if name == "sub" and (held == torch.bool or isinstance(other, bool)):
+        raise DTypeError("subtraction has no meaning for bool", fix="use ~x or logical_not")
+    if name == "sub" and dtype == held and not dtype.is_complex:
+        return table_call("add", table_call("neg", input), other)
+    widest = {int: torch.int64, float: torch.float64, complex: torch.complex128}.get(type(other))
+    return table_call(name, torch.as_tensor(other, dtype=widest).to(dtype), input)
+
+
+def _reverse(name: str) -> Callable[..., Any]:
+    return lambda input, other: _reversed(name, input, other)
+
+
+def _activation(name: str) -> Callable[..., Any]:
+    """An activation of `torch.nn.functional`, where `inplace` comes last."""
+
+    def overload(input: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
+        if args and isinstance(args[-1], bool):
+            inplace, args = args[-1], args[:-1]
+        if inplace:
+            return invoke(name + "_", (input, *args), kwargs)
+        return table_call(name, input, *args, **kwargs)
+
+    return overload
+
+
+def _rrelu(
+    input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Any:
+    """Random slopes belong to training; without it their middle is the slope."""
+    if training:
+        return fallback(F.rrelu, (input, lower, upper, training, inplace), {}, "rrelu")
+    return _activation("leaky_relu")(input, (lower + upper) / 2, inplace=inplace)
+
+
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Zero each element with probability p and scale the rest; the same elements for any placements.
+
+    >>> import meshloom as loom
+    >>> sorted(set(dropout(loom.ones(64, mesh=loom.open_mesh((4,)))).tolist()))
+    [0.0, 2.0]
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ArgumentError(f"dropout probability {p} is not between 0 and 1")
+    if not training or p == 0.0:
+        return input
+    tensor = shadowed(input)
+    mask = creation.dropout_mask(tensor, 1.0 - p)
+    return write("mul", input, (mask,), {}) if inplace else table_call("mul", tensor, mask)
+
+
+def _channel_dropout(dims: int) -> Callable[..., Any]:
+    """`dropout2d` and its kind: one choice for each channel of a batch."""
+
+    def overload(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        shape = input.shape
+        if len(shape) != dims + 2:
+            return fallback(getattr(F, f"dropout{dims}d"), (input, p, training, inplace), {}, f"dropout{dims}d")
+        if not training or p == 0.0:
+            return dropout(input, p, training)
+        kept = dropout(invoke("new_ones", (input, (*shape[:2], *(1,) * dims)), {}), p)
+        return write("mul", input, (kept,), {}) if inplace else table_call("mul", input, kept)
+
+    return overload
+
+
+def _where(condition: Any, input: Any = None, other: Any = None, **kwargs: Any) -> Any:
+    if input is None:
+        return fallback(torch.where, (condition,), {}, "where")
+    return table_call("where", condition, input, other, **kwargs)
+
+
+POINTWISE: dict[str, Overload] = {
+    "rsub": _rsub,
+    "__rsub__": _reverse("sub"),
+    "__rtruediv__": _reverse("div"),
+    "__rdiv__": _reverse("div"),
+    "__rpow__": _reverse("pow"),
+    "__rmod__": _reverse("remainder"),
+    "__rfloordiv__": _reverse("floor_divide"),
+    "__rlshift__": _reverse("bitwise_left_shift"),
+    "__rrshift__": _reverse("bitwise_right_shift"),
+    "__rmatmul__": _swapped("matmul"),
+    **{name: _activation(name) for name in ACTIVATIONS},
+    "rrelu": _rrelu,
+    "dropout": dropout,
+    **{f"dropout{dims}d": _channel_dropout(dims) for dims in (1, 2, 3)},
+    "where": _where,
+    "_method_where": lambda input, condition, other: _where(condition, input, other),
+}

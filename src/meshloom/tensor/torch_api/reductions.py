@@ -1,0 +1,138 @@
+"""Fronts of reductions, and what is made of them: norms, distances, similarities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshloom.tensor.calling import Overload, invoke, table_call
+from meshloom.tensor.fallback import fallback
+
+
+def _max(name: str) -> Callable[..., Any]:
+    """max and min: all elements, along a dim, or of two tensors."""
+    amax, pair = {"max": ("amax", "maximum"), "min": ("amin", "minimum")}[name]
+
+    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+        other = args[0] if args else kwargs.get("other")
+        if isinstance(other, torch.Tensor):
+            return table_call(pair, input, other, **{k: v for k, v in kwargs.items() if k != "other"})
+        if args or "dim" in kwargs or "axis" in kwargs:
+            return table_call(f"{name}_dim", input, *args, **kwargs)
+        return table_call(amax, input, **kwargs)
+
+    return overload
+
+
+def _spread(name: str) -> Overload:
+    """var and std, whose second argument may be `unbiased`."""
+
+    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], bool):
+            args = (None, *args)
+        return table_call(name, input, *args, **kwargs)
+
+    return overload
+
+
+def _with_mean(name: str) -> Overload:
+    """var_mean and std_mean: two ops over the same dims."""
+
+    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("dim", args[0] if args and not isinstance(args[0], bool) else None)
+        keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+        return invoke(name, (input, *args), kwargs), table_call("mean", input, dim, keepdim)
+
+    return overload
+
+
+def _aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    found = (table_call(name, input, dim, keepdim) for name in ("amin", "amax"))
+    return torch.return_types.aminmax(tuple(found))
+
+
+def _along_one_dim(name: str) -> Overload:
+    """median of all elements shares its gradient between equal ones, as only torch's own does."""
+
+    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return table_call(name, input, *args, **kwargs)
+        return fallback(getattr(torch, name), (input,), {}, name)
+
+    return overload
+
+
+def _norm(
+    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> Any:
+    """torch.norm: the p-norm of the elements, over some dims or all."""
+    if p == "nuc":
+        return fallback(torch.norm, (input, p, dim, keepdim, out, dtype), {}, "norm")
+    order = 2 if p in ("fro", None) else p
+    return table_call("linalg_vector_norm", input, order, dim, keepdim, dtype=dtype, out=out)
+
+
+def _linalg_norm(
+    A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
+) -> Any:
+    """torch.linalg.norm: of a vector, or of a matrix where that is the norm of its elements."""
+    dims = (dim,) if isinstance(dim, int) else dim if dim is not None else tuple(range(A.ndim))
+    of_elements = ord is None or (len(dims) == 1 and not isinstance(ord, str)) or (len(dims) == 2 and ord == "fro")
+    if not of_elements:
+        return fallback(torch.linalg.norm, (A, ord, dim, keepdim), {"out": out, "dtype": dtype}, "linalg_norm")
+    order = 2 if ord in (None, "fro") else ord
+    return table_call("linalg_vector_norm", A, order, dim, keepdim, dtype=dtype, out=out)
+
+
+def _matrix_norm(
+    A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, out: Any = None, dtype: Any = None
+) -> Any:
+    if ord != "fro":
+        return fallback(
+            torch.linalg.matrix_norm, (A, ord, dim, keepdim), {"out": out, "dtype": dtype}, "linalg_matrix_norm"
+        )
+    return table_call("linalg_vector_norm", A, 2, dim, keepdim, dtype=dtype, out=out)
+
+
+def _dist(input: Any, other: Any, p: float = 2) -> Any:
+    return table_call("linalg_vector_norm", table_call("sub", input, other), p)
+
+
+def _normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    size = table_call("linalg_vector_norm", input, p, dim, True)
+    return table_call("div", input, table_call("clamp_min", size, eps), out=out)
+
+
+def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    if x1.shape != x2.shape:  # a dim of size 1 counts as often as it is read
+        shape = torch.broadcast_shapes(x1.shape, x2.shape)
+        x1, x2 = (table_call("expand", each, *shape) for each in (x1, x2))
+    product = table_call("mul", *(_normalize(each, 2.0, dim, eps) for each in (x1, x2)))
+    return table_call("sum", product, dim)
+
+
+def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    apart = table_call("add", table_call("sub", x1, x2), eps)
+    return table_call("linalg_vector_norm", apart, p, -1, keepdim)
+
+
+REDUCTIONS: dict[str, Overload] = {
+    "max": _max("max"),
+    "min": _max("min"),
+    "var": _spread("var"),
+    "std": _spread("std"),
+    "var_mean": _with_mean("var"),
+    "std_mean": _with_mean("std"),
+    "aminmax": _aminmax,
+    "median": _along_one_dim("median"),
+    "nanmedian": _along_one_dim("nanmedian"),
+    "norm": _norm,
+    "linalg_norm": _linalg_norm,
+    "linalg_matrix_norm": _matrix_norm,
+    "dist": _dist,
+    "normalize": _normalize,
+    "cosine_similarity": _cosine_similarity,
+    "pairwise_distance": _pairwise_distance,
+}

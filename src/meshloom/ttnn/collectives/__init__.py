@@ -1,0 +1,1 @@
+"""Literal collectives, their asynchronous spellings, experts, and the groups that they go over."""

@@ -1,0 +1,220 @@
+"""Tokens to the devices of their experts and back, and the bookkeeping around it.
+
+`expert_mapping_tensor` is [1, 1, experts, devices], one where a device (row-major over the mesh) has the expert; a
+device's own experts are numbered in the order of their numbers. Rows that the original leaves undefined are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.tensor import collectives as native
+from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.literal import LINKS
+from meshloom.ttnn.ops.calling import Made, op, operands
+from meshloom.ttnn.ops.labels import UNKNOWN
+from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.parts import Block, each
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import PlacementPartial
+
+
+@op("all_to_all_dispatch", also=LINKS + " mode", more=Group)
+def all_to_all_dispatch(
+    input_tensor: Tensor,
+    expert_indices_tensor: Tensor,
+    expert_mapping_tensor: Tensor,
+    *,
+    output_tensors: Sequence[Tensor] | None = None,
+    output_concat_dim: int = 1,
+    **over: Any,
+) -> list[Made]:
+    """Tokens [B, 1, S, H] with their experts [B, 1, S, K] to the devices that have the experts.
+
+    Each device of a group of D gets [1, B*D, S, H] (`output_concat_dim=2`: [1, B, S*D, H]), zero for tokens that chose
+    none of its experts, and the experts of all tokens, [1, B*D, S, K].
+    """
+    name = "all_to_all_dispatch"
+    dim = _row_dim(name, output_concat_dim, "output_concat_dim")
+    tokens = Group(name, input_tensor, **over)
+    chosen = Group(name, expert_indices_tensor, **over)
+    owners = _owners(name, tokens, expert_mapping_tensor)
+    rows, experts = (
+        group.run_on(group.block.transpose(group.at(0), group.at(1)), native.all_gather, group.at(dim))
+        for group in (tokens, chosen)
+    )
+    wanted = each(_wanted, [experts, owners], tokens.mesh.ndim)
+    kept = torch.where(wanted.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype))
+    label = tokens.relabelled(UNKNOWN)
+    outputs = list(output_tensors) if output_tensors is not None else [None, None]
+    return [
+        Made(kept, input_tensor, label, output=outputs[0]),
+        Made(experts, expert_indices_tensor, chosen.gathered(dim), output=outputs[1]),
+    ]
+
+
+def _row_dim(name: str, dim: int | None, argument: str) -> int:
+    if dim not in (1, 2):
+        raise OperandError(f"ttnn.{name}: {argument} must be 1 or 2, not {dim!r}")
+    return dim
+
+
+def _owners(name: str, group: Group, mapping: Tensor) -> Block:
+    """For every device, which experts it has: the block's parts are [experts] of bool."""
+    _, (block,) = operands(name, mapping)
+    axes, (experts, devices) = group.mesh.ndim, mapping.shape[-2:]
+    if devices != group.mesh.size:
+        raise OperandError(f"ttnn.{name}: expert_mapping_tensor is for {devices} devices of {group.mesh.size}")
+    table = block.reshape(*block.shape[:axes], experts, devices)
+    numbers = torch.arange(group.mesh.size).reshape(*group.mesh.shape, 1, 1)
+    full = table.expand(*group.mesh.shape, experts, devices)
+    return full.gather(-1, numbers.expand(*group.mesh.shape, experts, 1)).squeeze(-1) != 0
+
+
+def _wanted(experts: Block, owned: Block) -> Block:
+    """For every token, whether some expert that it chose is here: [.., S, K] and [experts] to [.., S]."""
+    return owned[experts.long()].any(-1)
+
+
+@op("all_to_all_combine", also=LINKS + " mode", more=Group)
+def all_to_all_combine(
+    input_tensor: Tensor,
+    expert_metadata_tensor: Tensor,
+    expert_mapping_tensor: Tensor,
+    *,
+    local_reduce: bool = False,
+    output_shard_dim: int = 1,
+    **over: Any,
+) -> Made:
+    """What experts made of tokens, [experts of the device, B*D, S, H], back to the devices of the tokens: [K, B, S, H].
+
+    Slot k of a token is what the k-th expert that it chose made of it. With `local_reduce` a device has already summed
+    what its experts made, [1, B*D, S, H]: its sum is in the first slot of a token that chose one of them, the others
+    are zero. Slots of experts outside the group are zero.
+    """
+    name = "all_to_all_combine"
+    dim = _row_dim(name, output_shard_dim, "output_shard_dim")
+    group = Group(name, input_tensor, **over)
+    _, (metadata, mapping) = operands(name, expert_metadata_tensor, expert_mapping_tensor)
+    axes = group.mesh.ndim
+    gathered = group.run(native.all_gather, group.at(0))
+    where = _slots(name, group, mapping, 1 if local_reduce else input_tensor.shape[0])
+    position = group.position().expand(group.mesh.shape)
+
+    def combine(rows: Block, chosen: Block, table: Block, place: Block) -> Block:
+        return _combined(rows, chosen, table, place, group.size, dim, local_reduce)
+
+    found = each(combine, [gathered, metadata, where, position], axes)
+    return Made(found, input_tensor, group.scattered(dim))
+
+
+def _slots(name: str, group: Group, mapping: Block, held: int) -> Block:
+    """For every expert the row that it has in what a group gathers, -1 if it is outside: parts are [experts]."""
+    axes, (experts, devices) = group.mesh.ndim, mapping.shape[-2:]
+    if devices != group.mesh.size:
+        raise OperandError(f"ttnn.{name}: expert_mapping_tensor is for {devices} devices of {group.mesh.size}")
+    table = mapping.reshape(*mapping.shape[:axes], experts, devices) != 0
+    owner = table.long().argmax(-1)
+    local = (table.long().cumsum(-2) - 1).gather(-1, owner.unsqueeze(-1)).squeeze(-1) if held > 1 else owner * 0
+    position = group.position().expand(group.mesh.shape)
+    groups = _numbers(group).expand(group.mesh.shape)
+    here = groups.unsqueeze(-1) == groups.flatten()[owner]
+    return torch.where(here & table.any(-1), position.flatten()[owner] * held + local, torch.tensor(-1))
+
+
+def _numbers(group: Group) -> Block:
+    """For every device the number of its group."""
+    shape = [1 if axis in group.axes else size for axis, size in enumerate(group.mesh.shape)]
+    return torch.arange(group.mesh.size // group.size).reshape(shape)
+
+
+def _combined(
+    rows: Block, chosen: Block, table: Block, place: Block, members: int, dim: int, local_reduce: bool
+) -> Block:
+    """One device's slots: rows are [gathered experts, B*D, S, H], chosen [1, B*D, S, K]."""
+    size = rows.shape[dim] // members
+    own = place * size + torch.arange(size)
+    rows, chosen = rows.index_select(dim, own), chosen.index_select(dim, own)
+    slot = table[chosen[0].long()].movedim(-1, 0)  # [K, B, S]
+    if local_reduce:  # a device's sum counts once: in the first slot that names it
+        slot = torch.where(_named_before(slot), torch.tensor(-1), slot)
+    index = slot.clamp_min(0).unsqueeze(-1).expand(*slot.shape, rows.shape[-1])
+    return torch.where((slot >= 0).unsqueeze(-1), rows.gather(0, index), torch.zeros((), dtype=rows.dtype))
+
+
+def _named_before(slot: Block) -> Block:
+    """Where an earlier slot of the token names the same row."""
+    count = slot.shape[0]
+    earlier = torch.ones(count, count, dtype=torch.bool).tril(-1).reshape(count, count, *(1,) * (slot.dim() - 1))
+    return ((slot.unsqueeze(1) == slot.unsqueeze(0)) & earlier).any(1)
+
+
+@op("moe_routing_remap")
+def moe_routing_remap(
+    routing_weights_tensor: Tensor, non_zero_weight_size: int, expert_parallel_size: int, cluster_axis: int
+) -> Made:
+    """Of the non-zero weights of a row, shared out in order over the devices along an axis, each keeps its own."""
+    name = "moe_routing_remap"
+    group = Group(name, routing_weights_tensor, cluster_axis=cluster_axis)
+    if group.size != expert_parallel_size:
+        raise OperandError(f"ttnn.{name}: expert_parallel_size is {expert_parallel_size}, the axis has {group.size}")
+    if non_zero_weight_size % expert_parallel_size:
+        raise OperandError(f"ttnn.{name}: {non_zero_weight_size} weights do not divide over {expert_parallel_size}")
+    share = non_zero_weight_size // expert_parallel_size
+    number = (group.block != 0).long().cumsum(-1) - 1  # of the non-zero weight, from 0 on
+    first = group.position().reshape(*group.position().shape, *(1,) * group.rank) * share
+    mine = (group.block != 0) & (number >= first) & (number < first + share)
+    found = torch.where(mine, group.block, torch.zeros((), dtype=group.block.dtype))
+    # each has some of the weights, zero for the others
+    return Made(found, routing_weights_tensor, group.relabelled(PlacementPartial()))
+
+
+@op("moe_expert_token_remap")
+def moe_expert_token_remap(
+    topk_tensor: Tensor,
+    expert_mapping_tensor: Tensor,
+    expert_metadata_tensor: Tensor,
+    *,
+    optional_output_mapping_tensor: Tensor | None = None,
+    optional_output_reduced_tensor: Tensor | None = None,
+    reduction_size: int = 16,
+) -> list[Made]:
+    """The weights [1, B, S, experts] of tokens for a device's own experts, [1, B, S, own], zero where not chosen.
+
+    The second result is [1, 1, ceil(B*S / reduction_size), own]: one where some token of a run chose the expert.
+    """
+    name = "moe_expert_token_remap"
+    if reduction_size < 1:
+        raise ArgumentError(f"ttnn.{name}: reduction_size={reduction_size}")
+    group = Group(name, topk_tensor)
+    owned = _owners(name, group, expert_mapping_tensor)
+    counts = set(owned.sum(-1).flatten().tolist())
+    if len(counts) != 1:
+        raise OperandError(f"ttnn.{name}: devices have {sorted(counts)} experts", fix="give all of them equally many")
+    own, (_, (metadata,)) = counts.pop(), operands(name, expert_metadata_tensor)
+
+    def local(weights: Block, chosen: Block, mine: Block) -> tuple[Block, Block]:
+        return _local_weights(weights, chosen, mine, own, reduction_size)
+
+    weights, active = each(local, [group.block, metadata, owned], group.mesh.ndim)
+    label = group.scattered(group.rank - 1)
+    rows = Layout.ROW_MAJOR
+    return [
+        Made(weights, topk_tensor, label, layout=rows, output=optional_output_mapping_tensor),
+        Made(active, topk_tensor, label, DataType.UINT16, rows, output=optional_output_reduced_tensor),
+    ]
+
+
+def _local_weights(weights: Block, chosen: Block, mine: Block, own: int, run: int) -> tuple[Block, Block]:
+    """One device's experts: weights [1, B, S, E], chosen [1, B, S, K], mine [E]."""
+    experts = torch.argsort(mine.long(), descending=True, stable=True)[:own]
+    picked = (chosen.unsqueeze(-1) == experts).any(-2)  # [1, B, S, own]
+    found = torch.where(picked, weights.index_select(-1, experts), torch.zeros((), dtype=weights.dtype))
+    flat = picked.reshape(1, 1, -1, own)
+    missing = -flat.shape[2] % run
+    runs = torch.nn.functional.pad(flat.to(torch.int32), (0, 0, 0, missing)).unflatten(2, (-1, run))
+    return found, runs.amax(3)

@@ -1,0 +1,270 @@
+"""The devices that a collective goes over, and the way from a block to the native collectives and back.
+
+A group is the devices along one mesh axis (`cluster_axis`), or all of them row-major; there is one for every place on
+the other axes. A block is given to `meshloom.tensor.collectives` as a tensor that has the mesh axes as dims of its own,
+each cut by its axis, or not cut where all along the axis hold the same. So ways to carry out (`mode`), the log of
+communication and several processes are those of the native collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from meshloom.engines.layout import from_block, short_name
+from meshloom.errors import ArgumentError, ModeError, OperandError, closest
+from meshloom.mesh import Mesh
+from meshloom.placement import Replicate, Shard, Topology
+from meshloom.tensor import collectives as native
+from meshloom.tensor.base import Tensor as Native
+from meshloom.ttnn.config import CONFIG
+from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.ops.calling import operands
+from meshloom.ttnn.ops.labels import UNKNOWN, by_axis
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import REPLICATE, Placement, PlacementShard, TensorTopology as Label
+
+__all__ = ["collective_mode"]
+
+_mode: ContextVar[str] = ContextVar("mode", default="direct")
+
+
+@contextmanager
+def collective_mode(mode: str) -> Iterator[None]:
+    """How collectives inside are carried out where they have no `mode=`: "direct", "host" or "fabric".
+
+    >>> from meshloom import ttnn
+    >>> with ttnn.collective_mode("fabric"):
+    ...     pass
+    """
+    token = _mode.set(_known(mode))
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def _known(mode: str) -> str:
+    if mode not in native.MODES:
+        raise ModeError(f"there is no mode {mode!r}", fix=closest(mode, native.MODES))
+    return mode
+
+
+class Group:
+    """What a collective works on: a tensor, the mesh axes that it goes over, and the way to carry it out."""
+
+    def __init__(
+        self,
+        name: str,
+        tensor: Tensor,
+        *,
+        cluster_axis: int | None = None,
+        mode: str | None = None,
+        mesh_device: MeshDevice | None = None,
+    ) -> None:
+        device, (self.block,) = operands(name, tensor)
+        if mesh_device is not None and mesh_device is not device:
+            raise ArgumentError(f"ttnn.{name}: mesh_device is {mesh_device}, the tensor is on {device}")
+        self.name, self.tensor, self.mesh = name, tensor, device.runtime.mesh
+        self.mode = _known(mode) if mode is not None else _mode.get()
+        self.axes = _axes(name, self.mesh, cluster_axis)
+        self.sizes = tuple(self.mesh.shape[axis] for axis in self.axes)
+        self.size = math.prod(self.sizes)
+        self.rank = len(tensor.shape)
+        if tensor._coords is not None and len(tensor._coords) < self.mesh.size:
+            raise OperandError(
+                f"ttnn.{name}: the tensor is on {len(tensor._coords)} of {self.mesh.size} devices",
+                fix="every member of a group needs a part: use a submesh, or a mapper that pads",
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The mesh axes by name."""
+        return tuple(self.mesh.axes[axis] for axis in self.axes)
+
+    def dim(self, dim: int, what: str = "gather") -> int:
+        """A dim of the tensor counted from the front, or the original's refusal."""
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise ArgumentError(f"ttnn.{self.name}: dim={dim!r} is not a whole number")
+        if not -self.rank <= dim < self.rank:
+            raise OperandError(
+                f"ttnn.{self.name}: Invalid {what} dim {dim} for {self.rank}D input tensor",
+                fix=f"dims go from {-self.rank} to {self.rank - 1}",
+            )
+        return dim % self.rank
+
+    def divided(self, dim: int, message: str | None = None) -> int:
+        """The size of one member's chunk of a dim, or the original's refusal."""
+        size = self.tensor.shape[dim]
+        if size % self.size:
+            raise OperandError(
+                f"ttnn.{self.name}: {message or f'Dimension {dim} must be divisible by ring_size'}",
+                shape=list(self.tensor.shape),
+                group=f"{self.size} devices, {size} % {self.size} = {size % self.size}",
+                fix=f"pad dim {dim} to {-(-size // self.size) * self.size}",
+            )
+        return size // self.size
+
+    # to the native collectives and back
+
+    def run(self, function: Callable[..., Native], *args: Any, own: bool = False, **options: Any) -> Block:
+        """A native collective over the group; `args` follow the tensor, dims of ours are `self.at(dim)`."""
+        return self.run_on(self.block, function, *args, own=own, **options)
+
+    def run_on(
+        self, block: Block, function: Callable[..., Native], *args: Any, own: bool = False, **options: Any
+    ) -> Block:
+        """A native collective over the group on another block that lies as the tensor's does."""
+        given = to_native(block, self.mesh, self.axes if own else ())
+        return from_native(function(given, *args, axis=self.names, mode=self.mode, **options))
+
+    def at(self, dim: int) -> int:
+        """The number of a dim in the native tensor, behind the mesh axes."""
+        return self.mesh.ndim + dim
+
+    def position(self) -> torch.Tensor:
+        """Every device's number in its group, with the mesh axes as dims."""
+        numbers = torch.arange(self.size).reshape(self.sizes)
+        shape = [self.mesh.shape[axis] if axis in self.axes else 1 for axis in range(self.mesh.ndim)]
+        return numbers.reshape(shape)
+
+    def partitioned(self, block: Block, dim: int) -> Block:
+        """Member i keeps chunk i of a dim of what it holds. Nothing moves."""
+        axes = self.mesh.ndim
+        for axis in self.axes:
+            place = axes + dim
+            size = self.mesh.shape[axis]
+            cut = block.unflatten(place, (size, block.shape[place] // size))
+            if cut.shape[axis] == 1:  # all hold the same: the chunks become the members
+                block = cut.movedim(place, axis).squeeze(axis + 1)
+            else:
+                block = cut.diagonal(dim1=axis, dim2=place).movedim(-1, axis)
+        return block
+
+    # labels
+
+    def relabelled(self, placement: Placement) -> Label:
+        """The label with a placement along the group, and as before on the other axes."""
+        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        return self.label([placement if axis in self.axes else each for axis, each in enumerate(known)])
+
+    def apart(self, axes: Sequence[int]) -> Label:
+        """The label when only some devices got other values: what was the same along these axes is so no more."""
+        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        return self.label([UNKNOWN if axis in axes and each == REPLICATE else each for axis, each in enumerate(known)])
+
+    def gathered(self, dim: int) -> Label:
+        """The label when each member holds what all hold along a dim, in the order of the group.
+
+        Where a later axis cuts the same dim, neighbours hold pieces that are none: no whole can be told.
+        """
+        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        mixed = any(known[axis] == PlacementShard(dim) for axis in self.axes)
+        later = [mixed and axis > self.axes[0] and each == PlacementShard(dim) for axis, each in enumerate(known)]
+        return self.label(
+            [
+                REPLICATE if axis in self.axes else UNKNOWN if wrong else each
+                for axis, (each, wrong) in enumerate(zip(known, later, strict=True))
+            ]
+        )
+
+    def scattered(self, dim: int) -> Label:
+        """The label when each member holds its chunk of a dim; where a later axis cuts it too, no whole can be told."""
+        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        others = [axis for axis, each in enumerate(known) if axis not in self.axes and each == PlacementShard(dim)]
+        if any(other > axis for other in others for axis in self.axes):
+            return self.label([UNKNOWN if axis in (*others, *self.axes) else each for axis, each in enumerate(known)])
+        return self.relabelled(PlacementShard(dim))
+
+    def label(self, axes: Sequence[Placement]) -> Label:
+        """A label from what every mesh axis does; one dim that all of them cut is cut row-major by all devices."""
+        if CONFIG.strict_ccl_topology and UNKNOWN in axes:
+            raise OperandError(
+                f"ttnn.{self.name}: the topology of the result cannot be told",
+                label=self.tensor.tensor_topology(),
+                fix="CONFIG.strict_ccl_topology = False, or go over the axes in another order",
+            )
+        return _label(self.mesh, tuple(axes), tuple(getattr(each, "size", None) for each in axes))
+
+    def whole_size(self, dim: int) -> int | None:
+        """The size of a dim of the whole, if the group alone cuts it and its end is padding."""
+        known = by_axis(self.tensor) or ()
+        cuts = [axis for axis, each in enumerate(known) if each == PlacementShard(dim)]
+        sizes = {each.size for each in known if isinstance(each, PlacementShard) and each.dim == dim}
+        return next(iter(sizes)) if cuts and set(cuts) == set(self.axes) and len(sizes) == 1 else None
+
+    def sharded_dim(self) -> int:
+        """The dim that the label says is cut along the group; an error that asks for one if there is none."""
+        known = by_axis(self.tensor)
+        dims = {
+            each.dim
+            for axis, each in enumerate(known or ())
+            if isinstance(each, PlacementShard) and axis in self.axes and self.mesh.shape[axis] > 1
+        }
+        if len(dims) != 1:
+            told = "several dims are" if dims else "no dim is"
+            raise ArgumentError(
+                f"ttnn.{self.name}: dim is missing, and {told} sharded along the group",
+                label=self.tensor.tensor_topology(),
+                fix=f"ttnn.{self.name}(tensor, dim=...)",
+            )
+        return dims.pop()
+
+
+@functools.lru_cache(maxsize=4096)
+def _label(mesh: Mesh, axes: tuple[Placement, ...], sizes: tuple[int | None, ...]) -> Label:
+    """The same object for the same placements; `sizes` tells those apart that only differ in their padding."""
+    told = [
+        REPLICATE if size == 1 and not isinstance(each, PlacementShard) else each
+        for each, size in zip(axes, mesh.shape, strict=True)
+    ]
+    places = list(mesh.coordinates())
+    if len(told) > 1 and len(set(told)) == 1 and isinstance(told[0], PlacementShard):
+        return Label([mesh.size], told[:1], places)
+    return Label(mesh.shape, told, places)
+
+
+def _axes(name: str, mesh: Mesh, cluster_axis: int | None) -> tuple[int, ...]:
+    if cluster_axis is None:
+        return tuple(range(mesh.ndim))
+    if isinstance(cluster_axis, bool) or not isinstance(cluster_axis, int):
+        raise ArgumentError(f"ttnn.{name}: cluster_axis={cluster_axis!r} is not a whole number")
+    if not 0 <= cluster_axis < mesh.ndim:
+        raise OperandError(
+            f"ttnn.{name}: cluster_axis {cluster_axis} is not an axis of a mesh of shape {list(mesh.shape)}",
+            fix=f"axes go from 0 to {mesh.ndim - 1}; None is all devices",
+        )
+    return (cluster_axis,)
+
+
+def to_native(block: Block, mesh: Mesh, own: Sequence[int] = ()) -> Native:
+    """A block as a native tensor: mesh axes as dims in front. On the axes of `own` every device gets its own part."""
+    axes = mesh.ndim
+    if own:
+        lead = [mesh.local_shape[axis] if axis in own else size for axis, size in enumerate(block.shape[:axes])]
+        block = block.expand(*lead, *block.shape[axes:])
+    topology = _lying(mesh, tuple(block.shape), short_name(block.dtype))
+    return Native(topology, from_block(block[(slice(None),) * axes + (None,) * axes], topology))
+
+
+@functools.lru_cache(maxsize=4096)
+def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Topology:
+    """How a block of that shape lies: mesh axes cut dims of their own, those of size 1 are replicated."""
+    lead, dims = shape[: mesh.ndim], shape[mesh.ndim :]
+    alike = [size == 1 and mesh.shape[axis] > 1 for axis, size in enumerate(lead)]
+    placements = [Replicate() if same else Shard(axis) for axis, same in enumerate(alike)]
+    front = [1 if same else mesh.shape[axis] for axis, same in enumerate(alike)]
+    return Topology(mesh, placements, (*front, *dims), dtype)
+
+
+def from_native(tensor: Native) -> Block:
+    """The block of a native tensor that `to_native` made, or that a collective made of one."""
+    axes, block = tensor.mesh.ndim, tensor.block
+    return block.reshape(*block.shape[:axes], *block.shape[2 * axes :])

@@ -1,0 +1,278 @@
+"""Collectives: literal, on what devices hold. An all_reduce of a replicated tensor on 4 devices is 4 times the tensor.
+
+Sums of low precision are made in float32 and rounded once, in every mode (the original rounds at every hop); those of
+block floats by way of bfloat16, as there. Parts that the original leaves undefined are zero.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.runtime import MeshCoordinate
+from meshloom.tensor import collectives as native
+from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.ops.calling import Made, op
+from meshloom.ttnn.tensor.formats import Layout
+from meshloom.ttnn.tensor.parts import Block, part
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import REPLICATE
+
+__all__ = ["ReduceType"]
+
+LINKS = "num_links topology subdevice_id use_l1_small_for_semaphores chunks_per_sync num_workers_per_link " + (
+    "num_buffers_per_channel sub_core_grids compute_kernel_config intermediate_memory_config"
+)
+
+
+class ReduceType(enum.Enum):
+    """How members of a group are combined."""
+
+    Sum = 0
+    Mean = 1
+    Max = 2
+    Min = 3
+    Std = 4
+    Var = 5
+    Prod = 6
+
+    __repr__ = enum.Enum.__str__
+
+
+@op("all_gather", also=LINKS + " mesh_device mode", more=Group)
+def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Made:
+    """Every member of each group holds what all of them hold, one after the other along `dim`.
+
+    Without `dim` it is the one that the label says is sharded along the group.
+
+    >>> from meshloom import ttnn
+    >>> import torch
+    >>> mesh = ttnn.open_mesh_device(ttnn.MeshShape(1, 4))
+    >>> columns = ttnn.ShardTensorToMesh(mesh, dim=1)
+    >>> x = ttnn.from_torch(torch.arange(8.0).reshape(1, 8), device=mesh, mesh_mapper=columns)
+    >>> x.shape, ttnn.all_gather(x, dim=1).shape, ttnn.all_gather(x).tensor_topology().placements()
+    (Shape([1, 2]), Shape([1, 8]), [PlacementReplicate(), PlacementReplicate()])
+    >>> ttnn.close_mesh_device(mesh)
+    """
+    group = Group("all_gather", input_tensor, **over)
+    return gather_along(group, dim)
+
+
+def gather_along(group: Group, dim: int | None) -> Made:
+    """The all-gather of a group's tensor; the padding at the end of a dim that only the group cuts is left out."""
+    place = group.sharded_dim() if dim is None else group.dim(dim)
+    found = group.run(native.all_gather, group.at(place))
+    size = group.whole_size(place)
+    if size is not None:
+        found = found.narrow(group.at(place), 0, size)
+    return Made(found, group.tensor, group.gathered(place))
+
+
+@op("all_reduce", also=LINKS + " mesh_device mode", more=Group)
+def all_reduce(input_tensor: Tensor, **over: Any) -> Made:
+    """Every member of each group holds the sum of what its members hold.
+
+    >>> from meshloom import ttnn
+    >>> import torch
+    >>> mesh = ttnn.open_mesh_device(ttnn.MeshShape(1, 4))
+    >>> ttnn.to_torch(ttnn.all_reduce(ttnn.from_torch(torch.ones(1, 2), device=mesh)))
+    tensor([[4., 4.]])
+    >>> ttnn.close_mesh_device(mesh)
+    """
+    return reduce_over(Group("all_reduce", input_tensor, **over))
+
+
+def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum) -> Made:
+    """The all-reduce of a group's tensor."""
+    found = group.run(native.all_reduce, op=reduction(group.name, math_op), precise=True)
+    return Made(found, group.tensor, group.relabelled(REPLICATE))
+
+
+def reduction(name: str, math_op: ReduceType | None) -> str:
+    """A reduction by its native name."""
+    if math_op in (ReduceType.Std, ReduceType.Var):
+        raise OperandError(f"ttnn.{name}: {math_op} cannot be made of reduced parts", fix="gather first, then reduce")
+    return "sum" if math_op is None else math_op.name.lower()
+
+
+@op("reduce_scatter", also=LINKS + " mesh_device mode", more=Group)
+def reduce_scatter(input_tensor: Tensor, dim: int, **over: Any) -> Made:
+    """Member i of each group holds chunk i, along `dim`, of the sum of what its members hold."""
+    group = Group("reduce_scatter", input_tensor, **over)
+    return scatter_along(group, dim)
+
+
+def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) -> Made:
+    """The reduce-scatter of a group's tensor."""
+    place = group.dim(dim, "scatter")
+    group.divided(place)
+    found = group.run(native.reduce_scatter, group.at(place), op=reduction(group.name, math_op), precise=True)
+    return Made(found, group.tensor, group.scattered(place))
+
+
+@op("mesh_partition")
+def mesh_partition(input_tensor: Tensor, dim: int, cluster_axis: int | None = None) -> Made:
+    """Member i of each group keeps chunk i, along `dim`, of its own tensor. Nothing is sent."""
+    group = Group("mesh_partition", input_tensor, cluster_axis=cluster_axis)
+    place = group.dim(dim, "partition")
+    chunk = group.divided(
+        place, f"input shape {list(input_tensor.shape)} must be divisible by cluster axis size {group.size}"
+    )
+    _check_tiles(group, place, chunk)
+    found = group.partitioned(group.block, place).clone(memory_format=torch.contiguous_format)
+    return Made(found, input_tensor, group.scattered(place))
+
+
+def _check_tiles(group: Group, dim: int, chunk: int) -> None:
+    side = dim - group.rank + 2
+    if (
+        group.tensor.layout is Layout.TILE
+        and side >= 0
+        and group.size > 1
+        and chunk % group.tensor.tile.tile_shape[side]
+    ):
+        word = ("height", "width")[side]
+        raise OperandError(
+            f"ttnn.{group.name}: Can only slice tilized tensor with {word} begin index aligned to tiles",
+            chunk=f"{chunk} of dim {dim}",
+            fix="ttnn.to_layout(tensor, ttnn.ROW_MAJOR_LAYOUT) first",
+        )
+
+
+@op("broadcast", also=LINKS + " mode", more=Group)
+def broadcast(input_tensor: Tensor, sender_coord: MeshCoordinate, **over: Any) -> Made:
+    """Every member of the sender's group holds what the sender holds; other groups keep their own."""
+    group = Group("broadcast", input_tensor, **over)
+    place = coordinate(group, sender_coord, "sender_coord")
+    root = int(group.position()[tuple(c if axis in group.axes else 0 for axis, c in enumerate(place))])
+    found = group.run(native.broadcast, root)
+    if group.size == group.mesh.size or group.block.shape == found.shape:  # one group, or members that hold the same
+        return Made(found, input_tensor, group.relabelled(REPLICATE))
+    kept = _each(group).clone()
+    box = tuple(slice(None) if axis in group.axes else c for axis, c in enumerate(place))
+    kept[box] = part(found, place)
+    others = [axis for axis in range(group.mesh.ndim) if axis not in group.axes]
+    return Made(kept, input_tensor, group.apart(others))
+
+
+def coordinate(group: Group, place: Sequence[int], name: str) -> tuple[int, ...]:
+    """A coordinate of the mesh, or an error."""
+    if not isinstance(place, (MeshCoordinate, tuple, list)):
+        raise ArgumentError(f"ttnn.{group.name}: {name}={place!r} is not a ttnn.MeshCoordinate")
+    found = tuple(place)
+    if len(found) != group.mesh.ndim or any(not 0 <= c < size for c, size in zip(found, group.mesh.shape, strict=True)):
+        raise OperandError(
+            f"ttnn.{group.name}: {name} {list(found)} is not on the mesh", mesh=f"of shape {list(group.mesh.shape)}"
+        )
+    return found
+
+
+def _each(group: Group, block: Block | None = None) -> Block:
+    """The block with a part for every device."""
+    given = group.block if block is None else block
+    return given.expand(*group.mesh.shape, *given.shape[group.mesh.ndim :])
+
+
+@op("all_broadcast", also=LINKS + " mode", more=Group)
+def all_broadcast(input_tensor: Tensor, **over: Any) -> list[Made]:
+    """A tensor for every member of the groups: the k-th is what member k holds, on all members."""
+    group = Group("all_broadcast", input_tensor, **over)
+    stacked = stack_members(group)
+    label = group.relabelled(REPLICATE)
+    return [Made(each.clone(), input_tensor, label) for each in stacked.unbind(group.at(0))]
+
+
+def stack_members(group: Group, block: Block | None = None) -> Block:
+    """What all members hold, in a new first dim of every part."""
+    given = group.block if block is None else block
+    return group.run_on(given.unsqueeze(group.at(0)), native.all_gather, group.at(0))
+
+
+@op("point_to_point", also="mode", more=Group)
+def point_to_point(
+    input_tensor: Tensor,
+    sender_coord: MeshCoordinate,
+    receiver_coord: MeshCoordinate,
+    *,
+    output_tensor: Tensor | None = None,
+    **over: Any,
+) -> Made:
+    """The receiver holds what the sender holds; the other parts are zero, or as they were in `output_tensor`."""
+    group = Group("point_to_point", input_tensor, **over)
+    source = coordinate(group, sender_coord, "sender_coord")
+    target = coordinate(group, receiver_coord, "receiver_coord")
+    if sum(a != b for a, b in zip(source, target, strict=True)) > 1:
+        raise OperandError(
+            f"ttnn.point_to_point: {list(source)} and {list(target)} share no row or column",
+            fix="send over a device that shares one with both",
+        )
+    if input_tensor.memory_config().is_sharded():
+        raise OperandError(
+            "ttnn.point_to_point: sharded memory is not supported", fix="ttnn.to_memory_config(tensor, ...) first"
+        )
+    if output_tensor is not None and output_tensor.shape != input_tensor.shape:
+        raise OperandError(
+            f"ttnn.point_to_point: output_tensor has shape {list(output_tensor.shape)}, "
+            f"what is sent {list(input_tensor.shape)}",
+            fix="give one of the shape of the input",
+        )
+    numbers = group.position()
+    found = group.run(native.send_recv, int(numbers[source]), int(numbers[target]), own=True)
+    blank = torch.zeros_like(found) if output_tensor is None else _each(group, output_tensor.block).clone()
+    blank[target] = part(found, target)
+    return Made(blank, input_tensor, group.apart(group.axes), output=output_tensor)
+
+
+@op("reduce_to_root", also="mode", more=Group)
+def reduce_to_root(
+    input_tensor_l: Tensor,
+    input_tensor_s: Tensor,
+    input_tensor_m: Tensor,
+    root_coord: MeshCoordinate,
+    *,
+    scale_fp32: float = 1.0,
+    output_tensor_l: Tensor | None = None,
+    output_tensor_s: Tensor | None = None,
+    output_tensor_m: Tensor | None = None,
+    **over: Any,
+) -> list[Made]:
+    """Attention over parts of the keys, put together on one device: weighted values `l`, weights `s`, maxima `m`.
+
+    m = max(m_i), p_i = exp((m_i - m) * scale), s = sum(s_i * p_i), l = sum(l_i * p_i). On other devices it is zero.
+    The columns of `l` go in equal runs with the columns of `s` and `m`. Any number of devices takes part.
+    """
+    given = (input_tensor_l, input_tensor_s, input_tensor_m)
+    groups = [Group("reduce_to_root", each, **over) for each in given]
+    place = coordinate(groups[0], root_coord, "root_coord")
+    root = int(groups[0].position()[place])
+    parts = [_at_root(group, root, place) for group in groups]
+    found = _merged(parts, scale_fp32)
+    outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
+    return [
+        Made(_alone(group, values, place), each, group.apart(group.axes), output=out)
+        for group, values, each, out in zip(groups, found, given, outputs, strict=True)
+    ]
+
+
+def _at_root(group: Group, root: int, place: tuple[int, ...]) -> Block:
+    """What all devices hold, stacked, as the root has it."""
+    stacked = group.run_on(group.block.unsqueeze(group.at(0)), native.gather, group.at(0), root)
+    return part(stacked, place)
+
+
+def _alone(group: Group, values: Block, place: tuple[int, ...]) -> Block:
+    block = values.new_zeros(*group.mesh.shape, *values.shape)
+    block[place] = values
+    return block
+
+
+def _merged(parts: Sequence[Block], scale: float) -> tuple[Block, Block, Block]:
+    values, sums, tops = (each.to(torch.float32) for each in parts)
+    top = tops.amax(0)
+    weights = torch.exp((tops - top) * scale)
+    runs = values.unflatten(-1, (sums.shape[-1], values.shape[-1] // sums.shape[-1]))
+    return (runs * weights.unsqueeze(-1)).sum(0).flatten(-2), (sums * weights).sum(0), top

@@ -1,0 +1,346 @@
+"""Links between devices: how the fabric is configured, which topology an axis can have, semaphores, delays.
+
+Collectives give the same values over any links, so the configuration is kept, checked as the original checks it, and
+decides what `get_usable_topology` and `get_num_links` answer and whether an open mesh is a ring or a torus.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshloom.errors import ArgumentError, OperandError, where
+from meshloom.fabric import preset
+from meshloom.runtime import MeshType
+from meshloom.runtime.memory import Allocator, Region
+from meshloom.ttnn.device.cores import CoreRangeSet
+from meshloom.ttnn.device.system import OPEN, System, is_line
+from meshloom.ttnn.tensor.memory import BufferType
+
+if TYPE_CHECKING:
+    from meshloom.ttnn.device.mesh_device import MeshDevice
+    from meshloom.ttnn.tensor.tensor import Tensor
+
+__all__ = [
+    "FabricConfig",
+    "FabricManagerMode",
+    "FabricNodeId",
+    "FabricReliabilityMode",
+    "FabricRouterConfig",
+    "FabricTensixConfig",
+    "FabricType",
+    "FabricUDMMode",
+    "GlobalSemaphore",
+    "MeshId",
+    "Topology",
+    "apply_device_delay",
+    "create_global_semaphore",
+    "get_all_fabric_mesh_ids",
+    "get_fabric_config",
+    "get_global_semaphore_address",
+    "get_num_links",
+    "get_usable_topology",
+    "reset_global_semaphore_value",
+    "set_fabric_config",
+]
+
+
+class FabricConfig(enum.Enum):
+    """How devices are linked for collectives."""
+
+    DISABLED = 0
+    FABRIC_1D_NEIGHBOR_EXCHANGE = 1
+    FABRIC_1D = 2
+    FABRIC_1D_RING = 3
+    FABRIC_2D = 4
+    FABRIC_2D_TORUS_X = 5
+    FABRIC_2D_TORUS_Y = 6
+    FABRIC_2D_TORUS_XY = 7
+    CUSTOM = 8
+
+    __repr__ = enum.Enum.__str__
+
+
+class FabricReliabilityMode(enum.Enum):
+    """What happens where links are missing."""
+
+    STRICT_INIT = 0
+    RELAXED_INIT = 1
+    DYNAMIC_RECONFIG = 2
+
+    __repr__ = enum.Enum.__str__
+
+
+class FabricTensixConfig(enum.Enum):
+    """Whether cores help to route."""
+
+    DISABLED = 0
+    MUX = 1
+
+    __repr__ = enum.Enum.__str__
+
+
+class FabricUDMMode(enum.Enum):
+    """Whether routes are made for unified data movement."""
+
+    DISABLED = 0
+    ENABLED = 1
+
+    __repr__ = enum.Enum.__str__
+
+
+class FabricManagerMode(enum.Enum):
+    """Who sets the fabric up and takes it down."""
+
+    DEFAULT = 0
+    ENABLED = 1
+    INIT_FABRIC = 2
+    TERMINATE_FABRIC = 3
+
+    __repr__ = enum.Enum.__str__
+
+
+class FabricType(enum.Enum):
+    """Which axes are closed to rings."""
+
+    MESH = 0
+    TORUS_X = 1
+    TORUS_Y = 2
+    TORUS_XY = 3
+
+    __repr__ = enum.Enum.__str__
+
+
+class Topology(enum.Enum):
+    """How a collective goes along an axis."""
+
+    Linear = 1
+    Ring = 2
+    Mesh = 3
+    Torus = 4
+
+    __repr__ = enum.Enum.__str__
+
+
+@dataclass
+class FabricRouterConfig:
+    """Settings of routers."""
+
+    max_packet_payload_size_bytes: int | None = None
+
+
+class MeshId(int):
+    """The number of a mesh among meshes.
+
+    >>> MeshId(3), int(MeshId(3))
+    (M3, 3)
+    """
+
+    def __repr__(self) -> str:
+        return f"M{int(self)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class FabricNodeId:
+    """A device as the fabric knows it.
+
+    >>> FabricNodeId(MeshId(0), 1)
+    FabricNodeId(M0, D1)
+    """
+
+    mesh_id: MeshId
+    chip_id: int
+
+    def __repr__(self) -> str:
+        return f"FabricNodeId({self.mesh_id!r}, D{self.chip_id})"
+
+
+@dataclass
+class _Fabric:
+    config: FabricConfig = FabricConfig.DISABLED
+    reliability: FabricReliabilityMode = FabricReliabilityMode.STRICT_INIT
+    planes: int | None = None
+    tensix: FabricTensixConfig = FabricTensixConfig.DISABLED
+    udm: FabricUDMMode = FabricUDMMode.DISABLED
+    manager: FabricManagerMode = FabricManagerMode.DEFAULT
+    router: FabricRouterConfig | None = None
+
+
+_now = _Fabric()
+
+
+def set_fabric_config(
+    config: FabricConfig,
+    reliability_mode: FabricReliabilityMode = FabricReliabilityMode.STRICT_INIT,
+    num_planes: int | None = None,
+    fabric_tensix_config: FabricTensixConfig = FabricTensixConfig.DISABLED,
+    fabric_udm_mode: FabricUDMMode = FabricUDMMode.DISABLED,
+    fabric_manager_mode: FabricManagerMode = FabricManagerMode.DEFAULT,
+    router_config: FabricRouterConfig | None = None,
+) -> None:
+    """Say how devices are linked, before any is opened; DISABLED may be said at any time."""
+    global _now
+    if not isinstance(config, FabricConfig):
+        raise ArgumentError(f"set_fabric_config takes a FabricConfig, not {config!r}")
+    if config is not FabricConfig.DISABLED and len(OPEN):
+        raise OperandError(
+            f"SetFabricConfig({config.name}) is not allowed while devices are still open: "
+            + ", ".join(map(repr, OPEN)),
+            fix="call it before open_mesh_device, or close them first",
+        )
+    _now = _Fabric(
+        config,
+        reliability_mode,
+        num_planes,
+        fabric_tensix_config,
+        fabric_udm_mode,
+        fabric_manager_mode,
+        router_config,
+    )
+
+
+def get_fabric_config() -> FabricConfig:
+    """How devices are linked."""
+    return _now.config
+
+
+def get_all_fabric_mesh_ids() -> list[MeshId]:
+    """The meshes that the fabric links: one."""
+    return [MeshId(0)]
+
+
+def check_opening(system: System, ids: Sequence[int]) -> None:
+    """An error if the fabric is on and not all devices of the system are opened: routes go through all of them."""
+    idle = sorted(set(system.ids) - set(ids))
+    if _now.config is not FabricConfig.DISABLED and system.count is not None and idle:
+        raise OperandError(
+            f"Fabric is being used but Device {idle[0]} is not active: {len(ids)} of {len(system.ids)} devices are "
+            "opened",
+            fix="open all of them, then mesh_device.create_submesh(...)",
+        )
+
+
+_KINDS = {
+    FabricConfig.FABRIC_1D_RING: MeshType.Ring,
+    FabricConfig.FABRIC_2D_TORUS_XY: MeshType.Torus,
+}
+_CLOSED = {  # axes that the configuration closes to rings: X is along rows
+    FabricConfig.FABRIC_1D_RING: (0, 1),
+    FabricConfig.FABRIC_2D_TORUS_X: (1,),
+    FabricConfig.FABRIC_2D_TORUS_Y: (0,),
+    FabricConfig.FABRIC_2D_TORUS_XY: (0, 1),
+}
+
+
+def mesh_type_of(given: MeshType | None) -> MeshType | None:
+    """The type that a mesh is opened with: as it was asked for, else by the configuration."""
+    return given if given is not None else _KINDS.get(_now.config)
+
+
+def get_usable_topology(tensor: Tensor, topology: Topology | None = None, cluster_axis: int | None = None) -> Topology:
+    """The topology that a collective can have there: a ring needs a way back and more than two devices."""
+    device = tensor.device()
+    if device is None:
+        raise OperandError("get_usable_topology needs a tensor that is on a device", fix="ttnn.to_device(tensor, mesh)")
+    shape = tuple(device.shape)
+    asked = topology or (Topology.Ring if _now.config in _CLOSED else Topology.Linear)
+    if asked not in (Topology.Ring, Topology.Torus):
+        return asked
+    if cluster_axis is None:
+        closes, count = all(is_closed(device, axis) for axis in range(len(shape))), device.get_num_devices()
+    else:
+        closes, count = is_closed(device, cluster_axis), shape[cluster_axis]
+    if count > 2 and closes:
+        return asked
+    return Topology.Linear if asked is Topology.Ring else Topology.Mesh
+
+
+def is_closed(device: MeshDevice, axis: int) -> bool:
+    """Whether there is a way back from the last device along an axis to the first: by type, configuration or cables."""
+    if device.mesh_type is not None:
+        return device.mesh_type.kinds(device.shape)[axis] == "ring"
+    system = device.system
+    if is_line(device.shape):  # all devices of two rows, laid along the snake, make a ring
+        whole = device.get_num_devices() == len(system.ids)
+        return whole and len(system.shape) == 2 and system.shape[0] == 2
+    if axis in _CLOSED.get(_now.config, ()):
+        return True
+    return system.preset is not None and _spans(device, axis) and preset(system.preset).kinds[axis] == "ring"
+
+
+def _spans(device: MeshDevice, axis: int) -> bool:
+    return len(device.shape) == len(device.system.shape) and device.shape[axis] == device.system.shape[axis]
+
+
+def get_num_links(mesh_device: MeshDevice, cluster_axis: int | None = None) -> int:
+    """How many links there are between neighbours along an axis; the fewest of all axes without one."""
+    system = mesh_device.system
+    lanes = (1,) * mesh_device.shape.dims() if system.preset is None else preset(system.preset).lanes
+    found = min(lanes) if cluster_axis is None or cluster_axis >= len(lanes) else lanes[cluster_axis]
+    return found if _now.planes is None else min(found, _now.planes)
+
+
+class GlobalSemaphore:
+    """A counter in the memory of every device of a mesh, at one address."""
+
+    def __init__(self, device: MeshDevice, cores: CoreRangeSet, value: int, kind: BufferType) -> None:
+        self.device, self.cores, self.value = device, cores, _counted(value)
+        self._allocator: Allocator = device.runtime.system.memory["dram" if kind is BufferType.DRAM else "l1"]
+        size = 4 * self._allocator.banks
+        self._region: Region = self._allocator.allocate(size, device.runtime.mask, "global semaphore", where())
+
+    @property
+    def address(self) -> int:
+        """Where it is, on all devices and cores."""
+        return self._region.address
+
+    def add(self, number: int = 1) -> int:
+        """Count up, and tell the new value."""
+        self.value = _counted(self.value + number)
+        return self.value
+
+    def __del__(self) -> None:
+        if hasattr(self, "_region"):
+            self._allocator.drop(self._region)
+
+    def __repr__(self) -> str:
+        return f"GlobalSemaphore(value={self.value}, address={self.address})"
+
+
+def _counted(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 32:
+        raise ArgumentError(f"a semaphore counts from 0 to 2^32 - 1, not {value!r}")
+    return value
+
+
+def create_global_semaphore(
+    mesh_device: MeshDevice, cores: CoreRangeSet, initial_value: int, buffer_type: BufferType = BufferType.L1
+) -> GlobalSemaphore:
+    """A counter on every device of a mesh."""
+    mesh_device.runtime.check_open()
+    if not isinstance(cores, CoreRangeSet):
+        raise ArgumentError(f"create_global_semaphore takes a CoreRangeSet, not {cores!r}")
+    return GlobalSemaphore(mesh_device, cores, initial_value, buffer_type)
+
+
+def get_global_semaphore_address(global_semaphore: GlobalSemaphore) -> int:
+    """Where a counter is."""
+    return global_semaphore.address
+
+
+def reset_global_semaphore_value(global_semaphore: GlobalSemaphore, reset_value: int) -> None:
+    """Set a counter on all devices."""
+    global_semaphore.value = _counted(reset_value)
+
+
+def apply_device_delay(mesh_device: MeshDevice, delays: Sequence[Sequence[int]], *, subdevice_id: Any = None) -> None:
+    """Make devices late by so many cycles each. Values do not depend on it, so that it is checked and nothing waits."""
+    mesh_device.runtime.check_open()
+    shape = tuple(mesh_device.shape)
+    found = (len(delays), *{len(row) for row in delays})
+    if found != shape:
+        raise OperandError(f"delays of shape {found} for a mesh of shape {shape}", fix="a row of counts for every row")
+    if not all(isinstance(each, int) and each >= 0 for row in delays for each in row):
+        raise ArgumentError("delays are counts of cycles")

@@ -1,0 +1,138 @@
+"""Places on a mesh, as TTNN spells them: the runtime's shape and coordinate, with ranges, sets of ranges and views."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from meshloom import runtime
+from meshloom.errors import OperandError
+from meshloom.runtime import MeshCoordinate, MeshShape, MeshType
+
+if TYPE_CHECKING:
+    from meshloom.ttnn.device.mesh_device import MeshDevice
+
+__all__ = [
+    "MeshCoordinate",
+    "MeshCoordinateRange",
+    "MeshCoordinateRangeSet",
+    "MeshDeviceView",
+    "MeshShape",
+    "MeshType",
+]
+
+
+class MeshCoordinateRange(runtime.MeshCoordinateRange):
+    """A box of coordinates, both corners included; of a shape alone, all of it.
+
+    >>> box = MeshCoordinateRange(MeshCoordinate(0, 1), MeshCoordinate(1, 2))
+    >>> list(box)[1], box.shape, box.intersection(MeshCoordinateRange(MeshShape(1, 2)))
+    (MeshCoordinate([0, 2]), (2, 2), MeshCoordinateRange(start=MeshCoordinate([0, 1]), end=MeshCoordinate([0, 1])))
+    """
+
+    __slots__ = ()
+
+    def __init__(self, start: Sequence[int], end: Sequence[int] | None = None) -> None:
+        if end is None:
+            start, end = (0,) * len(start), [size - 1 for size in start]
+        if len(start) != len(end):
+            raise OperandError(
+                f"Start and end dimensions of a coordinate range do not match: {len(start)} != {len(end)}"
+            )
+        if any(a > b for a, b in zip(start, end, strict=True)):
+            raise OperandError(f"Start coordinate is greater than end coordinate: {tuple(start)} > {tuple(end)}")
+        object.__setattr__(self, "start", MeshCoordinate(*start))
+        object.__setattr__(self, "end", MeshCoordinate(*end))
+
+    def __iter__(self) -> Iterator[MeshCoordinate]:
+        return map(MeshCoordinate, itertools.product(*(range(a, b + 1) for a, b in self._sides())))
+
+    def _sides(self) -> Iterator[tuple[int, int]]:
+        return zip(self.start, self.end, strict=True)
+
+    def contains(self, other: Sequence[int] | MeshCoordinateRange) -> bool:
+        """Whether a coordinate, or all of a range, is in it."""
+        if isinstance(other, runtime.MeshCoordinateRange):
+            return other.start in self and other.end in self
+        return tuple(other) in self
+
+    def intersection(self, other: MeshCoordinateRange) -> MeshCoordinateRange | None:
+        """The box that both have; None where they have none."""
+        if not self.intersects(other):
+            return None
+        low = [max(a, b) for a, b in zip(self.start, other.start, strict=True)]
+        return MeshCoordinateRange(low, [min(a, b) for a, b in zip(self.end, other.end, strict=True)])
+
+    def __repr__(self) -> str:
+        return f"MeshCoordinateRange(start={self.start!r}, end={self.end!r})"
+
+
+class MeshCoordinateRangeSet:
+    """Boxes of coordinates; one that continues another along one axis becomes a part of it.
+
+    >>> boxes = MeshCoordinateRangeSet(MeshCoordinateRange((0, 0), (0, 1)))
+    >>> boxes.merge(MeshCoordinateRange((0, 2), (0, 3))); boxes.ranges()[0].shape
+    (1, 4)
+    """
+
+    def __init__(self, range: MeshCoordinateRange | None = None) -> None:
+        self._ranges: list[MeshCoordinateRange] = [] if range is None else [range]
+
+    def ranges(self) -> list[MeshCoordinateRange]:
+        """The boxes."""
+        return list(self._ranges)
+
+    def merge(self, range: MeshCoordinateRange) -> None:
+        """Take a box in: join it with every other that makes one box with it."""
+        found = True
+        while found:
+            found = False
+            for each in self._ranges:
+                both = _one_box(each, range)
+                if both is not None:
+                    self._ranges.remove(each)
+                    range, found = both, True
+                    break
+        self._ranges.append(range)
+        self._ranges.sort(key=lambda each: (each.start, each.end))
+
+    def __repr__(self) -> str:
+        return f"MeshCoordinateRangeSet({self._ranges!r})"
+
+
+def _one_box(a: MeshCoordinateRange, b: MeshCoordinateRange) -> MeshCoordinateRange | None:
+    """The box of two that are equal but for one axis, along which they touch or overlap, or of which one has all."""
+    if a.contains(b):
+        return a
+    if b.contains(a):
+        return b
+    spans = [zip(each.start, each.end, strict=True) for each in (a, b)]
+    differ = [(first, second) for first, second in zip(*spans, strict=True) if first != second]
+    if len(differ) != 1:
+        return None
+    (low, high), (other_low, other_high) = differ[0]
+    if other_low > high + 1 or low > other_high + 1:
+        return None
+    start = [min(pair) for pair in zip(a.start, b.start, strict=True)]
+    return MeshCoordinateRange(start, [max(pair) for pair in zip(a.end, b.end, strict=True)])
+
+
+class MeshDeviceView:
+    """What a mesh looks like: its shape, and which of it is in this process."""
+
+    def __init__(self, device: MeshDevice) -> None:
+        self._device = device
+
+    def shape(self) -> MeshShape:
+        """The shape of the mesh."""
+        return self._device.shape
+
+    def num_devices(self) -> int:
+        """How many devices there are."""
+        return self._device.get_num_devices()
+
+    def is_local(self, coord: Sequence[int]) -> bool:
+        """Whether this process holds the device at a coordinate."""
+        mesh = self._device.runtime.mesh
+        return mesh.is_here(mesh.check(tuple(coord)))

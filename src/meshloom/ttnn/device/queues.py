@@ -1,0 +1,486 @@
+"""Command queues, events and traces as TTNN has them, on those of the runtime.
+
+Ops run at once on the caller's thread, and so do transfers: in the order of the program, which is one of those that the
+queues allow. Only a trace that is replayed without blocking is under way beside the program: whoever touches a tensor
+of its mesh waits for it first (`settle`; a mesh where somebody has to is `watched`). So results are always right, also
+where a program forgot an event; on a mesh opened with `check="races"` (or MESHLOOM_CHECK=races) such a program is told
+what it forgot.
+
+While a trace is captured nothing runs. What it uses keeps its address until the trace is released, whoever lets go of
+it: nobody is given memory that a replay writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from meshloom.errors import ArgumentError, OperandError, TraceError, where
+from meshloom.runtime import state
+from meshloom.runtime.commands import Replay
+from meshloom.runtime.events import MeshEvent as Event
+from meshloom.runtime.memory import Allocator, Region
+from meshloom.runtime.queue import MeshCommandQueue
+from meshloom.runtime.races import Access
+from meshloom.runtime.trace import Trace
+from meshloom.ttnn.device.geometry import MeshCoordinateRange
+from meshloom.ttnn.device.watching import tell
+from meshloom.ttnn.tensor.parts import Block
+
+if TYPE_CHECKING:
+    from meshloom.ttnn.device.mesh_device import MeshDevice
+    from meshloom.ttnn.tensor.tensor import Tensor
+
+__all__ = [
+    "MeshEvent",
+    "MeshTraceId",
+    "QueueId",
+    "begin_trace_capture",
+    "command_queue",
+    "end_trace_capture",
+    "event_synchronize",
+    "execute_trace",
+    "get_current_command_queue_id_for_thread",
+    "is_trace_capture_active",
+    "record_event",
+    "release_trace",
+    "synchronize_device",
+    "synchronize_devices",
+    "synchronize_mesh_device",
+    "wait_for_event",
+]
+
+READS = "Reads are not supported during trace capture."
+WRITES = "Writes are not supported during trace capture."
+EVENTS = "Event Synchronization is not supported during trace capture."
+BLOCKING = "Blocking is not supported when recording a trace."
+
+
+@dataclass(frozen=True, eq=False)
+class _Number:
+    """A number with a name."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.number, bool) or not isinstance(self.number, int) or self.number < 0:
+            raise ArgumentError(f"{type(self).__name__} takes a number from 0 on, not {self.number!r}")
+
+    def __int__(self) -> int:
+        return self.number
+
+    __index__ = __int__
+
+    def __eq__(self, other: object) -> bool:
+        return self.number == int(other) if isinstance(other, (int, type(self))) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.number})"
+
+
+class QueueId(_Number):
+    """The number of a command queue.
+
+    >>> QueueId(1), int(QueueId(1)), QueueId(1) == 1
+    (QueueId(1), 1, True)
+    """
+
+
+class MeshTraceId(_Number):
+    """The number of a trace."""
+
+
+# which queue
+
+
+class _Current(threading.local):
+    number = 0
+
+
+_current = _Current()
+
+
+@contextmanager
+def command_queue(cq_id: int | QueueId) -> Iterator[None]:
+    """What this thread does inside counts as done on that queue, where it does not name another.
+
+    >>> with command_queue(1):
+    ...     get_current_command_queue_id_for_thread()
+    QueueId(1)
+    """
+    before, _current.number = _current.number, int(QueueId(int(cq_id)))
+    try:
+        yield
+    finally:
+        _current.number = before
+
+
+def get_current_command_queue_id_for_thread() -> QueueId:
+    """The queue that this thread is on."""
+    return QueueId(_current.number)
+
+
+def queue_of(device: MeshDevice, cq_id: int | QueueId | None = None) -> MeshCommandQueue:
+    """A queue of a mesh by its number, the current one of the thread for None."""
+    if cq_id is not None and (isinstance(cq_id, bool) or not isinstance(cq_id, (int, QueueId))):
+        raise ArgumentError(f"cq_id={cq_id!r} is neither a number nor a ttnn.QueueId")
+    number = _current.number if cq_id is None else int(cq_id)
+    if not 0 <= number < len(device.runtime.queues):
+        raise OperandError(
+            f"cq_id {number} is out of range",
+            mesh=f"{device}, opened with num_command_queues={len(device.runtime.queues)}",
+            fix="open_mesh_device(..., num_command_queues=2) has queues 0 and 1",
+        )
+    return device.runtime.queue(number)
+
+
+# what ops and transfers do
+
+
+def settle(device: MeshDevice) -> None:
+    """Wait for what is under way on a mesh. The race detector is not told: the program did not wait."""
+    device.watched = device.reshaped or device.runtime.system.races is not None
+    for queue in device.runtime.queues:
+        queue.settle(queue._last)
+
+
+def transfer(tensor: Tensor, cq_id: int | QueueId | None, *, writes: bool) -> None:
+    """A tensor on a mesh is about to be read to the host, or written from it, on a queue."""
+    device = tensor.device()
+    assert device is not None
+    queue = queue_of(device, cq_id)
+    if state.capture is not None:
+        raise _refused(WRITES if writes else READS)
+    if writes:
+        _check_grid(device, tensor)
+    if device.watched:
+        settle(device)
+    if device.runtime.system.races is not None:
+        verb = "write" if writes else "read"
+        _tell(queue, f"{verb} of {_named(tensor)} at {where()}", [_access(tensor, writes)])
+
+
+def allocated(device: MeshDevice, region: Region) -> None:
+    """A tensor has got memory; what is there counts as written by the host."""
+    races = device.runtime.system.races
+    if races is not None:
+        races.allocated(region)
+        races.touched(region, device.runtime.numbers)
+
+
+def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+    """An op reads tensors of a mesh, or has written some."""
+    if device.reshaped:
+        for tensor in reads:
+            _check_grid(device, tensor)
+    capture = state.capture
+    if capture is not None:
+        for tensor in (*reads, *writes):
+            tensor.pin()
+            capture.keep(tensor._room)
+    elif device.watched:
+        settle(device)
+    if device.runtime.system.races is not None:
+        listed = [*(_access(each, False) for each in reads), *(_access(each, True) for each in writes)]
+        if capture is not None:
+            capture.keep(_Accesses(listed))
+        else:
+            _tell(queue_of(device), f"ttnn.{name} at {where()}", listed)
+
+
+def _check_grid(device: MeshDevice, tensor: Tensor) -> None:
+    if tensor._grid != tuple(device.shape):
+        raise OperandError(
+            f"{_named(tensor)} was made when its mesh was of shape {list(tensor._grid)}",
+            mesh=device,
+            fix="read it with ttnn.to_torch, and make it again with ttnn.from_torch",
+        )
+
+
+class _Accesses(NamedTuple):
+    """What one op of a trace reads and writes."""
+
+    listed: list[Access]
+
+
+def _access(tensor: Tensor, writes: bool) -> Access:
+    device, room = tensor.device(), tensor._room
+    assert device is not None and room is not None
+    cards = dict(zip(device.runtime.numbers, device.runtime.coordinates(), strict=True))
+    return Access(room.region, _named(tensor), cards, writes)
+
+
+def _named(tensor: Tensor) -> str:
+    return f"tensor {tensor.tensor_id} ({tensor.dtype.name} {list(tensor.shape)})"
+
+
+def _tell(queue: MeshCommandQueue, text: str, accesses: Iterable[Access]) -> None:
+    if queue.system.races is not None:
+        queue.system.races.enqueued(queue.id, text, accesses)
+
+
+def _refused(reason: str) -> TraceError:
+    trace = state.capture.trace.id
+    return TraceError(reason, trace=trace, fix="do it before or after the capture")
+
+
+def _refuse_in_capture(reason: str) -> None:
+    if state.capture is not None:
+        raise _refused(reason)
+
+
+# events
+
+
+class MeshEvent:
+    """A mark on a queue: all that it had been given when it was recorded."""
+
+    def __init__(self, event: Event, device: MeshDevice, cq_id: int, device_range: MeshCoordinateRange) -> None:
+        self.event, self.device, self.mesh_cq_id, self.device_range = event, device, cq_id, device_range
+
+    @property
+    def id(self) -> int:
+        """Its number on its mesh."""
+        return self.event.id
+
+    def __repr__(self) -> str:
+        return (
+            f"MeshEvent(id={self.id}, device_id={self.device.id()}, mesh_cq_id={self.mesh_cq_id}, "
+            f"device_range={self.device_range})"
+        )
+
+
+def record_event(
+    mesh_device: MeshDevice,
+    cq_id: int | QueueId | None = None,
+    sub_device_ids: Sequence[Any] = (),
+    device_range: MeshCoordinateRange | None = None,
+) -> MeshEvent:
+    """An event that comes about when all that a queue has been given so far is done."""
+    queue = queue_of(mesh_device, cq_id)
+    _refuse_in_capture(EVENTS)
+    places = device_range if device_range is not None else MeshCoordinateRange(mesh_device.shape)
+    return MeshEvent(queue.record_event(), mesh_device, queue.cq_id, places)
+
+
+def wait_for_event(cq_id: int | QueueId | MeshEvent | None = None, mesh_event: MeshEvent | None = None) -> None:
+    """Let a queue wait for an event of another: what it is given from now on comes after."""
+    if isinstance(cq_id, MeshEvent) and mesh_event is None:
+        cq_id, mesh_event = None, cq_id
+    event = _event(mesh_event)
+    queue = queue_of(event.device, cq_id)  # type: ignore[arg-type]
+    _refuse_in_capture(EVENTS)
+    queue.wait_for_event(event.event)
+
+
+def event_synchronize(mesh_event: MeshEvent) -> None:
+    """Wait for an event on the host."""
+    event = _event(mesh_event)
+    _refuse_in_capture(EVENTS)
+    event.event.synchronize()
+    tell("waited", event)
+
+
+def _event(given: Any) -> MeshEvent:
+    if not isinstance(given, MeshEvent):
+        raise ArgumentError(f"{given!r} is not a ttnn.MeshEvent", fix="ttnn.record_event(mesh_device, cq_id)")
+    return given
+
+
+def synchronize_device(
+    device: MeshDevice, cq_id: int | QueueId | None = None, sub_device_ids: Sequence[Any] = ()
+) -> None:
+    """Wait for all queues of a mesh, its submeshes included, or for one queue."""
+    if not hasattr(device, "_sub_devices"):
+        raise ArgumentError(f"device={device!r} is not a MeshDevice", fix="give what ttnn.open_mesh_device returned")
+    device._sub_devices.check(sub_device_ids)
+    if cq_id is not None:
+        queue_of(device, cq_id)
+    _refuse_in_capture(BLOCKING)
+    device.runtime.synchronize(None if cq_id is None else int(cq_id))
+    tell("waited", device)
+
+
+synchronize_mesh_device = synchronize_devices = synchronize_device
+
+
+# traces
+
+
+class _Held(NamedTuple):
+    """A trace and what it keeps."""
+
+    trace: Trace
+    accesses: list[Access]
+
+
+_traces: WeakKeyDictionary[MeshDevice, dict[int, _Held]] = WeakKeyDictionary()
+
+
+def is_trace_capture_active(device: MeshDevice | None = None) -> bool:
+    """Whether a trace is being captured on a mesh (on any, in this thread, without one)."""
+    if device is None:
+        return state.capture is not None
+    return any(queue.capture is not None for queue in device.runtime.queues)
+
+
+def begin_trace_capture(mesh_device: MeshDevice, *, cq_id: int | QueueId | None = None) -> MeshTraceId:
+    """From now on ops of this thread are written down and their results allocated, and nothing runs."""
+    queue = queue_of(mesh_device, cq_id)
+    taken = queue.capture
+    if taken is not None:
+        Trace(mesh_device.runtime)  # a refused capture takes a number, as in the original
+        raise TraceError(
+            f"CQ {queue.cq_id} is already being used for tracing tid {taken.trace.id}",
+            fix="ttnn.end_trace_capture first",
+        )
+    return MeshTraceId(mesh_device.runtime.begin_trace_capture(queue.cq_id).id)
+
+
+def end_trace_capture(
+    mesh_device: MeshDevice, trace_id: MeshTraceId | int, *, cq_id: int | QueueId | None = None
+) -> None:
+    """The trace can be replayed from now on; what it uses stays where it is until it is released."""
+    queue = queue_of(mesh_device, cq_id)
+    taken = queue.capture
+    if taken is None or taken.trace.id != int(trace_id):
+        raise TraceError(
+            f"CQ {queue.cq_id} is not being used for tracing tid {int(trace_id)}",
+            fix="name the queue and the trace that ttnn.begin_trace_capture was given and gave",
+        )
+    kept = list(taken._wrappers)
+    mesh_device.runtime.end_trace_capture(taken.trace)
+    accesses = [access for each in kept if isinstance(each, _Accesses) for access in each.listed]
+    _traces.setdefault(mesh_device, {})[int(trace_id)] = _Held(taken.trace, _outside(accesses))
+    _hold([each for each in kept if hasattr(each, "region")], taken.trace)
+
+
+def _outside(accesses: Sequence[Access]) -> list[Access]:
+    """What a replay reads before it writes it, and what it writes."""
+    written: set[int] = set()
+    found = []
+    for access in accesses:
+        if access.writes:
+            written.add(access.region.number)
+        if access.writes or access.region.number not in written:
+            found.append(access)
+    return found
+
+
+def _hold(rooms: Sequence[Any], trace: Trace) -> None:
+    """Let rooms outlive whoever frees them; what was freed during the capture is taken again, where nobody is."""
+    for room in rooms:
+        room.traces.append(trace)
+    freed = [room for room in rooms if room.region.freed]
+    for allocator in {room.allocator for room in freed}:
+        for region in [room.region for room in freed if room.allocator is allocator]:
+            for start, end in _free_pieces(allocator, region):
+                size = (end - start) * allocator.banks
+                made = allocator.allocate(size, region.mask, f"trace {trace.id}", trace.where, start)
+                trace._kept.append(type(freed[0])(allocator, made))
+
+
+def _free_pieces(allocator: Allocator, region: Region) -> list[tuple[int, int]]:
+    """The pieces of a region that nobody has now."""
+    place, found = region.address, []
+    for other in allocator.live():
+        if other.overlaps(region):
+            if other.address > place:
+                found.append((place, other.address))
+            place = max(place, other.end)
+    return [*found, (place, region.end)] if place < region.end else found
+
+
+def execute_trace(
+    mesh_device: MeshDevice, trace_id: MeshTraceId | int, *, cq_id: int | QueueId | None = None, blocking: bool = True
+) -> None:
+    """Replay a trace on a queue: its inputs are read as they are now, its results are written where they were.
+
+    Without `blocking` it returns at once; whoever touches a tensor of the mesh waits for it.
+    """
+    queue = queue_of(mesh_device, cq_id)
+    _refuse_in_capture(BLOCKING)
+    held = _traces.get(mesh_device, {}).get(int(trace_id))
+    if held is None:
+        raise TraceError(
+            f"Trace instance {int(trace_id)} must exist on Mesh device {mesh_device.id()}'s "
+            "active sub-device manager 0",
+            fix="it was released, or never captured on this mesh",
+        )
+    for other in mesh_device.runtime.queues:  # what others were given comes first: no replay meets another
+        if other is not queue:
+            other.settle(other._last)
+    mesh_device.watched = True
+    queue.submit(_Replay(held), blocking)
+
+
+class _Replay(Replay):
+    """All of a trace of tensor ops."""
+
+    def __init__(self, held: _Held) -> None:
+        super().__init__(held.trace)
+        self._accesses = held.accesses
+
+    def accesses(self) -> Iterable[Access]:
+        return self._accesses
+
+
+def release_trace(mesh_device: MeshDevice, trace_id: MeshTraceId | int) -> None:
+    """Let a trace and what it kept go; a second time does nothing."""
+    held = _traces.get(mesh_device, {}).pop(int(trace_id), None)
+    if held is not None:
+        settle(mesh_device)
+        held.trace.release()
+
+
+# memory of a capture
+
+
+def hold(tensor: Tensor) -> None:
+    """During a capture: the trace keeps a tensor's memory from now on, also if somebody frees the tensor."""
+    assert state.capture is not None and tensor._room is not None
+    tensor._room.traces.append(state.capture.trace)
+    state.capture.keep(tensor._room)
+
+
+class Left(NamedTuple):
+    """An array of before a capture that was freed during it: whoever is put at its address gets the array."""
+
+    allocator: Allocator
+    address: int
+    block: Block
+
+    def is_at(self, room: Any) -> bool:
+        """Whether it was where a room is."""
+        return self.allocator is room.allocator and self.address == room.region.address
+
+    def has_shape(self, like: Block, axes: int) -> bool:
+        """Whether its parts have the shape and dtype of another's."""
+        return self.block.dtype == like.dtype and self.block.shape[axes:] == like.shape[axes:]
+
+
+def leave(room: Any, block: Block) -> None:
+    """A tensor gives its memory back; during a capture its array is remembered by its address."""
+    if state.capture is not None and not state.capture.makes(block):
+        state.capture.keep(Left(room.allocator, room.region.address, block))
+
+
+def found_at(room: Any, like: Block, axes: int) -> Block | None:
+    """During a capture: the array that was at an address before, if it has the shape that is asked for.
+
+    Programs free the input of a trace inside of it and allocate it again at the same address, to write it before each
+    replay. On hardware that is the same memory; so it is here.
+    """
+    if state.capture is None:
+        return None
+    for each in state.capture._wrappers:
+        if isinstance(each, Left) and each.is_at(room) and each.has_shape(like, axes):
+            return each.block
+    return None

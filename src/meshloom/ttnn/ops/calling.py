@@ -1,0 +1,284 @@
+"""What all ops share: the table of them, the checks of their operands, and how a result becomes a tensor.
+
+An op is a function that is registered under its dotted name by `@op`. It names the arguments that it reads; all others
+of TTNN's are known from the text of signatures. It asks `operands` for blocks, computes a block with plain array calls,
+and returns it as `Made` with the label of the result. `op` does the rest, as the caller's arguments say: dtype and
+rounding, room in memory, the tensor to write to.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.errors import ArgumentError, MeshloomError, OperandError
+from meshloom.runtime import MeshCoordinate, state
+from meshloom.ttnn.device import queues
+from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.ops.signatures import Binding
+from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import TensorTopology
+
+Function = Callable[..., Any]
+NOTHING: dict[str, Any] = {}
+
+TABLE: dict[str, Function] = {}  # every op by its dotted name: "add", "transformer.concatenate_heads"
+BEFORE: list[Function] = []  # hooks that are called as hook(operation, args, kwargs)
+AFTER: list[Function] = []  # hooks that are called as hook(operation, args, kwargs, output)
+
+
+@dataclass(slots=True)
+class Made:
+    """What an op has made: a block, the operand that it is like in all else, and its label.
+
+    What the caller asks for goes before what stands here: `layout` is that of a result for which nothing was asked.
+    """
+
+    block: Block
+    like: Tensor
+    topology: TensorTopology
+    dtype: DataType | None = None
+    layout: Layout | None = None
+    memory_config: MemoryConfig | None = None
+    output: Tensor | None = None
+    coords: tuple[MeshCoordinate, ...] | None = None
+    frees: Tensor | None = None  # an operand that is given back once the result is there
+
+    def into(self, output: Tensor | None) -> Made:
+        """The same, to be written into a tensor if there is one."""
+        self.output = output
+        return self
+
+    def tensor(
+        self,
+        dtype: DataType | None = None,
+        layout: Layout | None = None,
+        memory_config: MemoryConfig | None = None,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """The tensor, as asked for."""
+        output = self.output if output is None else output
+        like = self.like
+        kind = dtype or self.dtype or (output.dtype if output is not None else like.dtype)
+        number = kind._value_
+        values = self.block if self.block.dtype is _EXACT[number] else rounded(self.block, kind)
+        if output is not None:
+            made = _written(values, output, like, self.topology)
+        else:
+            made = Tensor(
+                values,
+                like._grid,
+                kind,
+                Layout.TILE if number in _TILED else layout or self.layout or like.layout,
+                self.topology,
+                like._device,
+                memory_config or self.memory_config or like._memory,
+                like.tile,
+                coords=self.coords or like._coords,
+            )
+            if made._device is not None and made._device.watched:
+                queues.used(made._device, "op", writes=(made,))
+        if self.frees is not None:
+            self.frees.deallocate(force=True)
+        return made
+
+
+# By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
+_EXACT = [
+    kind.store if kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32) else None
+    for kind in sorted(DataType, key=lambda kind: kind.value)
+]
+_TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
+
+
+def op(
+    name: str, *aliases: str, spelled: Mapping[str, str] | None = None, also: str = "", more: Function | None = None
+) -> Callable[[Function], Function]:
+    """Register an op under its name and its aliases.
+
+    `spelled` maps further spellings of arguments to ours, `also` are arguments that ours takes beside the original's,
+    and `more` is the function that takes what the op's own takes as `**`.
+    """
+    other, names = dict(spelled or {}), (name, *aliases)
+    taken = [each for each in names if each in TABLE]
+    if taken:
+        raise ArgumentError(f"ttnn.{taken[0]} is in the table already", fix="change the function that serves it")
+
+    def register(function: Function) -> Function:
+        binding = Binding(names, function, other, also, more)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if other and kwargs:
+                kwargs = {other.get(argument, argument): value for argument, value in kwargs.items()}
+            for hook in tuple(BEFORE):
+                hook(call, args, kwargs)
+            try:
+                if kwargs or len(args) > binding.plain:
+                    own, passed, rest = binding.bind(args, kwargs)
+                    output = function(*own, **passed)
+                else:
+                    rest = NOTHING
+                    output = function(*args)
+                if type(output) is Made:
+                    output = output.tensor(**rest)
+                elif type(output) in (list, tuple):
+                    output = type(output)(each.tensor(**rest) if type(each) is Made else each for each in output)
+            except FOREIGN as error:
+                told = _told(name, error, args, kwargs)
+                if told is None:
+                    raise
+                raise told from error
+            for hook in tuple(AFTER):
+                hook(call, args, kwargs, output)
+            return output
+
+        vars(call).pop("__signature__", None)  # the function's own; `described` gives the op its public one
+        call.spelled = other  # type: ignore[attr-defined]
+        call.binding = binding  # type: ignore[attr-defined]
+        call.python_fully_qualified_name = f"ttnn.{name}"  # type: ignore[attr-defined]
+        for each in names:
+            TABLE[each] = call
+        return call
+
+    return register
+
+
+def described(operation: Any) -> Any:
+    """An op whose public signature is that of the text, for `help` and `inspect`."""
+    if hasattr(operation, "binding") and "__signature__" not in vars(operation):
+        operation.__signature__ = operation.binding.signature()
+    return operation
+
+
+REQUIRED = inspect.Parameter.empty
+
+
+def named(name: str, doc: str, takes: Mapping[str, Any], function: Function) -> Function:
+    """A function that is told what it takes, with defaults: it is called with all of it, in that order.
+
+    >>> named("scaled", "x * y", {"x": REQUIRED, "y": 2}, lambda x, y: x * y)(x=3)
+    6
+    """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    listed = [inspect.Parameter(each, kind, default=default) for each, default in takes.items()]
+    signature = inspect.Signature(listed, return_annotation=function.__annotations__.get("return", REQUIRED))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return function(*bound.args)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = doc
+    call.__module__ = function.__module__
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+# What torch and Python say about operands that an op did not check itself.
+FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def _told(name: str, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MeshloomError | None:
+    """An error from inside of an op on tensors as one of ours; None if it is one, or the call itself is wrong."""
+    flat = [
+        each for given in (*args, *kwargs.values()) for each in (given if type(given) in (list, tuple) else (given,))
+    ]
+    tensors = [each for each in flat if isinstance(each, Tensor)]
+    is_inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+    if isinstance(error, MeshloomError) or not tensors or not is_inside:
+        return None
+    kind = ArgumentError if isinstance(error, TypeError) else OperandError
+    said = str(error).partition("\n")[0]
+    return kind(
+        f"ttnn.{name} cannot take these operands: {said}",
+        operands=", ".join(f"{each.dtype.name} {list(each.shape)}" for each in tensors),
+    )
+
+
+def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
+    """The device that all operands are on, and their blocks."""
+    device: MeshDevice | None = None
+    blocks = []
+    program: list[Any] = [name]
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"ttnn.{name}: operand {position} is a {type(tensor).__name__}, not a ttnn.Tensor")
+        if tensor._device is None and tensor.home is not None:
+            tensor.settle()
+        here = tensor._device
+        if here is None:
+            raise OperandError(
+                f"ttnn.{name}: Input tensor {chr(65 + position)} must be on device, "
+                "got storage type: StorageType::HOST",
+                fix="ttnn.to_device(tensor, mesh_device)",
+            )
+        if here is not device:
+            if device is not None:
+                raise OperandError(
+                    f"ttnn.{name}: Operands to eltwise binary need to be on the same device!",
+                    operands=f"on {device} and {here}",
+                    fix="move them to one mesh",
+                )
+            device = here
+        block, room = tensor._block, tensor._room
+        if block is None or (room is not None and room.region.freed):
+            raise OperandError(
+                f"ttnn.{name}: Input Tensor {chr(65 + position)} is not allocated",
+                fix="deallocate(tensor) only after its last use",
+            )
+        blocks.append(block)
+        program += (block.shape, tensor.dtype._value_, tensor.layout._value_)
+    if device is None:
+        raise ArgumentError(f"ttnn.{name} needs a tensor")
+    device.count_program(tuple(program))
+    if device.watched or state.capture is not None:
+        queues.used(device, name, reads=tensors)
+    return device, blocks
+
+
+def shared_coords(*tensors: Tensor) -> tuple[MeshCoordinate, ...] | None:
+    """The devices that hold a part of every operand; None means all."""
+    told = [tensor._coords for tensor in tensors if tensor._coords is not None]
+    return tuple(place for place in told[0] if all(place in each for each in told)) if told else None
+
+
+def result(
+    block: Block,
+    like: Tensor,
+    *,
+    topology: TensorTopology,
+    dtype: DataType | None = None,
+    layout: Layout | None = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    coords: tuple[MeshCoordinate, ...] | None = None,
+) -> Tensor:
+    """A block as a tensor: format, label and memory as its first operand's, unless said otherwise."""
+    return Made(block, like, topology, dtype, layout, memory_config, output_tensor, coords).tensor()
+
+
+def _written(values: Block, output: Tensor, like: Tensor, topology: TensorTopology) -> Tensor:
+    axes = len(output.grid)
+    if output._device is not like._device:
+        raise OperandError(
+            f"output_tensor is on {output._device or 'the host'}, the operands are on {like._device or 'the host'}",
+            fix="give one on the same mesh",
+        )
+    if values.shape[axes:] != output.block.shape[axes:]:
+        raise OperandError(
+            f"output_tensor has shape {list(output.shape)}, the result {list(values.shape[axes:])}",
+            fix="give one of the shape of the result",
+        )
+    output.write(values)
+    if output._device is not None and (output._device.watched or state.capture is not None):
+        queues.used(output._device, "op", writes=(output,))
+    output.update_tensor_topology(topology)
+    return output

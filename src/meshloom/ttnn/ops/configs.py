@@ -1,0 +1,297 @@
+"""What programs say about how hardware should compute: kernel configs and program configs.
+
+Products here are exact as torch's and there are no kernels to place, so these are values that ops accept, check for
+their type, and leave alone. Their fields and defaults are the original's; all may be changed.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshloom.errors import ArgumentError
+from meshloom.ttnn.device.cores import CoreCoord, CoreRangeSet
+from meshloom.ttnn.device.system import Arch
+from meshloom.ttnn.tensor.formats import MathFidelity
+from meshloom.ttnn.tensor.memory import ShardOrientation, TensorMemoryLayout
+
+__all__ = [
+    "NOC",
+    "NOC_MODE",
+    "BlackholeComputeKernelConfig",
+    "ComputeKernelConfig",
+    "CoreType",
+    "DeviceComputeKernelConfig",
+    "LayerNormDefaultProgramConfig",
+    "LayerNormShardedMultiCoreProgramConfig",
+    "MatmulMultiCoreReuseMultiCast1DProgramConfig",
+    "MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig",
+    "MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig",
+    "MatmulMultiCoreReuseMultiCastProgramConfig",
+    "MatmulMultiCoreReuseProgramConfig",
+    "MatmulProgramConfig",
+    "MinimalMatmulConfig",
+    "ProgramConfig",
+    "SDPAProgramConfig",
+    "SlidingWindowParallelConfig",
+    "SoftmaxDefaultProgramConfig",
+    "SoftmaxProgramConfig",
+    "SoftmaxShardedMultiCoreProgramConfig",
+    "ThrottleLevel",
+    "WormholeComputeKernelConfig",
+    "init_device_compute_kernel_config",
+]
+
+
+class ThrottleLevel(enum.Enum):
+    """How much slower than it could matrix hardware runs."""
+
+    NO_THROTTLE = 0
+    LEVEL_1 = 1
+    LEVEL_2 = 2
+    LEVEL_3 = 3
+    LEVEL_4 = 4
+    LEVEL_5 = 5
+
+    __repr__ = enum.Enum.__str__
+
+
+class NOC(enum.Enum):
+    """One of the two networks of a chip."""
+
+    RISCV_0_default = 0
+    RISCV_1_default = 1
+
+    __repr__ = enum.Enum.__str__
+
+
+class NOC_MODE(enum.Enum):
+    """Whether kernels keep to one network."""
+
+    DM_DEDICATED_NOC = 0
+    DM_DYNAMIC_NOC = 1
+
+    __repr__ = enum.Enum.__str__
+
+
+_CORES = (
+    "ARC DRAM ACTIVE_ETH IDLE_ETH PCIE TENSIX ROUTER_ONLY SECURITY L2CPU HARVESTED ETH WORKER DISPATCH COUNT "
+    "UNSPECIFIED"
+)
+CoreType = enum.Enum("CoreType", _CORES.split(), start=0)  # type: ignore[misc]
+
+
+@dataclass(kw_only=True)
+class DeviceComputeKernelConfig:
+    """How kernels compute.
+
+    >>> WormholeComputeKernelConfig(math_fidelity=MathFidelity.HiFi4, fp32_dest_acc_en=True).packer_l1_acc
+    False
+    """
+
+    math_fidelity: MathFidelity = MathFidelity.Invalid
+    math_approx_mode: bool = True
+    fp32_dest_acc_en: bool = False
+    packer_l1_acc: bool = False
+    dst_full_sync_en: bool = False
+    throttle_level: ThrottleLevel = ThrottleLevel.NO_THROTTLE
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.math_fidelity, MathFidelity):
+            raise ArgumentError(f"math_fidelity={self.math_fidelity!r} is no MathFidelity", fix="MathFidelity.HiFi4")
+
+
+WormholeComputeKernelConfig = BlackholeComputeKernelConfig = ComputeKernelConfig = DeviceComputeKernelConfig
+
+
+def init_device_compute_kernel_config(
+    arch: Arch,
+    device_kernel_config: DeviceComputeKernelConfig | None = None,
+    *,
+    math_fidelity: MathFidelity = MathFidelity.LoFi,
+    math_approx_mode: bool = True,
+    fp32_dest_acc_en: bool = False,
+    packer_l1_acc: bool = False,
+    dst_full_sync_en: bool = False,
+    throttle_level: ThrottleLevel = ThrottleLevel.NO_THROTTLE,
+) -> DeviceComputeKernelConfig:
+    """A copy of a config, its fidelity filled in; without one, a config of the values that are given.
+
+    >>> init_device_compute_kernel_config(Arch.WORMHOLE_B0, math_fidelity=MathFidelity.HiFi2).math_fidelity
+    MathFidelity.HiFi2
+    """
+    if not isinstance(arch, Arch):
+        raise ArgumentError(f"init_device_compute_kernel_config takes an Arch, not {arch!r}", fix="device.arch()")
+    if device_kernel_config is not None:
+        told = device_kernel_config.math_fidelity
+        return replace(device_kernel_config, math_fidelity=math_fidelity if told is MathFidelity.Invalid else told)
+    return DeviceComputeKernelConfig(
+        math_fidelity=math_fidelity,
+        math_approx_mode=math_approx_mode,
+        fp32_dest_acc_en=fp32_dest_acc_en,
+        packer_l1_acc=packer_l1_acc,
+        dst_full_sync_en=dst_full_sync_en,
+        throttle_level=throttle_level,
+    )
+
+
+class ProgramConfig:
+    """How an op is laid out on cores."""
+
+
+class MatmulProgramConfig(ProgramConfig):
+    """How a product of matrices is laid out on cores."""
+
+
+class SoftmaxProgramConfig(ProgramConfig):
+    """How a softmax is laid out on cores."""
+
+
+@dataclass(kw_only=True)
+class MatmulMultiCoreReuseProgramConfig(MatmulProgramConfig):
+    """Every core makes a block of the result."""
+
+    compute_with_storage_grid_size: CoreCoord
+    in0_block_w: int
+    out_subblock_h: int
+    out_subblock_w: int
+    per_core_M: int
+    per_core_N: int
+    allowed_worker_cores: CoreRangeSet | None = None
+
+
+@dataclass(kw_only=True)
+class MatmulMultiCoreReuseMultiCastProgramConfig(MatmulProgramConfig):
+    """Operands are sent along rows and columns of cores."""
+
+    compute_with_storage_grid_size: CoreCoord
+    in0_block_w: int
+    out_subblock_h: int
+    out_subblock_w: int
+    out_block_h: int | None = None
+    out_block_w: int | None = None
+    per_core_M: int
+    per_core_N: int
+    transpose_mcast: bool
+    fused_activation: Any = None
+    fuse_batch: bool = True
+    allowed_worker_cores: CoreRangeSet | None = None
+
+
+@dataclass(kw_only=True)
+class MatmulMultiCoreReuseMultiCast1DProgramConfig(MatmulProgramConfig):
+    """One operand is sent to all cores."""
+
+    compute_with_storage_grid_size: CoreCoord
+    in0_block_w: int
+    out_subblock_h: int
+    out_subblock_w: int
+    out_block_h: int | None = None
+    out_block_w: int | None = None
+    per_core_M: int
+    per_core_N: int
+    fuse_batch: bool
+    fused_activation: Any = None
+    mcast_in0: bool
+    gather_in0: bool = False
+    hop_cores: CoreRangeSet = field(default_factory=CoreRangeSet)
+    num_global_cb_receivers: int = 1
+    untilize_out: bool = False
+    allowed_worker_cores: CoreRangeSet | None = None
+    stream_in1: bool = False
+
+
+@dataclass(kw_only=True)
+class MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig(MatmulProgramConfig):
+    """The second operand is read from the banks that have it."""
+
+    in0_block_w: int
+    per_core_M: int
+    per_core_N: int
+    fused_activation: Any = None
+    num_workers_per_dram_bank: int = 1
+
+
+@dataclass(kw_only=True)
+class MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig(MatmulProgramConfig):
+    """As the one above, for batches."""
+
+    in0_block_w: int
+    per_core_M: int
+    per_core_N: int
+    fused_activation: Any = None
+
+
+@dataclass(kw_only=True)
+class MinimalMatmulConfig(ProgramConfig):
+    """Sizes of blocks of a simple product of matrices."""
+
+    M_block_size: int = 1
+    K_block_size: int = 1
+    N_block_size: int = 1
+    subblock_h: int = 1
+    subblock_w: int = 1
+    compute_with_storage_grid_size: CoreCoord = field(default_factory=lambda: CoreCoord(1, 1))
+
+
+@dataclass(kw_only=True)
+class LayerNormDefaultProgramConfig(ProgramConfig):
+    """A norm on interleaved tensors."""
+
+    legacy_reduction: bool = False
+    legacy_rsqrt: bool = False
+    use_welford: bool = False
+
+
+@dataclass(kw_only=True)
+class LayerNormShardedMultiCoreProgramConfig(ProgramConfig):
+    """A norm on sharded tensors."""
+
+    compute_with_storage_grid_size: CoreCoord
+    subblock_w: int
+    block_h: int
+    block_w: int
+    inplace: bool
+    legacy_reduction: bool = False
+    legacy_rsqrt: bool = False
+    use_welford: bool = False
+
+
+@dataclass(kw_only=True)
+class SoftmaxDefaultProgramConfig(SoftmaxProgramConfig):
+    """A softmax on interleaved tensors."""
+
+
+@dataclass(kw_only=True)
+class SoftmaxShardedMultiCoreProgramConfig(SoftmaxProgramConfig):
+    """A softmax on sharded tensors."""
+
+    compute_with_storage_grid_size: CoreCoord
+    subblock_w: int
+    block_h: int
+    block_w: int
+
+
+@dataclass(kw_only=True)
+class SDPAProgramConfig(ProgramConfig):
+    """Attention in chunks of queries and keys."""
+
+    compute_with_storage_grid_size: CoreCoord
+    sub_core_grids: CoreRangeSet | None = None
+    q_chunk_size: int
+    k_chunk_size: int
+    exp_approx_mode: bool | None = None
+    max_cores_per_head_batch: int = 16
+    max_k_splits: int = 1
+    matmul_math_fidelity: MathFidelity | None = None
+    segmented_accumulation: bool = False
+
+
+@dataclass(kw_only=True)
+class SlidingWindowParallelConfig(ProgramConfig):
+    """How convolutions and pools go over cores."""
+
+    grid: CoreRangeSet
+    shard_scheme: TensorMemoryLayout
+    shard_orientation: ShardOrientation

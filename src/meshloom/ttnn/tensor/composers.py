@@ -1,0 +1,338 @@
+"""From the parts of a mesh to one tensor: by a composer that says along which dims, or by what the label says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshloom.engines.reductions import REDUCTIONS
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.runtime import MeshCoordinate, MeshShape
+from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.tensor.mappers import UNSET, check_dims, check_mesh, compute_distribution_to_mesh_mapping, overrides
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementShard, TensorTopology
+
+if TYPE_CHECKING:
+    from meshloom.ttnn.tensor.tensor import Tensor
+
+__all__ = [
+    "ConcatMesh2dToTensor",
+    "ConcatMeshToTensor",
+    "CppMeshToTensor",
+    "ListMeshToTensor",
+    "MeshComposerConfig",
+    "MeshToTensor",
+    "concat_mesh_to_tensor_composer",
+    "create_mesh_composer",
+]
+
+
+class MeshComposerConfig:
+    """Along which dim the parts of each axis of a distribution shape are put together.
+
+    >>> MeshComposerConfig([0, -1])
+    MeshComposerConfig(dims: [0, -1])
+    """
+
+    def __init__(
+        self,
+        dims: Sequence[int] | int = UNSET,
+        mesh_shape_override: Any = None,
+        *,
+        row_dim: int | None = None,
+        col_dim: int | None = None,
+    ) -> None:
+        if isinstance(dims, int):  # MeshComposerConfig(row_dim, col_dim)
+            dims, mesh_shape_override = (dims, mesh_shape_override), None
+        pair = (row_dim, col_dim) if dims is UNSET else tuple(dims)
+        if not all(isinstance(dim, int) for dim in pair):
+            raise ArgumentError(f"dims of a composer are numbers, not {pair}")
+        self.dims = [int(dim) for dim in pair if dim is not None]
+        self.mesh_shape_override = None if mesh_shape_override is None else MeshShape(list(mesh_shape_override))
+        self.mesh_offset_override = ()
+
+    def __repr__(self) -> str:
+        return f"MeshComposerConfig(dims: {self.dims}{overrides(self)})"
+
+
+class MeshToTensor:
+    """Puts the parts of a mesh together along one dim for every axis of a distribution shape."""
+
+    def __init__(self, mesh: MeshDevice | None, config: MeshComposerConfig) -> None:
+        self.mesh, self._config = mesh, config
+        self.shape = tuple(config.mesh_shape_override or (mesh.shape if mesh is not None else ())) or None
+        if self.shape is None:
+            return
+        if mesh is not None:
+            compute_distribution_to_mesh_mapping(self.shape, mesh.shape)
+        if len(self.shape) != len(config.dims):
+            raise OperandError(
+                f"The number of dimensions in the mesh shape {MeshShape(self.shape)} does not match the number of "
+                f"dimensions in the config {config}",
+                fix=f"give {len(self.shape)} dims",
+            )
+
+    def config(self) -> MeshComposerConfig:
+        """The config it was made from."""
+        return self._config
+
+    def compose(self, tensor: Tensor) -> torch.Tensor:
+        """The whole of a tensor's parts."""
+        dims = check_dims(self._config.dims, len(tensor.shape))
+        shape, coords = self._places(tensor)
+        sizes = _padded_dims(tensor)
+        if sizes and not _agrees(tensor.tensor_topology(), dict(zip(dims, shape, strict=True)), sizes):
+            return _joined(tensor, coords, dims)
+        whole = joined(in_order(tensor, coords).unflatten(0, shape), dims)
+        for dim, size in sizes.items():
+            whole = whole.narrow(dim, 0, size)
+        return whole
+
+    def _places(self, tensor: Tensor) -> tuple[tuple[int, ...], list[MeshCoordinate]]:
+        held = tensor.device_coords()
+        if self.mesh is not None and math.prod(tensor.grid) < self.mesh.get_num_devices():
+            listed = compute_distribution_to_mesh_mapping(self.shape or (), self.mesh.shape)
+            outside = next((place for place in listed if not _is_inside(place, tensor.grid)), None)
+            if outside is not None:
+                raise OperandError(f"Coordinate {outside} is out of bounds for shape {MeshShape(tensor.grid)}")
+        if self.shape is None or len(self.shape) == 1:
+            return (len(held),), held
+        if len(held) != math.prod(self.shape):
+            raise OperandError(
+                f"ND composition requires the number of tensors {len(held)} to match the mesh shape "
+                f"{MeshShape(self.shape)}",
+                fix="use ttnn.ConcatMeshToTensor, or no composer",
+            )
+        mesh_shape = tensor.grid if self.mesh is None else self.mesh.shape
+        if len(held) < math.prod(tensor.grid):
+            return self.shape, held
+        return self.shape, compute_distribution_to_mesh_mapping(self.shape, mesh_shape)
+
+    def __repr__(self) -> str:
+        return f"MeshToTensor({self._config})"
+
+
+CppMeshToTensor = MeshToTensor
+
+
+class ListMeshToTensor:
+    """Keeps the parts apart: `to_torch` gives a list with one tensor for each device, row-major."""
+
+    def __init__(self, mesh_device: MeshDevice | None = None) -> None:
+        if mesh_device is not None:
+            check_mesh(mesh_device)
+
+    def compose(self, tensor: Tensor) -> list[torch.Tensor]:
+        """What every device holds, without padding of uneven dims."""
+        return [cut(tensor, place) for place in tensor.device_coords()]
+
+
+def _is_inside(place: Sequence[int], grid: Sequence[int]) -> bool:
+    return len(place) == len(grid) and all(c < size for c, size in zip(place, grid, strict=True))
+
+
+def in_order(tensor: Tensor, coords: Sequence[MeshCoordinate]) -> Block:
+    """The parts of some devices, one behind the other along a new first dim."""
+    grid = tensor.grid
+    full = tensor.block.expand(*grid, *tensor.shape).flatten(0, len(grid) - 1)
+    numbers = [_number(place, grid) for place in coords]
+    return full if numbers == list(range(len(full))) else full[numbers]
+
+
+def _number(place: Sequence[int], grid: Sequence[int]) -> int:
+    number = 0
+    for c, size in zip(place, grid, strict=True):
+        number = number * size + c
+    return number
+
+
+def joined(parts: Block, dims: Sequence[int]) -> Block:
+    """Leading axes put together, each along its dim (counted among those of a part).
+
+    >>> joined(torch.arange(8).reshape(2, 2, 1, 2), [0, 1])
+    tensor([[0, 1, 2, 3],
+            [4, 5, 6, 7]])
+    """
+    for axis in reversed(range(len(dims))):
+        place = axis + dims[axis]
+        parts = parts.movedim(axis, place).flatten(place, place + 1)
+    return parts
+
+
+# padding of uneven dims
+
+
+def _padded_dims(tensor: Tensor) -> dict[int, int]:
+    """The dims whose end is padding, with the size of the whole."""
+    placements = tensor.tensor_topology().placements()
+    return {p.dim: p.size for p in placements if isinstance(p, PlacementShard) and p.size is not None}
+
+
+def _pieces(label: TensorTopology, dim: int) -> int:
+    pairs = zip(label.distribution_shape(), label.placements(), strict=True)
+    return math.prod(n for n, p in pairs if isinstance(p, PlacementShard) and p.dim == dim)
+
+
+def _agrees(label: TensorTopology, asked: dict[int, int], sizes: dict[int, int]) -> bool:
+    """Whether a composer joins the padded dims just as they were cut, so that the padding lies at the end."""
+    return all(asked.get(dim) == _pieces(label, dim) for dim in sizes)
+
+
+def _joined(tensor: Tensor, coords: Sequence[MeshCoordinate], dims: Sequence[int]) -> torch.Tensor:
+    if len(dims) > 1:
+        raise OperandError(
+            f"the dims {dims} of the composer are not those that the padded tensor was cut along",
+            label=tensor.tensor_topology(),
+            fix="ttnn.to_torch(x) without a composer",
+        )
+    return torch.cat([cut(tensor, place) for place in coords], dims[0])
+
+
+def cut(tensor: Tensor, place: MeshCoordinate) -> torch.Tensor:
+    """What the device at a coordinate holds of the whole: its part without padding of uneven dims."""
+    values = tensor.part(place)
+    for dim, (start, end) in enumerate(extents(tensor, place)):
+        values = values.narrow(dim, 0, end - start)
+    return values
+
+
+def extents(tensor: Tensor, place: MeshCoordinate) -> list[tuple[int, int]]:
+    """From where to where the part of a device goes in the whole, for every dim, as the label says."""
+    found = [(0, size) for size in tensor.shape]
+    label = tensor.tensor_topology()
+    listed = label.mesh_coords()
+    if place not in listed:
+        return found
+    sizes = _padded_dims(tensor)
+    for dim in {each.dim for each in label.placements() if isinstance(each, PlacementShard)}:
+        chunk = tensor.shape[dim]
+        start = piece_of(label, listed.index(place), dim) * chunk
+        end = min(start + chunk, sizes.get(dim, start + chunk))
+        found[dim] = (min(start, end), end)
+    return found
+
+
+def piece_of(label: TensorTopology, place: int, dim: int) -> int:
+    """Which piece of a dim is at a place of a label, both counted row-major."""
+    shape, placements = tuple(label.distribution_shape()), label.placements()
+    index: list[int] = []
+    for size in reversed(shape):
+        place, at = divmod(place, size)
+        index.insert(0, at)
+    cuts = [axis for axis, each in enumerate(placements) if isinstance(each, PlacementShard) and each.dim == dim]
+    return _number([index[axis] for axis in cuts], [shape[axis] for axis in cuts])
+
+
+# by the label
+
+
+def whole(tensor: Tensor) -> torch.Tensor:
+    """The whole that the label says the parts make up; an error where it does not say."""
+    label, held = tensor.tensor_topology(), tensor.device_coords()
+    if len(held) == 1:
+        return tensor.part(held[0])
+    shape, placements, coords = tuple(label.distribution_shape()), label.placements(), label.mesh_coords()
+    tells = set(coords) == set(held) and math.prod(shape) == len(coords) and len(placements) == len(shape)
+    if not tells or not all(_is_told(tensor, label, each) for each in placements):
+        raise OperandError(
+            f"Can't convert a tensor distributed on {MeshShape(tensor.grid)} mesh to row-major logical tensor. Supply "
+            "a mesh composer to concatenate multi-device shards.",
+            label=label,
+            fix="to_torch(x, mesh_composer=ttnn.ConcatMeshToTensor(dim=0)) or ttnn.ListMeshToTensor()",
+        )
+    parts = _by_label(tensor, shape, placements, coords)
+    for axis in reversed(range(parts.dim() - len(tensor.shape))):
+        parts = _closed(parts, axis, *_axis(tensor, shape, placements, axis))
+    for dim, size in _padded_dims(tensor).items():
+        parts = parts.narrow(dim, 0, size)
+    return parts.to(tensor.block.dtype)
+
+
+def _is_told(tensor: Tensor, label: TensorTopology, placement: Placement) -> bool:
+    """Whether a placement says how parts make up a whole: terms that can be summed, padding that is where it was."""
+    if isinstance(placement, PlacementPartial):
+        return placement.op in REDUCTIONS
+    if not isinstance(placement, PlacementShard):
+        return True
+    rank = len(tensor.shape)
+    if not -rank <= placement.dim < rank:
+        return False
+    return placement.size is None or _pieces(label, placement.dim) * tensor.shape[placement.dim] >= placement.size
+
+
+def _is_along_the_mesh(tensor: Tensor, shape: Sequence[int], coords: Sequence[MeshCoordinate]) -> bool:
+    """Whether the axes of a label are those of the mesh, or its only axis is all of them."""
+    fits = tuple(shape) == tensor.grid or tuple(shape) == (math.prod(tensor.grid),)
+    return fits and [_number(place, tensor.grid) for place in coords] == list(range(len(coords)))
+
+
+def _by_label(
+    tensor: Tensor, shape: Sequence[int], placements: Sequence[Placement], coords: Sequence[MeshCoordinate]
+) -> Block:
+    if _is_along_the_mesh(tensor, shape, coords):
+        return tensor.block
+    return in_order(tensor, coords).unflatten(0, tuple(shape))
+
+
+def _axis(tensor: Tensor, shape: Sequence[int], placements: Sequence[Placement], axis: int) -> tuple[int, Placement]:
+    """The size of an axis of the parts and what it does."""
+    if tuple(shape) != tensor.grid and tuple(shape) == (math.prod(tensor.grid),):
+        return tensor.grid[axis], placements[0]
+    return shape[axis], placements[axis]
+
+
+def _closed(parts: Block, axis: int, size: int, placement: Placement) -> Block:
+    """One axis less: its parts joined, its terms summed, or the first of equals."""
+    if not isinstance(placement, (PlacementShard, PlacementPartial)):
+        return parts.select(axis, 0)
+    full = parts.expand(*parts.shape[:axis], size, *parts.shape[axis + 1 :])
+    if isinstance(placement, PlacementPartial):
+        return _combine(placement.op, full, axis)
+    place = axis + placement.dim % (parts.dim() - axis - 1)
+    return full.movedim(axis, place).flatten(place, place + 1)
+
+
+def _combine(op: str, terms: Block, axis: int) -> Block:
+    """Terms as the whole that they make up; sums of bfloat16 are wide."""
+    is_wide = op == "mean" or (op in ("sum", "prod") and terms.dtype is torch.bfloat16)
+    return REDUCTIONS[op].along(terms.float() if is_wide else terms, axis)
+
+
+# factories
+
+
+def create_mesh_composer(mesh_device: MeshDevice | None, config: MeshComposerConfig) -> MeshToTensor:
+    """The composer of a config."""
+    if not isinstance(config, MeshComposerConfig):
+        raise ArgumentError(f"{config!r} is not a MeshComposerConfig")
+    return MeshToTensor(mesh_device, config)
+
+
+def concat_mesh_to_tensor_composer(mesh_device: Any = None, dim: int = UNSET) -> MeshToTensor:
+    """All parts one behind the other along a dim; the mesh may be left out."""
+    if dim is UNSET and isinstance(mesh_device, int):
+        mesh_device, dim = None, mesh_device
+    if not isinstance(dim, int):
+        raise ArgumentError("a composer needs a dim", fix="ttnn.ConcatMeshToTensor(mesh_device, dim=0)")
+    if mesh_device is None:
+        return MeshToTensor(None, MeshComposerConfig([dim]))
+    check_mesh(mesh_device)
+    return MeshToTensor(mesh_device, MeshComposerConfig([dim], [math.prod(mesh_device.shape)]))
+
+
+ConcatMeshToTensor = concat_mesh_to_tensor_composer
+
+
+def ConcatMesh2dToTensor(
+    mesh_device: MeshDevice | None = None, mesh_shape: Sequence[int] = (), dims: Sequence[int] = ()
+) -> MeshToTensor:
+    """Rows put together along one dim and columns along another."""
+    if len(tuple(mesh_shape)) != 2 or len(tuple(dims)) != 2:
+        raise ArgumentError(
+            f"a grid has two axes: got mesh_shape={mesh_shape}, dims={dims}", fix="create_mesh_composer"
+        )
+    return MeshToTensor(mesh_device, MeshComposerConfig(dims, mesh_shape))

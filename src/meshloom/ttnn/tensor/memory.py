@@ -1,0 +1,384 @@
+"""Where a device keeps its part: in which memory, and spread over which of its cores or banks."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.device.cores import CoreCoord, CoreGrid, CoreRange, CoreRangeSet
+from meshloom.ttnn.tensor.formats import Shape
+
+__all__ = [
+    "DRAM_MEMORY_CONFIG",
+    "L1_BLOCK_SHARDED_MEMORY_CONFIG",
+    "L1_HEIGHT_SHARDED_MEMORY_CONFIG",
+    "L1_MEMORY_CONFIG",
+    "L1_WIDTH_SHARDED_MEMORY_CONFIG",
+    "BufferType",
+    "MemoryConfig",
+    "NdShardSpec",
+    "ShardDistributionStrategy",
+    "ShardOrientation",
+    "ShardSpec",
+    "ShardStrategy",
+    "TensorMemoryLayout",
+    "create_sharded_memory_config",
+    "create_sharded_memory_config_",
+]
+
+
+class BufferType(enum.Enum):
+    """A kind of memory."""
+
+    DRAM = 0
+    L1 = 1
+    L1_SMALL = 3
+    TRACE = 4
+
+    __repr__ = enum.Enum.__str__
+
+
+class TensorMemoryLayout(enum.Enum):
+    """How a part is spread over cores or banks."""
+
+    INTERLEAVED = 0
+    HEIGHT_SHARDED = 2
+    WIDTH_SHARDED = 3
+    BLOCK_SHARDED = 4
+    ND_SHARDED = 5
+
+    __repr__ = enum.Enum.__str__
+
+
+class ShardOrientation(enum.Enum):
+    """In which order shards go over the cores of a grid."""
+
+    ROW_MAJOR = 0
+    COL_MAJOR = 1
+
+    __repr__ = enum.Enum.__str__
+
+
+class ShardStrategy(enum.Enum):
+    """Along what a matrix is cut."""
+
+    HEIGHT = 1
+    WIDTH = 2
+    BLOCK = 3
+
+
+class ShardDistributionStrategy(enum.Enum):
+    """How many-dimensional shards go over cores."""
+
+    ROUND_ROBIN_1D = 0
+    GRID_2D = 1
+    CONTIGUOUS_1D = 2
+
+    __repr__ = enum.Enum.__str__
+
+
+def _are_sizes(given: Sequence[int]) -> bool:
+    return all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in given)
+
+
+@dataclass(eq=True)
+class ShardSpec:
+    """The cores that have a shard each, and how large a shard is.
+
+    >>> grid = CoreRangeSet([CoreRange(CoreCoord(0, 0), CoreCoord(7, 0))])
+    >>> ShardSpec(grid, (32, 64), ShardOrientation.ROW_MAJOR).shape
+    [32, 64]
+    """
+
+    grid: CoreRangeSet
+    shape: list[int]
+    orientation: ShardOrientation
+
+    def __init__(
+        self,
+        grid: CoreRangeSet,
+        shard_shape: Sequence[int],
+        shard_orientation: ShardOrientation = ShardOrientation.ROW_MAJOR,
+    ) -> None:
+        if not isinstance(grid, CoreRangeSet) or len(shard_shape) != 2 or not _are_sizes(shard_shape):
+            raise ArgumentError(f"ShardSpec takes a CoreRangeSet and two sizes, not {grid!r} and {shard_shape!r}")
+        self.grid, self.shape, self.orientation = grid, list(shard_shape), shard_orientation
+
+    def num_cores(self) -> int:
+        """How many cores have a shard."""
+        return self.grid.num_cores()
+
+    def __hash__(self) -> int:
+        return hash((self.grid, tuple(self.shape), self.orientation))
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps({"grid": self.grid.to_json(), "shape": self.shape, "orientation": self.orientation.name})
+
+    @staticmethod
+    def from_json(text: str) -> ShardSpec:
+        """From text."""
+        found = json.loads(text)
+        return ShardSpec(CoreRangeSet.from_json(found["grid"]), found["shape"], ShardOrientation[found["orientation"]])
+
+
+@dataclass(eq=True)
+class NdShardSpec:
+    """Shards of any number of dims, and the cores that they go over."""
+
+    shard_shape: Shape
+    grid: CoreRangeSet
+    orientation: ShardOrientation
+    shard_distribution_strategy: ShardDistributionStrategy
+
+    def __init__(
+        self,
+        shard_shape: Sequence[int],
+        grid: CoreRangeSet,
+        orientation: ShardOrientation = ShardOrientation.ROW_MAJOR,
+        shard_distribution_strategy: ShardDistributionStrategy = ShardDistributionStrategy.ROUND_ROBIN_1D,
+    ) -> None:
+        if not isinstance(grid, CoreRangeSet) or not _are_sizes(shard_shape):
+            raise ArgumentError(f"NdShardSpec takes sizes and a CoreRangeSet, not {shard_shape!r} and {grid!r}")
+        self.shard_shape, self.grid, self.orientation = Shape(shard_shape), grid, orientation
+        self.shard_distribution_strategy = shard_distribution_strategy
+
+    def num_cores(self) -> int:
+        """How many cores there are."""
+        return self.grid.num_cores()
+
+    def __hash__(self) -> int:
+        return hash((self.shard_shape, self.grid, self.orientation, self.shard_distribution_strategy))
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(
+            {
+                "shard_shape": list(self.shard_shape),
+                "grid": self.grid.to_json(),
+                "orientation": self.orientation.name,
+                "shard_distribution_strategy": self.shard_distribution_strategy.name,
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> NdShardSpec:
+        """From text."""
+        found = json.loads(text)
+        return NdShardSpec(
+            found["shard_shape"],
+            CoreRangeSet.from_json(found["grid"]),
+            ShardOrientation[found["orientation"]],
+            ShardDistributionStrategy[found["shard_distribution_strategy"]],
+        )
+
+
+@dataclass(frozen=True, init=False)
+class MemoryConfig:
+    """Which memory, and how a part is spread over it: `(memory_layout, buffer_type, shard_spec)` or
+    `(buffer_type, nd_shard_spec)`.
+
+    >>> MemoryConfig().interleaved, MemoryConfig(buffer_type=BufferType.L1) == L1_MEMORY_CONFIG
+    (True, True)
+    >>> MemoryConfig.from_json(L1_BLOCK_SHARDED_MEMORY_CONFIG.to_json()).memory_layout
+    TensorMemoryLayout.BLOCK_SHARDED
+    """
+
+    memory_layout: TensorMemoryLayout
+    buffer_type: BufferType
+    shard_spec: ShardSpec | None
+    nd_shard_spec: NdShardSpec | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        by_dims = "nd_shard_spec" in kwargs or (bool(args) and isinstance(args[0], BufferType))
+        found = _of_dims(*args, **kwargs) if by_dims else _of_matrix(*args, **kwargs)
+        for name, value, kind in zip(_FIELDS, found, _KINDS, strict=True):
+            if not isinstance(value, kind):
+                raise ArgumentError(f"MemoryConfig: {name}={value!r} is a {type(value).__name__}")
+            object.__setattr__(self, name, value)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether pages go round the banks."""
+        return self.memory_layout is TensorMemoryLayout.INTERLEAVED
+
+    def is_sharded(self) -> bool:
+        """Whether cores have a shard each."""
+        return self.memory_layout is not TensorMemoryLayout.INTERLEAVED
+
+    def to_json(self) -> str:
+        """As text."""
+        specs = {name: None if spec is None else spec.to_json() for name, spec in self._specs()}
+        return json.dumps({"memory_layout": self.memory_layout.name, "buffer_type": self.buffer_type.name, **specs})
+
+    def _specs(self) -> list[tuple[str, ShardSpec | NdShardSpec | None]]:
+        return [("shard_spec", self.shard_spec), ("nd_shard_spec", self.nd_shard_spec)]
+
+    @staticmethod
+    def from_json(text: str) -> MemoryConfig:
+        """From text."""
+        found = json.loads(text)
+        kind = BufferType[found["buffer_type"]]
+        if found["nd_shard_spec"] is not None:
+            return MemoryConfig(kind, NdShardSpec.from_json(found["nd_shard_spec"]))
+        spec = None if found["shard_spec"] is None else ShardSpec.from_json(found["shard_spec"])
+        return MemoryConfig(TensorMemoryLayout[found["memory_layout"]], kind, spec)
+
+    def __repr__(self) -> str:
+        specs = "".join(f", {name}={spec!r}" for name, spec in self._specs() if spec is not None)
+        return f"MemoryConfig(memory_layout={self.memory_layout}, buffer_type={self.buffer_type}{specs})"
+
+
+_FIELDS = ("memory_layout", "buffer_type", "shard_spec", "nd_shard_spec")
+_KINDS: tuple[Any, ...] = (TensorMemoryLayout, BufferType, (ShardSpec, type(None)), (NdShardSpec, type(None)))
+
+
+def _of_matrix(
+    memory_layout: TensorMemoryLayout = TensorMemoryLayout.INTERLEAVED,
+    buffer_type: BufferType = BufferType.DRAM,
+    shard_spec: ShardSpec | None = None,
+) -> tuple[Any, ...]:
+    return memory_layout, buffer_type, shard_spec, None
+
+
+def _of_dims(buffer_type: BufferType, nd_shard_spec: NdShardSpec) -> tuple[Any, ...]:
+    return TensorMemoryLayout.ND_SHARDED, buffer_type, None, nd_shard_spec
+
+
+DRAM_MEMORY_CONFIG = MemoryConfig()
+L1_MEMORY_CONFIG = MemoryConfig(buffer_type=BufferType.L1)
+L1_BLOCK_SHARDED_MEMORY_CONFIG = MemoryConfig(TensorMemoryLayout.BLOCK_SHARDED, BufferType.L1)
+L1_HEIGHT_SHARDED_MEMORY_CONFIG = MemoryConfig(TensorMemoryLayout.HEIGHT_SHARDED, BufferType.L1)
+L1_WIDTH_SHARDED_MEMORY_CONFIG = MemoryConfig(TensorMemoryLayout.WIDTH_SHARDED, BufferType.L1)
+
+
+def share_of_bank(config: MemoryConfig, shape: Sequence[int]) -> int | None:
+    """The elements that the fullest core has of a tensor of that shape; None where pages go round all banks.
+
+    >>> config = create_sharded_memory_config((64, 256), CoreGrid(x=8, y=1), ShardStrategy.WIDTH)
+    >>> share_of_bank(config, (64, 256)), share_of_bank(DRAM_MEMORY_CONFIG, (64, 256))
+    (2048, None)
+    """
+    spec = config.shard_spec or config.nd_shard_spec
+    if spec is None or config.interleaved:
+        return None
+    part = spec.shape if isinstance(spec, ShardSpec) else spec.shard_shape
+    sizes = (1,) * (len(part) - len(shape)) + tuple(shape)
+    first = len(sizes) - len(part) + 1  # dims in front count as one with the first that is cut
+    whole = (math.prod(sizes[:first]), *sizes[first:])
+    shards = math.prod(-(-size // side) for size, side in zip(whole, part, strict=True))
+    return math.prod(part) * -(-shards // spec.num_cores())
+
+
+_LAYOUTS = {
+    ShardStrategy.HEIGHT: TensorMemoryLayout.HEIGHT_SHARDED,
+    ShardStrategy.WIDTH: TensorMemoryLayout.WIDTH_SHARDED,
+    ShardStrategy.BLOCK: TensorMemoryLayout.BLOCK_SHARDED,
+}
+
+
+def create_sharded_memory_config(
+    shape: Sequence[int],
+    core_grid: Any,
+    strategy: ShardStrategy,
+    orientation: ShardOrientation | None = None,
+    use_height_and_width_as_shard_shape: bool = False,
+) -> MemoryConfig:
+    """A config in L1 that cuts a tensor, seen as [all leading dims times height, width], over a grid of cores.
+
+    >>> create_sharded_memory_config((1, 1, 64, 768), CoreCoord(12, 1), ShardStrategy.WIDTH).shard_spec.shape
+    [64, 64]
+    >>> create_sharded_memory_config((2, 64, 128), CoreGrid(x=4, y=2), ShardStrategy.BLOCK).shard_spec.shape
+    [64, 32]
+    """
+    turned = orientation is ShardOrientation.COL_MAJOR
+    cores = _grid_of(core_grid)
+    height, width = math.prod(shape[:-1]), shape[-1]
+    if use_height_and_width_as_shard_shape:
+        part = (shape[-1], shape[-2]) if turned else (shape[-2], shape[-1])
+        return _sharded(_LAYOUTS[_strategy(strategy)], cores, part, orientation)
+    if isinstance(core_grid, CoreRangeSet):
+        raise OperandError(
+            "height and width must be shard shape with CoreRangeSet",
+            fix="use_height_and_width_as_shard_shape=True, or give a CoreGrid",
+        )
+    down, across = _cuts(_strategy(strategy), cores, turned)
+    if height % down or width % across:
+        raise OperandError(
+            f"Invalid sharding core_grid: {height} rows over {down} and {width} columns over {across}",
+            shape=list(shape),
+            grid=cores,
+            fix="a grid whose sides divide the tensor, or shard shapes of your own with a CoreRangeSet",
+        )
+    return _sharded(_LAYOUTS[_strategy(strategy)], cores, (height // down, width // across), orientation)
+
+
+def create_sharded_memory_config_(
+    shape: Sequence[int],
+    core_grid: Any,
+    strategy: ShardStrategy | TensorMemoryLayout,
+    orientation: ShardOrientation | None = None,
+    use_height_and_width_as_shard_shape: bool = False,
+    tile_layout: bool = False,
+) -> MemoryConfig:
+    """As `create_sharded_memory_config`, but a tensor that does not divide is rounded up; with tiles, to whole ones.
+
+    >>> create_sharded_memory_config_((1, 100, 64), CoreGrid(x=8, y=1), ShardStrategy.HEIGHT).shard_spec.shape
+    [13, 64]
+    """
+    layout = strategy if isinstance(strategy, TensorMemoryLayout) else _LAYOUTS[_strategy(strategy)]
+    known = next((each for each, meant in _LAYOUTS.items() if meant is layout), None)
+    if known is None:
+        raise OperandError(f"{layout} does not shard a matrix", fix="HEIGHT_SHARDED, WIDTH_SHARDED or BLOCK_SHARDED")
+    turned, cores = orientation is ShardOrientation.COL_MAJOR, _grid_of(core_grid)
+    if use_height_and_width_as_shard_shape:
+        part = (shape[-1], shape[-2]) if turned else (shape[-2], shape[-1])
+    else:
+        down, across = _cuts(known, cores, turned)
+        part = (-(-math.prod(shape[:-1]) // down), -(-shape[-1] // across))
+    if tile_layout:
+        part = (-(-part[0] // 32) * 32, -(-part[1] // 32) * 32)
+    return _sharded(layout, cores, part, orientation)
+
+
+def _strategy(given: Any) -> ShardStrategy:
+    if not isinstance(given, ShardStrategy):
+        raise OperandError(f"Invalid sharding strategy {given!r}", fix="ttnn.ShardStrategy.HEIGHT, WIDTH or BLOCK")
+    return given
+
+
+def _grid_of(given: Any) -> CoreRangeSet:
+    """A grid in any of its spellings as a set: a CoreGrid, the size that a device tells, a range, a set."""
+    if isinstance(given, CoreRangeSet):
+        return given
+    if isinstance(given, CoreRange):
+        return CoreRangeSet([given])
+    if isinstance(given, (tuple, list)) and len(given) == 2 and all(isinstance(each, int) for each in given):
+        given = CoreGrid(x=given[0], y=given[1])
+    if isinstance(given, (tuple, list)) and given:
+        return CoreRangeSet([each for grid in given for each in _grid_of(grid).ranges()])
+    if not all(isinstance(getattr(given, name, None), int) for name in "xy"):
+        raise OperandError(f"Invalid core_grid type {type(given).__name__}", fix="ttnn.CoreGrid(x=8, y=8)")
+    return CoreRangeSet([CoreRange(CoreCoord(0, 0), CoreCoord(given.x - 1, given.y - 1))])
+
+
+def _cuts(strategy: ShardStrategy, cores: CoreRangeSet, turned: bool) -> tuple[int, int]:
+    """Into how many pieces height and width are cut."""
+    if strategy is ShardStrategy.HEIGHT:
+        return cores.num_cores(), 1
+    if strategy is ShardStrategy.WIDTH:
+        return 1, cores.num_cores()
+    size = cores.bounding_box().grid_size()
+    return (size.x, size.y) if turned else (size.y, size.x)
+
+
+def _sharded(
+    layout: TensorMemoryLayout, cores: CoreRangeSet, part: Sequence[int], orientation: ShardOrientation | None
+) -> MemoryConfig:
+    spec = ShardSpec(cores, part, orientation or ShardOrientation.ROW_MAJOR)
+    return MemoryConfig(layout, BufferType.L1, spec)

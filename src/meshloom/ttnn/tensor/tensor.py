@@ -1,0 +1,616 @@
+"""The tensor of the per-device view: `shape` is what one device holds.
+
+It has a block (see `parts`), a format, a label that says how the parts make up a whole, and on a device room in memory
+with one address on all devices. A tensor on the host may know the mesh that it is meant for (`home`): the first op on
+it moves it there. Operators and conversions are ops and are looked up in the table by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from meshloom.errors import ArgumentError, BoundsError, OperandError, TraceError, where
+from meshloom.runtime import MeshCoordinate, state
+from meshloom.runtime.memory import Allocator, Region
+from meshloom.ttnn import surface
+from meshloom.ttnn.device import queues
+from meshloom.ttnn.tensor.formats import DataType, Layout, Shape, Tile, bytes_of, padded_shape
+from meshloom.ttnn.tensor.hostbuffer import DistributedHostBuffer
+from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, BufferType, MemoryConfig, TensorMemoryLayout, share_of_bank
+from meshloom.ttnn.tensor.parts import Block, part
+from meshloom.ttnn.tensor.specs import StorageType, TensorSpec
+from meshloom.ttnn.tensor.topology import TensorTopology
+
+if TYPE_CHECKING:
+    from meshloom.ttnn.device.mesh_device import MeshDevice
+
+__all__ = ["Tensor"]
+
+TILE = Tile()
+PAGE_ALIGNMENT = {BufferType.DRAM: 32}  # bytes; 16 in all other memories
+_ids = count()
+
+
+@cache
+def _op(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = surface.find(name)
+    return found
+
+
+class Owner:
+    """Whose memory it is; a text only when somebody reads it."""
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, dtype: DataType, shape: Sequence[int]) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def __str__(self) -> str:
+        return f"tensor {self.dtype.name} {list(self.shape)}"
+
+
+_bytes_known: dict[tuple[Any, ...], int] = {}  # with the usual tile; enum members are told by their value
+
+
+def _bytes(shape: tuple[int, ...], dtype: DataType, layout: Layout, tile: Tile) -> int:
+    """The bytes that a device needs for its part."""
+    key = (shape, dtype._value_, layout._value_)
+    found = _bytes_known.get(key) if tile is TILE else None
+    if found is None:
+        found = bytes_of(math.prod(padded_shape(shape, layout, tile)), dtype)
+        if tile is TILE and len(_bytes_known) < 4096:
+            _bytes_known[key] = found
+    return found
+
+
+class Room:
+    """Bytes on every device of a mesh; given back when the last tensor that uses them is gone, or by hand."""
+
+    __slots__ = ("allocator", "region", "traces")
+
+    def __init__(self, allocator: Allocator, region: Region) -> None:
+        self.allocator, self.region = allocator, region
+        self.traces: list[Any] = []  # that write there when they are replayed
+
+    def __del__(self) -> None:
+        self.allocator.drop(self.region)
+
+    def free(self) -> None:
+        """Give it back now, or when the traces that use it are released."""
+        if all(trace.released for trace in self.traces):
+            self.allocator.release(self.region)
+
+
+class _Making(type):
+    """Ops make tensors from a block and its grid; people from data, as TTNN's constructors take it."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > 4 and isinstance(args[1], tuple) and isinstance(args[0], torch.Tensor):
+            return super().__call__(*args, **kwargs)
+        return import_module("meshloom.ttnn.tensor.converting").from_data(*args, **kwargs)
+
+
+class Tensor(metaclass=_Making):
+    """What every device of a mesh holds, all of one shape; on the host or in the devices' memory.
+
+    >>> from meshloom import ttnn
+    >>> x = ttnn.Tensor([1.0, 2.0, 3.0, 4.0], [2, 2], ttnn.float32, ttnn.ROW_MAJOR_LAYOUT)
+    >>> x.shape, x.dtype, x.to_list()
+    (Shape([2, 2]), DataType.FLOAT32, [[1.0, 2.0], [3.0, 4.0]])
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_block",
+        "_coords",
+        "_device",
+        "_grid",
+        "_memory",
+        "_pad",
+        "_pinned",
+        "_room",
+        "_shape",
+        "_topology",
+        "dtype",
+        "home",
+        "layout",
+        "tensor_id",
+        "tile",
+    )
+
+    _block: Block | None
+    _coords: tuple[MeshCoordinate, ...] | None
+    _room: Room | None
+
+    def __init__(
+        self,
+        block: Block,
+        grid: Sequence[int],
+        dtype: DataType,
+        layout: Layout,
+        topology: TensorTopology,
+        device: MeshDevice | None = None,
+        memory_config: MemoryConfig = DRAM_MEMORY_CONFIG,
+        tile: Tile = TILE,
+        pad_value: float = 0.0,
+        coords: tuple[MeshCoordinate, ...] | None = None,
+        room: Room | None = None,
+        home: MeshDevice | None = None,
+    ) -> None:
+        self._block, self._grid, self.dtype, self.layout, self.tile = block, tuple(grid), dtype, layout, tile
+        self._topology, self._device, self._memory, self._pad = topology, device, memory_config, pad_value
+        self._coords = coords  # the devices that hold a part; None means all
+        self.home = device or home
+        self._pinned = False
+        self.tensor_id = next(_ids)
+        self._room = room if room is not None or device is None else self._allocate(device)
+        if state.capture is not None and device is not None:
+            self._pinned = True
+            state.capture.keep(self._room)  # a replay writes there, so nobody else gets it while the trace lives
+
+    def _allocate(self, device: MeshDevice) -> Room:
+        is_l1 = self._memory.buffer_type is not BufferType.DRAM
+        runtime = device.runtime
+        if runtime.lease.driver is not None:
+            runtime.lease.check_tensors()
+        allocator = runtime.system.memory["l1" if is_l1 else "dram"]
+        shape = self._block.shape[len(self._grid) :]  # type: ignore[union-attr]
+        size = _bytes(shape, self.dtype, self.layout, self.tile)
+        if self._memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
+            share = share_of_bank(self._memory, padded_shape(shape, self.layout, self.tile))
+            size = size if share is None else bytes_of(share, self.dtype) * allocator.banks
+        owner: Any = Owner(self.dtype, shape)
+        region = allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1)
+        queues.allocated(device, region)
+        return Room(allocator, region)
+
+    def __copy__(self) -> Tensor:
+        """Another name for the same parts."""
+        made: Tensor = object.__new__(Tensor)
+        for name in self.__slots__:
+            if name != "__weakref__" and hasattr(self, name):
+                setattr(made, name, getattr(self, name))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made: Tensor = self._like(self.block.clone())
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.home is not None:
+            raise OperandError(
+                f"a tensor of {self.dtype.name} {list(self.shape)} on {self.home} cannot be pickled: the mesh is here",
+                fix="ttnn.dump_tensor(file, tensor) keeps it with its placement; ttnn.load_tensor(file, device=mesh)",
+            )
+        return super().__reduce_ex__(protocol)
+
+    # shape and format
+
+    @property
+    def shape(self) -> Shape:
+        """What one device holds, without the padding of tiles. It stays readable after `deallocate`."""
+        block = self._block
+        return Shape(block.shape[len(self._grid) :]) if block is not None else self._shape
+
+    @property
+    def padded_shape(self) -> Shape:
+        """What one device holds, with the padding of tiles."""
+        return Shape(padded_shape(self.shape, self.layout, self.tile))
+
+    @property
+    def block(self) -> Block:
+        """What all devices hold: mesh axes first, 1 where they hold the same. Shares memory."""
+        if self._block is None or (self._room is not None and self._room.region.freed):
+            raise OperandError(
+                f"a tensor of {self.dtype.name} {list(self.shape)} is not allocated",
+                fix="it was deallocated: make it again, or deallocate later",
+            )
+        return self._block
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape of the mesh that the parts lie on."""
+        return self._grid
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape, dtype, layout and memory: what `allocate_tensor_on_device` takes."""
+        return TensorSpec.of(self)
+
+    def get_dtype(self) -> DataType:
+        """The dtype."""
+        return self.dtype
+
+    def get_layout(self) -> Layout:
+        """The layout."""
+        return self.layout
+
+    def get_tile(self) -> Tile:
+        """The tile."""
+        return self.tile
+
+    def memory_config(self) -> MemoryConfig:
+        """Where a device keeps its part."""
+        return self._memory
+
+    def is_sharded(self) -> bool:
+        """Whether a device spreads its part over cores by a shard shape."""
+        return self._memory.is_sharded()
+
+    def volume(self) -> int:
+        """The elements of one device, padding of tiles included."""
+        return math.prod(self.padded_shape)
+
+    def logical_volume(self) -> int:
+        """The elements of one device."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """The bytes of one element; a block float's are those of its mantissa."""
+        return max(1, bytes_of(16, self.dtype) // 16)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise ArgumentError("a tensor without dims has no length")
+        return self.shape[0]
+
+    # where it is
+
+    def storage_type(self) -> StorageType:
+        """Host or device."""
+        return StorageType.HOST if self._device is None else StorageType.DEVICE
+
+    def device(self) -> MeshDevice | None:
+        """The mesh that it is on; None on the host."""
+        return self._device
+
+    def devices(self) -> list[MeshDevice]:
+        """The mesh that it is on, in a list."""
+        return [self._device] if self._device is not None else []
+
+    def device_coords(self) -> list[MeshCoordinate]:
+        """The devices that hold a part."""
+        return list(self._coords) if self._coords is not None else [MeshCoordinate(place) for place in self._places()]
+
+    def _places(self) -> Iterator[tuple[int, ...]]:
+        return itertools.product(*map(range, self._grid))
+
+    def tensor_topology(self) -> TensorTopology:
+        """How the parts make up a whole."""
+        return self._topology
+
+    def update_tensor_topology(self, topology: TensorTopology) -> None:
+        """Say how the parts make up a whole."""
+        if not isinstance(topology, TensorTopology):
+            raise ArgumentError(f"{topology!r} is not a TensorTopology")
+        self._topology = topology
+
+    topology = tensor_topology  # as meshloom's guide spells it
+
+    # memory
+
+    def is_allocated(self) -> bool:
+        """Whether it has its values still."""
+        return self._block is not None and not (self._room is not None and self._room.region.freed)
+
+    def deallocate(self, force: bool = False) -> None:
+        """Give its memory back, at once with `force`, else when the last tensor that shares it is gone."""
+        if self._block is None:
+            return
+        block, self._shape, self._block = self._block, self.shape, None
+        room, self._room = self._room, None
+        if force and room is not None:
+            queues.leave(room, block)
+            room.free()
+
+    def _region(self) -> Region:
+        self.block  # noqa: B018  an error if it is gone
+        if self._room is None:
+            raise OperandError("a tensor on the host has no buffer", fix="ttnn.to_device(tensor, mesh_device)")
+        return self._room.region
+
+    def buffer_address(self) -> int:
+        """Its address, the same on all devices."""
+        return self._region().address
+
+    def buffer_unique_id(self) -> int:
+        """A number that no other allocation of this process has."""
+        return self._region().number
+
+    def buffer_page_size(self) -> int:
+        """The bytes of a page: a tile, or a row."""
+        if self.layout is Layout.TILE:
+            return self.tile.get_tile_size(self.dtype)
+        spec = getattr(self._memory, "shard_spec", None)
+        width = spec.shape[-1] if spec is not None else self.padded_shape[-1]
+        return bytes_of(width, self.dtype)
+
+    def buffer_aligned_page_size(self) -> int:
+        """The bytes that a page takes."""
+        alignment = PAGE_ALIGNMENT.get(self._memory.buffer_type, 16)
+        return -(-self.buffer_page_size() // alignment) * alignment
+
+    def buffer_num_pages(self) -> int:
+        """The pages of one device."""
+        size = self.buffer_page_size()
+        return -(-bytes_of(self.volume(), self.dtype) // size) if size else 0
+
+    def is_per_core_allocated(self) -> bool:
+        """Whether every core has an address of its own: never, all share one."""
+        return False
+
+    def is_range_lockstep_allocated(self) -> bool:
+        """Whether all devices have it at one address."""
+        return self._room is not None
+
+    def experimental_per_core_buffer_address(self, device_coord: Sequence[int], core: Any) -> int:
+        """The address on a core of a device: the same on all."""
+        return self.buffer_address()
+
+    # moving, for the modules of this room
+
+    def settle(self) -> None:
+        """Go from the host to the mesh that it knows: what the first op on it does."""
+        assert self._device is None and self.home is not None
+        self._room = self._allocate(self.home)
+        self._device = self.home
+
+    def pin(self) -> None:
+        """A trace refers to its array: from now on that stays where it is."""
+        self._pinned = True
+
+    def write(self, values: Block) -> None:
+        """Take on other values, in place. An array that held the same for all devices grows where they now differ."""
+        room, axes = self.block, len(self._grid)
+        if any(have < need for have, need in zip(room.shape[:axes], values.shape[:axes], strict=True)):
+            if self._pinned and not (state.capture is not None and state.capture.makes(room)):
+                raise TraceError(
+                    "a trace was captured while all devices held the same in this tensor, and now they would differ",
+                    fix="make it with ttnn.allocate_tensor_on_device before the capture, or shard it from the start",
+                )
+            lead = tuple(map(max, room.shape[:axes], values.shape[:axes]))
+            self._block = room = torch.empty((*lead, *room.shape[axes:]), dtype=room.dtype)
+        room.copy_(values)
+
+    def wait(self) -> None:
+        """Return when what was queued on its mesh is done, for the host is about to read it."""
+        if self._device is not None:
+            queues.transfer(self, None, writes=False)
+
+    # values
+
+    def cpu(self, blocking: bool = True, cq_id: Any = None) -> Tensor:
+        """A copy on the host, with the same parts."""
+        found: Tensor = _op("from_device")(self, blocking, queue_id=cq_id)
+        return found
+
+    def to(self, target: Any, mem_config: MemoryConfig | None = None, cq_id: Any = None) -> Tensor:
+        """On a mesh, or in a layout."""
+        if isinstance(target, Layout):
+            found: Tensor = _op("to_layout")(self, target)
+        else:
+            found = _op("to_device")(self, target, mem_config, queue_id=cq_id)
+        return found
+
+    def to_torch(self, mesh_composer: Any = None) -> torch.Tensor:
+        """The whole as a torch tensor, put together by a composer or by what the label says."""
+        found: torch.Tensor = _op("to_torch")(self, mesh_composer=mesh_composer)
+        return found
+
+    def to_numpy(self, mesh_composer: Any = None) -> numpy.ndarray:
+        """The whole as a numpy array; bfloat16, which numpy lacks, as float32."""
+        found = self.to_torch(mesh_composer)
+        return (found.float() if found.dtype is torch.bfloat16 else found).numpy()
+
+    def to_torch_with_padded_shape(self) -> torch.Tensor:
+        """The whole, every part with the padding of its tiles."""
+        return self._like(self._padded(self._pad), Layout.ROW_MAJOR).to_torch()
+
+    def to_list(self) -> Any:
+        """The whole as nested lists."""
+        return self.to_torch().tolist()
+
+    def item(self) -> Any:
+        """The value of a tensor with one element that all devices agree on."""
+        values = self.block.reshape(-1)
+        if self.logical_volume() != 1:
+            raise OperandError(f"a tensor of shape {list(self.shape)} has no single item", fix="index it first")
+        self.wait()
+        if values.numel() > 1 and not bool((values == values[0]).all()):
+            raise OperandError("the devices hold different values", fix="ttnn.get_device_tensors(x)[i].item()")
+        return values[0].item()
+
+    def host_buffer(self) -> DistributedHostBuffer:
+        """The parts of a tensor on the host, by coordinate."""
+        if self._device is not None:
+            raise OperandError("a tensor on devices has no host buffer", fix="x.cpu().host_buffer()")
+        return DistributedHostBuffer(self.block, self._grid, self._coords)
+
+    def part(self, place: Sequence[int]) -> Block:
+        """What the device at a coordinate holds, a view."""
+        return part(self.block, place)
+
+    def extract_shard(self, core: Any) -> Tensor:
+        """What a core holds of the part of its device, on the host: by coordinate of the core or its number."""
+        spec = getattr(self._memory, "shard_spec", None)
+        if spec is None:
+            raise OperandError("only a tensor that is sharded over cores has shards", memory=self._memory)
+        self.wait()
+        cores = _op("corerange_to_cores")(spec.grid, None, spec.orientation.name == "ROW_MAJOR")
+        number = core if isinstance(core, int) else next((i for i, each in enumerate(cores) if each == core), -1)
+        if not 0 <= number < len(cores):
+            raise BoundsError(f"core {core} holds no shard", cores=spec.grid)
+        height, width = spec.shape
+        padded = self._padded(self._pad)
+        axes = len(self._grid)
+        flat = padded.reshape(*padded.shape[:axes], -1, padded.shape[-1])
+        across = -(-flat.shape[-1] // width)
+        row, column = divmod(number, across)
+        cut = flat[..., row * height : (row + 1) * height, column * width : (column + 1) * width]
+        return Tensor(cut.clone(), self._grid, self.dtype, self.layout, self._topology, home=self.home, tile=self.tile)
+
+    # padding by hand
+
+    def _like(self, block: Block, layout: Layout | None = None) -> Tensor:
+        """A block with the format, label and place of this tensor."""
+        return Tensor(
+            block,
+            self._grid,
+            self.dtype,
+            layout or self.layout,
+            self._topology,
+            self._device,
+            self._memory,
+            self.tile,
+            self._pad,
+            self._coords,
+            home=self.home,
+        )
+
+    def _padded(self, value: float) -> Block:
+        block = self.block
+        rank = len(self.padded_shape)
+        if block.dim() - len(self._grid) < rank:
+            lead = block.shape[: len(self._grid)]
+            block = block.reshape(*lead, *(1,) * (rank - len(self.shape)), *self.shape)
+        return _grown(block, self.padded_shape, (0,) * rank, value)
+
+    def pad(self, output_shape: Sequence[int], input_start: Sequence[int], value: float) -> Tensor:
+        """Inside a larger shape, from a place on, the rest filled."""
+        return self._like(_grown(self.block, output_shape, input_start, value))
+
+    def unpad(self, start: Sequence[int], end: Sequence[int]) -> Tensor:
+        """The box from a place to another, without the end."""
+        box: tuple[Any, ...] = (..., *(slice(a, b) for a, b in zip(start, end, strict=True)))
+        return self._like(self.block[box].clone())
+
+    def pad_to_tile(self, value: float) -> Tensor:
+        """As large as its tiles, the rest filled."""
+        sizes = padded_shape(self.shape, Layout.TILE, self.tile)
+        return self._like(_grown(self.block, sizes, (0,) * len(sizes), value))
+
+    def unpad_from_tile(self, output_shape: Sequence[int]) -> Tensor:
+        """Cut to a shape."""
+        return self.unpad((0,) * len(self.shape), output_shape)
+
+    def reshape(self, *shape: Any) -> Tensor:
+        """In another shape with as many elements."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if self.home is not None:
+            found: Tensor = _op("reshape")(self, sizes)
+            return found
+        return self._like(self.block.reshape(*self.block.shape[: len(self._grid)], *sizes))
+
+    # operators
+
+    def __add__(self, other: Any) -> Tensor:
+        return _op("add")(self, other)
+
+    def __sub__(self, other: Any) -> Tensor:
+        return _op("subtract")(self, other)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return _op("rsub")(self, other)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return _op("multiply")(self, other)
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return _op("divide")(self, other)
+
+    def __rtruediv__(self, other: Any) -> Tensor:
+        return _op("rdiv")(self, other)
+
+    def __pow__(self, other: Any) -> Tensor:
+        return _op("pow")(self, other)
+
+    def __matmul__(self, other: Any) -> Tensor:
+        return _op("matmul")(self, other)
+
+    def __neg__(self) -> Tensor:
+        return _op("neg")(self)
+
+    def __eq__(self, other: Any) -> Tensor:  # type: ignore[override]
+        return _op("eq")(self, other)
+
+    def __ne__(self, other: Any) -> Tensor:  # type: ignore[override]
+        return _op("ne")(self, other)
+
+    def __lt__(self, other: Any) -> Tensor:
+        return _op("lt")(self, other)
+
+    def __le__(self, other: Any) -> Tensor:
+        return _op("le")(self, other)
+
+    def __gt__(self, other: Any) -> Tensor:
+        return _op("gt")(self, other)
+
+    def __ge__(self, other: Any) -> Tensor:
+        return _op("ge")(self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+    __hash__ = object.__hash__
+    __iter__ = None  # a loop over `[]` would cut it up row by row
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        starts, ends, steps, gone = _box(index, self.shape)
+        found: Tensor = _op("slice")(self, starts, ends, steps)
+        return _op("squeeze")(found, gone) if gone else found
+
+    def __repr__(self) -> str:
+        return import_module("meshloom.ttnn.tensor.printing").text(self)
+
+
+def _grown(block: Block, shape: Sequence[int], start: Sequence[int], value: float) -> Block:
+    """A block whose parts lie inside a larger shape from a place on."""
+    ends: list[int] = []
+    for size, first, have in zip(reversed(shape), reversed(start), reversed(block.shape), strict=False):
+        ends += [first, size - first - have]
+    return torch.nn.functional.pad(block, ends, value=value)
+
+
+Box = tuple[list[int], list[int], list[int], list[int]]
+
+
+def _box(index: Any, shape: Shape) -> Box:
+    """An index as starts, ends, steps of a slice, and the dims that numbers take away.
+
+    >>> _box((0, Ellipsis, slice(1, None)), Shape([2, 3, 4]))
+    ([0, 0, 1], [1, 3, 4], [1, 1, 1], [0])
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    if sum(each is Ellipsis for each in given) > 1:
+        raise BoundsError("an index can only have a single ellipsis ('...')")
+    named = len(given) - (Ellipsis in given)
+    if named > len(shape):
+        raise BoundsError(f"{named} indices for a tensor of {len(shape)} dims")
+    at = given.index(Ellipsis) if Ellipsis in given else len(given)
+    full = given[:at] + [slice(None)] * (len(shape) - named) + given[at + 1 :]
+    starts, ends, steps, gone = [], [], [], []
+    for dim, (each, size) in enumerate(zip(full, shape, strict=True)):
+        if isinstance(each, slice):
+            start, end, step = each.indices(size)
+        elif isinstance(each, int) and -size <= each < size:
+            start, end, step = each % size, each % size + 1, 1
+            gone.append(dim)
+        elif isinstance(each, int):
+            raise BoundsError(f"index {each} is out of bounds for dim {dim} of size {size}")
+        else:
+            raise ArgumentError(f"{each!r} cannot index a tensor", fix="use numbers, slices and ...")
+        starts.append(start)
+        ends.append(end)
+        steps.append(step)
+    return starts, ends, steps, gone
