@@ -1,6 +1,7 @@
 """Ranks that are meant to fail: started, ended and heard one by one, with a check that no process is left.
 
-`run` starts `fault_program.py` as a user's own starter would: torchrun's environment, rank 0 holding the store.
+`run` starts `fault_program.py` as a user's own starter would: torchrun's environment, rank 0 holding the store. Its
+ranks are forked off a process that has imported torch (`ranks.live`); with `fresh` each is an interpreter of its own.
 `torchrun` and `meshloom_run` start it with those, and read what each rank said from their log files.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -17,6 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import ranks
 
 PROGRAM = Path(__file__).with_name("fault_program.py")
 _CHANCE = random.SystemRandom()  # a test that seeds `random` in two workers must not give both one port
@@ -58,6 +62,7 @@ def run(
     count: int = 2,
     absent: Sequence[int] = (),
     meanwhile: Callable[[], None] | None = None,
+    fresh: bool = False,
     **environment: str,
 ) -> list[Ended]:
     """Start the ranks but those that are absent, wait for all of them, and see that nothing is left.
@@ -72,10 +77,10 @@ def run(
         "GLOO_SOCKET_IFNAME": "lo",
         **environment,
     }
+    start = _start if fresh else Forked
+    command = [sys.executable, str(PROGRAM), case, str(folder)]
     started = {
-        rank: _start(
-            [sys.executable, str(PROGRAM), case, str(folder)], folder / f"rank-{rank}", {**shared, "RANK": str(rank)}
-        )
+        rank: start(command, folder / f"rank-{rank}", {**shared, "RANK": str(rank)})
         for rank in range(count)
         if rank not in absent
     }
@@ -135,6 +140,34 @@ def _start(command: list[str], output: Path, environment: dict[str, str]) -> sub
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
 
+class Forked:
+    """A program that was forked off instead of started, as far as tests look at a `Popen`."""
+
+    def __init__(self, command: list[str], output: Path, environment: dict[str, str]) -> None:
+        self._process = ranks.FORKS.Process(target=ranks.live, args=(str(output), environment, _run, command[1:]))
+        output.touch()
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _run(argv: list[str]) -> None:
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+Started = subprocess.Popen[bytes] | Forked
+
+
 def free_port() -> int:
     """A port of loopback that nobody uses, and that the system gives to nobody who connects."""
     while True:
@@ -144,7 +177,7 @@ def free_port() -> int:
                 return port
 
 
-def wait_for(started: list[subprocess.Popen[bytes]], folder: Path, seconds: float = LIMIT) -> list[float]:
+def wait_for(started: Sequence[Started], folder: Path, seconds: float = LIMIT) -> list[float]:
     """When each ended; an error, and an end by force, if one hangs or leaves a process behind."""
     ends: dict[int, float] = {}
     deadline = time.monotonic() + seconds
@@ -157,11 +190,11 @@ def wait_for(started: list[subprocess.Popen[bytes]], folder: Path, seconds: floa
     end(hung)
     said = "".join(each.read_text(errors="replace") for each in folder.rglob("*") if each.is_file())
     assert not hung, f"{len(hung)} of {len(started)} hung for {seconds:g} s:\n{said}"
-    assert left(folder) == [], f"processes were left behind:\n{said}"
+    assert left(folder, started) == [], f"processes were left behind:\n{said}"
     return [ends[process.pid] for process in started]
 
 
-def end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(started: Sequence[Started]) -> None:
     """End by force what still runs; a launcher's guardian then ends its ranks."""
     for process in started:
         if process.poll() is None:
@@ -169,9 +202,7 @@ def end(started: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def wait_until(
-    is_so: Callable[[], bool], started: Sequence[subprocess.Popen[bytes]], folder: Path, seconds: float = LIMIT
-) -> None:
+def wait_until(is_so: Callable[[], bool], started: Sequence[Started], folder: Path, seconds: float = LIMIT) -> None:
     """Wait for something that the processes bring about; an error, and their end, if they end or take too long."""
     deadline = time.monotonic() + seconds
     while not is_so():
@@ -183,20 +214,25 @@ def wait_until(
         time.sleep(0.05)
 
 
-def left(folder: Path) -> list[int]:
-    """The processes whose command line has this folder; a moment is given for what is just ending."""
+def left(folder: Path, started: Sequence[Started] = ()) -> list[int]:
+    """The processes whose command line has this folder, and those of the sessions that began with these; a moment is
+    given for what is just ending."""
+    sessions = [each.pid for each in started]
     found: list[int] = []
     for _ in range(30):
-        found = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal() and _is_of(each, folder)]
+        running = [each for each in Path("/proc").iterdir() if each.name.isdecimal()]
+        found = [int(each.name) for each in running if _is_of(each, folder, sessions)]
         if not found:
             return []
         time.sleep(0.1)
     return found
 
 
-def _is_of(process: Path, folder: Path) -> bool:
+def _is_of(process: Path, folder: Path, sessions: Sequence[int | None]) -> bool:
     try:
-        return str(folder).encode() in (process / "cmdline").read_bytes()
+        state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+        is_running_there = int(session) in sessions and state != "Z"
+        return is_running_there or str(folder).encode() in (process / "cmdline").read_bytes()
     except OSError:  # it has just ended
         return False
 

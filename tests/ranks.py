@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -92,7 +93,8 @@ def _shared(count: int, port: int) -> dict[str, str]:
 
 def _start(place: Path, target: str, number: int, shared: dict[str, str]) -> Rank:
     environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
-    process = FORKS.Process(target=_live, args=(str(place), target, environment))
+    output = str(place / f"output{number}")
+    process = FORKS.Process(target=live, args=(output, environment, main, str(place), target))
     process.start()
     return Rank(number, process, place)
 
@@ -126,22 +128,22 @@ def _end(started: list[Rank]) -> None:
             each.process.join()
 
 
-def _live(folder: str, target: str, environment: dict[str, str]) -> None:
+def live(output: str, environment: dict[str, str], act: Callable[..., None], *args: Any) -> None:
     """The life of a rank, as it would be in an interpreter of its own: hooks for errors and for the end are called."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    with open(Path(folder) / f"output{environment['RANK']}", "wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    warnings.simplefilter("error")
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    code = 0
     try:
-        main(folder, target)
+        act(*args)
+    except SystemExit as end:
+        code = int(end.code or 0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    else:
-        code = 0
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -154,6 +156,7 @@ def main(folder: str, target: str) -> None:
 
     import meshloom
 
+    warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=meshloom.FallbackWarning)
     torch.set_num_threads(1)
     place = Path(folder)

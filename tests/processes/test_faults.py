@@ -102,7 +102,7 @@ def test_the_rank_that_holds_the_store_may_be_killed(tmp_path):
 
 
 def test_a_rank_that_leaves_early_is_missed(tmp_path):
-    well, gone = faults.run("early", tmp_path)
+    well, gone = faults.run("early", tmp_path, fresh=True)
     assert (well.code, gone.code) == (1, 0)
     check_says(errors(well.text), rf"PeerLostError: {SUM} at {STEP} on rank 0 lost its connection: rank 1 has left$")
     check_says(errors(well.text), "processes", row(1, r"all_reduce of sum\S+ \S+", STEP, "left"))
@@ -116,7 +116,7 @@ def test_the_rank_that_holds_the_store_is_missed_too_when_it_leaves_early(tmp_pa
 
 
 def test_ranks_may_end_right_after_they_have_met(tmp_path):
-    ranks = faults.run("ends_at_once", tmp_path, count=4)
+    ranks = faults.run("ends_at_once", tmp_path, count=4, fresh=True)
     assert [(rank.code, rank.text) for rank in ranks] == [(0, "end\n")] * 4
 
 
@@ -290,7 +290,7 @@ def test_a_rank_that_hears_no_signal_is_ended_with_the_report(tmp_path):
 
 
 def test_a_rank_that_never_starts_is_named_by_all_others(tmp_path):
-    ranks = faults.run("never_starts", tmp_path, count=4, absent=[1, 3], MESHLOOM_TIMEOUT="8")
+    ranks = faults.run("never_starts", tmp_path, count=4, absent=[1, 3], fresh=True, MESHLOOM_TIMEOUT="8")
     assert [rank.rank for rank in ranks] == [0, 2]
     for rank in ranks:
         told = errors(rank.text)
