@@ -136,7 +136,7 @@ def __getattr__(name: str) -> Any:
     elif name in ("distributed", "extend", "ttnn"):
         found = import_module(f"meshloom.{name}")
     elif name in _OPS:
-        found = import_module("meshloom.tensor.named").named(name)
+        found = import_module("meshloom.tensor.named").find_named(name)
     else:
         raise AttributeError(f"module 'meshloom' has no attribute {name!r}")
     globals()[name] = found

@@ -73,7 +73,7 @@ class Log:
     pending: list[Event] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)  # for each call, how many events there were before its own
 
-    def called(self, call: Any, where: str) -> None:
+    def note_call(self, call: Any, where: str) -> None:
         """Write a call down before its events."""
         self.calls.append((call, where))
         self.marks.append(len(self.events))

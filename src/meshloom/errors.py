@@ -140,7 +140,7 @@ class MeshloomError(Exception):
         self.details = details
         super().__init__(message(headline, **details))
 
-    def located(self, **details: object) -> MeshloomError:
+    def locate(self, **details: object) -> MeshloomError:
         """The same error with where it happened; details it already has win."""
         merged = {**details, **self.details}
         fix = merged.pop("fix", None)

@@ -80,7 +80,7 @@ def op(
         signature, names = _signature(known, function, len(spec.inputs))
         rule = functools.partial(_choices, spec, names, function)
         OPS[known] = Op(known, rule, signature, at_zero="finite" if sees_padding else "trimmed")
-        FUNCTIONS[known] = _guarded(function)
+        FUNCTIONS[known] = _guard(function)
         _ADDED.add(known)
         return _public(known, function)
 
@@ -170,7 +170,7 @@ def _covers(sizes: dict[str, int], outs: Sequence[str]) -> bool:
 def _run(function: Function, call: Call) -> list[Shape]:
     """The shapes of the results, by running the function without data."""
     arrays = [torch.empty(t.shape, dtype=torch_dtype(t.dtype), device="meta") for t in call.operands]
-    return [tuple(each.shape) for each in _listed(function(**_substitute(call.arguments, arrays)))]
+    return [tuple(each.shape) for each in _as_tuple(function(**_substitute(call.arguments, arrays)))]
 
 
 def _may_shard(label: str, spec: _Spec, texts: Sequence[str], outs: Sequence[str]) -> bool:
@@ -224,11 +224,11 @@ def _signature(name: str, function: Function, operands: int) -> tuple[str, tuple
         raise ArgumentError(f"{name!r} has labels for {operands} arguments and takes {len(parameters)}")
     placed = [each for each in parameters if each.kind is not each.KEYWORD_ONLY]
     named = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
-    words = [*map(_spelled, placed), *(["*"] if named else []), *map(_spelled, named)]
+    words = [*map(_spell, placed), *(["*"] if named else []), *map(_spell, named)]
     return ", ".join(words), tuple(each.name for each in parameters)[:operands]
 
 
-def _spelled(parameter: inspect.Parameter) -> str:
+def _spell(parameter: inspect.Parameter) -> str:
     return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
 
 
@@ -243,13 +243,13 @@ def _check_literal(name: str, parameter: inspect.Parameter) -> None:
         ) from None
 
 
-def _guarded(function: Function) -> Function:
+def _guard(function: Function) -> Function:
     """The function for the engine; the first result of each plan is held against the labels."""
 
     @aware
     def run(local: Local, **arguments: Any) -> Any:
         results = function(**arguments)
-        local.once("checked", lambda: _check_shapes(local, _listed(results)))
+        local.once("checked", lambda: _check_shapes(local, _as_tuple(results)))
         return results
 
     return run
@@ -261,13 +261,13 @@ def _check_shapes(local: Local, results: Sequence[torch.Tensor]) -> bool:
     found = tuple(tuple(each.shape) for each in results)
     if found not in (tuple(local.shapes), tuple(said)):
         raise ShapeError(
-            f"the labels of {local.call.op!r} say {_shown(said)}, and the function gives {_shown(found)}",
+            f"the labels of {local.call.op!r} say {_show_shapes(said)}, and the function gives {_show_shapes(found)}",
             fix="write the result's labels in the order of its dims",
         )
     return True
 
 
-def _shown(shapes: Sequence[Shape]) -> str:
+def _show_shapes(shapes: Sequence[Shape]) -> str:
     return " and ".join(str(list(shape)) for shape in shapes)
 
 
@@ -286,7 +286,7 @@ def _public(name: str, function: Function) -> Function:
     return run
 
 
-def _listed(results: Any) -> tuple[torch.Tensor, ...]:
+def _as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
     return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
 
@@ -314,7 +314,7 @@ class _Trial:
         self.gradients = self.differentiate(self.results, self.operands)
 
     def run(self, arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return _listed(self.function(**_substitute(self.arguments, arrays)))
+        return _as_tuple(self.function(**_substitute(self.arguments, arrays)))
 
     def differentiate(
         self, results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
@@ -334,7 +334,9 @@ class _Trial:
         topologies = (Topology(mesh, (Replicate(),), tuple(x.shape), short_name(x.dtype)) for x in self.operands)
         choices = self.op.rule(Call(self.name, tuple(topologies), self.arguments))
         if (found := tuple(tuple(each.shape) for each in self.results)) != choices.shapes:
-            raise ShapeError(f"the labels of {self.name!r} say {_shown(choices.shapes)} and it gives {_shown(found)}")
+            raise ShapeError(
+                f"the labels of {self.name!r} say {_show_shapes(choices.shapes)} and it gives {_show_shapes(found)}"
+            )
         rows = choices.rows[:-1]  # the last one is replicated
         for row in rows:
             self.check_parts(row, devices)

@@ -88,7 +88,7 @@ def test_the_fit_finds_the_figures_that_made_the_times(devices):
     for kind in ("all_reduce", "all_gather"):
         for size in (8 << 10, 8 << 20):
             point = Point(kind, devices, size, 1.0)
-            points.append(Point(kind, devices, size, point.priced(made)))
+            points.append(Point(kind, devices, size, point.price(made)))
     assert fit(points) == pytest.approx((3e-6, 7e9), rel=1e-6)
 
 

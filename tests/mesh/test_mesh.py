@@ -224,6 +224,6 @@ def test_ids_that_count_through_are_the_same_however_they_were_given(mesh):
 def test_the_mesh_of_a_device_is_told_from_a_plain_one():
     with loom.runtime.open_mesh_device((2, 4)) as one, loom.runtime.open_mesh_device((2, 4)) as other:
         assert one.mesh != other.mesh != Mesh.of((2, 4)) != one.mesh
-        assert one.mesh.leased(None) == Mesh.of((2, 4)) == pickle.loads(pickle.dumps(one.mesh))
+        assert one.mesh.with_lease(None) == Mesh.of((2, 4)) == pickle.loads(pickle.dumps(one.mesh))
         assert copy.deepcopy(one.mesh) is one.mesh
         assert one.mesh.reshape(x=8).lease is one.mesh.submesh(x0=0).lease is one.mesh.lease

@@ -494,7 +494,7 @@ def logged(*plans: Plan) -> Log:
 
     log = Log()
     for each in plans:
-        log.called(each, "made.py:1")
+        log.note_call(each, "made.py:1")
         log.events += [Event(moved, each.call.op, "made.py:1") for moved in each.forward]
     return log
 

@@ -28,7 +28,7 @@ MESH = loom.Mesh(w=2)
 def corrected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls whose dtypes the engine had to correct."""
     found: list[str] = []
-    keep = dispatch.retyped
+    keep = dispatch.retype
 
     def note(decided: object, dtypes: tuple[str, ...]) -> object:
         call = decided.call
@@ -38,7 +38,7 @@ def corrected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
         return keep(decided, dtypes)
 
-    monkeypatch.setattr(dispatch, "retyped", note)
+    monkeypatch.setattr(dispatch, "retype", note)
     return found
 
 

@@ -15,7 +15,7 @@ import meshloom as loom
 from meshloom import Machine, Mesh, Partial, Placement, Replicate, Shard, Topology
 from meshloom.fabric import VIRTUAL
 from meshloom.ops import OPS, Call, Ref
-from meshloom.planner import STRATEGIES, Plan, considered, plan, retyped, strategy_of
+from meshloom.planner import STRATEGIES, Plan, consider, plan, retype, strategy_of
 from meshloom.planner.pricing import Pricing
 
 GRID = Mesh(dp=2, tp=4)
@@ -249,7 +249,7 @@ def test_use_machine_changes_the_plan_of_ops_inside():
 def test_the_chosen_row_is_the_cheapest_of_those_considered():
     for one, other in itertools.product(["R, R", "S(0), S(1)", "S(1), R", "R, S(0)"], repeat=2):
         decided = matmul(GRID, one, other)
-        lines = considered(decided)
+        lines = consider(decided)
         for axis in GRID.axes:
             chosen = [line for line in lines if line.axis == axis and line.chosen]
             assert len({line.row for line in chosen}) == 1
@@ -267,7 +267,7 @@ def test_a_plan_is_a_frozen_value_whose_bytes_add_up():
 
 def test_autocast_changes_dtypes_and_bytes_only():
     decided = matmul(Mesh(w=4), "S(1)", "S(0)")
-    half = retyped(decided, ("bf16",))
+    half = retype(decided, ("bf16",))
     assert half.outs[0].dtype == "bf16" and half.rows == decided.rows
     assert half.bytes * 2 == decided.bytes
 

@@ -173,10 +173,10 @@ PURE_PROGRAMS = {
     "parse and draw": "import meshloom as loom\n"
     "t = loom.parse('f32[16, 8](S(0), R) on Mesh(dp=2, tp=4)')\nprint(loom.draw(t), loom.draw_mesh(t.mesh))",
     "plan a matmul": "from meshloom import Mesh, Shard, Topology\nfrom meshloom.ops import Call, Ref\n"
-    "from meshloom.planner import considered, plan\n"
+    "from meshloom.planner import consider, plan\n"
     "a = Topology(Mesh(tp=4), (Shard(1),), (8, 8), 'f32')\nb = Topology(Mesh(tp=4), (Shard(0),), (8, 8), 'f32')\n"
     "p = plan(Call('matmul', (a, b), {'input': Ref(0), 'other': Ref(1)}, ()))\n"
-    "assert [str(c) for c in p.forward] == ['all_reduce(sum) over tp of 4: 384 B']\nconsidered(p)",
+    "assert [str(c) for c in p.forward] == ['all_reduce(sum) over tp of 4: 384 B']\nconsider(p)",
     "a route": "from meshloom import Mesh, Replicate, Shard, Topology\nfrom meshloom.fabric import VIRTUAL\n"
     "from meshloom.planner import route\n"
     "route(Topology(Mesh(tp=4), (Shard(0),), (8, 4), 'f32'), (Replicate(),), VIRTUAL)",

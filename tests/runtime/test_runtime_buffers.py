@@ -26,7 +26,7 @@ from meshloom.runtime import (
     enqueue_mesh_workload,
     open_mesh_device,
 )
-from meshloom.runtime.compile_cache import CompileCache, fingerprint, link, sealed, translate
+from meshloom.runtime.compile_cache import CompileCache, fingerprint, link, seal, translate
 
 
 def sharded(mesh: MeshDevice, *shape: int, shard: tuple[int, ...], **options: Any) -> Any:
@@ -376,10 +376,10 @@ def test_a_shared_directory_is_used_again_and_a_broken_file_is_compiled_again(tm
     assert second.binary(kernel_a, translate) == binary
     assert (first.compiles, second.compiles, second.hits) == (1, 0, 1)
     (path,) = tmp_path.iterdir()
-    path.write_bytes(sealed(path.name, binary)[:-3])
+    path.write_bytes(seal(path.name, binary)[:-3])
     third = CompileCache(tmp_path)
     assert third.binary(kernel_a, translate) == binary and third.compiles == 1
-    assert path.read_bytes() == sealed(path.name, binary)
+    assert path.read_bytes() == seal(path.name, binary)
     x = torch.zeros(1)
     link(binary, kernel_a)(x)
     assert x.item() == 1
@@ -419,11 +419,11 @@ def test_code_that_somebody_else_could_have_written_does_not_run(tmp_path):
 
     name = fingerprint(kernel_a)
     path = tmp_path / name
-    path.write_bytes(sealed(name, translate(planted)))
+    path.write_bytes(seal(name, translate(planted)))
     path.chmod(0o666)
     found = CompileCache(tmp_path)
     assert found.binary(kernel_a, translate) == translate(kernel_a) and found.compiles == 1
-    path.write_bytes(sealed(fingerprint(planted), translate(planted)))
+    path.write_bytes(seal(fingerprint(planted), translate(planted)))
     found = CompileCache(tmp_path)
     assert found.binary(kernel_a, translate) == translate(kernel_a) and found.compiles == 1
 

@@ -172,7 +172,7 @@ def test_the_range_of_torch_is_the_one_that_was_run():
     pinned = re.search(r"^torch==(\d+)\.(\d+)\.\d+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
     major, minor = map(int, pinned.groups())
-    ranges = re.findall(r'"torch([^"]*)"', (ROOT / "pyproject.toml").read_text())
+    ranges = re.findall(r'"torch([<>=][^"]*)"', (ROOT / "pyproject.toml").read_text())
     assert ranges == [f">={major}.{minor},<{major}.{minor + 1}"]
     assert importlib.metadata.version("torch").startswith(f"{major}.{minor}.")
     release = pinned[0].removeprefix("torch==")

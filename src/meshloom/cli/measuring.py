@@ -58,7 +58,7 @@ class Point:
     size: int
     seconds: float
 
-    def priced(self, machine: Machine) -> float:
+    def price(self, machine: Machine) -> float:
         """The seconds that a machine's figures give."""
         held = (self.size, self.size) if self.kind == "all_reduce" else (self.size // self.devices, self.size)
         size = KINDS[self.kind].size(*held, self.devices)
@@ -188,14 +188,14 @@ def fit(points: Sequence[Point]) -> tuple[float, float]:
     squares of (price - time) / sqrt(price * time), with the prices of the round before in the root.
 
     >>> exact = Machine("m", latency=1e-6, bandwidth=1e9, flops=1.0, memory_bandwidth=1.0)
-    >>> made = [Point("all_reduce", 8, size, Point("all_reduce", 8, size, 0).priced(exact)) for size in (800, 80000)]
+    >>> made = [Point("all_reduce", 8, size, Point("all_reduce", 8, size, 0).price(exact)) for size in (800, 80000)]
     >>> latency, bandwidth = fit(made)
     >>> f"{latency:.2e} {bandwidth:.2e}"
     '1.00e-06 1.00e+09'
     """
     by_step = Machine("steps", latency=1.0, bandwidth=1e30, flops=1.0, memory_bandwidth=1.0)
     by_byte = Machine("bytes", latency=1e-30, bandwidth=1.0, flops=1.0, memory_bandwidth=1.0)
-    rows = [(each.priced(by_step), each.priced(by_byte), each.seconds) for each in points]
+    rows = [(each.price(by_step), each.price(by_byte), each.seconds) for each in points]
     priced = [seconds for _, _, seconds in rows]
     for _ in range(FIT_ROUNDS):
         roots = [math.sqrt(price * seconds) for price, (_, _, seconds) in zip(priced, rows, strict=True)]

@@ -256,13 +256,13 @@ def _address_here(plan: Launch) -> str:
     if not here:
         raise LaunchError(
             f"the meeting point {plan.endpoint} ({', '.join(found)}) is not an address of this host, the first one",
-            interfaces=_known(),
+            interfaces=_known_interfaces(),
             fix=_FIX,
         )
     if interfaces.is_loopback(here[0]) and name != "localhost" and name != here[0]:
         raise LaunchError(
             f"the meeting point {plan.endpoint} is {here[0]} on this host, where no other host can come",
-            interfaces=_known(),
+            interfaces=_known_interfaces(),
             fix=_FIX,
         )
     return here[0]
@@ -276,11 +276,13 @@ def _address_of(interface: str, like: str) -> str:
     found = interfaces.interfaces().get(interface, [])
     fitting = [address for address in found if (":" in address) == (":" in like)] or found
     if not fitting:
-        raise LaunchError(f"this host has no interface {interface!r} with an address", interfaces=_known(), fix=_FIX)
+        raise LaunchError(
+            f"this host has no interface {interface!r} with an address", interfaces=_known_interfaces(), fix=_FIX
+        )
     return fitting[0]
 
 
-def _known() -> str:
+def _known_interfaces() -> str:
     return ", ".join(f"{name} ({found[0]})" for name, found in interfaces.interfaces().items() if found)
 
 

@@ -121,7 +121,7 @@ class Lines:
         *whole, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
         if whole or not waited:
             self._since = now
-        return [_seen(line) for line in whole]
+        return [_visible_text(line) for line in whole]
 
     def tick(self, now: float) -> list[str]:
         """Half a line that has waited long enough."""
@@ -139,10 +139,10 @@ class Lines:
 
     def _cut(self) -> list[str]:
         rest, self._rest = self._rest, ""
-        return [_seen(rest)]
+        return [_visible_text(rest)]
 
 
-def _seen(line: str) -> str:
+def _visible_text(line: str) -> str:
     """What a terminal leaves of a line: a progress bar goes back with \\r and writes over itself."""
     return next((part for part in reversed(line.split("\r")) if part), "")
 

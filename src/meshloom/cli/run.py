@@ -72,7 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what would run, or run it."""
-    plan = planned(options)
+    plan = plan_launch(options)
     if options.dry_run:
         print(plan)
         return
@@ -137,10 +137,10 @@ class Launch:
     def __str__(self) -> str:
         head = f"{_count(len(self.bindings), 'rank')} on {_count(len(self.bindings.hosts), 'host')}"
         meeting = f", meeting at {self.endpoint}" if self.has_several_hosts else ""
-        ranks = "\n\n".join(self._told(binding) for binding in self.bindings)
+        ranks = "\n\n".join(self._rank_line(binding) for binding in self.bindings)
         return f"{head}{meeting}\n\n{self.bindings}\n\n{ranks}"
 
-    def _told(self, binding: Binding) -> str:
+    def _rank_line(self, binding: Binding) -> str:
         told = self.environment_of(binding.rank)
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
         command = shlex.join(self.command)
@@ -164,7 +164,7 @@ class Launch:
         return {name: str(value) for name, value in found.items()}
 
 
-def planned(options: argparse.Namespace) -> Launch:
+def plan_launch(options: argparse.Namespace) -> Launch:
     """The launch that the command line asks for."""
     bindings = _bindings(options)
     hosts = bindings.hosts

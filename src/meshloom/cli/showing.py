@@ -83,15 +83,15 @@ def open_log(path: Path) -> int:
     try:
         found = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
-        raise _refused(path, "it is a link" if error.errno == errno.ELOOP else error.strerror or str(error)) from error
+        raise _refusal(path, "it is a link" if error.errno == errno.ELOOP else error.strerror or str(error)) from error
     about = os.fstat(found)
     if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
         os.close(found)
-        raise _refused(path, "it belongs to somebody else" if stat.S_ISREG(about.st_mode) else "it is not a file")
+        raise _refusal(path, "it belongs to somebody else" if stat.S_ISREG(about.st_mode) else "it is not a file")
     os.fchmod(found, 0o600)
     os.ftruncate(found, 0)
     return found
 
 
-def _refused(path: Path, reason: str) -> LaunchError:
+def _refusal(path: Path, reason: str) -> LaunchError:
     return LaunchError(f"the log {path} cannot be written: {reason}", fix="remove it, or give another --log-dir")

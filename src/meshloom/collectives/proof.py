@@ -89,7 +89,7 @@ def prove(schedule: Schedule, fabric: Fabric, *, limit: int | None = None, order
     check_links(schedule, fabric)
     check_contributions(schedule)
     check_credits(schedule, orders)
-    return _measured(schedule, limit)
+    return _measure(schedule, limit)
 
 
 # --- form and links ---------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def check_form(schedule: Schedule) -> None:
         raise ScheduleError(f"root {schedule.root} is not a position in a group of {len(schedule.group)}")
     _check_owners(schedule)
     members = set(schedule.group)
-    for number, send in _numbered(schedule):
+    for number, send in _number_sends(schedule):
         _check_send(schedule, members, number, send)
 
 
@@ -145,7 +145,7 @@ def check_links(schedule: Schedule, fabric: Fabric) -> None:
             used[pair] = send
 
 
-def _numbered(schedule: Schedule) -> Iterator[tuple[int, Send]]:
+def _number_sends(schedule: Schedule) -> Iterator[tuple[int, Send]]:
     return ((number, send) for number, step in enumerate(schedule.steps) for send in step)
 
 
@@ -181,7 +181,7 @@ def _advance(schedule: Schedule, state: State, number: int, step: Step) -> None:
             raise _wrong(
                 schedule, number, send, f"chunk {chunk} at {slot[0]} is written twice in one step", other=other
             )
-        state[slot] = _combined(schedule, state, number, send, chunk, value) if send.reduce else value
+        state[slot] = _combine(schedule, state, number, send, chunk, value) if send.reduce else value
 
 
 def _read(schedule: Schedule, state: State, number: int, send: Send, chunk: int) -> int:
@@ -191,7 +191,7 @@ def _read(schedule: Schedule, state: State, number: int, send: Send, chunk: int)
     return value
 
 
-def _combined(schedule: Schedule, state: State, number: int, send: Send, chunk: int, value: int) -> int:
+def _combine(schedule: Schedule, state: State, number: int, send: Send, chunk: int, value: int) -> int:
     held = state.get((send.destination, chunk), 0)
     if not held:
         raise _wrong(schedule, number, send, f"{send.destination} holds nothing of chunk {chunk} to combine with")
@@ -214,7 +214,7 @@ def _check_end(schedule: Schedule, state: State) -> None:
 
 def _short(schedule: Schedule, place: Coordinate, chunk: int, held: int, due: int) -> ScheduleError:
     last = [
-        (number, send) for number, send in _numbered(schedule) if send.destination == place and chunk in send.chunks
+        (number, send) for number, send in _number_sends(schedule) if send.destination == place and chunk in send.chunks
     ]
     return ScheduleError(
         f"{place} ends without chunk {chunk} of {_names(schedule, due & ~held)}",
@@ -303,7 +303,7 @@ def _circle(waiting: Mapping[Coordinate, Wait]) -> str:
 # --- counting ---------------------------------------------------------------------------------------------------
 
 
-def _measured(schedule: Schedule, limit: int | None) -> Proof:
+def _measure(schedule: Schedule, limit: int | None) -> Proof:
     most, busiest = 0, 0
     for number, step in enumerate(schedule.steps):
         arriving: Counter[Coordinate] = Counter()

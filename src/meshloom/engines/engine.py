@@ -61,7 +61,7 @@ class Engine(ABC):
             call = self._call(entry.name, positional, named)
             shapes = entry.rule(call).shapes
         except MeshloomError as error:
-            raise error.located(engine=self.name, call=op) from None
+            raise error.locate(engine=self.name, call=op) from None
         known = (self._known(call, shapes),) if getattr(function, "is_aware", False) else ()
         return function(*known, *positional, **named)
 

@@ -132,8 +132,8 @@ class Preset:
 
     def to_toml(self) -> str:
         """The preset as a file that `load_preset` reads back."""
-        lines = [f"name = {_quoted(self.name)}", f"title = {_quoted(self.title)}"]
-        lines += [f"shape = {list(self.shape)}", f"kinds = [{', '.join(map(_quoted, self.kinds))}]", "", "[links]"]
+        lines = [f"name = {_quote(self.name)}", f"title = {_quote(self.title)}"]
+        lines += [f"shape = {list(self.shape)}", f"kinds = [{', '.join(map(_quote, self.kinds))}]", "", "[links]"]
         lines += [f"{what} = {list(getattr(self, what))}" for what in ("lanes", "latency", "bandwidth")]
         lines += [f"efficiency = {self.efficiency}"]
         lines += [f"{what} = {_joins(getattr(self, what))}" for what in ("missing", "extra") if getattr(self, what)]
@@ -146,7 +146,7 @@ def _short(figure: float, unit: float) -> str:
     return f"{figure / unit:.4g}"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 
@@ -191,11 +191,11 @@ def preset(name: str) -> Preset:
         return load_preset(THIS_MACHINE)
     if wanted not in preset_names():
         raise FabricError(f"no preset is called {name!r}", fix=closest(wanted, preset_names()))
-    return _shipped(wanted)
+    return _read_shipped(wanted)
 
 
 @cache
-def _shipped(name: str) -> Preset:
+def _read_shipped(name: str) -> Preset:
     file = _folder() / f"{name}.toml"
     return read_preset(file.read_text(encoding="utf-8"), file=f"{name}.toml", name=name)
 

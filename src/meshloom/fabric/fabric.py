@@ -51,7 +51,7 @@ class Fabric:
         put = object.__setattr__
         put(self, "name", name)
         put(self, "shape", checked_shape(shape))
-        put(self, "_table", _merged(self.shape, links))
+        put(self, "_table", _merge(self.shape, links))
         put(self, "links", tuple(self._table.values()))
         put(self, "_near", _neighbours(self.shape, self._table))
         put(self, "_sources", _sources(self._near, self._table))
@@ -389,7 +389,7 @@ def _extra(extra: Iterable[Pair | Link], figures: list[tuple[float, float]]) -> 
             yield Link(b, a, *figures[0])
 
 
-def _merged(shape: tuple[int, ...], links: Iterable[Link]) -> dict[Pair, Link]:
+def _merge(shape: tuple[int, ...], links: Iterable[Link]) -> dict[Pair, Link]:
     """One link per ordered pair, in row-major order: bandwidths of lanes add up, the largest latency counts."""
     merged: dict[Pair, Link] = {}
     for link in links:
@@ -429,11 +429,11 @@ def _kinds_of(shape: tuple[int, ...], table: Mapping[Pair, Link]) -> tuple[str, 
     """The kind of each axis if the links are exactly a grid; the plainest where several mean the same links."""
     start = (0,) * len(shape)
 
-    def joined(axis: int, there: int) -> bool:
+    def is_joined(axis: int, there: int) -> bool:
         return (start, (*start[:axis], there, *start[axis + 1 :])) in table
 
     kinds = tuple(
-        "line" if size < 3 or not joined(axis, size - 1) else "full" if size > 3 and joined(axis, 2) else "ring"
+        "line" if size < 3 or not is_joined(axis, size - 1) else "full" if size > 3 and is_joined(axis, 2) else "ring"
         for axis, size in enumerate(shape)
     )
     return kinds if table.keys() == {(a, b) for _, a, b in _edges(shape, kinds)} else None

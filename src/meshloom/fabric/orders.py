@@ -36,8 +36,8 @@ def find_order(members: Order, near: Near, closed: bool) -> Order | Reason:
     """
     for order in itertools.islice(_guesses(members, closed), GUESSES):
         if is_order(order, near, closed):
-            return _turned(order, members[0]) if closed else order
-    both = _undirected(members, near)
+            return _turn(order, members[0]) if closed else order
+    both = _make_undirected(members, near)
     return _obstacle(members, both, closed) or _search(members, near, both, closed)
 
 
@@ -53,7 +53,7 @@ def parts(members: Sequence[Coordinate], near: Near) -> list[Order]:
     >>> parts([(0,), (1,), (3,)], {(0,): [(1,)], (1,): [(0,)], (3,): []})
     [((0,), (1,)), ((3,),)]
     """
-    both = _undirected(members, near)
+    both = _make_undirected(members, near)
     found: list[Order] = []
     left = list(members)
     while left:
@@ -63,12 +63,12 @@ def parts(members: Sequence[Coordinate], near: Near) -> list[Order]:
     return found
 
 
-def _turned(order: Order, first: Coordinate) -> Order:
+def _turn(order: Order, first: Coordinate) -> Order:
     start = order.index(first)
     return order[start:] + order[:start]
 
 
-def _undirected(members: Sequence[Coordinate], near: Near) -> dict[Coordinate, list[Coordinate]]:
+def _make_undirected(members: Sequence[Coordinate], near: Near) -> dict[Coordinate, list[Coordinate]]:
     both: dict[Coordinate, dict[Coordinate, None]] = {each: {} for each in members}
     for a in members:
         for b in near[a]:
@@ -96,16 +96,16 @@ def _guesses(members: Order, closed: bool) -> Iterator[Order]:
     for axes in itertools.permutations(wide):
         # Turned sides start elsewhere: past a broken link.
         for turns in itertools.product(*(range(min(4, len(sides[axis]))) for axis in axes)):
-            turned = [_rotated(sides[axis], turn) for axis, turn in zip(axes, turns, strict=True)]
+            turned = [_rotate(sides[axis], turn) for axis, turn in zip(axes, turns, strict=True)]
             for order in _cycles(turned) if closed else [_snake(turned)]:
-                yield tuple(_placed(members[0], axes, each) for each in order)
+                yield tuple(_place(members[0], axes, each) for each in order)
 
 
-def _rotated(side: Side, turn: int) -> Side:
+def _rotate(side: Side, turn: int) -> Side:
     return [*side[turn:], *side[:turn]]
 
 
-def _placed(base: Coordinate, axes: Sequence[int], values: Coordinate) -> Coordinate:
+def _place(base: Coordinate, axes: Sequence[int], values: Coordinate) -> Coordinate:
     at = list(base)
     for axis, value in zip(axes, values, strict=True):
         at[axis] = value

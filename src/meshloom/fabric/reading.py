@@ -27,7 +27,7 @@ class Document:
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
-        self._values = dict(_flat(_parsed(text, file)))
+        self._values = dict(_flat(_parse(text, file)))
         self._lines = _lines(text)
 
     def take(self, key: str, read: Callable[[Any], _T], default: _T | None = None) -> _T:
@@ -65,7 +65,7 @@ class Document:
         return self._lines.get(key)
 
 
-def _parsed(text: str, file: str) -> dict[str, Any]:
+def _parse(text: str, file: str) -> dict[str, Any]:
     toml: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         values: dict[str, Any] = toml.loads(text)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from meshloom.errors import MeshError, closest
-from meshloom.mesh.process import HERE, check_grid, divided, place_of
+from meshloom.mesh.process import HERE, check_grid, divide, place_of
 
 Coordinate = tuple[int, ...]
 Home = tuple[Coordinate, int]
@@ -229,7 +229,7 @@ class Mesh:
         """
         return self._ids[self.index(coordinate)]
 
-    def leased(self, lease: Lease | None) -> Mesh:
+    def with_lease(self, lease: Lease | None) -> Mesh:
         """The same mesh as that of a device, or with None as a value and nothing else."""
         return _made(self.axes, self.shape, self._ids, self.homes, self.processes, lease)
 
@@ -294,7 +294,7 @@ class Mesh:
         >>> Mesh(dp=2, tp=4).split(4).processes
         (2, 2)
         """
-        return _made(self.axes, self.shape, self._ids, self.homes, divided(self.shape, count), self.lease)
+        return _made(self.axes, self.shape, self._ids, self.homes, divide(self.shape, count), self.lease)
 
     def axis(self, name: str | int) -> int:
         """The position of an axis given by name or by position.

@@ -28,10 +28,10 @@ def colour(number: int) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
-def shown(count: int) -> list[int | None]:
+def places_to_draw(count: int) -> list[int | None]:
     """The places of a side that are drawn; None stands for all that are left out.
 
-    >>> shown(3), shown(100)[4:9]
+    >>> places_to_draw(3), places_to_draw(100)[4:9]
     ([0, 1, 2], [4, 5, None, 94, 95])
     """
     half = MOST // 2
@@ -80,7 +80,7 @@ def draw_devices(mesh: Mesh, fill: Fill) -> str:
     >>> draw_devices(Mesh(dp=2, tp=4), lambda place: (EMPTY, "nothing")).count("<rect")
     8
     """
-    rows, columns = list(shown_places(mesh.shape[:-1])), shown(mesh.shape[-1] if mesh.ndim else 1)
+    rows, columns = list(shown_places(mesh.shape[:-1])), places_to_draw(mesh.shape[-1] if mesh.ndim else 1)
     names = [_label(mesh.axes[:-1], place) for place in rows]
     left = 8 + LETTER * max(map(len, names), default=0)
     parts = [
@@ -103,7 +103,7 @@ def shown_places(shape: Sequence[int]) -> Iterator[Coordinate | None]:
     >>> list(shown_places((1, 2)))
     [(0, 0), (0, 1)]
     """
-    for number in shown(math.prod(shape)):
+    for number in places_to_draw(math.prod(shape)):
         yield None if number is None else _unravel(number, shape)
 
 

@@ -24,10 +24,10 @@ class Process:
 HERE = Process()
 
 
-def divided(shape: Sequence[int], count: int) -> tuple[int, ...] | None:
+def divide(shape: Sequence[int], count: int) -> tuple[int, ...] | None:
     """The grid in which `count` processes split a mesh into equal boxes, left axis first; None where they cannot.
 
-    >>> divided((2, 4), 2), divided((2, 4), 8), divided((3, 5), 3), divided((2, 4), 3)
+    >>> divide((2, 4), 2), divide((2, 4), 8), divide((3, 5), 3), divide((2, 4), 3)
     ((2, 1), (2, 4), (3, 1), None)
     """
     if count < 1 or math.prod(shape) % count:

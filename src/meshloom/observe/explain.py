@@ -8,7 +8,7 @@ from typing import Any
 
 from meshloom.collectives import fastest
 from meshloom.errors import ArgumentError
-from meshloom.planner import Plan, considered
+from meshloom.planner import Plan, consider
 from meshloom.runtime import Event, Log, state
 
 
@@ -97,7 +97,7 @@ def _describe(plan: Plan, where: str, rows: bool) -> Iterator[str]:
     operands = ", ".join(topology.notation for topology in plan.call.operands)
     results = ", ".join(topology.notation for topology in plan.outs)
     yield f"{plan.call.op}({operands}) -> {results} on {plan.mesh}  at {where}"
-    for line in considered(plan) if rows else ():
+    for line in consider(plan) if rows else ():
         mark = "chosen  " if line.chosen else "rejected"
         price = "        -" if line.cost is None else f"{line.cost * 1e6:9.3f}"
         yield f"  {line.axis:>4} {mark} {price} us  {line.row.label:<8} {line.row!s:<28} {line.reason}"

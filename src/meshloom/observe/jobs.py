@@ -165,14 +165,14 @@ def read_schedule(schedule: Schedule, wires: Wires, size: int) -> Sends:
     chunk = np.fromiter(map(attrgetter("chunk"), flat), np.int64, len(flat))
     more = np.fromiter(map(len, map(attrgetter("also"), flat)), np.int64, len(flat))
     parts = np.concatenate([[0], np.cumsum(more + 1)])
-    carried = np.fromiter(_carried(flat), np.int64, int(parts[-1])) if more.any() else chunk
+    carried = np.fromiter(_chunks_of(flat), np.int64, int(parts[-1])) if more.any() else chunk
     _check_chunks(schedule, carried)
     link = wires.find(source, destination)
     if len(link) and link.min() < 0:
         raise _no_link(schedule, flat[int(link.argmin())], int(link.argmin()), wires.fabric)
     sizes = _sizes(carried, parts, size, schedule.chunks)
     devices = np.repeat(np.stack([source, destination]), more + 1, axis=1)
-    reads, writes = _numbered(devices * schedule.chunks + carried, len(wires.coordinates) * schedule.chunks)
+    reads, writes = _number_anew(devices * schedule.chunks + carried, len(wires.coordinates) * schedule.chunks)
     return Sends(
         steps=np.cumsum([0, *map(len, schedule.steps)]),
         parts=parts,
@@ -189,7 +189,7 @@ def read_schedule(schedule: Schedule, wires: Wires, size: int) -> Sends:
     )
 
 
-def _carried(flat: list[Send]) -> Iterable[int]:
+def _chunks_of(flat: list[Send]) -> Iterable[int]:
     return itertools.chain.from_iterable(map(attrgetter("chunks"), flat))
 
 
@@ -199,7 +199,7 @@ def _sizes(carried: Integers, parts: Integers, size: int, chunks: int) -> Intege
     return np.add.reduceat(np.clip(size - carried * each, 0, each), parts[:-1]) if len(carried) else carried
 
 
-def _numbered(slots: Integers, total: int) -> Integers:
+def _number_anew(slots: Integers, total: int) -> Integers:
     """The slots as they are, or numbered anew where only few of very many are in use."""
     if total <= DENSE:
         return slots

@@ -175,7 +175,7 @@ def _simulate_schedule(schedule: Schedule, fabric: Fabric, size: int, barrier: b
         np.concatenate([sends.size, np.zeros(len(devices), np.int64)]),
     )
     title = f"{name} of {size} B over {len(schedule.group)} devices" + (f" on {fabric.name}" if fabric.name else "")
-    return _summed(title, float(arrive.max(initial=0.0)), fabric, spans)
+    return _sum_up(title, float(arrive.max(initial=0.0)), fabric, spans)
 
 
 def _presence(sends: Sends, start: Floats, arrive: Floats, count: int) -> tuple[Integers, Floats, Floats]:
@@ -199,7 +199,7 @@ def _arrow(source: Coordinate, destination: Coordinate) -> str:
     return f"{source}->{destination}"
 
 
-def _summed(title: str, time: float, fabric: Fabric, spans: Spans) -> Simulation:
+def _sum_up(title: str, time: float, fabric: Fabric, spans: Spans) -> Simulation:
     count = len(fabric.links)
     on_links = spans.track < count
     track = spans.track[on_links]
@@ -368,7 +368,7 @@ class _Program:
             np.concatenate([np.array(self.jobs.size, np.int64)[real], np.zeros(len(device), np.int64)]),
         )
         where = f" on {self.fabric.name}" if self.fabric.name else ""
-        return _summed(title + where, float(arrive.max(initial=0.0)), self.fabric, spans)
+        return _sum_up(title + where, float(arrive.max(initial=0.0)), self.fabric, spans)
 
     def _split(self, plan: Plan) -> Iterator[tuple[Collective, ...]]:
         """The collectives of a plan by what they are for: each operand, the statistics inside, each result."""

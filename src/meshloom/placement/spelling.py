@@ -76,7 +76,7 @@ def as_placements(given: Placements | None, mesh: Mesh, ndim: int | None = None)
             asked=spell(listed),
             fix=f"give one per axis, or name the axes: {{{mesh.axes[0]!r}: Shard(0)}}" if mesh.ndim else None,
         )
-    return listed if ndim is None else tuple(_counted(each, ndim, mesh, listed) for each in listed)
+    return listed if ndim is None else tuple(_count_from_front(each, ndim, mesh, listed) for each in listed)
 
 
 def _placement(each: object) -> Placement:
@@ -89,7 +89,7 @@ def _placement(each: object) -> Placement:
     raise PlacementError(f"{each!r} is not a placement", fix="use Shard(dim), Replicate() or Partial(op)")
 
 
-def _counted(placement: Placement, ndim: int, mesh: Mesh, asked: tuple[Placement, ...]) -> Placement:
+def _count_from_front(placement: Placement, ndim: int, mesh: Mesh, asked: tuple[Placement, ...]) -> Placement:
     if not isinstance(placement, Shard):
         return placement
     if not -ndim <= placement.dim < ndim:

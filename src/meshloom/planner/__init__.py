@@ -3,7 +3,7 @@
 Start with `plan`. Everything here is a pure function of frozen values, so that every process decides the same.
 """
 
-from meshloom.planner.plan import Considered, Plan, considered, plan, retyped
+from meshloom.planner.plan import Considered, Plan, consider, plan, retype
 from meshloom.planner.redistribution import moves, route, stations
 from meshloom.planner.strategies import STRATEGIES, Strategy, strategy_of
 
@@ -12,10 +12,10 @@ __all__ = [
     "Considered",
     "Plan",
     "Strategy",
-    "considered",
+    "consider",
     "moves",
     "plan",
-    "retyped",
+    "retype",
     "route",
     "stations",
     "strategy_of",

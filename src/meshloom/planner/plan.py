@@ -228,7 +228,7 @@ def _axis_by_axis(pricing: Pricing, candidates: list[Rows]) -> list[Rows]:
     return [(none,)] * len(candidates)
 
 
-def _settled(raw: Sequence[Placement], wanted: Request) -> tuple[Placement, ...]:
+def _settle_all(raw: Sequence[Placement], wanted: Request) -> tuple[Placement, ...]:
     return tuple(settle(here, asked) for here, asked in zip(raw, wanted, strict=True))
 
 
@@ -244,7 +244,7 @@ def _assemble(pricing: Pricing, rows: Rows) -> Plan:
 def _complete(begun: Plan) -> Plan:
     """A plan with its results as they are handed over and all that it communicates."""
     call, machine = begun.call, begun.machine
-    outs = tuple(each.with_placements(_settled(each.placements, begun.request)) for each in begun.raw)
+    outs = tuple(each.with_placements(_settle_all(each.placements, begun.request)) for each in begun.raw)
     forward: list[Collective] = []
     for source, target in zip(call.operands, begun.ins, strict=True):
         forward += route(source, target.placements, machine)[0]
@@ -266,7 +266,7 @@ class Considered:
     reason: str
 
 
-def considered(decided: Plan) -> tuple[Considered, ...]:
+def consider(decided: Plan) -> tuple[Considered, ...]:
     """Every row of every axis, with its price and the reason why it was or was not taken."""
     call = decided.call
     choices = find(call.op).rule(call)
@@ -302,7 +302,7 @@ def _consider(decided: Plan, pricing: Pricing, axis: int, name: str, row: Row, n
     return Considered(name, row, cost, False, "dearer" if this > taken else "as dear, stands later")
 
 
-def retyped(decided: Plan, dtypes: Sequence[str]) -> Plan:
+def retype(decided: Plan, dtypes: Sequence[str]) -> Plan:
     """The same plan with other dtypes of its results: autocast gives them, or a default dtype that is not f32."""
     return _complete(
         replace(decided, raw=tuple(each.with_dtype(dtype) for each, dtype in zip(decided.raw, dtypes, strict=True)))

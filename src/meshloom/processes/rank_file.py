@@ -48,7 +48,7 @@ def bindings_from(text: str, where: str = "text") -> Bindings:
         _check_depth(yaml.parse(text, Loader=yaml.BaseLoader))
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except BindingError as error:
-        raise error.located(file=where) from None
+        raise error.locate(file=where) from None
     except yaml.YAMLError as error:
         raise BindingError(f"{where} is not YAML", reason=error) from error
     try:
@@ -57,7 +57,7 @@ def bindings_from(text: str, where: str = "text") -> Bindings:
         graph = _text(top[GRAPH]) if GRAPH in top else None
         return Bindings.of(_numbered([_row(row, graph) for row in rows]))
     except BindingError as error:
-        raise error.located(file=where) from None
+        raise error.locate(file=where) from None
 
 
 def _check_depth(events: Iterable[Any]) -> None:
@@ -141,7 +141,7 @@ def _numbered(rows: list[tuple[Any, dict[str, Any]]]) -> list[Binding]:
         try:
             made.append(Binding(**values, local_rank=local_rank, world_size=len(rows)))
         except BindingError as error:
-            raise error.located(line=_line(node)) from None
+            raise error.locate(line=_line(node)) from None
     return made
 
 
@@ -190,7 +190,7 @@ def _devices(node: Any) -> tuple[int, ...]:
     try:
         return read_devices(text, "visible_devices")
     except BindingError as error:
-        raise error.located(line=_line(node)) from None
+        raise error.locate(line=_line(node)) from None
 
 
 def _overrides(node: Any) -> dict[str, str]:

@@ -27,20 +27,20 @@ def listen(listener: Callable[[bool], None]) -> None:
         listener(True)
 
 
-def opened(device: MeshDevice) -> None:
+def note_open(device: MeshDevice) -> None:
     """A mesh that accounts has been opened."""
     _open[device.mesh] = device
     _tell()
 
 
-def moved(before: Mesh, device: MeshDevice) -> None:
+def note_moved(before: Mesh, device: MeshDevice) -> None:
     """A mesh device has another mesh now."""
     if _open.get(before) is device:
         del _open[before]
         _open[device.mesh] = device
 
 
-def closed(device: MeshDevice) -> None:
+def note_closed(device: MeshDevice) -> None:
     """A mesh has been closed."""
     if _open.get(device.mesh) is device:
         del _open[device.mesh]

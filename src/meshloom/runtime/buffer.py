@@ -49,7 +49,7 @@ class MeshBuffer:
         if buffer_type not in MEMORIES:
             raise ArgumentError(f"there is no memory {buffer_type!r}", fix=closest(buffer_type, MEMORIES))
         self.device, self.config = device, config
-        self.layout = layout_of(config, device.mesh.leased(None))  # a value: caches know it from one device to the next
+        self.layout = layout_of(config, device.mesh.with_lease(None))  # a value: caches know it on other devices too
         self.buffer_type = buffer_type
         self.name = name or f"buffer{next(_numbers)}"
         self.where = where()
@@ -62,7 +62,7 @@ class MeshBuffer:
         self._release = weakref.finalize(self, _drop, self._allocator, self.region)
         self._release.atexit = False
         if system.races is not None:
-            system.races.allocated(self.region)
+            system.races.note_allocation(self.region)
         self.storage: Block | Scattered = (
             Block(self.layout, system.races is not None)
             if system.driver.shares_memory
@@ -142,7 +142,7 @@ class MeshBuffer:
 
     # who waits for whom
 
-    def used(self, queue: MeshCommandQueue, number: int) -> None:
+    def note_use(self, queue: MeshCommandQueue, number: int) -> None:
         """A queue has been given a command that uses it."""
         with self._lock:
             self._last[queue] = number
@@ -166,7 +166,7 @@ class MeshBuffer:
         self.wait()
         self.device.system.launches.check_cards(self.device.numbers)
         if self.device.system.races is not None:
-            self.device.system.races.touched(self.region, self.device.numbers)
+            self.device.system.races.note_host_write(self.region, self.device.numbers)
 
     def __repr__(self) -> str:
         state = f"at {self.address:#x}" if self.is_allocated else "freed"

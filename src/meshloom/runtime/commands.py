@@ -110,7 +110,7 @@ def _access(buffer: MeshBuffer, places: Iterable[Coordinate], writes: bool) -> A
     return Access(buffer.region, buffer.name, buffer.cards(places), writes)
 
 
-def _held(buffer: MeshBuffer) -> list[Coordinate]:
+def _places_of(buffer: MeshBuffer) -> list[Coordinate]:
     return [place for place in buffer.device.coordinates() if buffer.layout.part(place) is not None]
 
 
@@ -126,7 +126,7 @@ class Write(Command):
 
     def accesses(self) -> Iterable[Access]:
         (buffer,) = self.buffers
-        return (_access(buffer, _held(buffer) if self._place is None else (self._place,), True),)
+        return (_access(buffer, _places_of(buffer) if self._place is None else (self._place,), True),)
 
     def run(self, queue: int) -> None:
         (buffer,) = self.buffers
@@ -149,7 +149,7 @@ class Read(Command):
 
     def accesses(self) -> Iterable[Access]:
         (buffer,) = self.buffers
-        return (_access(buffer, _held(buffer) if self._place is None else (self._place,), False),)
+        return (_access(buffer, _places_of(buffer) if self._place is None else (self._place,), False),)
 
     def run(self, queue: int) -> None:
         (buffer,) = self.buffers
@@ -213,7 +213,7 @@ class Run(Command):
             under_way = self._begin((place,))
             try:
                 handles = [buffer.storage.at(place) for buffer in launch.program.buffers]
-                ticket = card.launch(launch.program.loaded(card, system), handles, launch.args_at(place))
+                ticket = card.launch(launch.program.load(card, system), handles, launch.args_at(place))
                 tickets.append((place, card, ticket))
             except BaseException as error:
                 failed.append((place, error))

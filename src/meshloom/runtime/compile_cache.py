@@ -46,7 +46,7 @@ def fingerprint(kernel: Kernel) -> str:
     >>> fingerprint(lambda x: x + 1) == fingerprint(lambda x: x + 1), fingerprint(lambda x: x) == fingerprint(print_it)
     (True, False)
     """
-    text = repr((importlib.util.MAGIC_NUMBER, _described(code_of(kernel))))
+    text = repr((importlib.util.MAGIC_NUMBER, _describe_code(code_of(kernel))))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -55,7 +55,7 @@ def print_it(x: object) -> None:
     print(x)
 
 
-def _described(code: types.CodeType) -> tuple[Any, ...]:
+def _describe_code(code: types.CodeType) -> tuple[Any, ...]:
     constants = tuple(_constant(each) for each in code.co_consts)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return code.co_code, constants, names, code.co_flags, code.co_argcount, code.co_kwonlyargcount
@@ -63,7 +63,7 @@ def _described(code: types.CodeType) -> tuple[Any, ...]:
 
 def _constant(value: Any) -> Any:
     if isinstance(value, types.CodeType):
-        return _described(value)
+        return _describe_code(value)
     if isinstance(value, frozenset):  # its order differs between processes
         return "frozenset", sorted(map(repr, value))
     return type(value).__name__, repr(value)
@@ -82,16 +82,16 @@ def link(binary: bytes, kernel: Kernel) -> Kernel:
     return made
 
 
-def sealed(name: str, binary: bytes) -> bytes:
+def seal(name: str, binary: bytes) -> bytes:
     """A binary with what it takes to notice that it is broken, or is another kernel's."""
     return _MAGIC + _digest(name, binary) + binary
 
 
-def opened(name: str, content: bytes) -> bytes | None:
+def unseal(name: str, content: bytes) -> bytes | None:
     """The binary of a file's content; None if it is not whole, or not of that name.
 
-    >>> kept = sealed("a", b"code")
-    >>> opened("a", kept), opened("a", kept[:-1]), opened("b", kept)
+    >>> kept = seal("a", b"code")
+    >>> unseal("a", kept), unseal("a", kept[:-1]), unseal("b", kept)
     (b'code', None, None)
     """
     head = len(_MAGIC) + _DIGEST
@@ -153,7 +153,7 @@ class CompileCache:
         self._check_owner()
         try:
             with (self.directory / name).open("rb") as file:
-                return opened(name, file.read()) if is_own(os.fstat(file.fileno())) else None
+                return unseal(name, file.read()) if is_own(os.fstat(file.fileno())) else None
         except FileNotFoundError:
             return None
 
@@ -165,7 +165,7 @@ class CompileCache:
         handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=f".{name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(sealed(name, binary))
+                file.write(seal(name, binary))
             os.replace(temporary, self.directory / name)
         except BaseException:
             os.unlink(temporary)

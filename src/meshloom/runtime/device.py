@@ -50,8 +50,8 @@ class MeshDevice:
         self.id = next(_ids)
         self.system, self.numbers, self.parent = system, tuple(numbers), parent
         driver = None if system.driver.shares_memory else type(system.driver).__name__
-        self.lease = Lease(_named(mesh), driver)
-        self.mesh = mesh.leased(self.lease)
+        self.lease = Lease(_describe_mesh(mesh), driver)
+        self.mesh = mesh.with_lease(self.lease)
         self.mesh_type = mesh_type
         self.mask = sum(1 << number for number in self.numbers)
         self.closed = False
@@ -141,7 +141,7 @@ class MeshDevice:
         before, ordered = self.mesh, self.mesh.reordered(places)
         self.mesh = ordered.reshape(**dict(zip(names, sizes, strict=True)))
         self.numbers = tuple(self.numbers[place] for place in places)
-        accounts.moved(before, self)
+        accounts.note_moved(before, self)
 
     def create_submesh(self, shape: Sequence[int], offset: Sequence[int] | None = None) -> MeshDevice:
         """A mesh of some of the devices, with queues of its own; memory is one account, so they may overlap safely."""
@@ -333,7 +333,7 @@ class MeshDevice:
         for buffer in list(self._buffers):
             buffer.free()
         self.closed = True
-        accounts.closed(self)
+        accounts.note_closed(self)
         self.lease.end()
         if self.parent is None:
             for card in self.system.cards:
@@ -357,10 +357,10 @@ class MeshDevice:
                 self.close()
 
     def __repr__(self) -> str:
-        return _named(self.mesh)
+        return _describe_mesh(self.mesh)
 
 
-def _named(mesh: Mesh) -> str:
+def _describe_mesh(mesh: Mesh) -> str:
     grid = "x".join(map(str, mesh.shape))
     return f"MeshDevice({grid}, {mesh.size} device{'s' if mesh.size != 1 else ''})"
 

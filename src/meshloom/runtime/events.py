@@ -30,20 +30,20 @@ class MeshEvent:
         """Whether it has come about; never waits."""
         self.queue.runner.some()
         if self._done.is_set():
-            self._known()
+            self._note_synchronized()
             return True
         return False
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait on the host; errors of the queue are raised here."""
         self.queue.wait(self.number, timeout)
-        self._known()
+        self._note_synchronized()
         if self.failed:
             self.queue.finish(timeout)
 
-    def _known(self) -> None:
+    def _note_synchronized(self) -> None:
         if self._clock is not None and self.queue.system.races is not None:
-            self.queue.system.races.synchronized(self._clock)
+            self.queue.system.races.note_synchronize(self._clock)
 
     # what commands use
 

@@ -80,10 +80,10 @@ def size_text(size: float) -> str:
     raise AssertionError("unreachable")
 
 
-def aligned(size: int) -> int:
+def align(size: int) -> int:
     """The size rounded up to the alignment; nothing takes a whole piece too, so that addresses differ.
 
-    >>> aligned(1), aligned(64), aligned(0)
+    >>> align(1), align(64), align(0)
     (64, 64, 64)
     """
     return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
@@ -180,7 +180,7 @@ class Allocator:
         from_top: bool = False,
     ) -> Region:
         """Room for `nbytes` on every device of the mask: lowest address, highest, or the one that was asked for."""
-        size = aligned(-(-nbytes // self.banks))
+        size = align(-(-nbytes // self.banks))
         with self._lock:
             if (
                 len(self._dropped) == 1
@@ -191,7 +191,9 @@ class Allocator:
                 return self._handed_on(self._dropped.popleft(), owner, where)
             self._drain()
             gaps = self._gaps_of(mask)
-            found = gaps.fit(size, from_top) if address is None else self._checked(address, size, mask, owner, gaps)
+            found = (
+                gaps.fit(size, from_top) if address is None else self._check_address(address, size, mask, owner, gaps)
+            )
             if found is None:
                 raise self._full(nbytes, mask, owner, where, gaps)
             return self._put(Region(found, size, mask, owner, where))
@@ -216,7 +218,7 @@ class Allocator:
 
     def resize(self, region: Region, nbytes: int) -> Region:
         """The region with another size: in place if what follows is free, else moved to the first fit."""
-        size = aligned(-(-nbytes // self.banks))
+        size = align(-(-nbytes // self.banks))
         with self._lock:
             self._drain()
             if size > region.size and not self._gaps_of(region.mask).holds(region.end, region.address + size):
@@ -317,7 +319,7 @@ class Allocator:
             found = self._members[mask] = numpy.array(listed, dtype=numpy.intp)
         return found
 
-    def _checked(self, address: int, size: int, mask: int, owner: str, gaps: Gaps) -> int:
+    def _check_address(self, address: int, size: int, mask: int, owner: str, gaps: Gaps) -> int:
         if address < 0 or address % ALIGNMENT or address + size > self.bank_size:
             raise ArgumentError(
                 f"address {address:#x} is not one of {self.kind}",

@@ -62,8 +62,8 @@ def open_mesh_device(
         expect("stress", stress, int, fix="give a seed, such as stress=0")
     _check_driver(driver)
     chip = chip_of(preset, memory)
-    rack = driver if driver is not None else VirtualDriver(_declared(), chip)
-    sizes, chosen = _fitted(shape, ids, rack)
+    rack = driver if driver is not None else VirtualDriver(_declared_ids(), chip)
+    sizes, chosen = _fit(shape, ids, rack)
     if isinstance(num_command_queues, bool) or not isinstance(num_command_queues, int) or num_command_queues < 1:
         raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="give 1 or more")
     mesh = Mesh.of(sizes, axes, chosen, physical)
@@ -78,7 +78,7 @@ def open_mesh_device(
     )
     made = MeshDevice(mesh, range(mesh.size), system, num_command_queues, kind)
     if memory is not None or preset is not None:
-        accounts.opened(made)
+        accounts.note_open(made)
     return made
 
 
@@ -99,7 +99,7 @@ def _check_driver(driver: Any) -> None:
         raise ArgumentError(f"driver={driver!r} has no {', '.join(missing)}", fix="see meshloom.runtime.card.Driver")
 
 
-def _declared() -> list[int] | None:
+def _declared_ids() -> list[int] | None:
     """The ids of the virtual devices that the control plane sees; None if nobody declared any."""
     return [device.id for device in discover() if device.kind == "virtual"] or None
 
@@ -127,7 +127,8 @@ def _is_ids(first: Any, second: Any) -> bool:
     as_written = math.prod(first) == len(second)
     turned = math.prod(second) == len(first)
     if as_written != turned:
-        return turned
+        result: bool = turned
+        return result
     return isinstance(first, list) and isinstance(second, tuple)
 
 
@@ -145,7 +146,7 @@ def _id(given: Any) -> int:
     return int(found[1])
 
 
-def _fitted(shape: tuple[int, ...] | None, ids: list[int] | None, rack: Driver) -> tuple[tuple[int, ...], list[int]]:
+def _fit(shape: tuple[int, ...] | None, ids: list[int] | None, rack: Driver) -> tuple[tuple[int, ...], list[int]]:
     """The shape and the ids of exactly as many devices, or an error."""
     visible = rack.enumerate()
     if ids is None and shape is None:

@@ -85,7 +85,7 @@ class Program:
                 fix="give a buffer for each array parameter and an argument for each other one",
             ) from None
 
-    def loaded(self, card: Card, system: System) -> Any:
+    def load(self, card: Card, system: System) -> Any:
         """The kernel as a card runs it; compiled once for all cards."""
         index = card.info().index
         if index not in self._loaded:
@@ -139,10 +139,10 @@ class Launch:
             return None
         if not program.buffers:
             return None
-        kernel = program.loaded(program.buffers[0].device.cards[0], system)
+        kernel = program.load(program.buffers[0].device.cards[0], system)
         if program.vectorised:
             return lambda *blocks: kernel(*blocks, **self.args)
-        batched = _batched(kernel, self.args, program.buffers)
+        batched = _map_over_mesh(kernel, self.args, program.buffers)
         key = tuple(tuple(buffer.storage.block.shape) for buffer in program.buffers)  # type: ignore[union-attr]
         if key not in program._detected:
             program._detected[key] = len(self.where) > 1 and _works(batched, program.buffers)
@@ -153,7 +153,7 @@ class Launch:
         function(*(buffer.storage.box(self.where) for buffer in self.program.buffers))  # type: ignore[union-attr]
 
 
-def _batched(kernel: Kernel, args: Mapping[str, Any], buffers: Sequence[MeshBuffer]) -> Callable[..., Any]:
+def _map_over_mesh(kernel: Kernel, args: Mapping[str, Any], buffers: Sequence[MeshBuffer]) -> Callable[..., Any]:
     """The kernel mapped over the mesh axes; an axis that no buffer has is taken off."""
     axes = buffers[0].device.mesh.ndim
 

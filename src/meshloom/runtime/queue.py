@@ -129,7 +129,7 @@ class MeshCommandQueue:
         """An event that comes about when all that was enqueued so far is done."""
         self._refuse_in_capture(Record.captured)
         with self._lock:
-            clock = None if self.system.races is None else self.system.races.recorded(self.id)
+            clock = None if self.system.races is None else self.system.races.note_event(self.id)
         event = MeshEvent(self, where(), clock)
         command = Record(event)
         self.submit(command, False)
@@ -143,14 +143,14 @@ class MeshCommandQueue:
         if event.queue.system is not self.system:
             raise MeshError("the event is of another mesh", fix="wait for it on the host: event.synchronize()")
         if self.system.races is not None:
-            self.system.races.waited(self.id, event.clock)
+            self.system.races.note_wait(self.id, event.clock)
         self.submit(Wait(event), False)
 
     def finish(self, timeout: float | None = None) -> None:
         """Wait for all that was enqueued; errors are raised here, all at once."""
         self.settle(self._last, timeout)
         if self.system.races is not None:
-            self.system.races.finished(self.id)
+            self.system.races.note_finish(self.id)
 
     # inside
 
@@ -170,12 +170,12 @@ class MeshCommandQueue:
             return
         with self._lock:
             if self.system.races is not None:
-                self.system.races.enqueued(self.id, command.text, command.accesses())
+                self.system.races.note_command(self.id, command.text, command.accesses())
             self._last += 1
             command.queue, command.note.number = self, self._last
             self._story.append(command.note)
             for buffer in command.buffers:
-                buffer.used(self, self._last)
+                buffer.note_use(self, self._last)
             self.runner.submit(command)
         self.runner.some()
         if blocking:
@@ -249,7 +249,7 @@ class MeshCommandQueue:
             f"{note.text} at {note.where} failed on {many}",
             inside=getattr(error, "step", None),
             queue=f"{self.cq_id} of {self.device}",
-            devices="\n".join(_told(place, each) for place, each in found),
+            devices="\n".join(_error_line(place, each) for place, each in found),
             story=self.story(),
             fix=LOST
             if note.status == GIVEN_UP
@@ -274,6 +274,6 @@ class MeshCommandQueue:
         return f"MeshCommandQueue({self.cq_id} of {self.device})"
 
 
-def _told(place: Any, error: BaseException) -> str:
+def _error_line(place: Any, error: BaseException) -> str:
     first = str(error).partition("\n")[0]
     return f"{place if place is not None else '-'}: {type(error).__name__}: {first}"

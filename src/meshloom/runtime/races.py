@@ -83,7 +83,7 @@ class Races:
         self._clocks: dict[int, Clock] = {HOST: {}}
         self._shadows: dict[int, Shadow] = {}
 
-    def allocated(self, region: Region) -> None:
+    def note_allocation(self, region: Region) -> None:
         """A buffer has got memory that others may have had before."""
         with self._lock:
             made = Shadow(region)
@@ -97,7 +97,7 @@ class Races:
                         made.inherit(old, card)
             self._shadows[region.number] = made
 
-    def touched(self, region: Region, cards: Iterable[int]) -> None:
+    def note_host_write(self, region: Region, cards: Iterable[int]) -> None:
         """The host has written a buffer itself, after waiting for all queues that use it."""
         with self._lock:
             shadow = self._shadow(region)
@@ -105,7 +105,7 @@ class Races:
                 shadow.written[card] = Use(HOST, 0, "the host")
                 shadow.read.pop(card, None)
 
-    def enqueued(self, queue: int, text: str, accesses: Iterable[Access]) -> None:
+    def note_command(self, queue: int, text: str, accesses: Iterable[Access]) -> None:
         """A command begins its life: an error if it is not ordered after what it collides with."""
         with self._lock:
             clock = dict(self._clock(queue))
@@ -118,24 +118,24 @@ class Races:
             for access in sorted(listed, key=lambda each: each.writes):
                 self._note(access, use)
 
-    def recorded(self, queue: int) -> Clock:
+    def note_event(self, queue: int) -> Clock:
         """The clock of an event: all that its queue has been given so far."""
         with self._lock:
             clock = self._clock(queue)
             join(clock, self._clocks[HOST])
             return dict(clock)
 
-    def waited(self, queue: int, event: Clock) -> None:
+    def note_wait(self, queue: int, event: Clock) -> None:
         """A queue goes on only after an event."""
         with self._lock:
             join(self._clock(queue), event)
 
-    def synchronized(self, event: Clock) -> None:
+    def note_synchronize(self, event: Clock) -> None:
         """The host goes on only after an event."""
         with self._lock:
             join(self._clocks[HOST], event)
 
-    def finished(self, queue: int) -> None:
+    def note_finish(self, queue: int) -> None:
         """The host has waited for all of a queue."""
         with self._lock:
             join(self._clocks[HOST], self._clock(queue))

@@ -58,7 +58,8 @@ def _kind(func: Any) -> str:
 
 def memory_of(tensor: torch.Tensor) -> int:
     """A name for the memory that an array lies in, for as long as it lives."""
-    return tensor.untyped_storage()._cdata
+    result: int = tensor.untyped_storage()._cdata
+    return result
 
 
 class Step:
@@ -75,7 +76,7 @@ class Recorder(TorchDispatchMode):
     """Writes array calls into a list of steps."""
 
     def __init__(self, note: Callable[[Step], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
         self._constants: set[int] = set()
         self._kept: list[Any] = []  # so that no address comes twice while the capture lasts
@@ -111,11 +112,11 @@ class Recorder(TorchDispatchMode):
         return results
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        results = tree_map_only(torch.Tensor, self._allocated, _on_meta(func, args, kwargs))
+        results = tree_map_only(torch.Tensor, self._allocate_noted, _on_meta(func, args, kwargs))
         self._add(func, args, kwargs, results, [], False)
         return results
 
-    def _allocated(self, shape: torch.Tensor) -> torch.Tensor:
+    def _allocate_noted(self, shape: torch.Tensor) -> torch.Tensor:
         made = _allocate(shape)
         storage = made.untyped_storage()
         self.made[memory_of(made)] = weakref.ref(storage)
@@ -138,7 +139,7 @@ class Recorder(TorchDispatchMode):
             return results
         self.rewritten.update(target for target in targets if target in self._constants)
         self._constants.difference_update(targets)
-        fresh, results = _returned(func, args, kwargs)
+        fresh, results = _what_returns(func, args, kwargs)
         self._add(func, args, kwargs, fresh, targets, False)
         return results
 
@@ -158,7 +159,7 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-def _returned(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _what_returns(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """What a call that writes returns, without making it: its targets, and new arrays beside them if there are any."""
     targets = iter(_targets(func, args, kwargs))
     returns = func._schema.returns

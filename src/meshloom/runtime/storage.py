@@ -38,9 +38,9 @@ class Block:
         with disable_current_modes():
             if topology is None:
                 self.data: torch.Tensor | None = None
-                self.block = _filled(layout.lead + layout.local_shape, dtype, poison)
+                self.block = _make_array(layout.lead + layout.local_shape, dtype, poison)
             else:
-                self.data = _filled(topology.stored_shape, dtype, poison)
+                self.data = _make_array(topology.stored_shape, dtype, poison)
                 self.block = to_block(self.data, topology)
 
     @property
@@ -68,7 +68,7 @@ class Block:
         return block[cut]
 
 
-def _filled(shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
+def _make_array(shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
     if not poison:
         return torch.zeros(tuple(shape), dtype=dtype)
     bad = float("nan") if dtype.is_floating_point or dtype.is_complex else True

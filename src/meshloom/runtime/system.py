@@ -60,8 +60,8 @@ class System:
         cache: Any,
     ) -> None:
         self.driver, self.cards, self.launches = driver, tuple(cards), Launches(timeout)
-        self.dispatch = _known("dispatch", dispatch, DISPATCH)
-        self.races = Races() if check is not None and _known("check", check, CHECKS) else None
+        self.dispatch = _check_known("dispatch", dispatch, DISPATCH)
+        self.races = Races() if check is not None and _check_known("check", check, CHECKS) else None
         chip = cards[0].info().chip
         self.chip = chip
         self.memory = {
@@ -122,7 +122,7 @@ class System:
             raise Failures(failed)
 
 
-def _known(what: str, value: str, known: Sequence[str]) -> str:
+def _check_known(what: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         raise ArgumentError(f"there is no {what} {value!r}", fix=closest(value, known))
     return value

@@ -120,7 +120,7 @@ class Capture:
                 raise TraceError(f"queue {queue.cq_id} is already being captured", fix="end that capture first")
             queue.capture = self
         state.capture = self
-        self._recorder.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def add(self, command: Command, blocking: bool) -> None:
         """Write a command down."""
@@ -145,7 +145,7 @@ class Capture:
 
     def end(self, keep: bool = True) -> None:
         """Close it; the trace can be replayed from now on, or is thrown away."""
-        self._recorder.__exit__(None, None, None)
+        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         state.capture = None
         if self.queue is not None:
             self.queue.capture = None

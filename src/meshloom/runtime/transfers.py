@@ -73,7 +73,7 @@ def read_all(buffer: MeshBuffer, queue: int) -> torch.Tensor:
     """The whole, put together; an error where devices that should hold the same do not."""
     system, storage = buffer.device.system, buffer.storage
     if system.is_vectorised and isinstance(storage, Block):
-        found = storage.data.clone() if storage.data is not None else _joined(buffer, storage)
+        found = storage.data.clone() if storage.data is not None else _join_parts(buffer, storage)
         system.tell("read", buffer.device.coordinates(), buffer.size, queue, _writers(buffer))
         return found
     parts: dict[Coordinate, torch.Tensor] = {}
@@ -87,7 +87,7 @@ def read_all(buffer: MeshBuffer, queue: int) -> torch.Tensor:
     return _put_together(buffer, parts)
 
 
-def _joined(buffer: MeshBuffer, storage: Block) -> torch.Tensor:
+def _join_parts(buffer: MeshBuffer, storage: Block) -> torch.Tensor:
     places = [place for place in buffer.device.coordinates() if buffer.layout.part(place) is not None]
     return _put_together(buffer, {place: storage.at(place) for place in places})
 

@@ -196,9 +196,10 @@ class Tensor(torch.Tensor):
         part = self.block[inside]
         for dim, extent in enumerate(self.topology.extent(place)):
             part = part.narrow(dim, 0, extent)
-        return self._seen(part)
+        result: torch.Tensor = self._seen(part)
+        return result
 
-    def _masked_(self) -> None:
+    def _mask_padding_(self) -> None:
         """Set padding to zero again, in place."""
         padding = padding_of(self.topology, self._data.device) if self.topology.padded else None
         if padding is not None:

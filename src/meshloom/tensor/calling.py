@@ -39,7 +39,7 @@ def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: C
         if (op := ALIASES.get(name, name)) in OPS:
             return table_call(name, *args, **kwargs) if kwargs else call(op, args, kwargs)
         if is_written(name) and isinstance(args[0], Tensor):
-            return write(_written(name), args[0], args[1:], kwargs)
+            return write(_bare_name(name), args[0], args[1:], kwargs)
     except Unhashable:
         pass
     return fallback(function or torch_function(name), args, kwargs, name)
@@ -52,7 +52,7 @@ INPLACE = {f"__i{name}__": op for name, op in {
 }.items()}  # fmt: skip
 
 
-def _written(name: str) -> str:
+def _bare_name(name: str) -> str:
     bare = INPLACE.get(name) or name[:-1]
     return ALIASES.get(bare, bare)
 
@@ -61,7 +61,7 @@ def is_written(name: str) -> bool:
     """Whether a name is the in-place form of a pointwise op of the table."""
     if name not in INPLACE and (not name.endswith("_") or name.endswith("__")):
         return False
-    op = OPS.get(_written(name))
+    op = OPS.get(_bare_name(name))
     return op is not None and op.signature is None and op.name not in ("where", "clone")
 
 
@@ -80,5 +80,6 @@ def torch_function(name: str) -> Callable[..., Any]:
     for place, bare in spellings(name):
         found = getattr(place, bare, None)
         if callable(found):
-            return found
+            function: Callable[..., Any] = found
+            return function
     raise ArgumentError(f"torch has no function {name!r}")

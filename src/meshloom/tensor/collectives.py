@@ -21,7 +21,7 @@ from meshloom.ops.labels import normal_dim
 from meshloom.placement import Replicate, Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.moving import same_storage, shadowed
+from meshloom.tensor.moving import same_storage, shadow_of
 from meshloom.tensor.shadow import Shadows
 from meshloom.tensor.views import moved_view
 
@@ -38,7 +38,7 @@ def _tensor(x: Any) -> Tensor:
 def _check(x: Any, mode: str, op: str | None = None) -> Tensor:
     tensor = _tensor(x)
     check_mode(mode, op, tensor.topology)
-    return shadowed(tensor)
+    return shadow_of(tensor)
 
 
 def _call(kind: str, x: Any, axis: Axis, mode: str, op: str | None = None, **options: Any) -> Call:
@@ -103,7 +103,7 @@ def _room(out: Any, target: Topology, call: Call) -> torch.Tensor:
             base=view.base.topology,
             fix="give a tensor of its own, and write it to the base: base[...] = value",
         )
-    room = shadowed(tensor)._data
+    room = shadow_of(tensor)._data
     if same_storage(room, call.operand.data):
         raise ArgumentError("out= shares memory with what is reduced or gathered", fix="give a tensor of its own")
     return room
@@ -244,7 +244,7 @@ def send_recv(x: Any, source: int, destination: int, axis: Axis = None, mode: st
     check_member(operand, source, "source")
     check_member(operand, destination, "destination")
     order = [source if member == destination else member for member in range(operand.size)]
-    return _rearranged("send_recv", x, axis, mode, order)
+    return _rearrange("send_recv", x, axis, mode, order)
 
 
 def shift(x: Any, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: str = "direct") -> Tensor:
@@ -259,10 +259,10 @@ def shift(x: Any, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: s
         raise ArgumentError(f"shift takes a whole number of places, not {offset!r}")
     size = _operand(x, axis, mode).size
     order = [(member - offset) % size if wrap else member - offset for member in range(size)]
-    return _rearranged("shift", x, axis, mode, [o if 0 <= o < size else None for o in order])
+    return _rearrange("shift", x, axis, mode, [o if 0 <= o < size else None for o in order])
 
 
-def _rearranged(kind: str, x: Any, axis: Axis, mode: str, order: Sequence[int | None]) -> Tensor:
+def _rearrange(kind: str, x: Any, axis: Axis, mode: str, order: Sequence[int | None]) -> Tensor:
     """Each member's part replaced by another's: the placements stay, so the parts must have room for each other."""
     operand = _operand(x, axis, mode)
     topology = operand.topology

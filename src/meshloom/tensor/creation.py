@@ -104,7 +104,7 @@ def current_mesh() -> Mesh:
     return _opened[-1]
 
 
-def _chosen(mesh: Mesh | None) -> Mesh:
+def _choose_mesh(mesh: Mesh | None) -> Mesh:
     found = getattr(mesh, "mesh", mesh) if mesh is not None else current_mesh()  # a MeshDevice has a mesh
     if not isinstance(found, Mesh):
         raise MeshError(f"mesh= takes a mesh, not {found!r}", fix="open one with loom.open_mesh((2, 4))")
@@ -119,7 +119,7 @@ def automatic(mesh: Mesh, shape: Shape) -> tuple[Placement, ...]:
 
 
 def _topology(shape: Shape, dtype: torch.dtype, mesh: Mesh | None, placements: Placements | None) -> Topology:
-    where = _chosen(mesh)
+    where = _choose_mesh(mesh)
     placed = automatic(where, shape) if placements is None else as_placements(placements, where, len(shape))
     return Topology(where, placed, shape, short_name(dtype))
 
@@ -129,10 +129,10 @@ def place(data: torch.Tensor, mesh: Mesh | None, placements: Placements | None) 
     topology = _topology(tuple(data.shape), data.dtype, mesh, placements)
     if topology.mesh.is_split and not data.is_meta:
         data = data.to(WORLD.device)
-    return _numbered(Tensor(topology, move(data, topology.replicated, topology)))
+    return _number(Tensor(topology, move(data, topology.replicated, topology)))
 
 
-def _numbered(made: Tensor) -> Tensor:
+def _number(made: Tensor) -> Tensor:
     """A tensor that was made of nothing on the mesh: every process makes them in the same order."""
     if made.topology.mesh.is_split:
         made._number = next(_numbers)
@@ -156,11 +156,12 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
             fix="x.redistribute(placements) moves it on its mesh; x.to_torch() makes it dense",
         )
     data = _check_plain(value) if isinstance(value, torch.Tensor) else _dense(value)
-    if _chosen(mesh).is_split and is_compared() and not data.is_meta and state.shadows is None:
+    if _choose_mesh(mesh).is_split and is_compared() and not data.is_meta and state.shadows is None:
         note_data("given to distribute", data)
     made = place(data, mesh, placements)
     if state.shadows is not None:
-        return state.shadows.of(made)
+        result: Tensor = state.shadows.of(made)
+        return result
     if isinstance(value, (torch.Tensor, numpy.ndarray)) and same_storage(made._data, data):
         made._replace(made._data.clone(memory_format=torch.contiguous_format))
     return made
@@ -232,7 +233,7 @@ def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | 
     >>> from_local([torch.tensor([1., 2.]), torch.tensor([3.])], mesh, "S(0)").to_torch()
     tensor([1., 2., 3.])
     """
-    chosen = _chosen(mesh)
+    chosen = _choose_mesh(mesh)
     expect(
         "parts", parts, (Sequence, Mapping, torch.Tensor), fix="give one part per device, in a list or by coordinate"
     )
@@ -244,9 +245,9 @@ def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | 
     topology = Topology(chosen, placed, shape, short_name(first.dtype))
     for coordinate, part in known.items():
         _check_part(coordinate, part, topology, known)
-    blocks = [_padded(held[c], topology.local_shape) for c in _distinct(topology)]
+    blocks = [_pad(held[c], topology.local_shape) for c in _distinct(topology)]
     block = torch.stack(blocks).view(topology.block_shape)
-    return _numbered(Tensor(topology, from_block(block, topology)))
+    return _number(Tensor(topology, from_block(block, topology)))
 
 
 def _by_coordinate(parts: Parts, mesh: Mesh) -> dict[Coordinate, torch.Tensor]:
@@ -315,7 +316,7 @@ def _distinct(topology: Topology) -> list[Coordinate]:
     return list(itertools.product(*(range(start, start + size) for start, size in box)))
 
 
-def _padded(part: torch.Tensor, shape: Shape) -> torch.Tensor:
+def _pad(part: torch.Tensor, shape: Shape) -> torch.Tensor:
     for dim, size in enumerate(shape):
         if part.shape[dim] != size:
             missing = part.new_zeros((*part.shape[:dim], size - part.shape[dim], *part.shape[dim + 1 :]))
@@ -387,10 +388,10 @@ def full(
     value: Any = fill_value
     dense = torch.full((), value, dtype=kind, device=_device(device)).expand(_sizes((size,)))
     with _allocating(tuple(dense.shape), dense.dtype):
-        return _finish(_owned(place(dense, mesh, placements)), requires_grad)
+        return _finish(_make_own(place(dense, mesh, placements)), requires_grad)
 
 
-def _owned(made: Tensor) -> Tensor:
+def _make_own(made: Tensor) -> Tensor:
     made._replace(made._data.contiguous())
     return made
 

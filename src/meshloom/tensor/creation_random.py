@@ -19,7 +19,7 @@ from meshloom.runtime import state
 from meshloom.tensor import creation, random
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import table_call
-from meshloom.tensor.moving import shadowed
+from meshloom.tensor.moving import shadow_of
 
 Dense = Callable[[torch.dtype | None, Any], torch.Tensor]
 
@@ -78,7 +78,7 @@ def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: An
     return _make(lambda dtype, device: torch.logspace(start, end, steps, base, dtype=dtype, device=device), **options)
 
 
-def _tiled(size: Any, dtype: torch.dtype, device: Any, draw: random.Draw, generator: Any) -> torch.Tensor:
+def _draw_tiles(size: Any, dtype: torch.dtype, device: Any, draw: random.Draw, generator: Any) -> torch.Tensor:
     if str(device) == "meta":
         return torch.empty(tuple(size), dtype=dtype, device="meta")
     return random.fill_tiles(tuple(size), dtype, draw, random.draw_key(generator)).to(device or "cpu")
@@ -104,7 +104,7 @@ def randint(*bounds: Any, size: Any = None, generator: torch.Generator | None = 
         return out.random_(low, high, generator=tile)
 
     def dense(dtype: torch.dtype | None, device: Any) -> torch.Tensor:
-        return _tiled(shape, dtype or torch.int64, device, draw, generator)
+        return _draw_tiles(shape, dtype or torch.int64, device, draw, generator)
 
     return _make(dense, **options)
 
@@ -149,9 +149,10 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None
     """
     if size is not None:
         drawn = creation.randn(size, generator=generator, **options)
-        return table_call("add", table_call("mul", drawn, std), mean)
-    drawn = _noise(_spread(mean, std), creation.randn, generator)
-    return table_call("add", table_call("mul", drawn, std), mean)
+    else:
+        drawn = _noise(_spread(mean, std), creation.randn, generator)
+    result: Tensor = table_call("add", table_call("mul", drawn, std), mean)
+    return result
 
 
 def _spread(mean: Any, std: Any) -> Tensor:
@@ -159,7 +160,7 @@ def _spread(mean: Any, std: Any) -> Tensor:
     tensors: list[Any] = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
     if not tensors:
         raise ArgumentError("normal takes a size where neither mean nor std is a tensor", fix="normal(0, 1, (3,))")
-    return shadowed(tensors[0] if len(tensors) == 1 else table_call("mul", *tensors))
+    return shadow_of(tensors[0] if len(tensors) == 1 else table_call("mul", *tensors))
 
 
 def bernoulli(input: Any, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:
@@ -168,10 +169,11 @@ def bernoulli(input: Any, p: Any = None, *, generator: torch.Generator | None = 
     >>> bernoulli(creation.ones(3, mesh=creation.open_mesh((2,)))).tolist()
     [1.0, 1.0, 1.0]
     """
-    chances = shadowed(input)
+    chances = shadow_of(input)
     wide = torch.float64 if chances.dtype == torch.float64 else torch.float32
     drawn = _noise(chances, creation.rand, generator, wide)
-    return table_call("to", table_call("lt", drawn, chances if p is None else p), chances.dtype)
+    result: Tensor = table_call("to", table_call("lt", drawn, chances if p is None else p), chances.dtype)
+    return result
 
 
 def multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Tensor:
@@ -181,13 +183,14 @@ def multinomial(input: Any, num_samples: int, replacement: bool = False, *, gene
     >>> multinomial(chances, 1).tolist()
     [[1], [0]]
     """
-    chances = shadowed(input)
+    chances = shadow_of(input)
     _check_chances(chances, num_samples, replacement)
     if replacement and num_samples != 1:
         return _drawn_again(chances, num_samples, generator)
     # the first to arrive: p / exponential is largest with chance p / sum(p)
     waits = _noise(chances, _exponential, generator, torch.float32)
-    return table_call("topk", table_call("div", chances, waits), num_samples, -1)[1]
+    result: Tensor = table_call("topk", table_call("div", chances, waits), num_samples, -1)[1]
+    return result
 
 
 def _check_chances(chances: Tensor, count: int, replacement: bool) -> None:
@@ -208,7 +211,7 @@ def _check_chances(chances: Tensor, count: int, replacement: bool) -> None:
 def _exponential(size: Any, **options: Any) -> Tensor:
     generator = options.pop("generator")
     kept = random.exponential
-    return _make(lambda dtype, device: _tiled(size, dtype or torch.float32, device, kept, generator), **options)
+    return _make(lambda dtype, device: _draw_tiles(size, dtype or torch.float32, device, kept, generator), **options)
 
 
 def _drawn_again(chances: Tensor, count: int, generator: Any) -> Tensor:
@@ -222,4 +225,5 @@ def _drawn_again(chances: Tensor, count: int, generator: Any) -> Tensor:
     )
     total = table_call("narrow", sums, -1, chances.topology.shape[-1] - 1, 1)
     found = table_call("searchsorted", sums, table_call("mul", numbers, total), right=True)
-    return table_call("clamp", found, max=chances.topology.shape[-1] - 1)
+    result: Tensor = table_call("clamp", found, max=chances.topology.shape[-1] - 1)
+    return result

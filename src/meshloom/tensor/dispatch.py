@@ -19,7 +19,7 @@ from meshloom.errors import MeshloomError, OperandError
 from meshloom.ops import OPS, Call
 from meshloom.ops.binding import bind, refer
 from meshloom.placement import Partial, Topology
-from meshloom.planner import Plan, plan, retyped
+from meshloom.planner import Plan, plan, retype
 from meshloom.processes.divergence import STORY
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
@@ -106,7 +106,7 @@ class Resolved:
             leaves = spelled if self.op.signature is None else ()
             decided = plan_call(Call(self.op.name, operands, arguments, leaves), request)
         except MeshloomError as error:
-            raise located(error, self.op.name, operands) from None
+            raise locate(error, self.op.name, operands) from None
         kernel = kernel_of(decided)
         return Entry(decided, kernel, _direct(decided, kernel))
 
@@ -139,7 +139,7 @@ class Resolved:
         run = self.entry.kernel.run if known else self._first_run
         results = run(datas, function)
         if not known:
-            self.entry = _typed(self.entry, results)
+            self.entry = _with_dtypes(self.entry, results)
             remember(self.key, self.entry)
         if watched is not None:
             watched.log(self.entry)
@@ -165,7 +165,7 @@ class Resolved:
                 raise  # ours, one that programs tell by its class, or perhaps of a transport
             operands = tuple(tensor.topology for tensor in self.tensors)
             headline, _, rest = str(error).partition("\n")
-            raise located(OperandError(headline, details=rest or None), self.op.name, operands) from error
+            raise locate(OperandError(headline, details=rest or None), self.op.name, operands) from error
 
     def shortest(self) -> Function:
         """The function of a pointwise op whose arguments are all arrays, or the general one."""
@@ -204,19 +204,19 @@ def plan_call(described: Call, request: Any) -> Plan:
     return plan(described, request, state.machine, state.chosen)
 
 
-def located(error: MeshloomError, name: str, operands: Sequence[Topology]) -> MeshloomError:
+def locate(error: MeshloomError, name: str, operands: Sequence[Topology]) -> MeshloomError:
     """The error with the call and its operands."""
     mesh = operands[0].mesh
-    return error.located(call=f"{name}({', '.join(topology.notation for topology in operands)})", mesh=mesh)
+    return error.locate(call=f"{name}({', '.join(topology.notation for topology in operands)})", mesh=mesh)
 
 
-def _typed(entry: Entry, results: Any) -> Entry:
+def _with_dtypes(entry: Entry, results: Any) -> Entry:
     """The entry with the dtypes that the engine gave; the table says which, but for autocast and the default dtype."""
     listed = (results,) if isinstance(results, torch.Tensor) else results
     dtypes = tuple([short_name(result.dtype) for result in listed])
     if dtypes == tuple([topology.dtype for topology in entry.outs]):
         return entry
-    return Entry(retyped(entry.plan, dtypes), entry.kernel, entry.direct)
+    return Entry(retype(entry.plan, dtypes), entry.kernel, entry.direct)
 
 
 def _direct(decided: Plan, kernel: Kernel) -> Function | None:

@@ -20,9 +20,9 @@ from meshloom.errors import ArgumentError, MeshError, PlacementError, expect
 from meshloom.mesh import HERE, Mesh
 from meshloom.placement import Partial, Placement, Placements, Replicate, Shard, Topology
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.creation import _numbered, _padded, distribute, open_mesh
+from meshloom.tensor.creation import _number, _pad, distribute, open_mesh
 from meshloom.tensor.gradient_sums import watch_dense
-from meshloom.tensor.moving import redistribute, shadowed, to_dense, to_torch
+from meshloom.tensor.moving import redistribute, shadow_of, to_dense, to_torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +83,7 @@ def from_dtensor(dtensor: DTensor) -> Tensor:
     mesh = _mesh_of(dtensor.device_mesh)
     placed = tuple(_ours(each) for each in placements)
     target = Topology(mesh, placed, tuple(dtensor.shape), short_name(dtensor.dtype))
-    topology = _shared(target)
+    topology = _nearest_shared(target)
     if topology is not target:
         dtensor = dtensor.redistribute(placements=_all_theirs(topology))
     local = dtensor.to_local(grad_placements=_all_theirs(topology.reduced))
@@ -94,11 +94,11 @@ def from_dtensor(dtensor: DTensor) -> Tensor:
             tensor=topology,
             fix="loom.distribute(dtensor.full_tensor(), mesh, placements)",
         )
-    block = _padded(local, topology.local_shape).view(topology.block_shape)
-    return redistribute(_numbered(Tensor(topology, from_block(block, topology))), placed)
+    block = _pad(local, topology.local_shape).view(topology.block_shape)
+    return redistribute(_number(Tensor(topology, from_block(block, topology))), placed)
 
 
-def _shared(topology: Topology) -> Topology:
+def _nearest_shared(topology: Topology) -> Topology:
     """The nearest topology with the same chunks in both worlds: 5 over (2, 2) is 2, 1, 2, 0 here and 2, 1, 1, 1 there.
 
     Where the axes before the last cut a dim unevenly, only the first of them is kept.
@@ -160,7 +160,7 @@ def to_dtensor(self: Tensor, device_mesh: DeviceMesh | None = None) -> DTensor:
     tensor([0, 1, 2])
     >>> dist.destroy_process_group()
     """
-    tensor = shadowed(self)
+    tensor = shadow_of(self)
     _check_one_device(tensor)
     where = device_mesh if device_mesh is not None else _device_mesh_of(tensor)
     if tuple(where.mesh.shape) != tensor.mesh.processes:
@@ -170,13 +170,13 @@ def to_dtensor(self: Tensor, device_mesh: DeviceMesh | None = None) -> DTensor:
             fix="leave device_mesh out",
         )
     if not tensor.mesh.is_split:
-        return _made(to_dense(tensor, "to_dtensor"), tensor.topology.reduced, where)
-    shared = _shared(tensor.topology)
-    found = _made(_held(redistribute(tensor, shared.placements)), shared, where)
+        return _make_dtensor(to_dense(tensor, "to_dtensor"), tensor.topology.reduced, where)
+    shared = _nearest_shared(tensor.topology)
+    found = _make_dtensor(_local_part(redistribute(tensor, shared.placements)), shared, where)
     return found if shared is tensor.topology else found.redistribute(placements=_all_theirs(tensor.topology))
 
 
-def _made(local: torch.Tensor, topology: Topology, where: Any) -> Any:
+def _make_dtensor(local: torch.Tensor, topology: Topology, where: Any) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size(topology.shape)
@@ -218,7 +218,7 @@ def _device_mesh_of(tensor: Tensor) -> Any:
     return found
 
 
-def _held(tensor: Tensor) -> torch.Tensor:
+def _local_part(tensor: Tensor) -> torch.Tensor:
     """What the one device of this process holds, padding left out."""
     part = tensor.block[(0,) * tensor.mesh.ndim]
     for dim, extent in enumerate(tensor.topology.extent(tensor.mesh.local_offset)):

@@ -25,7 +25,7 @@ from meshloom.runtime import state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked
 from meshloom.tensor.joining import refuse_plain_results
-from meshloom.tensor.moving import same_storage, shadowed, to_dense
+from meshloom.tensor.moving import same_storage, shadow_of, to_dense
 from meshloom.tensor.reading import find_mesh
 from meshloom.tensor.refusals import refuse_transforms, transforms_refused
 from meshloom.tensor.views import Recipe, is_alias, made_anew, moved_view, path_of, tie
@@ -105,7 +105,7 @@ class Gathered:
         return value
 
     def _gather(self, tensor: Tensor, given: Any) -> torch.Tensor:
-        tensor = shadowed(tensor)
+        tensor = shadow_of(tensor)
         writes = self.name.endswith("_") or self.name == "setitem"
         is_written = writes and self.given and given is self.given[0]
         if is_written and self.operands and self.operands[0].whole is not None:
@@ -163,7 +163,7 @@ class Gathered:
         """Say that a call went through the fallback, in every open log."""
         for log in state.logs:
             log.fallbacks[self.name] += 1
-            log.called(f"{self.name}: no rule, gathered and computed dense", self.where)
+            log.note_call(f"{self.name}: no rule, gathered and computed dense", self.where)
         moved = [each.tensor.topology for each in self.operands if each.moved]
         if moved and not state.logs and (self.name, self.where) not in _said:
             warnings.warn(
@@ -197,7 +197,7 @@ class Gathered:
         if self.mesh is None or result.layout is not torch.strided:
             return result
         source = Topology(self.mesh, (Replicate(),) * self.mesh.ndim, tuple(result.shape), short_name(result.dtype))
-        target = self._kept(source)
+        target = self._placements_to_keep(source)
         made = Tensor(target, move(result, source, target))
         if is_tracked(made._data) and (back := Back(moves(target, source, state.machine), (), ())):
             follow(self.name, back, made._data, ())
@@ -213,7 +213,7 @@ class Gathered:
         elif self.given and self.given[0] is base.given:
             tie(made, base.tensor, Recipe(self.name, self.given[1:], self.named, None, self.function))
 
-    def _kept(self, source: Topology) -> Topology:
+    def _placements_to_keep(self, source: Topology) -> Topology:
         """The placements that can be kept: those of the first operand of the same shape, partial ones reduced."""
         for operand in self.operands:
             topology = operand.tensor.topology

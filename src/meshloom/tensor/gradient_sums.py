@@ -96,7 +96,8 @@ def _is_wanted(source: Any) -> bool:
 
 def _is_executed(node: Any) -> bool:
     try:
-        return private.will_execute(node)
+        result: bool = private.will_execute(node)
+        return result
     except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for, and of no other
         return True
 
@@ -142,7 +143,7 @@ def _is_seen() -> bool:
 
 
 @contextmanager
-def seen(roots: Iterable[torch.Tensor]) -> Iterator[None]:
+def watch_backward(roots: Iterable[torch.Tensor]) -> Iterator[None]:
     """A pass of backward from these arrays, of which whoever watches is told."""
     handles = _hook([root.grad_fn for root in roots]) if _is_seen() else []
     try:

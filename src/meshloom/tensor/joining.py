@@ -99,7 +99,7 @@ def _join(node: Any) -> None:
     results = [each for each in results if native(each, "grad_fn") is node]
     piece = Piece(node, results)
     with torch.enable_grad():
-        arrays = Join.apply(piece, *piece.inputs)
+        arrays = Join.apply(piece, *piece.inputs)  # type: ignore[no-untyped-call]
     piece.arrays, piece.inputs = (), ()
     for result, array in zip(results, arrays, strict=True):
         settle(result, _spread(array, result.topology))
@@ -133,14 +133,14 @@ class Piece:
         self.starts = [GradientEdge(node, native(each, "output_nr")) for each in results]
         self.ends = [GradientEdge(each, 0) for each in ends]
         self.is_checkpoint = node.name() == "CheckpointFunctionBackward"
-        self.topologies = [_joined(each.topology) for each in results]
+        self.topologies = [_meeting_topology(each.topology) for each in results]
         self.arrays: Sequence[torch.Tensor] = [
-            _reduced(Tensor(each.topology, STORED.__get__(each))) for each in results
+            _array_at_meeting(Tensor(each.topology, STORED.__get__(each))) for each in results
         ]
         with torch.enable_grad():
-            self.inputs: Sequence[torch.Tensor] = [_reduced(x) if isinstance(x, Tensor) else x for x in leaves]
+            self.inputs: Sequence[torch.Tensor] = [_array_at_meeting(x) if isinstance(x, Tensor) else x for x in leaves]
         self.held = [
-            (_joined(each.topology), tuple(array.shape)) if isinstance(each, Tensor) else None
+            (_meeting_topology(each.topology), tuple(array.shape)) if isinstance(each, Tensor) else None
             for each, array in zip(leaves, self.inputs, strict=True)
         ]
         self.metadata = node.metadata
@@ -189,17 +189,17 @@ def _take_gradient(leaf: Any) -> Any:
     return found
 
 
-def _joined(topology: Topology) -> Topology:
+def _meeting_topology(topology: Topology) -> Topology:
     """Where torch's graph and the arrays' meet: the parts of a mean or of a maximum have no gradient of their own."""
     is_sum = all(topology.placements[axis] == Partial("sum") for axis in topology.partial_axes)
     return topology if is_sum else topology.reduced
 
 
-def _reduced(tensor: Tensor) -> torch.Tensor:
+def _array_at_meeting(tensor: Tensor) -> torch.Tensor:
     """The array of a tensor where the graphs meet."""
     from meshloom.tensor.moving import carry
 
-    return carry(tensor, _joined(tensor.topology), "autograd.Function")
+    return carry(tensor, _meeting_topology(tensor.topology), "autograd.Function")
 
 
 def _spread(array: torch.Tensor, topology: Topology) -> torch.Tensor:
@@ -207,7 +207,7 @@ def _spread(array: torch.Tensor, topology: Topology) -> torch.Tensor:
     from meshloom.tensor.moving import carry
 
     with torch.enable_grad():
-        return carry(Tensor(_joined(topology), array), topology, "autograd.Function")
+        return carry(Tensor(_meeting_topology(topology), array), topology, "autograd.Function")
 
 
 class Join(torch.autograd.Function):

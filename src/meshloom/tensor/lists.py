@@ -20,7 +20,7 @@ from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor, maker
 from meshloom.tensor.calling import invoke
-from meshloom.tensor.moving import redistribute, shadowed
+from meshloom.tensor.moving import redistribute, shadow_of
 from meshloom.tensor.writing import note_write
 
 _REDUCING = frozenset("_foreach_norm _foreach_max _foreach_powsum".split())
@@ -123,7 +123,7 @@ def _note_writes(name: str, args: tuple[Any, ...], is_padded: bool) -> None:
     written = [*chain.from_iterable(each for each in lists if each and each[0].__class__ is Tensor)]
     if is_padded:
         for item in written:
-            item._masked_()
+            item._mask_padding_()
     if torch.is_grad_enabled() or any(map(_view, written)):
         for item in written:
             note_write(item)
@@ -134,7 +134,7 @@ def _note_writes(name: str, args: tuple[Any, ...], is_padded: bool) -> None:
 def _run(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """The results in the general way, and whether the arrays gave them."""
     given = [
-        [shadowed(x) if isinstance(x, Tensor) else x for x in each]
+        [shadow_of(x) if isinstance(x, Tensor) else x for x in each]
         for each in (*args, *kwargs.values())
         if _is_list(each)
     ]
@@ -183,7 +183,7 @@ def _common(lists: Sequence[Sequence[Any]]) -> list[Topology | None] | None:
 def _array(value: Any) -> Any:
     """An argument as the arrays' function takes it."""
     if isinstance(value, Tensor):
-        return shadowed(value)._data
+        return shadow_of(value)._data
     return [_array(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
@@ -204,7 +204,7 @@ def _run_arrays(
         for each in (*args, *kwargs.values()) if name.startswith("_fused_") else args[:1]:
             for tensor in each if _is_list(each) else ():
                 if isinstance(tensor, Tensor):
-                    shadowed(tensor)._masked_()
+                    shadow_of(tensor)._mask_padding_()
                     note_write(tensor)
         return None
     return _wrap(name, results, topologies)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.moving import same_storage, shadowed, to_torch
+from meshloom.tensor.moving import same_storage, shadow_of, to_torch
 from meshloom.tensor.views import base_of, moved_view, recipe_of
 
 
@@ -35,7 +35,7 @@ def dense_of(tensor: Tensor) -> torch.Tensor:
     It is read anew at every call: arrays that share memory need not share a version, and whether an older copy is still
     there depends on the process.
     """
-    tensor = shadowed(tensor)
+    tensor = shadow_of(tensor)
     data, topology = tensor._data, tensor.topology
     found = _inside_of_base(tensor, data)
     if found is not None:

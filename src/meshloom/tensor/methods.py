@@ -42,7 +42,7 @@ from meshloom.tensor.joining import (
     refuse_plain_results,
 )
 from meshloom.tensor.memory import data_ptr, storage, untyped_storage
-from meshloom.tensor.moving import read, redistribute, same_storage, shadowed, to_dense, to_torch
+from meshloom.tensor.moving import read, redistribute, same_storage, shadow_of, to_dense, to_torch
 from meshloom.tensor.quick import call_quickly, write_quickly
 from meshloom.tensor.reading import as_tensor
 from meshloom.tensor.refusals import refuse_partial_leaf, transforms_refused
@@ -257,7 +257,7 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
         if data.is_leaf and data.grad is kept[0]:
             return kept[1]
     if state.shadows is not None:
-        tensor = shadowed(tensor)
+        tensor = shadow_of(tensor)
     if state.waiting or tensor.topology.mesh.is_split:
         tensor._check_summed()
     data = tensor._data
@@ -270,7 +270,7 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     if kept is not None and kept[0] is found:
         if tensor.topology.padded:  # backward may have added to it since
             with torch.no_grad():
-                kept[1]._masked_()
+                kept[1]._mask_padding_()
         return kept[1]
     if found._is_zerotensor():
         found = tensor._data.grad = found.clone()
@@ -280,7 +280,7 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     made = Tensor(tensor.topology.reduced, cotangent(found, tensor.topology))
     made._number = tensor._number + 1
     with torch.no_grad():
-        made._masked_()
+        made._mask_padding_()
     if found is made._data:
         topology = tensor.topology  # the same tensor as long as it is the same array
         is_simple = not (topology.padded or topology.mesh.is_split or topology.mesh.lease is not None)
@@ -288,7 +288,7 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     return made
 
 
-def _placed(value: Any, like: Topology) -> Tensor:
+def _place_like(value: Any, like: Topology) -> Tensor:
     """A tensor, of any mesh or a dense one, with the mesh and the placements of another."""
     if isinstance(value, Tensor) and value.mesh == like.mesh:
         return redistribute(value, like.placements)
@@ -297,12 +297,12 @@ def _placed(value: Any, like: Topology) -> Tensor:
 
 def set_gradient(tensor: Tensor, value: Any) -> None:
     """Replace a leaf's gradient; None takes it away."""
-    tensor = shadowed(tensor)
+    tensor = shadow_of(tensor)
     discard(tensor)
     if value is None:
         tensor._data.grad = None
         return
-    tensor._data.grad = _placed(value, tensor.topology.reduced)._data
+    tensor._data.grad = _place_like(value, tensor.topology.reduced)._data
 
 
 def _register_hook(self: Tensor, hook: Callable[[Tensor | None], Any]) -> Any:
@@ -333,7 +333,7 @@ def _detach_(self: Tensor) -> Tensor:
     return self
 
 
-def _transposed(self: Tensor) -> Any:
+def _transpose_all(self: Tensor) -> Any:
     return self.permute(tuple(reversed(range(self.ndim))))
 
 
@@ -342,12 +342,13 @@ def _matrix_transposed(self: Tensor) -> Any:
 
 
 def _data_of(self: Tensor) -> Tensor:
-    return invoke("detach", (self,), {})
+    result: Tensor = invoke("detach", (self,), {})
+    return result
 
 
 def _set_data(self: Tensor, value: Any) -> None:
     """Another value, of another shape and dtype as well; it has our placements where it has our dims."""
-    placed = _placed(value, self.topology) if value.ndim == self.ndim else _as_it_is(value, self.mesh)
+    placed = _place_like(value, self.topology) if value.ndim == self.ndim else _as_it_is(value, self.mesh)
     self._data.data = placed._data.detach()
     vars(self).pop("_dense", None)
     if placed.dtype != native(self, "dtype") or placed.shape != native(self, "shape"):
@@ -391,7 +392,7 @@ _OWN: dict[str, Any] = {
     "is_contiguous": lambda self, **_: True,
     "is_same_size": lambda self, other: self.shape == other.shape,
     "element_size": lambda self: self._data.element_size(),
-    "_read": lambda self, call: to_dense(shadowed(self), call).detach(),
+    "_read": lambda self, call: to_dense(shadow_of(self), call).detach(),
     "_seen": staticmethod(watch_dense),
     "data_ptr": data_ptr,
     "untyped_storage": untyped_storage,
@@ -407,11 +408,11 @@ _OWN: dict[str, Any] = {
     "register_hook": _register_hook,
     "register_post_accumulate_grad_hook": _register_post_hook,
     "detach_": _detach_,
-    "T": property(_transposed),
+    "T": property(_transpose_all),
     "mT": property(_matrix_transposed),
     "data": property(_data_of, _set_data),
     "grad": property(gradient_of, set_gradient, lambda self: set_gradient(self, None)),
-    "grad_fn": property(lambda self: native(self, "grad_fn") if is_noticed(self) else shadowed(self)._data.grad_fn),
+    "grad_fn": property(lambda self: native(self, "grad_fn") if is_noticed(self) else shadow_of(self)._data.grad_fn),
     "is_leaf": property(lambda self: self._data.is_leaf),
     "is_meta": property(lambda self: self._data.is_meta),
     "is_cpu": property(lambda self: self._data.is_cpu),

@@ -18,7 +18,7 @@ from meshloom.tensor.gradient_sums import Back, follow, is_tracked, watch_dense
 from meshloom.tensor.joining import refuse_plain_results
 
 
-def shadowed(tensor: Tensor) -> Tensor:
+def shadow_of(tensor: Tensor) -> Tensor:
     """The tensor, or its stand-in without data while something is being explained."""
     tensor.topology.check_open()
     return tensor if state.shadows is None else state.shadows.of(tensor)
@@ -57,7 +57,7 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
             if _is_hashable(key) and not tensor.topology.mesh.lease:
                 _keep_target(key, target)
     else:
-        tensor = shadowed(tensor)
+        tensor = shadow_of(tensor)
         target = target_topology(tensor, placements)
     if target is tensor.topology and not copy:
         return tensor
@@ -121,7 +121,7 @@ def to_dense(tensor: Tensor, call: str) -> torch.Tensor:
 
 def to_torch(tensor: Tensor) -> torch.Tensor:
     """The tensor as one dense torch tensor of its own, always; partial sums are reduced."""
-    tensor = shadowed(tensor)
+    tensor = shadow_of(tensor)
     refuse_plain_results(tensor)
     found = to_dense(tensor, "to_torch")
     return watch_dense(found.clone() if same_storage(found, tensor._data) else found)
@@ -129,7 +129,7 @@ def to_torch(tensor: Tensor) -> torch.Tensor:
 
 def read(tensor: Tensor, call: str) -> torch.Tensor:
     """The dense values for the host; there are none while something is explained or planned on meta."""
-    tensor = shadowed(tensor)
+    tensor = shadow_of(tensor)
     if tensor._data.is_meta:
         raise UnsupportedError(
             f"{call}() needs values and this tensor has none",

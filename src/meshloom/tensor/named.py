@@ -12,7 +12,7 @@ from meshloom.tensor.quick import call_quickly
 from meshloom.tensor.signatures import describe
 
 
-def named(name: str) -> Callable[..., Any]:
+def find_named(name: str) -> Callable[..., Any]:
     """The op of that name as a function; `output=` asks for the placements of its result."""
 
     head = "loom", name

@@ -52,7 +52,7 @@ class Parameter(Tensor, torch.nn.Parameter, metaclass=_ParameterMeta):
                 )
             tensor = distribute(tensor.detach(), mesh, placements if placements is not None else {})
         elif mesh is not None:
-            tensor = _asked(tensor, mesh, placements)
+            tensor = _lay_as_asked(tensor, mesh, placements)
         refuse_partial_leaf(tensor.topology)
         if requires_grad and not (tensor._data.is_floating_point() or tensor._data.is_complex()):
             fix = "cast it: x.float(), or give requires_grad=False"
@@ -62,7 +62,7 @@ class Parameter(Tensor, torch.nn.Parameter, metaclass=_ParameterMeta):
         return made
 
 
-def _asked(tensor: Tensor, mesh: Mesh, placements: Placements | None) -> Tensor:
+def _lay_as_asked(tensor: Tensor, mesh: Mesh, placements: Placements | None) -> Tensor:
     """A tensor that is on a mesh, where it is asked to lie."""
     if tensor.mesh != mesh:
         raise MeshError(

@@ -292,7 +292,7 @@ def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[
         return invoke(name, args, kwargs)  # the padding cannot be set to zero behind autograd's back
     function(*datas, **kwargs)
     if is_padded:
-        target._masked_()
+        target._mask_padding_()
     if data.requires_grad and torch.is_grad_enabled():
         if entry.communicates_back:
             entry.follow(data, [each for each in args if each.__class__ is Tensor], is_written=True)

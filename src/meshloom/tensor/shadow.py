@@ -74,7 +74,7 @@ class Untouched(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for target, value in self.kept.values():
                 target.copy_(value)

@@ -39,14 +39,16 @@ class Recipe:
         """The view of a base on the mesh."""
         from meshloom.tensor.calling import invoke
 
-        return self._pick(invoke(self.name, (base, *self.args), self.kwargs, self.function))
+        result: Tensor = self._pick(invoke(self.name, (base, *self.args), self.kwargs, self.function))
+        return result
 
     def of_dense(self, base: torch.Tensor) -> torch.Tensor:
         """The view of a dense base, which shares its memory."""
         from meshloom.tensor.calling import torch_function
 
         name = "__getitem__" if self.name == "getitem" else self.name
-        return self._pick((self.function or torch_function(name))(base, *self.args, **self.kwargs))
+        result: torch.Tensor = self._pick((self.function or torch_function(name))(base, *self.args, **self.kwargs))
+        return result
 
     def _pick(self, results: Any) -> Any:
         return results if self.result is None else results[self.result]

@@ -21,5 +21,5 @@ class Watched:
         """Write the call into every open log."""
         self.plan = entry.plan
         for log in state.logs:
-            log.called(entry.plan, self.where)
+            log.note_call(entry.plan, self.where)
         state.log(self.forward)

@@ -17,7 +17,7 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.dispatch import TRAIL, Resolved, call
 from meshloom.tensor.entries import identity, remember
 from meshloom.tensor.joining import refuse_plain_results
-from meshloom.tensor.moving import carry, same_storage, shadowed, to_dense
+from meshloom.tensor.moving import carry, same_storage, shadow_of, to_dense
 from meshloom.tensor.reading import as_tensor
 from meshloom.tensor.views import MovedView, is_folded, made_anew, moved_view
 
@@ -33,7 +33,7 @@ def note_write(tensor: Tensor) -> None:
 
 def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The pointwise op `name` of the table, in place."""
-    tensor = shadowed(target)
+    tensor = shadow_of(target)
     if tensor._recipe is not None:
         return _write_shared(f"{name}_", target, args, kwargs)
     if moved_view(tensor) is not None or _keeps_gradients(tensor):
@@ -76,7 +76,7 @@ def _check_fit(name: str, result: Topology, target: Topology) -> None:
 
 def rewrite(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """An op of the table that changes some elements of its first operand, in place: `scatter_`, `index_put_`."""
-    tensor = shadowed(target)
+    tensor = shadow_of(target)
     if tensor._recipe is not None:  # all of it is written back, and what stays would overwrite what changed
         return _write_shared(f"{name}_", target, args, kwargs)
     # backward may need the value that is about to be overwritten
@@ -106,7 +106,7 @@ def _write_directly(found: Resolved, tensor: Tensor) -> None:
         raise
     if found.entry.communicates_back and torch.is_grad_enabled():
         found.entry.follow(tensor._data, found.tensors, is_written=True)
-    tensor._masked_()
+    tensor._mask_padding_()
     if not found.known:
         remember(found.key, found.entry)
     if TRAIL.written is not None:
@@ -127,16 +127,16 @@ def _is_direct(found: Resolved) -> bool:
 
 def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
     """Copy a value (broadcast, cast, moved as needed) into a tensor."""
-    tensor = shadowed(target)
+    tensor = shadow_of(target)
     if tensor._recipe is not None:
         return _write_shared("copy_", target, (value,), {})
     source = value if isinstance(value, Tensor) else as_tensor(torch.as_tensor(value), tensor.mesh)
-    source = shadowed(source)
+    source = shadow_of(source)
     if source.mesh != tensor.mesh:
         source = as_tensor(to_dense(source, name), tensor.mesh)
     if source.topology.shape != tensor.topology.shape:
         source = call("expand", (source, *tensor.topology.shape), {})
-    there = source.topology.with_placements(_settled(tensor.topology, source.topology.dtype))
+    there = source.topology.with_placements(_settle_placements(tensor.topology, source.topology.dtype))
     if there.placements != tensor.placements:
         source = call("to", (source, tensor.dtype), {})
         there = source.topology.with_placements(tensor.placements)
@@ -215,7 +215,7 @@ def _write_base(view: MovedView, source: Tensor, name: str) -> None:
         assign(base, Tensor(base.topology.replicated, whole), name)
 
 
-def _settled(topology: Topology, dtype: str) -> tuple[Any, ...]:
+def _settle_placements(topology: Topology, dtype: str) -> tuple[Any, ...]:
     """The target's placements if the source's dtype can be partial that way, else reduced ones."""
     same = dtype == topology.dtype or not topology.partial_axes
     return topology.placements if same else topology.reduced.placements
@@ -223,7 +223,7 @@ def _settled(topology: Topology, dtype: str) -> tuple[Any, ...]:
 
 def fill(target: Tensor, value: Any) -> Tensor:
     """Set every element."""
-    tensor = shadowed(target)
+    tensor = shadow_of(target)
     if tensor._recipe is not None:
         return _write_shared("fill_", target, (value,), {})
     if tensor.topology.partial_axes or moved_view(tensor) is not None:
@@ -232,14 +232,14 @@ def fill(target: Tensor, value: Any) -> Tensor:
         full = torch.full(tensor.topology.shape, float("nan") if value != value else value, dtype=tensor.dtype)
         return assign(target, full, "fill_")
     tensor._data.fill_(to_dense(value, "fill_") if isinstance(value, Tensor) else value)
-    tensor._masked_()
+    tensor._mask_padding_()
     note_write(tensor)
     return target
 
 
 def zero(target: Tensor) -> Tensor:
     """Set every element to zero."""
-    tensor = shadowed(target)
+    tensor = shadow_of(target)
     if tensor._recipe is not None or moved_view(tensor) is not None or _keeps_gradients(tensor):
         return fill(target, 0)
     tensor._data.zero_()
@@ -249,7 +249,7 @@ def zero(target: Tensor) -> Tensor:
 
 def write_item(target: Tensor, index: Any, value: Any) -> None:
     """`x[index] = value` for ints, slices, None and an ellipsis."""
-    tensor = shadowed(target)
+    tensor = shadow_of(target)
     topology = tensor.topology
     if tensor._recipe is not None:
         _write_shared("__setitem__", target, (index, value), {})
@@ -260,7 +260,7 @@ def write_item(target: Tensor, index: Any, value: Any) -> None:
         assign(target, copied, "setitem")
         return
     given = value if isinstance(value, Tensor) or not isinstance(value, torch.Tensor) else as_tensor(value, tensor.mesh)
-    content = to_dense(shadowed(given), "setitem") if isinstance(given, Tensor) else given
+    content = to_dense(shadow_of(given), "setitem") if isinstance(given, Tensor) else given
     if isinstance(content, torch.Tensor) and same_storage(content, tensor._data):
         content = content.clone()  # torch does not write an array from itself at other places
     where = _stored_index(index, topology)

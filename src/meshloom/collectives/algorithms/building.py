@@ -187,13 +187,13 @@ def reduce_broadcast(
         down = pour(tree, count)
         # Backwards the last segment comes up first; numbered from the other end, segment i is whole at depth + i.
         up = backwards(pour(tree, count), reduce=True)
-        turned = tuple(tuple(_renumbered(each, count) for each in step) for step in up)
+        turned = tuple(tuple(_renumber(each, count) for each in step) for step in up)
         return schedule("all_reduce", group, together(turned, ((),) * depth + down), root, chunks=count)
 
     return build
 
 
-def _renumbered(send: Send, count: int) -> Send:
+def _renumber(send: Send, count: int) -> Send:
     return Send(send.source, send.destination, count - 1 - send.chunk, send.reduce)
 
 

@@ -55,11 +55,11 @@ def choose(collective: str, group: Iterable[Coordinate], fabric: Fabric, size: i
     >>> print(choose("all_reduce", ring.coordinates(), ring, 1 << 20))
     all_reduce by bidirectional_ring (ring links)
     """
-    return _chosen(collective, tuple(group), fabric, size, root)
+    return _choose(collective, tuple(group), fabric, size, root)
 
 
 @lru_cache(maxsize=4096)
-def _chosen(collective: str, group: tuple[Coordinate, ...], fabric: Fabric, size: int, root: int) -> Algorithm:
+def _choose(collective: str, group: tuple[Coordinate, ...], fabric: Fabric, size: int, root: int) -> Algorithm:
     """The algorithm alone: a large group's schedule has millions of sends."""
     return best(collective, group, fabric, size, root=root).algorithm
 

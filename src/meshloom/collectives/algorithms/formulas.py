@@ -37,7 +37,7 @@ def once(p: int) -> int:
     return 1
 
 
-def doubled(p: int) -> int:
+def doublings(p: int) -> int:
     """log2(p), rounded up."""
     return (p - 1).bit_length()
 
@@ -62,7 +62,7 @@ def whole(steps: Count) -> Formula:
     return Formula(steps, lambda v, p: v * steps(p))
 
 
-def halved(steps: Count, passes: int = 1) -> Formula:
+def halving(steps: Count, passes: int = 1) -> Formula:
     """Steps move 1/2, 1/4, ... of the value, or grow that way: (p-1)/p of it in all."""
     return Formula(lambda p: passes * steps(p), lambda v, p: passes * v * (p - 1) / p)
 
@@ -77,7 +77,7 @@ def crossing(steps: Count) -> Formula:
     return Formula(steps, lambda v, p: v * steps(p) / (2 * p))
 
 
-def poured(way: Count, segments: Count) -> Formula:
+def pipeline(way: Count, segments: Count) -> Formula:
     """Segments that follow each other: the last leaves when the way of the first has segments-1 steps more to count."""
     return Formula(lambda p: way(p) + segments(p) - 1, lambda v, p: v * (way(p) + segments(p) - 1) / segments(p))
 

@@ -41,7 +41,7 @@ from meshloom.collectives.algorithms.building import (
     reduce_scatter,
     scatter,
 )
-from meshloom.collectives.algorithms.formulas import Formula, around, depth, doubled, half, once, twice
+from meshloom.collectives.algorithms.formulas import Formula, around, depth, doublings, half, once, twice
 from meshloom.collectives.algorithms.grids import box, grid_gather, grid_reduce, grid_scatter
 from meshloom.collectives.algorithms.trees import Group
 from meshloom.collectives.schedule import Schedule
@@ -81,7 +81,7 @@ class Algorithm:
         return f"{self.collective} by {self.name} ({self.needs} links)"
 
 
-def _built(algorithm: Algorithm, group: Group, fabric: Fabric, root: int) -> Schedule:
+def _build(algorithm: Algorithm, group: Group, fabric: Fabric, root: int) -> Schedule:
     if not 0 <= root < len(group):
         raise ArgumentError(f"root {root} is not in a group of {len(group)}", fix=f"give 0 to {len(group) - 1}")
     schedule = replace(algorithm.build(group, fabric, root), algorithm=algorithm.name)
@@ -94,8 +94,8 @@ def _built(algorithm: Algorithm, group: Group, fabric: Fabric, root: int) -> Sch
 
 # A ring of 1024 has two million sends: of the large ones only the last few are kept.
 _SMALL = 64
-_kept = lru_cache(maxsize=256)(_built)
-_kept_large = lru_cache(maxsize=2)(_built)
+_kept = lru_cache(maxsize=256)(_build)
+_kept_large = lru_cache(maxsize=2)(_build)
 
 
 def _table(*lines: Algorithm) -> dict[tuple[str, str], Algorithm]:
@@ -103,16 +103,16 @@ def _table(*lines: Algorithm) -> dict[tuple[str, str], Algorithm]:
 
 
 def _segments(p: int) -> int:
-    """In how many segments a binary tree is poured."""
+    """Into how many segments a binary tree cuts the value."""
     return 2 * max(1, depth(p))
 
 
 def _pipe(p: int) -> int:
-    """In how many segments a line is poured."""
+    """Into how many segments a line cuts the value."""
     return 2 * p
 
 
-def _middle(group: Group, fabric: Fabric) -> Coordinate:
+def _mid(group: Group, fabric: Fabric) -> Coordinate:
     return fabric.line(group)[len(group) // 2]
 
 
@@ -149,24 +149,24 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = _table(
     _A("gather",         "line", "line", gather(trees.line),         cost.pieces(around)),
     _A("scatter",        "line", "line", scatter(trees.line),        cost.pieces(around)),
     # along a line in segments that follow each other
-    _A("broadcast",  "pipeline", "line", broadcast(trees.line, _pipe),                 cost.poured(around, _pipe)),
-    _A("reduce",     "pipeline", "line", reduce(trees.line, _pipe),                    cost.poured(around, _pipe)),
-    _A("all_reduce", "pipeline", "line", reduce_broadcast(trees.line, _pipe, _middle), cost.poured(twice(half), _pipe)),
+    _A("broadcast",  "pipeline", "line", broadcast(trees.line, _pipe),              cost.pipeline(around, _pipe)),
+    _A("reduce",     "pipeline", "line", reduce(trees.line, _pipe),                 cost.pipeline(around, _pipe)),
+    _A("all_reduce", "pipeline", "line", reduce_broadcast(trees.line, _pipe, _mid), cost.pipeline(twice(half), _pipe)),
     # partners at distance 1, 2, 4, ...: powers of two
-    _A("all_gather",     _HD, "full", recursive.doubling_gather,   cost.halved(doubled)),
-    _A("reduce_scatter", _HD, "full", recursive.halving_scatter,   cost.halved(doubled)),
-    _A("all_reduce",     _HD, "full", recursive.halving_doubling,  cost.halved(doubled, passes=2)),
-    _A("all_to_all",     _HD, "full", recursive.doubling_exchange, cost.crossing(doubled)),
+    _A("all_gather",     _HD, "full", recursive.doubling_gather,   cost.halving(doublings)),
+    _A("reduce_scatter", _HD, "full", recursive.halving_scatter,   cost.halving(doublings)),
+    _A("all_reduce",     _HD, "full", recursive.halving_doubling,  cost.halving(doublings, passes=2)),
+    _A("all_to_all",     _HD, "full", recursive.doubling_exchange, cost.crossing(doublings)),
     # the binomial tree: halves of halves
-    _A("broadcast",  "tree", "full", broadcast(trees.halves),             cost.whole(doubled)),
-    _A("reduce",     "tree", "full", reduce(trees.halves),                cost.whole(doubled)),
-    _A("all_reduce", "tree", "full", reduce_broadcast(trees.halves),      cost.whole(twice(doubled))),
-    _A("gather",     "tree", "full", gather(trees.halves, bundled=True),  cost.halved(doubled)),
-    _A("scatter",    "tree", "full", scatter(trees.halves, bundled=True), cost.halved(doubled)),
+    _A("broadcast",  "tree", "full", broadcast(trees.halves),             cost.whole(doublings)),
+    _A("reduce",     "tree", "full", reduce(trees.halves),                cost.whole(doublings)),
+    _A("all_reduce", "tree", "full", reduce_broadcast(trees.halves),      cost.whole(twice(doublings))),
+    _A("gather",     "tree", "full", gather(trees.halves, bundled=True),  cost.halving(doublings)),
+    _A("scatter",    "tree", "full", scatter(trees.halves, bundled=True), cost.halving(doublings)),
     # the binary tree, in segments that follow each other
-    _A("broadcast",  _BT, "full", broadcast(trees.binary, _segments),        cost.poured(depth, _segments)),
-    _A("reduce",     _BT, "full", reduce(trees.binary, _segments),           cost.poured(depth, _segments)),
-    _A("all_reduce", _BT, "full", reduce_broadcast(trees.binary, _segments), cost.poured(twice(depth), _segments)),
+    _A("broadcast",  _BT, "full", broadcast(trees.binary, _segments),        cost.pipeline(depth, _segments)),
+    _A("reduce",     _BT, "full", reduce(trees.binary, _segments),           cost.pipeline(depth, _segments)),
+    _A("all_reduce", _BT, "full", reduce_broadcast(trees.binary, _segments), cost.pipeline(twice(depth), _segments)),
     # one axis after the other, on lines or on rings; split: all axes at once, on parts of the value
     _A("all_gather",     "grid",        "grid", grid_gather(trees.line),                   cost.in_turn(around)),
     _A("reduce_scatter", "grid",        "grid", grid_scatter(trees.line),                  cost.in_turn(around)),

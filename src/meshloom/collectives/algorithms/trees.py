@@ -41,7 +41,7 @@ def ring(group: Group, fabric: Fabric) -> Callable[[Coordinate], Tree]:
     """Once round the ring."""
     order = fabric.ring(group)
     place = {each: i for i, each in enumerate(order)}
-    return lambda root: path(_turned(order, place[root]))
+    return lambda root: path(_rotate(order, place[root]))
 
 
 def both_ways(group: Group, fabric: Fabric) -> Callable[[Coordinate], Tree]:
@@ -51,7 +51,7 @@ def both_ways(group: Group, fabric: Fabric) -> Callable[[Coordinate], Tree]:
     half = len(order) // 2 + 1
 
     def tree(root: Coordinate) -> Tree:
-        turned = _turned(order, place[root])
+        turned = _rotate(order, place[root])
         return path(turned[:half], (root, *reversed(turned[half:])))
 
     return tree
@@ -83,7 +83,7 @@ def binary(group: Group, fabric: Fabric) -> Callable[[Coordinate], Tree]:
     place = {each: i for i, each in enumerate(group)}
 
     def tree(root: Coordinate) -> Tree:
-        turned = _turned(group, place[root])
+        turned = _rotate(group, place[root])
         # Members 1, 2 are at depth 1; 3 to 6 at depth 2: the depth of i is the length of i + 1 in bits, less 1.
         return tuple(Edge(turned[(i - 1) // 2], turned[i], (i + 1).bit_length() - 2) for i in range(1, len(turned)))
 
@@ -105,7 +105,7 @@ def check_full(group: Group, fabric: Fabric) -> None:
                 raise FabricError(f"no link joins {a} to {b}, and every two of {len(group)} members need one")
 
 
-def _turned(order: Group, start: int) -> Group:
+def _rotate(order: Group, start: int) -> Group:
     return order[start:] + order[:start]
 
 

@@ -61,13 +61,13 @@ def _at_least(ndim: int) -> Overload:
     def overload(*tensors: Any) -> Any:
         if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
             tensors = tuple(tensors[0])
-        found = tuple(_raised(each, ndim) for each in tensors)
+        found = tuple(_raise_rank(each, ndim) for each in tensors)
         return found[0] if len(found) == 1 else found
 
     return overload
 
 
-def _raised(input: Any, ndim: int) -> Any:
+def _raise_rank(input: Any, ndim: int) -> Any:
     shape = tuple(input.shape)
     if len(shape) >= ndim:
         return input
@@ -78,12 +78,12 @@ def _raised(input: Any, ndim: int) -> Any:
     return table_call("reshape", input, wide)
 
 
-def _stacked(ndim: int, dim: int, column: bool = False) -> Overload:
+def _make_stack(ndim: int, dim: int, column: bool = False) -> Overload:
     """hstack and its kind: raise to `ndim` dims, then join; what was asked of the result concerns the joining."""
 
     def overload(tensors: Sequence[Any], **kwargs: Any) -> Any:
         with state.changed(output=None):
-            raised = [_column(each) if column else _raised(each, ndim) for each in tensors]
+            raised = [_column(each) if column else _raise_rank(each, ndim) for each in tensors]
         place = 0 if dim == 1 and raised[0].ndim == 1 else dim
         return table_call("cat", raised, place, **kwargs)
 
@@ -124,7 +124,7 @@ def _matrix_diagonal(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1)
     return table_call("diagonal", A, offset, dim1, dim2)
 
 
-def _flipped(name: str, dim: int) -> Overload:
+def _make_flip(name: str, dim: int) -> Overload:
     def overload(input: Any) -> Any:
         if input.ndim <= dim:
             raise ShapeError(f"{name} needs {dim + 1} dims or more and got {list(input.shape)}")
@@ -143,14 +143,14 @@ ARRANGING: dict[str, Overload] = {
     "atleast_1d": _at_least(1),
     "atleast_2d": _at_least(2),
     "atleast_3d": _at_least(3),
-    "hstack": _stacked(1, 1),
-    "vstack": _stacked(2, 0),
-    "row_stack": _stacked(2, 0),
-    "dstack": _stacked(3, 2),
-    "column_stack": _stacked(2, 1, column=True),
+    "hstack": _make_stack(1, 1),
+    "vstack": _make_stack(2, 0),
+    "row_stack": _make_stack(2, 0),
+    "dstack": _make_stack(3, 2),
+    "column_stack": _make_stack(2, 1, column=True),
     "cat": _cat,
     "diag": _diag,
     "linalg_diagonal": _matrix_diagonal,
-    "fliplr": _flipped("fliplr", 1),
-    "flipud": _flipped("flipud", 0),
+    "fliplr": _make_flip("fliplr", 1),
+    "flipud": _make_flip("flipud", 0),
 }

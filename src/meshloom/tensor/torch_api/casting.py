@@ -11,13 +11,13 @@ from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Overload, table_call
 from meshloom.tensor.creation import checked_device
-from meshloom.tensor.moving import shadowed
+from meshloom.tensor.moving import shadow_of
 from meshloom.tensor.views import detach_view
 
 
 def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
     """`to(dtype)`, `to(device)`, `to(other)`, with torch's keywords."""
-    tensor = shadowed(input)
+    tensor = shadow_of(input)
     target = args[0] if args else kwargs.get("other", kwargs.get("dtype", kwargs.get("device")))
     wanted, device = kwargs.get("dtype"), kwargs.get("device")
     if isinstance(target, torch.dtype):
@@ -31,7 +31,7 @@ def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = table_call("to", tensor, wanted)
     if device is not None and state.shadows is None and checked_device(device) != tensor.device:
         tensor = Tensor(tensor.topology, tensor._data.to(device))
-    if kwargs.get("copy") and tensor._data is shadowed(input)._data:
+    if kwargs.get("copy") and tensor._data is shadow_of(input)._data:
         tensor = table_call("clone", tensor)
     return input if tensor is input else tensor
 
@@ -56,12 +56,12 @@ def _same(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Any:
     """The tensor itself; a view with other strides is copied, as in torch, so that writes do not reach its base."""
-    tensor = shadowed(input)
+    tensor = shadow_of(input)
     return input if tensor._view is None or tensor._data.is_contiguous() else tensor.clone()
 
 
 def _detach(input: Any) -> Any:
-    tensor = shadowed(input)
+    tensor = shadow_of(input)
     return detach_view(tensor, Tensor(tensor.topology, tensor._data.detach()))
 
 

@@ -9,11 +9,11 @@ from meshloom.placement import Replicate
 from meshloom.tensor import creation, creation_random
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Overload
-from meshloom.tensor.moving import shadowed
+from meshloom.tensor.moving import shadow_of
 
 
 def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
-    return lambda input, *args, **kwargs: make(shadowed(input), *args, **kwargs)
+    return lambda input, *args, **kwargs: make(shadow_of(input), *args, **kwargs)
 
 
 def _new(name: str) -> Callable[..., Any]:

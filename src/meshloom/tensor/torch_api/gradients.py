@@ -11,9 +11,9 @@ from meshloom.errors import GradientError
 from meshloom.tensor import creation
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Overload
-from meshloom.tensor.gradient_sums import asking, give, seen
+from meshloom.tensor.gradient_sums import asking, give, watch_backward
 from meshloom.tensor.joining import gradient_tensor
-from meshloom.tensor.moving import shadowed
+from meshloom.tensor.moving import shadow_of
 
 
 def _autograd_grad(*args: Any, **kwargs: Any) -> Any:
@@ -23,17 +23,17 @@ def _autograd_grad(*args: Any, **kwargs: Any) -> Any:
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    ins = _listed(inputs)
+    ins = _as_list(inputs)
     start, seeded = _starts(outputs, grad_outputs)
     held = [_array_of(each) for each in ins]
     others = [[each.array for each in deferred_gradients(array)] for array in held]
     if not any(others):
-        with seen(start):
+        with watch_backward(start):
             found = torch.autograd.grad(start, held, seeded, *args, **kwargs)
         _give_all(ins)
         return tuple(_dual(value, each) for value, each in zip(ins, found, strict=True))
     flat = [*held, *(array for each in others for array in each)]
-    with seen(start):
+    with watch_backward(start):
         parts = iter(torch.autograd.grad(start, flat, seeded, *args, **{**kwargs, "allow_unused": True}))
     firsts = [next(parts) for _ in held]
     _give_all(ins)
@@ -51,10 +51,10 @@ def _give_all(inputs: list[Any]) -> None:
     """The sums of the gradients that are given are carried out now."""
     for value in inputs:
         if isinstance(value, Tensor):
-            give(shadowed(value))
+            give(shadow_of(value))
 
 
-def _listed(values: Any) -> list[Any]:
+def _as_list(values: Any) -> list[Any]:
     return list(values) if isinstance(values, (tuple, list)) else [values]
 
 
@@ -67,17 +67,19 @@ def _dual(value: Any, gradient: torch.Tensor | None) -> Any:
 def _root(value: Any) -> torch.Tensor:
     """The array that backward starts from: a partial sum is reduced first."""
     if not isinstance(value, Tensor):
-        return value
-    tensor = shadowed(value)
+        result: torch.Tensor = value
+        return result
+    tensor = shadow_of(value)
     if tensor.topology.partial_axes:
         tensor = tensor.redistribute(tensor.topology.reduced.placements)
     return tensor._data
 
 
 def _seed(seed: Any, out: Any) -> torch.Tensor:
-    tensor = shadowed(out)
+    tensor = shadow_of(out)
     if isinstance(seed, Tensor):
-        return seed.redistribute(tensor.topology.reduced.placements)._data
+        result: torch.Tensor = seed.redistribute(tensor.topology.reduced.placements)._data
+        return result
     return creation.place(seed, tensor.mesh, tensor.topology.reduced.placements)._data
 
 
@@ -93,13 +95,13 @@ def _start(value: Any, seed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             fix="reduce it first, as in y.sum().backward(), or give backward(gradient=...)",
         )
     if seed is None and root.numel() != 1:
-        seed = creation.ones_like(shadowed(value))
+        seed = creation.ones_like(shadow_of(value))
     return root, None if seed is None else _seed(seed, value)
 
 
 def _starts(outputs: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    outs = _listed(outputs)
-    given = [None] * len(outs) if seeds is None else _listed(seeds)
+    outs = _as_list(outputs)
+    given = [None] * len(outs) if seeds is None else _as_list(seeds)
     pairs = [_start(out, seed) for out, seed in zip(outs, given, strict=True)]
     return [root for root, _ in pairs], [seed for _, seed in pairs]
 
@@ -120,15 +122,15 @@ def _autograd_backward(
     inputs: Any = None,
 ) -> None:
     roots, seeds = _starts(tensors, grad_tensors)
-    leaves = None if inputs is None else [_array_of(each) for each in _listed(inputs)]
+    leaves = None if inputs is None else [_array_of(each) for each in _as_list(inputs)]
     if leaves is not None:
         leaves = [*leaves, *(each.array for leaf in leaves for each in deferred_gradients(leaf))]
-    with seen(roots):
+    with watch_backward(roots):
         torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
 
 
 def _array_of(value: Any) -> torch.Tensor:
-    return shadowed(value)._data if isinstance(value, Tensor) else value
+    return shadow_of(value)._data if isinstance(value, Tensor) else value
 
 
 GRADIENTS: dict[str, Overload] = {

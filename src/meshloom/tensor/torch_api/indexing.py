@@ -16,7 +16,7 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Overload, invoke, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.joining import called_from, notice
-from meshloom.tensor.moving import shadowed
+from meshloom.tensor.moving import shadow_of
 from meshloom.tensor.views import turn
 from meshloom.tensor.writing import assign, fill, rewrite, write, write_item, zero
 
@@ -173,12 +173,12 @@ def _transposed_matrix(input: Any) -> Any:
     return table_call("transpose", input, 0, 1) if input.ndim == 2 else input
 
 
-def _turned(name: str) -> Overload:
+def _make_turn_(name: str) -> Overload:
     """`t_` and its kind: the tensor becomes a view of what it was."""
 
     def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
         target = input
-        tensor = shadowed(target)
+        tensor = shadow_of(target)
         if torch.is_grad_enabled() and tensor._data.requires_grad and tensor._data.is_leaf:
             raise GradientError(
                 f"{name}_ would change a leaf that requires a gradient", tensor=tensor.topology, fix=f"use x.{name}()"
@@ -249,7 +249,7 @@ INDEXING: dict[str, Overload] = {
     "index_put": _index_put,
     "index_put_": _index_put_,
     **{f"{name}_": _rewriting(name) for name in _REWRITING},
-    **{f"{name}_": _turned(name) for name in _TURNING},
+    **{f"{name}_": _make_turn_(name) for name in _TURNING},
     "set_": _set_,
     **{name: _fixed_shape(name) for name in ("resize_", "resize_as_", "as_strided_")},
 }

@@ -12,22 +12,22 @@ from meshloom.errors import ArgumentError, DTypeError
 from meshloom.tensor import creation
 from meshloom.tensor.calling import Overload, invoke, table_call
 from meshloom.tensor.fallback import fallback
-from meshloom.tensor.moving import shadowed
+from meshloom.tensor.moving import shadow_of
 from meshloom.tensor.writing import write
 
 ACTIVATIONS = "relu silu mish elu celu selu relu6 leaky_relu hardtanh hardsigmoid hardswish threshold".split()
 
 
-def _swapped(name: str) -> Callable[..., Any]:
+def _swap_operands(name: str) -> Callable[..., Any]:
     return lambda input, other, **kwargs: table_call(name, other, input, **kwargs)
 
 
 def _rsub(input: Any, other: Any, alpha: Any = 1) -> Any:
     scaled = input if alpha == 1 else table_call("mul", input, alpha)
-    return _reversed("sub", scaled, other)
+    return _reflect("sub", scaled, other)
 
 
-def _reversed(name: str, input: Any, other: Any) -> Any:
+def _reflect(name: str, input: Any, other: Any) -> Any:
     """`other op input` where `other` may be a number: torch wants a tensor first."""
     if isinstance(other, torch.Tensor):
         return table_call(name, other, input)
@@ -44,7 +44,7 @@ def _reversed(name: str, input: Any, other: Any) -> Any:
 
 
 def _reverse(name: str) -> Callable[..., Any]:
-    return lambda input, other: _reversed(name, input, other)
+    return lambda input, other: _reflect(name, input, other)
 
 
 def _activation(name: str) -> Callable[..., Any]:
@@ -80,7 +80,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
         raise ArgumentError(f"dropout probability {p} is not between 0 and 1")
     if not training or p == 0.0:
         return input
-    tensor = shadowed(input)
+    tensor = shadow_of(input)
     mask = creation.dropout_mask(tensor, 1.0 - p)
     return write("mul", input, (mask,), {}) if inplace else table_call("mul", tensor, mask)
 
@@ -116,7 +116,7 @@ POINTWISE: dict[str, Overload] = {
     "__rfloordiv__": _reverse("floor_divide"),
     "__rlshift__": _reverse("bitwise_left_shift"),
     "__rrshift__": _reverse("bitwise_right_shift"),
-    "__rmatmul__": _swapped("matmul"),
+    "__rmatmul__": _swap_operands("matmul"),
     **{name: _activation(name) for name in ACTIVATIONS},
     "rrelu": _rrelu,
     "dropout": dropout,

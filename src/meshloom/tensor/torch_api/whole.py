@@ -63,13 +63,13 @@ def _loss(function: Callable[..., Any]) -> Overload:
         if any(given.get(each) is not None for each in ("size_average", "reduce")):
             return fallback(function, args, kwargs, name)
         if private.is_any_autocast_enabled():
-            given = {key: _widened(value) for key, value in given.items()}
+            given = {key: _widen(value) for key, value in given.items()}
         return table_call(name, output=output, **given)
 
     return overload
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     """Under autocast losses are computed in float32; torch casts inside its own functions, and ours may have others."""
     held = value
     if not isinstance(held, torch.Tensor) or held.dtype not in (torch.float16, torch.bfloat16):
@@ -196,7 +196,7 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
     if given.add_zero_attn or any(getattr(given, name) is not None for name in ("bias_k", "static_k", "static_v")):
         return fallback(F.multi_head_attention_forward, args, kwargs, "multi_head_attention_forward")
     alone = given.query.ndim == 2
-    query, key, value = (_heads(each, given.num_heads, alone) for each in _projected(given))
+    query, key, value = (_heads(each, given.num_heads, alone) for each in _project(given))
     mask = _merged_masks(given, query.shape[0])
     is_plain = given.is_causal and given.key_padding_mask is None and not given.need_weights  # then the mask is a hint
     dropped = given.dropout_p if given.training else 0.0
@@ -217,7 +217,7 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
 _HEADS = inspect.signature(F.multi_head_attention_forward)
 
 
-def _projected(given: Any) -> list[Any]:
+def _project(given: Any) -> list[Any]:
     """Query, key and value after their projections, whose weights lie in one matrix or in three."""
     if given.use_separate_proj_weight:
         weights = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)

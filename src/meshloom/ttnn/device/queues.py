@@ -223,7 +223,7 @@ def _named(tensor: Tensor) -> str:
 
 def _tell(queue: MeshCommandQueue, text: str, accesses: Iterable[Access]) -> None:
     if queue.system.races is not None:
-        queue.system.races.enqueued(queue.id, text, accesses)
+        queue.system.races.note_command(queue.id, text, accesses)
 
 
 def _refused(reason: str) -> TraceError:

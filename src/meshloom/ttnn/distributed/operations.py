@@ -20,7 +20,7 @@ from meshloom.placement import Partial, Placement, Replicate
 from meshloom.placement.spelling import as_placements
 from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import redistribute, same_storage
-from meshloom.tensor.named import named
+from meshloom.tensor.named import find_named
 from meshloom.ttnn.distributed.views import asked, carried, lifted, lowered
 from meshloom.ttnn.ops.activations import Activation, activated
 from meshloom.ttnn.ops.block_moves import inside
@@ -36,9 +36,11 @@ SPEED = "program_config compute_kernel_config core_grid sub_core_grids sub_devic
 Operand = Tensor | float | int
 Strategy = str | Sequence[str] | None
 
-add_, matmul_, multiply_, sum_, mean_ = (named(each) for each in ("add", "matmul", "mul", "sum", "mean"))
-softmax_, embedding_, attention_ = (named(each) for each in ("softmax", "embedding", "scaled_dot_product_attention"))
-layer_norm_, rms_norm_ = named("layer_norm"), named("rms_norm")
+add_, matmul_, multiply_, sum_, mean_ = (find_named(each) for each in ("add", "matmul", "mul", "sum", "mean"))
+softmax_, embedding_, attention_ = (
+    find_named(each) for each in ("softmax", "embedding", "scaled_dot_product_attention")
+)
+layer_norm_, rms_norm_ = find_named("layer_norm"), find_named("rms_norm")
 
 
 @dataclass(frozen=True)
