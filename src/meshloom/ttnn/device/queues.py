@@ -171,8 +171,8 @@ def allocated(device: MeshDevice, region: Region) -> None:
     """A tensor has got memory; what is there counts as written by the host."""
     races = device.runtime.system.races
     if races is not None:
-        races.allocated(region)
-        races.touched(region, device.runtime.numbers)
+        races.note_allocation(region)
+        races.note_host_write(region, device.runtime.numbers)
 
 
 def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:

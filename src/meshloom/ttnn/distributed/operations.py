@@ -75,7 +75,7 @@ def spread(
     widened = wide or (lambda block: fine(block, kind))
     wholes = {role: lifted(each, widened(block)) for (role, each), block in zip(given.items(), blocks, strict=True)}
     wanted = None if ask.output is None else asked(ask.output, device)
-    mesh = _meeting(device.runtime.mesh.leased(None), list(wholes.values()), wanted, ask.strategy)
+    mesh = _meeting(device.runtime.mesh.with_lease(None), list(wholes.values()), wanted, ask.strategy)
     with _told(ask.explain), _chosen(ask.strategy, mesh):
         met = {role: carried(whole, mesh) for role, whole in wholes.items()}
         numbers = {role: each for role, each in tensors.items() if role not in given}
