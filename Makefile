@@ -5,7 +5,7 @@
 #   make SEED=17 soak              the cases of an earlier long run again
 
 PYTHON ?= python3
-JOBS ?= 3
+JOBS ?= 4
 # Tests start hundreds of processes: sources are compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 CASES ?= 100000
@@ -25,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BROWSERS := chromium chromium-browser google-chrome chrome
 
-.PHONY: help demo check test docs browser bench soak clean
+.PHONY: help demo check test full docs browser bench soak clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name says; do \
@@ -46,6 +46,10 @@ test: $(TESTED) $(if $(CI),browser) ## lint, types, doctests and tests
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --doctest-modules src/meshloom tests
+
+# The long runs draw new cases each time and print their seed; with SEED they draw the same again.
+full: test ## make test, then the long runs that do not fit into it: about an hour
+	@$(MAKE) --no-print-directory soak CASES=20000 SEED=$(SEED)
 
 docs: $(DOCUMENTED) ## build the docs site into site/, strictly
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

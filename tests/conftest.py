@@ -5,6 +5,7 @@ that a run can be repeated; a long run (`MESHLOOM_CASES`) draws new ones, from `
 What tests count with `record_property` is summed and printed at the end.
 """
 
+import gc
 import os
 import random
 import signal
@@ -31,6 +32,12 @@ if os.environ.get("MESHLOOM_CASES"):  # the test processes inherit it
 def pytest_report_header() -> list[str]:
     """Print what a long run draws."""
     return [f"{name}={os.environ[name]}" for name in ("MESHLOOM_CASES", "MESHLOOM_SEED") if name in os.environ]
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: the collector, which many tests call, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
