@@ -253,7 +253,7 @@ def test_the_chosen_row_is_the_cheapest_of_those_considered():
         for axis in GRID.axes:
             chosen = [line for line in lines if line.axis == axis and line.chosen]
             assert len({line.row for line in chosen}) == 1
-            dearer = [line for line in lines if line.axis == axis and line.reason == "dearer"]
+            dearer = [line for line in lines if line.axis == axis and line.reason == "more expensive"]
             assert all(line.cost is not None and line.cost >= decided.cost * (1 - 1e-6) for line in dearer)
 
 

@@ -110,16 +110,16 @@ class Preset:
         own = grid == self.shape and kinds is None
         return Fabric.grid(
             grid,
-            self._spread("kinds", self.kinds, grid) if kinds is None else kinds,
-            self._spread("latency", self.latency, grid),
-            [rate * self.efficiency for rate in self._spread("bandwidth", self.bandwidth, grid)],
-            self._spread("lanes", self.lanes, grid),
+            self._repeat("kinds", self.kinds, grid) if kinds is None else kinds,
+            self._repeat("latency", self.latency, grid),
+            [rate * self.efficiency for rate in self._repeat("bandwidth", self.bandwidth, grid)],
+            self._repeat("lanes", self.lanes, grid),
             missing=self.missing if own else (),
             extra=self.extra if own else (),
             name=self.name,
         )
 
-    def _spread(self, what: str, values: tuple[_T, ...], shape: tuple[int, ...]) -> tuple[_T, ...]:
+    def _repeat(self, what: str, values: tuple[_T, ...], shape: tuple[int, ...]) -> tuple[_T, ...]:
         """Values per axis for another shape: as they are for as many axes, and for any number if all are equal."""
         if len(values) == len(shape):
             return values

@@ -295,10 +295,10 @@ class Estimate(Search):
             if estimate > limit:
                 return estimate
             if cost == self.reached[here]:
-                self._spread(here, cost, left)
+                self._expand(here, cost, left)
         return math.inf
 
-    def _spread(self, here: Station, cost: float, left: float) -> None:
+    def _expand(self, here: Station, cost: float, left: float) -> None:
         least, stop, reached = self.paths.least, self.stop, self.reached
         for there, edge, axis, now, wanted in self.edges(here):
             known = reached.get(there)

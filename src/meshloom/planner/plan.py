@@ -299,7 +299,7 @@ def _consider(decided: Plan, pricing: Pricing, axis: int, name: str, row: Row, n
         return Considered(name, row, cost, False, "cheaper, but another row was chosen")
     if this > taken and cost < decided.cost:
         return Considered(name, row, cost, False, "would move operands that line up")
-    return Considered(name, row, cost, False, "dearer" if this > taken else "as dear, stands later")
+    return Considered(name, row, cost, False, "more expensive" if this > taken else "same price, stands later")
 
 
 def retype(decided: Plan, dtypes: Sequence[str]) -> Plan:

@@ -121,7 +121,7 @@ class Launch:
         for buffer in (*self.program.writes, *self.program.updates):
             shared = isinstance(buffer.storage, Block) and buffer.storage.is_shared
             if shared and (per_card or self._differs(buffer)):
-                buffer.storage.own()  # type: ignore[union-attr]
+                buffer.storage.unshare()  # type: ignore[union-attr]
 
     def _differs(self, written: MeshBuffer) -> bool:
         """Whether the devices may hold different values of a buffer after the launch."""

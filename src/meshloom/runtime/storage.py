@@ -48,7 +48,7 @@ class Block:
         """Whether some devices hold one and the same array."""
         return tuple(self.block.shape[: self.axes]) != self.mesh.shape
 
-    def own(self) -> torch.Tensor:
+    def unshare(self) -> torch.Tensor:
         """The block with an array for every device: from now on they may differ."""
         with self._lock:
             if self.is_shared:

@@ -66,7 +66,7 @@ def _writers(buffer: MeshBuffer) -> int:
 def _own_if_faulty(buffer: MeshBuffer) -> None:
     """Where a card may fail, devices may differ afterwards."""
     if isinstance(buffer.storage, Block) and not buffer.device.system.driver.is_plain():
-        buffer.storage.own()
+        buffer.storage.unshare()
 
 
 def read_all(buffer: MeshBuffer, queue: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ def write_at(buffer: MeshBuffer, place: Coordinate, value: torch.Tensor, index: 
     """Write what one device holds, or a part of it."""
     system = buffer.device.system
     if isinstance(buffer.storage, Block):
-        buffer.storage.own()
+        buffer.storage.unshare()
 
     def write(at: Coordinate, card: Card) -> None:
         card.write(buffer.storage.at(at), value, index)

@@ -132,12 +132,12 @@ def all_gather(
     call = _call("all_gather", x, axis, mode, grows="more", algorithm=algorithm)
     topology, data = call.gather(place)
     if out is None:
-        return _own((topology, data), call)
+        return _make_own((topology, data), call)
     _room(out, topology, call).copy_(data)
     return out
 
 
-def _own(found: Placed, call: Call) -> Tensor:
+def _make_own(found: Placed, call: Call) -> Tensor:
     """A result that shares no memory with the operand: writing to the one leaves the other as it is."""
     topology, data = found
     return Tensor(topology, data.clone() if same_storage(data, call.operand.data) else data)
@@ -192,7 +192,7 @@ def all_to_all(
             fix="use two dims; all_gather and reduce_scatter act along one",
         )
     call = _call("all_to_all", x, axis, mode, algorithm=algorithm)
-    return _own(call.exchange(split, concat), call)
+    return _make_own(call.exchange(split, concat), call)
 
 
 def broadcast(

@@ -150,12 +150,12 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None
     if size is not None:
         drawn = creation.randn(size, generator=generator, **options)
     else:
-        drawn = _noise(_spread(mean, std), creation.randn, generator)
+        drawn = _noise(_broadcast_pair(mean, std), creation.randn, generator)
     result: Tensor = table_call("add", table_call("mul", drawn, std), mean)
     return result
 
 
-def _spread(mean: Any, std: Any) -> Tensor:
+def _broadcast_pair(mean: Any, std: Any) -> Tensor:
     """A tensor with the shape that mean and std broadcast to."""
     tensors: list[Any] = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
     if not tensors:

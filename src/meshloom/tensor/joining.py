@@ -102,7 +102,7 @@ def _join(node: Any) -> None:
         arrays = Join.apply(piece, *piece.inputs)  # type: ignore[no-untyped-call]
     piece.arrays, piece.inputs = (), ()
     for result, array in zip(results, arrays, strict=True):
-        settle(result, _spread(array, result.topology))
+        settle(result, _expand_to(array, result.topology))
         with private.DisableTorchFunctionSubclass():
             if not _base._is_view(result):
                 _base.detach_(result)
@@ -202,7 +202,7 @@ def _array_at_meeting(tensor: Tensor) -> torch.Tensor:
     return carry(tensor, _meeting_topology(tensor.topology), "autograd.Function")
 
 
-def _spread(array: torch.Tensor, topology: Topology) -> torch.Tensor:
+def _expand_to(array: torch.Tensor, topology: Topology) -> torch.Tensor:
     """The array of a result, placed as the result is, from that of its value."""
     from meshloom.tensor.moving import carry
 

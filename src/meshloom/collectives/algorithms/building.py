@@ -49,7 +49,7 @@ def together(*parts: Steps) -> Steps:
     return tuple(tuple(itertools.chain(*step)) for step in itertools.zip_longest(*parts, fillvalue=()))
 
 
-def spread(trees: Callable[[Coordinate], Tree], pieces: Pieces) -> Steps:
+def sends_along(trees: Callable[[Coordinate], Tree], pieces: Pieces) -> Steps:
     """All-gather: the pieces of every member along its own tree."""
     return steps_of(
         (edge.step, edge.parent, edge.child, chunks) for each, chunks in pieces.items() for edge in trees(each)
@@ -102,7 +102,7 @@ def _behind(tree: Tree) -> Iterable[tuple[Edge, list[Coordinate]]]:
         yield edge, list(mine)
 
 
-def own(group: Group) -> Pieces:
+def own_pieces(group: Group) -> Pieces:
     """Piece i for member i."""
     return {each: (i,) for i, each in enumerate(group)}
 
@@ -117,7 +117,7 @@ def schedule(
 def all_gather(growth: Growth) -> Build:
     """Every member's piece spreads along its tree."""
     return lambda group, fabric, root: schedule(
-        "all_gather", group, spread(growth(group, fabric), own(group)), root, owners=range(len(group))
+        "all_gather", group, sends_along(growth(group, fabric), own_pieces(group)), root, owners=range(len(group))
     )
 
 
@@ -126,7 +126,7 @@ def reduce_scatter(growth: Growth) -> Build:
     return lambda group, fabric, root: schedule(
         "reduce_scatter",
         group,
-        backwards(spread(growth(group, fabric), own(group)), reduce=True),
+        backwards(sends_along(growth(group, fabric), own_pieces(group)), reduce=True),
         root,
         owners=range(len(group)),
     )
@@ -136,7 +136,7 @@ def all_reduce(growth: Growth) -> Build:
     """A reduce-scatter, then an all-gather."""
 
     def build(group: Group, fabric: Fabric, root: int) -> Schedule:
-        gather = spread(growth(group, fabric), own(group))
+        gather = sends_along(growth(group, fabric), own_pieces(group))
         return schedule("all_reduce", group, backwards(gather, reduce=True) + gather, root, chunks=len(group))
 
     return build

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from meshloom.collectives.algorithms.building import Build, Pieces, Steps, backwards, schedule, spread, together
+from meshloom.collectives.algorithms.building import Build, Pieces, Steps, backwards, schedule, sends_along, together
 from meshloom.collectives.algorithms.trees import Group, Growth
 from meshloom.collectives.schedule import Schedule
 from meshloom.errors import FabricError
@@ -37,7 +37,7 @@ def _axis_by_axis(group: Group, fabric: Fabric, growth: Growth, axes: Sequence[i
             lines.setdefault((*each[:axis], *each[axis + 1 :]), []).append(each)
         phases.append(
             together(
-                *(spread(growth(tuple(row), fabric), {each: held[each] for each in row}) for row in lines.values())
+                *(sends_along(growth(tuple(row), fabric), {each: held[each] for each in row}) for row in lines.values())
             )
         )
         held = {each: tuple(sorted(c for e in row for c in held[e])) for row in lines.values() for each in row}

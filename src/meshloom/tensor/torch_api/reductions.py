@@ -26,7 +26,7 @@ def _max(name: str) -> Callable[..., Any]:
     return overload
 
 
-def _spread(name: str) -> Overload:
+def _make_variance(name: str) -> Overload:
     """var and std, whose second argument may be `unbiased`."""
 
     def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,8 +121,8 @@ def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keep
 REDUCTIONS: dict[str, Overload] = {
     "max": _max("max"),
     "min": _max("min"),
-    "var": _spread("var"),
-    "std": _spread("std"),
+    "var": _make_variance("var"),
+    "std": _make_variance("std"),
     "var_mean": _with_mean("var"),
     "std_mean": _with_mean("std"),
     "aminmax": _aminmax,
