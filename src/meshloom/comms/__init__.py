@@ -3,6 +3,7 @@
 group.py            who communicates: processes, and the devices that each of them holds; a group of one included
 wire.py             one collective of `torch.distributed` each
 gradients.py        each collective with its counterpart on the way back
+peers.py            the processes as the peers of an op's formula
 deferred.py         gradients of replicated leaves, summed once at the end of backward
 redistribution.py   from one topology to another
 schedules.py        a schedule carried out on arrays, step by step
