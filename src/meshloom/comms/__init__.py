@@ -1,6 +1,6 @@
 """What leaves a device or this process: groups, three modes of collectives, schedules, redistribution, gradients.
 
-group.py            who communicates: processes, and the devices that each of them holds; a group of one included
+group.py            who communicates: devices along some axes, and the processes that hold them; one process included
 wire.py             one collective of `torch.distributed` each
 gradients.py        each collective with its counterpart on the way back
 peers.py            the processes as the peers of an op's formula
@@ -12,7 +12,7 @@ literal.py          collectives on what each device holds
 handles.py          collectives that are under way
 """
 
-from meshloom.comms.group import WORLD, Group, Members, group_of, members_of
+from meshloom.comms.group import WORLD, Group, group_of, members_of
 from meshloom.comms.redistribution import move, mover
 
-__all__ = ["WORLD", "Group", "Members", "group_of", "members_of", "move", "mover"]
+__all__ = ["WORLD", "Group", "group_of", "members_of", "move", "mover"]

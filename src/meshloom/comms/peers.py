@@ -37,7 +37,7 @@ class ProcessPeers(Peers):
         return AllGather.apply(part, self.group)
 
     def pass_on(self, block: torch.Tensor) -> torch.Tensor:
-        size = self.group.size
+        size = self.group.processes
         leaving: list[list[int]] = [[] for _ in range(size)]
         leaving[(self.index + 1) % size] = [0]
         return wire.exchange_rows(block.unsqueeze(0), leaving, [((self.index - 1) % size, 0)], self.group)[0]

@@ -243,11 +243,11 @@ class Pieces:
 
     def apart(self, data: torch.Tensor) -> torch.Tensor:
         """The whole dim as pieces for the processes, which lead: (processes, ..., own piece, ...)."""
-        place, full = self.place, self.group.size * self.own
+        place, full = self.place, self.group.processes * self.own
         data = data.unflatten(place, (self.outer, self.size)) if self.outer != 1 else data.unsqueeze(place)
         if full != self.size:
             data = torch.constant_pad_nd(data, [0, 0] * (data.dim() - place - 2) + [0, full - self.size])
-        return data.unflatten(place + 1, (self.group.size, self.own)).movedim(place + 1, 0)
+        return data.unflatten(place + 1, (self.group.processes, self.own)).movedim(place + 1, 0)
 
     def merged(self, piece: torch.Tensor, shift: int = 0) -> torch.Tensor:
         """A piece (..., outer boxes, own piece, ...) with its dim merged."""

@@ -19,7 +19,7 @@ from meshloom import settings
 from meshloom.comms.group import WORLD, Group, World
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, PeerLostError, closest, where
-from meshloom.mesh import HERE
+from meshloom.mesh import HERE, Mesh
 from meshloom.processes.bindings import process
 from meshloom.processes.divergence import compare_at_end, perform
 from meshloom.processes.health import Watch
@@ -82,7 +82,9 @@ def _meet() -> None:
     private.set_group_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     if HERE.rank == 0:
         board.write("random", [torch.initial_seed(), bytes(torch.get_rng_state().tolist()).hex()], WORLD.timeout)
-    WORLD.control = Group(ranks, _new_handle(ranks, backend="gloo"), HERE.rank)
+    control = Group(Mesh.of((HERE.count,), processes=(HERE.count,)), (0,))
+    control.use(_new_handle(ranks, backend="gloo"))
+    WORLD.control = control
     _share_random(board)
 
 
@@ -137,7 +139,7 @@ def _leave(is_theirs: bool) -> None:
     if WORLD.watch is not None:
         compare_at_end()
         WORLD.watch.stop()
-    for group in (*WORLD.groups.values(), *([WORLD.control] if WORLD.control else [])):
+    for group in WORLD.connected:
         object.__setattr__(group, "handle", None)
     WORLD.handles.clear()
     WORLD.device_meshes.clear()
