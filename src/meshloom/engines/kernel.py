@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from meshloom.engines import private
-from meshloom.engines.layout import apply, expose, fill, mover
+from meshloom.engines.layout import Step, apply, expose, fill, mover
 from meshloom.engines.peers import ALONE, Peers
 from meshloom.engines.torch_engine import FUNCTIONS, PLAIN, Local
 from meshloom.ops import Fill, Ref, find
 from meshloom.placement import Partial, Replicate, Topology
 from meshloom.planner import Plan
 
-Step = Callable[[torch.Tensor], torch.Tensor]
 Function = Callable[..., Any]
 
 
@@ -56,7 +55,7 @@ class Kernel:
         plan = self.plan
         source, target = plan.call.operands[operand], self.ins[operand]
         if self.trimmed and target.padded:
-            return mover(source, target.replicated)
+            return mover(source, target.replicated, plan.machine)
         fills = [each for each in _fills(plan) if each.operand == operand and target.padded]
         leads = self.leads
         bring = self._bring(operand)
@@ -73,7 +72,7 @@ class Kernel:
 
     def _bring(self, operand: int) -> Step | None:
         """An operand to where the rows want it."""
-        return mover(self.plan.call.operands[operand], self.ins[operand])
+        return mover(self.plan.call.operands[operand], self.ins[operand], self.plan.machine)
 
     def _finish(self, result: int) -> Step | None:
         plan = self.plan
@@ -94,7 +93,7 @@ class Kernel:
 
     def _hand_over(self, result: int, arrived: Topology) -> Step | None:
         """A result from where the op left it to where it is wanted."""
-        return mover(arrived, self.plan.outs[result])
+        return mover(arrived, self.plan.outs[result], self.plan.machine)
 
     def run(self, datas: Sequence[torch.Tensor], function: Function) -> Any:
         """The results' stored arrays, from the operands' and the function on prepared arrays."""
