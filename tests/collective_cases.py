@@ -18,7 +18,7 @@ import torch
 import meshloom as loom
 from meshloom import Mesh, Replicate, Tensor, Topology
 from meshloom.collectives import ON_TENSORS
-from meshloom.comms import WORLD, Group, Members, group_of, literal, schedules
+from meshloom.comms import WORLD, Group, group_of, literal, members_of, schedules
 from meshloom.comms.deferred import collect
 from meshloom.comms.modes import HostTrafficWarning
 from meshloom.comms.schedules import Box
@@ -203,7 +203,7 @@ def cases(modes: tuple[str, ...], per_name: int, names: tuple[str, ...] = NAMES)
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "members are not put in order": (
-        Members,
+        Group,
         "together",
         lambda self, stacked, place=0: stacked.flatten(place, place + 1),
     ),
@@ -242,9 +242,9 @@ def listen(mesh: Mesh, axes: tuple[int, ...]) -> list[tuple[str, int | None]]:
     group = group_of(mesh, axes)
     assert group is not None
     group.connect()
-    WORLD.groups[mesh.processes, tuple(a for a in axes if mesh.processes[a] > 1)] = Group(
-        group.ranks, Listening(group.handle, heard), group.index
-    )
+    listening = WORLD.handles[group.ranks] = Listening(group.handle, heard)
+    for each in (group, members_of(mesh, axes)):
+        each.use(listening)
     return heard
 
 

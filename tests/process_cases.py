@@ -13,8 +13,9 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -26,9 +27,8 @@ import test_autograd
 import test_optimizers
 import test_random
 from meshloom import Mesh, Partial, Placement, Replicate, Shard
-from meshloom.backends import forms, spread
-from meshloom.backends.forms import scans
 from meshloom.comms import deferred, gradients, wire
+from meshloom.engines.torch_engine import FUNCTIONS as ENGINE, Local, scans
 from meshloom.mesh import HERE
 from meshloom.processes import join
 from meshloom.tensor.entries import forget_all
@@ -71,22 +71,27 @@ def op_cases(numbers: Sequence[int], names: Sequence[str] | None = None) -> Coun
     return ran
 
 
-def form_cases(numbers: Sequence[int]) -> set[str]:
-    """Cases of the ops that have a distributed form; which of them took it."""
-    formed: set[str] = set()
+SHARED = {name for name, function in ENGINE.items() if getattr(function, "is_shared", False)}
 
-    def noted(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            formed.add(name)
-            return form(*args, **kwargs)
+
+def shared_cases(numbers: Sequence[int]) -> set[str]:
+    """Cases of the ops that can work on a dim which processes share; which of them did."""
+    seen: set[str] = set()
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(local: Local, *args: Any, **kwargs: Any) -> Any:
+            if not local.peers.alone:
+                seen.add(name)
+            return function(local, *args, **kwargs)
 
         return call
 
     forget_all()
-    with replaced(spread, "FORMS", {name: noted(name, form) for name, form in forms.FORMS.items()}):
-        op_cases(numbers, sorted(forms.FORMS))
+    with patch.dict(ENGINE, {name: noted(name, ENGINE[name]) for name in SHARED}):
+        op_cases(numbers, sorted(SHARED))
     forget_all()
-    return formed
+    return seen
 
 
 def talk() -> dict[str, int]:
@@ -860,9 +865,9 @@ FAULTS: dict[str, tuple[Any, str, Any, Sequence[str]]] = {  # what is broken, an
     "a leaf's gradient that is not summed": (deferred.PendingSum, "settle", _settle_own, ("linear", "matmul")),
     "a gather of oneself": (wire, "all_gather", lambda x, group: torch.stack([x] * group.size), ("relu", "neg")),
     "an exchange with oneself": (wire, "all_to_all", lambda x, group: x.clone(), ("matmul", "softmax", "sub", "mul")),
-    "an offset that is forgotten": (forms.Across, "positions", _shifted, ("argmax", "argmin", "embedding")),
-    "an offset that a look-up forgets": (forms.Across, "positions", _shifted, ("gather", "index")),
-    "an offset that a write forgets": (forms.Across, "positions", _shifted, ("index_put", "scatter")),
+    "an offset that is forgotten": (Local, "positions", _shifted, ("argmax", "argmin", "embedding")),
+    "an offset that a look-up forgets": (Local, "positions", _shifted, ("gather", "index")),
+    "an offset that a write forgets": (Local, "positions", _shifted, ("index_put", "scatter")),
     "chunks before that a scan forgets": (scans.Chunks, "before", _alone, ("cumsum", "cumprod")),
 }
 

@@ -79,7 +79,8 @@ _LAZY = {
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
-_OPS = sorted({name for name in {*OPS, *ALIASES, "max", "min"} if not name.startswith("_")} - {"max_dim", "min_dim"})
+_SHOWN = {name for name, op in OPS.items() if op.surface != "inner"}
+_OPS = sorted(name for name in {*_SHOWN, *ALIASES, "max", "min"} if not name.startswith("_"))
 
 __all__ = [
     "ArgumentError",

@@ -14,7 +14,7 @@ import torch
 import meshloom as loom
 from meshloom import Mesh
 from meshloom.collectives.algorithms import ALGORITHMS
-from meshloom.comms import Members, literal, modes
+from meshloom.comms import Group, literal, modes
 from meshloom.comms.schedules import Box, Executor
 from meshloom.fabric import Fabric, Link
 from meshloom.tensor import collectives
@@ -110,7 +110,7 @@ def test_a_schedule_leaves_the_same_with_every_member(collective, name, where):
     vectors = torch.arange(len(schedule.group) * 11).view(-1, 11) ** 2
     expected = {"all_reduce": vectors.sum(0), "all_gather": vectors, "broadcast": vectors[root]}[collective]
     mesh = Mesh.of(fabric.shape)
-    executor = Executor(Members(mesh, tuple(range(mesh.ndim))), Box((11,), (0,), (11,)))
+    executor = Executor(Group(mesh, tuple(range(mesh.ndim))), Box((11,), (0,), (11,)))
     gathers = collective == "all_gather"
     found = executor.gather_all(schedule, vectors) if gathers else executor.reduce_all(schedule, vectors, "sum")
     assert all(torch.equal(held, expected) for held in found)

@@ -13,11 +13,10 @@ import torch
 
 import ranks
 from meshloom import Mesh
-from meshloom.backends.forms import FORMS
 from meshloom.mesh import HERE
 from meshloom.processes import join
 from meshloom.processes.divergence import checksum
-from process_cases import ALIASES, AWKWARD, EXPLAINED, FAULTS, FUNCTIONS, KINDS, REFUSED, STYLES, WRITES, grids
+from process_cases import ALIASES, AWKWARD, EXPLAINED, FAULTS, FUNCTIONS, KINDS, REFUSED, SHARED, STYLES, WRITES, grids
 from samples import SAMPLES
 from test_optimizers import LAYOUTS, OPTIMIZERS
 from test_random import DRAWS
@@ -92,8 +91,8 @@ def check_accumulation(found: Any) -> None:
 
 @pytest.mark.slow
 def test_ops_on_a_dim_that_processes_share_do_not_gather_it() -> None:
-    found = ranks.run(2, "process_cases:form_cases", range(PER_FORM), timeout=TIMEOUT)
-    assert all(each == set(FORMS) for each in found), f"never took their distributed form: {set(FORMS) - found[0]}"
+    found = ranks.run(2, "process_cases:shared_cases", range(PER_FORM), timeout=TIMEOUT)
+    assert all(each == SHARED for each in found), f"never worked on a dim that processes share: {SHARED - found[0]}"
 
 
 def test_ops_on_a_dim_that_processes_share_send_statistics_and_no_data() -> None:

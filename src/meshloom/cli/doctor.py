@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import runpy
 import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
 
+from meshloom import settings
 from meshloom.errors import LaunchError, MeshloomError
 
 ALIASES = ("distributed", "model_preprocessing", "models", "pipeline")  # modules that programs import by a path
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     if not options.script.is_file():
         raise LaunchError(f"there is no script {options.script}")
     if options.system is not None:
-        os.environ["MESHLOOM_SYSTEM"] = options.system
+        settings.environment()["MESHLOOM_SYSTEM"] = options.system
     from meshloom.ttnn import doctor
     from meshloom.ttnn.device import system  # loads torch
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from meshloom import settings
 from meshloom.cli.guardian import CAUGHT, Guardian, Start, kill_group
 from meshloom.cli.meeting import Met, meet_hosts, meet_in
 from meshloom.cli.merging import Lines, Merger, Said, tag
@@ -166,7 +167,9 @@ class Run:
             else:
                 self._pipes[ear] = partial(self._take_output, ear, name, rank)
                 self._watch(ear, self._pipes[ear])
-        inherited = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+        inherited = {
+            name: text for name, text in settings.environment().items() if not name.startswith("TORCHELASTIC_")
+        }
         alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment = {**inherited, **alone, **met.environment(), **self._plan.environment_of(rank)}
         return Start(rank, self._plan.command, environment, has_stdin=rank == min(self.ranks), **ends)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshloom import settings
 from meshloom.errors import LaunchError
 from meshloom.processes import interfaces
 from meshloom.processes.sealing import VARIABLE, Seal
@@ -307,9 +308,8 @@ def _listen(plan: Launch, address: str, port: int) -> socket.socket:
 
 def read_secret() -> bytes:
     """What the hosts of a run know and nobody else: a variable, or a file of this user, which is made if need be."""
-    given = os.environ.get(VARIABLE)
-    if given is not None:
-        return _check_length(given, VARIABLE)
+    if settings.is_set(VARIABLE):
+        return _check_length(settings.read(VARIABLE), VARIABLE)
     path = _file()
     _make_secret(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -334,8 +334,7 @@ def _check_length(text: str, where: str) -> bytes:
 
 
 def _file() -> Path:
-    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(os.environ.get(FILE) or Path(folder) / "meshloom" / "secret")
+    return Path(settings.read(FILE) or Path(settings.read("XDG_CONFIG_HOME"), "meshloom", "secret"))
 
 
 def _make_secret(path: Path) -> None:

@@ -14,13 +14,15 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from meshloom import settings
+
 LIFELINE = "MESHLOOM_LIFELINE"  # the descriptor of the line, and the process id of the guardian
 LONGEST = 600  # characters of an error on the line
 
 
 def main(arguments: list[str]) -> None:
     """Run a script, or with `-m` a module, and tell the launcher how it ended."""
-    line, parent = map(int, os.environ.pop(LIFELINE).split(":"))
+    line, parent = map(int, settings.environment().pop(LIFELINE).split(":"))
     end_with(parent)
     tell = open_line(line)
     try:

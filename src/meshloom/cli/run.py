@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshloom import settings
 from meshloom.cli.merging import WAIT
 from meshloom.errors import LaunchError, message
 
@@ -129,7 +130,7 @@ class Launch:
 
     def _threads(self, rank: int) -> dict[str, str]:
         """The cores of a host shared out to its ranks, unless the user has said otherwise."""
-        if "OMP_NUM_THREADS" in os.environ:
+        if settings.is_set("OMP_NUM_THREADS"):
             return {}
         ranks = dict(self.bindings.hosts)[self.bindings[rank].host]
         return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
@@ -175,7 +176,7 @@ def plan_launch(options: argparse.Namespace) -> Launch:
         typed=typed,
         settings=_settings(options),
         endpoint=_endpoint(options.rdzv_endpoint, hosts),
-        interface=options.interface or os.environ.get("GLOO_SOCKET_IFNAME"),
+        interface=options.interface or (settings.read("GLOO_SOCKET_IFNAME") or None),
         run_id=options.rdzv_id or _run_id(typed),
         start_timeout=options.start_timeout,
         log_dir=options.log_dir,

@@ -1,8 +1,9 @@
 """What leaves a device or this process: groups, three modes of collectives, schedules, redistribution, gradients.
 
-group.py            who communicates: processes, and the devices that each of them holds; a group of one included
+group.py            who communicates: devices along some axes, and the processes that hold them; one process included
 wire.py             one collective of `torch.distributed` each
 gradients.py        each collective with its counterpart on the way back
+peers.py            the processes as the peers of an op's formula
 deferred.py         gradients of replicated leaves, summed once at the end of backward
 redistribution.py   from one topology to another
 schedules.py        a schedule carried out on arrays, step by step
@@ -11,7 +12,7 @@ literal.py          collectives on what each device holds
 handles.py          collectives that are under way
 """
 
-from meshloom.comms.group import WORLD, Group, Members, group_of, members_of
+from meshloom.comms.group import WORLD, Group, group_of, members_of
 from meshloom.comms.redistribution import move, mover
 
-__all__ = ["WORLD", "Group", "Members", "group_of", "members_of", "move", "mover"]
+__all__ = ["WORLD", "Group", "group_of", "members_of", "move", "mover"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from meshloom.comms import wire
-from meshloom.comms.group import WORLD, Group, Members
+from meshloom.comms.group import WORLD, Group
 from meshloom.engines.reductions import REDUCTIONS, nothing_like
 
 Run = Callable[..., torch.Tensor]
@@ -70,16 +70,11 @@ class Once(torch.autograd.Function):
         return gradient, None
 
 
-def statistic(data: torch.Tensor, group: Group) -> torch.Tensor:
-    """A sum over all processes that split work goes on with: its gradient adds up on the way back."""
-    return SumGradient.apply(AllReduce.apply(data, group), group)
-
-
 def combine(data: torch.Tensor, group: Group, op: str) -> torch.Tensor:
     """The reduction of every process's array by another op than sum, as one value; its gradient is that of the op."""
     if op == "mean":  # in a dtype whose sums do not overflow, and with a power of two taken out where there is none
-        wide, part = _widest(data), 2.0 ** -group.size.bit_length()
-        return (AllReduce.apply(wide * part, group) / (group.size * part)).to(data.dtype)
+        wide, part = _widest(data), 2.0 ** -group.processes.bit_length()
+        return (AllReduce.apply(wide * part, group) / (group.processes * part)).to(data.dtype)
     if not (torch.is_grad_enabled() and data.requires_grad):
         return wire.all_reduce(data.detach(), group, op)
     stacked = AllGather.apply(data, group)
@@ -95,9 +90,9 @@ def reduce_local(parts: torch.Tensor, op: str) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else REDUCTIONS[op].along(parts, 0)
 
 
-def slice_own(values: torch.Tensor, members: Members) -> torch.Tensor:
-    """Of what is known for all members, that of this process's."""
-    return Slice.apply(members.apart(values), members.group(values))
+def slice_own(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """Of what is known for all group, that of this process's."""
+    return Slice.apply(group.apart(values), group)
 
 
 # devices of a group that lie on several processes: arrays have this process's members first
@@ -125,30 +120,30 @@ class Broadcast(torch.autograd.Function):
     """One member's part for all: (own members, ...) to (...)."""
 
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, members: Members, root: int) -> torch.Tensor:
-        ctx.members, ctx.root = members, root
-        data = parts[members.row(root) or 0]
-        return wire.broadcast(data, members.group(parts), members.places[root][0])
+    def forward(ctx: Any, parts: torch.Tensor, group: Group, root: int) -> torch.Tensor:
+        ctx.group, ctx.root = group, root
+        data = parts[group.row(root) or 0]
+        return wire.broadcast(data, group, group.places[root][0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return AtRoot.apply(gradient, ctx.members, ctx.root), None, None
+        return AtRoot.apply(gradient, ctx.group, ctx.root), None, None
 
 
 class AtRoot(torch.autograd.Function):
     """A value that one member takes, zero for the others: (...) to (own members, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, members: Members, root: int) -> torch.Tensor:
-        ctx.members, ctx.root = members, root
-        parts, row = value.new_zeros((members.count, *value.shape)), members.row(root)
+    def forward(ctx: Any, value: torch.Tensor, group: Group, root: int) -> torch.Tensor:
+        ctx.group, ctx.root = group, root
+        parts, row = value.new_zeros((group.count, *value.shape)), group.row(root)
         if row is not None:
             parts[row] = value
         return parts
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return Broadcast.apply(gradient, ctx.members, ctx.root), None, None
+        return Broadcast.apply(gradient, ctx.group, ctx.root), None, None
 
 
 Place = tuple[int, int]  # a process of the group, and a row of its array
@@ -176,17 +171,17 @@ class Routes:
         return any(here[0] != there[0] for here, there in self.routes)
 
 
-def _send(rows: torch.Tensor, members: Members, routes: Routes) -> torch.Tensor:
+def _send(rows: torch.Tensor, group: Group, routes: Routes) -> torch.Tensor:
     """Rows sent along routes, zero where nothing arrives; what several bring to one row adds up."""
-    group, here = members.group(rows), members.index
+    here = group.index
     room = rows.new_zeros((routes.after, *rows.shape[1:]))
     if rows.is_meta:
         return room
     written = _put(room, routes.between(here, here), rows, set())
     if routes.cross:
-        others = [process for process in range(group.size) if process != here]
+        others = [process for process in range(group.processes) if process != here]
         arriving = [(process, pair) for process in others for pair in routes.between(process, here)]
-        leaving = [[row for row, _ in routes.between(here, process)] for process in range(group.size)]
+        leaving = [[row for row, _ in routes.between(here, process)] for process in range(group.processes)]
         leaving[here] = []
         arrived = wire.exchange_rows(rows, leaving, [(process, row) for process, (row, _) in arriving], group)
         _put(room, [(i, row) for i, (_, (_, row)) in enumerate(arriving)], arrived, written)
@@ -197,28 +192,28 @@ class SendRows(torch.autograd.Function):
     """Rows sent along routes; on the way back what one row gave to several adds up."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, members: Members, routes: Routes) -> torch.Tensor:
-        ctx.members, ctx.routes = members, routes
-        return _send(rows, members, routes)
+    def forward(ctx: Any, rows: torch.Tensor, group: Group, routes: Routes) -> torch.Tensor:
+        ctx.group, ctx.routes = group, routes
+        return _send(rows, group, routes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return SendRows.apply(gradient, ctx.members, ctx.routes.back()), None, None
+        return SendRows.apply(gradient, ctx.group, ctx.routes.back()), None, None
 
 
 class GatherAtRoot(torch.autograd.Function):
     """All parts with the process of one member: (own members, ...) to (all members, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, members: Members, root: int) -> torch.Tensor:
-        ctx.members = members
-        target = members.places[root][0]
-        routes = tuple((place, (target, member)) for member, place in enumerate(members.places))
-        return _send(parts, members, Routes(routes, members.count, members.size))
+    def forward(ctx: Any, parts: torch.Tensor, group: Group, root: int) -> torch.Tensor:
+        ctx.group = group
+        target = group.places[root][0]
+        routes = tuple((place, (target, member)) for member, place in enumerate(group.places))
+        return _send(parts, group, Routes(routes, group.count, group.size))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return slice_own(gradient, ctx.members), None, None
+        return slice_own(gradient, ctx.group), None, None
 
 
 def _put(room: torch.Tensor, pairs: Iterable[tuple[int, int]], rows: torch.Tensor, written: set[int]) -> set[int]:

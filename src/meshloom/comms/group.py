@@ -1,8 +1,9 @@
-"""Who communicates: the processes of this run, groups of them, and the devices that each of them holds.
+"""Who communicates: the processes of this run, groups of devices, and the processes that hold them.
 
-A `Group` is processes. `Members` are the devices along some axes of a mesh, in the order in which a collective numbers
-them, with the process and the row of each; on a mesh that one process holds their group is a group of one. `WORLD`
-is this run: alone until processes join (`processes.world`), which then says how to connect and how to run a collective.
+A `Group` is the devices along some axes of a mesh, in the order in which a collective numbers them, with the process
+and the row of each; a mesh that one process holds has groups of one process. Processes alone are the devices of a mesh
+that has one for each. `WORLD` is this run: alone until processes join (`processes.world`), which then says how to
+connect and how to run a collective.
 """
 
 from __future__ import annotations
@@ -21,34 +22,6 @@ from meshloom.errors import PeerLostError
 from meshloom.mesh import HERE, Mesh
 
 TIMEOUT = 300.0
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Processes that communicate: their ranks in order, torch's group of them, and this process's number among them.
-
-    A group of one has nobody to talk to: what it holds is all there is. All processes make torch's groups together:
-    those along the same axes (`beside`), at the first collective on one. What is only planned or explained makes none.
-    """
-
-    ranks: tuple[int, ...]
-    handle: Any
-    index: int
-    beside: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-        return len(self.ranks)
-
-    def connect(self) -> None:
-        """Have torch's group, if there is none yet."""
-        if self.handle is None:
-            handles = {ranks: WORLD.connect(ranks) for ranks in self.beside}
-            object.__setattr__(self, "handle", handles[self.ranks])
-
-
-ALONE = Group((0,), None, 0)
 
 
 class Story:
@@ -84,7 +57,7 @@ class World:
     story: Story = field(default_factory=Story)
     connect: Callable[[tuple[int, ...]], Any] = _nobody
     perform: Callable[..., None] = _nobody
-    groups: dict[Any, Group] = field(default_factory=dict)
+    connected: list[Group] = field(default_factory=list)
     handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
     device_meshes: dict[Mesh, tuple[Any, Any]] = field(default_factory=dict)  # torch's own, and its group
 
@@ -97,61 +70,43 @@ class World:
 WORLD = World()
 
 
-def group_of(mesh: Mesh, axes: Iterable[int]) -> Group | None:
-    """The group of this process along some axes of a mesh; None where they do not leave the process."""
-    crossing = tuple(axis for axis in axes if mesh.processes[axis] > 1)
-    if not crossing:
-        return None
-    key = (mesh.processes, crossing)
-    if key not in WORLD.groups:
-        WORLD.groups[key] = _make_group(mesh.processes, crossing)
-    return WORLD.groups[key]
-
-
-def check_joined(grid: tuple[int, ...]) -> None:
-    """A mesh that processes split is used by all of them, not by one that read it from a file."""
-    if math.prod(grid) != HERE.count or not WORLD.is_joined:
-        raise PeerLostError(
-            f"a mesh over {math.prod(grid)} processes is used by {HERE.count}",
-            fix="open it in the processes that use it: loom.open_mesh(...); for a file that others read, "
-            "save x.to_torch()",
-        )
-
-
-def _make_group(grid: tuple[int, ...], crossing: tuple[int, ...]) -> Group:
-    check_joined(grid)
-    beside = tuple(partition(grid, crossing))
-    ranks = next(ranks for ranks in beside if HERE.rank in ranks)
-    return Group(ranks, None, ranks.index(HERE.rank), beside)
-
-
-def partition(grid: tuple[int, ...], crossing: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The groups along some axes: one for every place on the others, members in row-major order.
-
-    >>> partition((2, 2), (0,))
-    [(0, 2), (1, 3)]
-    """
-    fixed = [range(1) if axis in crossing else range(size) for axis, size in enumerate(grid)]
-    moving = [range(size) if axis in crossing else range(1) for axis, size in enumerate(grid)]
-    return [
-        tuple(_rank([b + m for b, m in zip(base, move, strict=True)], grid) for move in itertools.product(*moving))
-        for base in itertools.product(*fixed)
-    ]
-
-
-def _rank(place: Sequence[int], grid: Sequence[int]) -> int:
-    rank = 0
-    for c, parts in zip(place, grid, strict=True):
-        rank = rank * parts + c
-    return rank
-
-
 @dataclass(frozen=True)
-class Members:
-    """The devices along some axes of a mesh, and which of them this process holds. `members_of` makes one of a kind."""
+class Group:
+    """The devices along some axes of a mesh, its members, and the processes that hold them.
+
+    A group of one process has nobody to talk to: what it holds is all there is. All processes make torch's groups
+    together, at the first collective on one. What is only planned or explained makes none, and asks nobody.
+    """
 
     mesh: Mesh
     axes: tuple[int, ...]
+    handle: Any = field(default=None, init=False, compare=False)  # torch's group
+
+    def connect(self) -> None:
+        """Have torch's group, if there is none yet: those along the same axes are made together."""
+        if self.handle is None:
+            handles = {ranks: WORLD.connect(ranks) for ranks in self._beside}
+            self.use(handles[self.ranks])
+
+    def use(self, handle: Any) -> None:
+        """Communicate through this group of torch's."""
+        object.__setattr__(self, "handle", handle)
+        WORLD.connected.append(self)
+
+    @cached_property
+    def _beside(self) -> list[tuple[int, ...]]:
+        check_joined(self.mesh.processes)
+        return partition(self.mesh.processes, self.axes)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the processes, in order."""
+        return next(ranks for ranks in self._beside if HERE.rank in ranks)
+
+    @cached_property
+    def processes(self) -> int:
+        """How many processes there are."""
+        return math.prod(self.grid)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -170,8 +125,8 @@ class Members:
 
     @cached_property
     def crosses(self) -> bool:
-        """Whether the members lie on several processes; if not, their group is a group of one."""
-        return math.prod(self.grid) > 1
+        """Whether the members lie on several processes."""
+        return self.processes > 1
 
     @cached_property
     def size(self) -> int:
@@ -187,7 +142,7 @@ class Members:
     def places(self) -> tuple[tuple[int, int], ...]:
         """For every member its process (by number in the group) and its row there.
 
-        >>> Members(Mesh.of((2, 4), processes=(1, 2)), (0, 1)).places
+        >>> Group(Mesh.of((2, 4), processes=(1, 2)), (0, 1)).places
         ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3))
         """
         return tuple(self._place(member) for member in itertools.product(*(range(size) for size in self.sizes)))
@@ -216,12 +171,6 @@ class Members:
         process, row = self.places[member]
         return row if process == self.index else None
 
-    def group(self, data: torch.Tensor) -> Group:
-        """The processes; where there is no data nobody is asked, and they are a number."""
-        if data.is_meta and self.crosses:
-            return Group(tuple(range(math.prod(self.grid))), None, self.index)
-        return group_of(self.mesh, self.axes) or ALONE
-
     def together(self, stacked: torch.Tensor, place: int = 0) -> torch.Tensor:
         """(..., processes, own members, ...) to (..., all members, ...), in their order."""
         count = len(self.axes)
@@ -241,7 +190,52 @@ class Members:
         return moved.flatten(place + count, place + 2 * count - 1).flatten(place, place + count - 1)
 
 
+def group_of(mesh: Mesh, axes: Iterable[int]) -> Group | None:
+    """The processes along some axes of a mesh, one group for all meshes that they split alike; None for one process."""
+    crossing = tuple(axis for axis in axes if mesh.processes[axis] > 1)
+    if not crossing:
+        return None
+    check_joined(mesh.processes)
+    return members_of(_one_device_each(mesh.processes), crossing)
+
+
 @lru_cache(maxsize=256)
-def members_of(mesh: Mesh, axes: tuple[int, ...]) -> Members:
-    """The members of the groups along some axes."""
-    return Members(mesh, axes)
+def _one_device_each(grid: tuple[int, ...]) -> Mesh:
+    return Mesh.of(grid, processes=grid)
+
+
+@lru_cache(maxsize=1024)
+def members_of(mesh: Mesh, axes: tuple[int, ...]) -> Group:
+    """The group of this process's devices along some axes of a mesh, always the same one."""
+    return Group(mesh, axes)
+
+
+def check_joined(grid: tuple[int, ...]) -> None:
+    """A mesh that processes split is used by all of them, not by one that read it from a file."""
+    if math.prod(grid) != HERE.count or not WORLD.is_joined:
+        raise PeerLostError(
+            f"a mesh over {math.prod(grid)} processes is used by {HERE.count}",
+            fix="open it in the processes that use it: loom.open_mesh(...); for a file that others read, "
+            "save x.to_torch()",
+        )
+
+
+def partition(grid: tuple[int, ...], crossing: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The groups along some axes: one for every place on the others, members in row-major order.
+
+    >>> partition((2, 2), (0,))
+    [(0, 2), (1, 3)]
+    """
+    fixed = [range(1) if axis in crossing else range(size) for axis, size in enumerate(grid)]
+    moving = [range(size) if axis in crossing else range(1) for axis, size in enumerate(grid)]
+    return [
+        tuple(_rank([b + m for b, m in zip(base, move, strict=True)], grid) for move in itertools.product(*moving))
+        for base in itertools.product(*fixed)
+    ]
+
+
+def _rank(place: Sequence[int], grid: Sequence[int]) -> int:
+    rank = 0
+    for c, parts in zip(place, grid, strict=True):
+        rank = rank * parts + c
+    return rank

@@ -41,15 +41,15 @@ class Operand:
 
     `parts` is the block with the members first, in row-major order of the group's axes: shape (p, other mesh axes,
     local dims). A replicated axis repeats its value without a copy. Where processes split the mesh they are the members
-    of this process; `members` knows the others.
+    of this process; `group` knows the others.
     """
 
     def __init__(self, topology: Topology, data: torch.Tensor, axis: Axis) -> None:
         self.topology, self.data = topology, data
         self.mesh = topology.mesh
         self.axes = group_axes(self.mesh, axis)
-        self.members = members_of(self.mesh, self.axes)
-        self.sizes, self.size = self.members.sizes, self.members.size
+        self.group = members_of(self.mesh, self.axes)
+        self.sizes, self.size = self.group.sizes, self.group.size
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ class Operand:
     def _with_summed_gradient(self) -> torch.Tensor:
         """The array; what processes hold alike and use as parts of their own gets the sum of its gradients."""
         topology, data = self.topology, self.data
-        if not self.members.crosses or data.is_meta:
+        if not self.group.crosses or data.is_meta:
             return data
         alike = [axis for axis in self.axes if isinstance(topology.placements[axis], Replicate)]
         group = group_of(self.mesh, alike)
@@ -97,7 +97,7 @@ class Operand:
     def _members_first(self, block: torch.Tensor, sizes: Shape | None = None) -> torch.Tensor:
         count = len(self.axes)
         front = block.movedim(self.axes, tuple(range(count)))
-        return front.expand(*(sizes or self.members.held), *front.shape[count:]).flatten(0, count - 1)
+        return front.expand(*(sizes or self.group.held), *front.shape[count:]).flatten(0, count - 1)
 
     def _held_by_some(self) -> torch.Tensor:
         """True where some member holds an element, in the shape of one part."""
@@ -134,7 +134,7 @@ class Operand:
 
     def each(self, parts: torch.Tensor, target: Topology) -> Placed:
         """The tensor of which member i holds `parts[i]`; no axis of the group is replicated."""
-        block = parts.unflatten(0, self.members.held).movedim(tuple(range(len(self.axes))), self.axes)
+        block = parts.unflatten(0, self.group.held).movedim(tuple(range(len(self.axes))), self.axes)
         return target, from_block(block, target)
 
 
@@ -199,18 +199,18 @@ class Call:
         check_member(self.operand, root, "root")
         self.mode = self._mode(mode, algorithm, precise)
         self._tell(kind, mode, op if kind in REDUCING else None, grows)
-        if self.operand.members.crosses and not data.is_meta:
+        if self.operand.group.crosses and not data.is_meta:
             WORLD.watch.begin(f"{kind}({topology.notation}) over {self.operand.name}", topology.mesh)
             WORLD.story.add(f"{kind} {number:x}")
 
     def _mode(self, mode: str, name: str | None, precise: bool) -> DirectMode:
         if name is not None:
             named(self.kind, name)  # an unknown one is refused in every mode
-        members = self.operand.members
+        group = self.operand.group
         if mode == "fabric":
-            others = self.operand.other_places() if members.mesh.is_split else None
-            return FabricMode(members, name, precise, others)
-        return (HostMode if mode == "host" else DirectMode)(members)
+            others = self.operand.other_places() if group.mesh.is_split else None
+            return FabricMode(group, name, precise, others)
+        return (HostMode if mode == "host" else DirectMode)(group)
 
     def _tell(self, kind: str, mode: str, op: str | None, grows: str) -> None:
         operand, topology = self.operand, self.operand.topology
@@ -276,7 +276,7 @@ class Call:
         for axis in reversed(self.operand.axes):
             part = part.squeeze(axis)
         kind = Partial("max" if topology.dtype == "bool" else "sum")
-        alone = DirectMode(self.operand.members).at_root(part, self.root)
+        alone = DirectMode(self.operand.group).at_root(part, self.root)
         return self.operand.each(alone, self.operand.placed(kind, topology.shape))
 
     def rearrange(self, order: Sequence[int | None]) -> Placed:

@@ -36,7 +36,7 @@ from meshloom.comms.gradients import (
     reduce_local,
     slice_own,
 )
-from meshloom.comms.group import Members
+from meshloom.comms.group import Group
 from meshloom.comms.schedules import Box, Executor
 from meshloom.context import state
 from meshloom.engines.reductions import REDUCTIONS
@@ -54,87 +54,85 @@ class HostTrafficWarning(UserWarning):
 class DirectMode:
     """Array operations on the members of this process, and one collective between processes if there are others."""
 
-    def __init__(self, members: Members) -> None:
-        self.members = members
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
     def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
         """What the members hold, reduced."""
-        members = self.members
-        if not members.crosses:
+        group = self.group
+        if not group.crosses:
             return REDUCTIONS[op].quickly(parts)
-        group = members.group(parts)
         if op in ("sum", "mean"):
             total = AllReduce.apply(reduce_local(parts, "sum"), group, len(parts) > 1)
-            return total / members.size if op == "mean" else total
+            return total / group.size if op == "mean" else total
         return combine(reduce_local(parts, op), group, op) if op == "prod" else Extreme.apply(parts, group, op)
 
     def reduce_into(self, out: torch.Tensor, kind: str, parts: torch.Tensor, op: str, root: int) -> None:
         """The reduction, written where `out` lies."""
-        members = self.members
-        first = "sum" if op == "mean" and members.crosses else op
+        group = self.group
+        first = "sum" if op == "mean" and group.crosses else op
         with torch.no_grad():
             REDUCTIONS[first].quickly(parts, out)
-            if not members.crosses:
+            if not group.crosses:
                 return
-            found = wire.all_reduce(out, members.group(out), first, own=True)
+            found = wire.all_reduce(out, group, first, own=True)
             if found.data_ptr() != out.data_ptr():
                 out.copy_(found)
             if op == "mean":
-                out /= members.size
+                out /= group.size
 
     def gather(self, kind: str, parts: torch.Tensor, root: int) -> torch.Tensor:
         """What all members hold, together; of a `gather`, with the process of the root."""
-        members = self.members
-        if not members.crosses:
+        group = self.group
+        if not group.crosses:
             return parts
         if kind == "gather":
-            return GatherAtRoot.apply(parts, members, root)
-        return members.together(AllGather.apply(parts, members.group(parts)))
+            return GatherAtRoot.apply(parts, group, root)
+        return group.together(AllGather.apply(parts, group))
 
     def broadcast(self, parts: torch.Tensor, root: int) -> torch.Tensor:
         """What the root holds."""
-        return Broadcast.apply(parts, self.members, root) if self.members.crosses else parts[root].clone()
+        return Broadcast.apply(parts, self.group, root) if self.group.crosses else parts[root].clone()
 
     def at_root(self, value: torch.Tensor, root: int) -> torch.Tensor:
         """A value that one member takes (which another process may not have at all), zero for the others."""
-        if self.members.crosses:
-            return AtRoot.apply(value, self.members, root)
+        if self.group.crosses:
+            return AtRoot.apply(value, self.group, root)
         zeros = value.new_zeros(value.shape)
-        return torch.stack([value if member == root else zeros for member in range(self.members.size)])
+        return torch.stack([value if member == root else zeros for member in range(self.group.size)])
 
     def scatter(self, kind: str, pieces: torch.Tensor, op: str, root: int) -> torch.Tensor:
         """For each member its piece of the reduction, or of what the root holds."""
-        members = self.members
-        if not members.crosses:
+        group = self.group
+        if not group.crosses:
             return pieces[root].clone() if kind == "scatter" else REDUCTIONS[op].quickly(pieces)
         if kind == "scatter":
-            source, row = members.places[root]
-            routes = tuple(((source, member), place) for member, place in enumerate(members.places))
-            rows = pieces[row if source == members.index else 0]
-            return SendRows.apply(rows, members, Routes(routes, members.size, members.count))
-        group = members.group(pieces)
+            source, row = group.places[root]
+            routes = tuple(((source, member), place) for member, place in enumerate(group.places))
+            rows = pieces[row if source == group.index else 0]
+            return SendRows.apply(rows, group, Routes(routes, group.size, group.count))
         if op in ("sum", "mean"):
-            total = ReduceScatter.apply(members.apart(reduce_local(pieces, "sum")), group)
-            return total / members.size if op == "mean" else total
+            total = ReduceScatter.apply(group.apart(reduce_local(pieces, "sum")), group)
+            return total / group.size if op == "mean" else total
         if torch.is_grad_enabled() and pieces.requires_grad:
             return REDUCTIONS[op].along(self.exchange(pieces), 1)
-        return wire.reduce_scatter(members.apart(reduce_local(pieces, op)), group, op)
+        return wire.reduce_scatter(group.apart(reduce_local(pieces, op)), group, op)
 
     def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
         """For each member the pieces that the others had for it."""
-        members = self.members
-        if not members.crosses:
+        group = self.group
+        if not group.crosses:
             return pieces.transpose(0, 1)
-        arrived = AllToAll.apply(members.apart(pieces, 1).movedim(1, 0), members.group(pieces))
-        return members.together(arrived.movedim(2, 0), 1)  # from (processes, their members, own members, ...)
+        arrived = AllToAll.apply(group.apart(pieces, 1).movedim(1, 0), group)
+        return group.together(arrived.movedim(2, 0), 1)  # from (processes, their members, own members, ...)
 
     def rearrange(self, parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
         """For each member what the member named in `order` holds; zero for None."""
-        members = self.members
-        if not members.crosses:
+        group = self.group
+        if not group.crosses:
             return _in_order(parts, order)
-        routes = tuple((members.places[o], members.places[to]) for to, o in enumerate(order) if o is not None)
-        return SendRows.apply(parts, members, Routes(routes, members.count, members.count))
+        routes = tuple((group.places[o], group.places[to]) for to, o in enumerate(order) if o is not None)
+        return SendRows.apply(parts, group, Routes(routes, group.count, group.count))
 
 
 def _in_order(parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
@@ -196,7 +194,7 @@ class HostMode(DirectMode):
         return torch.stack([torch.stack([row[i] for row in rows]) for i in range(len(rows))]).to(pieces.dtype)
 
     def _own(self, values: torch.Tensor) -> torch.Tensor:
-        return slice_own(values, self.members) if self.members.crosses else values
+        return slice_own(values, self.group) if self.group.crosses else values
 
     def _read(self, parts: torch.Tensor) -> list[torch.Tensor]:
         everything = DirectMode.gather(self, "all_gather", parts, 0)
@@ -229,14 +227,12 @@ class FabricMode(DirectMode):
     of the mesh axes that lie before the dims in a part.
     """
 
-    def __init__(
-        self, members: Members, name: str | None, precise: bool, others: Sequence[tuple[int, int]] | None
-    ) -> None:
-        super().__init__(members)
-        self.fabric = fabric_of(members.mesh)
+    def __init__(self, group: Group, name: str | None, precise: bool, others: Sequence[tuple[int, int]] | None) -> None:
+        super().__init__(group)
+        self.fabric = fabric_of(group.mesh)
         self.algorithm, self.precise, self.others = name, precise, others
-        self.size = members.size
-        self.direct = DirectMode(members)
+        self.size = group.size
+        self.direct = DirectMode(group)
 
     def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
         def run(executor: Executor, rows: torch.Tensor, schedule: Schedule) -> torch.Tensor:
@@ -275,11 +271,11 @@ class FabricMode(DirectMode):
 
     def rearrange(self, parts: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
         """Hop by hop along the routes between the members; a link carries one message per step."""
-        schedule = route(_first_group(self.members.mesh, self.members.axes), tuple(order), self.fabric)
+        schedule = route(_first_group(self.group.mesh, self.group.axes), tuple(order), self.fabric)
 
         def send(x: torch.Tensor) -> torch.Tensor:
             rows = x.reshape(len(x), math.prod(x.shape[1:]))
-            return Executor(self.members, self._box(x, 1)).route_all(schedule, rows, order).reshape(x.shape)
+            return Executor(self.group, self._box(x, 1)).route_all(schedule, rows, order).reshape(x.shape)
 
         return SendAll.apply(parts, send, lambda x: self.direct.rearrange(x, order))
 
@@ -302,13 +298,13 @@ class FabricMode(DirectMode):
             box = self._box(wide, lead)
             size = wide.element_size() * math.prod(wide.shape[1:lead]) * math.prod(box.shape)
             rows = wide.reshape(*wide.shape[:lead], math.prod(wide.shape[lead:]))
-            return run(Executor(self.members, box), rows, self.schedule(kind, size, root)).to(x.dtype).reshape(shape)
+            return run(Executor(self.group, box), rows, self.schedule(kind, size, root)).to(x.dtype).reshape(shape)
 
         return SendAll.apply(parts, send, same)
 
     def _row(self, member: int) -> int:
         """The member's row; another process has to choose one too, and takes its first."""
-        return self.members.row(member) or 0
+        return self.group.row(member) or 0
 
     def _box(self, parts: torch.Tensor, lead: int) -> Box:
         """What this process holds of a member's elements: all of them, unless other axes leave the process."""
@@ -321,7 +317,7 @@ class FabricMode(DirectMode):
 
     def schedule(self, kind: str, size: int, root: int) -> Schedule:
         """The schedule for the group of the first place on the other axes; on a grid all groups are alike."""
-        mesh, axes = self.members.mesh, self.members.axes
+        mesh, axes = self.group.mesh, self.group.axes
         group = _first_group(mesh, axes)
         if self.fabric.kinds is None and len(axes) < mesh.ndim:
             raise ArgumentError(

@@ -1,16 +1,17 @@
 """Movement of a tensor between topologies: within the process by array operations, between processes by one collective
 per step.
 
-A step changes one mesh axis. Where the axis stays in the process, `engines.layout` does it on what the process holds.
-Where it crosses processes, the local part of the axis is an array operation and the rest is one collective, so that
-each byte crosses once. Sums over several axes are reduced together.
+The path is the planner's, which `explain` and `record` report. A step changes one mesh axis. Where the axis stays in
+the process, `engines.layout` does it on what the process holds; where all of them do, it composes the path into few
+array calls. Where an axis crosses processes, its local part is an array operation and the rest is one collective, so
+that each byte crosses once. Sums over several axes are reduced together.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -26,35 +27,26 @@ from meshloom.comms.gradients import (
 )
 from meshloom.comms.group import WORLD, Group, group_of
 from meshloom.engines import layout
+from meshloom.engines.layout import Step
 from meshloom.engines.reductions import REDUCTIONS, total
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
 from meshloom.planner import stations
 
-Step = Callable[[torch.Tensor], torch.Tensor]
-
 
 def move(
     data: torch.Tensor, source: Topology, target: Topology, machine: Machine = VIRTUAL, call: str = "redistribute"
 ) -> torch.Tensor:
     """The stored array of `source` laid out as `target` wants it, wherever its parts are."""
-    if not source.mesh.is_split:
-        step = _mover_here(source, target)
-        return data if step is None else step(data)
-    step = _mover_between(source, target, machine)
-    if WORLD.watch is not None:
+    step = _known_mover(source, target, machine)
+    if source.mesh.is_split and WORLD.watch is not None:
         WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
     return data if step is None else step(data)
 
 
 @lru_cache(maxsize=4096)
-def _mover_here(source: Topology, target: Topology) -> Step | None:
-    return layout.mover(source, target)
-
-
-@lru_cache(maxsize=4096)
-def _mover_between(source: Topology, target: Topology, machine: Machine) -> Step | None:
+def _known_mover(source: Topology, target: Topology, machine: Machine) -> Step | None:
     return mover(source, target, machine)
 
 
@@ -67,7 +59,7 @@ def mover(
     has no dim for the axis. `own` says that the array is nobody else's and may be written to.
     """
     if not source.mesh.is_split:
-        return layout.mover(source, target)
+        return layout.mover(source, target, machine)
     steps = _steps(source, target, machine, merged, own)
     if not steps:
         return None
@@ -243,11 +235,11 @@ class Pieces:
 
     def apart(self, data: torch.Tensor) -> torch.Tensor:
         """The whole dim as pieces for the processes, which lead: (processes, ..., own piece, ...)."""
-        place, full = self.place, self.group.size * self.own
+        place, full = self.place, self.group.processes * self.own
         data = data.unflatten(place, (self.outer, self.size)) if self.outer != 1 else data.unsqueeze(place)
         if full != self.size:
             data = torch.constant_pad_nd(data, [0, 0] * (data.dim() - place - 2) + [0, full - self.size])
-        return data.unflatten(place + 1, (self.group.size, self.own)).movedim(place + 1, 0)
+        return data.unflatten(place + 1, (self.group.processes, self.own)).movedim(place + 1, 0)
 
     def merged(self, piece: torch.Tensor, shift: int = 0) -> torch.Tensor:
         """A piece (..., outer boxes, own piece, ...) with its dim merged."""

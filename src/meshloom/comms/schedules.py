@@ -22,7 +22,7 @@ import torch
 
 from meshloom.collectives.schedule import Schedule, Send, waves
 from meshloom.comms import wire
-from meshloom.comms.group import Group, Members
+from meshloom.comms.group import Group
 from meshloom.engines.reductions import REDUCTIONS
 
 TAG = 1 << 16  # tags of our messages start here; a program's own are likely to be below
@@ -80,9 +80,9 @@ class Share:
 
 
 @lru_cache(maxsize=256)
-def _shares(schedule: Schedule, members: Members) -> tuple[Share, ...]:
-    places = dict(zip(schedule.group, members.places, strict=True))
-    return tuple(_share(step, places, members.index) for step in schedule.steps)
+def _shares(schedule: Schedule, group: Group) -> tuple[Share, ...]:
+    places = dict(zip(schedule.group, group.places, strict=True))
+    return tuple(_share(step, places, group.index) for step in schedule.steps)
 
 
 def _share(step: Sequence[Send], places: dict[Any, tuple[int, int]], here: int) -> Share:
@@ -130,20 +130,19 @@ def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Any:
 
 
 def send_all(
-    schedule: Schedule, slots: torch.Tensor, members: Members, widths: Sequence[int], op: str = "sum"
+    schedule: Schedule, slots: torch.Tensor, group: Group, widths: Sequence[int], op: str = "sum"
 ) -> torch.Tensor:
     """Carry out every step on the slots, in place, together with the processes of the group.
 
     `widths` has the elements of each chunk; the rest of its slot is padding and stays here.
     """
-    shares = _shares(schedule, members)
+    shares = _shares(schedule, group)
     if slots.is_meta:
         return slots
-    if not members.crosses:
+    if not group.crosses:
         for share in shares:
             _step(share, slots, widths, op)
         return slots
-    group = members.group(slots)
     told = torch.empty((len(slots), sum(widths)), dtype=slots.dtype, device="meta")  # what the check compares
 
     def run() -> None:
@@ -233,25 +232,25 @@ class Task:
 class Executor:
     """Collectives by a schedule, for the members of this process, each of which has a box of elements here.
 
-    Rows are those of `members.mine`, in and out; what a member has for each, or from each, is there for all members.
+    Rows are those of `group.mine`, in and out; what a member has for each, or from each, is there for all members.
     """
 
-    members: Members
+    group: Group
     box: Box
 
     def reduce_all(self, schedule: Schedule, rows: torch.Tensor, op: str) -> torch.Tensor:
         """All-reduce, reduce and broadcast: (own members, n) in; what each holds afterwards, (own members, n), out."""
         bounds = self.box.cut(schedule.chunks)
-        return _join(send_all(schedule, _cut(rows, bounds), self.members, _sizes(bounds), op), bounds)
+        return _join(send_all(schedule, _cut(rows, bounds), self.group, _sizes(bounds), op), bounds)
 
     def gather_all(self, schedule: Schedule, rows: torch.Tensor) -> torch.Tensor:
         """All-gather and gather: (own members, n) in; (own members, members, n), who holds whose, out."""
         chunks, bounds, widths = self._by_owner(schedule)
         cut = _cut(rows, bounds)
         slots = rows.new_zeros(len(rows), schedule.chunks, cut.shape[-1])
-        for row, member in enumerate(self.members.mine):
+        for row, member in enumerate(self.group.mine):
             slots[row, chunks[member]] = cut[row]
-        done = send_all(schedule, slots, self.members, widths)
+        done = send_all(schedule, slots, self.group, widths)
         return _join(done[:, torch.tensor(chunks)], bounds)
 
     def scatter_all(self, schedule: Schedule, rows: torch.Tensor, op: str) -> torch.Tensor:
@@ -260,28 +259,28 @@ class Executor:
         cut = _cut(rows, bounds)
         slots = rows.new_zeros(len(rows), schedule.chunks, cut.shape[-1])
         slots[:, torch.tensor(chunks)] = cut
-        done = send_all(schedule, slots, self.members, widths, op)
-        return _join(torch.stack([done[row, chunks[member]] for row, member in enumerate(self.members.mine)]), bounds)
+        done = send_all(schedule, slots, self.group, widths, op)
+        return _join(torch.stack([done[row, chunks[member]] for row, member in enumerate(self.group.mine)]), bounds)
 
     def exchange_all(self, schedule: Schedule, rows: torch.Tensor) -> torch.Tensor:
         """All-to-all: (own members, members, n), what each has for each, in; from whom out."""
-        size, width = self.members.size, rows.shape[2]
+        size, width = self.group.size, rows.shape[2]
         slots = rows.new_zeros(len(rows), size * size, width)
-        for row, member in enumerate(self.members.mine):
+        for row, member in enumerate(self.group.mine):
             slots[row, member * size : (member + 1) * size] = rows[row]
-        done = send_all(schedule, slots, self.members, [width] * size**2)
-        return torch.stack([done[row, member::size] for row, member in enumerate(self.members.mine)])
+        done = send_all(schedule, slots, self.group, [width] * size**2)
+        return torch.stack([done[row, member::size] for row, member in enumerate(self.group.mine)])
 
     def route_all(self, schedule: Schedule, rows: torch.Tensor, order: Sequence[int | None]) -> torch.Tensor:
         """Messages along routes, chunk i to member i from the one that `order` names: (own members, n) in and out."""
-        size, width = self.members.size, rows.shape[1]
+        size, width = self.group.size, rows.shape[1]
         slots = rows.new_zeros(len(rows), size, width)
         for to, source in enumerate(order):
-            row = None if source is None else self.members.row(source)
+            row = None if source is None else self.group.row(source)
             if row is not None:
                 slots[row, to] = rows[row]
-        done = send_all(schedule, slots, self.members, [width] * size)
-        return torch.stack([done[row, member] for row, member in enumerate(self.members.mine)])
+        done = send_all(schedule, slots, self.group, [width] * size)
+        return torch.stack([done[row, member] for row, member in enumerate(self.group.mine)])
 
     def _by_owner(self, schedule: Schedule) -> tuple[list[list[int]], list[int], list[int]]:
         """The chunks of each member, where the pieces of what it has begin and end, and the width of each chunk."""

@@ -87,7 +87,7 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
 
     perform("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]), combine)
     found = _decode(sent, data.dtype)
-    return found / group.size if op == "mean" else found
+    return found / group.processes if op == "mean" else found
 
 
 def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
@@ -98,9 +98,9 @@ def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
 def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     """Every process's array, stacked in the order of the group."""
     if data.is_meta or data.numel() == 0:
-        return data.new_empty((group.size, *data.shape))
+        return data.new_empty((group.processes, *data.shape))
     sent = _encode(data)
-    room = sent.new_empty((group.size, *sent.shape))
+    room = sent.new_empty((group.processes, *sent.shape))
 
     def start() -> Any:
         return group.handle._allgather_base(room.view(-1), sent.view(-1))
@@ -133,7 +133,7 @@ def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch
 
     perform("reduce_scatter", group, sent, start, combine)
     found = _decode(room, pieces.dtype)
-    return found / group.size if op == "mean" else found
+    return found / group.processes if op == "mean" else found
 
 
 def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:
@@ -180,7 +180,7 @@ def exchange_rows(
     width = sent[0].numel()
     order = [row for each in leaving for row in each]
     packed = (sent if order == list(range(len(sent))) else sent[order]).view(-1, width)
-    incoming = [sum(1 for source, _ in asked if source == process) for process in range(group.size)]
+    incoming = [sum(1 for source, _ in asked if source == process) for process in range(group.processes)]
 
     def start() -> Any:
         return group.handle.alltoall_base(room.view(-1, width), packed, incoming, [len(each) for each in leaving])

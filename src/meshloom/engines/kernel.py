@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from meshloom.engines import private
-from meshloom.engines.layout import apply, expose, fill, mover
+from meshloom.engines.layout import Step, apply, expose, fill, mover
+from meshloom.engines.peers import ALONE, Peers
 from meshloom.engines.torch_engine import FUNCTIONS, PLAIN, Local
 from meshloom.ops import Fill, Ref, find
 from meshloom.placement import Partial, Replicate, Topology
 from meshloom.planner import Plan
 
-Step = Callable[[torch.Tensor], torch.Tensor]
 Function = Callable[..., Any]
 
 
@@ -37,7 +37,7 @@ class Kernel:
         self.trimmed = find(plan.call.op).at_zero == "trimmed" and not self.leads and not plan.mesh.is_split
         self.ins = tuple(folded(topology, self.leads) for topology in plan.ins)
         shapes = tuple(raw.stored_shape[len(raw.partial_axes) :] for raw in plan.raw)
-        self.local = Local(plan.call, self.ins, shapes)
+        self.local = Local(plan.call, self.ins, shapes, self._peers())
         self.prepare = tuple(self._preparation(i) for i in range(len(self.ins)))
         self.presence = tuple(
             tuple(0 if not isinstance(t.placements[axis], Replicate) else None for t in self.ins) for axis in self.leads
@@ -47,11 +47,15 @@ class Kernel:
         self.room = _room(plan) if self.trimmed else None
         self.bound = self._bound() if find(plan.call.op).signature is not None else None
 
+    def _peers(self) -> Peers:
+        """Who else holds parts of what the op works on."""
+        return ALONE
+
     def _preparation(self, operand: int) -> Step | None:
         plan = self.plan
         source, target = plan.call.operands[operand], self.ins[operand]
         if self.trimmed and target.padded:
-            return mover(source, target.replicated)
+            return mover(source, target.replicated, plan.machine)
         fills = [each for each in _fills(plan) if each.operand == operand and target.padded]
         leads = self.leads
         bring = self._bring(operand)
@@ -68,7 +72,7 @@ class Kernel:
 
     def _bring(self, operand: int) -> Step | None:
         """An operand to where the rows want it."""
-        return mover(self.plan.call.operands[operand], self.ins[operand])
+        return mover(self.plan.call.operands[operand], self.ins[operand], self.plan.machine)
 
     def _finish(self, result: int) -> Step | None:
         plan = self.plan
@@ -89,7 +93,7 @@ class Kernel:
 
     def _hand_over(self, result: int, arrived: Topology) -> Step | None:
         """A result from where the op left it to where it is wanted."""
-        return mover(arrived, self.plan.outs[result])
+        return mover(arrived, self.plan.outs[result], self.plan.machine)
 
     def run(self, datas: Sequence[torch.Tensor], function: Function) -> Any:
         """The results' stored arrays, from the operands' and the function on prepared arrays."""
@@ -121,7 +125,7 @@ class Kernel:
         plain, arguments = self._plain(), self.plan.call.arguments
         if plain is not None:
             return plain
-        function = self._function()
+        function = function_of(self.plan.call.op)
         lead = (self.local,) if getattr(function, "is_aware", False) else ()
         if any(isinstance(each, tuple) and _has_ref(each) for each in arguments.values()):
             return lambda *datas: function(*lead, **_substitute(arguments, datas))
@@ -141,10 +145,6 @@ class Kernel:
             return None
         fixed = {name: each for name, each in plan.call.arguments.items() if not isinstance(each, Ref)}
         return short(self.local, fixed)
-
-    def _function(self) -> Function:
-        """The function that computes the op on prepared arrays."""
-        return function_of(self.plan.call.op)
 
 
 def _room(plan: Plan) -> tuple[int, ...] | None:

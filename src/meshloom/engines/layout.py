@@ -15,8 +15,12 @@ import torch
 
 from meshloom.engines.reductions import REDUCTIONS, nothing_like, number
 from meshloom.errors import NotationError, closest
+from meshloom.fabric import VIRTUAL, Machine
 from meshloom.placement import Partial, Replicate, Topology
+from meshloom.planner import stations
 from meshloom.types import LONG_NAME, Shape, short_dtype
+
+Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def torch_dtype(short: str) -> torch.dtype:
@@ -110,7 +114,7 @@ def tracked_nowhere(data: torch.Tensor) -> torch.Tensor:
         return data.detach().requires_grad_().view_as(data)
 
 
-def apply(step: Callable[[torch.Tensor], torch.Tensor], data: torch.Tensor) -> torch.Tensor:
+def apply(step: Step, data: torch.Tensor) -> torch.Tensor:
     """A step on an array; what led nowhere still does, and has no node that torch would keep operands for."""
     if not leads_nowhere(data):
         return step(data)
@@ -144,50 +148,60 @@ def fill(data: torch.Tensor, topology: Topology, value: Any, dims: tuple[int, ..
     return torch.where(mask, data, torch.as_tensor(number(value, data.dtype), dtype=data.dtype, device=data.device))
 
 
-def move(data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
-    """The stored array of `source` laid out as `target` wants it: reduce, re-chunk, and make partial where asked."""
+def mover(source: Topology, target: Topology, machine: Machine = VIRTUAL) -> Step | None:
+    """The planner's path between two topologies, composed: None where it does nothing, one call where it can be.
+
+    Its reductions come in the order of the path. Chunks are cut once, from the first to the last: between two steps
+    they are the same elements with other padding. What becomes partial does so at the end, as on the path.
+    """
     if source is target:
-        return data
-    data, kept = _reduce(data, source, target)
-    for dim, size in enumerate(source.shape):
-        here, there = source.shards[dim], target.shards[dim]
-        if here != there:
-            data = pad(unpad(data, kept + dim, size, here), kept + dim, size, there)
-    return _make_partial(data, source, target)
-
-
-def mover(source: Topology, target: Topology) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """`move` between two topologies, worked out beforehand: None where it does nothing, one call where it can be."""
-    if source.partial_axes or target.partial_axes:
-        return None if source is target else lambda data: move(data, source, target)
-    changed = [
-        (dim, size, source.shards[dim], target.shards[dim])
+        return None
+    sums = _reductions(source, target, machine)
+    first = len(source.partial_axes) - len(sums)  # the dims begin behind the axes that stay partial
+    chunks = [
+        (first + dim, size, source.shards[dim], target.shards[dim])
         for dim, size in enumerate(source.shape)
         if source.shards[dim] != target.shards[dim]
         and (is_padded(size, source.shards[dim]) or is_padded(size, target.shards[dim]))
     ]
-    if not changed:
-        return None
-    dim, size, here, there = changed[0]
-    if len(changed) == 1 and len(here) == 1 and not is_padded(size, there):
-        return lambda data: data.narrow(dim, 0, size)
-    if len(changed) == 1 and len(there) == 1 and not is_padded(size, here):
-        missing = there[0] * -(-size // there[0]) - size
-        amount = [0, 0] * (source.ndim - dim - 1) + [0, missing]
+    becomes_partial = len(target.partial_axes) > first
+    if not sums and not becomes_partial and len(chunks) < 2:
+        return _cut(first + source.ndim, *chunks[0]) if chunks else None
+
+    def run(data: torch.Tensor) -> torch.Tensor:
+        for place, reduce in sums:
+            data = reduce(data, place)
+        for place, size, here, there in chunks:
+            data = pad(unpad(data, place, size, here), place, size, there)
+        return _make_partial(data, source, target) if becomes_partial else data
+
+    return run
+
+
+def _cut(ndim: int, place: int, size: int, here: Shape, there: Shape) -> Step:
+    """One dim in other chunks, in one call where padding is only at the end."""
+    if len(here) == 1 and not is_padded(size, there):
+        return lambda data: data.narrow(place, 0, size)
+    if len(there) == 1 and not is_padded(size, here):
+        amount = [0, 0] * (ndim - place - 1) + [0, there[0] * -(-size // there[0]) - size]
         return lambda data: torch.constant_pad_nd(data, amount)
-    return lambda data: move(data, source, target)
+    return lambda data: pad(unpad(data, place, size, here), place, size, there)
 
 
-def _reduce(data: torch.Tensor, source: Topology, target: Topology) -> tuple[torch.Tensor, int]:
-    kept = 0
-    for axis in source.partial_axes:
+def _reductions(source: Topology, target: Topology, machine: Machine) -> list[tuple[int, Callable[..., torch.Tensor]]]:
+    """The reductions between two topologies, in the order of the path: over which leading dim, and how."""
+    left = [*source.partial_axes]
+    gone = [axis for axis in left if target.placements[axis] != source.placements[axis]]
+    if len(gone) > 1:
+        way = stations(source, target.placements, machine)
+        gone.sort(key=lambda axis: next(i for i, each in enumerate(way) if each[axis] != source.placements[axis]))
+    found = []
+    for axis in gone:
         placement = source.placements[axis]
-        if target.placements[axis] == placement:
-            kept += 1
-        else:
-            assert isinstance(placement, Partial)
-            data = REDUCTIONS[placement.op].along(data, kept)
-    return data, kept
+        assert isinstance(placement, Partial)
+        found.append((left.index(axis), REDUCTIONS[placement.op].along))
+        left.remove(axis)
+    return found
 
 
 def _make_partial(data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
@@ -210,11 +224,6 @@ def _make_partial(data: torch.Tensor, source: Topology, target: Topology) -> tor
                 rest = ones if mask is None else torch.where(mask, ones, rest)
             data = torch.cat([data, rest], place)
     return data
-
-
-def dense(data: torch.Tensor, topology: Topology) -> torch.Tensor:
-    """The tensor as one dense array; shares storage where nothing had to move."""
-    return move(data, topology, topology.replicated)
 
 
 def _split(topology: Topology) -> tuple[Shape, dict[int, int], list[int]]:

@@ -135,7 +135,8 @@ class Op:
     128 and would cost a matmul 7x; taking rows off is a view).
     `fill` says what an operand's padding must hold before the op runs. `result` are the dtypes of the results, in the
     words of `dtypes.py`. `is_fresh` says that nobody else holds the result or has saved it for backward: its memory may
-    take a sum.
+    take a sum. `is_cast` says that autocast changes the operator. `surface` says where users meet the name: as `method`
+    and function, as `function` only, or not at all (`inner`). `in_place` says whether a pointwise op has such a form.
     """
 
     name: str
@@ -146,6 +147,9 @@ class Op:
     result: str = "promote"
     is_view: bool = False
     is_fresh: bool = False
+    is_cast: bool = False
+    surface: str = "method"
+    in_place: bool = True
 
     def __post_init__(self) -> None:
         if self.at_zero not in ("zero", "finite", "singular", "trimmed"):

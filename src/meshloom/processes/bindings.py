@@ -10,13 +10,13 @@ sets, and for its mesh and devices our variables or those of TT-Metal, which mea
 
 from __future__ import annotations
 
-import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from meshloom import settings
 from meshloom.errors import BindingError
 from meshloom.mesh import HERE, Process
 
@@ -188,7 +188,7 @@ def from_environment(environment: Environment | None = None) -> Binding:
     >>> from_environment({"TT_VISIBLE_DEVICES": "2,3", "TT_MESH_ID": "0", "TT_MESH_HOST_RANK": "1"}).visible
     (2, 3)
     """
-    given = os.environ if environment is None else environment
+    given = settings.environment() if environment is None else environment
     rank, world_size, local_rank = _read_ranks(given)
     mesh_id, host_rank = _number(given, MESH_ID), _number(given, HOST_RANK)
     if host_rank is not None and mesh_id is None:
@@ -209,7 +209,7 @@ def process() -> Process:
     """
     if HERE.count > 1:
         return HERE
-    rank, count, _ = _read_ranks(os.environ)
+    rank, count, _ = _read_ranks(settings.environment())
     return Process(rank, count)
 
 
@@ -219,7 +219,7 @@ def visible_devices(environment: Environment | None = None) -> tuple[int, ...] |
     >>> visible_devices({"TT_VISIBLE_DEVICES": "0,1"}), visible_devices({})
     ((0, 1), None)
     """
-    name, text = _agreed(os.environ if environment is None else environment, VISIBLE)
+    name, text = _agreed(settings.environment() if environment is None else environment, VISIBLE)
     return None if text is None else read_devices(text, name)
 
 

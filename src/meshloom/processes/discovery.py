@@ -8,12 +8,12 @@ Where devices are declared, by `MESHLOOM_VIRTUAL_DEVICES=8` or by the visible id
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from meshloom import settings
 from meshloom.errors import BindingError, MeshError, closest
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.mesh.process import place_of
@@ -43,7 +43,7 @@ def discover(environment: Environment | None = None) -> list[Device]:
     >>> [str(device) for device in discover({"MESHLOOM_VIRTUAL_DEVICES": "4", "TT_VISIBLE_DEVICES": "2,3"})]
     ['virtual:2', 'virtual:3']
     """
-    given = os.environ if environment is None else environment
+    given = settings.environment() if environment is None else environment
     visible = visible_devices(given)
     if given.get(DEVICES):
         return _picked([Device("virtual", number) for number in range(_declared(given))], visible)

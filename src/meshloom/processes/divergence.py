@@ -131,7 +131,7 @@ class Frame:
     def parts(self, group: Group) -> torch.Tensor:
         """The data of every process of a group, stacked."""
         held = [self.room[rank, _HEAD : _HEAD + self.size].clone().view(self.like.dtype) for rank in group.ranks]
-        return torch.stack(held).view(group.size, *self.like.shape)
+        return torch.stack(held).view(group.processes, *self.like.shape)
 
 
 def perform(

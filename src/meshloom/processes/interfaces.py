@@ -8,6 +8,8 @@ import socket
 import struct
 from pathlib import Path
 
+from meshloom import settings
+
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # the first IPv4 address of an interface (Linux)
 
@@ -60,7 +62,7 @@ def is_loopback(address: str) -> bool:
 
 def gloo_address() -> str | None:
     """Where Gloo will listen: at the named interface, else where this host's own name leads; None if there is none."""
-    if named := os.environ.get(VARIABLE):
+    if named := settings.read(VARIABLE):
         known = interfaces()
         return next((address for name in named.split(",") for address in known.get(name, ())), None)
     try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 from dataclasses import dataclass
 from typing import Any
+
+from meshloom import settings
 
 VARIABLE = "MESHLOOM_SECRET"
 
@@ -54,4 +55,4 @@ class Seal:
 
 def seal_of_run() -> Seal:
     """The seal of the run that this process belongs to."""
-    return Seal(os.environ.get(VARIABLE, "").encode())
+    return Seal(settings.read(VARIABLE).encode())

@@ -9,7 +9,6 @@ they run in a thread of their own, so that whoever asks waits only for as long a
 from __future__ import annotations
 
 import atexit
-import os
 import queue
 import socket
 import threading
@@ -23,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
+from meshloom import settings
 from meshloom.errors import PeerLostError
 from meshloom.processes import interfaces
 from meshloom.processes.notes import FolderNotes
@@ -134,7 +134,7 @@ class Board:
 
 def folder_of_run() -> Path | None:
     """Where the processes of one host meet, if `meshloom run` has started them."""
-    url = urlsplit(os.environ.get(VARIABLE, ""))
+    url = urlsplit(settings.read(VARIABLE))
     return Path(unquote(url.path)) if url.scheme == "file" else None
 
 
@@ -147,13 +147,15 @@ def holder() -> str:
     """Who holds the store: nobody but the disk, torchrun's agent, or rank 0."""
     if folder_of_run():
         return "the folder of the run"
-    return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    return "the launcher" if settings.read("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
 def meet(rank: int, count: int, seconds: float, line: str) -> tuple[Any, Board]:
     """The store and the board on it, once all processes have come; an error on each that names those who never did."""
     start = time.monotonic()
-    place = os.environ.get(VARIABLE) or f"tcp://{_bracketed(os.environ['MASTER_ADDR'])}:{os.environ['MASTER_PORT']}"
+    place = (
+        settings.read(VARIABLE) or f"tcp://{_bracketed(settings.read('MASTER_ADDR'))}:{settings.read('MASTER_PORT')}"
+    )
 
     def missing(headline: str, reason: object = None, fix: str = _FIX) -> PeerLostError:
         return PeerLostError(
@@ -198,7 +200,7 @@ def _open(place: str, rank: int, count: int, seconds: float) -> tuple[Any, Board
     until, is_holder = time.monotonic() + seconds, holds_store(rank)
     if not is_holder:
         _wait_for_answer(address, port, until)
-    door = _listen(address, port) if is_holder and VARIABLE in os.environ else None
+    door = _listen(address, port) if is_holder and settings.is_set(VARIABLE) else None
     left = max(LOOK, until - time.monotonic())
 
     def connect() -> tuple[Any, Board]:
@@ -238,7 +240,7 @@ def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> tuple
     own = {
         "host": socket.gethostname(),
         "machine": interfaces.machine(),
-        "interface": os.environ.get(interfaces.VARIABLE),
+        "interface": settings.read(interfaces.VARIABLE) or None,
         "address": interfaces.gloo_address(),
     }
     board.write(names[rank], own, LOOK + deadline - time.monotonic())

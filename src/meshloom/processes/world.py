@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.comms.group import TIMEOUT, WORLD, Group, World
+from meshloom import settings
+from meshloom.comms.group import WORLD, Group, World
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, PeerLostError, closest, where
-from meshloom.mesh import HERE
+from meshloom.mesh import HERE, Mesh
 from meshloom.processes.bindings import process
 from meshloom.processes.divergence import compare_at_end, perform
 from meshloom.processes.health import Watch
@@ -31,7 +32,7 @@ LONGEST = 1e6  # seconds, 11 days
 def join(timeout: float | None = None, check: str | None = None) -> World:
     """Meet the other processes of this run, once; alone, nothing happens."""
     if timeout is not None or not WORLD.is_joined:
-        WORLD.timeout = _seconds(timeout if timeout is not None else os.environ.get("MESHLOOM_TIMEOUT", TIMEOUT))
+        WORLD.timeout = _seconds(timeout if timeout is not None else settings.read("MESHLOOM_TIMEOUT"))
     if check is not None or not WORLD.is_joined:
         WORLD.check = _check(check if check is not None else _asked_for())
     if not WORLD.is_joined and (dist.is_initialized() or process().count > 1):
@@ -53,7 +54,7 @@ def _seconds(value: Any) -> float:
 
 def _asked_for() -> str:
     """How processes are compared, of the words in MESHLOOM_CHECK: "races" among them is for the queues of devices."""
-    words = [word for word in os.environ.get("MESHLOOM_CHECK", "").split(",") if word not in ("", "races")]
+    words = [word for word in settings.read("MESHLOOM_CHECK").split(",") if word not in ("", "races")]
     return words[0] if words else "sample"
 
 
@@ -81,7 +82,9 @@ def _meet() -> None:
     private.set_group_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     if HERE.rank == 0:
         board.write("random", [torch.initial_seed(), bytes(torch.get_rng_state().tolist()).hex()], WORLD.timeout)
-    WORLD.control = Group(ranks, _new_handle(ranks, backend="gloo"), HERE.rank)
+    control = Group(Mesh.of((HERE.count,), processes=(HERE.count,)), (0,))
+    control.use(_new_handle(ranks, backend="gloo"))
+    WORLD.control = control
     _share_random(board)
 
 
@@ -123,8 +126,8 @@ def _backend(device: torch.device) -> str:
 
 def _device() -> torch.device:
     """Where this process holds its blocks: its own GPU if it has one, else the CPU."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    wanted = os.environ.get("MESHLOOM_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
+    local = int(settings.read("LOCAL_RANK"))
+    wanted = settings.read("MESHLOOM_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     if wanted == "cpu" or local >= torch.cuda.device_count():
         return torch.device("cpu")
     torch.cuda.set_device(local)
@@ -136,7 +139,7 @@ def _leave(is_theirs: bool) -> None:
     if WORLD.watch is not None:
         compare_at_end()
         WORLD.watch.stop()
-    for group in (*WORLD.groups.values(), *([WORLD.control] if WORLD.control else [])):
+    for group in WORLD.connected:
         object.__setattr__(group, "handle", None)
     WORLD.handles.clear()
     WORLD.device_meshes.clear()

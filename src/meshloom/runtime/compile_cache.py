@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshloom import settings
 from meshloom.errors import ArgumentError, expect
 
 VARIABLE = "MESHLOOM_CACHE"
@@ -112,7 +113,7 @@ class CompileCache:
     """Binaries by fingerprint. `compiles` counts how many this process had to make, `hits` how many it found."""
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
-        named = directory if directory is not None else os.environ.get(VARIABLE) or None
+        named = directory if directory is not None else settings.read(VARIABLE) or None
         if named is not None:
             expect("cache", named, (str, os.PathLike), fix="give the path of a directory of your own")
         self.directory = None if named is None else Path(named)

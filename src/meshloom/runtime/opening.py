@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from meshloom import settings
 from meshloom.errors import ArgumentError, MeshError, closest, expect, expect_seconds
 from meshloom.fabric.catalogue import Preset
 from meshloom.mesh import Mesh
@@ -20,7 +21,6 @@ from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.system import System
 from meshloom.runtime.virtual import VirtualDriver
 
-DISPATCH = "MESHLOOM_DISPATCH"
 TIMEOUT = 60.0
 FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0"'
 DEVICE = re.compile(r"(?:/dev/tenstorrent/|virtual:)?(\d+)")
@@ -71,7 +71,7 @@ def open_mesh_device(
         rack,
         [rack.open(index) for index in chosen],
         check=check,
-        dispatch=dispatch or os.environ.get(DISPATCH) or "fast",
+        dispatch=dispatch or settings.read("MESHLOOM_DISPATCH"),
         stress=stress,
         timeout=timeout,
         cache=cache,

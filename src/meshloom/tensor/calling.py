@@ -62,7 +62,7 @@ def is_written(name: str) -> bool:
     if name not in INPLACE and (not name.endswith("_") or name.endswith("__")):
         return False
     op = OPS.get(_bare_name(name))
-    return op is not None and op.signature is None and op.name not in ("where", "clone")
+    return op is not None and op.signature is None and op.in_place
 
 
 _SPACES = {"special": torch.special, "linalg": torch.linalg}

@@ -322,7 +322,7 @@ def start(name: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> H
 
 def _leaves_the_process(function: Callable[..., Tensor], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given = signature(function).bind(x, *args, **kwargs).arguments
-    return Operand(x.topology, x._data, given.get("axis")).members.crosses
+    return Operand(x.topology, x._data, given.get("axis")).group.crosses
 
 
 def _asynchronous(name: str) -> Callable[..., Handle]:

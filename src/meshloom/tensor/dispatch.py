@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from meshloom.backends import kernel_of
 from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
 from meshloom.errors import MeshloomError, OperandError
@@ -21,6 +20,7 @@ from meshloom.ops.binding import bind, refer
 from meshloom.placement import Partial, Topology
 from meshloom.planner import Plan, plan, retype
 from meshloom.processes.divergence import STORY
+from meshloom.processes.split_kernel import kernel_of
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS, freeze

@@ -51,7 +51,7 @@ _any_autocast = private.is_any_autocast_enabled
 
 
 def _binary(name: str) -> Callable[[Any, Any], Any]:
-    get, is_cast = CACHE.get, name in _CAST
+    get, is_cast = CACHE.get, OPS[name].is_cast
 
     def operator(self: Tensor, other: Any) -> Any:
         if other.__class__ is Tensor and state.plain and not (is_cast and _any_autocast()):
@@ -111,7 +111,6 @@ _OPERANDS = (torch.Tensor, numpy.ndarray, numpy.generic, int, float, bool, compl
 
 
 _NUMBERS = frozenset((int, float))
-_CAST = frozenset(("matmul", "pow"))  # the operators that autocast changes; asking it costs as much as the look-up
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -174,7 +173,7 @@ def _attach() -> None:
         setattr(Tensor, dunder, _operator(dunder))
     written = {op + "_" for op in OPS if is_written(op + "_") and hasattr(torch.Tensor, op + "_")} - {*OVERLOADS}
     for name in {*OPS, *ALIASES, *OVERLOADS, *written, *(op + "_" for op in OPS if is_written(op + "_"))}:
-        if not name.startswith("_") and name not in ("getitem", "where", "einsum", "max_dim", "min_dim"):
+        if not name.startswith("_") and (name not in OPS or OPS[name].surface == "method"):
             pointwise = name in OPS and OPS[name].signature is None
             make = _unary if pointwise else _writing_method if name in written else _method
             setattr(Tensor, name, make(name))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from meshloom import settings
 from meshloom.errors import ArgumentError, UncoveredError, closest
 from meshloom.ttnn.ops.calling import AFTER, BEFORE
 
@@ -35,7 +36,7 @@ __all__ = [
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "ttnn"
+    return Path(settings.read("XDG_CACHE_HOME")) / "ttnn"
 
 
 @dataclass
@@ -161,7 +162,7 @@ def read_environment(environment: Mapping[str, str]) -> None:
         CONFIG.apply_json_overrides(text, source="TTNN_CONFIG_OVERRIDES")
 
 
-read_environment(os.environ)
+read_environment(settings.environment())
 
 
 # hooks

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from meshloom.engines import private
-from meshloom.engines.torch_engine.local import Function
+from meshloom.engines.torch_engine.local import Function, Local, shared
 
 
 def _bilinear(input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
@@ -18,30 +17,30 @@ def _bilinear(input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, 
     return found if bias is None else found + bias
 
 
-def _grouped_mm(input: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """torch's kernel where the rows are aligned, as those of a shard need not be; without data it knows bf16 only."""
+@shared
+def _grouped_mm(local: Local, input: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """torch's kernel where the rows are aligned, as those of a shard need not be; without data it knows bf16 only.
+
+    Otherwise the tokens of the experts that are here, and zeros for those of others: their sum has them all.
+    """
     if (
-        not input.is_meta
+        local.peers.alone
+        and not input.is_meta
         and input.numel()
         and mat2.numel()
         and all(each.shape[-1] * each.element_size() % 16 == 0 and each.is_contiguous() for each in (input, mat2))
     ):
-        return private.grouped_mm(input, mat2, offs=offs)
-    return multiply_groups(input, mat2, offs, range(len(mat2)))
-
-
-def multiply_groups(
-    input: torch.Tensor, experts: torch.Tensor, offs: torch.Tensor, numbers: Iterable[int]
-) -> torch.Tensor:
-    """The tokens of some experts, given with their numbers, and zeros for all other tokens."""
-    found = input.new_zeros(input.shape[0], experts.shape[2])
+        found: torch.Tensor = private.grouped_mm(input, mat2, offs=offs)
+        return found
+    found = input.new_zeros(input.shape[0], mat2.shape[2])
     if not offs.is_meta:
         ends = [0, *offs.tolist()]
-        for expert, number in zip(experts, numbers, strict=True):
+        numbers = range(len(mat2)) if local.peers.alone else local.positions("mat2", 0).tolist()
+        for expert, number in zip(mat2, numbers, strict=True):
             if number >= 0:
                 found[ends[number] : ends[number + 1]] = input[ends[number] : ends[number + 1]] @ expert
     # who holds no expert has a gradient too: nothing is read of either
-    return found + input[:0].sum(dtype=input.dtype) * experts[:0].sum(dtype=input.dtype)
+    return found + input[:0].sum(dtype=input.dtype) * mat2[:0].sum(dtype=input.dtype)
 
 
 CONTRACTIONS: dict[str, Function] = {

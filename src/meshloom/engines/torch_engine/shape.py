@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from meshloom.engines.layout import pad
-from meshloom.engines.torch_engine.local import Function, Local, aware
+from meshloom.engines.torch_engine.local import Function, Local, aware, shared
 from meshloom.ops.shapes import indexed_dims, is_whole, section_sizes, squeezed_dims
 from meshloom.types import Shape
 
@@ -66,24 +65,17 @@ def _cut(local: Local, input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...
 
 
 def _triangle(function: Callable[..., torch.Tensor]) -> Function:
-    """Keep a triangle. Positions count elements: where rows or columns are padded, each says its own number."""
+    """Keep a triangle. Positions count elements: where rows or columns are padded or elsewhere, each says its own."""
 
-    @aware
+    @shared
     def keep(local: Local, input: torch.Tensor, diagonal: int) -> torch.Tensor:
-        shape = local.call.shape("input")
-        if tuple(input.shape[-2:]) == shape[-2:]:
+        if tuple(input.shape[-2:]) == local.call.shape("input")[-2:]:
             return function(input, diagonal)
-        rows, columns = (_numbered(local, dim) for dim in (input.dim() - 2, input.dim() - 1))
-        offset = (columns - rows.unsqueeze(-1)).to(input.device)
+        rows, columns = (local.positions("input", input.dim() - back).to(input.device) for back in (2, 1))
+        offset = columns - rows.unsqueeze(-1)
         return input.masked_fill(offset > diagonal if function is torch.tril else offset < diagonal, 0)
 
     return keep
-
-
-def _numbered(local: Local, dim: int) -> torch.Tensor:
-    """The global position of each stored element along a dim of the input."""
-    size, shards = local.call.shape("input")[dim], local.ins[local.call.index("input")].shards[dim]
-    return pad(torch.arange(size), 0, size, shards)
 
 
 def _meshgrid(tensors: tuple[torch.Tensor, ...], indexing: str | None) -> tuple[torch.Tensor, ...]:

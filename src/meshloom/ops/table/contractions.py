@@ -11,7 +11,14 @@ _CDIST = "x1, x2, p=2.0, compute_mode='use_mm_for_euclid_dist_if_necessary'"
 _BATCHES = ("batch1", "batch2")
 
 CONTRACTIONS: tuple[Op, ...] = (
-    Op("matmul", labels(contractions.matmul_spec, "input", "other"), "input, other", "trimmed", is_fresh=True),
+    Op(
+        "matmul",
+        labels(contractions.matmul_spec, "input", "other"),
+        "input, other",
+        "trimmed",
+        is_fresh=True,
+        is_cast=True,
+    ),
     Op("mm", labels("mk, kn -> mn", "input", "mat2"), "input, mat2", "trimmed", is_fresh=True),
     Op("bmm", labels("bmk, bkn -> bmn", "input", "mat2"), "input, mat2", "trimmed", is_fresh=True),
     Op("mv", labels("mk, k -> m", "input", "vec"), "input, vec", "trimmed", is_fresh=True),
@@ -24,8 +31,14 @@ CONTRACTIONS: tuple[Op, ...] = (
         is_fresh=True,
     ),
     Op(
-        "einsum", contractions.einsum, "equation, *operands", "trimmed", result="einsum", is_fresh=True
-    ),  # of one operand it is a sum
+        "einsum",  # of one operand it is a sum
+        contractions.einsum,
+        "equation, *operands",
+        "trimmed",
+        result="einsum",
+        is_fresh=True,
+        surface="function",
+    ),
     Op("outer", labels("m, n -> mn", "input", "vec2"), "input, vec2", "trimmed"),
     Op("inner", labels(contractions.inner_spec, "input", "other"), "input, other", "trimmed"),
     Op("vdot", labels("k, k -> ", "input", "other"), "input, other"),

@@ -24,7 +24,7 @@ POINTWISE: tuple[Op, ...] = (
     Op("floor_divide", pointwise(), at_zero="singular"),
     Op("remainder", pointwise(), at_zero="singular"),
     Op("fmod", pointwise(), at_zero="singular"),
-    Op("pow", pointwise(), at_zero="singular"),  # x ** 0.5 and x ** -1 have no derivative at 0
+    Op("pow", pointwise(), at_zero="singular", is_cast=True),  # x ** 0.5 and x ** -1 have no derivative at 0
     Op(
         "neg",  # -max(a, b) = min(-a, -b)
         pointwise("P(sum) -> P(sum) if whole", "P(max) -> P(min) if floating", "P(min) -> P(max) if floating"),
@@ -87,7 +87,12 @@ POINTWISE: tuple[Op, ...] = (
     Op("isinf", pointwise(), result="bool"),
     Op("isfinite", pointwise(), at_zero="finite", result="bool"),
     # choice and range
-    Op("where", pointwise("R, P(sum), P(sum) -> P(sum)", "R, P(max), P(max) -> P(max)", "R, P(min), P(min) -> P(min)")),
+    Op(
+        "where",
+        pointwise("R, P(sum), P(sum) -> P(sum)", "R, P(max), P(max) -> P(max)", "R, P(min), P(min) -> P(min)"),
+        surface="function",
+        in_place=False,
+    ),
     Op("masked_fill", pointwise(), result="input"),
     Op("clamp", pointwise(*_BOUNDED), at_zero="finite", result="bounded"),  # monotone
     Op("clamp_min", pointwise(*_BOUNDED), at_zero="finite"),
@@ -175,7 +180,7 @@ POINTWISE: tuple[Op, ...] = (
     Op("glu", activations.glu, "input, dim=-1"),
     # copies
     Op("to", pointwise(), "input, dtype"),
-    Op("clone", pointwise("P(sum) -> P(sum)", "P(max) -> P(max)", "P(min) -> P(min)")),
+    Op("clone", pointwise("P(sum) -> P(sum)", "P(max) -> P(max)", "P(min) -> P(min)"), in_place=False),
 )
 
 # Other names of the same ops, as torch spells them.

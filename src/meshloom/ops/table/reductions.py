@@ -62,8 +62,8 @@ REDUCTIONS: tuple[Op, ...] = (
     ),
     Op("argmax", reductions.arg_reduction, _OVER, result="i64"),
     Op("argmin", reductions.arg_reduction, _OVER, result="i64"),
-    Op("max_dim", reductions.value_and_index, "input, dim, keepdim=False", result="promote, i64"),
-    Op("min_dim", reductions.value_and_index, "input, dim, keepdim=False", result="promote, i64"),
+    Op("max_dim", reductions.value_and_index, "input, dim, keepdim=False", result="promote, i64", surface="inner"),
+    Op("min_dim", reductions.value_and_index, "input, dim, keepdim=False", result="promote, i64", surface="inner"),
     # the dim whole
     Op("median", reductions.along_one_dim, "input, dim, keepdim=False", "finite", result="promote, i64"),
     Op("nanmedian", reductions.along_one_dim, "input, dim, keepdim=False", "finite", result="promote, i64"),

@@ -15,7 +15,7 @@ SHAPE: tuple[Op, ...] = (
     Op("transpose", shapes.transpose, "input, dim0, dim1", is_view=True),
     Op("expand", shapes.expand, "input, *size, implicit=False", is_view=True),
     Op("narrow", shapes.narrow, "input, dim, start, length", is_view=True),
-    Op("getitem", shapes.getitem, "input, index", is_view=True),
+    Op("getitem", shapes.getitem, "input, index", is_view=True, surface="function"),
     Op("split", shapes.split, "input, sections, dim=0", is_view=True),
     Op("chunk", shapes.split, "input, sections, dim=0", is_view=True),
     Op("tensor_split", shapes.split, "input, sections, dim=0", is_view=True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import count
@@ -16,6 +15,7 @@ from meshloom.runtime import MeshShape, MeshType
 from meshloom.runtime.memory import Usage
 from meshloom.runtime.opening import read_mesh_type, sorted_out
 from meshloom.runtime.virtual import VirtualDriver
+from meshloom.settings import read as read_setting
 from meshloom.ttnn.device import fabric
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid
 from meshloom.ttnn.device.fabric import FabricNodeId, MeshId
@@ -442,7 +442,7 @@ def _opened(
         raise ArgumentError(f"num_command_queues={queues!r}", fix="1 or 2")
     fabric.check_opening(system, ids)
     kind = read_mesh_type(mesh_type)
-    settings.setdefault("check", "races" if "races" in os.environ.get(RACES, "").split(",") else None)
+    settings.setdefault("check", "races" if "races" in read_setting(RACES).split(",") else None)
     if not {"driver", "memory", "preset"} & settings.keys():
         settings["driver"] = VirtualDriver(None, system.chip)
     made = runtime.open_mesh_device(

@@ -13,13 +13,13 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-import os
 import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshloom import settings
 from meshloom.errors import ArgumentError, OperandError, closest
 from meshloom.mesh import Coordinate
 from meshloom.processes.discovery import discover
@@ -250,7 +250,7 @@ def get_system(given: str | int | Sequence[int] | System | None = None) -> Syste
         return _read(given)
     if _chosen is not None:
         return _chosen
-    named = os.environ.get(VARIABLE)
+    named = settings.read(VARIABLE)
     if named:
         return _read(named)
     declared = [device.id for device in discover() if device.kind == "virtual"]

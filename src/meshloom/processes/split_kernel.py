@@ -2,25 +2,24 @@
 
 The decision is the plan's, row by row, the same on every process. Locally it is the kernel of one process: devices of
 the box are folded into one array call. What is added: operands and results cross processes
-(`comms.redistribution`), a result that rows leave partial is summed over the processes, an op that needs
-statistics of a dim which several processes hold takes its distributed form (`forms`), and a replicated operand of split
-work gets its gradient summed.
+(`comms.redistribution`), a result that rows leave partial is summed over the processes, an op that needs statistics of
+a dim which several processes hold is told its peers, and a replicated operand of split work gets its gradient summed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from meshloom.backends.forms import FORMS, Across
 from meshloom.comms.deferred import sum_gradient
 from meshloom.comms.gradients import Once
 from meshloom.comms.group import WORLD, Group, check_joined, group_of
+from meshloom.comms.peers import peers_of
 from meshloom.comms.redistribution import mover
-from meshloom.engines.kernel import Function, Kernel, Step
+from meshloom.engines.kernel import Function, Kernel, Step, function_of
+from meshloom.engines.peers import Peers
 from meshloom.errors import where
 from meshloom.ops import OPS, Row
 from meshloom.placement import Partial, Replicate, Shard, Topology
@@ -28,7 +27,7 @@ from meshloom.planner import Plan
 from meshloom.processes.divergence import STORY, describe, is_listening, note
 
 
-class Spread(Kernel):
+class SplitKernel(Kernel):
     """The kernel of a plan on a mesh that processes split."""
 
     __slots__ = ("told",)
@@ -98,13 +97,15 @@ class Spread(Kernel):
         whole = not _is_cut(row) and axis not in self.leads
         return isinstance(row.ins[operand], Replicate) and split and not whole
 
-    def _formed(self) -> list[int]:
-        """The axes between processes on which the op takes its distributed form."""
-        return [axis for axis in self._crossing() if not self.plan.rows[axis].local]
+    def _peers(self) -> Peers:
+        """The processes along the axes on which the op needs more than what one holds."""
+        peers = peers_of(self.plan.mesh, [axis for axis in self._crossing() if not self.plan.rows[axis].local])
+        assert peers.alone or function_of(self.plan.call.op).is_shared  # type: ignore[attr-defined]
+        return peers
 
     def _mapped(self, function: Function, presence: tuple[int | None, ...]) -> Function:
-        """A form communicates, which cannot be mapped: one entry after the other, the same number on every process."""
-        if not self._formed():
+        """What communicates cannot be mapped: one entry after the other, the same number on every process."""
+        if self.local.peers.alone:
             return super()._mapped(function, presence)
 
         def run(*datas: torch.Tensor) -> Any:
@@ -117,19 +118,10 @@ class Spread(Kernel):
 
         return run
 
-    def _function(self) -> Function:
-        axes = self._formed()
-        if not axes:
-            return super()._function()
-        form = FORMS[self.plan.call.op]
-        group = group_of(self.plan.mesh, axes)
-        assert group is not None
-        return partial(form, Across(self.local, self.plan, group))
-
 
 def kernel_of(plan: Plan) -> Kernel:
     """What carries a plan out: in this process, or with the others that hold the mesh."""
-    return Spread(plan) if plan.mesh.is_split else Kernel(plan)
+    return SplitKernel(plan) if plan.mesh.is_split else Kernel(plan)
 
 
 def _is_cut(row: Row) -> bool:

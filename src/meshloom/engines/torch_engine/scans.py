@@ -1,4 +1,4 @@
-"""Scans along a dim that several processes hold: each scans its chunks, and learns the totals of the chunks before."""
+"""Scans. Along a dim that peers hold parts of, each scans its chunks and learns the totals of the chunks before."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from meshloom.backends.forms.across import Across
-from meshloom.comms.gradients import AllGather, SumGradient
-from meshloom.engines.torch_engine.local import wide_dtype
+from meshloom.engines.torch_engine.local import Function, Local, shared, wide_dtype
 
 Totals = Callable[[torch.Tensor], torch.Tensor]
 
@@ -21,17 +19,15 @@ class Chunks:
     A process need not hold neighbours: of a dim that two axes shard, the second one may be the one that is split.
     """
 
-    def __init__(self, across: Across, dim: int) -> None:
-        self.across, self.dim, self.group = across, dim, across.group
-        topology = across.topology("input")
+    def __init__(self, local: Local, dim: int) -> None:
+        self.dim, self.peers = dim, local.peers
+        topology, ranks = local.topology("input"), local.peers.ranks
         self.size = topology.local_shape[dim]
-        ranks = across.group.ranks
-        starts = torch.stack([across.positions("input", dim, rank).view(-1, self.size)[:, 0] for rank in ranks])
+        starts = torch.stack([local.positions("input", dim, rank).view(-1, self.size)[:, 0] for rank in ranks])
         self.here = starts.shape[1]
         starts = torch.where(starts < 0, topology.shape[dim], starts).flatten()  # chunks of padding come last
         self.order = torch.argsort(starts, stable=True)
-        places = torch.argsort(self.order).view(len(ranks), -1)
-        self.places = places[across.group.index]
+        self.places = torch.argsort(self.order).view(len(ranks), -1)[local.peers.index]
 
     def split(self, data: torch.Tensor) -> torch.Tensor:
         """The dim as chunks and what is in a chunk: (..., here, size, ...)."""
@@ -39,37 +35,38 @@ class Chunks:
 
     def before(self, totals: torch.Tensor, nothing: float, scan: Totals) -> torch.Tensor:
         """For each chunk here what the scan makes of the totals of all before it, from totals (..., here, ...)."""
-        every = SumGradient.apply(AllGather.apply(totals, self.group), self.group)
+        every = self.peers.share(self.peers.gather(totals))
         line = every.movedim(0, self.dim).flatten(self.dim, self.dim + 1).index_select(self.dim, self.order)
         first = torch.full_like(line.narrow(self.dim, 0, 1), nothing)
         past = torch.cat([first, line.narrow(self.dim, 0, line.shape[self.dim] - 1)], self.dim)
         return scan(past).index_select(self.dim, self.places).unsqueeze(self.dim + 1)
 
 
-def _chunks(across: Across, dim: int) -> Chunks:
-    found: Chunks = across.local.once("chunks", lambda: Chunks(across, dim))
+def _chunks(local: Local, dim: int) -> Chunks:
+    found: Chunks = local.once("chunks", lambda: Chunks(local, dim))
     return found
 
 
-def _scan(function: Callable[..., torch.Tensor], nothing: float, combine: Callable[..., torch.Tensor]) -> Any:
+def _scan(function: Callable[..., torch.Tensor], nothing: float, combine: Callable[..., torch.Tensor]) -> Function:
     """A scan whose padding holds what changes no total, so that the last of a chunk is its total."""
 
-    def form(across: Across, input: torch.Tensor, dim: int, **options: Any) -> torch.Tensor:
+    @shared
+    def run(local: Local, input: torch.Tensor, dim: int, **options: Any) -> torch.Tensor:
+        if local.peers.alone or input.numel() == 0:
+            return function(input, dim, **options)
         kept = options.get("dtype") or input.dtype
         if wide_dtype(kept) != kept:  # rounded once, at the end
-            return form(across, input.to(wide_dtype(kept)), dim, **dict.fromkeys(options)).to(kept)
+            return run(local, input.to(wide_dtype(kept)), dim, **dict.fromkeys(options)).to(kept)
         dim = dim % input.dim()
-        if input.numel() == 0:
-            return function(input, dim, **options)
-        chunks = _chunks(across, dim)
+        chunks = _chunks(local, dim)
         own = function(chunks.split(input), dim + 1, **options)
         past = chunks.before(own.select(dim + 1, -1), nothing, lambda line: function(line, dim, dtype=line.dtype))
-        mask = across.local.mask(input, (dim,))
+        mask = local.mask(input, (dim,))
         if mask is not None:  # what becomes of padding has no gradient, of any order
             own = torch.where(mask.unflatten(0, (chunks.here, chunks.size)), own, 0)
         return combine(own, past).flatten(dim, dim + 1)
 
-    return form
+    return run
 
 
 def _logcumsumexp(input: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
@@ -82,17 +79,21 @@ def _logaddexp(own: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
     return torch.where(none, own, torch.logaddexp(own, torch.where(none, 0, past)))
 
 
-def _extreme_scan(largest: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Of equal elements the last one counts, and nan beats all."""
-    function, better = (torch.cummax, torch.ge) if largest else (torch.cummin, torch.le)
+def _extreme_scan(function: Callable[..., Any], better: Callable[..., torch.Tensor]) -> Function:
+    """Of equal elements the last one counts, and nan beats all. An index counts elements, so padding is taken off."""
 
-    def form(across: Across, input: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @shared
+    def run(local: Local, input: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+        if not input.dim():
+            return tuple(function(input, 0))
         dim = dim % input.dim()
+        if local.peers.alone:
+            found = function(local.trimmed("input", input, dim), dim)
+            return tuple(local.padded("input", each, dim) for each in found)
         if input.numel() == 0:
-            values, indices = function(input, dim)
-            return values, indices
-        chunks = _chunks(across, dim)
-        positions = across.positions("input", dim).view(chunks.here, chunks.size).to(input.device)
+            return tuple(function(input, dim))
+        chunks = _chunks(local, dim)
+        positions = local.positions("input", dim).view(chunks.here, chunks.size).to(input.device)
         values, spots = function(chunks.split(input), dim + 1)
         line = positions.view(chunks.here, chunks.size, *(1,) * (input.dim() - dim - 1)).expand_as(values)
         indices = line.gather(dim + 1, spots)
@@ -106,7 +107,7 @@ def _extreme_scan(largest: bool) -> Callable[..., tuple[torch.Tensor, torch.Tens
         values, indices = torch.where(mine, values, past), torch.where(mine, indices, at)
         return values.flatten(dim, dim + 1), indices.flatten(dim, dim + 1)
 
-    return form
+    return run
 
 
 def _past(chunks: Chunks, best: Any, where: Any, function: Any, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,10 +127,10 @@ def _past(chunks: Chunks, best: Any, where: Any, function: Any, dim: int) -> tup
     return chunks.before(best, 0, values_of), chunks.before(where, 0, indices_of)
 
 
-SCANS: dict[str, Callable[..., Any]] = {
+SCANS: dict[str, Function] = {
     "cumsum": _scan(torch.cumsum, 0, torch.add),
     "cumprod": _scan(torch.cumprod, 1, torch.mul),
     "logcumsumexp": _scan(_logcumsumexp, -math.inf, _logaddexp),
-    "cummax": _extreme_scan(True),
-    "cummin": _extreme_scan(False),
+    "cummax": _extreme_scan(torch.cummax, torch.ge),
+    "cummin": _extreme_scan(torch.cummin, torch.le),
 }
