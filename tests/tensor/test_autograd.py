@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +13,6 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import meshloom as loom
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small run several times faster on one thread, the more so on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 # mesh, placements of a (6, 5) tensor
 LAYOUTS = [
