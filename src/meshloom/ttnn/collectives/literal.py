@@ -62,7 +62,7 @@ def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Mad
     return gather_along(group, dim)
 
 
-def gather_along(group: Group, dim: int | None) -> Made:
+def gather_along(group: Group, dim: int | None = None) -> Made:
     """The all-gather of a group's tensor; the padding at the end of a dim that only the group cuts is left out."""
     place = group.sharded_dim() if dim is None else group.dim(dim)
     found = group.run(native.all_gather, group.at(place))
