@@ -20,18 +20,10 @@ import torch
 from meshloom.errors import ArgumentError, UncoveredError, closest
 from meshloom.ttnn.ops.calling import AFTER, BEFORE
 
-__all__ = [
-    "CONFIG",
-    "Config",
-    "attach_golden_function",
-    "get_golden_function",
-    "load_config_from_dictionary",
-    "load_config_from_json_file",
-    "manage_config",
-    "register_post_operation_hook",
-    "register_pre_operation_hook",
-    "save_config_to_json_file",
-]
+__all__ = (
+    "CONFIG Config attach_golden_function get_golden_function load_config_from_dictionary load_config_from_json_file "
+    "manage_config register_post_operation_hook register_pre_operation_hook save_config_to_json_file"
+).split()
 
 
 def _cache() -> Path:

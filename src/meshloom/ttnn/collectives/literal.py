@@ -6,7 +6,6 @@ block floats by way of bfloat16, as there. Parts that the original leaves undefi
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.collectives.groups import Group
 from meshloom.ttnn.ops.calling import Made, op
 from meshloom.ttnn.tensor.formats import Layout
@@ -29,7 +29,7 @@ LINKS = "num_links topology subdevice_id use_l1_small_for_semaphores chunks_per_
 )
 
 
-class ReduceType(enum.Enum):
+class ReduceType(Choice):
     """How members of a group are combined."""
 
     Sum = 0
@@ -39,8 +39,6 @@ class ReduceType(enum.Enum):
     Std = 4
     Var = 5
     Prod = 6
-
-    __repr__ = enum.Enum.__str__
 
 
 @op("all_gather", also=LINKS + " mesh_device mode", more=Group)

@@ -13,17 +13,10 @@ from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
 
-__all__ = [
-    "CoreCoord",
-    "CoreGrid",
-    "CoreRange",
-    "CoreRangeSet",
-    "corerange_to_cores",
-    "grid_to_cores",
-    "num_cores_to_corerangeset",
-    "num_cores_to_corerangeset_in_subcoregrids",
-    "split_work_to_cores",
-]
+__all__ = (
+    "CoreCoord CoreGrid CoreRange CoreRangeSet corerange_to_cores grid_to_cores num_cores_to_corerangeset "
+    "num_cores_to_corerangeset_in_subcoregrids split_work_to_cores"
+).split()
 
 Cell = tuple[int, int]
 

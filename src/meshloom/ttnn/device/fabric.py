@@ -6,7 +6,6 @@ decides what `get_usable_topology` and `get_num_links` answer and whether an ope
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from meshloom.errors import ArgumentError, OperandError, where
 from meshloom.fabric import preset
 from meshloom.runtime import MeshType
 from meshloom.runtime.memory import Allocator, Region
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreRangeSet
 from meshloom.ttnn.device.system import OPEN, System, is_line
 from meshloom.ttnn.tensor.memory import BufferType
@@ -23,31 +23,15 @@ if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
     from meshloom.ttnn.tensor.tensor import Tensor
 
-__all__ = [
-    "FabricConfig",
-    "FabricManagerMode",
-    "FabricNodeId",
-    "FabricReliabilityMode",
-    "FabricRouterConfig",
-    "FabricTensixConfig",
-    "FabricType",
-    "FabricUDMMode",
-    "GlobalSemaphore",
-    "MeshId",
-    "Topology",
-    "apply_device_delay",
-    "create_global_semaphore",
-    "get_all_fabric_mesh_ids",
-    "get_fabric_config",
-    "get_global_semaphore_address",
-    "get_num_links",
-    "get_usable_topology",
-    "reset_global_semaphore_value",
-    "set_fabric_config",
-]
+__all__ = (
+    "FabricConfig FabricManagerMode FabricNodeId FabricReliabilityMode FabricRouterConfig FabricTensixConfig "
+    "FabricType FabricUDMMode GlobalSemaphore MeshId Topology apply_device_delay create_global_semaphore "
+    "get_all_fabric_mesh_ids get_fabric_config get_global_semaphore_address get_num_links get_usable_topology "
+    "reset_global_semaphore_value set_fabric_config"
+).split()
 
 
-class FabricConfig(enum.Enum):
+class FabricConfig(Choice):
     """How devices are linked for collectives."""
 
     DISABLED = 0
@@ -60,68 +44,41 @@ class FabricConfig(enum.Enum):
     FABRIC_2D_TORUS_XY = 7
     CUSTOM = 8
 
-    __repr__ = enum.Enum.__str__
 
-
-class FabricReliabilityMode(enum.Enum):
+class FabricReliabilityMode(Choice):
     """What happens where links are missing."""
 
-    STRICT_INIT = 0
-    RELAXED_INIT = 1
-    DYNAMIC_RECONFIG = 2
-
-    __repr__ = enum.Enum.__str__
+    STRICT_INIT, RELAXED_INIT, DYNAMIC_RECONFIG = 0, 1, 2
 
 
-class FabricTensixConfig(enum.Enum):
+class FabricTensixConfig(Choice):
     """Whether cores help to route."""
 
-    DISABLED = 0
-    MUX = 1
-
-    __repr__ = enum.Enum.__str__
+    DISABLED, MUX = 0, 1
 
 
-class FabricUDMMode(enum.Enum):
+class FabricUDMMode(Choice):
     """Whether routes are made for unified data movement."""
 
-    DISABLED = 0
-    ENABLED = 1
-
-    __repr__ = enum.Enum.__str__
+    DISABLED, ENABLED = 0, 1
 
 
-class FabricManagerMode(enum.Enum):
+class FabricManagerMode(Choice):
     """Who sets the fabric up and takes it down."""
 
-    DEFAULT = 0
-    ENABLED = 1
-    INIT_FABRIC = 2
-    TERMINATE_FABRIC = 3
-
-    __repr__ = enum.Enum.__str__
+    DEFAULT, ENABLED, INIT_FABRIC, TERMINATE_FABRIC = 0, 1, 2, 3
 
 
-class FabricType(enum.Enum):
+class FabricType(Choice):
     """Which axes are closed to rings."""
 
-    MESH = 0
-    TORUS_X = 1
-    TORUS_Y = 2
-    TORUS_XY = 3
-
-    __repr__ = enum.Enum.__str__
+    MESH, TORUS_X, TORUS_Y, TORUS_XY = 0, 1, 2, 3
 
 
-class Topology(enum.Enum):
+class Topology(Choice):
     """How a collective goes along an axis."""
 
-    Linear = 1
-    Ring = 2
-    Mesh = 3
-    Torus = 4
-
-    __repr__ = enum.Enum.__str__
+    Linear, Ring, Mesh, Torus = 1, 2, 3, 4
 
 
 @dataclass
@@ -157,18 +114,8 @@ class FabricNodeId:
         return f"FabricNodeId({self.mesh_id!r}, D{self.chip_id})"
 
 
-@dataclass
-class _Fabric:
-    config: FabricConfig = FabricConfig.DISABLED
-    reliability: FabricReliabilityMode = FabricReliabilityMode.STRICT_INIT
-    planes: int | None = None
-    tensix: FabricTensixConfig = FabricTensixConfig.DISABLED
-    udm: FabricUDMMode = FabricUDMMode.DISABLED
-    manager: FabricManagerMode = FabricManagerMode.DEFAULT
-    router: FabricRouterConfig | None = None
-
-
-_now = _Fabric()
+_config = FabricConfig.DISABLED  # how devices are linked now
+_planes: int | None = None  # by how many planes at most
 
 
 def set_fabric_config(
@@ -181,7 +128,7 @@ def set_fabric_config(
     router_config: FabricRouterConfig | None = None,
 ) -> None:
     """Say how devices are linked, before any is opened; DISABLED may be said at any time."""
-    global _now
+    global _config, _planes
     if not isinstance(config, FabricConfig):
         raise ArgumentError(f"set_fabric_config takes a FabricConfig, not {config!r}")
     if config is not FabricConfig.DISABLED and len(OPEN):
@@ -190,20 +137,12 @@ def set_fabric_config(
             + ", ".join(map(repr, OPEN)),
             fix="call it before open_mesh_device, or close them first",
         )
-    _now = _Fabric(
-        config,
-        reliability_mode,
-        num_planes,
-        fabric_tensix_config,
-        fabric_udm_mode,
-        fabric_manager_mode,
-        router_config,
-    )
+    _config, _planes = config, num_planes
 
 
 def get_fabric_config() -> FabricConfig:
     """How devices are linked."""
-    return _now.config
+    return _config
 
 
 def get_all_fabric_mesh_ids() -> list[MeshId]:
@@ -214,7 +153,7 @@ def get_all_fabric_mesh_ids() -> list[MeshId]:
 def check_opening(system: System, ids: Sequence[int]) -> None:
     """An error if the fabric is on and not all devices of the system are opened: routes go through all of them."""
     idle = sorted(set(system.ids) - set(ids))
-    if _now.config is not FabricConfig.DISABLED and system.count is not None and idle:
+    if _config is not FabricConfig.DISABLED and system.count is not None and idle:
         raise OperandError(
             f"Fabric is being used but Device {idle[0]} is not active: {len(ids)} of {len(system.ids)} devices are "
             "opened",
@@ -236,7 +175,7 @@ _CLOSED = {  # axes that the configuration closes to rings: X is along rows
 
 def mesh_type_of(given: MeshType | None) -> MeshType | None:
     """The type that a mesh is opened with: as it was asked for, else by the configuration."""
-    return given if given is not None else _KINDS.get(_now.config)
+    return given if given is not None else _KINDS.get(_config)
 
 
 def get_usable_topology(tensor: Tensor, topology: Topology | None = None, cluster_axis: int | None = None) -> Topology:
@@ -245,7 +184,7 @@ def get_usable_topology(tensor: Tensor, topology: Topology | None = None, cluste
     if device is None:
         raise OperandError("get_usable_topology needs a tensor that is on a device", fix="ttnn.to_device(tensor, mesh)")
     shape = tuple(device.shape)
-    asked = topology or (Topology.Ring if _now.config in _CLOSED else Topology.Linear)
+    asked = topology or (Topology.Ring if _config in _CLOSED else Topology.Linear)
     if asked not in (Topology.Ring, Topology.Torus):
         return asked
     if cluster_axis is None:
@@ -265,7 +204,7 @@ def is_closed(device: MeshDevice, axis: int) -> bool:
     if is_line(device.shape):  # all devices of two rows, laid along the snake, make a ring
         whole = device.get_num_devices() == len(system.ids)
         return whole and len(system.shape) == 2 and system.shape[0] == 2
-    if axis in _CLOSED.get(_now.config, ()):
+    if axis in _CLOSED.get(_config, ()):
         return True
     return system.preset is not None and _spans(device, axis) and preset(system.preset).kinds[axis] == "ring"
 
@@ -279,7 +218,7 @@ def get_num_links(mesh_device: MeshDevice, cluster_axis: int | None = None) -> i
     system = mesh_device.system
     lanes = (1,) * mesh_device.shape.dims() if system.preset is None else preset(system.preset).lanes
     found = min(lanes) if cluster_axis is None or cluster_axis >= len(lanes) else lanes[cluster_axis]
-    return found if _now.planes is None else min(found, _now.planes)
+    return found if _planes is None else min(found, _planes)
 
 
 class GlobalSemaphore:

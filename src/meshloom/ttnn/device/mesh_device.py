@@ -24,25 +24,11 @@ from meshloom.ttnn.device.subdevices import SubDevices
 from meshloom.ttnn.device.system import OPEN, Arch, System, get_system, is_line, snake
 from meshloom.ttnn.device.watching import tell
 
-__all__ = [
-    "CloseDevice",
-    "CloseDevices",
-    "CreateDevice",
-    "CreateDevices",
-    "Device",
-    "GetDefaultDevice",
-    "MeshDevice",
-    "ReadDeviceProfiler",
-    "SetDefaultDevice",
-    "close_device",
-    "close_mesh_device",
-    "create_mesh_device",
-    "is_blackhole",
-    "is_wormhole_b0",
-    "manage_device",
-    "open_device",
-    "open_mesh_device",
-]
+__all__ = (
+    "CloseDevice CloseDevices CreateDevice CreateDevices Device GetDefaultDevice MeshDevice ReadDeviceProfiler "
+    "SetDefaultDevice close_device close_mesh_device create_mesh_device is_blackhole is_wormhole_b0 manage_device "
+    "open_device open_mesh_device"
+).split()
 
 MAXIMUM_QUEUES = 2
 WORKERS = 18  # where the cores that kernels see begin, in both directions
@@ -51,7 +37,7 @@ _ids = count()
 _default: weakref.ref[MeshDevice] | None = None
 
 
-class MeshDevice:
+class MeshDevice(SubDevices):
     """A grid of devices; what it does, `runtime` does. Programs may set attributes of their own on it.
 
     >>> with create_mesh_device(MeshShape(2, 4)) as mesh:
@@ -67,6 +53,7 @@ class MeshDevice:
         options: Mapping[str, Any] | None = None,
         parent: MeshDevice | None = None,
     ) -> None:
+        super().__init__()
         self.runtime, self.system, self.parent = device, system, parent
         self.options = dict(options or {})  # sizes of regions, dispatch: as they were asked for
         self._id = next(_ids)
@@ -74,7 +61,6 @@ class MeshDevice:
         self._opened = tuple(device.shape), tuple(device.mesh.device_ids)
         self._programs: set[Hashable] | frozenset[Hashable] = set()
         self._caches = self._misses_allowed = True
-        self._sub_devices = SubDevices()
         self.reshaped = False  # tensors may be older than its shape
         self.watched = device.system.races is not None  # ops say what they use, or wait for a trace: `queues.used`
         OPEN.add(self)
@@ -321,36 +307,6 @@ class MeshDevice:
         """Whether an op may be run that was not run before."""
         self._misses_allowed = allowed
 
-    # sub-devices
-
-    def create_sub_device_manager(self, sub_devices: Sequence[Any], local_l1_size: int) -> Any:
-        """A way to divide every device."""
-        return self._sub_devices.create(sub_devices, local_l1_size)
-
-    def load_sub_device_manager(self, sub_device_manager_id: Any) -> None:
-        """Divide every device that way."""
-        self._sub_devices.load(sub_device_manager_id)
-
-    def clear_loaded_sub_device_manager(self) -> None:
-        """Divide no device."""
-        self._sub_devices.clear()
-
-    def remove_sub_device_manager(self, sub_device_manager_id: Any) -> None:
-        """Forget a way to divide devices."""
-        self._sub_devices.remove(sub_device_manager_id)
-
-    def get_sub_device_ids(self) -> list[Any]:
-        """The parts that every device is divided into."""
-        return list(self._sub_devices.ids)
-
-    def set_sub_device_stall_group(self, sub_device_ids: Sequence[Any]) -> None:
-        """Say which parts dispatch waits for."""
-        self._sub_devices.stall(sub_device_ids)
-
-    def reset_sub_device_stall_group(self) -> None:
-        """Dispatch waits for all parts."""
-        self._sub_devices.stall_group = ()
-
     # the end
 
     def close(self) -> None:
@@ -473,50 +429,20 @@ def create_mesh_device(*args: Any, **kwargs: Any) -> Iterator[MeshDevice]:
         close_mesh_device(device)
 
 
-def open_device(
-    *,
-    device_id: int = 0,
-    l1_small_size: int = 0,
-    trace_region_size: int = 0,
-    dispatch_core_config: Any = None,
-    worker_l1_size: int = 0,
-    num_command_queues: int = 1,
-) -> MeshDevice:
-    """One device: a mesh of 1x1.
+def open_device(*, device_id: int = 0, **options: Any) -> MeshDevice:
+    """One device: a mesh of 1x1, with the options of `open_mesh_device`.
 
     >>> device = open_device(device_id=0)
     >>> device.shape, close_device(device)
     (MeshShape([1, 1]), None)
     """
-    return open_mesh_device(
-        MeshShape(1, 1),
-        l1_small_size,
-        trace_region_size,
-        num_command_queues,
-        dispatch_core_config,
-        physical_device_ids=[device_id],
-        worker_l1_size=worker_l1_size,
-    )
+    return open_mesh_device(MeshShape(1, 1), physical_device_ids=[device_id], **options)
 
 
-def CreateDevice(
-    device_id: int,
-    num_command_queues: int = 1,
-    l1_small_size: int = 0,
-    trace_region_size: int = 0,
-    dispatch_core_config: Any = None,
-    *,
-    worker_l1_size: int = 0,
-) -> MeshDevice:
-    """One device: a mesh of 1x1."""
-    return open_device(
-        device_id=device_id,
-        num_command_queues=num_command_queues,
-        l1_small_size=l1_small_size,
-        trace_region_size=trace_region_size,
-        dispatch_core_config=dispatch_core_config,
-        worker_l1_size=worker_l1_size,
-    )
+def CreateDevice(device_id: int, num_command_queues: int = 1, *sizes: Any, **options: Any) -> MeshDevice:
+    """One device: `(device_id, num_command_queues, l1_small_size, trace_region_size, dispatch_core_config)`."""
+    named = dict(zip(("l1_small_size", "trace_region_size", "dispatch_core_config"), sizes, strict=False))
+    return open_device(device_id=device_id, num_command_queues=num_command_queues, **named, **options)
 
 
 def CreateDevices(device_ids: Sequence[int], *args: Any, **kwargs: Any) -> dict[int, MeshDevice]:
@@ -529,9 +455,7 @@ def close_device(device: MeshDevice) -> None:
     device.close()
 
 
-def CloseDevice(device: MeshDevice) -> None:
-    """Close a device."""
-    close_device(device)
+CloseDevice = close_device
 
 
 def CloseDevices(devices: Mapping[int, MeshDevice]) -> None:
@@ -540,14 +464,9 @@ def CloseDevices(devices: Mapping[int, MeshDevice]) -> None:
         close_device(device)
 
 
-@contextlib.contextmanager
-def manage_device(device_id: int) -> Iterator[MeshDevice]:
+def manage_device(device_id: int) -> contextlib.AbstractContextManager[MeshDevice]:
     """A device that is closed at the end of the block."""
-    device = open_device(device_id=device_id)
-    try:
-        yield device
-    finally:
-        close_device(device)
+    return create_mesh_device(MeshShape(1, 1), physical_device_ids=[device_id])
 
 
 def SetDefaultDevice(device: MeshDevice | None = None) -> None:

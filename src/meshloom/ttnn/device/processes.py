@@ -17,27 +17,13 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.processes import join
 from meshloom.processes.bindings import process
 
-__all__ = [
-    "Rank",
-    "Size",
-    "SubcontextId",
-    "distributed_context_allgather_int",
-    "distributed_context_barrier",
-    "distributed_context_get_rank",
-    "distributed_context_get_size",
-    "distributed_context_is_initialized",
-    "distributed_context_local_to_world_rank",
-    "distributed_context_recv_bytes",
-    "distributed_context_send_bytes",
-    "distributed_context_subcontext_count",
-    "distributed_context_subcontext_id",
-    "distributed_context_subcontext_size",
-    "distributed_context_subcontext_sizes",
-    "distributed_context_world_rank",
-    "distributed_context_world_size",
-    "init_distributed_context",
-    "using_distributed_env",
-]
+__all__ = (
+    "Rank Size SubcontextId distributed_context_allgather_int distributed_context_barrier distributed_context_get_rank "
+    "distributed_context_get_size distributed_context_is_initialized distributed_context_local_to_world_rank "
+    "distributed_context_recv_bytes distributed_context_send_bytes distributed_context_subcontext_count "
+    "distributed_context_subcontext_id distributed_context_subcontext_size distributed_context_subcontext_sizes "
+    "distributed_context_world_rank distributed_context_world_size init_distributed_context using_distributed_env"
+).split()
 
 _started = False
 _own: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # what this process sent to itself, by tag

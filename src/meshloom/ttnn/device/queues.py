@@ -35,24 +35,11 @@ if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
     from meshloom.ttnn.tensor.tensor import Tensor
 
-__all__ = [
-    "MeshEvent",
-    "MeshTraceId",
-    "QueueId",
-    "begin_trace_capture",
-    "command_queue",
-    "end_trace_capture",
-    "event_synchronize",
-    "execute_trace",
-    "get_current_command_queue_id_for_thread",
-    "is_trace_capture_active",
-    "record_event",
-    "release_trace",
-    "synchronize_device",
-    "synchronize_devices",
-    "synchronize_mesh_device",
-    "wait_for_event",
-]
+__all__ = (
+    "MeshEvent MeshTraceId QueueId begin_trace_capture command_queue end_trace_capture event_synchronize execute_trace "
+    "get_current_command_queue_id_for_thread is_trace_capture_active record_event release_trace synchronize_device "
+    "synchronize_devices synchronize_mesh_device wait_for_event"
+).split()
 
 READS = "Reads are not supported during trace capture."
 WRITES = "Writes are not supported during trace capture."
@@ -298,9 +285,9 @@ def synchronize_device(
     device: MeshDevice, cq_id: int | QueueId | None = None, sub_device_ids: Sequence[Any] = ()
 ) -> None:
     """Wait for all queues of a mesh, its submeshes included, or for one queue."""
-    if not hasattr(device, "_sub_devices"):
+    if not hasattr(device, "check_sub_devices"):
         raise ArgumentError(f"device={device!r} is not a MeshDevice", fix="give what ttnn.open_mesh_device returned")
-    device._sub_devices.check(sub_device_ids)
+    device.check_sub_devices(sub_device_ids)
     if cq_id is not None:
         queue_of(device, cq_id)
     _refuse_in_capture(BLOCKING)

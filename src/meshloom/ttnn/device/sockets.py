@@ -7,7 +7,6 @@ this is an error. Between processes, the sender and the receiver are named by th
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError, where
 from meshloom.runtime import MeshCoordinate
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.collectives.groups import Group
 from meshloom.ttnn.device import processes, queues
 from meshloom.ttnn.device.cores import CoreCoord
@@ -29,15 +29,9 @@ from meshloom.ttnn.tensor.parts import Block, part
 from meshloom.ttnn.tensor.tensor import Room, Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 
-__all__ = [
-    "MeshCoreCoord",
-    "MeshSocket",
-    "SocketConfig",
-    "SocketConnection",
-    "SocketEndpoint",
-    "SocketMemoryConfig",
-    "create_socket_pair",
-]
+__all__ = (
+    "MeshCoreCoord MeshSocket SocketConfig SocketConnection SocketEndpoint SocketMemoryConfig create_socket_pair"
+).split()
 
 
 @dataclass
@@ -83,13 +77,10 @@ class SocketConfig:
     receiver_mesh_id: int | None = None
 
 
-class SocketEndpoint(enum.Enum):
+class SocketEndpoint(Choice):
     """The two ends."""
 
-    SENDER = 0
-    RECEIVER = 1
-
-    __repr__ = enum.Enum.__str__
+    SENDER, RECEIVER = 0, 1
 
 
 @dataclass

@@ -10,7 +10,6 @@ as they are, or turned if they only fit so.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import os
@@ -25,53 +24,29 @@ from meshloom.mesh import Coordinate
 from meshloom.processes.discovery import discover
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.runtime.chips import BLACKHOLE, WORMHOLE, Chip, Grid
+from meshloom.ttnn.choices import Choice
 
-__all__ = [
-    "Arch",
-    "ClusterType",
-    "GetNumAvailableDevices",
-    "GetNumPCIeDevices",
-    "GetPCIeDeviceID",
-    "SystemMeshDescriptor",
-    "get_arch_name",
-    "get_cluster_type",
-    "get_device_ids",
-    "get_num_devices",
-    "get_num_pcie_devices",
-    "get_pcie_device_ids",
-    "get_system",
-    "set_system",
-]
+__all__ = (
+    "Arch ClusterType GetNumAvailableDevices GetNumPCIeDevices GetPCIeDeviceID SystemMeshDescriptor get_arch_name "
+    "get_cluster_type get_device_ids get_num_devices get_num_pcie_devices get_pcie_device_ids get_system set_system"
+).split()
 
 VARIABLE = "MESHLOOM_SYSTEM"
 
 
-class Arch(enum.Enum):
+class Arch(Choice):
     """A generation of chips."""
 
     WORMHOLE_B0 = "wormhole_b0"
     BLACKHOLE = "blackhole"
     QUASAR = "quasar"
 
-    __repr__ = enum.Enum.__str__
 
-
-class ClusterType(enum.Enum):
+class ClusterType(Choice):
     """A product; `CUSTOM` is a grid of virtual devices."""
 
-    INVALID = enum.auto()
-    N150 = enum.auto()
-    N300 = enum.auto()
-    T3K = enum.auto()
-    GALAXY = enum.auto()
-    P100 = enum.auto()
-    P150 = enum.auto()
-    P150_X2 = enum.auto()
-    P150_X4 = enum.auto()
-    P150_X8 = enum.auto()
-    CUSTOM = enum.auto()
-
-    __repr__ = enum.Enum.__str__
+    INVALID, N150, N300, T3K, GALAXY, P100, P150 = 1, 2, 3, 4, 5, 6, 7
+    P150_X2, P150_X4, P150_X8, CUSTOM = 8, 9, 10, 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +179,9 @@ def snake(shape: Sequence[int]) -> list[int]:
     return [numbers[place] for place in _snake(shape, (0,) * len(shape))]
 
 
-def _product(
-    name: str,
-    shape: tuple[int, int],
-    kind: ClusterType,
-    chip: Chip = WORMHOLE,
-    pcie: int | None = None,
-    preset: str | None = None,
-    ids: Sequence[int] | None = None,
-) -> System:
+def _product(name: str, shape: tuple[int, int], kind: ClusterType, chip: Chip = WORMHOLE, **more: Any) -> System:
     count = math.prod(shape)
-    return System(name, shape, tuple(ids or range(count)), kind, chip, pcie, preset, count)
+    return System(name, shape, more.pop("ids", tuple(range(count))), kind, chip, count=count, **more)
 
 
 # A n300 shows one of its two chips on PCIe, so a T3000 shows 4 of 8. Galaxy's chips have two rows of cores more free.
@@ -349,14 +316,7 @@ def get_pcie_device_ids() -> range:
     return range(get_num_pcie_devices())
 
 
-def GetNumAvailableDevices() -> int:
-    """How many devices there are."""
-    return get_num_devices()
-
-
-def GetNumPCIeDevices() -> int:
-    """How many devices the host reaches without another one."""
-    return get_num_pcie_devices()
+GetNumAvailableDevices, GetNumPCIeDevices = get_num_devices, get_num_pcie_devices
 
 
 def GetPCIeDeviceID(device_id: int) -> int:

@@ -197,15 +197,7 @@ class TracedModelExecutor(_Persistent):
 class _Overlapped(_Persistent):
     """Two queues: inputs are written on the second while the first computes."""
 
-    def __init__(
-        self,
-        model: Model,
-        device: MeshDevice,
-        dram_input_memory_config: MemoryConfig,
-        l1_input_memory_config: MemoryConfig,
-    ) -> None:
-        super().__init__(model, device, dram_input_memory_config, l1_input_memory_config, COMPUTE)
-        self._input_read: MeshEvent | None = None  # the input in DRAM may be written again
+    _input_read: MeshEvent | None = None  # the input in DRAM may be written again
 
     def _write(self, host_input: Tensor) -> None:
         """An input to DRAM on the second queue, when the first has read the one before."""

@@ -8,7 +8,6 @@ so that a reader sees all of it or nothing. A tensor keeps its label, so that ca
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import math
@@ -24,6 +23,7 @@ import torch
 
 from meshloom.errors import ArgumentError, MeshloomError, OperandError, expect
 from meshloom.runtime import MeshCoordinate
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
 from meshloom.ttnn.tensor.converting import from_torch
@@ -46,13 +46,10 @@ PARTIALS = ("sum", "mean", "max", "min", "prod", "unknown")
 SUFFIX = ".tensorbin"
 
 
-class DumpTensorMode(enum.Enum):
+class DumpTensorMode(Choice):
     """Which parts go into a file: those of all processes, or this one's."""
 
-    DISTRIBUTED_GATHER = 0
-    LOCAL = 1
-
-    __repr__ = enum.Enum.__str__
+    DISTRIBUTED_GATHER, LOCAL = 0, 1
 
 
 def _path(file_name: str | os.PathLike[str]) -> Path:
@@ -378,15 +375,4 @@ def _filled(path: Path, tensor: Tensor, mode: DumpTensorMode) -> Tensor:
 def _everywhere(tensor: Tensor, mapper: TensorToMesh) -> Tensor:
     """A single tensor of the host as equal parts for all devices of a mapper's mesh."""
     block, label, coords = mapper.map(tensor.part((0, 0)))
-    return Tensor(
-        block,
-        mapper.grid,
-        tensor.dtype,
-        tensor.layout,
-        label,
-        None,
-        tensor.memory_config(),
-        tensor.tile,
-        tensor._pad,
-        coords,
-    )
+    return tensor._like(block, grid=mapper.grid, topology=label, coords=coords)

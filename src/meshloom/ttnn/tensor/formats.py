@@ -6,7 +6,6 @@ already rounded to what the format can say, in a torch dtype that holds them exa
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.tensor import blockfloat
 
 __all__ = (
@@ -54,7 +54,7 @@ class Shape(tuple[int, ...]):
         return f"Shape({list(self)})"
 
 
-class DataType(enum.Enum):
+class DataType(Choice):
     """The dtype of a tensor."""
 
     BFLOAT16 = 0
@@ -68,8 +68,6 @@ class DataType(enum.Enum):
     FP8_E4M3 = 8
     INT8 = 9
     INVALID = 10
-
-    __repr__ = enum.Enum.__str__
 
     @property
     def store(self) -> torch.dtype:
@@ -106,30 +104,20 @@ uint8, uint16, int32, int8 = DataType.UINT8, DataType.UINT16, DataType.INT32, Da
 fp8_e4m3 = DataType.FP8_E4M3
 
 
-class Layout(enum.Enum):
+class Layout(Choice):
     """Rows one after the other, or 32x32 tiles of four 16x16 faces."""
 
-    ROW_MAJOR = 0
-    TILE = 1
-    INVALID = 2
-
-    __repr__ = enum.Enum.__str__
+    ROW_MAJOR, TILE, INVALID = 0, 1, 2
 
 
 ROW_MAJOR_LAYOUT, TILE_LAYOUT = Layout.ROW_MAJOR, Layout.TILE
 TILE_SIZE = 32
 
 
-class MathFidelity(enum.Enum):
+class MathFidelity(Choice):
     """With how many passes hardware multiplies; here products are exact as torch's."""
 
-    LoFi = 0
-    HiFi2 = 2
-    HiFi3 = 3
-    HiFi4 = 4
-    Invalid = 255
-
-    __repr__ = enum.Enum.__str__
+    LoFi, HiFi2, HiFi3, HiFi4, Invalid = 0, 2, 3, 4, 255
 
 
 HEIGHTS, WIDTHS = (1, 2, 4, 8, 16, 32), (16, 32)

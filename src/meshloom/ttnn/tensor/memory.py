@@ -10,76 +10,45 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid, CoreRange, CoreRangeSet
 from meshloom.ttnn.tensor.formats import Shape
 
-__all__ = [
-    "DRAM_MEMORY_CONFIG",
-    "L1_BLOCK_SHARDED_MEMORY_CONFIG",
-    "L1_HEIGHT_SHARDED_MEMORY_CONFIG",
-    "L1_MEMORY_CONFIG",
-    "L1_WIDTH_SHARDED_MEMORY_CONFIG",
-    "BufferType",
-    "MemoryConfig",
-    "NdShardSpec",
-    "ShardDistributionStrategy",
-    "ShardOrientation",
-    "ShardSpec",
-    "ShardStrategy",
-    "TensorMemoryLayout",
-    "create_sharded_memory_config",
-    "create_sharded_memory_config_",
-]
+__all__ = (
+    "DRAM_MEMORY_CONFIG L1_BLOCK_SHARDED_MEMORY_CONFIG L1_HEIGHT_SHARDED_MEMORY_CONFIG L1_MEMORY_CONFIG "
+    "L1_WIDTH_SHARDED_MEMORY_CONFIG BufferType MemoryConfig NdShardSpec ShardDistributionStrategy ShardOrientation "
+    "ShardSpec ShardStrategy TensorMemoryLayout create_sharded_memory_config create_sharded_memory_config_"
+).split()
 
 
-class BufferType(enum.Enum):
+class BufferType(Choice):
     """A kind of memory."""
 
-    DRAM = 0
-    L1 = 1
-    L1_SMALL = 3
-    TRACE = 4
-
-    __repr__ = enum.Enum.__str__
+    DRAM, L1, L1_SMALL, TRACE = 0, 1, 3, 4
 
 
-class TensorMemoryLayout(enum.Enum):
+class TensorMemoryLayout(Choice):
     """How a part is spread over cores or banks."""
 
-    INTERLEAVED = 0
-    HEIGHT_SHARDED = 2
-    WIDTH_SHARDED = 3
-    BLOCK_SHARDED = 4
-    ND_SHARDED = 5
-
-    __repr__ = enum.Enum.__str__
+    INTERLEAVED, HEIGHT_SHARDED, WIDTH_SHARDED, BLOCK_SHARDED, ND_SHARDED = 0, 2, 3, 4, 5
 
 
-class ShardOrientation(enum.Enum):
+class ShardOrientation(Choice):
     """In which order shards go over the cores of a grid."""
 
-    ROW_MAJOR = 0
-    COL_MAJOR = 1
-
-    __repr__ = enum.Enum.__str__
+    ROW_MAJOR, COL_MAJOR = 0, 1
 
 
 class ShardStrategy(enum.Enum):
     """Along what a matrix is cut."""
 
-    HEIGHT = 1
-    WIDTH = 2
-    BLOCK = 3
+    HEIGHT, WIDTH, BLOCK = 1, 2, 3
 
 
-class ShardDistributionStrategy(enum.Enum):
+class ShardDistributionStrategy(Choice):
     """How many-dimensional shards go over cores."""
 
-    ROUND_ROBIN_1D = 0
-    GRID_2D = 1
-    CONTIGUOUS_1D = 2
-
-    __repr__ = enum.Enum.__str__
+    ROUND_ROBIN_1D, GRID_2D, CONTIGUOUS_1D = 0, 1, 2
 
 
 def _are_sizes(given: Sequence[int]) -> bool:

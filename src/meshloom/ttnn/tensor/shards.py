@@ -31,17 +31,7 @@ def get_device_tensors(tensor: Tensor) -> list[Tensor]:
     if tensor.device() is not None:
         return [shared(tensor, (place,)) for place in tensor.device_coords()]
     return [
-        Tensor(
-            tensor.part(place)[(None,) * 2],
-            (1, 1),
-            tensor.dtype,
-            tensor.layout,
-            ALONE,
-            None,
-            tensor.memory_config(),
-            tensor.tile,
-            tensor._pad,
-        )
+        tensor._like(tensor.part(place)[(None,) * 2], grid=(1, 1), topology=ALONE, coords=None, home=None)
         for place in tensor.device_coords()
     ]
 
@@ -82,7 +72,7 @@ def from_host_shards(tensors: Sequence[Tensor], mesh_shape: Sequence[int]) -> Te
     first = tensors[0]
     block = torch.stack([each.part(held[0]) for each, held in zip(tensors, places, strict=True)]).unflatten(0, grid)
     label = TensorTopology([len(tensors)], [PlacementShard(0)], coordinates(grid))
-    return Tensor(block, grid, first.dtype, first.layout, label, None, first.memory_config(), first.tile, first._pad)
+    return first._like(block, grid=grid, topology=label, coords=None, home=None)
 
 
 @op("combine_device_tensors")
@@ -113,9 +103,7 @@ def _combined(
     block = first.block.new_zeros(*first.grid, *first.shape)
     for place, each in placed:
         block[tuple(place)] = each.part(place)
-    made = first._like(block)
-    made._coords = coords
-    return made
+    return first._like(block, coords=coords)
 
 
 @op("distribute_tensor")
@@ -129,19 +117,8 @@ def distribute_tensor(tensor: Tensor, mapper: TensorToMesh, mesh_device: MeshDev
         )
     whole = tensor.part(tensor.device_coords()[0])
     block, label, coords = mapper.map(whole)
-    made = Tensor(
-        converted(block, tensor.dtype, tensor.block),
-        mapper.grid,
-        tensor.dtype,
-        tensor.layout,
-        label,
-        None,
-        tensor.memory_config(),
-        tensor.tile,
-        tensor._pad,
-        coords,
-        home=mapper.mesh,
-    )
+    values = converted(block, tensor.dtype, tensor.block)
+    made = tensor._like(values, grid=mapper.grid, topology=label, coords=coords, home=mapper.mesh)
     return made if mesh_device is None else moved(made, mesh_device, tensor.memory_config(), copies=False)
 
 

@@ -46,6 +46,13 @@ def _op(name: str) -> Callable[..., Any]:
     return found
 
 
+def _operator(name: str) -> Callable[..., Tensor]:
+    def call(*operands: Any) -> Tensor:
+        return _op(name)(*operands)
+
+    return call
+
+
 class Owner:
     """Whose memory it is; a text only when somebody reads it."""
 
@@ -414,7 +421,7 @@ class Tensor(metaclass=_Making):
 
     def to_torch_with_padded_shape(self) -> torch.Tensor:
         """The whole, every part with the padding of its tiles."""
-        return self._like(self._padded(self._pad), Layout.ROW_MAJOR).to_torch()
+        return self._like(self._padded(self._pad), layout=Layout.ROW_MAJOR).to_torch()
 
     def to_list(self) -> Any:
         """The whole as nested lists."""
@@ -461,21 +468,22 @@ class Tensor(metaclass=_Making):
 
     # padding by hand
 
-    def _like(self, block: Block, layout: Layout | None = None) -> Tensor:
-        """A block with the format, label and place of this tensor."""
-        return Tensor(
-            block,
-            self._grid,
-            self.dtype,
-            layout or self.layout,
-            self._topology,
-            self._device,
-            self._memory,
-            self.tile,
-            self._pad,
-            self._coords,
-            home=self.home,
-        )
+    def _like(self, block: Block, **other: Any) -> Tensor:
+        """A block with the format, label and place of this tensor, but for what is said."""
+        kept: dict[str, Any] = {
+            "grid": self._grid,
+            "dtype": self.dtype,
+            "layout": self.layout,
+            "topology": self._topology,
+            "device": self._device,
+            "memory_config": self._memory,
+            "tile": self.tile,
+            "pad_value": self._pad,
+            "coords": self._coords,
+            "room": None,
+            "home": self.home,
+        }
+        return Tensor(block, *(kept | other).values())
 
     def _padded(self, value: float) -> Block:
         block = self.block
@@ -513,52 +521,13 @@ class Tensor(metaclass=_Making):
 
     # operators
 
-    def __add__(self, other: Any) -> Tensor:
-        return _op("add")(self, other)
-
-    def __sub__(self, other: Any) -> Tensor:
-        return _op("subtract")(self, other)
-
-    def __rsub__(self, other: Any) -> Tensor:
-        return _op("rsub")(self, other)
-
-    def __mul__(self, other: Any) -> Tensor:
-        return _op("multiply")(self, other)
-
-    def __truediv__(self, other: Any) -> Tensor:
-        return _op("divide")(self, other)
-
-    def __rtruediv__(self, other: Any) -> Tensor:
-        return _op("rdiv")(self, other)
-
-    def __pow__(self, other: Any) -> Tensor:
-        return _op("pow")(self, other)
-
-    def __matmul__(self, other: Any) -> Tensor:
-        return _op("matmul")(self, other)
-
-    def __neg__(self) -> Tensor:
-        return _op("neg")(self)
-
-    def __eq__(self, other: Any) -> Tensor:  # type: ignore[override]
-        return _op("eq")(self, other)
-
-    def __ne__(self, other: Any) -> Tensor:  # type: ignore[override]
-        return _op("ne")(self, other)
-
-    def __lt__(self, other: Any) -> Tensor:
-        return _op("lt")(self, other)
-
-    def __le__(self, other: Any) -> Tensor:
-        return _op("le")(self, other)
-
-    def __gt__(self, other: Any) -> Tensor:
-        return _op("gt")(self, other)
-
-    def __ge__(self, other: Any) -> Tensor:
-        return _op("ge")(self, other)
-
-    __radd__, __rmul__ = __add__, __mul__
+    __add__ = __radd__ = _operator("add")
+    __mul__ = __rmul__ = _operator("multiply")
+    __sub__, __rsub__ = _operator("subtract"), _operator("rsub")
+    __truediv__, __rtruediv__ = _operator("divide"), _operator("rdiv")
+    __pow__, __matmul__, __neg__ = _operator("pow"), _operator("matmul"), _operator("neg")
+    __eq__, __ne__ = _operator("eq"), _operator("ne")  # type: ignore[assignment]
+    __lt__, __le__, __gt__, __ge__ = _operator("lt"), _operator("le"), _operator("gt"), _operator("ge")
     __hash__ = object.__hash__
     __iter__ = None  # a loop over `[]` would cut it up row by row
 

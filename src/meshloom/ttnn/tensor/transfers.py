@@ -70,17 +70,13 @@ def moved(
     if not isinstance(device, MeshDevice):
         raise ArgumentError(f"{device!r} is not a MeshDevice", fix="ttnn.open_mesh_device(ttnn.MeshShape(2, 4))")
     block, label, coords = lying(tensor, device)
-    made = Tensor(
+    made = tensor._like(
         block.clone() if copies else block,
-        tuple(device.shape),
-        tensor.dtype,
-        tensor.layout,
-        label,
-        device,
-        memory_config,
-        tensor.tile,
-        tensor._pad,
-        coords,
+        grid=tuple(device.shape),
+        topology=label,
+        device=device,
+        memory_config=memory_config,
+        coords=coords,
     )
     queues.transfer(made, cq_id, writes=True)
     return made
@@ -106,20 +102,7 @@ def to_device(
 
 def shared(tensor: Tensor, coords: tuple[MeshCoordinate, ...] | None = None) -> Tensor:
     """Another tensor with the same values, the same memory and the same label, maybe on fewer devices."""
-    return Tensor(
-        tensor.block,
-        tensor.grid,
-        tensor.dtype,
-        tensor.layout,
-        tensor.tensor_topology(),
-        tensor.device(),
-        tensor.memory_config(),
-        tensor.tile,
-        tensor._pad,
-        coords or tensor._coords,
-        tensor._room,
-        tensor.home,
-    )
+    return tensor._like(tensor.block, coords=coords or tensor._coords, room=tensor._room)
 
 
 @op("from_device")
@@ -130,18 +113,7 @@ def from_device(tensor: Tensor, blocking: bool = True, *, queue_id: Any = None, 
         return tensor
     block = tensor.block
     queues.transfer(tensor, queue_id if queue_id is not None else cq_id, writes=False)
-    return Tensor(
-        block.clone(),
-        tensor.grid,
-        tensor.dtype,
-        tensor.layout,
-        tensor.tensor_topology(),
-        None,
-        tensor.memory_config(),
-        tensor.tile,
-        tensor._pad,
-        tensor._coords,
-    )
+    return tensor._like(block.clone(), device=None, home=None)
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
