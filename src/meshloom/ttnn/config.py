@@ -119,14 +119,7 @@ def load_config_from_dictionary(config: Mapping[str, Any], from_file: bool = Fal
         setattr(CONFIG, name, value)
 
 
-def load_config_from_json_file(json_path: str | os.PathLike[str]) -> None:
-    """Take settings from a JSON file."""
-    CONFIG.load_from_file(json_path)
-
-
-def save_config_to_json_file(json_path: str | os.PathLike[str]) -> None:
-    """Write all settings to a JSON file."""
-    CONFIG.save_to_file(json_path)
+load_config_from_json_file, save_config_to_json_file = CONFIG.load_from_file, CONFIG.save_to_file
 
 
 @contextmanager

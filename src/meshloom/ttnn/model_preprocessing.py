@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -82,38 +81,31 @@ DTYPES = {
 
 
 def preprocess_linear_weight(
-    weight: torch.Tensor,
-    *,
-    dtype: DataType,
-    layout: Layout = Layout.TILE,
-    weights_mesh_mapper: TensorToMesh | None = None,
+    weight: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Any = None
 ) -> Tensor:
     """A weight of a Linear as a product takes it: transposed."""
-    found: Tensor = convert(weight.T.contiguous(), dtype, layout=layout, mesh_mapper=weights_mesh_mapper)
-    return found
+    return _converted(weight.T.contiguous(), dtype, layout, weights_mesh_mapper)
 
 
 def preprocess_linear_bias(
-    bias: torch.Tensor,
-    *,
-    dtype: DataType,
-    layout: Layout = Layout.TILE,
-    weights_mesh_mapper: TensorToMesh | None = None,
+    bias: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Any = None
 ) -> Tensor:
     """A bias as a row."""
-    found: Tensor = convert(bias.reshape(1, -1), dtype, layout=layout, mesh_mapper=weights_mesh_mapper)
-    return found
+    return _converted(bias.reshape(1, -1), dtype, layout, weights_mesh_mapper)
 
 
 def preprocess_layernorm_parameter(parameter: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE) -> Tensor:
     """A weight or bias of a LayerNorm as a row."""
-    found: Tensor = convert(parameter.reshape(1, -1), dtype, layout=layout)
-    return found
+    return _converted(parameter.reshape(1, -1), dtype, layout)
 
 
 def preprocess_embedding_weight(weight: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.ROW_MAJOR) -> Tensor:
     """A table of embeddings, row by row."""
-    found: Tensor = convert(weight, dtype, layout=layout)
+    return _converted(weight, dtype, layout)
+
+
+def _converted(values: torch.Tensor, dtype: DataType, layout: Layout, mapper: TensorToMesh | None = None) -> Tensor:
+    found: Tensor = convert(values, dtype, layout=layout, mesh_mapper=mapper)
     return found
 
 
@@ -285,25 +277,10 @@ def _asked(preprocessor: Preprocessor, model: torch.nn.Module, name: str, args: 
 # whole models
 
 
-def from_torch(
-    model: torch.nn.Module,
-    *,
-    convert_to_ttnn: ConvertTest | None = None,
-    custom_preprocessor: Preprocessor | None = None,
-    name: str = "",
-    ttnn_module_args: Any = None,
-) -> Any:
-    """The parameters of a model, without logs of the ops that make them."""
-    with ExitStack() as stack:
-        for setting in ("enable_logging", "enable_comparison_mode"):
-            stack.enter_context(manage_config(setting, False))
-        return convert_torch_model_to_ttnn_model(
-            model,
-            convert_to_ttnn=convert_to_ttnn,
-            custom_preprocessor=custom_preprocessor,
-            name=name,
-            ttnn_module_args=ttnn_module_args,
-        )
+def from_torch(model: torch.nn.Module, **options: Any) -> Any:
+    """The parameters of a model, without logs of the ops that make them: `convert_torch_model_to_ttnn_model`."""
+    with manage_config("enable_logging", False), manage_config("enable_comparison_mode", False):
+        return convert_torch_model_to_ttnn_model(model, **options)
 
 
 def move_to_device(object: Any, device: MeshDevice) -> Any:
@@ -317,9 +294,9 @@ def move_to_device(object: Any, device: MeshDevice) -> Any:
     return to_device(object, device) if isinstance(object, Tensor) else object
 
 
-def _initialized(initialize_model: Callable[[], torch.nn.Module] | None, what: str) -> torch.nn.Module:
+def _initialized(initialize_model: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
     if initialize_model is None:
-        raise OperandError(f'Cached {what} not found! Please provide "initialize_model" argument')
+        raise OperandError('Cached parameters not found! Please provide "initialize_model" argument')
     model = initialize_model()
     if model.training:
         logger.warning("the model is in training mode: it is put into evaluation mode")
@@ -336,60 +313,33 @@ def preprocess_model_parameters(
     custom_preprocessor: Preprocessor | None = None,
     device: MeshDevice | None = None,
     prefix: str = "",
+    run_model: Callable[[torch.nn.Module], Any] | None = None,
 ) -> Any:
     """The parameters of a torch model as ttnn tensors, by attribute: `parameters.encoder.layer[0].weight`.
 
-    With a `model_name` and `CONFIG.enable_model_cache` they are kept in files and come from there the next time.
+    With a `model_name` and `CONFIG.enable_model_cache` they are kept in files and come from there the next time. With
+    `run_model(model)`, which runs the torch model once, convolutions and poolings that it meets become objects to call.
 
     >>> parameters = preprocess_model_parameters(initialize_model=lambda: torch.nn.Linear(4, 8))
     >>> parameters.weight.shape, parameters.bias.shape, parameters.weight.layout
     (Shape([4, 8]), Shape([1, 8]), Layout.TILE)
     """
+    how = {"convert_to_ttnn": convert_to_ttnn, "custom_preprocessor": custom_preprocessor, "name": prefix}
 
     def make() -> Any:
-        model = _initialized(initialize_model, "parameters")
-        return from_torch(model, convert_to_ttnn=convert_to_ttnn, custom_preprocessor=custom_preprocessor, name=prefix)
-
-    found = _cache(model_name, version).get(make, initialize_model is not None)
-    return found if device is None else move_to_device(found, device)
-
-
-def preprocess_model(
-    *,
-    model_name: str | None = None,
-    version: str | None = None,
-    initialize_model: Callable[[], torch.nn.Module] | None = None,
-    convert_to_ttnn: ConvertTest | None = None,
-    custom_preprocessor: Preprocessor | None = None,
-    device: MeshDevice | None = None,
-    prefix: str = "",
-    run_model: Callable[[torch.nn.Module], Any] | None = None,
-    reader_patterns_cache: dict[Any, Any] | None = None,
-) -> Any:
-    """As `preprocess_model_parameters`, but convolutions and poolings that a run meets become objects to call.
-
-    `run_model(model)` runs the torch model once: what their inputs look like is taken from there.
-    """
-
-    def make() -> Any:
-        model = _initialized(initialize_model, "model")
+        model = _initialized(initialize_model)
         args = None if run_model is None else infer_ttnn_module_args(model=model, run_model=run_model, device=device)
-        found = from_torch(
-            model,
-            convert_to_ttnn=convert_to_ttnn,
-            custom_preprocessor=custom_preprocessor,
-            name=prefix,
-            ttnn_module_args=args,
-        )
-        return _with_modules(found, args)
+        return _with_modules(from_torch(model, **how, ttnn_module_args=args), args)
 
-    found = _cache(model_name, version).get(make, initialize_model is not None)
+    is_kept = model_name is not None and CONFIG.enable_model_cache
+    cache = ModelCache(CONFIG.model_cache_path, model_name if is_kept else None, version)
+    found = cache.get(make, initialize_model is not None)
     return found if device is None else move_to_device(found, device)
 
 
-def _cache(model_name: str | None, version: str | None) -> ModelCache:
-    is_on = model_name is not None and CONFIG.enable_model_cache
-    return ModelCache(CONFIG.model_cache_path, model_name if is_on else None, version)
+def preprocess_model(*, reader_patterns_cache: dict[Any, Any] | None = None, **options: Any) -> Any:
+    """As `preprocess_model_parameters`."""
+    return preprocess_model_parameters(**options)
 
 
 def _with_modules(parameters: Any, args: Any) -> Any:

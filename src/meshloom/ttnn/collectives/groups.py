@@ -150,14 +150,19 @@ class Group:
 
     # labels
 
+    @property
+    def known(self) -> Sequence[Placement]:
+        """What the tensor's label says of every mesh axis."""
+        return by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+
     def relabelled(self, placement: Placement) -> Label:
         """The label with a placement along the group, and as before on the other axes."""
-        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        known = self.known
         return self.label([placement if axis in self.axes else each for axis, each in enumerate(known)])
 
     def apart(self, axes: Sequence[int]) -> Label:
         """The label when only some devices got other values: what was the same along these axes is so no more."""
-        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        known = self.known
         return self.label([UNKNOWN if axis in axes and each == REPLICATE else each for axis, each in enumerate(known)])
 
     def gathered(self, dim: int) -> Label:
@@ -165,7 +170,7 @@ class Group:
 
         Where a later axis cuts the same dim, neighbours hold pieces that are none: no whole can be told.
         """
-        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        known = self.known
         mixed = any(known[axis] == PlacementShard(dim) for axis in self.axes)
         later = [mixed and axis > self.axes[0] and each == PlacementShard(dim) for axis, each in enumerate(known)]
         return self.label(
@@ -177,7 +182,7 @@ class Group:
 
     def scattered(self, dim: int) -> Label:
         """The label when each member holds its chunk of a dim; where a later axis cuts it too, no whole can be told."""
-        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        known = self.known
         others = [axis for axis, each in enumerate(known) if axis not in self.axes and each == PlacementShard(dim)]
         if any(other > axis for other in others for axis in self.axes):
             return self.label([UNKNOWN if axis in (*others, *self.axes) else each for axis, each in enumerate(known)])

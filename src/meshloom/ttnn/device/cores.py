@@ -40,14 +40,11 @@ class CoreCoord:
         object.__setattr__(self, "y", listed[1])
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps({"x": self.x, "y": self.y})
 
     @staticmethod
     def from_json(text: str) -> CoreCoord:
-        """From text."""
-        found = json.loads(text)
-        return CoreCoord(found["x"], found["y"])
+        return CoreCoord(*json.loads(text).values())
 
     @property
     def num_cores(self) -> int:

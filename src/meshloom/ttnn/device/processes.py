@@ -16,6 +16,7 @@ from meshloom.comms import WORLD
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.processes import join
 from meshloom.processes.bindings import process
+from meshloom.ttnn.choices import Number
 
 __all__ = (
     "Rank Size SubcontextId distributed_context_allgather_int distributed_context_barrier distributed_context_get_rank "
@@ -29,24 +30,19 @@ _started = False
 _own: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # what this process sent to itself, by tag
 
 
-class Rank(int):
+class Rank(Number):
     """The number of a process.
 
     >>> Rank(1) < Rank(2), str(Rank(1)), Rank(1)
     (True, '1', Rank(1))
     """
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({int(self)})"
 
-    __str__ = int.__repr__
-
-
-class Size(Rank):
+class Size(Number):
     """A number of processes."""
 
 
-class SubcontextId(Rank):
+class SubcontextId(Number):
     """The number of a group of processes: there is one group, of all."""
 
 

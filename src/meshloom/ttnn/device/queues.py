@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,6 +26,7 @@ from meshloom.runtime.memory import Allocator, Region
 from meshloom.runtime.queue import MeshCommandQueue
 from meshloom.runtime.races import Access
 from meshloom.runtime.trace import Trace
+from meshloom.ttnn.choices import Number
 from meshloom.ttnn.device.geometry import MeshCoordinateRange
 from meshloom.ttnn.device.watching import tell
 from meshloom.ttnn.tensor.parts import Block
@@ -47,32 +47,7 @@ EVENTS = "Event Synchronization is not supported during trace capture."
 BLOCKING = "Blocking is not supported when recording a trace."
 
 
-@dataclass(frozen=True, eq=False)
-class _Number:
-    """A number with a name."""
-
-    number: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.number, bool) or not isinstance(self.number, int) or self.number < 0:
-            raise ArgumentError(f"{type(self).__name__} takes a number from 0 on, not {self.number!r}")
-
-    def __int__(self) -> int:
-        return self.number
-
-    __index__ = __int__
-
-    def __eq__(self, other: object) -> bool:
-        return self.number == int(other) if isinstance(other, (int, type(self))) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.number)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.number})"
-
-
-class QueueId(_Number):
+class QueueId(Number):
     """The number of a command queue.
 
     >>> QueueId(1), int(QueueId(1)), QueueId(1) == 1
@@ -80,7 +55,7 @@ class QueueId(_Number):
     """
 
 
-class MeshTraceId(_Number):
+class MeshTraceId(Number):
     """The number of a trace."""
 
 
@@ -95,7 +70,7 @@ _current = _Current()
 
 
 @contextmanager
-def command_queue(cq_id: int | QueueId) -> Iterator[None]:
+def command_queue(cq_id: int) -> Iterator[None]:
     """What this thread does inside counts as done on that queue, where it does not name another.
 
     >>> with command_queue(1):
@@ -114,9 +89,9 @@ def get_current_command_queue_id_for_thread() -> QueueId:
     return QueueId(_current.number)
 
 
-def queue_of(device: MeshDevice, cq_id: int | QueueId | None = None) -> MeshCommandQueue:
+def queue_of(device: MeshDevice, cq_id: int | None = None) -> MeshCommandQueue:
     """A queue of a mesh by its number, the current one of the thread for None."""
-    if cq_id is not None and (isinstance(cq_id, bool) or not isinstance(cq_id, (int, QueueId))):
+    if cq_id is not None and (isinstance(cq_id, bool) or not isinstance(cq_id, int)):
         raise ArgumentError(f"cq_id={cq_id!r} is neither a number nor a ttnn.QueueId")
     number = _current.number if cq_id is None else int(cq_id)
     if not 0 <= number < len(device.runtime.queues):
@@ -138,7 +113,7 @@ def settle(device: MeshDevice) -> None:
         queue.settle(queue._last)
 
 
-def transfer(tensor: Tensor, cq_id: int | QueueId | None, *, writes: bool) -> None:
+def transfer(tensor: Tensor, cq_id: int | None, *, writes: bool) -> None:
     """A tensor on a mesh is about to be read to the host, or written from it, on a queue."""
     device = tensor.device()
     assert device is not None
@@ -246,7 +221,7 @@ class MeshEvent:
 
 def record_event(
     mesh_device: MeshDevice,
-    cq_id: int | QueueId | None = None,
+    cq_id: int | None = None,
     sub_device_ids: Sequence[Any] = (),
     device_range: MeshCoordinateRange | None = None,
 ) -> MeshEvent:
@@ -257,7 +232,7 @@ def record_event(
     return MeshEvent(queue.record_event(), mesh_device, queue.cq_id, places)
 
 
-def wait_for_event(cq_id: int | QueueId | MeshEvent | None = None, mesh_event: MeshEvent | None = None) -> None:
+def wait_for_event(cq_id: int | MeshEvent | None = None, mesh_event: MeshEvent | None = None) -> None:
     """Let a queue wait for an event of another: what it is given from now on comes after."""
     if isinstance(cq_id, MeshEvent) and mesh_event is None:
         cq_id, mesh_event = None, cq_id
@@ -281,9 +256,7 @@ def _event(given: Any) -> MeshEvent:
     return given
 
 
-def synchronize_device(
-    device: MeshDevice, cq_id: int | QueueId | None = None, sub_device_ids: Sequence[Any] = ()
-) -> None:
+def synchronize_device(device: MeshDevice, cq_id: int | None = None, sub_device_ids: Sequence[Any] = ()) -> None:
     """Wait for all queues of a mesh, its submeshes included, or for one queue."""
     if not hasattr(device, "check_sub_devices"):
         raise ArgumentError(f"device={device!r} is not a MeshDevice", fix="give what ttnn.open_mesh_device returned")
@@ -318,7 +291,7 @@ def is_trace_capture_active(device: MeshDevice | None = None) -> bool:
     return any(queue.capture is not None for queue in device.runtime.queues)
 
 
-def begin_trace_capture(mesh_device: MeshDevice, *, cq_id: int | QueueId | None = None) -> MeshTraceId:
+def begin_trace_capture(mesh_device: MeshDevice, *, cq_id: int | None = None) -> MeshTraceId:
     """From now on ops of this thread are written down and their results allocated, and nothing runs."""
     queue = queue_of(mesh_device, cq_id)
     taken = queue.capture
@@ -331,9 +304,7 @@ def begin_trace_capture(mesh_device: MeshDevice, *, cq_id: int | QueueId | None 
     return MeshTraceId(mesh_device.runtime.begin_trace_capture(queue.cq_id).id)
 
 
-def end_trace_capture(
-    mesh_device: MeshDevice, trace_id: MeshTraceId | int, *, cq_id: int | QueueId | None = None
-) -> None:
+def end_trace_capture(mesh_device: MeshDevice, trace_id: int, *, cq_id: int | None = None) -> None:
     """The trace can be replayed from now on; what it uses stays where it is until it is released."""
     queue = queue_of(mesh_device, cq_id)
     taken = queue.capture
@@ -385,9 +356,7 @@ def _free_pieces(allocator: Allocator, region: Region) -> list[tuple[int, int]]:
     return [*found, (place, region.end)] if place < region.end else found
 
 
-def execute_trace(
-    mesh_device: MeshDevice, trace_id: MeshTraceId | int, *, cq_id: int | QueueId | None = None, blocking: bool = True
-) -> None:
+def execute_trace(mesh_device: MeshDevice, trace_id: int, *, cq_id: int | None = None, blocking: bool = True) -> None:
     """Replay a trace on a queue: its inputs are read as they are now, its results are written where they were.
 
     Without `blocking` it returns at once; whoever touches a tensor of the mesh waits for it.
@@ -419,7 +388,7 @@ class _Replay(Replay):
         return self._accesses
 
 
-def release_trace(mesh_device: MeshDevice, trace_id: MeshTraceId | int) -> None:
+def release_trace(mesh_device: MeshDevice, trace_id: int) -> None:
     """Let a trace and what it kept go; a second time does nothing."""
     held = _traces.get(mesh_device, {}).pop(int(trace_id), None)
     if held is not None:
