@@ -58,7 +58,6 @@ class Config:
 
     @classmethod
     def keys(cls) -> list[str]:
-        """The names of all settings."""
         return list(_KINDS)
 
     @property
@@ -79,7 +78,6 @@ class Config:
                 setattr(self, name, value)
 
     def load_from_file(self, path: str | os.PathLike[str]) -> None:
-        """Take settings from a JSON file."""
         self.apply_json_overrides(Path(path).read_text(), source=str(path))
 
     def save_to_file(self, path: str | os.PathLike[str]) -> None:
@@ -114,7 +112,6 @@ CONFIG = Config()
 
 
 def load_config_from_dictionary(config: Mapping[str, Any], from_file: bool = False) -> None:
-    """Take settings from a dictionary."""
     for name, value in config.items():
         setattr(CONFIG, name, value)
 

@@ -28,7 +28,7 @@ from meshloom.ttnn.models.traced_modules import (
     ModuleArgs,
     infer_ttnn_module_args,
 )
-from meshloom.ttnn.tensor.converting import from_torch as convert
+from meshloom.ttnn.tensor.converting import INFERRED, from_torch as convert
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.mappers import TensorToMesh
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -64,17 +64,7 @@ logger = logging.getLogger(__name__)
 ConvertTest = Callable[[torch.nn.Module, str], bool]
 Preprocessor = Callable[..., Any]
 
-DTYPES = {
-    torch.uint8: DataType.UINT8,
-    torch.int8: DataType.INT8,
-    torch.int16: DataType.UINT16,
-    torch.int32: DataType.INT32,
-    torch.int64: DataType.UINT32,
-    torch.bfloat16: DataType.BFLOAT16,
-    torch.float16: DataType.BFLOAT16,
-    torch.float32: DataType.BFLOAT16,
-    torch.float64: DataType.BFLOAT16,
-}
+DTYPES = INFERRED | dict.fromkeys((torch.float32, torch.float64), DataType.BFLOAT16)
 
 
 # single tensors

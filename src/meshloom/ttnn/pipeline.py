@@ -148,7 +148,6 @@ def _filled(schema: Any, tensors: Any) -> Any:
 
 
 def pipeline(executor: Executor) -> Pipeline:
-    """A pipeline with an executor."""
     return Pipeline(executor)
 
 

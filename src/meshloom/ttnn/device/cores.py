@@ -48,7 +48,6 @@ class CoreCoord:
 
     @property
     def num_cores(self) -> int:
-        """The cores of a grid of that size."""
         return self.x * self.y
 
     def __repr__(self) -> str:
@@ -72,7 +71,6 @@ class CoreGrid:
 
     @property
     def num_cores(self) -> int:
-        """How many there are."""
         return self.x * self.y
 
     def __repr__(self) -> str:
@@ -104,7 +102,6 @@ class CoreRange:
         return CoreCoord(self.end.x - self.start.x + 1, self.end.y - self.start.y + 1)
 
     def size(self) -> int:
-        """How many cores there are."""
         return self.grid_size().num_cores
 
     def contains(self, other: CoreCoord | CoreRange | CoreRangeSet) -> bool:
@@ -117,12 +114,10 @@ class CoreRange:
         return ((x, y) for y in rows for x in columns) if row_wise else ((x, y) for x in columns for y in rows)
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps(_corners(self))
 
     @staticmethod
     def from_json(text: str) -> CoreRange:
-        """From text."""
         return _range(json.loads(text))
 
     def __repr__(self) -> str:
@@ -166,19 +161,15 @@ class CoreRangeSet:
         object.__setattr__(self, "_ranges", given)
 
     def ranges(self) -> list[CoreRange]:
-        """The rectangles."""
         return list(self._ranges)
 
     def num_cores(self) -> int:
-        """How many cores there are."""
         return sum(each.size() for each in self._ranges)
 
     def size(self) -> int:
-        """How many rectangles there are."""
         return len(self._ranges)
 
     def empty(self) -> bool:
-        """Whether there is no core in it."""
         return not self._ranges
 
     def bounding_box(self) -> CoreRange:
@@ -194,7 +185,6 @@ class CoreRangeSet:
         return set(_cells(other)) <= set(self.cells())
 
     def merge(self, other: CoreRangeSet) -> CoreRangeSet:
-        """The cores of both."""
         return joined({*self.cells(), *other.cells()})
 
     def subtract(self, other: CoreRangeSet) -> CoreRangeSet:
@@ -206,12 +196,10 @@ class CoreRangeSet:
         return (cell for each in self._ranges for cell in each.cells(row_wise))
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps([_corners(each) for each in self._ranges])
 
     @staticmethod
     def from_json(text: str) -> CoreRangeSet:
-        """From text."""
         return CoreRangeSet([_range(corners) for corners in json.loads(text)])
 
     def __eq__(self, other: object) -> bool:

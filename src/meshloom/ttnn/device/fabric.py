@@ -141,7 +141,6 @@ def set_fabric_config(
 
 
 def get_fabric_config() -> FabricConfig:
-    """How devices are linked."""
     return _config
 
 
@@ -265,7 +264,6 @@ def create_global_semaphore(
 
 
 def get_global_semaphore_address(global_semaphore: GlobalSemaphore) -> int:
-    """Where a counter is."""
     return global_semaphore.address
 
 

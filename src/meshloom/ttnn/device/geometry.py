@@ -80,7 +80,6 @@ class MeshCoordinateRangeSet:
         self._ranges: list[MeshCoordinateRange] = [] if range is None else [range]
 
     def ranges(self) -> list[MeshCoordinateRange]:
-        """The boxes."""
         return list(self._ranges)
 
     def merge(self, range: MeshCoordinateRange) -> None:
@@ -125,11 +124,9 @@ class MeshDeviceView:
         self._device = device
 
     def shape(self) -> MeshShape:
-        """The shape of the mesh."""
         return self._device.shape
 
     def num_devices(self) -> int:
-        """How many devices there are."""
         return self._device.get_num_devices()
 
     def is_local(self, coord: Sequence[int]) -> bool:

@@ -70,7 +70,6 @@ class MeshDevice(SubDevices):
 
     @property
     def shape(self) -> MeshShape:
-        """The shape of the grid."""
         return self.runtime.shape
 
     @property
@@ -83,11 +82,9 @@ class MeshDevice(SubDevices):
         return self._id
 
     def get_num_devices(self) -> int:
-        """How many devices there are."""
         return self.runtime.num_devices
 
     def get_device_ids(self) -> list[int]:
-        """The ids of the devices, row-major."""
         return self.runtime.get_device_ids()
 
     def get_device_id(self, coord: Sequence[int]) -> int:
@@ -105,7 +102,6 @@ class MeshDevice(SubDevices):
         return self.runtime.mesh.index(place)
 
     def get_view(self) -> MeshDeviceView:
-        """What it looks like."""
         return MeshDeviceView(self)
 
     def virtual_to_physical(self, coord: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -195,7 +191,6 @@ class MeshDevice(SubDevices):
         ]
 
     def get_submeshes(self) -> list[MeshDevice]:
-        """The submeshes that are open."""
         return sorted((each for each in self._submeshes if not each.runtime.closed), key=MeshDevice.id)
 
     def quiesce_devices(self) -> None:
@@ -205,7 +200,6 @@ class MeshDevice(SubDevices):
     # what a device is like
 
     def arch(self) -> Arch:
-        """The generation of the chips."""
         return Arch(self.runtime.system.chip.name)
 
     def compute_with_storage_grid_size(self) -> CoreCoord:
@@ -215,7 +209,6 @@ class MeshDevice(SubDevices):
 
     @property
     def core_grid(self) -> CoreGrid:
-        """The cores of one device."""
         grid = self.runtime.system.chip.cores
         return CoreGrid(x=grid.x, y=grid.y)
 
@@ -295,7 +288,6 @@ class MeshDevice(SubDevices):
         self._caches = True
 
     def clear_program_cache(self) -> None:
-        """Forget all programs."""
         self._programs = set()
 
     def disable_and_clear_program_cache(self) -> None:
@@ -358,8 +350,16 @@ def open_mesh_device(
         "worker_l1_size": _size("worker_l1_size", worker_l1_size),
         "dispatch_core_config": dispatch_core_config,
     }
+    if isinstance(num_command_queues, bool) or num_command_queues not in range(1, MAXIMUM_QUEUES + 1):
+        raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="1 or 2")
     system, sizes, chosen = _chosen(sizes, list(physical_device_ids) or ids, offset)
-    return _opened(system, sizes, chosen, num_command_queues, mesh_type, options, settings)
+    fabric.check_opening(system, chosen)
+    settings.setdefault("check", "races" if "races" in os.environ.get(RACES, "").split(",") else None)
+    if not {"driver", "memory", "preset"} & settings.keys():
+        settings["driver"] = VirtualDriver(None, system.chip)
+    kind = fabric.mesh_type_of(read_mesh_type(mesh_type))
+    made = runtime.open_mesh_device(sizes, chosen, num_command_queues=num_command_queues, mesh_type=kind, **settings)
+    return MeshDevice(made, system, options=options)
 
 
 def _ids_given(first: Any, shape: Any, device_ids: Any) -> Any:
@@ -383,28 +383,6 @@ def _chosen(
     sizes = system.shape if sizes is None else tuple(sizes)
     system = system.around(sizes, offset)
     return system, sizes, system.devices(sizes, offset)
-
-
-def _opened(
-    system: System,
-    sizes: tuple[int, ...],
-    ids: list[int],
-    queues: int,
-    mesh_type: MeshType | str | None,
-    options: Mapping[str, Any],
-    settings: dict[str, Any],
-) -> MeshDevice:
-    if isinstance(queues, bool) or queues not in range(1, MAXIMUM_QUEUES + 1):
-        raise ArgumentError(f"num_command_queues={queues!r}", fix="1 or 2")
-    fabric.check_opening(system, ids)
-    kind = read_mesh_type(mesh_type)
-    settings.setdefault("check", "races" if "races" in os.environ.get(RACES, "").split(",") else None)
-    if not {"driver", "memory", "preset"} & settings.keys():
-        settings["driver"] = VirtualDriver(None, system.chip)
-    made = runtime.open_mesh_device(
-        sizes, ids, num_command_queues=queues, mesh_type=fabric.mesh_type_of(kind), **settings
-    )
-    return MeshDevice(made, system, options=options)
 
 
 def _size(name: str, given: Any) -> int:
@@ -459,7 +437,6 @@ CloseDevice = close_device
 
 
 def CloseDevices(devices: Mapping[int, MeshDevice]) -> None:
-    """Close devices."""
     for device in devices.values():
         close_device(device)
 

@@ -59,18 +59,15 @@ def init_distributed_context() -> None:
 
 
 def distributed_context_is_initialized() -> bool:
-    """Whether the processes have met."""
     return _started or WORLD.is_joined
 
 
 def distributed_context_get_rank() -> Rank:
-    """The number of this process."""
     _check_started()
     return Rank(process().rank)
 
 
 def distributed_context_get_size() -> Size:
-    """How many processes there are."""
     _check_started()
     return Size(process().count)
 
@@ -142,7 +139,6 @@ def _check_peer(rank: int) -> None:
 
 
 def distributed_context_send_bytes(data: bytes, dest: int, tag: int = 0) -> None:
-    """Hand bytes to a process."""
     send(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8), dest, tag)
 
 

@@ -209,7 +209,6 @@ class MeshEvent:
 
     @property
     def id(self) -> int:
-        """Its number on its mesh."""
         return self.event.id
 
     def __repr__(self) -> str:

@@ -107,19 +107,15 @@ class MeshSocket:
         self._room = _room(device, config.memory_config)
 
     def get_mesh_device(self) -> MeshDevice:
-        """The mesh of this end."""
         return self._device
 
     def get_connection_config(self) -> list[SocketConnection]:
-        """The connections."""
         return list(self._config.connections)
 
     def get_socket_endpoint_type(self) -> SocketEndpoint:
-        """Which end it is."""
         return self._endpoint
 
     def get_active_cores(self) -> list[MeshCoreCoord]:
-        """The cores of this end."""
         return [_end(each, self._endpoint) for each in self._config.connections]
 
     def get_config_buffer_address(self) -> int:

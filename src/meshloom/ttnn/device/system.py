@@ -69,7 +69,6 @@ class System:
 
     @property
     def arch(self) -> Arch:
-        """The generation of its chips."""
         return Arch(self.chip.name)
 
     def around(self, shape: Sequence[int], offset: Sequence[int] | None) -> System:
@@ -268,7 +267,6 @@ class SystemMeshDescriptor:
         self._system = get_system()
 
     def shape(self) -> MeshShape:
-        """The shape of all devices there are."""
         return MeshShape(*self._system.shape)
 
     def local_shape(self) -> MeshShape:
@@ -276,7 +274,6 @@ class SystemMeshDescriptor:
         return self.shape()
 
     def get_device_id(self, coord: Sequence[int]) -> int:
-        """The id of the device at a coordinate."""
         return self._system.ids[self._place(coord)]
 
     def is_local(self, coord: Sequence[int]) -> bool:
@@ -285,7 +282,6 @@ class SystemMeshDescriptor:
         return True
 
     def all_local(self) -> bool:
-        """Whether all devices are in this process."""
         return True
 
     def _place(self, coord: Sequence[int]) -> int:
@@ -296,12 +292,10 @@ class SystemMeshDescriptor:
 
 
 def get_num_devices() -> int:
-    """How many devices there are."""
     return len(get_system().ids)
 
 
 def get_device_ids() -> list[int]:
-    """The ids of the devices, in order."""
     return list(range(get_num_devices()))
 
 
@@ -326,10 +320,8 @@ def GetPCIeDeviceID(device_id: int) -> int:
 
 
 def get_arch_name() -> str:
-    """The generation of the chips: `wormhole_b0`, `blackhole`."""
     return get_system().chip.name
 
 
 def get_cluster_type() -> ClusterType:
-    """The product."""
     return get_system().kind

@@ -19,7 +19,7 @@ from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
 from meshloom.ttnn.tensor.composers import ListMeshToTensor, MeshToTensor, whole
-from meshloom.ttnn.tensor.formats import DataType, Layout, Tile, rounded
+from meshloom.ttnn.tensor.formats import DataType, Layout, Tile, rounded, ttnn_dtype_to_torch_dtype
 from meshloom.ttnn.tensor.mappers import ReplicateTensorToMeshWrapper, TensorToMesh, mapper_of
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
@@ -44,15 +44,6 @@ INFERRED = {
     torch.uint16: DataType.UINT16,
     torch.uint32: DataType.UINT32,
     torch.bool: DataType.UINT8,
-}
-
-# What torch is handed back.
-RETURNED = {
-    DataType.BFLOAT8_B: torch.float32,
-    DataType.BFLOAT4_B: torch.float32,
-    DataType.FP8_E4M3: torch.float32,
-    DataType.UINT16: torch.uint16,
-    DataType.UINT32: torch.uint32,
 }
 
 Composer = MeshToTensor | ListMeshToTensor
@@ -257,7 +248,7 @@ def to_torch(
     found = composer.compose(tensor) if composer is not None else whole(tensor)
     if torch_dtype is not None and not isinstance(torch_dtype, torch.dtype):
         raise ArgumentError(f"ttnn.to_torch: dtype={torch_dtype!r} is not a torch.dtype")
-    kind = torch_dtype or RETURNED.get(tensor.dtype, tensor.dtype.store)
+    kind = torch_dtype or ttnn_dtype_to_torch_dtype(tensor.dtype)
     if isinstance(found, list):
         return [_returned(each, kind, torch_rank, tensor) for each in found]
     return _returned(found, kind, torch_rank, tensor)

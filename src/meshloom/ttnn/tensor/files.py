@@ -15,7 +15,6 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,6 +43,7 @@ LONGEST_HEADER, LONGEST_CONFIG = 1 << 24, 1 << 15  # bytes, of all of it and of 
 LARGEST_SIZE, MOST_DIMS, MOST_DEVICES = 1 << 62, 64, 1 << 20
 PARTIALS = ("sum", "mean", "max", "min", "prod", "unknown")
 SUFFIX = ".tensorbin"
+Header = tuple[tuple[int, ...], dict[str, Any]]
 
 
 class DumpTensorMode(Choice):
@@ -150,8 +150,9 @@ def _read(file: BinaryIO, path: Path) -> Tensor:
     if length > min(size - len(start), LONGEST_HEADER):
         raise _refused(path, f"is cut short or damaged: its header should have {length} bytes")
     text = file.read(length)
-    header = _parsed(text, path)
-    nbytes = math.prod(header.block) * header.dtype.store.itemsize
+    shape, about = _parsed(text, path)
+    kind = about["dtype"].store
+    nbytes = math.prod(shape) * kind.itemsize
     expected = len(start) + length + nbytes + CHECKSUM
     if size != expected:
         raise _refused(path, f"is cut short or damaged: it has {size} of {expected} bytes")
@@ -162,39 +163,8 @@ def _read(file: BinaryIO, path: Path) -> Tensor:
         total.update(piece)
     if total.digest() != file.read(CHECKSUM):
         raise _refused(path, "is damaged: its checksum is not that of its content")
-    kind = header.dtype.store
     values = torch.frombuffer(raw, dtype=kind) if nbytes else torch.empty(0, dtype=kind)
-    return header.tensor(values)
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a file says of its tensor, checked: sizes agree with each other, and every word is one that we write."""
-
-    dtype: DataType
-    layout: Layout
-    tile: Tile
-    pad: float
-    memory: MemoryConfig
-    grid: tuple[int, ...]
-    coords: tuple[MeshCoordinate, ...] | None
-    block: tuple[int, ...]
-    label: TensorTopology
-
-    def tensor(self, values: torch.Tensor) -> Tensor:
-        """The tensor of these values."""
-        return Tensor(
-            values.reshape(self.block),
-            self.grid,
-            self.dtype,
-            self.layout,
-            self.label,
-            None,
-            self.memory,
-            self.tile,
-            self.pad,
-            self.coords,
-        )
+    return Tensor(values.reshape(shape), *about.values())
 
 
 # What Python raises on the way through JSON that somebody else made: wrong types, missing keys, numbers or nesting
@@ -211,28 +181,25 @@ def _parsed(text: bytes, path: Path) -> Header:
 
 
 def _checked(found: dict[str, Any]) -> Header:
+    """The shape of a block and what a tensor takes behind it: sizes agree, and every word is one that we write."""
     grid, block = _sizes(found["grid"], 1), _sizes(found["block"], 0)
     _check_block(block, grid)
     coords, (height, width, transposed) = found["coords"], found["tile"]
     if not isinstance(transposed, bool) or len(found["memory_config"]) > LONGEST_CONFIG:
         raise ValueError("a tile or a memory config that is none")
-    return Header(
-        _with_values(DataType[found["dtype"]]),
-        Layout[found["layout"]],
-        Tile((height, width), transposed),
-        float(found["pad"]),
-        MemoryConfig.from_json(found["memory_config"]),
-        grid,
-        None if coords is None else _places(coords, grid),
-        block,
-        _label(found, len(block) - len(grid), grid),
-    )
-
-
-def _with_values(kind: DataType) -> DataType:
-    if kind is DataType.INVALID:
+    if found["dtype"] == DataType.INVALID.name:
         raise ValueError("a dtype without values")
-    return kind
+    return block, {
+        "grid": grid,
+        "dtype": DataType[found["dtype"]],
+        "layout": Layout[found["layout"]],
+        "topology": _label(found, len(block) - len(grid), grid),
+        "device": None,
+        "memory_config": MemoryConfig.from_json(found["memory_config"]),
+        "tile": Tile((height, width), transposed),
+        "pad_value": float(found["pad"]),
+        "coords": None if coords is None else _places(coords, grid),
+    }
 
 
 def _sizes(found: Any, least: int) -> tuple[int, ...]:

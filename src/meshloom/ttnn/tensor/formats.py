@@ -34,7 +34,6 @@ class Shape(tuple[int, ...]):
 
     @property
     def rank(self) -> int:
-        """The number of dims."""
         return len(self)
 
     def to_rank(self, rank: int) -> Shape:
@@ -85,18 +84,21 @@ class DataType(Choice):
         return self in (DataType.BFLOAT8_B, DataType.BFLOAT4_B)
 
 
-_STORE = {
-    DataType.BFLOAT16: torch.bfloat16,
-    DataType.FLOAT32: torch.float32,
-    DataType.UINT32: torch.int64,
-    DataType.BFLOAT8_B: torch.bfloat16,
-    DataType.BFLOAT4_B: torch.bfloat16,
-    DataType.UINT8: torch.uint8,
-    DataType.UINT16: torch.int32,
-    DataType.INT32: torch.int32,
-    DataType.FP8_E4M3: torch.bfloat16,
-    DataType.INT8: torch.int8,
+# The torch dtype that values are kept in, the one that `to_torch` gives, and the bytes of an element that has its own.
+_FORMATS: dict[DataType, tuple[torch.dtype, torch.dtype, int | None]] = {
+    DataType.BFLOAT16: (torch.bfloat16, torch.bfloat16, 2),
+    DataType.FLOAT32: (torch.float32, torch.float32, 4),
+    DataType.UINT32: (torch.int64, torch.uint32, 4),
+    DataType.BFLOAT8_B: (torch.bfloat16, torch.float32, None),
+    DataType.BFLOAT4_B: (torch.bfloat16, torch.float32, None),
+    DataType.UINT8: (torch.uint8, torch.uint8, 1),
+    DataType.UINT16: (torch.int32, torch.uint16, 2),
+    DataType.INT32: (torch.int32, torch.int32, 4),
+    DataType.FP8_E4M3: (torch.bfloat16, torch.float32, 1),
+    DataType.INT8: (torch.int8, torch.int8, 1),
 }
+_STORE = {kind: store for kind, (store, _, _) in _FORMATS.items()}
+_BYTES = {kind: size for kind, (_, _, size) in _FORMATS.items() if size is not None}
 
 bfloat16, float32, uint32 = DataType.BFLOAT16, DataType.FLOAT32, DataType.UINT32
 bfloat8_b, bfloat4_b = DataType.BFLOAT8_B, DataType.BFLOAT4_B
@@ -148,12 +150,10 @@ class Tile:
 
     @property
     def face_shape(self) -> Shape:
-        """The shape of a face."""
         return Shape((min(self.tile_shape[0], 16), 16))
 
     @property
     def num_faces(self) -> int:
-        """How many faces there are."""
         return math.prod(self.tile_shape) // math.prod(self.face_shape)
 
     @property
@@ -195,18 +195,6 @@ def bytes_of(elements: int, dtype: DataType) -> int:
     return special[dtype] if dtype in special else elements * _BYTES[dtype]
 
 
-_BYTES = {
-    DataType.BFLOAT16: 2,
-    DataType.FLOAT32: 4,
-    DataType.UINT32: 4,
-    DataType.UINT8: 1,
-    DataType.UINT16: 2,
-    DataType.INT32: 4,
-    DataType.FP8_E4M3: 1,
-    DataType.INT8: 1,
-}
-
-
 def element_size(dtype: DataType) -> int:
     """The bytes of one element, where elements have bytes of their own.
 
@@ -235,23 +223,9 @@ def ttnn_dtype_to_torch_dtype(dtype: DataType) -> torch.dtype:
     >>> ttnn_dtype_to_torch_dtype(DataType.BFLOAT8_B), ttnn_dtype_to_torch_dtype(DataType.UINT16)
     (torch.float32, torch.uint16)
     """
-    if dtype not in _TORCH:
+    if dtype not in _FORMATS:
         raise OperandError(f"{dtype} has no counterpart in torch")
-    return _TORCH[dtype]
-
-
-_TORCH = {
-    DataType.BFLOAT16: torch.bfloat16,
-    DataType.FLOAT32: torch.float32,
-    DataType.UINT32: torch.uint32,
-    DataType.BFLOAT8_B: torch.float32,
-    DataType.BFLOAT4_B: torch.float32,
-    DataType.UINT8: torch.uint8,
-    DataType.UINT16: torch.uint16,
-    DataType.INT32: torch.int32,
-    DataType.FP8_E4M3: torch.float32,
-    DataType.INT8: torch.int8,
-}
+    return _FORMATS[dtype][1]
 
 
 def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int, ...]:

@@ -79,53 +79,40 @@ class ShardSpec:
         self.grid, self.shape, self.orientation = grid, list(shard_shape), shard_orientation
 
     def num_cores(self) -> int:
-        """How many cores have a shard."""
         return self.grid.num_cores()
 
     def __hash__(self) -> int:
         return hash((self.grid, tuple(self.shape), self.orientation))
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps({"grid": self.grid.to_json(), "shape": self.shape, "orientation": self.orientation.name})
 
     @staticmethod
     def from_json(text: str) -> ShardSpec:
-        """From text."""
         found = json.loads(text)
         return ShardSpec(CoreRangeSet.from_json(found["grid"]), found["shape"], ShardOrientation[found["orientation"]])
 
 
-@dataclass(eq=True)
+@dataclass(unsafe_hash=True)
 class NdShardSpec:
     """Shards of any number of dims, and the cores that they go over."""
 
-    shard_shape: Shape
+    shard_shape: Sequence[int]
     grid: CoreRangeSet
-    orientation: ShardOrientation
-    shard_distribution_strategy: ShardDistributionStrategy
+    orientation: ShardOrientation = ShardOrientation.ROW_MAJOR
+    shard_distribution_strategy: ShardDistributionStrategy = ShardDistributionStrategy.ROUND_ROBIN_1D
 
-    def __init__(
-        self,
-        shard_shape: Sequence[int],
-        grid: CoreRangeSet,
-        orientation: ShardOrientation = ShardOrientation.ROW_MAJOR,
-        shard_distribution_strategy: ShardDistributionStrategy = ShardDistributionStrategy.ROUND_ROBIN_1D,
-    ) -> None:
-        if not isinstance(grid, CoreRangeSet) or not _are_sizes(shard_shape):
-            raise ArgumentError(f"NdShardSpec takes sizes and a CoreRangeSet, not {shard_shape!r} and {grid!r}")
-        self.shard_shape, self.grid, self.orientation = Shape(shard_shape), grid, orientation
-        self.shard_distribution_strategy = shard_distribution_strategy
+    def __post_init__(self) -> None:
+        if not isinstance(self.grid, CoreRangeSet) or not _are_sizes(self.shard_shape):
+            raise ArgumentError(
+                f"NdShardSpec takes sizes and a CoreRangeSet, not {self.shard_shape!r} and {self.grid!r}"
+            )
+        self.shard_shape = Shape(self.shard_shape)
 
     def num_cores(self) -> int:
-        """How many cores there are."""
         return self.grid.num_cores()
 
-    def __hash__(self) -> int:
-        return hash((self.shard_shape, self.grid, self.orientation, self.shard_distribution_strategy))
-
     def to_json(self) -> str:
-        """As text."""
         return json.dumps(
             {
                 "shard_shape": list(self.shard_shape),
@@ -137,7 +124,6 @@ class NdShardSpec:
 
     @staticmethod
     def from_json(text: str) -> NdShardSpec:
-        """From text."""
         found = json.loads(text)
         return NdShardSpec(
             found["shard_shape"],
@@ -181,7 +167,6 @@ class MemoryConfig:
         return self.memory_layout is not TensorMemoryLayout.INTERLEAVED
 
     def to_json(self) -> str:
-        """As text."""
         specs = {name: None if spec is None else spec.to_json() for name, spec in self._specs()}
         return json.dumps({"memory_layout": self.memory_layout.name, "buffer_type": self.buffer_type.name, **specs})
 
@@ -190,7 +175,6 @@ class MemoryConfig:
 
     @staticmethod
     def from_json(text: str) -> MemoryConfig:
-        """From text."""
         found = json.loads(text)
         kind = BufferType[found["buffer_type"]]
         if found["nd_shard_spec"] is not None:
@@ -265,26 +249,24 @@ def create_sharded_memory_config(
     >>> create_sharded_memory_config((2, 64, 128), CoreGrid(x=4, y=2), ShardStrategy.BLOCK).shard_spec.shape
     [64, 32]
     """
-    turned = orientation is ShardOrientation.COL_MAJOR
-    cores = _grid_of(core_grid)
-    height, width = math.prod(shape[:-1]), shape[-1]
-    if use_height_and_width_as_shard_shape:
-        part = (shape[-1], shape[-2]) if turned else (shape[-2], shape[-1])
-        return _sharded(_LAYOUTS[_strategy(strategy)], cores, part, orientation)
-    if isinstance(core_grid, CoreRangeSet):
-        raise OperandError(
-            "height and width must be shard shape with CoreRangeSet",
-            fix="use_height_and_width_as_shard_shape=True, or give a CoreGrid",
-        )
-    down, across = _cuts(_strategy(strategy), cores, turned)
-    if height % down or width % across:
-        raise OperandError(
-            f"Invalid sharding core_grid: {height} rows over {down} and {width} columns over {across}",
-            shape=list(shape),
-            grid=cores,
-            fix="a grid whose sides divide the tensor, or shard shapes of your own with a CoreRangeSet",
-        )
-    return _sharded(_LAYOUTS[_strategy(strategy)], cores, (height // down, width // across), orientation)
+    if not use_height_and_width_as_shard_shape:
+        if isinstance(core_grid, CoreRangeSet):
+            raise OperandError(
+                "height and width must be shard shape with CoreRangeSet",
+                fix="use_height_and_width_as_shard_shape=True, or give a CoreGrid",
+            )
+        height, width, cores = math.prod(shape[:-1]), shape[-1], _grid_of(core_grid)
+        down, across = _cuts(_strategy(strategy), cores, orientation is ShardOrientation.COL_MAJOR)
+        if height % down or width % across:
+            raise OperandError(
+                f"Invalid sharding core_grid: {height} rows over {down} and {width} columns over {across}",
+                shape=list(shape),
+                grid=cores,
+                fix="a grid whose sides divide the tensor, or shard shapes of your own with a CoreRangeSet",
+            )
+    return create_sharded_memory_config_(
+        shape, core_grid, _strategy(strategy), orientation, use_height_and_width_as_shard_shape
+    )
 
 
 def create_sharded_memory_config_(
@@ -312,7 +294,8 @@ def create_sharded_memory_config_(
         part = (-(-math.prod(shape[:-1]) // down), -(-shape[-1] // across))
     if tile_layout:
         part = (-(-part[0] // 32) * 32, -(-part[1] // 32) * 32)
-    return _sharded(layout, cores, part, orientation)
+    spec = ShardSpec(cores, part, orientation or ShardOrientation.ROW_MAJOR)
+    return MemoryConfig(layout, BufferType.L1, spec)
 
 
 def _strategy(given: Any) -> ShardStrategy:
@@ -344,10 +327,3 @@ def _cuts(strategy: ShardStrategy, cores: CoreRangeSet, turned: bool) -> tuple[i
         return 1, cores.num_cores()
     size = cores.bounding_box().grid_size()
     return (size.x, size.y) if turned else (size.y, size.x)
-
-
-def _sharded(
-    layout: TensorMemoryLayout, cores: CoreRangeSet, part: Sequence[int], orientation: ShardOrientation | None
-) -> MemoryConfig:
-    spec = ShardSpec(cores, part, orientation or ShardOrientation.ROW_MAJOR)
-    return MemoryConfig(layout, BufferType.L1, spec)

@@ -53,7 +53,6 @@ def set_printoptions(
 
 
 def text(tensor: Tensor) -> str:
-    """The text of a tensor."""
     tail = f"shape={tensor.shape}, dtype={tensor.dtype}, layout={tensor.layout}"
     if not tensor.is_allocated():
         return f"ttnn.Tensor(<deallocated>, {tail})"

@@ -128,7 +128,6 @@ def has_storage_type_of(tensor: Tensor, storage_type: StorageType) -> bool:
 
 
 def is_tensor_storage_on_device(tensor: Tensor) -> bool:
-    """Whether a tensor is on devices."""
     return tensor.device() is not None
 
 
@@ -138,7 +137,6 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def get_memory_config(tensor: Tensor) -> MemoryConfig:
-    """Where devices keep their part of a tensor."""
     return tensor.memory_config()
 
 

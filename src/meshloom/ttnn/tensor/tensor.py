@@ -235,15 +235,12 @@ class Tensor(metaclass=_Making):
         return TensorSpec.of(self)
 
     def get_dtype(self) -> DataType:
-        """The dtype."""
         return self.dtype
 
     def get_layout(self) -> Layout:
-        """The layout."""
         return self.layout
 
     def get_tile(self) -> Tile:
-        """The tile."""
         return self.tile
 
     def memory_config(self) -> MemoryConfig:
@@ -274,7 +271,6 @@ class Tensor(metaclass=_Making):
     # where it is
 
     def storage_type(self) -> StorageType:
-        """Host or device."""
         return StorageType.HOST if self._device is None else StorageType.DEVICE
 
     def device(self) -> MeshDevice | None:
@@ -307,7 +303,6 @@ class Tensor(metaclass=_Making):
     # memory
 
     def is_allocated(self) -> bool:
-        """Whether it has its values still."""
         return self._block is not None and not (self._room is not None and self._room.region.freed)
 
     def deallocate(self, force: bool = False) -> None:
@@ -424,7 +419,6 @@ class Tensor(metaclass=_Making):
         return self._like(self._padded(self._pad), layout=Layout.ROW_MAJOR).to_torch()
 
     def to_list(self) -> Any:
-        """The whole as nested lists."""
         return self.to_torch().tolist()
 
     def item(self) -> Any:
