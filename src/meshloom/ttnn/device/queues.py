@@ -273,14 +273,7 @@ synchronize_mesh_device = synchronize_devices = synchronize_device
 # traces
 
 
-class _Held(NamedTuple):
-    """A trace and what it keeps."""
-
-    trace: Trace
-    accesses: list[Access]
-
-
-_traces: WeakKeyDictionary[MeshDevice, dict[int, _Held]] = WeakKeyDictionary()
+_traces: WeakKeyDictionary[MeshDevice, dict[int, Trace]] = WeakKeyDictionary()
 
 
 def is_trace_capture_active(device: MeshDevice | None = None) -> bool:
@@ -314,21 +307,9 @@ def end_trace_capture(mesh_device: MeshDevice, trace_id: int, *, cq_id: int | No
         )
     kept = list(taken._wrappers)
     mesh_device.runtime.end_trace_capture(taken.trace)
-    accesses = [access for each in kept if isinstance(each, _Accesses) for access in each.listed]
-    _traces.setdefault(mesh_device, {})[int(trace_id)] = _Held(taken.trace, _outside(accesses))
+    taken.trace.used = [each.listed for each in kept if isinstance(each, _Accesses)]
+    _traces.setdefault(mesh_device, {})[int(trace_id)] = taken.trace
     _hold([each for each in kept if hasattr(each, "region")], taken.trace)
-
-
-def _outside(accesses: Sequence[Access]) -> list[Access]:
-    """What a replay reads before it writes it, and what it writes."""
-    written: set[int] = set()
-    found = []
-    for access in accesses:
-        if access.writes:
-            written.add(access.region.number)
-        if access.writes or access.region.number not in written:
-            found.append(access)
-    return found
 
 
 def _hold(rooms: Sequence[Any], trace: Trace) -> None:
@@ -362,8 +343,8 @@ def execute_trace(mesh_device: MeshDevice, trace_id: int, *, cq_id: int | None =
     """
     queue = queue_of(mesh_device, cq_id)
     _refuse_in_capture(BLOCKING)
-    held = _traces.get(mesh_device, {}).get(int(trace_id))
-    if held is None:
+    trace = _traces.get(mesh_device, {}).get(int(trace_id))
+    if trace is None:
         raise TraceError(
             f"Trace instance {int(trace_id)} must exist on Mesh device {mesh_device.id()}'s "
             "active sub-device manager 0",
@@ -373,26 +354,15 @@ def execute_trace(mesh_device: MeshDevice, trace_id: int, *, cq_id: int | None =
         if other is not queue:
             other.settle(other._last)
     mesh_device.watched = True
-    queue.submit(_Replay(held), blocking)
-
-
-class _Replay(Replay):
-    """All of a trace of tensor ops."""
-
-    def __init__(self, held: _Held) -> None:
-        super().__init__(held.trace)
-        self._accesses = held.accesses
-
-    def accesses(self) -> Iterable[Access]:
-        return self._accesses
+    queue.submit(Replay(trace), blocking)
 
 
 def release_trace(mesh_device: MeshDevice, trace_id: int) -> None:
     """Let a trace and what it kept go; a second time does nothing."""
-    held = _traces.get(mesh_device, {}).pop(int(trace_id), None)
-    if held is not None:
+    trace = _traces.get(mesh_device, {}).pop(int(trace_id), None)
+    if trace is not None:
         settle(mesh_device)
-        held.trace.release()
+        trace.release()
 
 
 # memory of a capture
