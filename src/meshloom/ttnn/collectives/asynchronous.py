@@ -132,8 +132,10 @@ def spell(name: str, work: Callable[..., Any], doc: str, also: str = "mode", fir
 
 def _written(found: Any, output: Tensor | Sequence[Tensor] | None) -> Any:
     """What was made, to be written into an output; of several, into the last that has its shape."""
-    if not isinstance(found, Made) or output is None or isinstance(output, Tensor):
-        return found.into(output) if isinstance(found, Made) else found
+    if not isinstance(found, Made):
+        return found
+    if output is None or isinstance(output, Tensor):
+        return found.into(output)
     shape = tuple(found.block.shape[len(found.like.grid) :])
     return found.into(next((each for each in reversed(output) if tuple(each.shape) == shape), None))
 

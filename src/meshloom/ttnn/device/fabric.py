@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshloom.errors import ArgumentError, OperandError, where
+from meshloom.errors import ArgumentError, OperandError
 from meshloom.fabric import preset
 from meshloom.runtime import MeshType
-from meshloom.runtime.memory import Allocator, Region
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreRangeSet
 from meshloom.ttnn.device.system import OPEN, System, is_line
-from meshloom.ttnn.tensor.memory import BufferType
+from meshloom.ttnn.tensor.memory import BufferType, room_on
 
 if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
@@ -225,23 +224,17 @@ class GlobalSemaphore:
 
     def __init__(self, device: MeshDevice, cores: CoreRangeSet, value: int, kind: BufferType) -> None:
         self.device, self.cores, self.value = device, cores, _counted(value)
-        self._allocator: Allocator = device.runtime.system.memory["dram" if kind is BufferType.DRAM else "l1"]
-        size = 4 * self._allocator.banks
-        self._region: Region = self._allocator.allocate(size, device.runtime.mask, "global semaphore", where())
+        self._room = room_on(device, kind, 4, "global semaphore", per_bank=True)
 
     @property
     def address(self) -> int:
         """Where it is, on all devices and cores."""
-        return self._region.address
+        return self._room.region.address
 
     def add(self, number: int = 1) -> int:
         """Count up, and tell the new value."""
         self.value = _counted(self.value + number)
         return self.value
-
-    def __del__(self) -> None:
-        if hasattr(self, "_region"):
-            self._allocator.drop(self._region)
 
     def __repr__(self) -> str:
         return f"GlobalSemaphore(value={self.value}, address={self.address})"

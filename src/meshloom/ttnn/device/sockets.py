@@ -24,9 +24,9 @@ from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.device.subdevices import SubDeviceId
 from meshloom.ttnn.ops.calling import op, operands
 from meshloom.ttnn.tensor.formats import DataType
-from meshloom.ttnn.tensor.memory import BufferType
+from meshloom.ttnn.tensor.memory import BufferType, room_on
 from meshloom.ttnn.tensor.parts import Block, part
-from meshloom.ttnn.tensor.tensor import Room, Tensor
+from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 
 __all__ = (
@@ -104,7 +104,8 @@ class MeshSocket:
         if apart:
             self._endpoint, self._peer = _apart(config)
         self._waiting: deque[_Sent] = deque()
-        self._room = _room(device, config.memory_config)
+        memory = config.memory_config
+        self._room = room_on(device, memory.socket_storage_type, memory.fifo_size, "socket")
 
     def get_mesh_device(self) -> MeshDevice:
         return self._device
@@ -143,13 +144,6 @@ def _apart(config: SocketConfig) -> tuple[SocketEndpoint, int]:
         )
     number = ends.index(here)
     return SocketEndpoint(number), int(ends[1 - number])  # type: ignore[arg-type]
-
-
-def _room(device: MeshDevice, config: SocketMemoryConfig) -> Room:
-    is_l1 = config.socket_storage_type is not BufferType.DRAM
-    allocator = device.runtime.system.memory["l1" if is_l1 else "dram"]
-    region = allocator.allocate(config.fifo_size, device.runtime.mask, "socket", where(), from_top=is_l1)
-    return Room(allocator, region)
 
 
 def _end(connection: SocketConnection, endpoint: SocketEndpoint) -> MeshCoreCoord:

@@ -27,7 +27,7 @@ from meshloom.tensor.moving import redistribute, same_storage
 from meshloom.tensor.named import named
 from meshloom.ttnn import surface
 from meshloom.ttnn.distributed.views import asked, carried, lifted, lowered
-from meshloom.ttnn.ops.activations import activated
+from meshloom.ttnn.ops.activations import GeluVariant, activated
 from meshloom.ttnn.ops.block_moves import inside
 from meshloom.ttnn.ops.calling import described, op, operands, result
 from meshloom.ttnn.ops.elementwise import fine
@@ -254,10 +254,6 @@ def _linear(
     return found if bias is None else add(found, bias, output=output)
 
 
-def _softmax(*, output: Any, input_tensor: Native, dim: int = -1) -> Native:
-    return named("softmax")(input_tensor, dim, output=output)
-
-
 def _norm(name: str) -> Compute:
     """A norm of every row; its weight and bias may have any shape of one row, and a residual is added first."""
 
@@ -322,31 +318,11 @@ def _loss(name: str) -> Compute:
     return compute
 
 
-def _topk(
-    *, output: Any, input_tensor: Native, k: int = 32, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> Any:
-    return named("topk")(input_tensor, k, dim, largest, sorted, output=output)
-
-
-def _gelu(*, output: Any, input_tensor: Native, variant: Any = None) -> Native:
-    return named("gelu")(
-        input_tensor, approximate="tanh" if getattr(variant, "name", "") == "Tanh" else "none", output=output
-    )
-
-
-def _heaviside(*, output: Any, input_tensor: Native, value: float) -> Native:
-    return named("heaviside")(input_tensor, input_tensor.new_tensor(value), output=output)
-
-
 def _prelu(*, output: Any, input_tensor_a: Native, weight: Any) -> Native:
     x = input_tensor_a
     if isinstance(weight, Native) and weight.ndim == 1 < x.ndim:
         weight = weight.reshape(1, -1, *(1,) * (x.ndim - 2))
     return where(x < 0, x * weight, x, output=output)
-
-
-def _where(*, output: Any, predicate: Native, true_value: Any, false_value: Any) -> Native:
-    return where(predicate != 0, true_value, false_value, output=output)
 
 
 def _outer(*, output: Any, input_tensor_a: Native, input_tensor_b: Native) -> Native:
@@ -367,7 +343,7 @@ def _pad(
     return named("pad")(input_tensor, flat, value=value, output=output)
 
 
-def _embedding(*, output: Any, input_tensor: Native, weight: Native, padding_idx: int | None = None) -> Native:
+def _embedding(*, output: Any, input_tensor: Any, weight: Native, padding_idx: int | None = None) -> Native:
     if any(size != 1 for size in weight.shape[:-2]):
         raise OperandError(f"ttnn.distributed.embedding: weight is {list(weight.shape)}", fix="give a table [V, H]")
     rows, index = weight.reshape(-1, weight.shape[-1]), input_tensor
@@ -400,15 +376,21 @@ def _attention(
 OWN: dict[str, Compute] = {
     "matmul": _linear,
     "linear": _linear,
-    "softmax": _softmax,
+    "softmax": lambda output, input_tensor, dim=-1: named("softmax")(input_tensor, dim, output=output),
     "batch_norm": _batch_norm,
     "cumsum": _scan("cumsum", "input"),
     "cumprod": _scan("cumprod", "input_tensor"),
-    "topk": _topk,
-    "gelu": _gelu,
-    "heaviside": _heaviside,
+    "topk": lambda output, input_tensor, k=32, **how: named("topk")(input_tensor, k, **how, output=output),
+    "gelu": lambda output, input_tensor, variant=None: named("gelu")(
+        input_tensor, approximate="tanh" if variant is GeluVariant.Tanh else "none", output=output
+    ),
+    "heaviside": lambda output, input_tensor, value: named("heaviside")(
+        input_tensor, input_tensor.new_tensor(value), output=output
+    ),
     "prelu": _prelu,
-    "where": _where,
+    "where": lambda output, predicate, true_value, false_value: where(
+        predicate != 0, true_value, false_value, output=output
+    ),
     "outer": _outer,
     "pad": _pad,
     "embedding": _embedding,

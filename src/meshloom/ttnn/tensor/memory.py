@@ -7,12 +7,16 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshloom.errors import ArgumentError, OperandError
+from meshloom.errors import ArgumentError, OperandError, where
+from meshloom.runtime.memory import Allocator, Region
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid, CoreRange, CoreRangeSet
 from meshloom.ttnn.tensor.formats import Shape
+
+if TYPE_CHECKING:
+    from meshloom.ttnn.device.mesh_device import MeshDevice
 
 __all__ = (
     "DRAM_MEMORY_CONFIG L1_BLOCK_SHARDED_MEMORY_CONFIG L1_HEIGHT_SHARDED_MEMORY_CONFIG L1_MEMORY_CONFIG "
@@ -49,6 +53,32 @@ class ShardDistributionStrategy(Choice):
     """How many-dimensional shards go over cores."""
 
     ROUND_ROBIN_1D, GRID_2D, CONTIGUOUS_1D = 0, 1, 2
+
+
+class Room:
+    """Bytes on every device of a mesh; given back when the last that uses them is gone, or by hand."""
+
+    __slots__ = ("allocator", "region", "traces")
+
+    def __init__(self, allocator: Allocator, region: Region) -> None:
+        self.allocator, self.region = allocator, region
+        self.traces: list[Any] = []  # that write there when they are replayed
+
+    def __del__(self) -> None:
+        self.allocator.drop(self.region)
+
+    def free(self) -> None:
+        """Give it back now, or when the traces that use it are released."""
+        if all(trace.released for trace in self.traces):
+            self.allocator.release(self.region)
+
+
+def room_on(device: MeshDevice, kind: BufferType, size: int, owner: Any, per_bank: bool = False) -> Room:
+    """Bytes in a memory of every device, or that many in every bank of it; what is in L1 is taken from the top."""
+    runtime, is_l1 = device.runtime, kind is not BufferType.DRAM
+    allocator = runtime.system.memory["l1" if is_l1 else "dram"]
+    size = size * allocator.banks if per_bank else size
+    return Room(allocator, allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1))
 
 
 def _are_sizes(given: Sequence[int]) -> bool:

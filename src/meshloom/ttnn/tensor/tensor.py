@@ -18,14 +18,22 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from meshloom.errors import ArgumentError, BoundsError, OperandError, TraceError, where
+from meshloom.errors import ArgumentError, BoundsError, OperandError, TraceError
 from meshloom.runtime import MeshCoordinate, state
-from meshloom.runtime.memory import Allocator, Region
+from meshloom.runtime.memory import Region
 from meshloom.ttnn import surface
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.tensor.formats import DataType, Layout, Shape, Tile, bytes_of, padded_shape
 from meshloom.ttnn.tensor.hostbuffer import DistributedHostBuffer
-from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, BufferType, MemoryConfig, TensorMemoryLayout, share_of_bank
+from meshloom.ttnn.tensor.memory import (
+    DRAM_MEMORY_CONFIG,
+    BufferType,
+    MemoryConfig,
+    Room,
+    TensorMemoryLayout,
+    room_on,
+    share_of_bank,
+)
 from meshloom.ttnn.tensor.parts import Block, part
 from meshloom.ttnn.tensor.specs import StorageType, TensorSpec
 from meshloom.ttnn.tensor.topology import TensorTopology
@@ -77,24 +85,6 @@ def _bytes(shape: tuple[int, ...], dtype: DataType, layout: Layout, tile: Tile) 
         if tile is TILE and len(_bytes_known) < 4096:
             _bytes_known[key] = found
     return found
-
-
-class Room:
-    """Bytes on every device of a mesh; given back when the last tensor that uses them is gone, or by hand."""
-
-    __slots__ = ("allocator", "region", "traces")
-
-    def __init__(self, allocator: Allocator, region: Region) -> None:
-        self.allocator, self.region = allocator, region
-        self.traces: list[Any] = []  # that write there when they are replayed
-
-    def __del__(self) -> None:
-        self.allocator.drop(self.region)
-
-    def free(self) -> None:
-        """Give it back now, or when the traces that use it are released."""
-        if all(trace.released for trace in self.traces):
-            self.allocator.release(self.region)
 
 
 class _Making(type):
@@ -165,20 +155,17 @@ class Tensor(metaclass=_Making):
             state.capture.keep(self._room)  # a replay writes there, so nobody else gets it while the trace lives
 
     def _allocate(self, device: MeshDevice) -> Room:
-        is_l1 = self._memory.buffer_type is not BufferType.DRAM
-        runtime = device.runtime
-        if runtime.lease.driver is not None:
-            runtime.lease.check_tensors()
-        allocator = runtime.system.memory["l1" if is_l1 else "dram"]
+        if device.runtime.lease.driver is not None:
+            device.runtime.lease.check_tensors()
         shape = self._block.shape[len(self._grid) :]  # type: ignore[union-attr]
-        size = _bytes(shape, self.dtype, self.layout, self.tile)
+        size, share = _bytes(shape, self.dtype, self.layout, self.tile), None
         if self._memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
             share = share_of_bank(self._memory, padded_shape(shape, self.layout, self.tile))
-            size = size if share is None else bytes_of(share, self.dtype) * allocator.banks
-        owner: Any = Owner(self.dtype, shape)
-        region = allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1)
-        queues.allocated(device, region)
-        return Room(allocator, region)
+            size = size if share is None else bytes_of(share, self.dtype)
+        owner = Owner(self.dtype, shape)
+        made = room_on(device, self._memory.buffer_type, size, owner, per_bank=share is not None)
+        queues.allocated(device, made.region)
+        return made
 
     def __copy__(self) -> Tensor:
         """Another name for the same parts."""

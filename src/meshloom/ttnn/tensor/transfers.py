@@ -6,6 +6,7 @@ which the mesh has to have. Writing keeps a tensor's array and its address, so t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -34,10 +35,7 @@ def replicated(device: MeshDevice) -> TensorTopology:
 
 def coordinates(grid: Sequence[int]) -> list[MeshCoordinate]:
     """Every coordinate of a grid, row-major."""
-    found: list[tuple[int, ...]] = [()]
-    for size in grid:
-        found = [(*place, c) for place in found for c in range(size)]
-    return [MeshCoordinate(place) for place in found]
+    return [MeshCoordinate(place) for place in itertools.product(*map(range, grid))]
 
 
 def lying(tensor: Tensor, device: MeshDevice) -> Lying:
