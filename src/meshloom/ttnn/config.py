@@ -54,7 +54,7 @@ class Config:
     validate_program_args: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, _known(name), _fitting(name, value))
+        object.__setattr__(self, _check_name(name), _fitting(name, value))
 
     @classmethod
     def keys(cls) -> list[str]:
@@ -90,7 +90,7 @@ class Config:
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in dataclasses.fields(Config)}
 
 
-def _known(name: str) -> str:
+def _check_name(name: str) -> str:
     if name not in _KINDS:
         raise ArgumentError(f"there is no setting {name!r}", fix=closest(name, _KINDS))
     return name
@@ -98,7 +98,7 @@ def _known(name: str) -> str:
 
 def _fitting(name: str, value: Any) -> Any:
     """A value of the kind that a setting has."""
-    kind = _KINDS[_known(name)]
+    kind = _KINDS[_check_name(name)]
     if kind.startswith("Path"):
         return None if value is None and "None" in kind else Path(value)
     if kind == "bool" and isinstance(value, bool):
@@ -127,7 +127,7 @@ def manage_config(name: str, value: Any) -> Iterator[None]:
     ...     CONFIG.comparison_mode_pcc
     0.5
     """
-    before = getattr(CONFIG, _known(name))
+    before = getattr(CONFIG, _check_name(name))
     setattr(CONFIG, name, value)
     try:
         yield
@@ -150,7 +150,7 @@ read_environment(os.environ)
 
 
 @contextmanager
-def _registered(hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> Iterator[None]:
+def _register(hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> Iterator[None]:
     hooks.append(hook)
     try:
         yield
@@ -160,12 +160,12 @@ def _registered(hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> It
 
 def register_pre_operation_hook(hook: Callable[..., Any]) -> Any:
     """Inside, a function is called before every operation as `hook(operation, args, kwargs)`."""
-    return _registered(BEFORE, hook)
+    return _register(BEFORE, hook)
 
 
 def register_post_operation_hook(hook: Callable[..., Any]) -> Any:
     """Inside, a function is called after every operation as `hook(operation, args, kwargs, output)`."""
-    return _registered(AFTER, hook)
+    return _register(AFTER, hook)
 
 
 # the torch function that an operation is compared with
@@ -190,7 +190,7 @@ def get_golden_function(operation: Any) -> Callable[..., Any]:
         return _golden[name]
     last = name.rpartition(".")[2]
     for place in (torch, torch.nn.functional, torch.special, torch.Tensor):
-        found = getattr(place, last, None)
+        found: Callable[..., Any] | None = getattr(place, last, None)
         if callable(found):
             return found
     raise UncoveredError(f"{name} has no golden function", fix="ttnn.attach_golden_function(operation, function)")

@@ -74,27 +74,27 @@ def preprocess_linear_weight(
     weight: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Any = None
 ) -> Tensor:
     """A weight of a Linear as a product takes it: transposed."""
-    return _converted(weight.T.contiguous(), dtype, layout, weights_mesh_mapper)
+    return _convert(weight.T.contiguous(), dtype, layout, weights_mesh_mapper)
 
 
 def preprocess_linear_bias(
     bias: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Any = None
 ) -> Tensor:
     """A bias as a row."""
-    return _converted(bias.reshape(1, -1), dtype, layout, weights_mesh_mapper)
+    return _convert(bias.reshape(1, -1), dtype, layout, weights_mesh_mapper)
 
 
 def preprocess_layernorm_parameter(parameter: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE) -> Tensor:
     """A weight or bias of a LayerNorm as a row."""
-    return _converted(parameter.reshape(1, -1), dtype, layout)
+    return _convert(parameter.reshape(1, -1), dtype, layout)
 
 
 def preprocess_embedding_weight(weight: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.ROW_MAJOR) -> Tensor:
     """A table of embeddings, row by row."""
-    return _converted(weight, dtype, layout)
+    return _convert(weight, dtype, layout)
 
 
-def _converted(values: torch.Tensor, dtype: DataType, layout: Layout, mapper: TensorToMesh | None = None) -> Tensor:
+def _convert(values: torch.Tensor, dtype: DataType, layout: Layout, mapper: TensorToMesh | None = None) -> Tensor:
     found: Tensor = convert(values, dtype, layout=layout, mesh_mapper=mapper)
     return found
 
@@ -173,7 +173,7 @@ def convert_torch_model_to_ttnn_model(
             for index, child in enumerate(model)
         )
     if custom_preprocessor is not None:
-        found = _asked(custom_preprocessor, model, name, ttnn_module_args, test)
+        found = _ask(custom_preprocessor, model, name, ttnn_module_args, test)
         if found:
             return make_parameter_dict(found)
     if test(model, name):
@@ -246,7 +246,7 @@ def _args_of(args: Any, key: Any) -> Any:
     return args.get(key) if isinstance(args, Mapping) else None
 
 
-def _asked(preprocessor: Preprocessor, model: torch.nn.Module, name: str, args: Any, test: ConvertTest) -> Any:
+def _ask(preprocessor: Preprocessor, model: torch.nn.Module, name: str, args: Any, test: ConvertTest) -> Any:
     """A custom preprocessor's answer; beside model and name it may take two further arguments, by their names."""
     offered = {"ttnn_module_args": args, "convert_to_ttnn": test}
     parameters = list(inspect.signature(preprocessor).parameters.values())
@@ -280,11 +280,11 @@ def move_to_device(object: Any, device: MeshDevice) -> Any:
     if isinstance(object, ParameterList):
         return ParameterList(move_to_device(value, device) for value in object)
     if isinstance(object, Conv2d):
-        return object.moved(lambda tensor: move_to_device(tensor, device))
+        return object.move(lambda tensor: move_to_device(tensor, device))
     return to_device(object, device) if isinstance(object, Tensor) else object
 
 
-def _initialized(initialize_model: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
+def _initialize(initialize_model: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
     if initialize_model is None:
         raise OperandError('Cached parameters not found! Please provide "initialize_model" argument')
     model = initialize_model()
@@ -317,7 +317,7 @@ def preprocess_model_parameters(
     how = {"convert_to_ttnn": convert_to_ttnn, "custom_preprocessor": custom_preprocessor, "name": prefix}
 
     def make() -> Any:
-        model = _initialized(initialize_model)
+        model = _initialize(initialize_model)
         args = None if run_model is None else infer_ttnn_module_args(model=model, run_model=run_model, device=device)
         return _with_modules(from_torch(model, **how, ttnn_module_args=args), args)
 

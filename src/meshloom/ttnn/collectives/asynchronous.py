@@ -112,7 +112,7 @@ def spell(name: str, work: Callable[..., Any], doc: str, also: str = "mode", fir
         own = {each: given[each] for each in mine if each in given and each not in OUTPUTS}
         output = next((given[each] for each in OUTPUTS if each in given), None)
         if isinstance(input_tensor, Tensor):
-            return _written(work(Group(name, input_tensor, **over), **own), output)
+            return _write_into(work(Group(name, input_tensor, **over), **own), output)
         outputs = output or [None] * len(input_tensor)
         made = [work(Group(name, each, **over), **own) for each in input_tensor]
         return [each.into(room) for each, room in zip(made, outputs, strict=True)]
@@ -130,7 +130,7 @@ def spell(name: str, work: Callable[..., Any], doc: str, also: str = "mode", fir
     op(name, also=also, more=Group)(call)
 
 
-def _written(found: Any, output: Tensor | Sequence[Tensor] | None) -> Any:
+def _write_into(found: Any, output: Tensor | Sequence[Tensor] | None) -> Any:
     """What was made, to be written into an output; of several, into the last that has its shape."""
     if not isinstance(found, Made):
         return found
@@ -148,7 +148,7 @@ def _gather_reversed(group: Group, dim: int | None = None) -> Made:
     place = group.sharded_dim() if dim is None else group.dim(dim)
     turned = stack_members(group).flip(group.at(0))
     joined = turned.movedim(group.at(0), group.at(place)).flatten(group.at(place), group.at(place) + 1)
-    return Made(joined, group.tensor, group.relabelled(REPLICATE))
+    return Made(joined, group.tensor, group.relabel(REPLICATE))
 
 
 def _gather_without_slots(
@@ -179,13 +179,13 @@ def _reduce(
 
 def _exchange(group: Group, in_dim: int, out_dim: int) -> Made:
     cut, joined = group.dim(in_dim, "split"), group.dim(out_dim, "concat")
-    size = group.divided(cut)
+    size = group.chunk_size(cut)
     if cut != joined:
         found = group.run(native.all_to_all, group.at(cut), group.at(joined))
     else:  # the pieces in a dim of their own, so that the two are different
-        pieces = group.block.unflatten(group.at(cut), (group.size, size))
+        pieces = torch.unflatten(group.block, group.at(cut), (group.size, size))
         found = group.run_on(pieces, native.all_to_all, group.at(cut), group.at(cut) + 1).squeeze(group.at(cut))
-    return Made(found, group.tensor, group.scattered(cut))
+    return Made(found, group.tensor, group.label_scatter(cut))
 
 
 def _slice(group: Group, dim: int, output_dim_offset: int, output_dim_shape: int) -> Made:
@@ -196,13 +196,13 @@ def _slice(group: Group, dim: int, output_dim_offset: int, output_dim_shape: int
     if output_dim_shape % group.size:
         raise OperandError(f"ttnn.{group.name}: {output_dim_shape} rows do not divide over {group.size} devices")
     gathered = group.run(native.all_gather, group.at(place))
-    found = group.partitioned(gathered.narrow(group.at(place), output_dim_offset, output_dim_shape), place).contiguous()
-    return Made(found, group.tensor, group.relabelled(PlacementShard(place)))
+    found = group.partition(gathered.narrow(group.at(place), output_dim_offset, output_dim_shape), place).contiguous()
+    return Made(found, group.tensor, group.relabel(PlacementShard(place)))
 
 
 def _room(group: Group, dim: int) -> Tensor:
     """Room for what arrives, of the input's shape."""
-    group.divided(group.dim(dim, "scatter"))
+    group.chunk_size(group.dim(dim, "scatter"))
     return _scratch(group, group.tensor.shape)
 
 
@@ -210,7 +210,7 @@ def _rooms(group: Group, dim: int) -> list[Tensor]:
     """Room for what arrives, and for the result."""
     place = group.dim(dim, "scatter")
     shape = list(group.tensor.shape)
-    shape[place] = group.divided(place)
+    shape[place] = group.chunk_size(place)
     return [_room(group, dim), _scratch(group, shape)]
 
 
@@ -263,7 +263,7 @@ def deepseek_moe_reduce_scatter(
     lead = [max(sizes) for sizes in zip(*(block.shape[: group.mesh.ndim] for block in blocks), strict=True)]
     joined = torch.cat([each.expand(*lead, *each.shape[group.mesh.ndim :]) for each in blocks], group.at(place))
     found = group.run_on(joined, native.reduce_scatter, group.at(place), precise=True)
-    return Made(found, input_tensors[0], group.scattered(place), memory_config=output_memory_config)
+    return Made(found, input_tensors[0], group.label_scatter(place), memory_config=output_memory_config)
 
 
 # neighbours
@@ -292,7 +292,7 @@ def neighbor_pad_async(
         raise ArgumentError(f"ttnn.{name}: padding_mode={padding_mode!r}", fix="'zeros' or 'replicate'")
     if logical_h or t_front_pad:
         raise UnsupportedError(f"ttnn.{name}: logical_h and t_front_pad are not covered", fix="pad by ttnn.pad")
-    sides = [_listed(each) for each in (dim, padding_left, padding_right, cluster_axis)]
+    sides = [_as_list(each) for each in (dim, padding_left, padding_right, cluster_axis)]
     if len({len(each) for each in sides}) != 1:
         raise ArgumentError(f"ttnn.{name}: dim, padding_left, padding_right and cluster_axis are not equally many")
     group, block = Group(name, input_tensor, mode=mode), None
@@ -305,7 +305,7 @@ def neighbor_pad_async(
     return Made(block, input_tensor, input_tensor.tensor_topology(), output=persistent_output_buffer)
 
 
-def _listed(given: int | Sequence[int]) -> list[int]:
+def _as_list(given: int | Sequence[int]) -> list[int]:
     return [given] if isinstance(given, int) else list(given)
 
 

@@ -67,7 +67,7 @@ def gather_along(group: Group, dim: int | None = None) -> Made:
     size = group.whole_size(place)
     if size is not None:
         found = found.narrow(group.at(place), 0, size)
-    return Made(found, group.tensor, group.gathered(place))
+    return Made(found, group.tensor, group.label_gather(place))
 
 
 @op("all_reduce", also=LINKS + " mesh_device mode", more=Group)
@@ -87,7 +87,7 @@ def all_reduce(input_tensor: Tensor, **over: Any) -> Made:
 def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The all-reduce of a group's tensor."""
     found = group.run(native.all_reduce, op=reduction(group.name, math_op), precise=True)
-    return Made(found, group.tensor, group.relabelled(REPLICATE))
+    return Made(found, group.tensor, group.relabel(REPLICATE))
 
 
 def reduction(name: str, math_op: ReduceType | None) -> str:
@@ -107,9 +107,9 @@ def reduce_scatter(input_tensor: Tensor, dim: int, **over: Any) -> Made:
 def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The reduce-scatter of a group's tensor."""
     place = group.dim(dim, "scatter")
-    group.divided(place)
+    group.chunk_size(place)
     found = group.run(native.reduce_scatter, group.at(place), op=reduction(group.name, math_op), precise=True)
-    return Made(found, group.tensor, group.scattered(place))
+    return Made(found, group.tensor, group.label_scatter(place))
 
 
 @op("mesh_partition")
@@ -117,12 +117,12 @@ def mesh_partition(input_tensor: Tensor, dim: int, cluster_axis: int | None = No
     """Member i of each group keeps chunk i, along `dim`, of its own tensor. Nothing is sent."""
     group = Group("mesh_partition", input_tensor, cluster_axis=cluster_axis)
     place = group.dim(dim, "partition")
-    chunk = group.divided(
+    chunk = group.chunk_size(
         place, f"input shape {list(input_tensor.shape)} must be divisible by cluster axis size {group.size}"
     )
     _check_tiles(group, place, chunk)
-    found = group.partitioned(group.block, place).clone(memory_format=torch.contiguous_format)
-    return Made(found, input_tensor, group.scattered(place))
+    found = group.partition(group.block, place).clone(memory_format=torch.contiguous_format)
+    return Made(found, input_tensor, group.label_scatter(place))
 
 
 def _check_tiles(group: Group, dim: int, chunk: int) -> None:
@@ -149,7 +149,7 @@ def broadcast(input_tensor: Tensor, sender_coord: MeshCoordinate, **over: Any) -
     root = int(group.position()[tuple(c if axis in group.axes else 0 for axis, c in enumerate(place))])
     found = group.run(native.broadcast, root)
     if group.size == group.mesh.size or group.block.shape == found.shape:  # one group, or members that hold the same
-        return Made(found, input_tensor, group.relabelled(REPLICATE))
+        return Made(found, input_tensor, group.relabel(REPLICATE))
     kept = _each(group).clone()
     box = tuple(slice(None) if axis in group.axes else c for axis, c in enumerate(place))
     kept[box] = part(found, place)
@@ -180,7 +180,7 @@ def all_broadcast(input_tensor: Tensor, **over: Any) -> list[Made]:
     """A tensor for every member of the groups: the k-th is what member k holds, on all members."""
     group = Group("all_broadcast", input_tensor, **over)
     stacked = stack_members(group)
-    label = group.relabelled(REPLICATE)
+    label = group.relabel(REPLICATE)
     return [Made(each.clone(), input_tensor, label) for each in stacked.unbind(group.at(0))]
 
 
@@ -248,7 +248,7 @@ def reduce_to_root(
     place = coordinate(groups[0], root_coord, "root_coord")
     root = int(groups[0].position()[place])
     parts = [_at_root(group, root, place) for group in groups]
-    found = _merged(parts, scale_fp32)
+    found = _merge(parts, scale_fp32)
     outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
     return [
         Made(_alone(group, values, place), each, group.apart(group.axes), output=out)
@@ -268,9 +268,9 @@ def _alone(group: Group, values: Block, place: tuple[int, ...]) -> Block:
     return block
 
 
-def _merged(parts: Sequence[Block], scale: float) -> tuple[Block, Block, Block]:
+def _merge(parts: Sequence[Block], scale: float) -> tuple[Block, Block, Block]:
     values, sums, tops = (each.to(torch.float32) for each in parts)
     top = tops.amax(0)
     weights = torch.exp((tops - top) * scale)
-    runs = values.unflatten(-1, (sums.shape[-1], values.shape[-1] // sums.shape[-1]))
+    runs = torch.unflatten(values, -1, (sums.shape[-1], values.shape[-1] // sums.shape[-1]))
     return (runs * weights.unsqueeze(-1)).sum(0).flatten(-2), (sums * weights).sum(0), top

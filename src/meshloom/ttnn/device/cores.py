@@ -185,11 +185,11 @@ class CoreRangeSet:
         return set(_cells(other)) <= set(self.cells())
 
     def merge(self, other: CoreRangeSet) -> CoreRangeSet:
-        return joined({*self.cells(), *other.cells()})
+        return join_cells({*self.cells(), *other.cells()})
 
     def subtract(self, other: CoreRangeSet) -> CoreRangeSet:
         """The cores that are not in the other."""
-        return joined(set(self.cells()) - set(other.cells()))
+        return join_cells(set(self.cells()) - set(other.cells()))
 
     def cells(self, row_wise: bool = True) -> Iterator[Cell]:
         """The cores, rectangle after rectangle."""
@@ -225,10 +225,10 @@ def _cells(of: CoreCoord | CoreRange | CoreRangeSet) -> Iterator[Cell]:
     raise ArgumentError(f"{of!r} is no core, range or set of ranges")
 
 
-def joined(cells: Iterable[Cell], row_wise: bool = True) -> CoreRangeSet:
+def join_cells(cells: Iterable[Cell], row_wise: bool = True) -> CoreRangeSet:
     """Cores as rectangles: runs within rows, and equal runs of neighbouring rows as one; or by columns.
 
-    >>> joined({(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)})
+    >>> join_cells({(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)})
     {[(x=0,y=0) - (x=1,y=1)], [(x=0,y=2) - (x=0,y=2)]}
     """
     turned = [(x, y) if row_wise else (y, x) for x, y in cells]
@@ -303,7 +303,7 @@ def num_cores_to_corerangeset_in_subcoregrids(
         raise OperandError(
             f"Target number of cores {target_num_cores} is greater than total number of available cores {len(there)}"
         )
-    return joined(there[:target_num_cores], row_wise)
+    return join_cells(there[:target_num_cores], row_wise)
 
 
 def split_work_to_cores(
@@ -322,7 +322,7 @@ def split_work_to_cores(
     if not used:
         return 0, CoreRangeSet(), CoreRangeSet(), CoreRangeSet(), 0, 0
     units, more = divmod(units_to_divide, used)
-    everyone = joined(cells[:used], row_wise)
+    everyone = join_cells(cells[:used], row_wise)
     if not more:
         return used, everyone, everyone, CoreRangeSet(), units, 0
-    return used, everyone, joined(cells[:more], row_wise), joined(cells[more:used], row_wise), units + 1, units
+    return used, everyone, join_cells(cells[:more], row_wise), join_cells(cells[more:used], row_wise), units + 1, units

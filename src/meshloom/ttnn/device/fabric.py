@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.fabric import preset
-from meshloom.runtime import MeshType
+from meshloom.runtime.geometry import MeshType
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreRangeSet
 from meshloom.ttnn.device.system import OPEN, System, is_line
@@ -223,7 +223,7 @@ class GlobalSemaphore:
     """A counter in the memory of every device of a mesh, at one address."""
 
     def __init__(self, device: MeshDevice, cores: CoreRangeSet, value: int, kind: BufferType) -> None:
-        self.device, self.cores, self.value = device, cores, _counted(value)
+        self.device, self.cores, self.value = device, cores, _check_count(value)
         self._room = room_on(device, kind, 4, "global semaphore", per_bank=True)
 
     @property
@@ -233,14 +233,14 @@ class GlobalSemaphore:
 
     def add(self, number: int = 1) -> int:
         """Count up, and tell the new value."""
-        self.value = _counted(self.value + number)
+        self.value = _check_count(self.value + number)
         return self.value
 
     def __repr__(self) -> str:
         return f"GlobalSemaphore(value={self.value}, address={self.address})"
 
 
-def _counted(value: Any) -> int:
+def _check_count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 32:
         raise ArgumentError(f"a semaphore counts from 0 to 2^32 - 1, not {value!r}")
     return value
@@ -262,7 +262,7 @@ def get_global_semaphore_address(global_semaphore: GlobalSemaphore) -> int:
 
 def reset_global_semaphore_value(global_semaphore: GlobalSemaphore, reset_value: int) -> None:
     """Set a counter on all devices."""
-    global_semaphore.value = _counted(reset_value)
+    global_semaphore.value = _check_count(reset_value)
 
 
 def apply_device_delay(mesh_device: MeshDevice, delays: Sequence[Sequence[int]], *, subdevice_id: Any = None) -> None:

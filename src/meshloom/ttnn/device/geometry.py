@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from meshloom import runtime
 from meshloom.errors import OperandError
-from meshloom.runtime import MeshCoordinate, MeshShape, MeshType
+from meshloom.runtime import geometry
+from meshloom.runtime.geometry import MeshCoordinate, MeshShape, MeshType
 
 if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-class MeshCoordinateRange(runtime.MeshCoordinateRange):
+class MeshCoordinateRange(geometry.MeshCoordinateRange):
     """A box of coordinates, both corners included; of a shape alone, all of it.
 
     >>> box = MeshCoordinateRange(MeshCoordinate(0, 1), MeshCoordinate(1, 2))
@@ -53,7 +53,7 @@ class MeshCoordinateRange(runtime.MeshCoordinateRange):
 
     def contains(self, other: Sequence[int] | MeshCoordinateRange) -> bool:
         """Whether a coordinate, or all of a range, is in it."""
-        if isinstance(other, runtime.MeshCoordinateRange):
+        if isinstance(other, geometry.MeshCoordinateRange):
             return other.start in self and other.end in self
         return tuple(other) in self
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from meshloom import runtime
 from meshloom.errors import ArgumentError, OperandError, TraceError, expect
-from meshloom.runtime import MeshShape, MeshType
+from meshloom.runtime.device import MeshDevice as RuntimeDevice
+from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.memory import Usage
 from meshloom.runtime.opening import read_mesh_type, sorted_out
 from meshloom.runtime.virtual import VirtualDriver
@@ -47,7 +48,7 @@ class MeshDevice(SubDevices):
 
     def __init__(
         self,
-        device: runtime.MeshDevice,
+        device: RuntimeDevice,
         system: System,
         *,
         options: Mapping[str, Any] | None = None,
@@ -352,7 +353,7 @@ def open_mesh_device(
     }
     if isinstance(num_command_queues, bool) or num_command_queues not in range(1, MAXIMUM_QUEUES + 1):
         raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="1 or 2")
-    system, sizes, chosen = _chosen(sizes, list(physical_device_ids) or ids, offset)
+    system, sizes, chosen = _choose_devices(sizes, list(physical_device_ids) or ids, offset)
     fabric.check_opening(system, chosen)
     settings.setdefault("check", "races" if "races" in os.environ.get(RACES, "").split(",") else None)
     if not {"driver", "memory", "preset"} & settings.keys():
@@ -366,7 +367,7 @@ def _ids_given(first: Any, shape: Any, device_ids: Any) -> Any:
     return device_ids if shape is None or device_ids is not None else first
 
 
-def _chosen(
+def _choose_devices(
     sizes: Sequence[int] | None, ids: Sequence[int] | None, offset: Sequence[int] | None
 ) -> tuple[System, tuple[int, ...], list[int]]:
     """The system, the shape and the devices of a mesh that is asked for."""

@@ -119,17 +119,17 @@ def transfer(tensor: Tensor, cq_id: int | None, *, writes: bool) -> None:
     assert device is not None
     queue = queue_of(device, cq_id)
     if state.capture is not None:
-        raise _refused(WRITES if writes else READS)
+        raise _refusal(WRITES if writes else READS)
     if writes:
         _check_grid(device, tensor)
     if device.watched:
         settle(device)
     if device.runtime.system.races is not None:
         verb = "write" if writes else "read"
-        _tell(queue, f"{verb} of {_named(tensor)} at {where()}", [_access(tensor, writes)])
+        _tell(queue, f"{verb} of {_name_of(tensor)} at {where()}", [_access(tensor, writes)])
 
 
-def allocated(device: MeshDevice, region: Region) -> None:
+def note_allocation(device: MeshDevice, region: Region) -> None:
     """A tensor has got memory; what is there counts as written by the host."""
     races = device.runtime.system.races
     if races is not None:
@@ -160,7 +160,7 @@ def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Se
 def _check_grid(device: MeshDevice, tensor: Tensor) -> None:
     if tensor._grid != tuple(device.shape):
         raise OperandError(
-            f"{_named(tensor)} was made when its mesh was of shape {list(tensor._grid)}",
+            f"{_name_of(tensor)} was made when its mesh was of shape {list(tensor._grid)}",
             mesh=device,
             fix="read it with ttnn.to_torch, and make it again with ttnn.from_torch",
         )
@@ -176,10 +176,10 @@ def _access(tensor: Tensor, writes: bool) -> Access:
     device, room = tensor.device(), tensor._room
     assert device is not None and room is not None
     cards = dict(zip(device.runtime.numbers, device.runtime.coordinates(), strict=True))
-    return Access(room.region, _named(tensor), cards, writes)
+    return Access(room.region, _name_of(tensor), cards, writes)
 
 
-def _named(tensor: Tensor) -> str:
+def _name_of(tensor: Tensor) -> str:
     return f"tensor {tensor.tensor_id} ({tensor.dtype.name} {list(tensor.shape)})"
 
 
@@ -188,14 +188,14 @@ def _tell(queue: MeshCommandQueue, text: str, accesses: Iterable[Access]) -> Non
         queue.system.races.enqueued(queue.id, text, accesses)
 
 
-def _refused(reason: str) -> TraceError:
+def _refusal(reason: str) -> TraceError:
     trace = state.capture.trace.id
     return TraceError(reason, trace=trace, fix="do it before or after the capture")
 
 
 def _refuse_in_capture(reason: str) -> None:
     if state.capture is not None:
-        raise _refused(reason)
+        raise _refusal(reason)
 
 
 # events

@@ -171,7 +171,7 @@ def _pairs(socket: MeshSocket) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return list(dict.fromkeys(ends))
 
 
-def _checked(name: str, tensor: Tensor, socket: MeshSocket, endpoint: SocketEndpoint) -> None:
+def _check_end(name: str, tensor: Tensor, socket: MeshSocket, endpoint: SocketEndpoint) -> None:
     device, _ = operands(name, tensor)
     if not isinstance(socket, MeshSocket):
         raise ArgumentError(f"ttnn.{name}: {socket!r} is not a ttnn.MeshSocket", fix="ttnn.create_socket_pair(...)")
@@ -184,7 +184,7 @@ def _checked(name: str, tensor: Tensor, socket: MeshSocket, endpoint: SocketEndp
 @op("experimental.send_async", "experimental.send_direct_async")
 def send_async(input_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
     """Send what the sending devices of a socket hold."""
-    _checked("experimental.send_async", input_tensor, mesh_socket, SocketEndpoint.SENDER)
+    _check_end("experimental.send_async", input_tensor, mesh_socket, SocketEndpoint.SENDER)
     parts = [part(input_tensor.block, source).clone() for source, _ in _pairs(mesh_socket)]
     if mesh_socket._peer is None:
         mesh_socket._waiting.append(_Sent(parts, input_tensor.dtype, where(), input_tensor.tensor_topology()))
@@ -198,9 +198,9 @@ def send_async(input_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
 def recv_async(output_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
     """Receive what was sent first into a tensor, at the receiving devices of a socket."""
     name = "experimental.recv_async"
-    _checked(name, output_tensor, mesh_socket, SocketEndpoint.RECEIVER)
+    _check_end(name, output_tensor, mesh_socket, SocketEndpoint.RECEIVER)
     if mesh_socket._peer is not None:
-        mesh_socket._waiting.append(_received(output_tensor, mesh_socket, mesh_socket._peer))
+        mesh_socket._waiting.append(_receive(output_tensor, mesh_socket, mesh_socket._peer))
     if not mesh_socket._waiting:
         raise OperandError(
             f"ttnn.{name}: nothing has been sent",
@@ -235,7 +235,7 @@ def _label(name: str, output: Tensor, socket: MeshSocket, sent: _Sent) -> Tensor
     return group.apart(group.axes)
 
 
-def _received(like: Tensor, socket: MeshSocket, peer: int) -> _Sent:
+def _receive(like: Tensor, socket: MeshSocket, peer: int) -> _Sent:
     """What another process sent, which has to be of the shape and dtype of what it goes into."""
     parts = [torch.empty(tuple(like.shape), dtype=like.block.dtype) for _ in _pairs(socket)]
     for each in parts:

@@ -111,7 +111,7 @@ class SubDevices:
 
     def load_sub_device_manager(self, sub_device_manager_id: SubDeviceManagerId) -> None:
         """Divide every device that way."""
-        self._loaded, self._stall_group = self._known(sub_device_manager_id), ()
+        self._loaded, self._stall_group = self._check_manager(sub_device_manager_id), ()
 
     def clear_loaded_sub_device_manager(self) -> None:
         """Divide no device."""
@@ -119,7 +119,7 @@ class SubDevices:
 
     def remove_sub_device_manager(self, sub_device_manager_id: SubDeviceManagerId) -> None:
         """Forget a way to divide devices."""
-        if self._known(sub_device_manager_id) == self._loaded:
+        if self._check_manager(sub_device_manager_id) == self._loaded:
             raise OperandError("Cannot remove active sub device manager", fix="clear_loaded_sub_device_manager() first")
         del self._managers[sub_device_manager_id]
 
@@ -141,7 +141,7 @@ class SubDevices:
             if each not in known:
                 raise OperandError(f"there is no sub-device {each}", loaded=", ".join(map(str, known)))
 
-    def _known(self, manager: SubDeviceManagerId) -> SubDeviceManagerId:
+    def _check_manager(self, manager: SubDeviceManagerId) -> SubDeviceManagerId:
         if manager not in self._managers:
             raise OperandError(f"Sub-device manager does not exist: {manager}")
         return manager

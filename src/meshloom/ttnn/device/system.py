@@ -111,11 +111,11 @@ class System:
                 system=MeshShape(*self.shape),
             )
         if _fits(sizes, start, self.shape):
-            return [_moved(place, start) for place in itertools.product(*map(range, sizes))]
+            return [_offset(place, start) for place in itertools.product(*map(range, sizes))]
         turned = sizes[::-1]
         if len(sizes) != 2 or not _fits(turned, start, self.shape):
             raise self._too_big(sizes, start)
-        return [_moved(place[::-1], start) for place in itertools.product(*map(range, sizes))]
+        return [_offset(place[::-1], start) for place in itertools.product(*map(range, sizes))]
 
     def _check_count(self, sizes: Sequence[int], wanted: int) -> None:
         if self.count is not None and wanted > self.count:
@@ -151,7 +151,7 @@ def _fits(sizes: Sequence[int], start: Sequence[int], whole: Sequence[int]) -> b
     return all(a + n <= size for a, n, size in zip(start, sizes, whole, strict=True))
 
 
-def _moved(place: Coordinate, start: Sequence[int]) -> Coordinate:
+def _offset(place: Coordinate, start: Sequence[int]) -> Coordinate:
     return tuple(a + b for a, b in zip(place, start, strict=True))
 
 
@@ -220,7 +220,7 @@ def get_system(given: str | int | Sequence[int] | System | None = None) -> Syste
     if named:
         return _read(named)
     declared = [device.id for device in discover() if device.kind == "virtual"]
-    return _counted(len(declared), declared) if declared else ANY
+    return _system_of(len(declared), declared) if declared else ANY
 
 
 def set_system(system: str | int | Sequence[int] | System | None) -> System:
@@ -242,7 +242,7 @@ def _read(given: str | int | Sequence[int] | System) -> System:
     if found is not None:
         return found
     if re.fullmatch(r"[1-9]\d*", text):
-        return _counted(int(text), range(int(text)))
+        return _system_of(int(text), range(int(text)))
     if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", text):
         shape = tuple(map(int, text.split("x")))
         return System(text, shape, tuple(range(math.prod(shape))), count=math.prod(shape))
@@ -252,7 +252,7 @@ def _read(given: str | int | Sequence[int] | System) -> System:
     )
 
 
-def _counted(count: int, ids: Sequence[int]) -> System:
+def _system_of(count: int, ids: Sequence[int]) -> System:
     return System(str(count), (1, count), tuple(ids), count=count, is_grid=False)
 
 

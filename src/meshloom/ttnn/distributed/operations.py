@@ -102,7 +102,7 @@ def run_on_wholes(
     activation: Any = None,
 ) -> Any:
     """`compute(**arguments, output=placements)` in native tensors, and what it gives as tensors of parts."""
-    given = [each for value in arguments.values() for each in _listed(value) if isinstance(each, Tensor)]
+    given = [each for value in arguments.values() for each in _as_list(value) if isinstance(each, Tensor)]
     device, blocks = operands(f"distributed.{name}", *given)
     like = given[LIKE.get(name, 0)] if len(given) > 1 else given[0]
     kind = dtype or (like if output_tensor is None else output_tensor).dtype
@@ -114,7 +114,7 @@ def run_on_wholes(
         met = iter([carried(whole, mesh) for whole in wholes])
         native = {each: _replace(value, met) for each, value in arguments.items()}
         found = compute(**native, output=wanted[1] if wanted is not None and wanted[0] == mesh else None)
-        several = [each if wanted is None else _bring(each, *wanted) for each in _listed(found)]
+        several = [each if wanted is None else _bring(each, *wanted) for each in _as_list(found)]
         parts = [lowered(each, like.grid) for each in several]
     if activation is not None:
         _check_no_terms(name, several)
@@ -153,7 +153,7 @@ def _check_tiles(name: str, given: Iterable[Any]) -> None:
         )
 
 
-def _listed(value: Any) -> Sequence[Any]:
+def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -218,7 +218,6 @@ def _choose_rows(strategy: Strategy, mesh: Mesh) -> contextlib.AbstractContextMa
 
 def _plainly(name: str) -> Compute:
     """The native op, with ttnn's positional arguments in their order and the others by name."""
-    native = named(NATIVE.get(name, name))
     order = list(inspect.signature(described(surface.table()[name])).parameters.values())
     places = [each.name for each in order if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
@@ -228,7 +227,7 @@ def _plainly(name: str) -> Compute:
                 given[operand] = activated(given[operand], given.pop(option))
         count = next((at for at, each in enumerate(places) if each not in given), len(places))
         ordered = [_as_index(given.pop(each), each) for each in places[:count]]
-        return native(*ordered, **given, output=output)
+        return native(NATIVE.get(name, name), *ordered, **given, output=output)
 
     return compute
 
@@ -237,7 +236,13 @@ def _as_index(value: Any, name: str) -> Any:
     return value.long() if name == "index" else value
 
 
-add, multiply, where = named("add"), named("mul"), named("where")
+_function = cache(named)
+
+
+def native(name: str, *args: Any, **options: Any) -> Native:
+    """What the native op of that name gives."""
+    found: Native = _function(name)(*args, **options)
+    return found
 
 
 def _linear(
@@ -250,8 +255,8 @@ def _linear(
     bias: Native | None = None,
 ) -> Native:
     turns = ((input_tensor_a, transpose_a), (input_tensor_b, transpose_b))
-    found = named("matmul")(*(x.transpose(-1, -2) if turn and x.ndim > 1 else x for x, turn in turns), output=output)
-    return found if bias is None else add(found, bias, output=output)
+    found = native("matmul", *(x.transpose(-1, -2) if turn and x.ndim > 1 else x for x, turn in turns), output=output)
+    return found if bias is None else native("add", found, bias, output=output)
 
 
 def _norm(name: str) -> Compute:
@@ -266,23 +271,23 @@ def _norm(name: str) -> Compute:
         bias: Native | None = None,
         residual_input_tensor: Native | None = None,
     ) -> Native:
-        x = input_tensor if residual_input_tensor is None else add(input_tensor, residual_input_tensor)
+        x = input_tensor if residual_input_tensor is None else native("add", input_tensor, residual_input_tensor)
         scale, shift = (None if each is None else each.reshape(-1) for each in (weight, bias))
         if name == "layer_norm":
-            return named(name)(x, x.shape[-1:], scale, shift, epsilon, output=output)
-        found = named(name)(x, x.shape[-1:], scale, epsilon, output=output)
-        return found if shift is None else add(found, shift, output=output)
+            return native(name, x, x.shape[-1:], scale, shift, epsilon, output=output)
+        found = native(name, x, x.shape[-1:], scale, epsilon, output=output)
+        return found if shift is None else native("add", found, shift, output=output)
 
     return compute
 
 
 def _batch_norm(*, output: Any, input: Native, eps: float = 1e-05, **rows: Native) -> Native:
     flat = {each: row.reshape(-1) for each, row in rows.items()}
-    return named("batch_norm")(input, **flat, eps=eps, output=output)
+    return native("batch_norm", input, **flat, eps=eps, output=output)
 
 
 def _reduction(name: str) -> Compute:
-    native, corrects = named(NATIVE.get(name, name)), name in ("std", "var")
+    corrects = name in ("std", "var")
 
     def compute(
         *,
@@ -293,10 +298,12 @@ def _reduction(name: str) -> Compute:
         scalar: float = 1.0,
         correction: bool = True,
     ) -> Native:
-        dims = range(input_tensor.ndim) if dim is None else _listed(dim)
+        dims = range(input_tensor.ndim) if dim is None else _as_list(dim)
         more = {"correction": int(correction)} if corrects else {}
-        found = native(input_tensor, list(dims), keepdim=keepdim, **more, output=output) if dims else input_tensor
-        return found if scalar == 1.0 else multiply(found, scalar, output=output)
+        found = input_tensor
+        if dims:
+            found = native(NATIVE.get(name, name), found, list(dims), keepdim=keepdim, **more, output=output)
+        return found if scalar == 1.0 else native("mul", found, scalar, output=output)
 
     return compute
 
@@ -304,8 +311,8 @@ def _reduction(name: str) -> Compute:
 def _scan(name: str, argument: str) -> Compute:
     def compute(*, output: Any, dim: int, reverse_order: bool = False, **given: Native) -> Native:
         x = given[argument]
-        found = named(name)(x.flip(dim) if reverse_order else x, dim, output=output)
-        return found.flip(dim) if reverse_order else found
+        found = native(name, x.flip(dim) if reverse_order else x, dim, output=output)
+        return native("flip", found, (dim,)) if reverse_order else found
 
     return compute
 
@@ -313,7 +320,7 @@ def _scan(name: str, argument: str) -> Compute:
 def _loss(name: str) -> Compute:
     def compute(*, output: Any, input_reference: Native, input_prediction: Native, reduction: Any = None) -> Native:
         how = "none" if reduction is None else reduction.name.lower()
-        return named(name)(input_reference, input_prediction, reduction=how, output=output)
+        return native(name, input_reference, input_prediction, reduction=how, output=output)
 
     return compute
 
@@ -322,25 +329,25 @@ def _prelu(*, output: Any, input_tensor_a: Native, weight: Any) -> Native:
     x = input_tensor_a
     if isinstance(weight, Native) and weight.ndim == 1 < x.ndim:
         weight = weight.reshape(1, -1, *(1,) * (x.ndim - 2))
-    return where(x < 0, x * weight, x, output=output)
+    return native("where", x < 0, x * weight, x, output=output)
 
 
 def _outer(*, output: Any, input_tensor_a: Native, input_tensor_b: Native) -> Native:
     lead = (1,) * (max(input_tensor_a.ndim, 2) - 2)
-    return multiply(input_tensor_a.reshape(*lead, -1, 1), input_tensor_b.reshape(*lead, 1, -1), output=output)
+    return native("mul", input_tensor_a.reshape(*lead, -1, 1), input_tensor_b.reshape(*lead, 1, -1), output=output)
 
 
 def _pad(
     *, output: Any, input_tensor: Native, padding: Sequence[Any], input_tensor_start: Any = 0.0, value: float = 0.0
 ) -> Native:
     if padding and not isinstance(padding[0], (tuple, list)):  # the shape of the result, and where the tensor starts
-        starts = _listed(input_tensor_start) if input_tensor_start else (0,) * input_tensor.ndim
+        starts = _as_list(input_tensor_start) if input_tensor_start else (0,) * input_tensor.ndim
         sizes = zip(padding, input_tensor.shape, starts, strict=True)
         padding = [(first, total - size - first) for total, size, first in sizes]
     elif isinstance(input_tensor_start, (int, float)):  # the value, third in the form with pairs
         value = input_tensor_start or value
     flat = [size for pair in reversed(padding) for size in pair]
-    return named("pad")(input_tensor, flat, value=value, output=output)
+    return native("pad", input_tensor, flat, value=value, output=output)
 
 
 def _embedding(*, output: Any, input_tensor: Any, weight: Native, padding_idx: int | None = None) -> Native:
@@ -350,7 +357,7 @@ def _embedding(*, output: Any, input_tensor: Any, weight: Native, padding_idx: i
     inside("distributed.embedding", index._data, rows.shape[0], "row")
     if index.ndim == 4 and tuple(index.shape[1:3]) == (1, 1):
         index = index.reshape(index.shape[0], index.shape[-1])
-    return named("embedding")(index, rows, output=output)
+    return native("embedding", index, rows, output=output)
 
 
 def _attention(
@@ -370,26 +377,26 @@ def _attention(
         )
     operands = (input_tensor_q, input_tensor_k, input_tensor_v, attn_mask)
     shared = input_tensor_q.shape[-3] != input_tensor_k.shape[-3]
-    return named(name)(*operands, is_causal=is_causal, scale=scale, enable_gqa=shared, output=output)
+    return native(name, *operands, is_causal=is_causal, scale=scale, enable_gqa=shared, output=output)
 
 
 OWN: dict[str, Compute] = {
     "matmul": _linear,
     "linear": _linear,
-    "softmax": lambda output, input_tensor, dim=-1: named("softmax")(input_tensor, dim, output=output),
+    "softmax": lambda output, input_tensor, dim=-1: native("softmax", input_tensor, dim, output=output),
     "batch_norm": _batch_norm,
     "cumsum": _scan("cumsum", "input"),
     "cumprod": _scan("cumprod", "input_tensor"),
-    "topk": lambda output, input_tensor, k=32, **how: named("topk")(input_tensor, k, **how, output=output),
-    "gelu": lambda output, input_tensor, variant=None: named("gelu")(
-        input_tensor, approximate="tanh" if variant is GeluVariant.Tanh else "none", output=output
+    "topk": lambda output, input_tensor, k=32, **how: native("topk", input_tensor, k, **how, output=output),
+    "gelu": lambda output, input_tensor, variant=None: native(
+        "gelu", input_tensor, approximate="tanh" if variant is GeluVariant.Tanh else "none", output=output
     ),
-    "heaviside": lambda output, input_tensor, value: named("heaviside")(
-        input_tensor, input_tensor.new_tensor(value), output=output
+    "heaviside": lambda output, input_tensor, value: native(
+        "heaviside", input_tensor, input_tensor.new_tensor(value), output=output
     ),
     "prelu": _prelu,
-    "where": lambda output, predicate, true_value, false_value: where(
-        predicate != 0, true_value, false_value, output=output
+    "where": lambda output, predicate, true_value, false_value: native(
+        "where", predicate != 0, true_value, false_value, output=output
     ),
     "outer": _outer,
     "pad": _pad,

@@ -17,7 +17,7 @@ from meshloom.ttnn.device.queues import MeshEvent, MeshTraceId
 from meshloom.ttnn.ops.calling import TABLE
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.transfers import allocate_tensor_on_device, copy_host_to_device_tensor, shared, to_device
+from meshloom.ttnn.tensor.transfers import allocate_tensor_on_device, copy_host_to_device_tensor, share, to_device
 
 Model = Callable[[Tensor], Any]
 
@@ -188,7 +188,7 @@ class _Persistent(Executor):
     def _capture(self) -> None:
         """Capture the model on an input in L1, which keeps its place also when the model frees it."""
         given = self._to_l1()
-        self.l1_input_tensor = shared(given)
+        self.l1_input_tensor = share(given)
         self.trace_id = queues.begin_trace_capture(self.device, cq_id=self.cq_id)
         try:
             queues.hold(given)

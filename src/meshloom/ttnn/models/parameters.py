@@ -42,10 +42,10 @@ def make_parameter_dict(dictionary: Mapping[Any, Any]) -> ParameterDict:
     """A dictionary, and those inside of it, as parameters."""
     if isinstance(dictionary, ParameterDict):
         return dictionary
-    return ParameterDict({key: _made(value) for key, value in dictionary.items()})
+    return ParameterDict({key: _as_parameters(value) for key, value in dictionary.items()})
 
 
-def _made(value: Any) -> Any:
+def _as_parameters(value: Any) -> Any:
     is_plain = isinstance(value, dict) and type(value) is dict
     return make_parameter_dict(value) if is_plain else value
 

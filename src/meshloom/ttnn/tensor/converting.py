@@ -25,7 +25,7 @@ from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import TILE, Tensor
 from meshloom.ttnn.tensor.topology import ALONE
-from meshloom.ttnn.tensor.transfers import moved
+from meshloom.ttnn.tensor.transfers import move_to
 
 __all__ = ["distribute"]
 
@@ -106,7 +106,7 @@ def from_torch(
         dtype, layout, memory_config, tile = spec.dtype, spec.layout, spec.memory_config, spec.tile
     if tensor.is_complex():
         raise DTypeError(f"ttnn has no complex dtypes: got {tensor.dtype}", fix="torch.view_as_real(x)")
-    kind = dtype or _inferred(tensor)
+    kind = dtype or _infer_dtype(tensor)
     values = tensor.detach().transpose(-2, -1) if col_tilize else tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise ArgumentError(
@@ -127,7 +127,7 @@ def from_torch(
         coords,
         home=mapper.mesh if mapper is not None else None,
     )
-    return made if device is None else moved(made, device, made.memory_config(), cq_id, copies=False)
+    return made if device is None else move_to(made, device, made.memory_config(), cq_id, copies=False)
 
 
 def _check_alone_with_spec(**given: Any) -> None:
@@ -136,7 +136,7 @@ def _check_alone_with_spec(**given: Any) -> None:
             raise OperandError(f"ttnn.from_torch: {name} must be None when spec is specified")
 
 
-def _inferred(tensor: torch.Tensor) -> DataType:
+def _infer_dtype(tensor: torch.Tensor) -> DataType:
     found = INFERRED.get(tensor.dtype)
     if found is None:
         raise DTypeError(
@@ -250,11 +250,11 @@ def to_torch(
         raise ArgumentError(f"ttnn.to_torch: dtype={torch_dtype!r} is not a torch.dtype")
     kind = torch_dtype or ttnn_dtype_to_torch_dtype(tensor.dtype)
     if isinstance(found, list):
-        return [_returned(each, kind, torch_rank, tensor) for each in found]
-    return _returned(found, kind, torch_rank, tensor)
+        return [_hand_back(each, kind, torch_rank, tensor) for each in found]
+    return _hand_back(found, kind, torch_rank, tensor)
 
 
-def _returned(values: torch.Tensor, kind: torch.dtype, rank: int | None, source: Tensor) -> torch.Tensor:
+def _hand_back(values: torch.Tensor, kind: torch.dtype, rank: int | None, source: Tensor) -> torch.Tensor:
     values = values.to(kind)
     while rank is not None and values.dim() > rank:
         if values.shape[0] != 1:

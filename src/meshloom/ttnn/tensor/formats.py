@@ -245,7 +245,7 @@ def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int,
 def rounded(values: torch.Tensor, dtype: DataType) -> torch.Tensor:
     """Values as a dtype can say them, in its `store`: block floats share exponents along rows, integers wrap."""
     if dtype is DataType.BFLOAT8_B or dtype is DataType.BFLOAT4_B:
-        return blockfloat.rounded(values, 7 if dtype is DataType.BFLOAT8_B else 3, torch.bfloat16)
+        return blockfloat.round_blocks(values, 7 if dtype is DataType.BFLOAT8_B else 3, torch.bfloat16)
     if dtype is DataType.FP8_E4M3:
         return values.to(torch.float8_e4m3fn).to(dtype.store)
     if dtype is DataType.UINT32:

@@ -56,7 +56,8 @@ def _op(name: str) -> Callable[..., Any]:
 
 def _operator(name: str) -> Callable[..., Tensor]:
     def call(*operands: Any) -> Tensor:
-        return _op(name)(*operands)
+        found: Tensor = _op(name)(*operands)
+        return found
 
     return call
 
@@ -164,7 +165,7 @@ class Tensor(metaclass=_Making):
             size = size if share is None else bytes_of(share, self.dtype)
         owner = Owner(self.dtype, shape)
         made = room_on(device, self._memory.buffer_type, size, owner, per_bank=share is not None)
-        queues.allocated(device, made.region)
+        queues.note_allocation(device, made.region)
         return made
 
     def __copy__(self) -> Tensor:
@@ -403,7 +404,7 @@ class Tensor(metaclass=_Making):
 
     def to_torch_with_padded_shape(self) -> torch.Tensor:
         """The whole, every part with the padding of its tiles."""
-        return self._like(self._padded(self._pad), layout=Layout.ROW_MAJOR).to_torch()
+        return self._like(self._pad_tiles(self._pad), layout=Layout.ROW_MAJOR).to_torch()
 
     def to_list(self) -> Any:
         return self.to_torch().tolist()
@@ -439,7 +440,7 @@ class Tensor(metaclass=_Making):
         if not 0 <= number < len(cores):
             raise BoundsError(f"core {core} holds no shard", cores=spec.grid)
         height, width = spec.shape
-        padded = self._padded(self._pad)
+        padded = self._pad_tiles(self._pad)
         axes = len(self._grid)
         flat = padded.reshape(*padded.shape[:axes], -1, padded.shape[-1])
         across = -(-flat.shape[-1] // width)
@@ -466,17 +467,17 @@ class Tensor(metaclass=_Making):
         }
         return Tensor(block, *(kept | other).values())
 
-    def _padded(self, value: float) -> Block:
+    def _pad_tiles(self, value: float) -> Block:
         block = self.block
         rank = len(self.padded_shape)
         if block.dim() - len(self._grid) < rank:
             lead = block.shape[: len(self._grid)]
             block = block.reshape(*lead, *(1,) * (rank - len(self.shape)), *self.shape)
-        return _grown(block, self.padded_shape, (0,) * rank, value)
+        return _grow(block, self.padded_shape, (0,) * rank, value)
 
     def pad(self, output_shape: Sequence[int], input_start: Sequence[int], value: float) -> Tensor:
         """Inside a larger shape, from a place on, the rest filled."""
-        return self._like(_grown(self.block, output_shape, input_start, value))
+        return self._like(_grow(self.block, output_shape, input_start, value))
 
     def unpad(self, start: Sequence[int], end: Sequence[int]) -> Tensor:
         """The box from a place to another, without the end."""
@@ -486,7 +487,7 @@ class Tensor(metaclass=_Making):
     def pad_to_tile(self, value: float) -> Tensor:
         """As large as its tiles, the rest filled."""
         sizes = padded_shape(self.shape, Layout.TILE, self.tile)
-        return self._like(_grown(self.block, sizes, (0,) * len(sizes), value))
+        return self._like(_grow(self.block, sizes, (0,) * len(sizes), value))
 
     def unpad_from_tile(self, output_shape: Sequence[int]) -> Tensor:
         """Cut to a shape."""
@@ -521,10 +522,10 @@ class Tensor(metaclass=_Making):
         return _op("squeeze")(found, gone) if gone else found
 
     def __repr__(self) -> str:
-        return import_module("meshloom.ttnn.tensor.printing").text(self)
+        return str(import_module("meshloom.ttnn.tensor.printing").text(self))
 
 
-def _grown(block: Block, shape: Sequence[int], start: Sequence[int], value: float) -> Block:
+def _grow(block: Block, shape: Sequence[int], start: Sequence[int], value: float) -> Block:
     """A block whose parts lie inside a larger shape from a place on."""
     ends: list[int] = []
     for size, first, have in zip(reversed(shape), reversed(start), reversed(block.shape), strict=False):

@@ -61,7 +61,7 @@ def lying(tensor: Tensor, device: MeshDevice) -> Lying:
     return there, tensor.tensor_topology(), tuple(places)
 
 
-def moved(
+def move_to(
     tensor: Tensor, device: MeshDevice, memory_config: MemoryConfig, cq_id: Any = None, *, copies: bool = True
 ) -> Tensor:
     """A tensor on a mesh, in a certain memory."""
@@ -92,13 +92,13 @@ def to_device(
     """On a mesh: a single tensor on every device, parts each on its own. From another mesh it goes by the host."""
     _check_tensor("to_device", tensor)
     if tensor.device() is device and memory_config in (None, tensor.memory_config()):
-        return shared(tensor)
+        return share(tensor)
     config = memory_config or tensor.memory_config()
     source = tensor if tensor.device() is None else from_device(tensor, queue_id=queue_id)
-    return moved(source, device, config, queue_id if queue_id is not None else cq_id)
+    return move_to(source, device, config, queue_id if queue_id is not None else cq_id)
 
 
-def shared(tensor: Tensor, coords: tuple[MeshCoordinate, ...] | None = None) -> Tensor:
+def share(tensor: Tensor, coords: tuple[MeshCoordinate, ...] | None = None) -> Tensor:
     """Another tensor with the same values, the same memory and the same label, maybe on fewer devices."""
     return tensor._like(tensor.block, coords=coords or tensor._coords, room=tensor._room)
 
@@ -186,7 +186,7 @@ def allocate_tensor_on_device(*args: Any, **kwargs: Any) -> Tensor:
 
     Every device has a part of its own in it from the start, so that any values can be written into it in place.
     """
-    shape, dtype, layout, device, config, tile = _wanted("allocate_tensor_on_device", *args, **kwargs)
+    shape, dtype, layout, device, config, tile = _read_form("allocate_tensor_on_device", *args, **kwargs)
     grid = tuple(device.shape)
     block = torch.zeros(*grid, *shape, dtype=dtype.store)
     label = TensorTopology(grid, [REPLICATE] * len(grid), coordinates(grid))
@@ -200,13 +200,13 @@ def allocate_tensor_on_device(*args: Any, **kwargs: Any) -> Tensor:
 @op("allocate_tensor_on_host")
 def allocate_tensor_on_host(*args: Any, **kwargs: Any) -> Tensor:
     """A tensor of the host with a part for every device: arguments as for `allocate_tensor_on_device`."""
-    shape, dtype, layout, device, config, tile = _wanted("allocate_tensor_on_host", *args, **kwargs)
+    shape, dtype, layout, device, config, tile = _read_form("allocate_tensor_on_host", *args, **kwargs)
     grid = tuple(device.shape)
     block = torch.zeros(*grid, *shape, dtype=dtype.store)
     return Tensor(block, grid, dtype, layout, ALONE, None, config, tile)
 
 
-def _wanted(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _read_form(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Shape, dtype, layout, device, memory config and tile, of either form of the call."""
     words: tuple[str, ...] = ("shape", "dtype", "layout", "mesh_device", "memory_config")
     if "tensor_spec" in kwargs or (args and hasattr(args[0], "dtype")):
