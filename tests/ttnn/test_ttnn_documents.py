@@ -484,7 +484,7 @@ def examined(tmp_path, monkeypatch, capsys):
     for name in set(sys.modules) - set(before):
         if name.partition(".")[0] in ("ttnn", "models"):
             del sys.modules[name]
-    for mesh in list(ttnn.system.OPEN):
+    for mesh in list(ttnn.device.system.OPEN):
         ttnn.close_mesh_device(mesh)
 
 

@@ -53,7 +53,7 @@ class Config:
     strict_ccl_topology: bool = False
     validate_program_args: bool = False
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, _check_name(name), _fitting(name, value))
 
     @classmethod
@@ -96,7 +96,7 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _fitting(name: str, value: Any) -> Any:
+def _fitting(name: str, value: Any) -> object:
     """A value of the kind that a setting has."""
     kind = _KINDS[_check_name(name)]
     if kind.startswith("Path"):
@@ -120,7 +120,7 @@ load_config_from_json_file, save_config_to_json_file = CONFIG.load_from_file, CO
 
 
 @contextmanager
-def manage_config(name: str, value: Any) -> Iterator[None]:
+def manage_config(name: str, value: object) -> Iterator[None]:
     """A setting has another value inside.
 
     >>> with manage_config("comparison_mode_pcc", 0.5):

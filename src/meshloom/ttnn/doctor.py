@@ -20,7 +20,7 @@ from typing import Any
 
 from meshloom.errors import where
 from meshloom.ttnn import surface
-from meshloom.ttnn.device import watching
+from meshloom.ttnn.device import system
 from meshloom.ttnn.ops import calling
 from meshloom.ttnn.tensor.composers import ListMeshToTensor
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -247,7 +247,7 @@ def watch() -> Iterator[Seen]:
     hooks: list[tuple[list[Any], Any]] = [
         (calling.BEFORE, seen.before),
         (calling.AFTER, seen.after),
-        (watching.WATCHERS, seen.device),
+        (system.WATCHERS, seen.device),
     ]
     for listed, hook in hooks:
         listed.append(hook)

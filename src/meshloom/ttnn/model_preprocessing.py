@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 ConvertTest = Callable[[torch.nn.Module, str], bool]
 Preprocessor = Callable[..., Any]
+Mapper = TensorToMesh | None
+Args = ModuleArgs | None
 
 DTYPES = INFERRED | dict.fromkeys((torch.float32, torch.float64), DataType.BFLOAT16)
 
@@ -71,14 +73,14 @@ DTYPES = INFERRED | dict.fromkeys((torch.float32, torch.float64), DataType.BFLOA
 
 
 def preprocess_linear_weight(
-    weight: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Any = None
+    weight: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Mapper = None
 ) -> Tensor:
     """A weight of a Linear as a product takes it: transposed."""
     return _convert(weight.T.contiguous(), dtype, layout, weights_mesh_mapper)
 
 
 def preprocess_linear_bias(
-    bias: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Any = None
+    bias: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Mapper = None
 ) -> Tensor:
     """A bias as a row."""
     return _convert(bias.reshape(1, -1), dtype, layout, weights_mesh_mapper)
@@ -94,7 +96,7 @@ def preprocess_embedding_weight(weight: torch.Tensor, *, dtype: DataType, layout
     return _convert(weight, dtype, layout)
 
 
-def _convert(values: torch.Tensor, dtype: DataType, layout: Layout, mapper: TensorToMesh | None = None) -> Tensor:
+def _convert(values: torch.Tensor, dtype: DataType, layout: Layout, mapper: Mapper = None) -> Tensor:
     found: Tensor = convert(values, dtype, layout=layout, mesh_mapper=mapper)
     return found
 
@@ -132,7 +134,7 @@ def preprocess_conv2d(weight: torch.Tensor, bias: torch.Tensor | None, args: Map
 # modules
 
 
-def default_preprocessor(model: torch.nn.Module, name: str, ttnn_module_args: Any = None) -> dict[str, Any]:
+def default_preprocessor(model: torch.nn.Module, name: str, ttnn_module_args: Args = None) -> dict[str, Any]:
     """The tensors of a module of a known kind; nothing for others."""
     kind = DataType.BFLOAT16
     if isinstance(model, torch.nn.Linear):
@@ -160,7 +162,7 @@ def convert_torch_model_to_ttnn_model(
     convert_to_ttnn: ConvertTest | None = None,
     custom_preprocessor: Preprocessor | None = None,
     name: str = "",
-    ttnn_module_args: Any = None,
+    ttnn_module_args: Args = None,
 ) -> ParameterDict | ParameterList:
     """The parameters of a module and all below it."""
     test = convert_to_ttnn or (lambda module, full_name: True)
@@ -203,11 +205,11 @@ def preprocess_remaining_children_and_parameters(
     convert_to_ttnn: ConvertTest | None = None,
     custom_preprocessor: Preprocessor | None = None,
     already_preprocessed_children: Sequence[str] = (),
-    ttnn_module_args: Any = None,
+    ttnn_module_args: Args = None,
 ) -> ParameterDict:
     """The parameters of a module child by child, without those that a custom preprocessor has done."""
     test = convert_to_ttnn or (lambda module, full_name: True)
-    found: dict[Any, Any] = {}
+    found: dict[str | int, Any] = {}
     for child_name, child in model.named_children():
         if child_name in already_preprocessed_children:
             continue
@@ -242,11 +244,11 @@ def _below(name: str, child: str) -> str:
     return f"{name}.{child}" if name else child
 
 
-def _args_of(args: Any, key: Any) -> Any:
-    return args.get(key) if isinstance(args, Mapping) else None
+def _args_of(args: Args, key: str | int) -> Args:
+    return None if args is None else args.get(key)
 
 
-def _ask(preprocessor: Preprocessor, model: torch.nn.Module, name: str, args: Any, test: ConvertTest) -> Any:
+def _ask(preprocessor: Preprocessor, model: torch.nn.Module, name: str, args: Args, test: ConvertTest) -> Any:
     """A custom preprocessor's answer; beside model and name it may take two further arguments, by their names."""
     offered = {"ttnn_module_args": args, "convert_to_ttnn": test}
     parameters = list(inspect.signature(preprocessor).parameters.values())
@@ -332,13 +334,13 @@ def preprocess_model(*, reader_patterns_cache: dict[Any, Any] | None = None, **o
     return preprocess_model_parameters(**options)
 
 
-def _with_modules(parameters: Any, args: Any) -> Any:
+def _with_modules(parameters: Any, args: Args) -> Any:
     """A tree of parameters with an object in the place of every convolution and pooling that was met."""
     if isinstance(args, Conv2dArgs):
         return Conv2d(args, parameters["weight"], parameters.get("bias"))
     if isinstance(args, MaxPool2dArgs):
         return MaxPool2d(args)
-    if not isinstance(args, Mapping) or not args:
+    if not args:
         return parameters
     if isinstance(parameters, ParameterList):
         return ParameterList(_with_modules(each, _args_of(args, index)) for index, each in enumerate(parameters))

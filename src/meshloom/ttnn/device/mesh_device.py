@@ -21,9 +21,8 @@ from meshloom.ttnn.device import fabric
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid
 from meshloom.ttnn.device.fabric import FabricNodeId, MeshId
 from meshloom.ttnn.device.geometry import MeshDeviceView
-from meshloom.ttnn.device.subdevices import SubDevices
-from meshloom.ttnn.device.system import OPEN, Arch, System, get_system, is_line, snake
-from meshloom.ttnn.device.watching import tell
+from meshloom.ttnn.device.subdevices import DispatchCoreConfig, SubDevices
+from meshloom.ttnn.device.system import OPEN, Arch, System, get_system, is_line, snake, tell
 
 __all__ = (
     "CloseDevice CloseDevices CreateDevice CreateDevices Device GetDefaultDevice MeshDevice ReadDeviceProfiler "
@@ -324,7 +323,7 @@ def open_mesh_device(
     l1_small_size: Any = 0,
     trace_region_size: int = 0,
     num_command_queues: int = 1,
-    dispatch_core_config: Any = None,
+    dispatch_core_config: DispatchCoreConfig | None = None,
     offset: Sequence[int] | None = None,
     physical_device_ids: Sequence[int] = (),
     worker_l1_size: int = 0,

@@ -28,7 +28,7 @@ from meshloom.runtime.races import Access
 from meshloom.runtime.trace import Trace
 from meshloom.ttnn.choices import Number
 from meshloom.ttnn.device.geometry import MeshCoordinateRange
-from meshloom.ttnn.device.watching import tell
+from meshloom.ttnn.device.system import tell
 from meshloom.ttnn.tensor.parts import Block
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,7 +200,14 @@ _BY_NAME = {each.name.lower(): each for each in PRODUCTS}
 ANY = System("virtual", (2, 4), tuple(range(8)), is_grid=False)
 
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()  # mesh devices that are open
+WATCHERS: list[Callable[[str, Any], None]] = []  # called as watcher("opened", device); also "closed", "waited"
 _chosen: System | None = None
+
+
+def tell(what: str, device: object) -> None:
+    """Say to watchers that something was done with a mesh."""
+    for watcher in tuple(WATCHERS):
+        watcher(what, device)
 
 
 def get_system(given: str | int | Sequence[int] | System | None = None) -> System:

@@ -39,6 +39,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 
 Strategy = str | Sequence[str] | None
 Compute = Callable[..., Any]
+Output = tuple[Placement, ...] | None
 
 # Native names that mean something else in `ttnn`: images and groups of channels lie flat there.
 APART = frozenset(
@@ -221,7 +222,7 @@ def _plainly(name: str) -> Compute:
     order = list(inspect.signature(described(surface.table()[name])).parameters.values())
     places = [each.name for each in order if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
-    def compute(*, output: Any, **given: Any) -> Any:
+    def compute(*, output: Output, **given: Any) -> Any:
         for option, operand in ACTIVATIONS.items():
             if option in given:
                 given[operand] = activated(given[operand], given.pop(option))
@@ -247,7 +248,7 @@ def native(name: str, *args: Any, **options: Any) -> Native:
 
 def _linear(
     *,
-    output: Any,
+    output: Output,
     input_tensor_a: Native,
     input_tensor_b: Native,
     transpose_a: bool = False,
@@ -264,7 +265,7 @@ def _norm(name: str) -> Compute:
 
     def compute(
         *,
-        output: Any,
+        output: Output,
         input_tensor: Native,
         epsilon: float = 1e-12,
         weight: Native | None = None,
@@ -281,7 +282,7 @@ def _norm(name: str) -> Compute:
     return compute
 
 
-def _batch_norm(*, output: Any, input: Native, eps: float = 1e-05, **rows: Native) -> Native:
+def _batch_norm(*, output: Output, input: Native, eps: float = 1e-05, **rows: Native) -> Native:
     flat = {each: row.reshape(-1) for each, row in rows.items()}
     return native("batch_norm", input, **flat, eps=eps, output=output)
 
@@ -291,7 +292,7 @@ def _reduction(name: str) -> Compute:
 
     def compute(
         *,
-        output: Any,
+        output: Output,
         input_tensor: Native,
         dim: int | Sequence[int] | None = None,
         keepdim: bool = False,
@@ -309,7 +310,7 @@ def _reduction(name: str) -> Compute:
 
 
 def _scan(name: str, argument: str) -> Compute:
-    def compute(*, output: Any, dim: int, reverse_order: bool = False, **given: Native) -> Native:
+    def compute(*, output: Output, dim: int, reverse_order: bool = False, **given: Native) -> Native:
         x = given[argument]
         found = native(name, x.flip(dim) if reverse_order else x, dim, output=output)
         return native("flip", found, (dim,)) if reverse_order else found
@@ -318,27 +319,27 @@ def _scan(name: str, argument: str) -> Compute:
 
 
 def _loss(name: str) -> Compute:
-    def compute(*, output: Any, input_reference: Native, input_prediction: Native, reduction: Any = None) -> Native:
+    def compute(*, output: Output, input_reference: Native, input_prediction: Native, reduction: Any = None) -> Native:
         how = "none" if reduction is None else reduction.name.lower()
         return native(name, input_reference, input_prediction, reduction=how, output=output)
 
     return compute
 
 
-def _prelu(*, output: Any, input_tensor_a: Native, weight: Any) -> Native:
+def _prelu(*, output: Output, input_tensor_a: Native, weight: Any) -> Native:
     x = input_tensor_a
     if isinstance(weight, Native) and weight.ndim == 1 < x.ndim:
         weight = weight.reshape(1, -1, *(1,) * (x.ndim - 2))
     return native("where", x < 0, x * weight, x, output=output)
 
 
-def _outer(*, output: Any, input_tensor_a: Native, input_tensor_b: Native) -> Native:
+def _outer(*, output: Output, input_tensor_a: Native, input_tensor_b: Native) -> Native:
     lead = (1,) * (max(input_tensor_a.ndim, 2) - 2)
     return native("mul", input_tensor_a.reshape(*lead, -1, 1), input_tensor_b.reshape(*lead, 1, -1), output=output)
 
 
 def _pad(
-    *, output: Any, input_tensor: Native, padding: Sequence[Any], input_tensor_start: Any = 0.0, value: float = 0.0
+    *, output: Output, input_tensor: Native, padding: Sequence[Any], input_tensor_start: Any = 0.0, value: float = 0.0
 ) -> Native:
     if padding and not isinstance(padding[0], (tuple, list)):  # the shape of the result, and where the tensor starts
         starts = _as_list(input_tensor_start) if input_tensor_start else (0,) * input_tensor.ndim
@@ -350,7 +351,7 @@ def _pad(
     return native("pad", input_tensor, flat, value=value, output=output)
 
 
-def _embedding(*, output: Any, input_tensor: Any, weight: Native, padding_idx: int | None = None) -> Native:
+def _embedding(*, output: Output, input_tensor: Any, weight: Native, padding_idx: int | None = None) -> Native:
     if any(size != 1 for size in weight.shape[:-2]):
         raise OperandError(f"ttnn.distributed.embedding: weight is {list(weight.shape)}", fix="give a table [V, H]")
     rows, index = weight.reshape(-1, weight.shape[-1]), input_tensor
@@ -362,7 +363,7 @@ def _embedding(*, output: Any, input_tensor: Any, weight: Native, padding_idx: i
 
 def _attention(
     *,
-    output: Any,
+    output: Output,
     input_tensor_q: Native,
     input_tensor_k: Native,
     input_tensor_v: Native,
@@ -422,7 +423,13 @@ def to_topology(
     ...     x.shape, y.shape, y.to_torch().tolist() == list(range(8))
     (Shape([2]), Shape([4]), True)
     """
-    how = {"output": output, "explain": explain, "memory_config": memory_config}
-    found: Tensor = run_on_wholes("to_topology", {"x": input_tensor}, lambda output, x: x, **how)
+    found: Tensor = run_on_wholes(
+        "to_topology",
+        {"x": input_tensor},
+        lambda output, x: x,
+        output=output,
+        explain=explain,
+        memory_config=memory_config,
+    )
     settled = found.tensor_topology() == input_tensor.tensor_topology() and memory_config is None
     return input_tensor if settled else found

@@ -86,7 +86,7 @@ def from_torch(
     device: MeshDevice | None = None,
     memory_config: MemoryConfig | None = None,
     mesh_mapper: TensorToMesh | None = None,
-    cq_id: Any = None,
+    cq_id: int | None = None,
     preserve_nan_values: bool = False,
     col_tilize: bool = False,
     enable_bfloat_opt: bool = False,
@@ -187,7 +187,7 @@ def from_data(
     tile: Tile | None = None,
     pad_value: float = 0.0,
     mesh_mapper: TensorToMesh | None = None,
-    cq_id: Any = None,
+    cq_id: int | None = None,
 ) -> Tensor:
     """A tensor as TTNN's constructors make it: of another, of a list of numbers and a shape, or of an array."""
     if isinstance(data, Tensor):
@@ -227,7 +227,7 @@ def to_torch(
     torch_rank: int | None = None,
     mesh_composer: Composer | None = None,
     device: MeshDevice | None = None,
-    cq_id: Any = None,
+    cq_id: int | None = None,
 ) -> Any:
     """The whole as a torch tensor, put together by a composer, else as the label says.
 

@@ -81,6 +81,9 @@ def room_on(device: MeshDevice, kind: BufferType, size: int, owner: Any, per_ban
     return Room(allocator, allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1))
 
 
+Grids = CoreGrid | CoreCoord | CoreRange | CoreRangeSet | Sequence[Any]
+
+
 def _are_sizes(given: Sequence[int]) -> bool:
     return all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in given)
 
@@ -267,7 +270,7 @@ _LAYOUTS = {
 
 def create_sharded_memory_config(
     shape: Sequence[int],
-    core_grid: Any,
+    core_grid: Grids,
     strategy: ShardStrategy,
     orientation: ShardOrientation | None = None,
     use_height_and_width_as_shard_shape: bool = False,
@@ -301,7 +304,7 @@ def create_sharded_memory_config(
 
 def create_sharded_memory_config_(
     shape: Sequence[int],
-    core_grid: Any,
+    core_grid: Grids,
     strategy: ShardStrategy | TensorMemoryLayout,
     orientation: ShardOrientation | None = None,
     use_height_and_width_as_shard_shape: bool = False,
@@ -328,7 +331,7 @@ def create_sharded_memory_config_(
     return MemoryConfig(layout, BufferType.L1, spec)
 
 
-def _strategy(given: Any) -> ShardStrategy:
+def _strategy(given: object) -> ShardStrategy:
     if not isinstance(given, ShardStrategy):
         raise OperandError(f"Invalid sharding strategy {given!r}", fix="ttnn.ShardStrategy.HEIGHT, WIDTH or BLOCK")
     return given

@@ -107,23 +107,9 @@ class Tensor(metaclass=_Making):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_block",
-        "_coords",
-        "_device",
-        "_grid",
-        "_memory",
-        "_pad",
-        "_pinned",
-        "_room",
-        "_shape",
-        "_topology",
-        "dtype",
-        "home",
-        "layout",
-        "tensor_id",
-        "tile",
-    )
+        "__weakref__ _block _coords _device _grid _memory _pad _pinned _room _shape _topology dtype home layout "
+        "tensor_id tile"
+    ).split()
 
     _block: Block | None
     _coords: tuple[MeshCoordinate, ...] | None
@@ -379,12 +365,12 @@ class Tensor(metaclass=_Making):
 
     # values
 
-    def cpu(self, blocking: bool = True, cq_id: Any = None) -> Tensor:
+    def cpu(self, blocking: bool = True, cq_id: int | None = None) -> Tensor:
         """A copy on the host, with the same parts."""
         found: Tensor = _op("from_device")(self, blocking, queue_id=cq_id)
         return found
 
-    def to(self, target: Any, mem_config: MemoryConfig | None = None, cq_id: Any = None) -> Tensor:
+    def to(self, target: Any, mem_config: MemoryConfig | None = None, cq_id: int | None = None) -> Tensor:
         """On a mesh, or in a layout."""
         if isinstance(target, Layout):
             found: Tensor = _op("to_layout")(self, target)

@@ -24,6 +24,7 @@ from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import TILE, Tensor
 from meshloom.ttnn.tensor.topology import ALONE, REPLICATE, TensorTopology
 
+Queue = int | None  # a queue by its number, the thread's for None
 Lying = tuple[Block, TensorTopology, "tuple[MeshCoordinate, ...] | None"]
 
 
@@ -62,7 +63,7 @@ def lying(tensor: Tensor, device: MeshDevice) -> Lying:
 
 
 def move_to(
-    tensor: Tensor, device: MeshDevice, memory_config: MemoryConfig, cq_id: Any = None, *, copies: bool = True
+    tensor: Tensor, device: MeshDevice, memory_config: MemoryConfig, cq_id: Queue = None, *, copies: bool = True
 ) -> Tensor:
     """A tensor on a mesh, in a certain memory."""
     if not isinstance(device, MeshDevice):
@@ -86,8 +87,8 @@ def to_device(
     device: MeshDevice,
     memory_config: MemoryConfig | None = None,
     *,
-    queue_id: Any = None,
-    cq_id: Any = None,
+    queue_id: Queue = None,
+    cq_id: Queue = None,
 ) -> Tensor:
     """On a mesh: a single tensor on every device, parts each on its own. From another mesh it goes by the host."""
     _check_tensor("to_device", tensor)
@@ -104,7 +105,7 @@ def share(tensor: Tensor, coords: tuple[MeshCoordinate, ...] | None = None) -> T
 
 
 @op("from_device")
-def from_device(tensor: Tensor, blocking: bool = True, *, queue_id: Any = None, cq_id: Any = None) -> Tensor:
+def from_device(tensor: Tensor, blocking: bool = True, *, queue_id: Queue = None, cq_id: Queue = None) -> Tensor:
     """A copy on the host, with the same parts."""
     _check_tensor("from_device", tensor)
     if tensor.device() is None:
@@ -114,7 +115,7 @@ def from_device(tensor: Tensor, blocking: bool = True, *, queue_id: Any = None, 
     return tensor._like(block.clone(), device=None, home=None)
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"ttnn.{name} takes a ttnn.Tensor, not a {type(tensor).__name__}")
 
@@ -123,7 +124,7 @@ def _check_tensor(name: str, tensor: Any) -> None:
 
 
 @op("copy_host_to_device_tensor")
-def copy_host_to_device_tensor(host_tensor: Tensor, device_tensor: Tensor, cq_id: Any = None) -> None:
+def copy_host_to_device_tensor(host_tensor: Tensor, device_tensor: Tensor, cq_id: Queue = None) -> None:
     """Write a tensor of the host into one of the devices, which takes its label; a single part goes to all."""
     _check_pair("copy_host_to_device_tensor", host_tensor, device_tensor)
     device = device_tensor.device()
@@ -137,7 +138,7 @@ def copy_host_to_device_tensor(host_tensor: Tensor, device_tensor: Tensor, cq_id
 
 @op("copy_device_to_host_tensor")
 def copy_device_to_host_tensor(
-    device_tensor: Tensor, host_tensor: Tensor, blocking: bool = True, cq_id: Any = None
+    device_tensor: Tensor, host_tensor: Tensor, blocking: bool = True, cq_id: Queue = None
 ) -> None:
     """Write a tensor of the devices into one of the host, which takes its label."""
     _check_pair("copy_device_to_host_tensor", host_tensor, device_tensor)
