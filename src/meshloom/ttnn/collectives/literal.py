@@ -247,19 +247,13 @@ def reduce_to_root(
     groups = [Group("reduce_to_root", each, **over) for each in given]
     place = coordinate(groups[0], root_coord, "root_coord")
     root = int(groups[0].position()[place])
-    parts = [_at_root(group, root, place) for group in groups]
-    found = _merge(parts, scale_fp32)
+    stacked = [group.run_on(group.block.unsqueeze(group.at(0)), native.gather, group.at(0), root) for group in groups]
+    found = _merge([part(each, place) for each in stacked], scale_fp32)
     outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
     return [
         Made(_alone(group, values, place), each, group.apart(group.axes), output=out)
         for group, values, each, out in zip(groups, found, given, outputs, strict=True)
     ]
-
-
-def _at_root(group: Group, root: int, place: tuple[int, ...]) -> Block:
-    """What all devices hold, stacked, as the root has it."""
-    stacked = group.run_on(group.block.unsqueeze(group.at(0)), native.gather, group.at(0), root)
-    return part(stacked, place)
 
 
 def _alone(group: Group, values: Block, place: tuple[int, ...]) -> Block:

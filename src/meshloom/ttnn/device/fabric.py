@@ -204,11 +204,8 @@ def is_closed(device: MeshDevice, axis: int) -> bool:
         return whole and len(system.shape) == 2 and system.shape[0] == 2
     if axis in _CLOSED.get(_config, ()):
         return True
-    return system.preset is not None and _spans(device, axis) and preset(system.preset).kinds[axis] == "ring"
-
-
-def _spans(device: MeshDevice, axis: int) -> bool:
-    return len(device.shape) == len(device.system.shape) and device.shape[axis] == device.system.shape[axis]
+    spans = len(device.shape) == len(system.shape) and device.shape[axis] == system.shape[axis]
+    return system.preset is not None and spans and preset(system.preset).kinds[axis] == "ring"
 
 
 def get_num_links(mesh_device: MeshDevice, cluster_axis: int | None = None) -> int:

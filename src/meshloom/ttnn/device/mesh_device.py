@@ -343,7 +343,9 @@ def open_mesh_device(
     """
     if not isinstance(l1_small_size, int):  # (shape, device_ids) and (paths_or_ids, shape)
         mesh_shape, device_ids, l1_small_size = (mesh_shape, l1_small_size, 0)
-    sizes, ids = sorted_out(mesh_shape if shape is None else shape, _ids_given(mesh_shape, shape, device_ids))
+    if shape is not None:
+        mesh_shape, device_ids = shape, mesh_shape if device_ids is None else device_ids
+    sizes, ids = sorted_out(mesh_shape, device_ids)
     options = {
         "l1_small_size": _size("l1_small_size", l1_small_size),
         "trace_region_size": _size("trace_region_size", trace_region_size),
@@ -360,10 +362,6 @@ def open_mesh_device(
     kind = fabric.mesh_type_of(read_mesh_type(mesh_type))
     made = runtime.open_mesh_device(sizes, chosen, num_command_queues=num_command_queues, mesh_type=kind, **settings)
     return MeshDevice(made, system, options=options)
-
-
-def _ids_given(first: Any, shape: Any, device_ids: Any) -> Any:
-    return device_ids if shape is None or device_ids is not None else first
 
 
 def _choose_devices(

@@ -117,7 +117,8 @@ class MeshSocket:
         return self._endpoint
 
     def get_active_cores(self) -> list[MeshCoreCoord]:
-        return [_end(each, self._endpoint) for each in self._config.connections]
+        sends = self._endpoint is SocketEndpoint.SENDER
+        return [each.sender_core if sends else each.receiver_core for each in self._config.connections]
 
     def get_config_buffer_address(self) -> int:
         """Where its queue is, on all devices."""
@@ -144,10 +145,6 @@ def _apart(config: SocketConfig) -> tuple[SocketEndpoint, int]:
         )
     number = ends.index(here)
     return SocketEndpoint(number), int(ends[1 - number])  # type: ignore[arg-type]
-
-
-def _end(connection: SocketConnection, endpoint: SocketEndpoint) -> MeshCoreCoord:
-    return connection.sender_core if endpoint is SocketEndpoint.SENDER else connection.receiver_core
 
 
 def create_socket_pair(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
@@ -113,8 +113,8 @@ def run_on_wholes(
     mesh = _meeting(device.runtime.mesh.leased(None), wholes, wanted, strategy)
     with _print_plan(explain), _choose_rows(strategy, mesh):
         met = iter([carried(whole, mesh) for whole in wholes])
-        native = {each: _replace(value, met) for each, value in arguments.items()}
-        found = compute(**native, output=wanted[1] if wanted is not None and wanted[0] == mesh else None)
+        given_natives = {each: _replace(value, met) for each, value in arguments.items()}
+        found = compute(**given_natives, output=wanted[1] if wanted is not None and wanted[0] == mesh else None)
         several = [each if wanted is None else _bring(each, *wanted) for each in _as_list(found)]
         parts = [lowered(each, like.grid) for each in several]
     if activation is not None:
@@ -226,15 +226,13 @@ def _plainly(name: str) -> Compute:
         for option, operand in ACTIVATIONS.items():
             if option in given:
                 given[operand] = activated(given[operand], given.pop(option))
+        if "index" in given:
+            given["index"] = given["index"].long()
         count = next((at for at, each in enumerate(places) if each not in given), len(places))
-        ordered = [_as_index(given.pop(each), each) for each in places[:count]]
+        ordered = [given.pop(each) for each in places[:count]]
         return native(NATIVE.get(name, name), *ordered, **given, output=output)
 
     return compute
-
-
-def _as_index(value: Any, name: str) -> Any:
-    return value.long() if name == "index" else value
 
 
 _function = cache(named)
@@ -260,70 +258,53 @@ def _linear(
     return found if bias is None else native("add", found, bias, output=output)
 
 
-def _norm(name: str) -> Compute:
+def _norm(
+    name: str,
+    *,
+    output: Output,
+    input_tensor: Native,
+    epsilon: float = 1e-12,
+    weight: Native | None = None,
+    bias: Native | None = None,
+    residual_input_tensor: Native | None = None,
+) -> Native:
     """A norm of every row; its weight and bias may have any shape of one row, and a residual is added first."""
-
-    def compute(
-        *,
-        output: Output,
-        input_tensor: Native,
-        epsilon: float = 1e-12,
-        weight: Native | None = None,
-        bias: Native | None = None,
-        residual_input_tensor: Native | None = None,
-    ) -> Native:
-        x = input_tensor if residual_input_tensor is None else native("add", input_tensor, residual_input_tensor)
-        scale, shift = (None if each is None else each.reshape(-1) for each in (weight, bias))
-        if name == "layer_norm":
-            return native(name, x, x.shape[-1:], scale, shift, epsilon, output=output)
-        found = native(name, x, x.shape[-1:], scale, epsilon, output=output)
-        return found if shift is None else native("add", found, shift, output=output)
-
-    return compute
+    x = input_tensor if residual_input_tensor is None else native("add", input_tensor, residual_input_tensor)
+    scale, shift = (None if each is None else each.reshape(-1) for each in (weight, bias))
+    if name == "layer_norm":
+        return native(name, x, x.shape[-1:], scale, shift, epsilon, output=output)
+    found = native(name, x, x.shape[-1:], scale, epsilon, output=output)
+    return found if shift is None else native("add", found, shift, output=output)
 
 
-def _batch_norm(*, output: Output, input: Native, eps: float = 1e-05, **rows: Native) -> Native:
-    flat = {each: row.reshape(-1) for each, row in rows.items()}
-    return native("batch_norm", input, **flat, eps=eps, output=output)
+def _reduction(
+    name: str,
+    *,
+    output: Output,
+    input_tensor: Native,
+    dim: int | Sequence[int] | None = None,
+    scalar: float = 1.0,
+    correction: bool = True,
+    **keeps: bool,
+) -> Native:
+    dims = list(range(input_tensor.ndim) if dim is None else _as_list(dim))
+    more = {"correction": int(correction)} if name in ("std", "var") else {}
+    found = input_tensor
+    if dims:
+        found = native(NATIVE.get(name, name), found, dims, **keeps, **more, output=output)
+    return found if scalar == 1.0 else native("mul", found, scalar, output=output)
 
 
-def _reduction(name: str) -> Compute:
-    corrects = name in ("std", "var")
-
-    def compute(
-        *,
-        output: Output,
-        input_tensor: Native,
-        dim: int | Sequence[int] | None = None,
-        keepdim: bool = False,
-        scalar: float = 1.0,
-        correction: bool = True,
-    ) -> Native:
-        dims = range(input_tensor.ndim) if dim is None else _as_list(dim)
-        more = {"correction": int(correction)} if corrects else {}
-        found = input_tensor
-        if dims:
-            found = native(NATIVE.get(name, name), found, list(dims), keepdim=keepdim, **more, output=output)
-        return found if scalar == 1.0 else native("mul", found, scalar, output=output)
-
-    return compute
+def _scan(name: str, *, output: Output, dim: int, reverse_order: bool = False, **given: Native) -> Native:
+    (x,) = given.values()
+    found = native(name, x.flip(dim) if reverse_order else x, dim, output=output)
+    return native("flip", found, (dim,)) if reverse_order else found
 
 
-def _scan(name: str, argument: str) -> Compute:
-    def compute(*, output: Output, dim: int, reverse_order: bool = False, **given: Native) -> Native:
-        x = given[argument]
-        found = native(name, x.flip(dim) if reverse_order else x, dim, output=output)
-        return native("flip", found, (dim,)) if reverse_order else found
-
-    return compute
-
-
-def _loss(name: str) -> Compute:
-    def compute(*, output: Output, input_reference: Native, input_prediction: Native, reduction: Any = None) -> Native:
-        how = "none" if reduction is None else reduction.name.lower()
-        return native(name, input_reference, input_prediction, reduction=how, output=output)
-
-    return compute
+def _loss(name: str, *, output: Output, reduction: Any = None, **both: Native) -> Native:
+    return native(
+        name, *both.values(), reduction="none" if reduction is None else reduction.name.lower(), output=output
+    )
 
 
 def _prelu(*, output: Output, input_tensor_a: Native, weight: Any) -> Native:
@@ -385,9 +366,10 @@ OWN: dict[str, Compute] = {
     "matmul": _linear,
     "linear": _linear,
     "softmax": lambda output, input_tensor, dim=-1: native("softmax", input_tensor, dim, output=output),
-    "batch_norm": _batch_norm,
-    "cumsum": _scan("cumsum", "input"),
-    "cumprod": _scan("cumprod", "input_tensor"),
+    "batch_norm": lambda output, input, eps=1e-05, **rows: native(
+        "batch_norm", input, **{each: row.reshape(-1) for each, row in rows.items()}, eps=eps, output=output
+    ),
+    **{each: partial(_scan, each) for each in ("cumsum", "cumprod")},
     "topk": lambda output, input_tensor, k=32, **how: native("topk", input_tensor, k, **how, output=output),
     "gelu": lambda output, input_tensor, variant=None: native(
         "gelu", input_tensor, approximate="tanh" if variant is GeluVariant.Tanh else "none", output=output
@@ -403,9 +385,9 @@ OWN: dict[str, Compute] = {
     "pad": _pad,
     "embedding": _embedding,
     "scaled_dot_product_attention": _attention,
-    **{each: _norm(each) for each in ("layer_norm", "rms_norm")},
-    **{each: _reduction(each) for each in ("sum", "mean", "max", "min", "std", "var")},
-    **{each: _loss(each) for each in ("l1_loss", "mse_loss")},
+    **{each: partial(_norm, each) for each in ("layer_norm", "rms_norm")},
+    **{each: partial(_reduction, each) for each in ("sum", "mean", "max", "min", "std", "var")},
+    **{each: partial(_loss, each) for each in ("l1_loss", "mse_loss")},
 }
 
 
