@@ -47,7 +47,7 @@ def all_to_all_dispatch(
         group.run_on(group.block.transpose(group.at(0), group.at(1)), native.all_gather, group.at(dim))
         for group in (tokens, chosen)
     )
-    wanted = each(_find_wanted, [experts, owners], tokens.mesh.ndim)
+    wanted = each(lambda some, owned: owned[some.long()].any(-1), [experts, owners], tokens.mesh.ndim)
     kept = torch.where(wanted.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype))
     label = tokens.relabel(UNKNOWN)
     outputs = list(output_tensors) if output_tensors is not None else [None, None]
@@ -73,11 +73,6 @@ def _owners(name: str, group: Group, mapping: Tensor) -> Block:
     numbers = torch.arange(group.mesh.size).reshape(*group.mesh.shape, 1, 1)
     full = table.expand(*group.mesh.shape, experts, devices)
     return full.gather(-1, numbers.expand(*group.mesh.shape, experts, 1)).squeeze(-1) != 0
-
-
-def _find_wanted(experts: Block, owned: Block) -> Block:
-    """For every token, whether some expert that it chose is here: [.., S, K] and [experts] to [.., S]."""
-    return owned[experts.long()].any(-1)
 
 
 @op("all_to_all_combine", also=LINKS + " mode", more=Group)

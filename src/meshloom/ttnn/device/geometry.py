@@ -46,10 +46,9 @@ class MeshCoordinateRange(geometry.MeshCoordinateRange):
         object.__setattr__(self, "end", MeshCoordinate(*end))
 
     def __iter__(self) -> Iterator[MeshCoordinate]:
-        return map(MeshCoordinate, itertools.product(*(range(a, b + 1) for a, b in self._sides())))
-
-    def _sides(self) -> Iterator[tuple[int, int]]:
-        return zip(self.start, self.end, strict=True)
+        return map(
+            MeshCoordinate, itertools.product(*(range(a, b + 1) for a, b in zip(self.start, self.end, strict=True)))
+        )
 
     def contains(self, other: Sequence[int] | MeshCoordinateRange) -> bool:
         """Whether a coordinate, or all of a range, is in it."""

@@ -37,3 +37,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(
         f"ttnn.distributed has no {name!r}, only matmul and other native ops; {closest(name, __all__)}"
     )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

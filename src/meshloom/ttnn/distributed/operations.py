@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -61,9 +62,16 @@ def names() -> list[str]:
     return sorted((found - APART) | {*BEHIND, "to_topology"})
 
 
-@cache
 def bridge(name: str) -> Compute:
     """The op of that name on wholes, with the arguments of `ttnn`'s and `output=`, `strategy=` and `explain=`."""
+    with _making:
+        return surface.table().get(f"distributed.{name}") or _make_bridge(name)
+
+
+_making = threading.Lock()
+
+
+def _make_bridge(name: str) -> Compute:
     original = described(surface.table()[BEHIND.get(name, name)])
     signature, compute = inspect.signature(original), OWN.get(name) or _plainly(name)
     dropped = SPEED - inspect.signature(compute).parameters.keys()

@@ -42,12 +42,9 @@ def make_parameter_dict(dictionary: Mapping[Any, Any]) -> ParameterDict:
     """A dictionary, and those inside of it, as parameters."""
     if isinstance(dictionary, ParameterDict):
         return dictionary
-    return ParameterDict({key: _as_parameters(value) for key, value in dictionary.items()})
-
-
-def _as_parameters(value: Any) -> Any:
-    is_plain = isinstance(value, dict) and type(value) is dict
-    return make_parameter_dict(value) if is_plain else value
+    return ParameterDict(
+        {key: make_parameter_dict(value) if type(value) is dict else value for key, value in dictionary.items()}
+    )
 
 
 def _tree(parameters: Any, depth: int = 0) -> str:

@@ -102,7 +102,9 @@ def from_torch(
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"ttnn.from_torch takes a torch.Tensor, not a {type(tensor).__name__}")
     if spec is not None:
-        _check_alone_with_spec(dtype=dtype, layout=layout, memory_config=memory_config, tile=tile)
+        given = {"dtype": dtype, "layout": layout, "memory_config": memory_config, "tile": tile}
+        for name in [each for each, value in given.items() if value is not None]:
+            raise OperandError(f"ttnn.from_torch: {name} must be None when spec is specified")
         dtype, layout, memory_config, tile = spec.dtype, spec.layout, spec.memory_config, spec.tile
     if tensor.is_complex():
         raise DTypeError(f"ttnn has no complex dtypes: got {tensor.dtype}", fix="torch.view_as_real(x)")
@@ -128,12 +130,6 @@ def from_torch(
         home=mapper.mesh if mapper is not None else None,
     )
     return made if device is None else move_to(made, device, made.memory_config(), cq_id, copies=False)
-
-
-def _check_alone_with_spec(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise OperandError(f"ttnn.from_torch: {name} must be None when spec is specified")
 
 
 def _infer_dtype(tensor: torch.Tensor) -> DataType:
