@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,9 +45,7 @@ class MeshCoordinateRange(geometry.MeshCoordinateRange):
         object.__setattr__(self, "end", MeshCoordinate(*end))
 
     def __iter__(self) -> Iterator[MeshCoordinate]:
-        return map(
-            MeshCoordinate, itertools.product(*(range(a, b + 1) for a, b in zip(self.start, self.end, strict=True)))
-        )
+        return map(MeshCoordinate, super().__iter__())
 
     def contains(self, other: Sequence[int] | MeshCoordinateRange) -> bool:
         """Whether a coordinate, or all of a range, is in it."""

@@ -42,9 +42,8 @@ def make_parameter_dict(dictionary: Mapping[Any, Any]) -> ParameterDict:
     """A dictionary, and those inside of it, as parameters."""
     if isinstance(dictionary, ParameterDict):
         return dictionary
-    return ParameterDict(
-        {key: make_parameter_dict(value) if type(value) is dict else value for key, value in dictionary.items()}
-    )
+    pairs = dictionary.items()
+    return ParameterDict({key: make_parameter_dict(each) if type(each) is dict else each for key, each in pairs})
 
 
 def _tree(parameters: Any, depth: int = 0) -> str:

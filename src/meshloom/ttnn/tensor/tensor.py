@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from itertools import count
@@ -257,11 +257,10 @@ class Tensor(metaclass=_Making):
 
     def device_coords(self) -> list[MeshCoordinate]:
         """The devices that hold a part."""
-        return (
-            list(self._coords)
-            if self._coords is not None
-            else list(map(MeshCoordinate, itertools.product(*map(range, self._grid))))
-        )
+        return list(self._coords) if self._coords is not None else [MeshCoordinate(place) for place in self._places()]
+
+    def _places(self) -> Iterator[tuple[int, ...]]:
+        return itertools.product(*map(range, self._grid))
 
     def tensor_topology(self) -> TensorTopology:
         """How the parts make up a whole."""
