@@ -94,7 +94,7 @@ def _positions(name: str, forms: Sequence[Sequence[str]], values: Sequence[Any],
     )
 
 
-def spell(name: str, work: Callable[..., Any], doc: str, also: str = "mode", first: str = "input_tensor") -> None:
+def spell(name: str, work: Callable[..., Any], doc: str, also: str = "mode") -> None:
     """Register a collective as the text of signatures spells it.
 
     `work(group, ...)` gets the arguments that it names; a persistent output is written, of several the one that has the
@@ -111,22 +111,25 @@ def spell(name: str, work: Callable[..., Any], doc: str, also: str = "mode", fir
         over = {each: given[each] for each in OVER if each in given}
         own = {each: given[each] for each in mine if each in given and each not in OUTPUTS}
         output = next((given[each] for each in OUTPUTS if each in given), None)
-        if isinstance(input_tensor, Tensor):
+        if not isinstance(input_tensor, (list, tuple)):
             return _write_into(work(Group(name, input_tensor, **over), **own), output)
         outputs = output or [None] * len(input_tensor)
         made = [work(Group(name, each, **over), **own) for each in input_tensor]
         return [each.into(room) for each, room in zip(made, outputs, strict=True)]
 
+    told = {**inspect.signature(Group).parameters, **inspect.signature(work).parameters}
+    types = {each: told[each].annotation if each in told else "Tensor | None" for each in (*order, *mine)}
     kinds = inspect.Parameter
-    listed = [kinds(each, kinds.POSITIONAL_OR_KEYWORD, default=None) for each in order]
+    listed = [kinds(each, kinds.POSITIONAL_OR_KEYWORD, default=None, annotation=types[each]) for each in order]
     if not order:
         listed.append(kinds("positions", kinds.VAR_POSITIONAL))
-    listed += [kinds(each, kinds.KEYWORD_ONLY, default=None) for each in mine if each not in order]
+    named = [each for each in mine if each not in order]
+    listed += [kinds(each, kinds.KEYWORD_ONLY, default=None, annotation=types[each]) for each in named]
+    listed.insert(0, kinds("input_tensor", kinds.POSITIONAL_OR_KEYWORD, annotation="Tensor"))
+    listed.append(kinds("over", kinds.VAR_KEYWORD))
     call.__name__ = call.__qualname__ = name.rpartition(".")[2]
     call.__doc__ = doc
-    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [kinds(first, kinds.POSITIONAL_OR_KEYWORD), *listed, kinds("over", kinds.VAR_KEYWORD)], return_annotation="Made"
-    )
+    call.__signature__ = inspect.Signature(listed, return_annotation="Made")  # type: ignore[attr-defined]
     op(name, also=also, more=Group)(call)
 
 
