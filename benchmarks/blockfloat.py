@@ -18,7 +18,7 @@ SPEED = Goal("mb_per_s", 200.0, " MB/s", at_least=True)
 
 def works(devices: Sequence[int]) -> list[Spec]:
     """Rounding and packing; one device, since blocks do not know of devices."""
-    named = (("round", blockfloat.rounded), ("pack", blockfloat.pack))
+    named = (("round", blockfloat.round_blocks), ("pack", blockfloat.pack))
     return [
         Spec(f"blockfloat {name}", f"{SIDE}x{SIDE} f32, to a copy", (1,), partial(_pair, act), SPEED, "mb_per_s")
         for name, act in named

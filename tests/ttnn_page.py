@@ -18,7 +18,7 @@ from meshloom.ttnn import surface
 from meshloom.ttnn.ops import signatures
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "ttnn_ops.md"
-MOVING = frozenset("collectives asynchronous experts transfers".split())  # modules whose ops move between devices
+MOVING = frozenset("literal asynchronous experts transfers".split())  # modules whose ops move between devices
 INTRO = """# Operations of `meshloom.ttnn`
 
 Made from the table of ops by `python tests/ttnn_page.py`. {covered} of the {all} operations of the original (version

@@ -102,7 +102,7 @@ def check_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_a_million_hostile_values_round_as_the_rules_say(bits: int, dtype: torch.dtype) -> None:
     values = hostile(COUNT, seed=bits * 10 + (dtype is torch.bfloat16)).to(dtype)
     assert values.float().isinf().any() and values.isnan().any() and (values.abs() < 2.0**-126).any()
-    check_same(blockfloat.rounded(values, bits), slow_rounded(values, bits))
+    check_same(blockfloat.round_blocks(values, bits), slow_rounded(values, bits))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -110,7 +110,7 @@ def test_packed_and_read_back_is_the_same_as_rounded(bits: int) -> None:
     values = hostile(3 * 96 * 128, seed=bits).reshape(3, 96, 128)
     packed = blockfloat.pack(values, bits)
     assert packed.shape == (3, 12, 1088 if bits == 7 else 576)
-    check_same(blockfloat.unpack(packed, values.shape, bits), blockfloat.rounded(values, bits))
+    check_same(blockfloat.unpack(packed, values.shape, bits), blockfloat.round_blocks(values, bits))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -118,9 +118,9 @@ def test_in_a_capture_where_nothing_has_a_value_the_same_is_computed(
     bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = hostile(1 << 14, seed=bits)
-    expected = blockfloat.rounded(values, bits)
+    expected = blockfloat.round_blocks(values, bits)
     monkeypatch.setattr(state, "capture", object())
-    check_same(blockfloat.rounded(values, bits), expected)
+    check_same(blockfloat.round_blocks(values, bits), expected)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -144,11 +144,11 @@ def test_the_slow_reference_is_right_where_the_answer_is_known() -> None:
     for value, expected in known.items():
         found = slow_rounded(torch.tensor([[value]]), 7)
         assert found.item() == expected and math.copysign(1, found.item()) == 1
-        check_same(blockfloat.rounded(torch.tensor([value]), 7), torch.tensor([expected]))
+        check_same(blockfloat.round_blocks(torch.tensor([value]), 7), torch.tensor([expected]))
     assert slow_rounded(torch.tensor([[255.0]]), 3).item() == 224.0
     mixed = torch.tensor([[math.inf, 5.0, -math.inf, math.nan]])
     assert slow_rounded(mixed, 7)[0, :3].tolist() == [math.inf, 0.0, -math.inf]
-    check_same(blockfloat.rounded(mixed, 7), slow_rounded(mixed, 7))
+    check_same(blockfloat.round_blocks(mixed, 7), slow_rounded(mixed, 7))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -166,7 +166,7 @@ def test_the_comparison_fails_for_rounding_that_is_almost_right(bits: int) -> No
 @pytest.mark.parametrize("bits", BITS)
 def test_any_shape_rounds_packs_and_reads_back(shape: tuple[int, ...], bits: int) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = blockfloat.rounded(values, bits)
+    found = blockfloat.round_blocks(values, bits)
     rows = values.reshape(-1, shape[-1]) if shape and values.numel() else values.reshape(1, -1)
     expected = slow_rounded(rows, bits).reshape(shape) if values.numel() else values
     check_same(found, expected)
@@ -176,10 +176,10 @@ def test_any_shape_rounds_packs_and_reads_back(shape: tuple[int, ...], bits: int
 
 def test_rounding_twice_changes_nothing_and_the_result_is_exact_in_bfloat16() -> None:
     for bits in BITS:
-        once = blockfloat.rounded(hostile(1 << 14, seed=5), bits)
-        check_same(blockfloat.rounded(once, bits), once)
+        once = blockfloat.round_blocks(hostile(1 << 14, seed=5), bits)
+        check_same(blockfloat.round_blocks(once, bits), once)
         check_same(once.bfloat16().float(), once)
-        assert blockfloat.rounded(once, bits, torch.bfloat16).dtype is torch.bfloat16
+        assert blockfloat.round_blocks(once, bits, torch.bfloat16).dtype is torch.bfloat16
 
 
 def test_bytes_that_are_no_tiles_are_refused() -> None:

@@ -421,6 +421,128 @@ def test_the_names_of_the_original_are_there_too():
         ttnn.distributed.conv2d  # noqa: B018
 
 
+# every op of the table that has a global meaning
+
+
+def case(*args: Any, like: Any = None, **options: Any) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
+    """Arguments, torch's function of them if it is not the golden one, and options that only ours takes."""
+    return args, like, options
+
+
+F = torch.nn.functional
+X, Y, ROW = values(16, 8).sigmoid() * 0.8 + 0.1, values(16, 8, seed=1).sigmoid() + 0.1, values(8, seed=2)
+WHOLE, OTHER, INDEX = (torch.randint(1, 8, (16, 8), generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+HEADS = [values(2, 8, 4, 4, seed=seed) for seed in range(3)]
+ONE = """
+    abs acos asin asinh atan atanh ceil celu clone cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor
+    frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf lgamma log
+    log10 log1p log2 logical_not logit mish neg rad2deg reciprocal relu relu6 round rsqrt selu sigmoid sign signbit silu
+    sin sinh softplus softshrink softsign sqrt square squeeze tan tanh tanhshrink tril triu trunc argmax""".split()
+TWO = """
+    add atan2 div divide eq fmod ge gt hypot isclose ldexp le logaddexp logaddexp2 logical_and logical_or logical_xor
+    lt maximum minimum mul multiply ne nextafter pow remainder sub subtract xlogy""".split()
+BITS = "bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor gcd lcm".split()
+CASES = {
+    **{name: case(X) for name in ONE},
+    **{name: case(X, Y) for name in TWO},
+    **{name: case(WHOLE, OTHER) for name in BITS},
+    "acosh": case(X + 1),
+    "addcdiv": case(X, Y, Y + 1),
+    "addcmul": case(X, Y, X),
+    "addmm": case(values(8, 4), values(8, 16), values(16, 4)),
+    "batch_norm": case(values(4, 8, 2, 2), like=lambda x: F.batch_norm(x, ROW, ROW.abs()), eps=1e-5),
+    "bitwise_not": case(WHOLE),
+    "chunk": case(X, 2, 0),
+    "clamp": case(X, 0.3, 0.6),
+    "clip": case(X, 0.3, 0.6),
+    "concat": case([X, Y], 0),
+    "cumprod": case(X, 0),
+    "cumsum": case(X, 0, like=lambda x, dim: x.flip(dim).cumsum(dim).flip(dim), reverse_order=True),
+    "embedding": case(INDEX, values(8, 4), like=lambda index, table: table[index]),
+    "expand": case(values(16, 1), (16, 8)),
+    "gather": case(X, 1, INDEX),
+    "glu": case(X, -1),
+    "heaviside": case(X - 0.5, 0.5, like=lambda x, value: torch.heaviside(x, torch.tensor(value))),
+    "index_fill": case(X, 0, torch.tensor([1, 3]), 2.0),
+    "l1_loss": case(X, Y, like=lambda x, y: (x - y).abs()),
+    "layer_norm": case(X, like=lambda x: F.layer_norm(x, (8,), eps=1e-12)),
+    "leaky_relu": case(X - 0.5, 0.1),
+    "lerp": case(X, Y, X),
+    "linear": case(X, values(8, 4), like=torch.matmul),
+    "matmul": case(X, values(8, 4)),
+    "max": case(X, 0, like=torch.amax),
+    "mean": case(X, 0),
+    "min": case(X, 0, like=torch.amin),
+    "mse_loss": case(X, Y, like=lambda x, y: (x - y).square()),
+    "narrow": case(X, 0, 2, 8),
+    "outer": case(ROW, ROW),
+    "pad": case(X, [(1, 2), (0, 3)], 0.5, like=lambda x, pairs, value: F.pad(x, (0, 3, 1, 2), value=value)),
+    "permute": case(X, (1, 0)),
+    "prelu": case(X - 0.5, ROW),
+    "prod": case(X, 1),
+    "repeat": case(X, (2, 1)),
+    "repeat_interleave": case(X, 2, 0),
+    "reshape": case(X, (8, 16)),
+    "rms_norm": case(X, like=lambda x: F.rms_norm(x, (8,), eps=1e-12)),
+    "roll": case(X, 3, 0),
+    "scaled_dot_product_attention": case(
+        *HEADS, like=lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True)
+    ),
+    "scatter": case(X, 1, torch.arange(8).expand(16, 8).flip(1), Y),
+    "scatter_add": case(X, 1, INDEX, Y),
+    "softmax": case(X, 0),
+    "sort": case(X, 0),
+    "split": case(X, 4, 0),
+    "stack": case([X, Y], 0),
+    "std": case(X, 0),
+    "sum": case(X, 0),
+    "threshold": case(X, 0.5, 2.0),
+    "to_topology": case(X, S(1), like=lambda x, output: x),
+    "topk": case(X, 3, 0),
+    "transpose": case(X, 0, 1),
+    "unsqueeze": case(X, 0),
+    "var": case(X, 0),
+    "view": case(X, (8, 16)),
+    "where": case(WHOLE > 4, X, Y),
+}
+
+
+def spread(value: Any, mesh: Any) -> Any:
+    """An argument with every tensor in it cut at its first dim by the rows of the mesh, at its last by the columns."""
+    if isinstance(value, list):
+        return [spread(each, mesh) for each in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    how = [S(0), S(value.ndim - 1) if value.ndim > 1 else R()]
+    kind = ttnn.float32 if value.is_floating_point() or value.dtype is torch.bool else ttnn.int32
+    return put(value.float() if value.dtype is torch.bool else value, mesh, how, dtype=kind)
+
+
+def test_every_op_with_a_global_meaning_has_a_case():
+    assert sorted(CASES) == ttnn.distributed.__all__ and len(CASES) > 155
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ops_of_sharded_operands_are_torchs_and_what_moves_is_in_the_log(mesh, name):
+    args, like, options = CASES[name]
+    if name == "batch_norm":
+        rows = {"running_mean": ROW, "running_var": ROW.abs()}
+        options = options | {key: spread(row.reshape(1, 8, 1, 1), mesh) for key, row in rows.items()}
+    expected = (like or ttnn.get_golden_function(getattr(ttnn, name)))(*args)
+    given = [spread(each, mesh) for each in args]
+    with loom.record() as log:
+        found = getattr(ttnn.distributed, name)(*given, **options)
+    several, wanted = ([found], [expected]) if isinstance(expected, torch.Tensor) else (found, expected)
+    for one, other in zip(several, wanted, strict=True):
+        torch.testing.assert_close(ttnn.to_torch(one).double(), other.double(), rtol=1e-4, atol=1e-4)
+    if log.bytes == 0:  # then it can be done where communication is an error
+        with loom.communication("forbid"):
+            getattr(ttnn.distributed, name)(*given, **options)
+    else:
+        with pytest.raises(RuntimeError), loom.communication("forbid"):
+            getattr(ttnn.distributed, name)(*given, **options)
+
+
 # random programs in both views
 
 

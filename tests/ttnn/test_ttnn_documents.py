@@ -19,7 +19,6 @@ from meshloom import ttnn
 from meshloom.cli import main
 from meshloom.runtime import SimulatedClock, VirtualDriver
 from meshloom.ttnn import models
-from meshloom.ttnn.device import system
 from meshloom.ttnn.model_preprocessing import preprocess_model_parameters
 
 IMPORTS = {"import ttnn": "from meshloom import ttnn"}  # all that is changed
@@ -485,7 +484,7 @@ def examined(tmp_path, monkeypatch, capsys):
     for name in set(sys.modules) - set(before):
         if name.partition(".")[0] in ("ttnn", "models"):
             del sys.modules[name]
-    for mesh in list(system.OPEN):
+    for mesh in list(ttnn.device.system.OPEN):
         ttnn.close_mesh_device(mesh)
 
 

@@ -205,7 +205,7 @@ def test_an_executor_that_forgets_an_event_is_told(monkeypatch: pytest.MonkeyPat
     device = ttnn.open_mesh_device(ttnn.MeshShape(1, 2), num_command_queues=2)
 
     class Forgetful(executors.MultiCQModelOverlappedInputExecutor):
-        def _handed_over(self, cq_id: int) -> None:
+        def _hand_over(self) -> None:
             pass
 
     made = pipeline(Forgetful(lambda x: ttnn.add(x, 1.0), device, ttnn.DRAM_MEMORY_CONFIG, ttnn.L1_MEMORY_CONFIG))

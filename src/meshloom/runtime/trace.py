@@ -37,6 +37,7 @@ class Trace:
         self.device, self.where = device, where()
         self.buffers: tuple[MeshBuffer, ...] = ()
         self.commands: list[Command] = []
+        self.used: list[list[Access]] = []  # what tensor ops read and write, an op each
         self.released = False
         self._calls: list[Callable[[], Any]] = []
         self._kept: list[Any] = []
@@ -89,14 +90,14 @@ class Trace:
     def accesses(self) -> Iterable[Access]:
         """What a replay reads before it writes it, and what it writes."""
         written: set[tuple[int, int]] = set()
-        for command in self.commands:
-            for access in command.accesses():
-                number = access.region.number
+        for step in (*(list(command.accesses()) for command in self.commands), *self.used):
+            for access in step:
                 if not access.writes:
+                    number = access.region.number
                     open_ = {c: p for c, p in access.cards.items() if (number, c) not in written}
                     if open_:
                         yield access._replace(cards=open_)
-            for access in command.accesses():
+            for access in step:
                 if access.writes:
                     written.update((access.region.number, card) for card in access.cards)
                     yield access

@@ -21,18 +21,10 @@ from meshloom import settings
 from meshloom.errors import ArgumentError, UncoveredError, closest
 from meshloom.ttnn.ops.calling import AFTER, BEFORE
 
-__all__ = [
-    "CONFIG",
-    "Config",
-    "attach_golden_function",
-    "get_golden_function",
-    "load_config_from_dictionary",
-    "load_config_from_json_file",
-    "manage_config",
-    "register_post_operation_hook",
-    "register_pre_operation_hook",
-    "save_config_to_json_file",
-]
+__all__ = (
+    "CONFIG Config attach_golden_function get_golden_function load_config_from_dictionary load_config_from_json_file "
+    "manage_config register_post_operation_hook register_pre_operation_hook save_config_to_json_file"
+).split()
 
 
 def _cache() -> Path:
@@ -62,12 +54,11 @@ class Config:
     strict_ccl_topology: bool = False
     validate_program_args: bool = False
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, _known(name), _fitting(name, value))
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, _check_name(name), _fitting(name, value))
 
     @classmethod
     def keys(cls) -> list[str]:
-        """The names of all settings."""
         return list(_KINDS)
 
     @property
@@ -88,7 +79,6 @@ class Config:
                 setattr(self, name, value)
 
     def load_from_file(self, path: str | os.PathLike[str]) -> None:
-        """Take settings from a JSON file."""
         self.apply_json_overrides(Path(path).read_text(), source=str(path))
 
     def save_to_file(self, path: str | os.PathLike[str]) -> None:
@@ -101,15 +91,15 @@ class Config:
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in dataclasses.fields(Config)}
 
 
-def _known(name: str) -> str:
+def _check_name(name: str) -> str:
     if name not in _KINDS:
         raise ArgumentError(f"there is no setting {name!r}", fix=closest(name, _KINDS))
     return name
 
 
-def _fitting(name: str, value: Any) -> Any:
+def _fitting(name: str, value: Any) -> object:
     """A value of the kind that a setting has."""
-    kind = _KINDS[_known(name)]
+    kind = _KINDS[_check_name(name)]
     if kind.startswith("Path"):
         return None if value is None and "None" in kind else Path(value)
     if kind == "bool" and isinstance(value, bool):
@@ -123,30 +113,22 @@ CONFIG = Config()
 
 
 def load_config_from_dictionary(config: Mapping[str, Any], from_file: bool = False) -> None:
-    """Take settings from a dictionary."""
     for name, value in config.items():
         setattr(CONFIG, name, value)
 
 
-def load_config_from_json_file(json_path: str | os.PathLike[str]) -> None:
-    """Take settings from a JSON file."""
-    CONFIG.load_from_file(json_path)
-
-
-def save_config_to_json_file(json_path: str | os.PathLike[str]) -> None:
-    """Write all settings to a JSON file."""
-    CONFIG.save_to_file(json_path)
+load_config_from_json_file, save_config_to_json_file = CONFIG.load_from_file, CONFIG.save_to_file
 
 
 @contextmanager
-def manage_config(name: str, value: Any) -> Iterator[None]:
+def manage_config(name: str, value: object) -> Iterator[None]:
     """A setting has another value inside.
 
     >>> with manage_config("comparison_mode_pcc", 0.5):
     ...     CONFIG.comparison_mode_pcc
     0.5
     """
-    before = getattr(CONFIG, _known(name))
+    before = getattr(CONFIG, _check_name(name))
     setattr(CONFIG, name, value)
     try:
         yield
@@ -169,7 +151,7 @@ read_environment(settings.environment())
 
 
 @contextmanager
-def _registered(hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> Iterator[None]:
+def _register(hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> Iterator[None]:
     hooks.append(hook)
     try:
         yield
@@ -179,12 +161,12 @@ def _registered(hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> It
 
 def register_pre_operation_hook(hook: Callable[..., Any]) -> Any:
     """Inside, a function is called before every operation as `hook(operation, args, kwargs)`."""
-    return _registered(BEFORE, hook)
+    return _register(BEFORE, hook)
 
 
 def register_post_operation_hook(hook: Callable[..., Any]) -> Any:
     """Inside, a function is called after every operation as `hook(operation, args, kwargs, output)`."""
-    return _registered(AFTER, hook)
+    return _register(AFTER, hook)
 
 
 # the torch function that an operation is compared with
@@ -209,7 +191,7 @@ def get_golden_function(operation: Any) -> Callable[..., Any]:
         return _golden[name]
     last = name.rpartition(".")[2]
     for place in (torch, torch.nn.functional, torch.special, torch.Tensor):
-        found = getattr(place, last, None)
+        found: Callable[..., Any] | None = getattr(place, last, None)
         if callable(found):
             return found
     raise UncoveredError(f"{name} has no golden function", fix="ttnn.attach_golden_function(operation, function)")

@@ -20,7 +20,7 @@ from typing import Any
 
 from meshloom.errors import where
 from meshloom.ttnn import surface
-from meshloom.ttnn.device import watching
+from meshloom.ttnn.device import system
 from meshloom.ttnn.ops import calling
 from meshloom.ttnn.tensor.composers import ListMeshToTensor
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -94,9 +94,9 @@ class Seen:
             ("weights replicated to all devices", self._weights),
             ("inputs sharded along the batch", self._inputs),
             ("batch divisible by the number of devices", self._divisible),
-            ("outputs gathered with a fitting composer", self._composed),
-            ("devices synchronized before results are read", self._synchronized),
-            ("mesh device closed", self._closed),
+            ("outputs gathered with a fitting composer", self._composers),
+            ("devices synchronized before results are read", self._waits),
+            ("mesh device closed", self._closing),
         )
         return [Finding(f"{number} {item}", *check()) for number, (item, check) in enumerate(checks, 1)]
 
@@ -110,8 +110,7 @@ class Seen:
     def _of(self, role: str) -> list[Origin]:
         """Tensors of that role on more than one device; what is a weight anywhere is no input."""
         unique = {id(each): each for each in self.origins.values() if each.devices > 1}
-        kinds = {"weight": lambda roles: "weight" in roles, "input": lambda roles: roles == {"input"}}
-        return [each for each in unique.values() if kinds[role](each.roles)]
+        return [each for each in unique.values() if each.roles == {role} or (role == "weight" and role in each.roles)]
 
     def _shape(self) -> tuple[bool, str]:
         if self.refused:
@@ -144,7 +143,7 @@ class Seen:
         size = next((cut.size for cut in first.cuts if cut.size), first.held * first.shape[0])
         return False, f"{size} does not divide over {first.devices} devices: pad the batch from {first.line}"
 
-    def _composed(self) -> tuple[bool, str]:
+    def _composers(self) -> tuple[bool, str]:
         wrong = [line for line, right in self.reads if not right]
         if wrong:
             return False, f"copies of a replicated tensor are put together at {wrong[0]}: leave the composer out"
@@ -152,12 +151,12 @@ class Seen:
             return False, "no result was read: ttnn.to_torch(output, mesh_composer=ttnn.ConcatMeshToTensor(dim=0))"
         return True, f"{len(self.reads)} read"
 
-    def _synchronized(self) -> tuple[bool, str]:
+    def _waits(self) -> tuple[bool, str]:
         if self.unwaited:
             return False, f"read without blocking and never waited for: {self.unwaited[0]}"
         return True, f"{self.waits} waits; to_torch waits by itself" if self.waits else "to_torch waits by itself"
 
-    def _closed(self) -> tuple[bool, str]:
+    def _closing(self) -> tuple[bool, str]:
         if self.still_open:
             return False, f"ttnn.close_mesh_device(...) for {', '.join(self.still_open.values())}"
         return True, f"{len(self.opened)} closed"
@@ -248,7 +247,7 @@ def watch() -> Iterator[Seen]:
     hooks: list[tuple[list[Any], Any]] = [
         (calling.BEFORE, seen.before),
         (calling.AFTER, seen.after),
-        (watching.WATCHERS, seen.device),
+        (system.WATCHERS, seen.device),
     ]
     for listed, hook in hooks:
         listed.append(hook)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from meshloom.ttnn.models.traced_modules import (
     ModuleArgs,
     infer_ttnn_module_args,
 )
-from meshloom.ttnn.tensor.converting import from_torch as convert
+from meshloom.ttnn.tensor.converting import INFERRED, from_torch as convert
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.mappers import TensorToMesh
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -64,56 +63,41 @@ logger = logging.getLogger(__name__)
 
 ConvertTest = Callable[[torch.nn.Module, str], bool]
 Preprocessor = Callable[..., Any]
+Mapper = TensorToMesh | None
+Args = ModuleArgs | None
 
-DTYPES = {
-    torch.uint8: DataType.UINT8,
-    torch.int8: DataType.INT8,
-    torch.int16: DataType.UINT16,
-    torch.int32: DataType.INT32,
-    torch.int64: DataType.UINT32,
-    torch.bfloat16: DataType.BFLOAT16,
-    torch.float16: DataType.BFLOAT16,
-    torch.float32: DataType.BFLOAT16,
-    torch.float64: DataType.BFLOAT16,
-}
+DTYPES = INFERRED | dict.fromkeys((torch.float32, torch.float64), DataType.BFLOAT16)
 
 
 # single tensors
 
 
 def preprocess_linear_weight(
-    weight: torch.Tensor,
-    *,
-    dtype: DataType,
-    layout: Layout = Layout.TILE,
-    weights_mesh_mapper: TensorToMesh | None = None,
+    weight: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Mapper = None
 ) -> Tensor:
     """A weight of a Linear as a product takes it: transposed."""
-    found: Tensor = convert(weight.T.contiguous(), dtype, layout=layout, mesh_mapper=weights_mesh_mapper)
-    return found
+    return _convert(weight.T.contiguous(), dtype, layout, weights_mesh_mapper)
 
 
 def preprocess_linear_bias(
-    bias: torch.Tensor,
-    *,
-    dtype: DataType,
-    layout: Layout = Layout.TILE,
-    weights_mesh_mapper: TensorToMesh | None = None,
+    bias: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE, weights_mesh_mapper: Mapper = None
 ) -> Tensor:
     """A bias as a row."""
-    found: Tensor = convert(bias.reshape(1, -1), dtype, layout=layout, mesh_mapper=weights_mesh_mapper)
-    return found
+    return _convert(bias.reshape(1, -1), dtype, layout, weights_mesh_mapper)
 
 
 def preprocess_layernorm_parameter(parameter: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.TILE) -> Tensor:
     """A weight or bias of a LayerNorm as a row."""
-    found: Tensor = convert(parameter.reshape(1, -1), dtype, layout=layout)
-    return found
+    return _convert(parameter.reshape(1, -1), dtype, layout)
 
 
 def preprocess_embedding_weight(weight: torch.Tensor, *, dtype: DataType, layout: Layout = Layout.ROW_MAJOR) -> Tensor:
     """A table of embeddings, row by row."""
-    found: Tensor = convert(weight, dtype, layout=layout)
+    return _convert(weight, dtype, layout)
+
+
+def _convert(values: torch.Tensor, dtype: DataType, layout: Layout, mapper: Mapper = None) -> Tensor:
+    found: Tensor = convert(values, dtype, layout=layout, mesh_mapper=mapper)
     return found
 
 
@@ -150,7 +134,7 @@ def preprocess_conv2d(weight: torch.Tensor, bias: torch.Tensor | None, args: Map
 # modules
 
 
-def default_preprocessor(model: torch.nn.Module, name: str, ttnn_module_args: Any = None) -> dict[str, Any]:
+def default_preprocessor(model: torch.nn.Module, name: str, ttnn_module_args: Args = None) -> dict[str, Any]:
     """The tensors of a module of a known kind; nothing for others."""
     kind = DataType.BFLOAT16
     if isinstance(model, torch.nn.Linear):
@@ -178,7 +162,7 @@ def convert_torch_model_to_ttnn_model(
     convert_to_ttnn: ConvertTest | None = None,
     custom_preprocessor: Preprocessor | None = None,
     name: str = "",
-    ttnn_module_args: Any = None,
+    ttnn_module_args: Args = None,
 ) -> ParameterDict | ParameterList:
     """The parameters of a module and all below it."""
     test = convert_to_ttnn or (lambda module, full_name: True)
@@ -191,7 +175,7 @@ def convert_torch_model_to_ttnn_model(
             for index, child in enumerate(model)
         )
     if custom_preprocessor is not None:
-        found = _asked(custom_preprocessor, model, name, ttnn_module_args, test)
+        found = _ask(custom_preprocessor, model, name, ttnn_module_args, test)
         if found:
             return make_parameter_dict(found)
     if test(model, name):
@@ -221,11 +205,11 @@ def preprocess_remaining_children_and_parameters(
     convert_to_ttnn: ConvertTest | None = None,
     custom_preprocessor: Preprocessor | None = None,
     already_preprocessed_children: Sequence[str] = (),
-    ttnn_module_args: Any = None,
+    ttnn_module_args: Args = None,
 ) -> ParameterDict:
     """The parameters of a module child by child, without those that a custom preprocessor has done."""
     test = convert_to_ttnn or (lambda module, full_name: True)
-    found: dict[Any, Any] = {}
+    found: dict[str | int, Any] = {}
     for child_name, child in model.named_children():
         if child_name in already_preprocessed_children:
             continue
@@ -260,11 +244,11 @@ def _below(name: str, child: str) -> str:
     return f"{name}.{child}" if name else child
 
 
-def _args_of(args: Any, key: Any) -> Any:
-    return args.get(key) if isinstance(args, Mapping) else None
+def _args_of(args: Args, key: str | int) -> Args:
+    return None if args is None else args.get(key)
 
 
-def _asked(preprocessor: Preprocessor, model: torch.nn.Module, name: str, args: Any, test: ConvertTest) -> Any:
+def _ask(preprocessor: Preprocessor, model: torch.nn.Module, name: str, args: Args, test: ConvertTest) -> Any:
     """A custom preprocessor's answer; beside model and name it may take two further arguments, by their names."""
     offered = {"ttnn_module_args": args, "convert_to_ttnn": test}
     parameters = list(inspect.signature(preprocessor).parameters.values())
@@ -285,25 +269,10 @@ def _asked(preprocessor: Preprocessor, model: torch.nn.Module, name: str, args: 
 # whole models
 
 
-def from_torch(
-    model: torch.nn.Module,
-    *,
-    convert_to_ttnn: ConvertTest | None = None,
-    custom_preprocessor: Preprocessor | None = None,
-    name: str = "",
-    ttnn_module_args: Any = None,
-) -> Any:
-    """The parameters of a model, without logs of the ops that make them."""
-    with ExitStack() as stack:
-        for setting in ("enable_logging", "enable_comparison_mode"):
-            stack.enter_context(manage_config(setting, False))
-        return convert_torch_model_to_ttnn_model(
-            model,
-            convert_to_ttnn=convert_to_ttnn,
-            custom_preprocessor=custom_preprocessor,
-            name=name,
-            ttnn_module_args=ttnn_module_args,
-        )
+def from_torch(model: torch.nn.Module, **options: Any) -> Any:
+    """The parameters of a model, without logs of the ops that make them: `convert_torch_model_to_ttnn_model`."""
+    with manage_config("enable_logging", False), manage_config("enable_comparison_mode", False):
+        return convert_torch_model_to_ttnn_model(model, **options)
 
 
 def move_to_device(object: Any, device: MeshDevice) -> Any:
@@ -313,13 +282,13 @@ def move_to_device(object: Any, device: MeshDevice) -> Any:
     if isinstance(object, ParameterList):
         return ParameterList(move_to_device(value, device) for value in object)
     if isinstance(object, Conv2d):
-        return object.moved(lambda tensor: move_to_device(tensor, device))
+        return object.move(lambda tensor: move_to_device(tensor, device))
     return to_device(object, device) if isinstance(object, Tensor) else object
 
 
-def _initialized(initialize_model: Callable[[], torch.nn.Module] | None, what: str) -> torch.nn.Module:
+def _initialize(initialize_model: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
     if initialize_model is None:
-        raise OperandError(f'Cached {what} not found! Please provide "initialize_model" argument')
+        raise OperandError('Cached parameters not found! Please provide "initialize_model" argument')
     model = initialize_model()
     if model.training:
         logger.warning("the model is in training mode: it is put into evaluation mode")
@@ -336,69 +305,42 @@ def preprocess_model_parameters(
     custom_preprocessor: Preprocessor | None = None,
     device: MeshDevice | None = None,
     prefix: str = "",
+    run_model: Callable[[torch.nn.Module], Any] | None = None,
 ) -> Any:
     """The parameters of a torch model as ttnn tensors, by attribute: `parameters.encoder.layer[0].weight`.
 
-    With a `model_name` and `CONFIG.enable_model_cache` they are kept in files and come from there the next time.
+    With a `model_name` and `CONFIG.enable_model_cache` they are kept in files and come from there the next time. With
+    `run_model(model)`, which runs the torch model once, convolutions and poolings that it meets become objects to call.
 
     >>> parameters = preprocess_model_parameters(initialize_model=lambda: torch.nn.Linear(4, 8))
     >>> parameters.weight.shape, parameters.bias.shape, parameters.weight.layout
     (Shape([4, 8]), Shape([1, 8]), Layout.TILE)
     """
+    how = {"convert_to_ttnn": convert_to_ttnn, "custom_preprocessor": custom_preprocessor, "name": prefix}
 
     def make() -> Any:
-        model = _initialized(initialize_model, "parameters")
-        return from_torch(model, convert_to_ttnn=convert_to_ttnn, custom_preprocessor=custom_preprocessor, name=prefix)
-
-    found = _cache(model_name, version).get(make, initialize_model is not None)
-    return found if device is None else move_to_device(found, device)
-
-
-def preprocess_model(
-    *,
-    model_name: str | None = None,
-    version: str | None = None,
-    initialize_model: Callable[[], torch.nn.Module] | None = None,
-    convert_to_ttnn: ConvertTest | None = None,
-    custom_preprocessor: Preprocessor | None = None,
-    device: MeshDevice | None = None,
-    prefix: str = "",
-    run_model: Callable[[torch.nn.Module], Any] | None = None,
-    reader_patterns_cache: dict[Any, Any] | None = None,
-) -> Any:
-    """As `preprocess_model_parameters`, but convolutions and poolings that a run meets become objects to call.
-
-    `run_model(model)` runs the torch model once: what their inputs look like is taken from there.
-    """
-
-    def make() -> Any:
-        model = _initialized(initialize_model, "model")
+        model = _initialize(initialize_model)
         args = None if run_model is None else infer_ttnn_module_args(model=model, run_model=run_model, device=device)
-        found = from_torch(
-            model,
-            convert_to_ttnn=convert_to_ttnn,
-            custom_preprocessor=custom_preprocessor,
-            name=prefix,
-            ttnn_module_args=args,
-        )
-        return _with_modules(found, args)
+        return _with_modules(from_torch(model, **how, ttnn_module_args=args), args)
 
-    found = _cache(model_name, version).get(make, initialize_model is not None)
+    is_kept = model_name is not None and CONFIG.enable_model_cache
+    cache = ModelCache(CONFIG.model_cache_path, model_name if is_kept else None, version)
+    found = cache.get(make, initialize_model is not None)
     return found if device is None else move_to_device(found, device)
 
 
-def _cache(model_name: str | None, version: str | None) -> ModelCache:
-    is_on = model_name is not None and CONFIG.enable_model_cache
-    return ModelCache(CONFIG.model_cache_path, model_name if is_on else None, version)
+def preprocess_model(*, reader_patterns_cache: dict[Any, Any] | None = None, **options: Any) -> Any:
+    """As `preprocess_model_parameters`."""
+    return preprocess_model_parameters(**options)
 
 
-def _with_modules(parameters: Any, args: Any) -> Any:
+def _with_modules(parameters: Any, args: Args) -> Any:
     """A tree of parameters with an object in the place of every convolution and pooling that was met."""
     if isinstance(args, Conv2dArgs):
         return Conv2d(args, parameters["weight"], parameters.get("bias"))
     if isinstance(args, MaxPool2dArgs):
         return MaxPool2d(args)
-    if not isinstance(args, Mapping) or not args:
+    if not args:
         return parameters
     if isinstance(parameters, ParameterList):
         return ParameterList(_with_modules(each, _args_of(args, index)) for index, each in enumerate(parameters))

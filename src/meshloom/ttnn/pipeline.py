@@ -81,7 +81,7 @@ class Pipeline:
         device = self.executor.device
         for _ in range(num_output_tensors):
             made = [allocate_tensor_on_host(*spec, device) for spec in self._specs]
-            self._slots.append(_filled(self.output_schema, iter(made)))
+            self._slots.append(_fill(self.output_schema, iter(made)))
         self.preallocated_output_tensors = True
         return self
 
@@ -110,7 +110,7 @@ class Pipeline:
         found = tensors_in(output)
         if not self.preallocated_output_tensors:
             copies = [from_device(each, False, queue_id=queue) for each in found]
-            return _filled(_schema(output), iter(copies))
+            return _fill(_schema(output), iter(copies))
         for each, slot in zip(found, tensors_in(self._slots[number]), strict=True):
             copy_device_to_host_tensor(each, slot, False, queue)
         return self._slots[number]
@@ -140,15 +140,14 @@ def _schema(outputs: Any) -> Any:
     return type(outputs)(_schema(each) for each in outputs) if isinstance(outputs, (list, tuple)) else None
 
 
-def _filled(schema: Any, tensors: Any) -> Any:
+def _fill(schema: Any, tensors: Any) -> Any:
     """Tensors nested as a schema says."""
     if isinstance(schema, dict):
-        return {key: _filled(each, tensors) for key, each in schema.items()}
-    return type(schema)(_filled(each, tensors) for each in schema) if schema is not None else next(tensors)
+        return {key: _fill(each, tensors) for key, each in schema.items()}
+    return type(schema)(_fill(each, tensors) for each in schema) if schema is not None else next(tensors)
 
 
 def pipeline(executor: Executor) -> Pipeline:
-    """A pipeline with an executor."""
     return Pipeline(executor)
 
 

@@ -8,7 +8,7 @@ names which are also at the top (`ttnn.types`, `ttnn._ttnn.multi_device`) are an
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module, resources
 from types import ModuleType
@@ -100,3 +100,15 @@ class Namespace(ModuleType):
 
     def __repr__(self) -> str:
         return f"<namespace ttnn.{self._path}>"
+
+
+def stand_in(package: str, path: Iterable[str], file: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a folder whose names are those of one of its files, as in the original's module."""
+    files = frozenset(module.name for module in pkgutil.iter_modules(path))
+
+    def find_in_file(name: str) -> Any:
+        if name.startswith("__") or name in files:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{file}"), name)
+
+    return find_in_file

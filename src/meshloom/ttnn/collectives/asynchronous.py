@@ -1,11 +1,13 @@
 """The experimental, asynchronous spellings of collectives. Their semaphores, links and scratch buffers concern speed
 alone; results are those of the plain ones, done when the call returns. Persistent outputs are written.
 
-Some have several forms, told apart by the types of what stands at which position: `forms` lists them.
+Most are the plain ones under another name: a line of the table, which `spell` binds by the text of signatures. Some
+have several forms, told apart by the types of what stands at which position.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from meshloom.ttnn.device.cores import CoreCoord
 from meshloom.ttnn.device.fabric import GlobalSemaphore, Topology
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.device.subdevices import SubDeviceId
+from meshloom.ttnn.ops import signatures
 from meshloom.ttnn.ops.activations import BcastOpMath
 from meshloom.ttnn.ops.calling import TABLE, Made, op, operands, result
 from meshloom.ttnn.ops.signatures import CHECKS
@@ -27,6 +30,10 @@ from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import REPLICATE, PlacementShard
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
 
 
 def _is_semaphore(value: Any) -> bool:
@@ -43,133 +50,113 @@ SEMAPHORES = (
     "cross_device_semaphore neighbor_semaphore final_semaphore ready_semaphore data_valid_semaphore"
 ).split()
 
-CHECKS.update(dict.fromkeys(SEMAPHORES, _is_semaphore))
 CHECKS.update(
-    topology=lambda value: isinstance(value, Topology),
-    subdevice_id=lambda value: isinstance(value, SubDeviceId),
-    mesh_device=lambda value: isinstance(value, MeshDevice),
-    math_op=lambda value: isinstance(value, (ReduceType, BcastOpMath)),  # of a collective, and of `bcast`
-    all_gather_core_grid_offset=lambda value: isinstance(value, (CoreCoord, tuple)),
-    reduce_scatter_core_grid_offset=lambda value: isinstance(value, (CoreCoord, tuple)),
-    use_optimal_ccl_for_llama=lambda value: isinstance(value, bool),
-    use_broadcast=lambda value: isinstance(value, bool),
-    use_noc1_only=lambda value: isinstance(value, bool),
-    fp32_dest_acc=lambda value: isinstance(value, bool),
-    memory_config_ag=lambda value: isinstance(value, MemoryConfig),
-    memory_config_mm=lambda value: isinstance(value, MemoryConfig),
-    memory_config_rs=lambda value: isinstance(value, MemoryConfig),
+    {
+        **dict.fromkeys(SEMAPHORES, _is_semaphore),
+        **dict.fromkeys("memory_config_ag memory_config_mm memory_config_rs".split(), _is(MemoryConfig)),
+        **dict.fromkeys("use_optimal_ccl_for_llama use_broadcast use_noc1_only fp32_dest_acc".split(), _is(bool)),
+        **dict.fromkeys(("all_gather_core_grid_offset", "reduce_scatter_core_grid_offset"), _is(CoreCoord, tuple)),
+        "topology": _is(Topology),
+        "subdevice_id": _is(SubDeviceId),
+        "mesh_device": _is(MeshDevice),
+        "math_op": _is(ReduceType, BcastOpMath),  # of a collective, and of `bcast`
+    }
 )
 
-# What may stand at a position of that name.
+# What may stand at a position of that name, where an op has several forms.
 _FITS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(SEMAPHORES, lambda value: value is None or _is_semaphore(value)),
-    "dim": lambda value: _is_axis(value) and value is not None,
-    "num_devices": lambda value: _is_axis(value) and value is not None,
+    **dict.fromkeys(("dim", "num_devices"), lambda value: _is_axis(value) and value is not None),
     "cluster_axis": _is_axis,
-    "mesh_device": lambda value: isinstance(value, MeshDevice),
-    "topology": lambda value: isinstance(value, Topology),
-    "math_op": lambda value: isinstance(value, ReduceType),
+    "mesh_device": _is(MeshDevice),
+    "topology": _is(Topology),
+    "math_op": _is(ReduceType),
     "persistent_output_buffer": lambda value: value is None or isinstance(value, Tensor),
-    "buffer_tensor": lambda value: isinstance(value, Tensor),
+    "buffer_tensor": _is(Tensor),
 }
+OUTPUTS = (
+    "persistent_output_buffer persistent_output_buffers persistent_buffers persistent_output_tensor output_tensor"
+).split()
+OVER = ("cluster_axis", "mode", "mesh_device")  # what a group takes
 
 
-def _named(name: str, forms: Sequence[str], positions: Sequence[Any], **keywords: Any) -> dict[str, Any]:
-    """Arguments by name, without those that are None: positions take the names of the first form that they fit."""
-    given = {each: value for each, value in keywords.items() if value is not None}
+def _positions(name: str, forms: Sequence[Sequence[str]], values: Sequence[Any], given: Any) -> dict[str, Any]:
+    """Positional arguments by name: those of the first form that they fit."""
     for form in forms:
-        names = form.split()[: len(positions)]
-        fits = len(names) == len(positions) and not set(names) & set(given)
-        if fits and all(_FITS[each](value) for each, value in zip(names, positions, strict=True)):
-            return {**dict(zip(names, positions, strict=True)), **given}
-    listed = ", ".join(type(each).__name__ for each in positions)
+        names = form[: len(values)]
+        fits = len(names) == len(values) and not set(names) & set(given)
+        if fits and (len(forms) == 1 or all(_FITS[each](value) for each, value in zip(names, values, strict=True))):
+            return dict(zip(names, values, strict=True))
+    listed = ", ".join(type(each).__name__ for each in values)
     raise ArgumentError(
-        f"ttnn.{name}: no form takes ({listed}) after the tensor", fix="; ".join(f"({form})" for form in forms)
+        f"ttnn.{name}: no form takes ({listed}) after the tensor",
+        fix="; ".join(f"({' '.join(form)})" for form in forms),
     )
 
 
-def _forms(
-    *,
-    dim: int | None = None,
-    persistent_output_buffer: Tensor | None = None,
-    num_devices: int | None = None,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    topology: Topology | None = None,
-    buffer_tensor: Tensor | None = None,
-    math_op: ReduceType | None = None,
-) -> None:
-    """What positions of the forms below may also be given by name."""
+def spell(name: str, work: Callable[..., Any], doc: str, also: str = "mode") -> None:
+    """Register a collective as the text of signatures spells it.
+
+    `work(group, ...)` gets the arguments that it names; a persistent output is written, of several the one that has the
+    result's shape; all else goes to the group or concerns speed.
+    """
+    forms = [form.partition(", *")[0].replace("=", "").split(", ")[1:] for form in signatures.forms()[name]]
+    known = {each.rstrip("=") for form in signatures.forms()[name] for each in form.split(", ")}
+    mine = [each for each in (*list(inspect.signature(work).parameters)[1:], *OUTPUTS) if each in known]
+    order = [each for each in forms[0] if each in (*mine, *OVER)] if len(forms) == 1 else []
+
+    def call(input_tensor: Any, *values: Any, **given: Any) -> Any:
+        given = {**_positions(name, [order] if order else forms, values, given), **given}
+        given = {each: value for each, value in given.items() if value is not None}
+        over = {each: given[each] for each in OVER if each in given}
+        own = {each: given[each] for each in mine if each in given and each not in OUTPUTS}
+        output = next((given[each] for each in OUTPUTS if each in given), None)
+        if not isinstance(input_tensor, (list, tuple)):
+            return _write_into(work(Group(name, input_tensor, **over), **own), output)
+        outputs = output or [None] * len(input_tensor)
+        made = [work(Group(name, each, **over), **own) for each in input_tensor]
+        return [each.into(room) for each, room in zip(made, outputs, strict=True)]
+
+    told = {**inspect.signature(Group).parameters, **inspect.signature(work).parameters}
+    types = {each: told[each].annotation if each in told else "Tensor | None" for each in (*order, *mine)}
+    kinds = inspect.Parameter
+    listed = [kinds(each, kinds.POSITIONAL_OR_KEYWORD, default=None, annotation=types[each]) for each in order]
+    if not order:
+        listed.append(kinds("positions", kinds.VAR_POSITIONAL))
+    named = [each for each in mine if each not in order]
+    listed += [kinds(each, kinds.KEYWORD_ONLY, default=None, annotation=types[each]) for each in named]
+    listed.insert(0, kinds("input_tensor", kinds.POSITIONAL_OR_KEYWORD, annotation="Tensor"))
+    listed.append(kinds("over", kinds.VAR_KEYWORD))
+    call.__name__ = call.__qualname__ = name.rpartition(".")[2]
+    call.__doc__ = doc
+    call.__signature__ = inspect.Signature(listed, return_annotation="Made")  # type: ignore[attr-defined]
+    op(name, also=also, more=Group)(call)
 
 
-GATHER_FORMS = (
-    "dim multi_device_global_semaphore",
-    "persistent_output_buffer dim multi_device_global_semaphore",
-    "dim cluster_axis mesh_device topology multi_device_global_semaphore",
-)
+def _write_into(found: Any, output: Tensor | Sequence[Tensor] | None) -> Any:
+    """What was made, to be written into an output; of several, into the last that has its shape."""
+    if not isinstance(found, Made):
+        return found
+    if output is None or isinstance(output, Tensor):
+        return found.into(output)
+    shape = tuple(found.block.shape[len(found.like.grid) :])
+    return found.into(next((each for each in reversed(output) if tuple(each.shape) == shape), None))
 
 
-def _gather_async(name: str, reverse: bool) -> Callable[..., Any]:
-    @op(name, more=_forms)
-    def all_gather_async(
-        input_tensor: Tensor,
-        *positions: Any,
-        persistent_output_tensor: Tensor | None = None,
-        mode: str | None = None,
-        **keywords: Any,
-    ) -> Made:
-        """As `ttnn.all_gather`."""
-        named = _named(name, GATHER_FORMS, positions, **keywords)
-        group = Group(
-            name, input_tensor, mode=mode, **{each: named.get(each) for each in ("cluster_axis", "mesh_device")}
-        )
-        buffer = named.get("persistent_output_buffer")
-        output = persistent_output_tensor if buffer is None else buffer
-        return (_gather_reversed if reverse else gather_along)(group, named.get("dim")).into(output)
-
-    return all_gather_async
+# what is done over a group
 
 
-def _gather_reversed(group: Group, dim: int | None) -> Made:
+def _gather_reversed(group: Group, dim: int | None = None) -> Made:
     """What the members hold along a dim, the last member first."""
     place = group.sharded_dim() if dim is None else group.dim(dim)
     turned = stack_members(group).flip(group.at(0))
     joined = turned.movedim(group.at(0), group.at(place)).flatten(group.at(place), group.at(place) + 1)
-    return Made(joined, group.tensor, group.relabelled(REPLICATE))
+    return Made(joined, group.tensor, group.relabel(REPLICATE))
 
 
-all_gather_async = _gather_async("experimental.all_gather_async", reverse=False)
-all_gather_async_reversed = _gather_async("experimental.all_gather_async_reversed", reverse=True)
-
-
-@op("experimental.strided_all_gather_async", also="mode", more=Group)
-def strided_all_gather_async(
-    input_tensor: Tensor, persistent_output_buffer: Tensor | None = None, dim: int | None = None, **over: Any
-) -> Made:
-    """As `ttnn.all_gather`: the strides are an order of sending."""
-    group = Group("experimental.strided_all_gather_async", input_tensor, **over)
-    return gather_along(group, dim).into(persistent_output_buffer)
-
-
-@op("experimental.ring_attention_all_gather_async", also="mode", more=Group)
-def ring_attention_all_gather_async(
-    input_tensor: Sequence[Tensor],
-    persistent_output_buffer: Sequence[Tensor] | None = None,
-    dim: int | None = None,
-    **over: Any,
-) -> list[Made]:
-    """As `ttnn.all_gather`, for several tensors."""
-    name = "experimental.ring_attention_all_gather_async"
-    outputs: Sequence[Tensor | None] = persistent_output_buffer or [None] * len(input_tensor)
-    groups = [Group(name, each, **over) for each in input_tensor]
-    return [gather_along(group, dim).into(output) for group, output in zip(groups, outputs, strict=True)]
-
-
-@op("experimental.high_bw_all_gather", also="mode", more=Group)
-def high_bw_all_gather(
-    input_tensor: Tensor,
+def _gather_without_slots(
+    group: Group,
     dim: int,
-    *,
     input_batch_index: int | None = None,
     gathered_dim_size: int | None = None,
     input_batch_index_tensor: Tensor | None = None,
@@ -177,93 +164,92 @@ def high_bw_all_gather(
     batch_slot_layer_idx: int = 0,
     gathered_prefix_tensor: Tensor | None = None,
     gathered_slab_global: int = 0,
-    **over: Any,
 ) -> Made:
-    """As `ttnn.all_gather` into `output_tensor`. Slots of caches are not covered."""
     slots = (input_batch_index, gathered_dim_size, input_batch_index_tensor, gathered_prefix_tensor)
-    if any(each is not None for each in slots) or (batch_slot_num_layers, batch_slot_layer_idx) != (1, 0):
-        raise UnsupportedError(
-            "ttnn.experimental.high_bw_all_gather: slots of caches are not covered", fix="slice, then ttnn.all_gather"
-        )
-    if gathered_slab_global:
-        raise UnsupportedError("ttnn.experimental.high_bw_all_gather: gathered_slab_global is not covered")
-    group = Group("experimental.high_bw_all_gather", input_tensor, **over)
+    numbers = (batch_slot_num_layers, batch_slot_layer_idx, gathered_slab_global)
+    if any(each is not None for each in slots) or numbers != (1, 0, 0):
+        raise UnsupportedError(f"ttnn.{group.name}: slots of caches are not covered", fix="slice, then ttnn.all_gather")
     return gather_along(group, dim)
 
 
-# reductions
-
-REDUCE_FORMS = (
-    "num_devices barrier_semaphores rs_global_semaphores ag_global_semaphores math_op",
-    "cluster_axis mesh_device barrier_semaphores rs_global_semaphores ag_global_semaphores math_op",
-    "buffer_tensor cluster_axis mesh_device multi_device_global_semaphore",
-)
-
-
-@op("experimental.all_reduce_async", more=_forms)
-def all_reduce_async(input_tensor: Tensor, *positions: Any, mode: str | None = None, **keywords: Any) -> Made:
-    """As `ttnn.all_reduce`, with any reduction that parts can be reduced by."""
-    name = "experimental.all_reduce_async"
-    named = _named(name, REDUCE_FORMS, positions, **keywords)
-    group = Group(name, input_tensor, mode=mode, **{each: named.get(each) for each in ("cluster_axis", "mesh_device")})
-    count = named.get("num_devices")
-    if count is not None and count != group.size:
-        raise OperandError(f"ttnn.{name}: num_devices is {count}, the group has {group.size}")
-    kind = named.get("math_op") or ReduceType.Sum
-    return reduce_over(group, kind)
+def _reduce(
+    group: Group, math_op: ReduceType = ReduceType.Sum, num_devices: int | None = None, buffer_tensor: Any = None
+) -> Made:
+    if num_devices is not None and num_devices != group.size:
+        raise OperandError(f"ttnn.{group.name}: num_devices is {num_devices}, the group has {group.size}")
+    return reduce_over(group, math_op)
 
 
-SCATTER_SPEED = "chunks_per_sync compute_kernel_config chunk_width_in_mm_blocks " + (
-    "mm_cores_y mm_block_ht mm_block_wt mm_N_full_block_wt"
-)
+def _exchange(group: Group, in_dim: int, out_dim: int) -> Made:
+    cut, joined = group.dim(in_dim, "split"), group.dim(out_dim, "concat")
+    size = group.chunk_size(cut)
+    if cut != joined:
+        found = group.run(native.all_to_all, group.at(cut), group.at(joined))
+    else:  # the pieces in a dim of their own, so that the two are different
+        pieces = torch.unflatten(group.block, group.at(cut), (group.size, size))
+        found = group.run_on(pieces, native.all_to_all, group.at(cut), group.at(cut) + 1).squeeze(group.at(cut))
+    return Made(found, group.tensor, group.label_scatter(cut))
 
 
-def _scatter_async(name: str) -> Callable[..., Any]:
-    @op(name, also=SCATTER_SPEED + " mode", more=Group)
-    def reduce_scatter_async(
-        input_tensor: Tensor,
-        persistent_output_buffers: Sequence[Tensor] | None = None,
-        dim: int | None = None,
-        **over: Any,
-    ) -> Made:
-        """As `ttnn.reduce_scatter`; of the persistent buffers, the one that has the result's shape is written."""
-        if dim is None:
-            raise ArgumentError(f"ttnn.{name}: dim is missing")
-        group = Group(name, input_tensor, **over)
-        output = _fitting(group, dim, persistent_output_buffers)
-        return scatter_along(group, dim).into(output)
-
-    return reduce_scatter_async
+def _slice(group: Group, dim: int, output_dim_offset: int, output_dim_shape: int) -> Made:
+    place = group.dim(dim, "slice")
+    whole, end = group.tensor.shape[place] * group.size, output_dim_offset + output_dim_shape
+    if not 0 <= output_dim_offset <= end <= whole:
+        raise OperandError(f"ttnn.{group.name}: rows {output_dim_offset} to {end} of {whole}")
+    if output_dim_shape % group.size:
+        raise OperandError(f"ttnn.{group.name}: {output_dim_shape} rows do not divide over {group.size} devices")
+    gathered = group.run(native.all_gather, group.at(place))
+    found = group.partition(gathered.narrow(group.at(place), output_dim_offset, output_dim_shape), place).contiguous()
+    return Made(found, group.tensor, group.relabel(PlacementShard(place)))
 
 
-def _fitting(group: Group, dim: int, buffers: Sequence[Tensor] | Tensor | None) -> Tensor | None:
-    """Of intermediate and output buffers, the last that has the shape of the result."""
+def _room(group: Group, dim: int) -> Tensor:
+    """Room for what arrives, of the input's shape."""
+    group.chunk_size(group.dim(dim, "scatter"))
+    return _scratch(group, group.tensor.shape)
+
+
+def _rooms(group: Group, dim: int) -> list[Tensor]:
+    """Room for what arrives, and for the result."""
     place = group.dim(dim, "scatter")
     shape = list(group.tensor.shape)
-    shape[place] = group.divided(place)
-    listed = [buffers] if isinstance(buffers, Tensor) else buffers or ()
-    return next((each for each in reversed(listed) if each.shape == shape), None)
+    shape[place] = group.chunk_size(place)
+    return [_room(group, dim), _scratch(group, shape)]
 
 
-reduce_scatter_minimal_async = _scatter_async("experimental.reduce_scatter_minimal_async")
-strided_reduce_scatter_async = _scatter_async("experimental.strided_reduce_scatter_async")
+def _scratch(group: Group, shape: Sequence[int]) -> Tensor:
+    block = group.block.new_zeros(*group.mesh.shape, *shape)
+    return result(block, group.tensor, topology=group.tensor.tensor_topology())
 
 
-@op("experimental.reduce_scatter_minimal_direct", also="mode", more=Group)
-def reduce_scatter_minimal_direct(
-    input_tensor: Tensor, dim: int, *, persistent_buffers: Sequence[Tensor] | None = None, **over: Any
-) -> Made:
-    """As `ttnn.reduce_scatter`; of the persistent buffers, the one that has the result's shape is written."""
-    group = Group("experimental.reduce_scatter_minimal_direct", input_tensor, **over)
-    output = _fitting(group, dim, persistent_buffers)
-    return scatter_along(group, dim).into(output)
+GATHER, SCATTER = "As `ttnn.all_gather`.", "As `ttnn.reduce_scatter`."
+EXCHANGE = (
+    "Each member cuts what it has along `in_dim`, sends piece i to member i, and joins what it gets by `out_dim`."
+)
+MATMULS = "mode chunks_per_sync compute_kernel_config chunk_width_in_mm_blocks mm_cores_y mm_block_ht mm_block_wt " + (
+    "mm_N_full_block_wt"
+)
+SLICE = "Rows `offset` to `offset + shape` of what the members hold side by side along `dim`, shared out evenly again."
 
-
-@op("experimental.llama_reduce_scatter", also="mode", more=Group)
-def llama_reduce_scatter(input_tensor: Tensor, dim: int, **over: Any) -> Made:
-    """As `ttnn.reduce_scatter`."""
-    group = Group("experimental.llama_reduce_scatter", input_tensor, **over)
-    return scatter_along(group, dim)
+for _name, _work, _doc in (
+    ("all_gather_async", gather_along, GATHER),
+    ("all_gather_async_reversed", _gather_reversed, "As `ttnn.all_gather`, the last member first."),
+    ("strided_all_gather_async", gather_along, "As `ttnn.all_gather`: the strides are an order of sending."),
+    ("ring_attention_all_gather_async", gather_along, "As `ttnn.all_gather`, for several tensors."),
+    ("high_bw_all_gather", _gather_without_slots, "As `ttnn.all_gather`. Slots of caches are not covered."),
+    ("all_reduce_async", _reduce, "As `ttnn.all_reduce`, with any reduction that parts can be reduced by."),
+    ("reduce_scatter_minimal_async", scatter_along, SCATTER),
+    ("strided_reduce_scatter_async", scatter_along, SCATTER),
+    ("reduce_scatter_minimal_direct", scatter_along, SCATTER),
+    ("llama_reduce_scatter", scatter_along, SCATTER),
+    ("reduce_scatter_minimal_async_create_intermediate_buffer", lambda group, dim: [_room(group, dim)], _room.__doc__),
+    ("reduce_scatter_minimal_direct_create_staging_buffer", _room, _room.__doc__),
+    ("reduce_scatter_minimal_direct_create_persistent_buffers", _rooms, _rooms.__doc__),
+    ("all_to_all_async_generic", _exchange, EXCHANGE),
+    ("all_to_all_async", _exchange, EXCHANGE),
+    ("slice_reshard_async", _slice, SLICE),
+):
+    spell(f"experimental.{_name}", _work, _doc or "", MATMULS if _name.endswith("scatter_async") else "mode")
 
 
 @op("experimental.deepseek_moe_reduce_scatter", also="mode", more=Group)
@@ -280,74 +266,7 @@ def deepseek_moe_reduce_scatter(
     lead = [max(sizes) for sizes in zip(*(block.shape[: group.mesh.ndim] for block in blocks), strict=True)]
     joined = torch.cat([each.expand(*lead, *each.shape[group.mesh.ndim :]) for each in blocks], group.at(place))
     found = group.run_on(joined, native.reduce_scatter, group.at(place), precise=True)
-    return Made(found, input_tensors[0], group.scattered(place), memory_config=output_memory_config)
-
-
-def _scratch(group: Group, shape: Sequence[int]) -> Tensor:
-    block = group.block.new_zeros(*group.mesh.shape, *shape)
-    return result(block, group.tensor, topology=group.tensor.tensor_topology())
-
-
-def _chunk(group: Group, dim: int) -> list[int]:
-    place = group.dim(dim, "scatter")
-    shape = list(group.tensor.shape)
-    shape[place] = group.divided(place)
-    return shape
-
-
-@op("experimental.reduce_scatter_minimal_async_create_intermediate_buffer", more=Group)
-def create_intermediate_buffer(input_tensor: Tensor, dim: int, **over: Any) -> list[Tensor]:
-    """Room for what arrives, of the input's shape."""
-    group = Group("experimental.reduce_scatter_minimal_async_create_intermediate_buffer", input_tensor, **over)
-    group.divided(group.dim(dim, "scatter"))
-    return [_scratch(group, input_tensor.shape)]
-
-
-@op("experimental.reduce_scatter_minimal_direct_create_staging_buffer", more=Group)
-def create_staging_buffer(input_tensor: Tensor, dim: int, **over: Any) -> Tensor:
-    """Room for what arrives, of the input's shape."""
-    group = Group("experimental.reduce_scatter_minimal_direct_create_staging_buffer", input_tensor, **over)
-    group.divided(group.dim(dim, "scatter"))
-    return _scratch(group, input_tensor.shape)
-
-
-@op("experimental.reduce_scatter_minimal_direct_create_persistent_buffers", more=Group)
-def create_persistent_buffers(input_tensor: Tensor, dim: int, **over: Any) -> list[Tensor]:
-    """Room for what arrives, and for the result."""
-    group = Group("experimental.reduce_scatter_minimal_direct_create_persistent_buffers", input_tensor, **over)
-    return [_scratch(group, input_tensor.shape), _scratch(group, _chunk(group, dim))]
-
-
-# all to all
-
-
-@op("experimental.all_to_all_async_generic", also="mode", more=Group)
-def all_to_all_async_generic(
-    input_tensor: Tensor, in_dim: int, out_dim: int, *, persistent_output_buffer: Tensor | None = None, **over: Any
-) -> Made:
-    """Each member cuts what it has along `in_dim`, sends piece i to member i, and joins what it gets by `out_dim`."""
-    group = Group("experimental.all_to_all_async_generic", input_tensor, **over)
-    return _exchange(group, in_dim, out_dim).into(persistent_output_buffer)
-
-
-@op("experimental.all_to_all_async", also="mode", more=Group)
-def all_to_all_async(
-    input_tensor: Tensor, persistent_output_buffer: Tensor | None, in_dim: int, out_dim: int, **over: Any
-) -> Made:
-    """As `all_to_all_async_generic` over all devices."""
-    group = Group("experimental.all_to_all_async", input_tensor, **over)
-    return _exchange(group, in_dim, out_dim).into(persistent_output_buffer)
-
-
-def _exchange(group: Group, in_dim: int, out_dim: int) -> Made:
-    cut, joined = group.dim(in_dim, "split"), group.dim(out_dim, "concat")
-    size = group.divided(cut)
-    if cut != joined:
-        found = group.run(native.all_to_all, group.at(cut), group.at(joined))
-    else:  # the pieces in a dim of their own, so that the two are different
-        pieces = group.block.unflatten(group.at(cut), (group.size, size))
-        found = group.run_on(pieces, native.all_to_all, group.at(cut), group.at(cut) + 1).squeeze(group.at(cut))
-    return Made(found, group.tensor, group.scattered(cut))
+    return Made(found, input_tensors[0], group.label_scatter(place), memory_config=output_memory_config)
 
 
 # neighbours
@@ -376,7 +295,7 @@ def neighbor_pad_async(
         raise ArgumentError(f"ttnn.{name}: padding_mode={padding_mode!r}", fix="'zeros' or 'replicate'")
     if logical_h or t_front_pad:
         raise UnsupportedError(f"ttnn.{name}: logical_h and t_front_pad are not covered", fix="pad by ttnn.pad")
-    sides = [_listed(each) for each in (dim, padding_left, padding_right, cluster_axis)]
+    sides = [_as_list(each) for each in (dim, padding_left, padding_right, cluster_axis)]
     if len({len(each) for each in sides}) != 1:
         raise ArgumentError(f"ttnn.{name}: dim, padding_left, padding_right and cluster_axis are not equally many")
     group, block = Group(name, input_tensor, mode=mode), None
@@ -389,7 +308,7 @@ def neighbor_pad_async(
     return Made(block, input_tensor, input_tensor.tensor_topology(), output=persistent_output_buffer)
 
 
-def _listed(given: int | Sequence[int]) -> list[int]:
+def _as_list(given: int | Sequence[int]) -> list[int]:
     return [given] if isinstance(given, int) else list(given)
 
 
@@ -417,25 +336,6 @@ def _edge(group: Group, block: Block, place: int, start: int, count: int, offset
     own = block.narrow(place, row, 1).expand(found.shape)
     outer = group.position() == (0 if offset > 0 else group.size - 1)
     return torch.where(outer.reshape(*outer.shape, *(1,) * (found.dim() - outer.dim())), own, found)
-
-
-@op("experimental.slice_reshard_async", also="mode", more=Group)
-def slice_reshard_async(
-    input_tensor: Tensor, dim: int, output_dim_offset: int, output_dim_shape: int, **over: Any
-) -> Made:
-    """Rows `offset` to `offset + shape` of what the members hold side by side along `dim`, shared out evenly again."""
-    group = Group("experimental.slice_reshard_async", input_tensor, **over)
-    place = group.dim(dim, "slice")
-    whole = input_tensor.shape[place] * group.size
-    if not 0 <= output_dim_offset <= output_dim_offset + output_dim_shape <= whole:
-        raise OperandError(
-            f"ttnn.{group.name}: rows {output_dim_offset} to {output_dim_offset + output_dim_shape} of {whole}"
-        )
-    if output_dim_shape % group.size:
-        raise OperandError(f"ttnn.{group.name}: {output_dim_shape} rows do not divide over {group.size} devices")
-    gathered = group.run(native.all_gather, group.at(place))
-    found = group.partitioned(gathered.narrow(group.at(place), output_dim_offset, output_dim_shape), place).contiguous()
-    return Made(found, input_tensor, group.relabelled(PlacementShard(place)))
 
 
 # with a product

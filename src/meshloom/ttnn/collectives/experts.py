@@ -47,13 +47,13 @@ def all_to_all_dispatch(
         group.run_on(group.block.transpose(group.at(0), group.at(1)), native.all_gather, group.at(dim))
         for group in (tokens, chosen)
     )
-    wanted = each(_wanted, [experts, owners], tokens.mesh.ndim)
+    wanted = each(lambda some, owned: owned[some.long()].any(-1), [experts, owners], tokens.mesh.ndim)
     kept = torch.where(wanted.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype))
-    label = tokens.relabelled(UNKNOWN)
+    label = tokens.relabel(UNKNOWN)
     outputs = list(output_tensors) if output_tensors is not None else [None, None]
     return [
         Made(kept, input_tensor, label, output=outputs[0]),
-        Made(experts, expert_indices_tensor, chosen.gathered(dim), output=outputs[1]),
+        Made(experts, expert_indices_tensor, chosen.label_gather(dim), output=outputs[1]),
     ]
 
 
@@ -73,11 +73,6 @@ def _owners(name: str, group: Group, mapping: Tensor) -> Block:
     numbers = torch.arange(group.mesh.size).reshape(*group.mesh.shape, 1, 1)
     full = table.expand(*group.mesh.shape, experts, devices)
     return full.gather(-1, numbers.expand(*group.mesh.shape, experts, 1)).squeeze(-1) != 0
-
-
-def _wanted(experts: Block, owned: Block) -> Block:
-    """For every token, whether some expert that it chose is here: [.., S, K] and [experts] to [.., S]."""
-    return owned[experts.long()].any(-1)
 
 
 @op("all_to_all_combine", also=LINKS + " mode", more=Group)
@@ -106,10 +101,10 @@ def all_to_all_combine(
     position = group.position().expand(group.mesh.shape)
 
     def combine(rows: Block, chosen: Block, table: Block, place: Block) -> Block:
-        return _combined(rows, chosen, table, place, group.size, dim, local_reduce)
+        return _combine(rows, chosen, table, place, group.size, dim, local_reduce)
 
     found = each(combine, [gathered, metadata, where, position], axes)
-    return Made(found, input_tensor, group.scattered(dim))
+    return Made(found, input_tensor, group.label_scatter(dim))
 
 
 def _slots(name: str, group: Group, mapping: Block, held: int) -> Block:
@@ -132,7 +127,7 @@ def _numbers(group: Group) -> Block:
     return torch.arange(group.mesh.size // group.size).reshape(shape)
 
 
-def _combined(
+def _combine(
     rows: Block, chosen: Block, table: Block, place: Block, members: int, dim: int, local_reduce: bool
 ) -> Block:
     """One device's slots: rows are [gathered experts, B*D, S, H], chosen [1, B*D, S, K]."""
@@ -170,7 +165,7 @@ def moe_routing_remap(
     mine = (group.block != 0) & (number >= first) & (number < first + share)
     found = torch.where(mine, group.block, torch.zeros((), dtype=group.block.dtype))
     # each has some of the weights, zero for the others
-    return Made(found, routing_weights_tensor, group.relabelled(PlacementPartial()))
+    return Made(found, routing_weights_tensor, group.relabel(PlacementPartial()))
 
 
 @op("moe_expert_token_remap")
@@ -201,7 +196,7 @@ def moe_expert_token_remap(
         return _local_weights(weights, chosen, mine, own, reduction_size)
 
     weights, active = each(local, [group.block, metadata, owned], group.mesh.ndim)
-    label = group.scattered(group.rank - 1)
+    label = group.label_scatter(group.rank - 1)
     rows = Layout.ROW_MAJOR
     return [
         Made(weights, topk_tensor, label, layout=rows, output=optional_output_mapping_tensor),
@@ -216,5 +211,6 @@ def _local_weights(weights: Block, chosen: Block, mine: Block, own: int, run: in
     found = torch.where(picked, weights.index_select(-1, experts), torch.zeros((), dtype=weights.dtype))
     flat = picked.reshape(1, 1, -1, own)
     missing = -flat.shape[2] % run
-    runs = torch.nn.functional.pad(flat.to(torch.int32), (0, 0, 0, missing)).unflatten(2, (-1, run))
+    padded = torch.nn.functional.pad(flat.to(torch.int32), (0, 0, 0, missing))
+    runs = torch.unflatten(padded, 2, (-1, run))
     return found, runs.amax(3)

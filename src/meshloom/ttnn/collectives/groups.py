@@ -44,14 +44,14 @@ def collective_mode(mode: str) -> Iterator[None]:
     >>> with ttnn.collective_mode("fabric"):
     ...     pass
     """
-    token = _mode.set(_known(mode))
+    token = _mode.set(_check_mode(mode))
     try:
         yield
     finally:
         _mode.reset(token)
 
 
-def _known(mode: str) -> str:
+def _check_mode(mode: str) -> str:
     if mode not in native.MODES:
         raise ModeError(f"there is no mode {mode!r}", fix=closest(mode, native.MODES))
     return mode
@@ -73,7 +73,7 @@ class Group:
         if mesh_device is not None and mesh_device is not device:
             raise ArgumentError(f"ttnn.{name}: mesh_device is {mesh_device}, the tensor is on {device}")
         self.name, self.tensor, self.mesh = name, tensor, device.runtime.mesh
-        self.mode = _known(mode) if mode is not None else _mode.get()
+        self.mode = _check_mode(mode) if mode is not None else _mode.get()
         self.axes = _axes(name, self.mesh, cluster_axis)
         self.sizes = tuple(self.mesh.shape[axis] for axis in self.axes)
         self.size = math.prod(self.sizes)
@@ -100,7 +100,7 @@ class Group:
             )
         return dim % self.rank
 
-    def divided(self, dim: int, message: str | None = None) -> int:
+    def chunk_size(self, dim: int, message: str | None = None) -> int:
         """The size of one member's chunk of a dim, or the original's refusal."""
         size = self.tensor.shape[dim]
         if size % self.size:
@@ -135,13 +135,13 @@ class Group:
         shape = [self.mesh.shape[axis] if axis in self.axes else 1 for axis in range(self.mesh.ndim)]
         return numbers.reshape(shape)
 
-    def partitioned(self, block: Block, dim: int) -> Block:
+    def partition(self, block: Block, dim: int) -> Block:
         """Member i keeps chunk i of a dim of what it holds. Nothing moves."""
         axes = self.mesh.ndim
         for axis in self.axes:
             place = axes + dim
             size = self.mesh.shape[axis]
-            cut = block.unflatten(place, (size, block.shape[place] // size))
+            cut = torch.unflatten(block, place, (size, block.shape[place] // size))
             if cut.shape[axis] == 1:  # all hold the same: the chunks become the members
                 block = cut.movedim(place, axis).squeeze(axis + 1)
             else:
@@ -150,22 +150,27 @@ class Group:
 
     # labels
 
-    def relabelled(self, placement: Placement) -> Label:
+    @property
+    def known(self) -> Sequence[Placement]:
+        """What the tensor's label says of every mesh axis."""
+        return by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+
+    def relabel(self, placement: Placement) -> Label:
         """The label with a placement along the group, and as before on the other axes."""
-        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        known = self.known
         return self.label([placement if axis in self.axes else each for axis, each in enumerate(known)])
 
     def apart(self, axes: Sequence[int]) -> Label:
         """The label when only some devices got other values: what was the same along these axes is so no more."""
-        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        known = self.known
         return self.label([UNKNOWN if axis in axes and each == REPLICATE else each for axis, each in enumerate(known)])
 
-    def gathered(self, dim: int) -> Label:
+    def label_gather(self, dim: int) -> Label:
         """The label when each member holds what all hold along a dim, in the order of the group.
 
         Where a later axis cuts the same dim, neighbours hold pieces that are none: no whole can be told.
         """
-        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        known = self.known
         mixed = any(known[axis] == PlacementShard(dim) for axis in self.axes)
         later = [mixed and axis > self.axes[0] and each == PlacementShard(dim) for axis, each in enumerate(known)]
         return self.label(
@@ -175,13 +180,13 @@ class Group:
             ]
         )
 
-    def scattered(self, dim: int) -> Label:
+    def label_scatter(self, dim: int) -> Label:
         """The label when each member holds its chunk of a dim; where a later axis cuts it too, no whole can be told."""
-        known = by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        known = self.known
         others = [axis for axis, each in enumerate(known) if axis not in self.axes and each == PlacementShard(dim)]
         if any(other > axis for other in others for axis in self.axes):
             return self.label([UNKNOWN if axis in (*others, *self.axes) else each for axis, each in enumerate(known)])
-        return self.relabelled(PlacementShard(dim))
+        return self.relabel(PlacementShard(dim))
 
     def label(self, axes: Sequence[Placement]) -> Label:
         """A label from what every mesh axis does; one dim that all of them cut is cut row-major by all devices."""

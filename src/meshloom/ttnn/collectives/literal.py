@@ -6,7 +6,6 @@ block floats by way of bfloat16, as there. Parts that the original leaves undefi
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.collectives.groups import Group
 from meshloom.ttnn.ops.calling import Made, op
 from meshloom.ttnn.tensor.formats import Layout
@@ -29,7 +29,7 @@ LINKS = "num_links topology subdevice_id use_l1_small_for_semaphores chunks_per_
 )
 
 
-class ReduceType(enum.Enum):
+class ReduceType(Choice):
     """How members of a group are combined."""
 
     Sum = 0
@@ -39,8 +39,6 @@ class ReduceType(enum.Enum):
     Std = 4
     Var = 5
     Prod = 6
-
-    __repr__ = enum.Enum.__str__
 
 
 @op("all_gather", also=LINKS + " mesh_device mode", more=Group)
@@ -62,14 +60,14 @@ def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Mad
     return gather_along(group, dim)
 
 
-def gather_along(group: Group, dim: int | None) -> Made:
+def gather_along(group: Group, dim: int | None = None) -> Made:
     """The all-gather of a group's tensor; the padding at the end of a dim that only the group cuts is left out."""
     place = group.sharded_dim() if dim is None else group.dim(dim)
     found = group.run(native.all_gather, group.at(place))
     size = group.whole_size(place)
     if size is not None:
         found = found.narrow(group.at(place), 0, size)
-    return Made(found, group.tensor, group.gathered(place))
+    return Made(found, group.tensor, group.label_gather(place))
 
 
 @op("all_reduce", also=LINKS + " mesh_device mode", more=Group)
@@ -89,7 +87,7 @@ def all_reduce(input_tensor: Tensor, **over: Any) -> Made:
 def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The all-reduce of a group's tensor."""
     found = group.run(native.all_reduce, op=reduction(group.name, math_op), precise=True)
-    return Made(found, group.tensor, group.relabelled(REPLICATE))
+    return Made(found, group.tensor, group.relabel(REPLICATE))
 
 
 def reduction(name: str, math_op: ReduceType | None) -> str:
@@ -109,9 +107,9 @@ def reduce_scatter(input_tensor: Tensor, dim: int, **over: Any) -> Made:
 def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The reduce-scatter of a group's tensor."""
     place = group.dim(dim, "scatter")
-    group.divided(place)
+    group.chunk_size(place)
     found = group.run(native.reduce_scatter, group.at(place), op=reduction(group.name, math_op), precise=True)
-    return Made(found, group.tensor, group.scattered(place))
+    return Made(found, group.tensor, group.label_scatter(place))
 
 
 @op("mesh_partition")
@@ -119,12 +117,12 @@ def mesh_partition(input_tensor: Tensor, dim: int, cluster_axis: int | None = No
     """Member i of each group keeps chunk i, along `dim`, of its own tensor. Nothing is sent."""
     group = Group("mesh_partition", input_tensor, cluster_axis=cluster_axis)
     place = group.dim(dim, "partition")
-    chunk = group.divided(
+    chunk = group.chunk_size(
         place, f"input shape {list(input_tensor.shape)} must be divisible by cluster axis size {group.size}"
     )
     _check_tiles(group, place, chunk)
-    found = group.partitioned(group.block, place).clone(memory_format=torch.contiguous_format)
-    return Made(found, input_tensor, group.scattered(place))
+    found = group.partition(group.block, place).clone(memory_format=torch.contiguous_format)
+    return Made(found, input_tensor, group.label_scatter(place))
 
 
 def _check_tiles(group: Group, dim: int, chunk: int) -> None:
@@ -151,7 +149,7 @@ def broadcast(input_tensor: Tensor, sender_coord: MeshCoordinate, **over: Any) -
     root = int(group.position()[tuple(c if axis in group.axes else 0 for axis, c in enumerate(place))])
     found = group.run(native.broadcast, root)
     if group.size == group.mesh.size or group.block.shape == found.shape:  # one group, or members that hold the same
-        return Made(found, input_tensor, group.relabelled(REPLICATE))
+        return Made(found, input_tensor, group.relabel(REPLICATE))
     kept = _each(group).clone()
     box = tuple(slice(None) if axis in group.axes else c for axis, c in enumerate(place))
     kept[box] = part(found, place)
@@ -182,7 +180,7 @@ def all_broadcast(input_tensor: Tensor, **over: Any) -> list[Made]:
     """A tensor for every member of the groups: the k-th is what member k holds, on all members."""
     group = Group("all_broadcast", input_tensor, **over)
     stacked = stack_members(group)
-    label = group.relabelled(REPLICATE)
+    label = group.relabel(REPLICATE)
     return [Made(each.clone(), input_tensor, label) for each in stacked.unbind(group.at(0))]
 
 
@@ -249,19 +247,13 @@ def reduce_to_root(
     groups = [Group("reduce_to_root", each, **over) for each in given]
     place = coordinate(groups[0], root_coord, "root_coord")
     root = int(groups[0].position()[place])
-    parts = [_at_root(group, root, place) for group in groups]
-    found = _merged(parts, scale_fp32)
+    stacked = [group.run_on(group.block.unsqueeze(group.at(0)), native.gather, group.at(0), root) for group in groups]
+    found = _merge([part(each, place) for each in stacked], scale_fp32)
     outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
     return [
         Made(_alone(group, values, place), each, group.apart(group.axes), output=out)
         for group, values, each, out in zip(groups, found, given, outputs, strict=True)
     ]
-
-
-def _at_root(group: Group, root: int, place: tuple[int, ...]) -> Block:
-    """What all devices hold, stacked, as the root has it."""
-    stacked = group.run_on(group.block.unsqueeze(group.at(0)), native.gather, group.at(0), root)
-    return part(stacked, place)
 
 
 def _alone(group: Group, values: Block, place: tuple[int, ...]) -> Block:
@@ -270,9 +262,9 @@ def _alone(group: Group, values: Block, place: tuple[int, ...]) -> Block:
     return block
 
 
-def _merged(parts: Sequence[Block], scale: float) -> tuple[Block, Block, Block]:
+def _merge(parts: Sequence[Block], scale: float) -> tuple[Block, Block, Block]:
     values, sums, tops = (each.to(torch.float32) for each in parts)
     top = tops.amax(0)
     weights = torch.exp((tops - top) * scale)
-    runs = values.unflatten(-1, (sums.shape[-1], values.shape[-1] // sums.shape[-1]))
+    runs = torch.unflatten(values, -1, (sums.shape[-1], values.shape[-1] // sums.shape[-1]))
     return (runs * weights.unsqueeze(-1)).sum(0).flatten(-2), (sums * weights).sum(0), top

@@ -13,17 +13,10 @@ from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
 
-__all__ = [
-    "CoreCoord",
-    "CoreGrid",
-    "CoreRange",
-    "CoreRangeSet",
-    "corerange_to_cores",
-    "grid_to_cores",
-    "num_cores_to_corerangeset",
-    "num_cores_to_corerangeset_in_subcoregrids",
-    "split_work_to_cores",
-]
+__all__ = (
+    "CoreCoord CoreGrid CoreRange CoreRangeSet corerange_to_cores grid_to_cores num_cores_to_corerangeset "
+    "num_cores_to_corerangeset_in_subcoregrids split_work_to_cores"
+).split()
 
 Cell = tuple[int, int]
 
@@ -47,18 +40,14 @@ class CoreCoord:
         object.__setattr__(self, "y", listed[1])
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps({"x": self.x, "y": self.y})
 
     @staticmethod
     def from_json(text: str) -> CoreCoord:
-        """From text."""
-        found = json.loads(text)
-        return CoreCoord(found["x"], found["y"])
+        return CoreCoord(*json.loads(text).values())
 
     @property
     def num_cores(self) -> int:
-        """The cores of a grid of that size."""
         return self.x * self.y
 
     def __repr__(self) -> str:
@@ -82,7 +71,6 @@ class CoreGrid:
 
     @property
     def num_cores(self) -> int:
-        """How many there are."""
         return self.x * self.y
 
     def __repr__(self) -> str:
@@ -114,7 +102,6 @@ class CoreRange:
         return CoreCoord(self.end.x - self.start.x + 1, self.end.y - self.start.y + 1)
 
     def size(self) -> int:
-        """How many cores there are."""
         return self.grid_size().num_cores
 
     def contains(self, other: CoreCoord | CoreRange | CoreRangeSet) -> bool:
@@ -127,12 +114,10 @@ class CoreRange:
         return ((x, y) for y in rows for x in columns) if row_wise else ((x, y) for x in columns for y in rows)
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps(_corners(self))
 
     @staticmethod
     def from_json(text: str) -> CoreRange:
-        """From text."""
         return _range(json.loads(text))
 
     def __repr__(self) -> str:
@@ -176,19 +161,15 @@ class CoreRangeSet:
         object.__setattr__(self, "_ranges", given)
 
     def ranges(self) -> list[CoreRange]:
-        """The rectangles."""
         return list(self._ranges)
 
     def num_cores(self) -> int:
-        """How many cores there are."""
         return sum(each.size() for each in self._ranges)
 
     def size(self) -> int:
-        """How many rectangles there are."""
         return len(self._ranges)
 
     def empty(self) -> bool:
-        """Whether there is no core in it."""
         return not self._ranges
 
     def bounding_box(self) -> CoreRange:
@@ -204,24 +185,21 @@ class CoreRangeSet:
         return set(_cells(other)) <= set(self.cells())
 
     def merge(self, other: CoreRangeSet) -> CoreRangeSet:
-        """The cores of both."""
-        return joined({*self.cells(), *other.cells()})
+        return join_cells({*self.cells(), *other.cells()})
 
     def subtract(self, other: CoreRangeSet) -> CoreRangeSet:
         """The cores that are not in the other."""
-        return joined(set(self.cells()) - set(other.cells()))
+        return join_cells(set(self.cells()) - set(other.cells()))
 
     def cells(self, row_wise: bool = True) -> Iterator[Cell]:
         """The cores, rectangle after rectangle."""
         return (cell for each in self._ranges for cell in each.cells(row_wise))
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps([_corners(each) for each in self._ranges])
 
     @staticmethod
     def from_json(text: str) -> CoreRangeSet:
-        """From text."""
         return CoreRangeSet([_range(corners) for corners in json.loads(text)])
 
     def __eq__(self, other: object) -> bool:
@@ -247,10 +225,10 @@ def _cells(of: CoreCoord | CoreRange | CoreRangeSet) -> Iterator[Cell]:
     raise ArgumentError(f"{of!r} is no core, range or set of ranges")
 
 
-def joined(cells: Iterable[Cell], row_wise: bool = True) -> CoreRangeSet:
+def join_cells(cells: Iterable[Cell], row_wise: bool = True) -> CoreRangeSet:
     """Cores as rectangles: runs within rows, and equal runs of neighbouring rows as one; or by columns.
 
-    >>> joined({(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)})
+    >>> join_cells({(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)})
     {[(x=0,y=0) - (x=1,y=1)], [(x=0,y=2) - (x=0,y=2)]}
     """
     turned = [(x, y) if row_wise else (y, x) for x, y in cells]
@@ -325,7 +303,7 @@ def num_cores_to_corerangeset_in_subcoregrids(
         raise OperandError(
             f"Target number of cores {target_num_cores} is greater than total number of available cores {len(there)}"
         )
-    return joined(there[:target_num_cores], row_wise)
+    return join_cells(there[:target_num_cores], row_wise)
 
 
 def split_work_to_cores(
@@ -344,7 +322,7 @@ def split_work_to_cores(
     if not used:
         return 0, CoreRangeSet(), CoreRangeSet(), CoreRangeSet(), 0, 0
     units, more = divmod(units_to_divide, used)
-    everyone = joined(cells[:used], row_wise)
+    everyone = join_cells(cells[:used], row_wise)
     if not more:
         return used, everyone, everyone, CoreRangeSet(), units, 0
-    return used, everyone, joined(cells[:more], row_wise), joined(cells[more:used], row_wise), units + 1, units
+    return used, everyone, join_cells(cells[:more], row_wise), join_cells(cells[more:used], row_wise), units + 1, units

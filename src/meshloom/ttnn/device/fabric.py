@@ -6,48 +6,31 @@ decides what `get_usable_topology` and `get_num_links` answer and whether an ope
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshloom.errors import ArgumentError, OperandError, where
+from meshloom.errors import ArgumentError, OperandError
 from meshloom.fabric import preset
-from meshloom.runtime import MeshType
-from meshloom.runtime.memory import Allocator, Region
+from meshloom.runtime.geometry import MeshType
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreRangeSet
 from meshloom.ttnn.device.system import OPEN, System, is_line
-from meshloom.ttnn.tensor.memory import BufferType
+from meshloom.ttnn.tensor.memory import BufferType, room_on
 
 if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
     from meshloom.ttnn.tensor.tensor import Tensor
 
-__all__ = [
-    "FabricConfig",
-    "FabricManagerMode",
-    "FabricNodeId",
-    "FabricReliabilityMode",
-    "FabricRouterConfig",
-    "FabricTensixConfig",
-    "FabricType",
-    "FabricUDMMode",
-    "GlobalSemaphore",
-    "MeshId",
-    "Topology",
-    "apply_device_delay",
-    "create_global_semaphore",
-    "get_all_fabric_mesh_ids",
-    "get_fabric_config",
-    "get_global_semaphore_address",
-    "get_num_links",
-    "get_usable_topology",
-    "reset_global_semaphore_value",
-    "set_fabric_config",
-]
+__all__ = (
+    "FabricConfig FabricManagerMode FabricNodeId FabricReliabilityMode FabricRouterConfig FabricTensixConfig "
+    "FabricType FabricUDMMode GlobalSemaphore MeshId Topology apply_device_delay create_global_semaphore "
+    "get_all_fabric_mesh_ids get_fabric_config get_global_semaphore_address get_num_links get_usable_topology "
+    "reset_global_semaphore_value set_fabric_config"
+).split()
 
 
-class FabricConfig(enum.Enum):
+class FabricConfig(Choice):
     """How devices are linked for collectives."""
 
     DISABLED = 0
@@ -60,68 +43,41 @@ class FabricConfig(enum.Enum):
     FABRIC_2D_TORUS_XY = 7
     CUSTOM = 8
 
-    __repr__ = enum.Enum.__str__
 
-
-class FabricReliabilityMode(enum.Enum):
+class FabricReliabilityMode(Choice):
     """What happens where links are missing."""
 
-    STRICT_INIT = 0
-    RELAXED_INIT = 1
-    DYNAMIC_RECONFIG = 2
-
-    __repr__ = enum.Enum.__str__
+    STRICT_INIT, RELAXED_INIT, DYNAMIC_RECONFIG = 0, 1, 2
 
 
-class FabricTensixConfig(enum.Enum):
+class FabricTensixConfig(Choice):
     """Whether cores help to route."""
 
-    DISABLED = 0
-    MUX = 1
-
-    __repr__ = enum.Enum.__str__
+    DISABLED, MUX = 0, 1
 
 
-class FabricUDMMode(enum.Enum):
+class FabricUDMMode(Choice):
     """Whether routes are made for unified data movement."""
 
-    DISABLED = 0
-    ENABLED = 1
-
-    __repr__ = enum.Enum.__str__
+    DISABLED, ENABLED = 0, 1
 
 
-class FabricManagerMode(enum.Enum):
+class FabricManagerMode(Choice):
     """Who sets the fabric up and takes it down."""
 
-    DEFAULT = 0
-    ENABLED = 1
-    INIT_FABRIC = 2
-    TERMINATE_FABRIC = 3
-
-    __repr__ = enum.Enum.__str__
+    DEFAULT, ENABLED, INIT_FABRIC, TERMINATE_FABRIC = 0, 1, 2, 3
 
 
-class FabricType(enum.Enum):
+class FabricType(Choice):
     """Which axes are closed to rings."""
 
-    MESH = 0
-    TORUS_X = 1
-    TORUS_Y = 2
-    TORUS_XY = 3
-
-    __repr__ = enum.Enum.__str__
+    MESH, TORUS_X, TORUS_Y, TORUS_XY = 0, 1, 2, 3
 
 
-class Topology(enum.Enum):
+class Topology(Choice):
     """How a collective goes along an axis."""
 
-    Linear = 1
-    Ring = 2
-    Mesh = 3
-    Torus = 4
-
-    __repr__ = enum.Enum.__str__
+    Linear, Ring, Mesh, Torus = 1, 2, 3, 4
 
 
 @dataclass
@@ -157,18 +113,8 @@ class FabricNodeId:
         return f"FabricNodeId({self.mesh_id!r}, D{self.chip_id})"
 
 
-@dataclass
-class _Fabric:
-    config: FabricConfig = FabricConfig.DISABLED
-    reliability: FabricReliabilityMode = FabricReliabilityMode.STRICT_INIT
-    planes: int | None = None
-    tensix: FabricTensixConfig = FabricTensixConfig.DISABLED
-    udm: FabricUDMMode = FabricUDMMode.DISABLED
-    manager: FabricManagerMode = FabricManagerMode.DEFAULT
-    router: FabricRouterConfig | None = None
-
-
-_now = _Fabric()
+_config = FabricConfig.DISABLED  # how devices are linked now
+_planes: int | None = None  # by how many planes at most
 
 
 def set_fabric_config(
@@ -181,7 +127,7 @@ def set_fabric_config(
     router_config: FabricRouterConfig | None = None,
 ) -> None:
     """Say how devices are linked, before any is opened; DISABLED may be said at any time."""
-    global _now
+    global _config, _planes
     if not isinstance(config, FabricConfig):
         raise ArgumentError(f"set_fabric_config takes a FabricConfig, not {config!r}")
     if config is not FabricConfig.DISABLED and len(OPEN):
@@ -190,20 +136,11 @@ def set_fabric_config(
             + ", ".join(map(repr, OPEN)),
             fix="call it before open_mesh_device, or close them first",
         )
-    _now = _Fabric(
-        config,
-        reliability_mode,
-        num_planes,
-        fabric_tensix_config,
-        fabric_udm_mode,
-        fabric_manager_mode,
-        router_config,
-    )
+    _config, _planes = config, num_planes
 
 
 def get_fabric_config() -> FabricConfig:
-    """How devices are linked."""
-    return _now.config
+    return _config
 
 
 def get_all_fabric_mesh_ids() -> list[MeshId]:
@@ -214,7 +151,7 @@ def get_all_fabric_mesh_ids() -> list[MeshId]:
 def check_opening(system: System, ids: Sequence[int]) -> None:
     """An error if the fabric is on and not all devices of the system are opened: routes go through all of them."""
     idle = sorted(set(system.ids) - set(ids))
-    if _now.config is not FabricConfig.DISABLED and system.count is not None and idle:
+    if _config is not FabricConfig.DISABLED and system.count is not None and idle:
         raise OperandError(
             f"Fabric is being used but Device {idle[0]} is not active: {len(ids)} of {len(system.ids)} devices are "
             "opened",
@@ -236,7 +173,7 @@ _CLOSED = {  # axes that the configuration closes to rings: X is along rows
 
 def mesh_type_of(given: MeshType | None) -> MeshType | None:
     """The type that a mesh is opened with: as it was asked for, else by the configuration."""
-    return given if given is not None else _KINDS.get(_now.config)
+    return given if given is not None else _KINDS.get(_config)
 
 
 def get_usable_topology(tensor: Tensor, topology: Topology | None = None, cluster_axis: int | None = None) -> Topology:
@@ -245,7 +182,7 @@ def get_usable_topology(tensor: Tensor, topology: Topology | None = None, cluste
     if device is None:
         raise OperandError("get_usable_topology needs a tensor that is on a device", fix="ttnn.to_device(tensor, mesh)")
     shape = tuple(device.shape)
-    asked = topology or (Topology.Ring if _now.config in _CLOSED else Topology.Linear)
+    asked = topology or (Topology.Ring if _config in _CLOSED else Topology.Linear)
     if asked not in (Topology.Ring, Topology.Torus):
         return asked
     if cluster_axis is None:
@@ -265,13 +202,10 @@ def is_closed(device: MeshDevice, axis: int) -> bool:
     if is_line(device.shape):  # all devices of two rows, laid along the snake, make a ring
         whole = device.get_num_devices() == len(system.ids)
         return whole and len(system.shape) == 2 and system.shape[0] == 2
-    if axis in _CLOSED.get(_now.config, ()):
+    if axis in _CLOSED.get(_config, ()):
         return True
-    return system.preset is not None and _spans(device, axis) and preset(system.preset).kinds[axis] == "ring"
-
-
-def _spans(device: MeshDevice, axis: int) -> bool:
-    return len(device.shape) == len(device.system.shape) and device.shape[axis] == device.system.shape[axis]
+    spans = len(device.shape) == len(system.shape) and device.shape[axis] == system.shape[axis]
+    return system.preset is not None and spans and preset(system.preset).kinds[axis] == "ring"
 
 
 def get_num_links(mesh_device: MeshDevice, cluster_axis: int | None = None) -> int:
@@ -279,37 +213,31 @@ def get_num_links(mesh_device: MeshDevice, cluster_axis: int | None = None) -> i
     system = mesh_device.system
     lanes = (1,) * mesh_device.shape.dims() if system.preset is None else preset(system.preset).lanes
     found = min(lanes) if cluster_axis is None or cluster_axis >= len(lanes) else lanes[cluster_axis]
-    return found if _now.planes is None else min(found, _now.planes)
+    return found if _planes is None else min(found, _planes)
 
 
 class GlobalSemaphore:
     """A counter in the memory of every device of a mesh, at one address."""
 
     def __init__(self, device: MeshDevice, cores: CoreRangeSet, value: int, kind: BufferType) -> None:
-        self.device, self.cores, self.value = device, cores, _counted(value)
-        self._allocator: Allocator = device.runtime.system.memory["dram" if kind is BufferType.DRAM else "l1"]
-        size = 4 * self._allocator.banks
-        self._region: Region = self._allocator.allocate(size, device.runtime.mask, "global semaphore", where())
+        self.device, self.cores, self.value = device, cores, _check_count(value)
+        self._room = room_on(device, kind, 4, "global semaphore", per_bank=True)
 
     @property
     def address(self) -> int:
         """Where it is, on all devices and cores."""
-        return self._region.address
+        return self._room.region.address
 
     def add(self, number: int = 1) -> int:
         """Count up, and tell the new value."""
-        self.value = _counted(self.value + number)
+        self.value = _check_count(self.value + number)
         return self.value
-
-    def __del__(self) -> None:
-        if hasattr(self, "_region"):
-            self._allocator.drop(self._region)
 
     def __repr__(self) -> str:
         return f"GlobalSemaphore(value={self.value}, address={self.address})"
 
 
-def _counted(value: Any) -> int:
+def _check_count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 32:
         raise ArgumentError(f"a semaphore counts from 0 to 2^32 - 1, not {value!r}")
     return value
@@ -326,13 +254,12 @@ def create_global_semaphore(
 
 
 def get_global_semaphore_address(global_semaphore: GlobalSemaphore) -> int:
-    """Where a counter is."""
     return global_semaphore.address
 
 
 def reset_global_semaphore_value(global_semaphore: GlobalSemaphore, reset_value: int) -> None:
     """Set a counter on all devices."""
-    global_semaphore.value = _counted(reset_value)
+    global_semaphore.value = _check_count(reset_value)
 
 
 def apply_device_delay(mesh_device: MeshDevice, delays: Sequence[Sequence[int]], *, subdevice_id: Any = None) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from meshloom import runtime
 from meshloom.errors import OperandError
-from meshloom.runtime import MeshCoordinate, MeshShape, MeshType
+from meshloom.runtime import geometry
+from meshloom.runtime.geometry import MeshCoordinate, MeshShape, MeshType
 
 if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
@@ -23,7 +22,7 @@ __all__ = [
 ]
 
 
-class MeshCoordinateRange(runtime.MeshCoordinateRange):
+class MeshCoordinateRange(geometry.MeshCoordinateRange):
     """A box of coordinates, both corners included; of a shape alone, all of it.
 
     >>> box = MeshCoordinateRange(MeshCoordinate(0, 1), MeshCoordinate(1, 2))
@@ -46,14 +45,11 @@ class MeshCoordinateRange(runtime.MeshCoordinateRange):
         object.__setattr__(self, "end", MeshCoordinate(*end))
 
     def __iter__(self) -> Iterator[MeshCoordinate]:
-        return map(MeshCoordinate, itertools.product(*(range(a, b + 1) for a, b in self._sides())))
-
-    def _sides(self) -> Iterator[tuple[int, int]]:
-        return zip(self.start, self.end, strict=True)
+        return map(MeshCoordinate, super().__iter__())
 
     def contains(self, other: Sequence[int] | MeshCoordinateRange) -> bool:
         """Whether a coordinate, or all of a range, is in it."""
-        if isinstance(other, runtime.MeshCoordinateRange):
+        if isinstance(other, geometry.MeshCoordinateRange):
             return other.start in self and other.end in self
         return tuple(other) in self
 
@@ -80,7 +76,6 @@ class MeshCoordinateRangeSet:
         self._ranges: list[MeshCoordinateRange] = [] if range is None else [range]
 
     def ranges(self) -> list[MeshCoordinateRange]:
-        """The boxes."""
         return list(self._ranges)
 
     def merge(self, range: MeshCoordinateRange) -> None:
@@ -125,11 +120,9 @@ class MeshDeviceView:
         self._device = device
 
     def shape(self) -> MeshShape:
-        """The shape of the mesh."""
         return self._device.shape
 
     def num_devices(self) -> int:
-        """How many devices there are."""
         return self._device.get_num_devices()
 
     def is_local(self, coord: Sequence[int]) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 
 from meshloom import runtime
 from meshloom.errors import ArgumentError, OperandError, TraceError, expect
-from meshloom.runtime import MeshShape, MeshType
+from meshloom.runtime.device import MeshDevice as RuntimeDevice
+from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.memory import Usage
 from meshloom.runtime.opening import read_mesh_type, sorted_out
 from meshloom.runtime.virtual import VirtualDriver
@@ -20,29 +21,14 @@ from meshloom.ttnn.device import fabric
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid
 from meshloom.ttnn.device.fabric import FabricNodeId, MeshId
 from meshloom.ttnn.device.geometry import MeshDeviceView
-from meshloom.ttnn.device.subdevices import SubDevices
-from meshloom.ttnn.device.system import OPEN, Arch, System, get_system, is_line, snake
-from meshloom.ttnn.device.watching import tell
+from meshloom.ttnn.device.subdevices import DispatchCoreConfig, SubDevices
+from meshloom.ttnn.device.system import OPEN, Arch, System, get_system, is_line, snake, tell
 
-__all__ = [
-    "CloseDevice",
-    "CloseDevices",
-    "CreateDevice",
-    "CreateDevices",
-    "Device",
-    "GetDefaultDevice",
-    "MeshDevice",
-    "ReadDeviceProfiler",
-    "SetDefaultDevice",
-    "close_device",
-    "close_mesh_device",
-    "create_mesh_device",
-    "is_blackhole",
-    "is_wormhole_b0",
-    "manage_device",
-    "open_device",
-    "open_mesh_device",
-]
+__all__ = (
+    "CloseDevice CloseDevices CreateDevice CreateDevices Device GetDefaultDevice MeshDevice ReadDeviceProfiler "
+    "SetDefaultDevice close_device close_mesh_device create_mesh_device is_blackhole is_wormhole_b0 manage_device "
+    "open_device open_mesh_device"
+).split()
 
 MAXIMUM_QUEUES = 2
 WORKERS = 18  # where the cores that kernels see begin, in both directions
@@ -51,7 +37,7 @@ _ids = count()
 _default: weakref.ref[MeshDevice] | None = None
 
 
-class MeshDevice:
+class MeshDevice(SubDevices):
     """A grid of devices; what it does, `runtime` does. Programs may set attributes of their own on it.
 
     >>> with create_mesh_device(MeshShape(2, 4)) as mesh:
@@ -61,12 +47,13 @@ class MeshDevice:
 
     def __init__(
         self,
-        device: runtime.MeshDevice,
+        device: RuntimeDevice,
         system: System,
         *,
         options: Mapping[str, Any] | None = None,
         parent: MeshDevice | None = None,
     ) -> None:
+        super().__init__()
         self.runtime, self.system, self.parent = device, system, parent
         self.options = dict(options or {})  # sizes of regions, dispatch: as they were asked for
         self._id = next(_ids)
@@ -74,7 +61,6 @@ class MeshDevice:
         self._opened = tuple(device.shape), tuple(device.mesh.device_ids)
         self._programs: set[Hashable] | frozenset[Hashable] = set()
         self._caches = self._misses_allowed = True
-        self._sub_devices = SubDevices()
         self.reshaped = False  # tensors may be older than its shape
         self.watched = device.system.races is not None  # ops say what they use, or wait for a trace: `queues.used`
         OPEN.add(self)
@@ -84,7 +70,6 @@ class MeshDevice:
 
     @property
     def shape(self) -> MeshShape:
-        """The shape of the grid."""
         return self.runtime.shape
 
     @property
@@ -97,11 +82,9 @@ class MeshDevice:
         return self._id
 
     def get_num_devices(self) -> int:
-        """How many devices there are."""
         return self.runtime.num_devices
 
     def get_device_ids(self) -> list[int]:
-        """The ids of the devices, row-major."""
         return self.runtime.get_device_ids()
 
     def get_device_id(self, coord: Sequence[int]) -> int:
@@ -119,7 +102,6 @@ class MeshDevice:
         return self.runtime.mesh.index(place)
 
     def get_view(self) -> MeshDeviceView:
-        """What it looks like."""
         return MeshDeviceView(self)
 
     def virtual_to_physical(self, coord: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -209,7 +191,6 @@ class MeshDevice:
         ]
 
     def get_submeshes(self) -> list[MeshDevice]:
-        """The submeshes that are open."""
         return sorted((each for each in self._submeshes if not each.runtime.closed), key=MeshDevice.id)
 
     def quiesce_devices(self) -> None:
@@ -219,7 +200,6 @@ class MeshDevice:
     # what a device is like
 
     def arch(self) -> Arch:
-        """The generation of the chips."""
         return Arch(self.runtime.system.chip.name)
 
     def compute_with_storage_grid_size(self) -> CoreCoord:
@@ -229,7 +209,6 @@ class MeshDevice:
 
     @property
     def core_grid(self) -> CoreGrid:
-        """The cores of one device."""
         grid = self.runtime.system.chip.cores
         return CoreGrid(x=grid.x, y=grid.y)
 
@@ -309,7 +288,6 @@ class MeshDevice:
         self._caches = True
 
     def clear_program_cache(self) -> None:
-        """Forget all programs."""
         self._programs = set()
 
     def disable_and_clear_program_cache(self) -> None:
@@ -320,36 +298,6 @@ class MeshDevice:
     def set_program_cache_misses_allowed(self, allowed: bool) -> None:
         """Whether an op may be run that was not run before."""
         self._misses_allowed = allowed
-
-    # sub-devices
-
-    def create_sub_device_manager(self, sub_devices: Sequence[Any], local_l1_size: int) -> Any:
-        """A way to divide every device."""
-        return self._sub_devices.create(sub_devices, local_l1_size)
-
-    def load_sub_device_manager(self, sub_device_manager_id: Any) -> None:
-        """Divide every device that way."""
-        self._sub_devices.load(sub_device_manager_id)
-
-    def clear_loaded_sub_device_manager(self) -> None:
-        """Divide no device."""
-        self._sub_devices.clear()
-
-    def remove_sub_device_manager(self, sub_device_manager_id: Any) -> None:
-        """Forget a way to divide devices."""
-        self._sub_devices.remove(sub_device_manager_id)
-
-    def get_sub_device_ids(self) -> list[Any]:
-        """The parts that every device is divided into."""
-        return list(self._sub_devices.ids)
-
-    def set_sub_device_stall_group(self, sub_device_ids: Sequence[Any]) -> None:
-        """Say which parts dispatch waits for."""
-        self._sub_devices.stall(sub_device_ids)
-
-    def reset_sub_device_stall_group(self) -> None:
-        """Dispatch waits for all parts."""
-        self._sub_devices.stall_group = ()
 
     # the end
 
@@ -375,7 +323,7 @@ def open_mesh_device(
     l1_small_size: Any = 0,
     trace_region_size: int = 0,
     num_command_queues: int = 1,
-    dispatch_core_config: Any = None,
+    dispatch_core_config: DispatchCoreConfig | None = None,
     offset: Sequence[int] | None = None,
     physical_device_ids: Sequence[int] = (),
     worker_l1_size: int = 0,
@@ -395,22 +343,28 @@ def open_mesh_device(
     """
     if not isinstance(l1_small_size, int):  # (shape, device_ids) and (paths_or_ids, shape)
         mesh_shape, device_ids, l1_small_size = (mesh_shape, l1_small_size, 0)
-    sizes, ids = sorted_out(mesh_shape if shape is None else shape, _ids_given(mesh_shape, shape, device_ids))
+    if shape is not None:
+        mesh_shape, device_ids = shape, mesh_shape if device_ids is None else device_ids
+    sizes, ids = sorted_out(mesh_shape, device_ids)
     options = {
         "l1_small_size": _size("l1_small_size", l1_small_size),
         "trace_region_size": _size("trace_region_size", trace_region_size),
         "worker_l1_size": _size("worker_l1_size", worker_l1_size),
         "dispatch_core_config": dispatch_core_config,
     }
-    system, sizes, chosen = _chosen(sizes, list(physical_device_ids) or ids, offset)
-    return _opened(system, sizes, chosen, num_command_queues, mesh_type, options, settings)
+    if isinstance(num_command_queues, bool) or num_command_queues not in range(1, MAXIMUM_QUEUES + 1):
+        raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="1 or 2")
+    system, sizes, chosen = _choose_devices(sizes, list(physical_device_ids) or ids, offset)
+    fabric.check_opening(system, chosen)
+    settings.setdefault("check", "races" if "races" in read_setting(RACES).split(",") else None)
+    if not {"driver", "memory", "preset"} & settings.keys():
+        settings["driver"] = VirtualDriver(None, system.chip)
+    kind = fabric.mesh_type_of(read_mesh_type(mesh_type))
+    made = runtime.open_mesh_device(sizes, chosen, num_command_queues=num_command_queues, mesh_type=kind, **settings)
+    return MeshDevice(made, system, options=options)
 
 
-def _ids_given(first: Any, shape: Any, device_ids: Any) -> Any:
-    return device_ids if shape is None or device_ids is not None else first
-
-
-def _chosen(
+def _choose_devices(
     sizes: Sequence[int] | None, ids: Sequence[int] | None, offset: Sequence[int] | None
 ) -> tuple[System, tuple[int, ...], list[int]]:
     """The system, the shape and the devices of a mesh that is asked for."""
@@ -427,28 +381,6 @@ def _chosen(
     sizes = system.shape if sizes is None else tuple(sizes)
     system = system.around(sizes, offset)
     return system, sizes, system.devices(sizes, offset)
-
-
-def _opened(
-    system: System,
-    sizes: tuple[int, ...],
-    ids: list[int],
-    queues: int,
-    mesh_type: MeshType | str | None,
-    options: Mapping[str, Any],
-    settings: dict[str, Any],
-) -> MeshDevice:
-    if isinstance(queues, bool) or queues not in range(1, MAXIMUM_QUEUES + 1):
-        raise ArgumentError(f"num_command_queues={queues!r}", fix="1 or 2")
-    fabric.check_opening(system, ids)
-    kind = read_mesh_type(mesh_type)
-    settings.setdefault("check", "races" if "races" in read_setting(RACES).split(",") else None)
-    if not {"driver", "memory", "preset"} & settings.keys():
-        settings["driver"] = VirtualDriver(None, system.chip)
-    made = runtime.open_mesh_device(
-        sizes, ids, num_command_queues=queues, mesh_type=fabric.mesh_type_of(kind), **settings
-    )
-    return MeshDevice(made, system, options=options)
 
 
 def _size(name: str, given: Any) -> int:
@@ -473,50 +405,20 @@ def create_mesh_device(*args: Any, **kwargs: Any) -> Iterator[MeshDevice]:
         close_mesh_device(device)
 
 
-def open_device(
-    *,
-    device_id: int = 0,
-    l1_small_size: int = 0,
-    trace_region_size: int = 0,
-    dispatch_core_config: Any = None,
-    worker_l1_size: int = 0,
-    num_command_queues: int = 1,
-) -> MeshDevice:
-    """One device: a mesh of 1x1.
+def open_device(*, device_id: int = 0, **options: Any) -> MeshDevice:
+    """One device: a mesh of 1x1, with the options of `open_mesh_device`.
 
     >>> device = open_device(device_id=0)
     >>> device.shape, close_device(device)
     (MeshShape([1, 1]), None)
     """
-    return open_mesh_device(
-        MeshShape(1, 1),
-        l1_small_size,
-        trace_region_size,
-        num_command_queues,
-        dispatch_core_config,
-        physical_device_ids=[device_id],
-        worker_l1_size=worker_l1_size,
-    )
+    return open_mesh_device(MeshShape(1, 1), physical_device_ids=[device_id], **options)
 
 
-def CreateDevice(
-    device_id: int,
-    num_command_queues: int = 1,
-    l1_small_size: int = 0,
-    trace_region_size: int = 0,
-    dispatch_core_config: Any = None,
-    *,
-    worker_l1_size: int = 0,
-) -> MeshDevice:
-    """One device: a mesh of 1x1."""
-    return open_device(
-        device_id=device_id,
-        num_command_queues=num_command_queues,
-        l1_small_size=l1_small_size,
-        trace_region_size=trace_region_size,
-        dispatch_core_config=dispatch_core_config,
-        worker_l1_size=worker_l1_size,
-    )
+def CreateDevice(device_id: int, num_command_queues: int = 1, *sizes: Any, **options: Any) -> MeshDevice:
+    """One device: `(device_id, num_command_queues, l1_small_size, trace_region_size, dispatch_core_config)`."""
+    named = dict(zip(("l1_small_size", "trace_region_size", "dispatch_core_config"), sizes, strict=False))
+    return open_device(device_id=device_id, num_command_queues=num_command_queues, **named, **options)
 
 
 def CreateDevices(device_ids: Sequence[int], *args: Any, **kwargs: Any) -> dict[int, MeshDevice]:
@@ -529,25 +431,17 @@ def close_device(device: MeshDevice) -> None:
     device.close()
 
 
-def CloseDevice(device: MeshDevice) -> None:
-    """Close a device."""
-    close_device(device)
+CloseDevice = close_device
 
 
 def CloseDevices(devices: Mapping[int, MeshDevice]) -> None:
-    """Close devices."""
     for device in devices.values():
         close_device(device)
 
 
-@contextlib.contextmanager
-def manage_device(device_id: int) -> Iterator[MeshDevice]:
+def manage_device(device_id: int) -> contextlib.AbstractContextManager[MeshDevice]:
     """A device that is closed at the end of the block."""
-    device = open_device(device_id=device_id)
-    try:
-        yield device
-    finally:
-        close_device(device)
+    return create_mesh_device(MeshShape(1, 1), physical_device_ids=[device_id])
 
 
 def SetDefaultDevice(device: MeshDevice | None = None) -> None:

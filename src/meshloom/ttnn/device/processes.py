@@ -16,51 +16,33 @@ from meshloom.comms import WORLD
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.processes import join
 from meshloom.processes.bindings import process
+from meshloom.ttnn.choices import Number
 
-__all__ = [
-    "Rank",
-    "Size",
-    "SubcontextId",
-    "distributed_context_allgather_int",
-    "distributed_context_barrier",
-    "distributed_context_get_rank",
-    "distributed_context_get_size",
-    "distributed_context_is_initialized",
-    "distributed_context_local_to_world_rank",
-    "distributed_context_recv_bytes",
-    "distributed_context_send_bytes",
-    "distributed_context_subcontext_count",
-    "distributed_context_subcontext_id",
-    "distributed_context_subcontext_size",
-    "distributed_context_subcontext_sizes",
-    "distributed_context_world_rank",
-    "distributed_context_world_size",
-    "init_distributed_context",
-    "using_distributed_env",
-]
+__all__ = (
+    "Rank Size SubcontextId distributed_context_allgather_int distributed_context_barrier distributed_context_get_rank "
+    "distributed_context_get_size distributed_context_is_initialized distributed_context_local_to_world_rank "
+    "distributed_context_recv_bytes distributed_context_send_bytes distributed_context_subcontext_count "
+    "distributed_context_subcontext_id distributed_context_subcontext_size distributed_context_subcontext_sizes "
+    "distributed_context_world_rank distributed_context_world_size init_distributed_context using_distributed_env"
+).split()
 
 _started = False
 _own: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # what this process sent to itself, by tag
 
 
-class Rank(int):
+class Rank(Number):
     """The number of a process.
 
     >>> Rank(1) < Rank(2), str(Rank(1)), Rank(1)
     (True, '1', Rank(1))
     """
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({int(self)})"
 
-    __str__ = int.__repr__
-
-
-class Size(Rank):
+class Size(Number):
     """A number of processes."""
 
 
-class SubcontextId(Rank):
+class SubcontextId(Number):
     """The number of a group of processes: there is one group, of all."""
 
 
@@ -77,18 +59,15 @@ def init_distributed_context() -> None:
 
 
 def distributed_context_is_initialized() -> bool:
-    """Whether the processes have met."""
     return _started or WORLD.is_joined
 
 
 def distributed_context_get_rank() -> Rank:
-    """The number of this process."""
     _check_started()
     return Rank(process().rank)
 
 
 def distributed_context_get_size() -> Size:
-    """How many processes there are."""
     _check_started()
     return Size(process().count)
 
@@ -160,7 +139,6 @@ def _check_peer(rank: int) -> None:
 
 
 def distributed_context_send_bytes(data: bytes, dest: int, tag: int = 0) -> None:
-    """Hand bytes to a process."""
     send(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8), dest, tag)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,32 +26,20 @@ from meshloom.runtime.memory import Allocator, Region
 from meshloom.runtime.queue import MeshCommandQueue
 from meshloom.runtime.races import Access
 from meshloom.runtime.trace import Trace
+from meshloom.ttnn.choices import Number
 from meshloom.ttnn.device.geometry import MeshCoordinateRange
-from meshloom.ttnn.device.watching import tell
+from meshloom.ttnn.device.system import tell
 from meshloom.ttnn.tensor.parts import Block
 
 if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
     from meshloom.ttnn.tensor.tensor import Tensor
 
-__all__ = [
-    "MeshEvent",
-    "MeshTraceId",
-    "QueueId",
-    "begin_trace_capture",
-    "command_queue",
-    "end_trace_capture",
-    "event_synchronize",
-    "execute_trace",
-    "get_current_command_queue_id_for_thread",
-    "is_trace_capture_active",
-    "record_event",
-    "release_trace",
-    "synchronize_device",
-    "synchronize_devices",
-    "synchronize_mesh_device",
-    "wait_for_event",
-]
+__all__ = (
+    "MeshEvent MeshTraceId QueueId begin_trace_capture command_queue end_trace_capture event_synchronize execute_trace "
+    "get_current_command_queue_id_for_thread is_trace_capture_active record_event release_trace synchronize_device "
+    "synchronize_devices synchronize_mesh_device wait_for_event"
+).split()
 
 READS = "Reads are not supported during trace capture."
 WRITES = "Writes are not supported during trace capture."
@@ -60,32 +47,7 @@ EVENTS = "Event Synchronization is not supported during trace capture."
 BLOCKING = "Blocking is not supported when recording a trace."
 
 
-@dataclass(frozen=True, eq=False)
-class _Number:
-    """A number with a name."""
-
-    number: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.number, bool) or not isinstance(self.number, int) or self.number < 0:
-            raise ArgumentError(f"{type(self).__name__} takes a number from 0 on, not {self.number!r}")
-
-    def __int__(self) -> int:
-        return self.number
-
-    __index__ = __int__
-
-    def __eq__(self, other: object) -> bool:
-        return self.number == int(other) if isinstance(other, (int, type(self))) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.number)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.number})"
-
-
-class QueueId(_Number):
+class QueueId(Number):
     """The number of a command queue.
 
     >>> QueueId(1), int(QueueId(1)), QueueId(1) == 1
@@ -93,7 +55,7 @@ class QueueId(_Number):
     """
 
 
-class MeshTraceId(_Number):
+class MeshTraceId(Number):
     """The number of a trace."""
 
 
@@ -108,7 +70,7 @@ _current = _Current()
 
 
 @contextmanager
-def command_queue(cq_id: int | QueueId) -> Iterator[None]:
+def command_queue(cq_id: int) -> Iterator[None]:
     """What this thread does inside counts as done on that queue, where it does not name another.
 
     >>> with command_queue(1):
@@ -127,9 +89,9 @@ def get_current_command_queue_id_for_thread() -> QueueId:
     return QueueId(_current.number)
 
 
-def queue_of(device: MeshDevice, cq_id: int | QueueId | None = None) -> MeshCommandQueue:
+def queue_of(device: MeshDevice, cq_id: int | None = None) -> MeshCommandQueue:
     """A queue of a mesh by its number, the current one of the thread for None."""
-    if cq_id is not None and (isinstance(cq_id, bool) or not isinstance(cq_id, (int, QueueId))):
+    if cq_id is not None and (isinstance(cq_id, bool) or not isinstance(cq_id, int)):
         raise ArgumentError(f"cq_id={cq_id!r} is neither a number nor a ttnn.QueueId")
     number = _current.number if cq_id is None else int(cq_id)
     if not 0 <= number < len(device.runtime.queues):
@@ -151,23 +113,23 @@ def settle(device: MeshDevice) -> None:
         queue.settle(queue._last)
 
 
-def transfer(tensor: Tensor, cq_id: int | QueueId | None, *, writes: bool) -> None:
+def transfer(tensor: Tensor, cq_id: int | None, *, writes: bool) -> None:
     """A tensor on a mesh is about to be read to the host, or written from it, on a queue."""
     device = tensor.device()
     assert device is not None
     queue = queue_of(device, cq_id)
     if state.capture is not None:
-        raise _refused(WRITES if writes else READS)
+        raise _refusal(WRITES if writes else READS)
     if writes:
         _check_grid(device, tensor)
     if device.watched:
         settle(device)
     if device.runtime.system.races is not None:
         verb = "write" if writes else "read"
-        _tell(queue, f"{verb} of {_named(tensor)} at {where()}", [_access(tensor, writes)])
+        _tell(queue, f"{verb} of {_name_of(tensor)} at {where()}", [_access(tensor, writes)])
 
 
-def allocated(device: MeshDevice, region: Region) -> None:
+def note_allocation(device: MeshDevice, region: Region) -> None:
     """A tensor has got memory; what is there counts as written by the host."""
     races = device.runtime.system.races
     if races is not None:
@@ -198,7 +160,7 @@ def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Se
 def _check_grid(device: MeshDevice, tensor: Tensor) -> None:
     if tensor._grid != tuple(device.shape):
         raise OperandError(
-            f"{_named(tensor)} was made when its mesh was of shape {list(tensor._grid)}",
+            f"{_name_of(tensor)} was made when its mesh was of shape {list(tensor._grid)}",
             mesh=device,
             fix="read it with ttnn.to_torch, and make it again with ttnn.from_torch",
         )
@@ -214,10 +176,10 @@ def _access(tensor: Tensor, writes: bool) -> Access:
     device, room = tensor.device(), tensor._room
     assert device is not None and room is not None
     cards = dict(zip(device.runtime.numbers, device.runtime.coordinates(), strict=True))
-    return Access(room.region, _named(tensor), cards, writes)
+    return Access(room.region, _name_of(tensor), cards, writes)
 
 
-def _named(tensor: Tensor) -> str:
+def _name_of(tensor: Tensor) -> str:
     return f"tensor {tensor.tensor_id} ({tensor.dtype.name} {list(tensor.shape)})"
 
 
@@ -226,14 +188,14 @@ def _tell(queue: MeshCommandQueue, text: str, accesses: Iterable[Access]) -> Non
         queue.system.races.note_command(queue.id, text, accesses)
 
 
-def _refused(reason: str) -> TraceError:
+def _refusal(reason: str) -> TraceError:
     trace = state.capture.trace.id
     return TraceError(reason, trace=trace, fix="do it before or after the capture")
 
 
 def _refuse_in_capture(reason: str) -> None:
     if state.capture is not None:
-        raise _refused(reason)
+        raise _refusal(reason)
 
 
 # events
@@ -247,7 +209,6 @@ class MeshEvent:
 
     @property
     def id(self) -> int:
-        """Its number on its mesh."""
         return self.event.id
 
     def __repr__(self) -> str:
@@ -259,7 +220,7 @@ class MeshEvent:
 
 def record_event(
     mesh_device: MeshDevice,
-    cq_id: int | QueueId | None = None,
+    cq_id: int | None = None,
     sub_device_ids: Sequence[Any] = (),
     device_range: MeshCoordinateRange | None = None,
 ) -> MeshEvent:
@@ -270,7 +231,7 @@ def record_event(
     return MeshEvent(queue.record_event(), mesh_device, queue.cq_id, places)
 
 
-def wait_for_event(cq_id: int | QueueId | MeshEvent | None = None, mesh_event: MeshEvent | None = None) -> None:
+def wait_for_event(cq_id: int | MeshEvent | None = None, mesh_event: MeshEvent | None = None) -> None:
     """Let a queue wait for an event of another: what it is given from now on comes after."""
     if isinstance(cq_id, MeshEvent) and mesh_event is None:
         cq_id, mesh_event = None, cq_id
@@ -294,13 +255,11 @@ def _event(given: Any) -> MeshEvent:
     return given
 
 
-def synchronize_device(
-    device: MeshDevice, cq_id: int | QueueId | None = None, sub_device_ids: Sequence[Any] = ()
-) -> None:
+def synchronize_device(device: MeshDevice, cq_id: int | None = None, sub_device_ids: Sequence[Any] = ()) -> None:
     """Wait for all queues of a mesh, its submeshes included, or for one queue."""
-    if not hasattr(device, "_sub_devices"):
+    if not hasattr(device, "check_sub_devices"):
         raise ArgumentError(f"device={device!r} is not a MeshDevice", fix="give what ttnn.open_mesh_device returned")
-    device._sub_devices.check(sub_device_ids)
+    device.check_sub_devices(sub_device_ids)
     if cq_id is not None:
         queue_of(device, cq_id)
     _refuse_in_capture(BLOCKING)
@@ -314,14 +273,7 @@ synchronize_mesh_device = synchronize_devices = synchronize_device
 # traces
 
 
-class _Held(NamedTuple):
-    """A trace and what it keeps."""
-
-    trace: Trace
-    accesses: list[Access]
-
-
-_traces: WeakKeyDictionary[MeshDevice, dict[int, _Held]] = WeakKeyDictionary()
+_traces: WeakKeyDictionary[MeshDevice, dict[int, Trace]] = WeakKeyDictionary()
 
 
 def is_trace_capture_active(device: MeshDevice | None = None) -> bool:
@@ -331,7 +283,7 @@ def is_trace_capture_active(device: MeshDevice | None = None) -> bool:
     return any(queue.capture is not None for queue in device.runtime.queues)
 
 
-def begin_trace_capture(mesh_device: MeshDevice, *, cq_id: int | QueueId | None = None) -> MeshTraceId:
+def begin_trace_capture(mesh_device: MeshDevice, *, cq_id: int | None = None) -> MeshTraceId:
     """From now on ops of this thread are written down and their results allocated, and nothing runs."""
     queue = queue_of(mesh_device, cq_id)
     taken = queue.capture
@@ -344,9 +296,7 @@ def begin_trace_capture(mesh_device: MeshDevice, *, cq_id: int | QueueId | None 
     return MeshTraceId(mesh_device.runtime.begin_trace_capture(queue.cq_id).id)
 
 
-def end_trace_capture(
-    mesh_device: MeshDevice, trace_id: MeshTraceId | int, *, cq_id: int | QueueId | None = None
-) -> None:
+def end_trace_capture(mesh_device: MeshDevice, trace_id: int, *, cq_id: int | None = None) -> None:
     """The trace can be replayed from now on; what it uses stays where it is until it is released."""
     queue = queue_of(mesh_device, cq_id)
     taken = queue.capture
@@ -357,21 +307,9 @@ def end_trace_capture(
         )
     kept = list(taken._wrappers)
     mesh_device.runtime.end_trace_capture(taken.trace)
-    accesses = [access for each in kept if isinstance(each, _Accesses) for access in each.listed]
-    _traces.setdefault(mesh_device, {})[int(trace_id)] = _Held(taken.trace, _outside(accesses))
+    taken.trace.used = [each.listed for each in kept if isinstance(each, _Accesses)]
+    _traces.setdefault(mesh_device, {})[int(trace_id)] = taken.trace
     _hold([each for each in kept if hasattr(each, "region")], taken.trace)
-
-
-def _outside(accesses: Sequence[Access]) -> list[Access]:
-    """What a replay reads before it writes it, and what it writes."""
-    written: set[int] = set()
-    found = []
-    for access in accesses:
-        if access.writes:
-            written.add(access.region.number)
-        if access.writes or access.region.number not in written:
-            found.append(access)
-    return found
 
 
 def _hold(rooms: Sequence[Any], trace: Trace) -> None:
@@ -398,17 +336,15 @@ def _free_pieces(allocator: Allocator, region: Region) -> list[tuple[int, int]]:
     return [*found, (place, region.end)] if place < region.end else found
 
 
-def execute_trace(
-    mesh_device: MeshDevice, trace_id: MeshTraceId | int, *, cq_id: int | QueueId | None = None, blocking: bool = True
-) -> None:
+def execute_trace(mesh_device: MeshDevice, trace_id: int, *, cq_id: int | None = None, blocking: bool = True) -> None:
     """Replay a trace on a queue: its inputs are read as they are now, its results are written where they were.
 
     Without `blocking` it returns at once; whoever touches a tensor of the mesh waits for it.
     """
     queue = queue_of(mesh_device, cq_id)
     _refuse_in_capture(BLOCKING)
-    held = _traces.get(mesh_device, {}).get(int(trace_id))
-    if held is None:
+    trace = _traces.get(mesh_device, {}).get(int(trace_id))
+    if trace is None:
         raise TraceError(
             f"Trace instance {int(trace_id)} must exist on Mesh device {mesh_device.id()}'s "
             "active sub-device manager 0",
@@ -418,26 +354,15 @@ def execute_trace(
         if other is not queue:
             other.settle(other._last)
     mesh_device.watched = True
-    queue.submit(_Replay(held), blocking)
+    queue.submit(Replay(trace), blocking)
 
 
-class _Replay(Replay):
-    """All of a trace of tensor ops."""
-
-    def __init__(self, held: _Held) -> None:
-        super().__init__(held.trace)
-        self._accesses = held.accesses
-
-    def accesses(self) -> Iterable[Access]:
-        return self._accesses
-
-
-def release_trace(mesh_device: MeshDevice, trace_id: MeshTraceId | int) -> None:
+def release_trace(mesh_device: MeshDevice, trace_id: int) -> None:
     """Let a trace and what it kept go; a second time does nothing."""
-    held = _traces.get(mesh_device, {}).pop(int(trace_id), None)
-    if held is not None:
+    trace = _traces.get(mesh_device, {}).pop(int(trace_id), None)
+    if trace is not None:
         settle(mesh_device)
-        held.trace.release()
+        trace.release()
 
 
 # memory of a capture

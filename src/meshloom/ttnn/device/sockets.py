@@ -7,7 +7,6 @@ this is an error. Between processes, the sender and the receiver are named by th
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError, where
 from meshloom.runtime import MeshCoordinate
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.collectives.groups import Group
 from meshloom.ttnn.device import processes, queues
 from meshloom.ttnn.device.cores import CoreCoord
@@ -24,20 +24,14 @@ from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.device.subdevices import SubDeviceId
 from meshloom.ttnn.ops.calling import op, operands
 from meshloom.ttnn.tensor.formats import DataType
-from meshloom.ttnn.tensor.memory import BufferType
+from meshloom.ttnn.tensor.memory import BufferType, room_on
 from meshloom.ttnn.tensor.parts import Block, part
-from meshloom.ttnn.tensor.tensor import Room, Tensor
+from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 
-__all__ = [
-    "MeshCoreCoord",
-    "MeshSocket",
-    "SocketConfig",
-    "SocketConnection",
-    "SocketEndpoint",
-    "SocketMemoryConfig",
-    "create_socket_pair",
-]
+__all__ = (
+    "MeshCoreCoord MeshSocket SocketConfig SocketConnection SocketEndpoint SocketMemoryConfig create_socket_pair"
+).split()
 
 
 @dataclass
@@ -83,13 +77,10 @@ class SocketConfig:
     receiver_mesh_id: int | None = None
 
 
-class SocketEndpoint(enum.Enum):
+class SocketEndpoint(Choice):
     """The two ends."""
 
-    SENDER = 0
-    RECEIVER = 1
-
-    __repr__ = enum.Enum.__str__
+    SENDER, RECEIVER = 0, 1
 
 
 @dataclass
@@ -113,23 +104,21 @@ class MeshSocket:
         if apart:
             self._endpoint, self._peer = _apart(config)
         self._waiting: deque[_Sent] = deque()
-        self._room = _room(device, config.memory_config)
+        memory = config.memory_config
+        self._room = room_on(device, memory.socket_storage_type, memory.fifo_size, "socket")
 
     def get_mesh_device(self) -> MeshDevice:
-        """The mesh of this end."""
         return self._device
 
     def get_connection_config(self) -> list[SocketConnection]:
-        """The connections."""
         return list(self._config.connections)
 
     def get_socket_endpoint_type(self) -> SocketEndpoint:
-        """Which end it is."""
         return self._endpoint
 
     def get_active_cores(self) -> list[MeshCoreCoord]:
-        """The cores of this end."""
-        return [_end(each, self._endpoint) for each in self._config.connections]
+        sends = self._endpoint is SocketEndpoint.SENDER
+        return [each.sender_core if sends else each.receiver_core for each in self._config.connections]
 
     def get_config_buffer_address(self) -> int:
         """Where its queue is, on all devices."""
@@ -158,17 +147,6 @@ def _apart(config: SocketConfig) -> tuple[SocketEndpoint, int]:
     return SocketEndpoint(number), int(ends[1 - number])  # type: ignore[arg-type]
 
 
-def _room(device: MeshDevice, config: SocketMemoryConfig) -> Room:
-    is_l1 = config.socket_storage_type is not BufferType.DRAM
-    allocator = device.runtime.system.memory["l1" if is_l1 else "dram"]
-    region = allocator.allocate(config.fifo_size, device.runtime.mask, "socket", where(), from_top=is_l1)
-    return Room(allocator, region)
-
-
-def _end(connection: SocketConnection, endpoint: SocketEndpoint) -> MeshCoreCoord:
-    return connection.sender_core if endpoint is SocketEndpoint.SENDER else connection.receiver_core
-
-
 def create_socket_pair(
     sender_mesh_device: MeshDevice, receiver_mesh_device: MeshDevice, socket_config: SocketConfig
 ) -> tuple[MeshSocket, MeshSocket]:
@@ -190,7 +168,7 @@ def _pairs(socket: MeshSocket) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return list(dict.fromkeys(ends))
 
 
-def _checked(name: str, tensor: Tensor, socket: MeshSocket, endpoint: SocketEndpoint) -> None:
+def _check_end(name: str, tensor: Tensor, socket: MeshSocket, endpoint: SocketEndpoint) -> None:
     device, _ = operands(name, tensor)
     if not isinstance(socket, MeshSocket):
         raise ArgumentError(f"ttnn.{name}: {socket!r} is not a ttnn.MeshSocket", fix="ttnn.create_socket_pair(...)")
@@ -203,7 +181,7 @@ def _checked(name: str, tensor: Tensor, socket: MeshSocket, endpoint: SocketEndp
 @op("experimental.send_async", "experimental.send_direct_async")
 def send_async(input_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
     """Send what the sending devices of a socket hold."""
-    _checked("experimental.send_async", input_tensor, mesh_socket, SocketEndpoint.SENDER)
+    _check_end("experimental.send_async", input_tensor, mesh_socket, SocketEndpoint.SENDER)
     parts = [part(input_tensor.block, source).clone() for source, _ in _pairs(mesh_socket)]
     if mesh_socket._peer is None:
         mesh_socket._waiting.append(_Sent(parts, input_tensor.dtype, where(), input_tensor.tensor_topology()))
@@ -217,9 +195,9 @@ def send_async(input_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
 def recv_async(output_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
     """Receive what was sent first into a tensor, at the receiving devices of a socket."""
     name = "experimental.recv_async"
-    _checked(name, output_tensor, mesh_socket, SocketEndpoint.RECEIVER)
+    _check_end(name, output_tensor, mesh_socket, SocketEndpoint.RECEIVER)
     if mesh_socket._peer is not None:
-        mesh_socket._waiting.append(_received(output_tensor, mesh_socket, mesh_socket._peer))
+        mesh_socket._waiting.append(_receive(output_tensor, mesh_socket, mesh_socket._peer))
     if not mesh_socket._waiting:
         raise OperandError(
             f"ttnn.{name}: nothing has been sent",
@@ -254,7 +232,7 @@ def _label(name: str, output: Tensor, socket: MeshSocket, sent: _Sent) -> Tensor
     return group.apart(group.axes)
 
 
-def _received(like: Tensor, socket: MeshSocket, peer: int) -> _Sent:
+def _receive(like: Tensor, socket: MeshSocket, peer: int) -> _Sent:
     """What another process sent, which has to be of the shape and dtype of what it goes into."""
     parts = [torch.empty(tuple(like.shape), dtype=like.block.dtype) for _ in _pairs(socket)]
     for each in parts:

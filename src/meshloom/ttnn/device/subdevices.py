@@ -6,43 +6,31 @@ kept and checked: ids that were never loaded, cores that two sub-devices claim, 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreRangeSet
 from meshloom.ttnn.device.fabric import FabricTensixConfig
 
-__all__ = [
-    "DispatchCoreAxis",
-    "DispatchCoreConfig",
-    "DispatchCoreType",
-    "SubDevice",
-    "SubDeviceId",
-    "SubDeviceManagerId",
-]
+__all__ = "DispatchCoreAxis DispatchCoreConfig DispatchCoreType SubDevice SubDeviceId SubDeviceManagerId".split()
 
 
-class DispatchCoreType(enum.Enum):
+class DispatchCoreType(Choice):
     """Which cores dispatch."""
 
-    WORKER = 0
-    ETH = 1
-
-    __repr__ = enum.Enum.__str__
+    WORKER, ETH = 0, 1
 
 
-class DispatchCoreAxis(enum.Enum):
+class DispatchCoreAxis(Choice):
     """Whether dispatch takes a row or a column of cores."""
 
-    ROW = 0
-    COL = 1
-
-    __repr__ = enum.Enum.__str__
+    ROW, COL = 0, 1
 
 
+@dataclass
 class DispatchCoreConfig:
     """Where dispatch runs: by default on a row of workers.
 
@@ -50,20 +38,15 @@ class DispatchCoreConfig:
     (DispatchCoreType.WORKER, DispatchCoreAxis.COL)
     """
 
-    def __init__(
-        self,
-        type: DispatchCoreType | None = None,
-        axis: DispatchCoreAxis | None = None,
-        fabric_tensix_config: FabricTensixConfig | None = None,
-    ) -> None:
-        if type is DispatchCoreType.ETH and axis is DispatchCoreAxis.COL:
-            raise OperandError("COL axis is not supported for ETH dispatch core type", fix="DispatchCoreAxis.ROW")
-        self.type = type or DispatchCoreType.WORKER
-        self.axis = axis or DispatchCoreAxis.ROW
-        self.fabric_tensix_config = fabric_tensix_config or FabricTensixConfig.DISABLED
+    type: DispatchCoreType | None = None
+    axis: DispatchCoreAxis | None = None
+    fabric_tensix_config: FabricTensixConfig | None = None
 
-    def __repr__(self) -> str:
-        return f"DispatchCoreConfig(type={self.type}, axis={self.axis})"
+    def __post_init__(self) -> None:
+        if self.type is DispatchCoreType.ETH and self.axis is DispatchCoreAxis.COL:
+            raise OperandError("COL axis is not supported for ETH dispatch core type", fix="DispatchCoreAxis.ROW")
+        self.type, self.axis = self.type or DispatchCoreType.WORKER, self.axis or DispatchCoreAxis.ROW
+        self.fabric_tensix_config = self.fabric_tensix_config or FabricTensixConfig.DISABLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +83,20 @@ class SubDevice:
 
 
 class SubDevices:
-    """The ways to divide a device that were made, the one that is loaded, and whom dispatch waits for."""
+    """A device that can be divided: the ways to, the one that is loaded, and whom dispatch waits for."""
 
     def __init__(self) -> None:
         self._managers: dict[SubDeviceManagerId, tuple[SubDevice, ...]] = {}
         self._numbers = count(1)
-        self.loaded: SubDeviceManagerId | None = None
-        self.stall_group: tuple[SubDeviceId, ...] = ()
+        self._loaded: SubDeviceManagerId | None = None
+        self._stall_group: tuple[SubDeviceId, ...] = ()
 
-    @property
-    def ids(self) -> tuple[SubDeviceId, ...]:
-        """The sub-devices that are loaded: one, where nothing was divided."""
-        parts = 1 if self.loaded is None else len(self._managers[self.loaded])
-        return tuple(map(SubDeviceId, range(parts)))
+    def get_sub_device_ids(self) -> list[SubDeviceId]:
+        """The parts that every device is divided into: one, where nothing was divided."""
+        return list(map(SubDeviceId, range(1 if self._loaded is None else len(self._managers[self._loaded]))))
 
-    def create(self, sub_devices: Sequence[SubDevice], local_l1_size: int) -> SubDeviceManagerId:
-        """Remember a way to divide the device."""
+    def create_sub_device_manager(self, sub_devices: Sequence[SubDevice], local_l1_size: int) -> SubDeviceManagerId:
+        """Remember a way to divide every device."""
         if local_l1_size < 0:
             raise ArgumentError(f"local_l1_size={local_l1_size}")
         taken = CoreRangeSet()
@@ -128,35 +109,39 @@ class SubDevices:
         self._managers[made] = tuple(sub_devices)
         return made
 
-    def load(self, manager: SubDeviceManagerId) -> None:
-        """Divide the device that way."""
-        self.loaded = self._known(manager)
-        self.stall_group = ()
+    def load_sub_device_manager(self, sub_device_manager_id: SubDeviceManagerId) -> None:
+        """Divide every device that way."""
+        self._loaded, self._stall_group = self._check_manager(sub_device_manager_id), ()
 
-    def clear(self) -> None:
-        """Do not divide the device."""
-        self.loaded, self.stall_group = None, ()
+    def clear_loaded_sub_device_manager(self) -> None:
+        """Divide no device."""
+        self._loaded, self._stall_group = None, ()
 
-    def remove(self, manager: SubDeviceManagerId) -> None:
-        """Forget a way to divide the device."""
-        if self._known(manager) == self.loaded:
+    def remove_sub_device_manager(self, sub_device_manager_id: SubDeviceManagerId) -> None:
+        """Forget a way to divide devices."""
+        if self._check_manager(sub_device_manager_id) == self._loaded:
             raise OperandError("Cannot remove active sub device manager", fix="clear_loaded_sub_device_manager() first")
-        del self._managers[manager]
+        del self._managers[sub_device_manager_id]
 
-    def stall(self, ids: Sequence[SubDeviceId]) -> None:
-        """Say whom dispatch waits for."""
-        self.check(ids)
-        if not ids:
+    def set_sub_device_stall_group(self, sub_device_ids: Sequence[SubDeviceId]) -> None:
+        """Say which parts dispatch waits for."""
+        self.check_sub_devices(sub_device_ids)
+        if not sub_device_ids:
             raise OperandError("Sub-device stall group must not be empty", fix="reset_sub_device_stall_group()")
-        self.stall_group = tuple(ids)
+        self._stall_group = tuple(sub_device_ids)
 
-    def check(self, ids: Sequence[SubDeviceId]) -> None:
+    def reset_sub_device_stall_group(self) -> None:
+        """Dispatch waits for all parts."""
+        self._stall_group = ()
+
+    def check_sub_devices(self, ids: Sequence[SubDeviceId]) -> None:
         """An error for sub-devices that are not loaded."""
+        known = self.get_sub_device_ids()
         for each in ids:
-            if each not in self.ids:
-                raise OperandError(f"there is no sub-device {each}", loaded=", ".join(map(str, self.ids)))
+            if each not in known:
+                raise OperandError(f"there is no sub-device {each}", loaded=", ".join(map(str, known)))
 
-    def _known(self, manager: SubDeviceManagerId) -> SubDeviceManagerId:
+    def _check_manager(self, manager: SubDeviceManagerId) -> SubDeviceManagerId:
         if manager not in self._managers:
             raise OperandError(f"Sub-device manager does not exist: {manager}")
         return manager

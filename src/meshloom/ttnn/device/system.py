@@ -10,12 +10,11 @@ as they are, or turned if they only fit so.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,53 +24,29 @@ from meshloom.mesh import Coordinate
 from meshloom.processes.discovery import discover
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.runtime.chips import BLACKHOLE, WORMHOLE, Chip, Grid
+from meshloom.ttnn.choices import Choice
 
-__all__ = [
-    "Arch",
-    "ClusterType",
-    "GetNumAvailableDevices",
-    "GetNumPCIeDevices",
-    "GetPCIeDeviceID",
-    "SystemMeshDescriptor",
-    "get_arch_name",
-    "get_cluster_type",
-    "get_device_ids",
-    "get_num_devices",
-    "get_num_pcie_devices",
-    "get_pcie_device_ids",
-    "get_system",
-    "set_system",
-]
+__all__ = (
+    "Arch ClusterType GetNumAvailableDevices GetNumPCIeDevices GetPCIeDeviceID SystemMeshDescriptor get_arch_name "
+    "get_cluster_type get_device_ids get_num_devices get_num_pcie_devices get_pcie_device_ids get_system set_system"
+).split()
 
 VARIABLE = "MESHLOOM_SYSTEM"
 
 
-class Arch(enum.Enum):
+class Arch(Choice):
     """A generation of chips."""
 
     WORMHOLE_B0 = "wormhole_b0"
     BLACKHOLE = "blackhole"
     QUASAR = "quasar"
 
-    __repr__ = enum.Enum.__str__
 
-
-class ClusterType(enum.Enum):
+class ClusterType(Choice):
     """A product; `CUSTOM` is a grid of virtual devices."""
 
-    INVALID = enum.auto()
-    N150 = enum.auto()
-    N300 = enum.auto()
-    T3K = enum.auto()
-    GALAXY = enum.auto()
-    P100 = enum.auto()
-    P150 = enum.auto()
-    P150_X2 = enum.auto()
-    P150_X4 = enum.auto()
-    P150_X8 = enum.auto()
-    CUSTOM = enum.auto()
-
-    __repr__ = enum.Enum.__str__
+    INVALID, N150, N300, T3K, GALAXY, P100, P150 = 1, 2, 3, 4, 5, 6, 7
+    P150_X2, P150_X4, P150_X8, CUSTOM = 8, 9, 10, 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +69,6 @@ class System:
 
     @property
     def arch(self) -> Arch:
-        """The generation of its chips."""
         return Arch(self.chip.name)
 
     def around(self, shape: Sequence[int], offset: Sequence[int] | None) -> System:
@@ -137,11 +111,11 @@ class System:
                 system=MeshShape(*self.shape),
             )
         if _fits(sizes, start, self.shape):
-            return [_moved(place, start) for place in itertools.product(*map(range, sizes))]
+            return [_offset(place, start) for place in itertools.product(*map(range, sizes))]
         turned = sizes[::-1]
         if len(sizes) != 2 or not _fits(turned, start, self.shape):
             raise self._too_big(sizes, start)
-        return [_moved(place[::-1], start) for place in itertools.product(*map(range, sizes))]
+        return [_offset(place[::-1], start) for place in itertools.product(*map(range, sizes))]
 
     def _check_count(self, sizes: Sequence[int], wanted: int) -> None:
         if self.count is not None and wanted > self.count:
@@ -177,7 +151,7 @@ def _fits(sizes: Sequence[int], start: Sequence[int], whole: Sequence[int]) -> b
     return all(a + n <= size for a, n, size in zip(start, sizes, whole, strict=True))
 
 
-def _moved(place: Coordinate, start: Sequence[int]) -> Coordinate:
+def _offset(place: Coordinate, start: Sequence[int]) -> Coordinate:
     return tuple(a + b for a, b in zip(place, start, strict=True))
 
 
@@ -204,17 +178,9 @@ def snake(shape: Sequence[int]) -> list[int]:
     return [numbers[place] for place in _snake(shape, (0,) * len(shape))]
 
 
-def _product(
-    name: str,
-    shape: tuple[int, int],
-    kind: ClusterType,
-    chip: Chip = WORMHOLE,
-    pcie: int | None = None,
-    preset: str | None = None,
-    ids: Sequence[int] | None = None,
-) -> System:
+def _product(name: str, shape: tuple[int, int], kind: ClusterType, chip: Chip = WORMHOLE, **more: Any) -> System:
     count = math.prod(shape)
-    return System(name, shape, tuple(ids or range(count)), kind, chip, pcie, preset, count)
+    return System(name, shape, more.pop("ids", tuple(range(count))), kind, chip, count=count, **more)
 
 
 # A n300 shows one of its two chips on PCIe, so a T3000 shows 4 of 8. Galaxy's chips have two rows of cores more free.
@@ -234,7 +200,14 @@ _BY_NAME = {each.name.lower(): each for each in PRODUCTS}
 ANY = System("virtual", (2, 4), tuple(range(8)), is_grid=False)
 
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()  # mesh devices that are open
+WATCHERS: list[Callable[[str, Any], None]] = []  # called as watcher("opened", device); also "closed", "waited"
 _chosen: System | None = None
+
+
+def tell(what: str, device: object) -> None:
+    """Say to watchers that something was done with a mesh."""
+    for watcher in tuple(WATCHERS):
+        watcher(what, device)
 
 
 def get_system(given: str | int | Sequence[int] | System | None = None) -> System:
@@ -254,7 +227,7 @@ def get_system(given: str | int | Sequence[int] | System | None = None) -> Syste
     if named:
         return _read(named)
     declared = [device.id for device in discover() if device.kind == "virtual"]
-    return _counted(len(declared), declared) if declared else ANY
+    return _system_of(len(declared), declared) if declared else ANY
 
 
 def set_system(system: str | int | Sequence[int] | System | None) -> System:
@@ -276,7 +249,7 @@ def _read(given: str | int | Sequence[int] | System) -> System:
     if found is not None:
         return found
     if re.fullmatch(r"[1-9]\d*", text):
-        return _counted(int(text), range(int(text)))
+        return _system_of(int(text), range(int(text)))
     if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", text):
         shape = tuple(map(int, text.split("x")))
         return System(text, shape, tuple(range(math.prod(shape))), count=math.prod(shape))
@@ -286,7 +259,7 @@ def _read(given: str | int | Sequence[int] | System) -> System:
     )
 
 
-def _counted(count: int, ids: Sequence[int]) -> System:
+def _system_of(count: int, ids: Sequence[int]) -> System:
     return System(str(count), (1, count), tuple(ids), count=count, is_grid=False)
 
 
@@ -301,7 +274,6 @@ class SystemMeshDescriptor:
         self._system = get_system()
 
     def shape(self) -> MeshShape:
-        """The shape of all devices there are."""
         return MeshShape(*self._system.shape)
 
     def local_shape(self) -> MeshShape:
@@ -309,7 +281,6 @@ class SystemMeshDescriptor:
         return self.shape()
 
     def get_device_id(self, coord: Sequence[int]) -> int:
-        """The id of the device at a coordinate."""
         return self._system.ids[self._place(coord)]
 
     def is_local(self, coord: Sequence[int]) -> bool:
@@ -318,7 +289,6 @@ class SystemMeshDescriptor:
         return True
 
     def all_local(self) -> bool:
-        """Whether all devices are in this process."""
         return True
 
     def _place(self, coord: Sequence[int]) -> int:
@@ -329,12 +299,10 @@ class SystemMeshDescriptor:
 
 
 def get_num_devices() -> int:
-    """How many devices there are."""
     return len(get_system().ids)
 
 
 def get_device_ids() -> list[int]:
-    """The ids of the devices, in order."""
     return list(range(get_num_devices()))
 
 
@@ -349,14 +317,7 @@ def get_pcie_device_ids() -> range:
     return range(get_num_pcie_devices())
 
 
-def GetNumAvailableDevices() -> int:
-    """How many devices there are."""
-    return get_num_devices()
-
-
-def GetNumPCIeDevices() -> int:
-    """How many devices the host reaches without another one."""
-    return get_num_pcie_devices()
+GetNumAvailableDevices, GetNumPCIeDevices = get_num_devices, get_num_pcie_devices
 
 
 def GetPCIeDeviceID(device_id: int) -> int:
@@ -366,10 +327,8 @@ def GetPCIeDeviceID(device_id: int) -> int:
 
 
 def get_arch_name() -> str:
-    """The generation of the chips: `wormhole_b0`, `blackhole`."""
     return get_system().chip.name
 
 
 def get_cluster_type() -> ClusterType:
-    """The product."""
     return get_system().kind

@@ -1,105 +1,176 @@
 """Ops with a global meaning: any topologies in, the asked one out, communication as needed.
 
-Every op here is one expression of native tensors (`compute`), which plan and communicate by themselves; `spread` does
-for all of them what is around it: operands to wholes on one view, dtype and layout as the op of that name in `ttnn`
-has them, the result back to parts with a label. Values are computed in float32 where the op sums, and rounded once.
+An op of `ttnn` that is a native op too is bridged: operands to wholes on one view, the native op, which plans and
+communicates by itself, and its result back to parts with a label. Arguments, dtype and layout are those of the op of
+that name in `ttnn`; where it takes them in another way than the native op does, `OWN` has a function of native tensors
+with its arguments. Values are computed in float32 where the op sums, and rounded once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.mesh import Mesh
 from meshloom.observe.explain import Explanation
 from meshloom.observe.scopes import choose, record
+from meshloom.ops import ALIASES, OPS
+from meshloom.ops.table import FAMILIES
 from meshloom.placement import Partial, Placement, Replicate
 from meshloom.placement.spelling import as_placements
 from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import redistribute, same_storage
 from meshloom.tensor.named import find_named
+from meshloom.ttnn import surface
 from meshloom.ttnn.distributed.views import asked, carried, lifted, lowered
-from meshloom.ttnn.ops.activations import Activation, activated
+from meshloom.ttnn.ops.activations import GeluVariant, activated
 from meshloom.ttnn.ops.block_moves import inside
-from meshloom.ttnn.ops.calling import op, operands, result
+from meshloom.ttnn.ops.calling import described, op, operands, result
 from meshloom.ttnn.ops.elementwise import fine
-from meshloom.ttnn.ops.reductions import Dims, dims_of, exact
+from meshloom.ttnn.ops.reductions import exact
+from meshloom.ttnn.ops.signatures import SPEED
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
-from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
-SPEED = "program_config compute_kernel_config core_grid sub_core_grids sub_device_id global_cb output_tile num_links"
-Operand = Tensor | float | int
 Strategy = str | Sequence[str] | None
+Compute = Callable[..., Any]
+Output = tuple[Placement, ...] | None
 
-add_, matmul_, multiply_, sum_, mean_ = (find_named(each) for each in ("add", "matmul", "mul", "sum", "mean"))
-softmax_, embedding_, attention_ = (
-    find_named(each) for each in ("softmax", "embedding", "scaled_dot_product_attention")
+# Native names that mean something else in `ttnn`: images and groups of channels lie flat there.
+APART = frozenset(
+    "conv1d conv2d conv_transpose2d avg_pool2d max_pool2d adaptive_avg_pool2d adaptive_max_pool2d group_norm".split()
 )
-layer_norm_, rms_norm_ = find_named("layer_norm"), find_named("rms_norm")
+NATIVE = {"max": "amax", "min": "amin"}  # native ops by another name
+BEHIND = {"scaled_dot_product_attention": "transformer.scaled_dot_product_attention"}  # names behind a dot
+SUMMING = ("reductions and scans", "softmax, norms, losses, attention")
+SUMS = {each.name for family in SUMMING for each in FAMILIES[family]} | {"max", "min"}
+ACTIVATIONS = {"input_tensor_a_activations": "input_tensor_a", "input_tensor_b_activations": "input_tensor_b"}
+STRATEGIES = {"2d": ("row", "column")}  # of the last two axes: every device has a block of the product
+EXTRA = {"output": None, "strategy": None, "explain": False}  # what all of them take beside ttnn's arguments
 
 
-@dataclass(frozen=True)
-class Ask:
-    """How an op is wanted: where its result goes, by which strategy, in which format, told or not."""
-
-    output: Any = None
-    strategy: Strategy = None
-    explain: bool = False
-    dtype: DataType | None = None
-    layout: Layout | None = None
-    memory_config: MemoryConfig | None = None
-    activation: Any = None
+@cache
+def names() -> list[str]:
+    """The ops of `ttnn` that have a global meaning."""
+    found = {name for name in surface.table() if name in OPS or name in ALIASES or name in NATIVE}
+    return sorted((found - APART) | {*BEHIND, "to_topology"})
 
 
-def spread(
+def bridge(name: str) -> Compute:
+    """The op of that name on wholes, with the arguments of `ttnn`'s and `output=`, `strategy=` and `explain=`."""
+    with _making:
+        return surface.table().get(f"distributed.{name}") or _make_bridge(name)
+
+
+_making = threading.Lock()
+
+
+def _make_bridge(name: str) -> Compute:
+    original = described(surface.table()[BEHIND.get(name, name)])
+    signature, compute = inspect.signature(original), OWN.get(name) or _plainly(name)
+    dropped = SPEED - inspect.signature(compute).parameters.keys()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        extra = {each: kwargs.pop(each) for each in EXTRA if each in kwargs}
+        bound = signature.bind(*args, **kwargs)
+        given = {each: value for each, value in bound.arguments.items() if value is not None}
+        if compute is _linear:
+            _check_tiles(name, given.values())
+        extra["activation"] = given.pop("activation", None) or given.pop("activations", None)
+        finish = {each: given.pop(each, None) for each in ("dtype", "memory_config", "output_tensor", "layout")}
+        taken = {each: value for each, value in given.items() if each not in dropped}
+        return run_on_wholes(name, taken, compute, **extra, **finish)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"As `ttnn.{BEHIND.get(name, name)}`, on the global tensors that the labels describe."
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(each, keyword, default=default) for each, default in EXTRA.items()]
+    kept = [each for each in signature.parameters.values() if each.name not in EXTRA]
+    call.__signature__ = signature.replace(parameters=[*kept, *more])  # type: ignore[attr-defined]
+    return op(f"distributed.{name}")(call)
+
+
+def run_on_wholes(
     name: str,
-    tensors: Mapping[str, Operand | None],
-    compute: Callable[..., Native],
-    ask: Ask,
-    wide: Callable[[Block], Block] | None = None,
-    like: Tensor | None = None,
-) -> Tensor:
-    """One op on wholes: `compute(output, **operands)` in native tensors, its result as a tensor of parts.
+    arguments: Mapping[str, Any],
+    compute: Compute,
+    *,
+    output: Any = None,
+    strategy: Strategy = None,
+    explain: bool = False,
+    dtype: DataType | None = None,
+    layout: Layout | None = None,
+    memory_config: MemoryConfig | None = None,
+    output_tensor: Tensor | None = None,
+    activation: Any = None,
+) -> Any:
+    """`compute(**arguments, output=placements)` in native tensors, and what it gives as tensors of parts."""
+    given = [each for value in arguments.values() for each in _as_list(value) if isinstance(each, Tensor)]
+    device, blocks = operands(f"distributed.{name}", *given)
+    like = given[LIKE.get(name, 0)] if len(given) > 1 else given[0]
+    kind = dtype or (like if output_tensor is None else output_tensor).dtype
+    cast = exact if name in SUMS else lambda block: fine(block, kind)
+    wholes = [lifted(each, cast(block)) for each, block in zip(given, blocks, strict=True)]
+    wanted = None if output is None else asked(output, device)
+    mesh = _meeting(device.runtime.mesh.with_lease(None), wholes, wanted, strategy)
+    with _print_plan(explain), _choose_rows(strategy, mesh):
+        met = iter([carried(whole, mesh) for whole in wholes])
+        given_natives = {each: _replace(value, met) for each, value in arguments.items()}
+        found = compute(**given_natives, output=wanted[1] if wanted is not None and wanted[0] == mesh else None)
+        several = [each if wanted is None else _bring(each, *wanted) for each in _as_list(found)]
+        parts = [lowered(each, like.grid) for each in several]
+    if activation is not None:
+        _check_no_terms(name, several)
+        parts = [(activated(block, activation), label) for block, label in parts]
+    made = [
+        result(
+            block.clone() if any(same_storage(block, each) for each in blocks) else block,
+            like,
+            topology=label,
+            dtype=_kind_at(name, place, kind, wholes[0]),
+            layout=layout or LAYOUTS.get(name),
+            memory_config=memory_config,
+            output_tensor=output_tensor,
+            coords=None if like._coords is None else tuple(label.mesh_coords()),
+        )
+        for place, (block, label) in enumerate(parts)
+    ]
+    return made if isinstance(found, (tuple, list)) else made[0]
 
-    `wide` says in which dtype a block is computed with; without it, as an elementwise op of `ttnn` computes.
-    """
-    given = {role: each for role, each in tensors.items() if isinstance(each, Tensor)}
-    device, blocks = operands(f"distributed.{name}", *given.values())
-    first = like if like is not None else next(iter(given.values()))
-    kind = ask.dtype or first.dtype
-    widened = wide or (lambda block: fine(block, kind))
-    wholes = {role: lifted(each, widened(block)) for (role, each), block in zip(given.items(), blocks, strict=True)}
-    wanted = None if ask.output is None else asked(ask.output, device)
-    mesh = _meeting(device.runtime.mesh.with_lease(None), list(wholes.values()), wanted, ask.strategy)
-    with _told(ask.explain), _chosen(ask.strategy, mesh):
-        met = {role: carried(whole, mesh) for role, whole in wholes.items()}
-        numbers = {role: each for role, each in tensors.items() if role not in given}
-        output = wanted[1] if wanted is not None and wanted[0] == mesh else None
-        found = compute(output, **met, **numbers)
-        if wanted is not None:
-            found = _brought(found, *wanted)
-        block, label = lowered(found, first.grid)
-    if any(
-        same_storage(block, each) for each in blocks
-    ):  # nothing was to be done, and the result is a tensor of its own
-        block = block.clone()
-    if ask.activation is not None:
-        _check_no_terms(name, found)
-        block = activated(block, ask.activation)
-    return result(
-        block,
-        first,
-        topology=label,
-        dtype=kind,
-        layout=ask.layout,
-        memory_config=ask.memory_config,
-        coords=None if first._coords is None else tuple(label.mesh_coords()),
-    )
+
+LIKE = {"embedding": 1, "where": 1}  # the operand whose format the result has, if not the first
+LAYOUTS = {"embedding": Layout.ROW_MAJOR, "argmax": Layout.ROW_MAJOR}
+
+
+def _kind_at(name: str, place: int, kind: DataType, of: Native) -> DataType:
+    """The dtype of a result: numbers of places are as wide as the original has them."""
+    if name == "argmax" or (name in ("sort", "topk") and place == 1 and max(of.shape) >= 1 << 16):
+        return DataType.UINT32
+    return DataType.UINT16 if name in ("sort", "topk") and place == 1 else kind
+
+
+def _check_tiles(name: str, given: Iterable[Any]) -> None:
+    if any(isinstance(each, Tensor) and each.layout is not Layout.TILE for each in given):
+        raise OperandError(
+            f"ttnn.distributed.{name}: Inputs to matmul must be tilized", fix="ttnn.to_layout(tensor, ttnn.TILE_LAYOUT)"
+        )
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _replace(value: Any, natives: Iterator[Native]) -> Any:
+    """An argument with the next native tensor in the place of each of its tensors."""
+    if isinstance(value, (list, tuple)):
+        return [_replace(each, natives) for each in value]
+    return next(natives) if isinstance(value, Tensor) else value
 
 
 def _meeting(mesh: Mesh, wholes: Sequence[Native], wanted: tuple[Mesh, Any] | None, strategy: Strategy) -> Mesh:
@@ -112,22 +183,23 @@ def _meeting(mesh: Mesh, wholes: Sequence[Native], wanted: tuple[Mesh, Any] | No
     return views.pop() if len(views) == 1 else mesh
 
 
-def _brought(found: Native, mesh: Mesh, placements: tuple[Placement, ...]) -> Native:
+def _bring(found: Native, mesh: Mesh, placements: tuple[Placement, ...]) -> Native:
     moved = carried(found, mesh)
     return redistribute(moved, as_placements(placements, mesh, moved.ndim))
 
 
-def _check_no_terms(name: str, found: Native) -> None:
-    if any(isinstance(each, Partial) for each in found.placements):
-        raise ArgumentError(
-            f"ttnn.distributed.{name}: an activation of partial sums is not one of their sum",
-            asked=found.topology.notation,
-            fix="ask for another output, or apply it later",
-        )
+def _check_no_terms(name: str, several: Sequence[Native]) -> None:
+    for found in several:
+        if any(isinstance(each, Partial) for each in found.placements):
+            raise ArgumentError(
+                f"ttnn.distributed.{name}: an activation of partial sums is not one of their sum",
+                asked=found.topology.notation,
+                fix="ask for another output, or apply it later",
+            )
 
 
 @contextlib.contextmanager
-def _told(explain: bool) -> Iterator[None]:
+def _print_plan(explain: bool) -> Iterator[None]:
     if not explain:
         yield
         return
@@ -136,10 +208,7 @@ def _told(explain: bool) -> Iterator[None]:
     print(Explanation(log))
 
 
-STRATEGIES = {"2d": ("row", "column")}  # of the last two axes: every device has a block of the product
-
-
-def _chosen(strategy: Strategy, mesh: Mesh) -> contextlib.AbstractContextManager[None]:
+def _choose_rows(strategy: Strategy, mesh: Mesh) -> contextlib.AbstractContextManager[None]:
     """The rows of the rule that a strategy names: one for all axes, or one for each."""
     if strategy is None:
         return contextlib.nullcontext()
@@ -153,303 +222,181 @@ def _chosen(strategy: Strategy, mesh: Mesh) -> contextlib.AbstractContextManager
     return choose(**dict(zip(mesh.axes, rows, strict=True)))
 
 
-def _tilized(name: str, *tensors: Tensor) -> None:
-    if any(isinstance(each, Tensor) and each.layout is not Layout.TILE for each in tensors):
-        raise OperandError(
-            f"ttnn.distributed.{name}: Inputs to matmul must be tilized", fix="ttnn.to_layout(tensor, ttnn.TILE_LAYOUT)"
-        )
+# what is computed in native tensors
 
 
-# products
+def _plainly(name: str) -> Compute:
+    """The native op, with ttnn's positional arguments in their order and the others by name."""
+    order = list(inspect.signature(described(surface.table()[name])).parameters.values())
+    places = [each.name for each in order if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+    def compute(*, output: Output, **given: Any) -> Any:
+        for option, operand in ACTIVATIONS.items():
+            if option in given:
+                given[operand] = activated(given[operand], given.pop(option))
+        if "index" in given:
+            given["index"] = given["index"].long()
+        count = next((at for at, each in enumerate(places) if each not in given), len(places))
+        ordered = [given.pop(each) for each in places[:count]]
+        return native(NATIVE.get(name, name), *ordered, **given, output=output)
+
+    return compute
 
 
-def _product(output: Any, a: Native, b: Native, bias: Native | None, turned: tuple[bool, bool]) -> Native:
-    x, y = (
-        each.transpose(-1, -2) if turn and each.ndim > 1 else each for each, turn in zip((a, b), turned, strict=True)
-    )
-    found = matmul_(x, y, output=output)
-    return found if bias is None else add_(found, bias, output=output)
+_function = cache(find_named)
 
 
-@op("distributed.matmul", also=SPEED)
-def matmul(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
+def native(name: str, *args: Any, **options: Any) -> Native:
+    """What the native op of that name gives."""
+    found: Native = _function(name)(*args, **options)
+    return found
+
+
+def _linear(
     *,
+    output: Output,
+    input_tensor_a: Native,
+    input_tensor_b: Native,
     transpose_a: bool = False,
     transpose_b: bool = False,
-    output: Any = None,
-    strategy: Strategy = None,
-    explain: bool = False,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
-    """The product of two wholes, whatever their topologies are; `strategy` names a way, else the cheapest is taken.
-
-    >>> import torch
-    >>> from meshloom import ttnn
-    >>> with ttnn.create_mesh_device(ttnn.MeshShape(2, 4)) as mesh:
-    ...     a = ttnn.from_torch(torch.ones(32, 64), layout=ttnn.TILE_LAYOUT, device=mesh,
-    ...                         mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=1))
-    ...     b = ttnn.from_torch(torch.ones(64, 96), layout=ttnn.TILE_LAYOUT, device=mesh)
-    ...     y = ttnn.distributed.matmul(a, b, output=ttnn.PlacementShard(0))
-    >>> y.shape, y.tensor_topology().placements()
-    (Shape([4, 96]), [PlacementShard(0)])
-    """
-    return linear(
-        input_tensor_a,
-        input_tensor_b,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        output=output,
-        strategy=strategy,
-        explain=explain,
-        dtype=dtype,
-        memory_config=memory_config,
-        activation=activation,
-    )
-
-
-@op("distributed.linear", also=SPEED)
-def linear(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    bias: Tensor | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    output: Any = None,
-    strategy: Strategy = None,
-    explain: bool = False,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
-    """The product of two wholes, plus a bias, then an activation."""
-    _tilized("linear" if bias is not None else "matmul", input_tensor_a, input_tensor_b)
-    turned = (transpose_a, transpose_b)
-    return spread(
-        "linear" if bias is not None else "matmul",
-        {"a": input_tensor_a, "b": input_tensor_b, "bias": bias},
-        lambda output, a, b, bias: _product(output, a, b, bias, turned),
-        Ask(output, strategy, explain, dtype, None, memory_config, activation),
-    )
-
-
-# element by element
-
-
-def _pairwise(name: str, function: Callable[..., Native], says: str) -> Callable[..., Tensor]:
-    def call(
-        input_tensor_a: Operand,
-        input_tensor_b: Operand,
-        *,
-        output: Any = None,
-        explain: bool = False,
-        dtype: DataType | None = None,
-        memory_config: MemoryConfig | None = None,
-        activations: Sequence[Activation] = (),
-    ) -> Tensor:
-        return spread(
-            name,
-            {"a": input_tensor_a, "b": input_tensor_b},
-            lambda output, a, b: function(a, b, output=output),
-            Ask(output, None, explain, dtype, None, memory_config, activations or None),
-        )
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{says} of two wholes, or of one and a number."
-    return op(f"distributed.{name}", also=SPEED + " use_legacy fast_and_approximate_mode")(call)
-
-
-add = _pairwise("add", add_, "The sum")
-multiply = _pairwise("multiply", multiply_, "The product, element by element,")
-
-
-# whole rows
-
-
-@op("distributed.softmax", also=SPEED + " numeric_stable")
-def softmax(
-    input_tensor: Tensor,
-    dim: int = -1,
-    *,
-    output: Any = None,
-    explain: bool = False,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """Softmax along a dim of the whole: of a sharded dim, statistics go around and not the dim."""
-    (at,) = dims_of("distributed.softmax", input_tensor, dim)
-    return spread(
-        "softmax",
-        {"x": input_tensor},
-        lambda output, x: softmax_(x, at, output=output),
-        Ask(output, None, explain, memory_config=memory_config),
-        exact,
-    )
+    bias: Native | None = None,
+) -> Native:
+    turns = ((input_tensor_a, transpose_a), (input_tensor_b, transpose_b))
+    found = native("matmul", *(x.transpose(-1, -2) if turn and x.ndim > 1 else x for x, turn in turns), output=output)
+    return found if bias is None else native("add", found, bias, output=output)
 
 
 def _norm(
     name: str,
-    norm: Callable[[Any, Native, Native | None, Native | None], Native],
-    tensor: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    ask: Ask,
-) -> Tensor:
-    def compute(output: Any, x: Native, weight: Any, bias: Any, residual: Any) -> Native:
-        x = x if residual is None else add_(x, residual)
-        rows = (None if each is None else each.reshape(-1) for each in (weight, bias))
-        return norm(output, x, *rows)
-
-    return spread(name, {"x": tensor, "weight": weight, "bias": bias, "residual": residual}, compute, ask, exact)
-
-
-@op("distributed.layer_norm", also=SPEED)
-def layer_norm(
-    input_tensor: Tensor,
     *,
+    output: Output,
+    input_tensor: Native,
     epsilon: float = 1e-12,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual_input_tensor: Tensor | None = None,
-    output: Any = None,
-    explain: bool = False,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """(x - mean) / sqrt(var + epsilon) of every row of the whole, times the weight, plus the bias."""
-
-    def norm(output: Any, x: Native, weight: Native | None, bias: Native | None) -> Native:
-        return layer_norm_(x, x.shape[-1:], weight, bias, epsilon, output=output)
-
-    ask = Ask(output, None, explain, memory_config=memory_config)
-    return _norm("layer_norm", norm, input_tensor, weight, bias, residual_input_tensor, ask)
+    weight: Native | None = None,
+    bias: Native | None = None,
+    residual_input_tensor: Native | None = None,
+) -> Native:
+    """A norm of every row; its weight and bias may have any shape of one row, and a residual is added first."""
+    x = input_tensor if residual_input_tensor is None else native("add", input_tensor, residual_input_tensor)
+    scale, shift = (None if each is None else each.reshape(-1) for each in (weight, bias))
+    if name == "layer_norm":
+        return native(name, x, x.shape[-1:], scale, shift, epsilon, output=output)
+    found = native(name, x, x.shape[-1:], scale, epsilon, output=output)
+    return found if shift is None else native("add", found, shift, output=output)
 
 
-@op("distributed.rms_norm", also=SPEED)
-def rms_norm(
-    input_tensor: Tensor,
+def _reduction(
+    name: str,
     *,
-    epsilon: float = 1e-12,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual_input_tensor: Tensor | None = None,
-    output: Any = None,
-    explain: bool = False,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """x / sqrt(mean of squares + epsilon) of every row of the whole, times the weight, plus the bias."""
-
-    def norm(output: Any, x: Native, weight: Native | None, bias: Native | None) -> Native:
-        found = rms_norm_(x, x.shape[-1:], weight, epsilon, output=output)
-        return found if bias is None else add_(found, bias, output=output)
-
-    ask = Ask(output, None, explain, memory_config=memory_config)
-    return _norm("rms_norm", norm, input_tensor, weight, bias, residual_input_tensor, ask)
+    output: Output,
+    input_tensor: Native,
+    dim: int | Sequence[int] | None = None,
+    scalar: float = 1.0,
+    correction: bool = True,
+    **keeps: bool,
+) -> Native:
+    dims = list(range(input_tensor.ndim) if dim is None else _as_list(dim))
+    more = {"correction": int(correction)} if name in ("std", "var") else {}
+    found = input_tensor
+    if dims:
+        found = native(NATIVE.get(name, name), found, dims, **keeps, **more, output=output)
+    return found if scalar == 1.0 else native("mul", found, scalar, output=output)
 
 
-# reductions
+def _scan(name: str, *, output: Output, dim: int, reverse_order: bool = False, **given: Native) -> Native:
+    (x,) = given.values()
+    found = native(name, x.flip(dim) if reverse_order else x, dim, output=output)
+    return native("flip", found, (dim,)) if reverse_order else found
 
 
-def _summing(name: str, function: Callable[..., Native]) -> Callable[..., Tensor]:
-    def call(
-        input_tensor: Tensor,
-        dim: Dims = None,
-        keepdim: bool = False,
-        *,
-        scalar: float = 1.0,
-        output: Any = None,
-        explain: bool = False,
-        memory_config: MemoryConfig | None = None,
-    ) -> Tensor:
-        dims = dims_of(f"distributed.{name}", input_tensor, dim)
-
-        def compute(output: Any, x: Native) -> Native:
-            found = function(x, dims, keepdim, output=output) if dims else x
-            return found if scalar == 1.0 else multiply_(found, scalar, output=output)
-
-        return spread(
-            name, {"x": input_tensor}, compute, Ask(output, None, explain, memory_config=memory_config), exact
-        )
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The {name} over a dim of the whole, several, or all; `scalar` multiplies it."
-    return op(f"distributed.{name}", also=SPEED)(call)
+def _loss(name: str, *, output: Output, reduction: Any = None, **both: Native) -> Native:
+    return native(
+        name, *both.values(), reduction="none" if reduction is None else reduction.name.lower(), output=output
+    )
 
 
-sum = _summing("sum", sum_)
-mean = _summing("mean", mean_)
+def _prelu(*, output: Output, input_tensor_a: Native, weight: Any) -> Native:
+    x = input_tensor_a
+    if isinstance(weight, Native) and weight.ndim == 1 < x.ndim:
+        weight = weight.reshape(1, -1, *(1,) * (x.ndim - 2))
+    return native("where", x < 0, x * weight, x, output=output)
 
 
-# tables and attention
+def _outer(*, output: Output, input_tensor_a: Native, input_tensor_b: Native) -> Native:
+    lead = (1,) * (max(input_tensor_a.ndim, 2) - 2)
+    return native("mul", input_tensor_a.reshape(*lead, -1, 1), input_tensor_b.reshape(*lead, 1, -1), output=output)
 
 
-@op("distributed.embedding", also=SPEED + " embeddings_type")
-def embedding(
-    input_tensor: Tensor,
-    weight: Tensor,
-    *,
-    padding_idx: int | None = None,
-    layout: Layout | None = None,
-    output: Any = None,
-    explain: bool = False,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """Rows of a table by number; of a table that is cut at its rows every device looks up what it has."""
+def _pad(
+    *, output: Output, input_tensor: Native, padding: Sequence[Any], input_tensor_start: Any = 0.0, value: float = 0.0
+) -> Native:
+    if padding and not isinstance(padding[0], (tuple, list)):  # the shape of the result, and where the tensor starts
+        starts = _as_list(input_tensor_start) if input_tensor_start else (0,) * input_tensor.ndim
+        sizes = zip(padding, input_tensor.shape, starts, strict=True)
+        padding = [(first, total - size - first) for total, size, first in sizes]
+    elif isinstance(input_tensor_start, (int, float)):  # the value, third in the form with pairs
+        value = input_tensor_start or value
+    flat = [size for pair in reversed(padding) for size in pair]
+    return native("pad", input_tensor, flat, value=value, output=output)
 
-    def compute(output: Any, index: Native, table: Native) -> Native:
-        rows = table.reshape(-1, table.shape[-1])
-        inside("distributed.embedding", index._data, rows.shape[0], "row")
-        numbers = index.reshape(index.shape[0], index.shape[-1]) if _is_flat(index) else index
-        return embedding_(numbers, rows, output=output)
 
-    if len(weight.shape) > 2 and any(size != 1 for size in weight.shape[:-2]):
+def _embedding(*, output: Output, input_tensor: Any, weight: Native, padding_idx: int | None = None) -> Native:
+    if any(size != 1 for size in weight.shape[:-2]):
         raise OperandError(f"ttnn.distributed.embedding: weight is {list(weight.shape)}", fix="give a table [V, H]")
-    ask = Ask(output, None, explain, dtype, layout or Layout.ROW_MAJOR, memory_config or input_tensor.memory_config())
-    return spread("embedding", {"index": input_tensor, "table": weight}, compute, ask, like=weight)
+    rows, index = weight.reshape(-1, weight.shape[-1]), input_tensor
+    inside("distributed.embedding", index._data, rows.shape[0], "row")
+    if index.ndim == 4 and tuple(index.shape[1:3]) == (1, 1):
+        index = index.reshape(index.shape[0], index.shape[-1])
+    return native("embedding", index, rows, output=output)
 
 
-def _is_flat(index: Native) -> bool:
-    return index.ndim == 4 and tuple(index.shape[1:3]) == (1, 1)
-
-
-@op("distributed.scaled_dot_product_attention", "distributed.transformer.scaled_dot_product_attention", also=SPEED)
-def scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
+def _attention(
     *,
-    attn_mask: Tensor | None = None,
+    output: Output,
+    input_tensor_q: Native,
+    input_tensor_k: Native,
+    input_tensor_v: Native,
+    attn_mask: Native | None = None,
     is_causal: bool = True,
     scale: float | None = None,
-    output: Any = None,
-    explain: bool = False,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
-    """softmax(q @ k.T * scale + mask) @ v of wholes; causal unless said otherwise, heads of k and v may be shared."""
+) -> Native:
     name = "scaled_dot_product_attention"
     if is_causal and attn_mask is not None:
         raise OperandError(
             f"ttnn.distributed.{name}: is_causal=True and attn_mask exclude each other", fix="is_causal=False"
         )
-
-    def compute(output: Any, q: Native, k: Native, v: Native, mask: Any) -> Native:
-        shared = q.shape[-3] != k.shape[-3]
-        return attention_(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=shared, output=output)
-
-    return spread(
-        name,
-        {"q": input_tensor_q, "k": input_tensor_k, "v": input_tensor_v, "mask": attn_mask},
-        compute,
-        Ask(output, None, explain, memory_config=memory_config),
-        exact,
-    )
+    operands = (input_tensor_q, input_tensor_k, input_tensor_v, attn_mask)
+    shared = input_tensor_q.shape[-3] != input_tensor_k.shape[-3]
+    return native(name, *operands, is_causal=is_causal, scale=scale, enable_gqa=shared, output=output)
 
 
-# movement
+OWN: dict[str, Compute] = {
+    "matmul": _linear,
+    "linear": _linear,
+    "softmax": lambda output, input_tensor, dim=-1: native("softmax", input_tensor, dim, output=output),
+    "batch_norm": lambda output, input, eps=1e-05, **rows: native(
+        "batch_norm", input, **{each: row.reshape(-1) for each, row in rows.items()}, eps=eps, output=output
+    ),
+    **{each: partial(_scan, each) for each in ("cumsum", "cumprod")},
+    "topk": lambda output, input_tensor, k=32, **how: native("topk", input_tensor, k, **how, output=output),
+    "gelu": lambda output, input_tensor, variant=None: native(
+        "gelu", input_tensor, approximate="tanh" if variant is GeluVariant.Tanh else "none", output=output
+    ),
+    "heaviside": lambda output, input_tensor, value: native(
+        "heaviside", input_tensor, input_tensor.new_tensor(value), output=output
+    ),
+    "prelu": _prelu,
+    "where": lambda output, predicate, true_value, false_value: native(
+        "where", predicate != 0, true_value, false_value, output=output
+    ),
+    "outer": _outer,
+    "pad": _pad,
+    "embedding": _embedding,
+    "scaled_dot_product_attention": _attention,
+    **{each: partial(_norm, each) for each in ("layer_norm", "rms_norm")},
+    **{each: partial(_reduction, each) for each in ("sum", "mean", "max", "min", "std", "var")},
+    **{each: partial(_loss, each) for each in ("l1_loss", "mse_loss")},
+}
 
 
 @op("distributed.to_topology")
@@ -466,12 +413,13 @@ def to_topology(
     ...     x.shape, y.shape, y.to_torch().tolist() == list(range(8))
     (Shape([2]), Shape([4]), True)
     """
-    found = spread(
+    found: Tensor = run_on_wholes(
         "to_topology",
         {"x": input_tensor},
         lambda output, x: x,
-        Ask(output, None, explain, memory_config=memory_config),
-        lambda block: block,
+        output=output,
+        explain=explain,
+        memory_config=memory_config,
     )
     settled = found.tensor_topology() == input_tensor.tensor_topology() and memory_config is None
     return input_tensor if settled else found

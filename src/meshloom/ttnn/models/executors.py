@@ -17,7 +17,7 @@ from meshloom.ttnn.device.queues import MeshEvent, MeshTraceId
 from meshloom.ttnn.ops.calling import TABLE
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.transfers import allocate_tensor_on_device, copy_host_to_device_tensor, shared, to_device
+from meshloom.ttnn.tensor.transfers import allocate_tensor_on_device, copy_host_to_device_tensor, share, to_device
 
 Model = Callable[[Tensor], Any]
 
@@ -105,7 +105,11 @@ class ModelExecutor(Executor):
 
 
 class _Persistent(Executor):
-    """With an input that stays in DRAM, at one address."""
+    """With an input that stays in DRAM, at one address: traced or not, written on one queue or another."""
+
+    is_traced = True
+    writes_on: int | None = None  # the queue of transfers, if there are two
+    _input_read: MeshEvent | None = None  # since when the input in DRAM may be written again
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class _Persistent(Executor):
         device: MeshDevice,
         dram_input_memory_config: MemoryConfig,
         l1_input_memory_config: MemoryConfig,
-        cq_id: int = 0,
+        cq_id: int = COMPUTE,
     ) -> None:
         super().__init__(model, device, l1_input_memory_config)
         self.dram_input_memory_config, self.cq_id = dram_input_memory_config, cq_id
@@ -121,142 +125,98 @@ class _Persistent(Executor):
         self.l1_input_tensor: Tensor | None = None
         self.trace_id: MeshTraceId | None = None
 
-    def _allocate_input(self, host_input: Tensor) -> Tensor:
-        made: Tensor = allocate_tensor_on_device(
+    def compile(self, host_input: Tensor) -> None:
+        self.cleanup()
+        self.dram_input_tensor = allocate_tensor_on_device(
             host_input.shape, host_input.dtype, host_input.layout, self.device, self.dram_input_memory_config
         )
-        self.dram_input_tensor = made
-        return made
+        self._write(host_input)  # one run outside of any trace: what a model prepares on first use is there
+        self.output = self.model(self._to_l1())
+        free(self.output)
+        if self.is_traced:
+            self._capture()
+        self._note_input_read()
+        self._is_compiled = True
 
-    def _write_input(self, host_input: Tensor, cq_id: int) -> None:
+    def execute(self, host_input: Tensor) -> Any:
+        self._check_compiled()
+        self._write(host_input)
+        if self.is_traced:
+            assert self.dram_input_tensor is not None and self.l1_input_tensor is not None
+            _reshard(self.dram_input_tensor, self.l1_input_tensor)
+            self._note_input_read()
+            assert self.trace_id is not None
+            queues.execute_trace(self.device, self.trace_id, cq_id=self.cq_id, blocking=False)
+        else:
+            given = self._to_l1()
+            self._note_input_read()
+            self.output = self.model(given)
+        return self.output
+
+    def get_read_cq(self) -> int:
+        return self.cq_id
+
+    def cleanup(self) -> None:
+        if self.trace_id is not None:
+            queues.release_trace(self.device, self.trace_id)
+            self.trace_id = None
+        self._is_compiled, self._input_read = False, None
+
+    def _write(self, host_input: Tensor) -> None:
+        """An input to DRAM; on a queue of its own, when the other has read the one before."""
         assert self.dram_input_tensor is not None
-        copy_host_to_device_tensor(host_input, self.dram_input_tensor, cq_id)
+        if self.writes_on is None:
+            copy_host_to_device_tensor(host_input, self.dram_input_tensor, self.cq_id)
+            return
+        if self._input_read is not None:
+            queues.wait_for_event(self.writes_on, self._input_read)
+        copy_host_to_device_tensor(host_input, self.dram_input_tensor, self.writes_on)
+        self._hand_over()
 
-    def _bring_input(self) -> None:
-        """The input from DRAM to where the trace reads it."""
-        assert self.dram_input_tensor is not None and self.l1_input_tensor is not None
-        _reshard(self.dram_input_tensor, self.l1_input_tensor)
+    def _hand_over(self) -> None:
+        """What the queue of transfers has written may be read on the one that computes."""
+        queues.wait_for_event(self.cq_id, queues.record_event(self.device, self.writes_on))
+
+    def _note_input_read(self) -> None:
+        if self.writes_on is not None:
+            self._input_read = queues.record_event(self.device, self.cq_id)
 
     def _to_l1(self) -> Tensor:
         found: Tensor = TABLE["to_memory_config"](self.dram_input_tensor, self.l1_input_memory_config)
         return found
 
-    def _warm_up(self, host_input: Tensor, cq_id: int) -> None:
-        """Run the model once outside of any trace, so that what it prepares on first use is there."""
-        self.cleanup()
-        copy_host_to_device_tensor(host_input, self._allocate_input(host_input), cq_id)
-        self._handed_over(cq_id)
-        free(self.model(self._to_l1()))
-
-    def _handed_over(self, cq_id: int) -> None:
-        """What a queue has written may be read on the one that computes."""
-        if cq_id != self.cq_id:
-            queues.wait_for_event(self.cq_id, queues.record_event(self.device, cq_id))
-
     def _capture(self) -> None:
         """Capture the model on an input in L1, which keeps its place also when the model frees it."""
         given = self._to_l1()
-        self.l1_input_tensor = shared(given)
+        self.l1_input_tensor = share(given)
         self.trace_id = queues.begin_trace_capture(self.device, cq_id=self.cq_id)
         try:
             queues.hold(given)
             self.output = self.model(given)
         finally:
             queues.end_trace_capture(self.device, self.trace_id, cq_id=self.cq_id)
-        self._is_compiled = True
-
-    def _replay(self) -> None:
-        assert self.trace_id is not None
-        queues.execute_trace(self.device, self.trace_id, cq_id=self.cq_id, blocking=False)
-
-    def cleanup(self) -> None:
-        if self.trace_id is not None:
-            queues.release_trace(self.device, self.trace_id)
-            self.trace_id = None
-        self._is_compiled = False
 
 
 class TracedModelExecutor(_Persistent):
     """One queue and a trace: inputs are written to DRAM, brought to L1, and the trace is replayed."""
 
-    def compile(self, host_input: Tensor) -> None:
-        self._warm_up(host_input, self.cq_id)
-        self._capture()
 
-    def execute(self, host_input: Tensor) -> Any:
-        self._check_compiled()
-        self._write_input(host_input, self.cq_id)
-        self._bring_input()
-        self._replay()
-        return self.output
+class MultiCQModelOverlappedInputExecutor(_Persistent):
+    """Two queues, no trace: inputs are written on the second while the first computes."""
 
-    def get_read_cq(self) -> int:
-        return self.cq_id
+    is_traced, writes_on = False, TRANSFER
 
 
-class _Overlapped(_Persistent):
-    """Two queues: inputs are written on the second while the first computes."""
+class MultiCQTracedModelOverlappedInputExecutor(_Persistent):
+    """Two queues and a trace: inputs are written on the second while the first computes."""
 
-    def __init__(
-        self,
-        model: Model,
-        device: MeshDevice,
-        dram_input_memory_config: MemoryConfig,
-        l1_input_memory_config: MemoryConfig,
-    ) -> None:
-        super().__init__(model, device, dram_input_memory_config, l1_input_memory_config, COMPUTE)
-        self._input_read: MeshEvent | None = None  # the input in DRAM may be written again
-
-    def _write(self, host_input: Tensor) -> None:
-        """An input to DRAM on the second queue, when the first has read the one before."""
-        if self._input_read is not None:
-            queues.wait_for_event(TRANSFER, self._input_read)
-        self._write_input(host_input, TRANSFER)
-        self._handed_over(TRANSFER)
-
-    def _input_was_read(self) -> None:
-        self._input_read = queues.record_event(self.device, COMPUTE)
+    writes_on = TRANSFER
 
 
-class MultiCQModelOverlappedInputExecutor(_Overlapped):
-    """Two queues, no trace."""
-
-    def compile(self, host_input: Tensor) -> None:
-        self._allocate_input(host_input)
-        self._input_was_read()
-        self._is_compiled = True
-        free(self.execute(host_input))
-
-    def execute(self, host_input: Tensor) -> Any:
-        self._check_compiled()
-        self._write(host_input)
-        given = self._to_l1()
-        self._input_was_read()
-        self.output = self.model(given)
-        return self.output
-
-
-class MultiCQTracedModelOverlappedInputExecutor(_Overlapped):
-    """Two queues and a trace."""
-
-    def compile(self, host_input: Tensor) -> None:
-        self._warm_up(host_input, TRANSFER)
-        self._capture()
-        self._input_was_read()
-
-    def execute(self, host_input: Tensor) -> Any:
-        self._check_compiled()
-        self._write(host_input)
-        self._bring_input()
-        self._input_was_read()
-        self._replay()
-        return self.output
-
-
-class MultiCQTracedModelPipelinedIOExecutor(_Overlapped):
+class MultiCQTracedModelPipelinedIOExecutor(_Persistent):
     """Two queues and a trace: inputs and outputs go on the second queue, by way of DRAM, while the first computes."""
 
-    requires_minimum_inputs = 2
+    requires_minimum_inputs, writes_on = 2, TRANSFER
 
     def __init__(
         self,
@@ -269,34 +229,28 @@ class MultiCQTracedModelPipelinedIOExecutor(_Overlapped):
         super().__init__(model, device, dram_input_memory_config, l1_input_memory_config)
         self.dram_output_memory_config = dram_output_memory_config
         self.dram_output_tensor: Tensor | None = None
-        self._output_read: MeshEvent | None = None  # the output in DRAM may be written again
+        self._output_read: MeshEvent | None = None  # since when the output in DRAM may be written again
 
     def compile(self, host_input: Tensor) -> None:
-        self._warm_up(host_input, TRANSFER)
-        self._capture()
-        self._input_was_read()
+        super().compile(host_input)
         if not isinstance(self.output, Tensor):
             raise ArgumentError(
                 f"{type(self).__name__} takes a model with one output, this one returns {type(self.output).__name__}"
             )
         self.dram_output_tensor = TABLE["to_memory_config"](self.output, self.dram_output_memory_config)
-        self._handed_out()
+        self._hand_out()
         self.signal_read_complete()
 
     def execute(self, host_input: Tensor) -> Any:
-        self._check_compiled()
-        self._write(host_input)
-        self._bring_input()
-        self._input_was_read()
-        self._replay()
+        super().execute(host_input)
         if self._output_read is not None:
             queues.wait_for_event(COMPUTE, self._output_read)
         assert self.dram_output_tensor is not None
         _reshard(self.output, self.dram_output_tensor)
-        self._handed_out()
+        self._hand_out()
         return self.dram_output_tensor
 
-    def _handed_out(self) -> None:
+    def _hand_out(self) -> None:
         """The output in DRAM may be read on the second queue."""
         queues.wait_for_event(TRANSFER, queues.record_event(self.device, COMPUTE))
 

@@ -76,7 +76,7 @@ class ModelCache:
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / INDEX).unlink(missing_ok=True)
-        tree = _Saver(self._folder).saved(parameters)
+        tree = _Saver(self._folder).save(parameters)
         (self._folder / VERSION).write_bytes(version.encode())
         beside = self._folder / f"{INDEX}.{os.getpid()}"
         beside.write_text(json.dumps(tree))
@@ -86,7 +86,7 @@ class ModelCache:
         assert self._folder is not None
         try:
             tree = json.loads((self._folder / INDEX).read_text())
-            return _loaded(tree, self._folder)
+            return _load_tree(tree, self._folder)
         except (*UNREADABLE, EOFError, OSError) as error:
             raise OperandError(
                 f"the model cache in {self._folder} cannot be read: {error!s:.400}",
@@ -111,17 +111,17 @@ class _Saver:
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
 
-    def saved(self, value: Any) -> Any:
+    def save(self, value: Any) -> Any:
         if isinstance(value, ParameterDict):
-            return {"dict": [[key, self.saved(each)] for key, each in value.items()]}
+            return {"dict": [[key, self.save(each)] for key, each in value.items()]}
         if isinstance(value, ParameterList):
-            return {"list": [self.saved(each) for each in value]}
+            return {"list": [self.save(each) for each in value]}
         if isinstance(value, Tensor):
             return {"ttnn": self._ttnn(value)}
         if isinstance(value, torch.Tensor):
             return {"torch": self._torch(value), "dtype": str(value.dtype).removeprefix("torch.")}
         if isinstance(value, Conv2d):
-            tensors = {"weight": self.saved(value.weight), "bias": self.saved(value.bias)}
+            tensors = {"weight": self.save(value.weight), "bias": self.save(value.bias)}
             return {"conv2d": _plain(value.args), **tensors}
         if isinstance(value, MaxPool2d):
             return {"max_pool2d": _plain(value.args)}
@@ -175,11 +175,11 @@ def _bits(path: Path) -> numpy.ndarray[Any, Any]:
     return bits
 
 
-def _loaded(tree: Any, folder: Path) -> Any:
+def _load_tree(tree: Any, folder: Path) -> Any:
     if "dict" in tree:
-        return ParameterDict({key: _loaded(each, folder) for key, each in tree["dict"]})
+        return ParameterDict({key: _load_tree(each, folder) for key, each in tree["dict"]})
     if "list" in tree:
-        return ParameterList(_loaded(each, folder) for each in tree["list"])
+        return ParameterList(_load_tree(each, folder) for each in tree["list"])
     if "ttnn" in tree:
         return load_tensor(_file_of(tree["ttnn"], folder))
     if "torch" in tree:
@@ -189,5 +189,6 @@ def _loaded(tree: Any, folder: Path) -> Any:
             raise ValueError(f"{tree['torch']} holds {bits.dtype}, the index says {tree['dtype']}")
         return bits.view(dtype)
     if "conv2d" in tree:
-        return Conv2d(Conv2dArgs(_args(tree["conv2d"])), _loaded(tree["weight"], folder), _loaded(tree["bias"], folder))
+        tensors = (_load_tree(tree[each], folder) for each in ("weight", "bias"))
+        return Conv2d(Conv2dArgs(_args(tree["conv2d"])), *tensors)
     return MaxPool2d(MaxPool2dArgs(_args(tree["max_pool2d"]))) if "max_pool2d" in tree else tree["value"]

@@ -42,12 +42,8 @@ def make_parameter_dict(dictionary: Mapping[Any, Any]) -> ParameterDict:
     """A dictionary, and those inside of it, as parameters."""
     if isinstance(dictionary, ParameterDict):
         return dictionary
-    return ParameterDict({key: _made(value) for key, value in dictionary.items()})
-
-
-def _made(value: Any) -> Any:
-    is_plain = isinstance(value, dict) and type(value) is dict
-    return make_parameter_dict(value) if is_plain else value
+    pairs = dictionary.items()
+    return ParameterDict({key: make_parameter_dict(each) if type(each) is dict else each for key, each in pairs})
 
 
 def _tree(parameters: Any, depth: int = 0) -> str:

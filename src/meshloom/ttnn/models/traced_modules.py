@@ -137,7 +137,7 @@ class Conv2d:
         )
         return found
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Conv2d:
+    def move(self, move: Callable[[Tensor], Tensor]) -> Conv2d:
         """The same with its tensors elsewhere."""
         return Conv2d(self.args, move(self.weight), None if self.bias is None else move(self.bias))
 

@@ -5,14 +5,6 @@
 
 from __future__ import annotations
 
-import pkgutil
-from importlib import import_module
-from typing import Any
+from meshloom.ttnn.surface import stand_in
 
-_FILES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
-
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("__") or name in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.tensor"), name)
+__getattr__ = stand_in(__name__, __path__, "tensor")

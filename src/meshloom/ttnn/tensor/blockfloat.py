@@ -6,7 +6,7 @@ Denormals count as zero, and there is no negative zero. A block with an infinity
 elements are read back, as they are, and the others as zero.
 
 `levels` finds the whole number that every element is of its block's unit, with float arithmetic that is exact: scaling
-by powers of two, truncating, rounding. `rounded` is for values, `pack` and `unpack` are for the bytes of tiles.
+by powers of two, truncating, rounding. `round_blocks` is for values, `pack` and `unpack` are for the bytes of tiles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def levels(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
     """
     exponent = blocks.abs().amax(-1, keepdim=True).view(torch.int32) >> 23
     found = _whole(blocks, exponent.clamp(min=LOW), bits)
-    return _with_special(found, exponent, lambda rows: _mended(blocks[rows], exponent[rows], bits)), exponent
+    return _with_special(found, exponent, lambda rows: _mend(blocks[rows], exponent[rows], bits)), exponent
 
 
 def _whole(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _with_special(found: torch.Tensor, exponent: torch.Tensor, mend: Callable[[A
     return found
 
 
-def _mended(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
+def _mend(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
     """As `_whole`, for special blocks: tiny values are lifted, denormals among them are zero."""
     lifted = torch.where(blocks.abs() < SMALLEST, 0.0, blocks) * 2.0**LIFT
     whole = _whole(lifted, exponent.clamp(max=LOW) + LIFT, bits)
@@ -72,7 +72,7 @@ def _mended(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Te
     return torch.where(exponent == SPECIAL, marked, whole)
 
 
-def valued(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
+def values_of(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
     """The values of whole numbers of units. Adding zero makes -0 positive."""
     unit = (exponent.clamp(min=LOW) - (bits - 1) << 23).view(torch.float32)
     found = torch.addcmul(ZERO, numbers, unit)
@@ -86,10 +86,10 @@ def _read(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Ten
     return torch.where(exponent == SPECIAL, marked, values)
 
 
-def rounded(values: torch.Tensor, bits: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def round_blocks(values: torch.Tensor, bits: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values as block floats with `bits` of mantissa (7 or 3) can say them, 16 along the last dim a block.
 
-    >>> rounded(torch.tensor([255.0, 1.0, -0.0]), 7)
+    >>> round_blocks(torch.tensor([255.0, 1.0, -0.0]), 7)
     tensor([254.,   0.,   0.])
     """
     if not values.numel():
@@ -101,11 +101,11 @@ def rounded(values: torch.Tensor, bits: int, dtype: torch.dtype = torch.float32)
         data = torch.nn.functional.pad(data.reshape(-1, width), [0, missing])
     blocks = data.reshape(-1, BLOCK)
     if len(blocks) <= CHUNK:
-        found = valued(*levels(blocks, bits), bits).to(dtype)
+        found = values_of(*levels(blocks, bits), bits).to(dtype)
     else:
         found = torch.empty(blocks.shape, dtype=dtype)
-        for part, into in zip(blocks.split(CHUNK), found.split(CHUNK), strict=True):
-            into.copy_(valued(*levels(part, bits), bits))
+        for part, into in zip(torch.split(blocks, CHUNK), torch.split(found, CHUNK), strict=True):
+            into.copy_(values_of(*levels(part, bits), bits))
     return found.reshape(-1, width + missing)[:, :width].reshape(values.shape) if missing else found.view(values.shape)
 
 
@@ -127,7 +127,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     size = BLOCK if bits == 7 else BLOCK // 2
     found = torch.empty(len(blocks) // ROWS, ROWS * (1 + size), dtype=torch.uint8)
     per_chunk = CHUNK // ROWS
-    for part, into in zip(blocks.split(CHUNK), found.split(per_chunk), strict=True):
+    for part, into in zip(torch.split(blocks, CHUNK), torch.split(found, per_chunk), strict=True):
         numbers, exponent = levels(part, bits)
         into[:, :ROWS] = exponent.view(-1, ROWS)
         into[:, ROWS:] = _bytes(numbers, bits).view(-1, ROWS * size)
@@ -162,7 +162,7 @@ def unpack(tiles: torch.Tensor, shape: Sequence[int], bits: int) -> torch.Tensor
         signed = torch.stack((signed & 0xF, signed >> 4), -1).reshape(-1, BLOCK)
     size_only = (signed & (1 << bits) - 1).float()
     numbers = torch.where((signed >> bits).bool(), -size_only, size_only)
-    values = valued(numbers, exponent, bits)
+    values = values_of(numbers, exponent, bits)
     return untilize(values.reshape(*sizes[:-2], -1), sizes).reshape(tuple(shape))
 
 

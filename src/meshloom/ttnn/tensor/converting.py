@@ -19,13 +19,13 @@ from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
 from meshloom.ttnn.tensor.composers import ListMeshToTensor, MeshToTensor, whole
-from meshloom.ttnn.tensor.formats import DataType, Layout, Tile, rounded
+from meshloom.ttnn.tensor.formats import DataType, Layout, Tile, rounded, ttnn_dtype_to_torch_dtype
 from meshloom.ttnn.tensor.mappers import ReplicateTensorToMeshWrapper, TensorToMesh, mapper_of
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import TILE, Tensor
 from meshloom.ttnn.tensor.topology import ALONE
-from meshloom.ttnn.tensor.transfers import moved
+from meshloom.ttnn.tensor.transfers import move_to
 
 __all__ = ["distribute"]
 
@@ -44,15 +44,6 @@ INFERRED = {
     torch.uint16: DataType.UINT16,
     torch.uint32: DataType.UINT32,
     torch.bool: DataType.UINT8,
-}
-
-# What torch is handed back.
-RETURNED = {
-    DataType.BFLOAT8_B: torch.float32,
-    DataType.BFLOAT4_B: torch.float32,
-    DataType.FP8_E4M3: torch.float32,
-    DataType.UINT16: torch.uint16,
-    DataType.UINT32: torch.uint32,
 }
 
 Composer = MeshToTensor | ListMeshToTensor
@@ -95,7 +86,7 @@ def from_torch(
     device: MeshDevice | None = None,
     memory_config: MemoryConfig | None = None,
     mesh_mapper: TensorToMesh | None = None,
-    cq_id: Any = None,
+    cq_id: int | None = None,
     preserve_nan_values: bool = False,
     col_tilize: bool = False,
     enable_bfloat_opt: bool = False,
@@ -111,11 +102,13 @@ def from_torch(
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"ttnn.from_torch takes a torch.Tensor, not a {type(tensor).__name__}")
     if spec is not None:
-        _check_alone_with_spec(dtype=dtype, layout=layout, memory_config=memory_config, tile=tile)
+        given = {"dtype": dtype, "layout": layout, "memory_config": memory_config, "tile": tile}
+        for name in [each for each, value in given.items() if value is not None]:
+            raise OperandError(f"ttnn.from_torch: {name} must be None when spec is specified")
         dtype, layout, memory_config, tile = spec.dtype, spec.layout, spec.memory_config, spec.tile
     if tensor.is_complex():
         raise DTypeError(f"ttnn has no complex dtypes: got {tensor.dtype}", fix="torch.view_as_real(x)")
-    kind = dtype or _inferred(tensor)
+    kind = dtype or _infer_dtype(tensor)
     values = tensor.detach().transpose(-2, -1) if col_tilize else tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise ArgumentError(
@@ -136,16 +129,10 @@ def from_torch(
         coords,
         home=mapper.mesh if mapper is not None else None,
     )
-    return made if device is None else moved(made, device, made.memory_config(), cq_id, copies=False)
+    return made if device is None else move_to(made, device, made.memory_config(), cq_id, copies=False)
 
 
-def _check_alone_with_spec(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise OperandError(f"ttnn.from_torch: {name} must be None when spec is specified")
-
-
-def _inferred(tensor: torch.Tensor) -> DataType:
+def _infer_dtype(tensor: torch.Tensor) -> DataType:
     found = INFERRED.get(tensor.dtype)
     if found is None:
         raise DTypeError(
@@ -196,7 +183,7 @@ def from_data(
     tile: Tile | None = None,
     pad_value: float = 0.0,
     mesh_mapper: TensorToMesh | None = None,
-    cq_id: Any = None,
+    cq_id: int | None = None,
 ) -> Tensor:
     """A tensor as TTNN's constructors make it: of another, of a list of numbers and a shape, or of an array."""
     if isinstance(data, Tensor):
@@ -236,7 +223,7 @@ def to_torch(
     torch_rank: int | None = None,
     mesh_composer: Composer | None = None,
     device: MeshDevice | None = None,
-    cq_id: Any = None,
+    cq_id: int | None = None,
 ) -> Any:
     """The whole as a torch tensor, put together by a composer, else as the label says.
 
@@ -257,13 +244,13 @@ def to_torch(
     found = composer.compose(tensor) if composer is not None else whole(tensor)
     if torch_dtype is not None and not isinstance(torch_dtype, torch.dtype):
         raise ArgumentError(f"ttnn.to_torch: dtype={torch_dtype!r} is not a torch.dtype")
-    kind = torch_dtype or RETURNED.get(tensor.dtype, tensor.dtype.store)
+    kind = torch_dtype or ttnn_dtype_to_torch_dtype(tensor.dtype)
     if isinstance(found, list):
-        return [_returned(each, kind, torch_rank, tensor) for each in found]
-    return _returned(found, kind, torch_rank, tensor)
+        return [_hand_back(each, kind, torch_rank, tensor) for each in found]
+    return _hand_back(found, kind, torch_rank, tensor)
 
 
-def _returned(values: torch.Tensor, kind: torch.dtype, rank: int | None, source: Tensor) -> torch.Tensor:
+def _hand_back(values: torch.Tensor, kind: torch.dtype, rank: int | None, source: Tensor) -> torch.Tensor:
     values = values.to(kind)
     while rank is not None and values.dim() > rank:
         if values.shape[0] != 1:

@@ -8,7 +8,6 @@ so that a reader sees all of it or nothing. A tensor keeps its label, so that ca
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import math
@@ -16,7 +15,6 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +22,7 @@ import torch
 
 from meshloom.errors import ArgumentError, MeshloomError, OperandError, expect
 from meshloom.runtime import MeshCoordinate
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
 from meshloom.ttnn.tensor.converting import from_torch
@@ -32,7 +31,7 @@ from meshloom.ttnn.tensor.mappers import TensorToMesh, mapper_of
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import REPLICATE, Placement, PlacementPartial, PlacementShard, TensorTopology
-from meshloom.ttnn.tensor.transfers import from_device, moved
+from meshloom.ttnn.tensor.transfers import from_device, move_to
 
 __all__ = ["DumpTensorMode"]
 
@@ -44,15 +43,13 @@ LONGEST_HEADER, LONGEST_CONFIG = 1 << 24, 1 << 15  # bytes, of all of it and of 
 LARGEST_SIZE, MOST_DIMS, MOST_DEVICES = 1 << 62, 64, 1 << 20
 PARTIALS = ("sum", "mean", "max", "min", "prod", "unknown")
 SUFFIX = ".tensorbin"
+Header = tuple[tuple[int, ...], dict[str, Any]]
 
 
-class DumpTensorMode(enum.Enum):
+class DumpTensorMode(Choice):
     """Which parts go into a file: those of all processes, or this one's."""
 
-    DISTRIBUTED_GATHER = 0
-    LOCAL = 1
-
-    __repr__ = enum.Enum.__str__
+    DISTRIBUTED_GATHER, LOCAL = 0, 1
 
 
 def _path(file_name: str | os.PathLike[str]) -> Path:
@@ -113,12 +110,12 @@ def _header(tensor: Tensor, block: torch.Tensor) -> dict[str, Any]:
         "coords": tensor._coords,
         "block": tuple(block.shape),
         "distribution_shape": tuple(label.distribution_shape()),
-        "placements": [_written(each) for each in label.placements()],
+        "placements": [_placement_json(each) for each in label.placements()],
         "mesh_coords": label.mesh_coords(),
     }
 
 
-def _written(placement: Placement) -> dict[str, Any]:
+def _placement_json(placement: Placement) -> dict[str, Any]:
     if isinstance(placement, PlacementShard):
         return {"shard": placement.dim, "size": placement.size}
     return {"partial": placement.op} if isinstance(placement, PlacementPartial) else {}
@@ -133,10 +130,10 @@ def load_tensor(file_name: str | os.PathLike[str], *, device: MeshDevice | None 
     path = _path(file_name)
     with path.open("rb") as file:
         tensor = _read(file, path)
-    return tensor if device is None else moved(tensor, device, tensor.memory_config(), copies=False)
+    return tensor if device is None else move_to(tensor, device, tensor.memory_config(), copies=False)
 
 
-def _refused(path: Path, why: str) -> OperandError:
+def _refusal(path: Path, why: str) -> OperandError:
     return OperandError(f"{path} {why}", fix="write it again with ttnn.dump_tensor")
 
 
@@ -144,60 +141,30 @@ def _read(file: BinaryIO, path: Path) -> Tensor:
     size = os.fstat(file.fileno()).st_size
     start = file.read(len(MAGIC) + HEAD.size)
     if not start.startswith(MAGIC):
-        raise _refused(path, "is not a tensor file of meshloom")
+        raise _refusal(path, "is not a tensor file of meshloom")
     if len(start) < len(MAGIC) + HEAD.size:
-        raise _refused(path, f"is cut short: it has {size} bytes, less than the start of a tensor file")
+        raise _refusal(path, f"is cut short: it has {size} bytes, less than the start of a tensor file")
     version, length = HEAD.unpack(start[len(MAGIC) :])
     if version != VERSION:
-        raise _refused(path, f"has version {version} of the format, and this reads version {VERSION}")
+        raise _refusal(path, f"has version {version} of the format, and this reads version {VERSION}")
     if length > min(size - len(start), LONGEST_HEADER):
-        raise _refused(path, f"is cut short or damaged: its header should have {length} bytes")
+        raise _refusal(path, f"is cut short or damaged: its header should have {length} bytes")
     text = file.read(length)
-    header = _parsed(text, path)
-    nbytes = math.prod(header.block) * header.dtype.store.itemsize
+    shape, about = _parse_header(text, path)
+    kind = about["dtype"].store
+    nbytes = math.prod(shape) * kind.itemsize
     expected = len(start) + length + nbytes + CHECKSUM
     if size != expected:
-        raise _refused(path, f"is cut short or damaged: it has {size} of {expected} bytes")
+        raise _refusal(path, f"is cut short or damaged: it has {size} of {expected} bytes")
     raw = bytearray(nbytes)
     file.readinto(raw)  # type: ignore[attr-defined]
     total = hashlib.blake2b(digest_size=CHECKSUM)
     for piece in (start, text, raw):
         total.update(piece)
     if total.digest() != file.read(CHECKSUM):
-        raise _refused(path, "is damaged: its checksum is not that of its content")
-    kind = header.dtype.store
+        raise _refusal(path, "is damaged: its checksum is not that of its content")
     values = torch.frombuffer(raw, dtype=kind) if nbytes else torch.empty(0, dtype=kind)
-    return header.tensor(values)
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a file says of its tensor, checked: sizes agree with each other, and every word is one that we write."""
-
-    dtype: DataType
-    layout: Layout
-    tile: Tile
-    pad: float
-    memory: MemoryConfig
-    grid: tuple[int, ...]
-    coords: tuple[MeshCoordinate, ...] | None
-    block: tuple[int, ...]
-    label: TensorTopology
-
-    def tensor(self, values: torch.Tensor) -> Tensor:
-        """The tensor of these values."""
-        return Tensor(
-            values.reshape(self.block),
-            self.grid,
-            self.dtype,
-            self.layout,
-            self.label,
-            None,
-            self.memory,
-            self.tile,
-            self.pad,
-            self.coords,
-        )
+    return Tensor(values.reshape(shape), *about.values())
 
 
 # What Python raises on the way through JSON that somebody else made: wrong types, missing keys, numbers or nesting
@@ -205,37 +172,34 @@ class Header:
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, MeshloomError)
 
 
-def _parsed(text: bytes, path: Path) -> Header:
+def _parse_header(text: bytes, path: Path) -> Header:
     try:
-        return _checked(json.loads(text))
+        return _check_header(json.loads(text))
     except UNREADABLE as error:
         reason = getattr(error, "headline", None) or f"{type(error).__name__}: {error}"
-        raise _refused(path, f"is damaged: its header cannot be read ({reason:.200})") from error
+        raise _refusal(path, f"is damaged: its header cannot be read ({reason:.200})") from error
 
 
-def _checked(found: dict[str, Any]) -> Header:
+def _check_header(found: dict[str, Any]) -> Header:
+    """The shape of a block and what a tensor takes behind it: sizes agree, and every word is one that we write."""
     grid, block = _sizes(found["grid"], 1), _sizes(found["block"], 0)
     _check_block(block, grid)
     coords, (height, width, transposed) = found["coords"], found["tile"]
     if not isinstance(transposed, bool) or len(found["memory_config"]) > LONGEST_CONFIG:
         raise ValueError("a tile or a memory config that is none")
-    return Header(
-        _with_values(DataType[found["dtype"]]),
-        Layout[found["layout"]],
-        Tile((height, width), transposed),
-        float(found["pad"]),
-        MemoryConfig.from_json(found["memory_config"]),
-        grid,
-        None if coords is None else _places(coords, grid),
-        block,
-        _label(found, len(block) - len(grid), grid),
-    )
-
-
-def _with_values(kind: DataType) -> DataType:
-    if kind is DataType.INVALID:
+    if found["dtype"] == DataType.INVALID.name:
         raise ValueError("a dtype without values")
-    return kind
+    return block, {
+        "grid": grid,
+        "dtype": DataType[found["dtype"]],
+        "layout": Layout[found["layout"]],
+        "topology": _label(found, len(block) - len(grid), grid),
+        "device": None,
+        "memory_config": MemoryConfig.from_json(found["memory_config"]),
+        "tile": Tile((height, width), transposed),
+        "pad_value": float(found["pad"]),
+        "coords": None if coords is None else _places(coords, grid),
+    }
 
 
 def _sizes(found: Any, least: int) -> tuple[int, ...]:
@@ -337,17 +301,17 @@ def as_tensor(
         found = make()
     else:
         path = cache_path(cache_file_name, dtype, layout)
-        cached = _cached(path, kept, tensor)
-        found = cached if cached is not None else _filled(path, make(), cache_dump_mode)
+        cached = _load_cached(path, kept, tensor)
+        found = cached if cached is not None else _fill_cache(path, make(), cache_dump_mode)
     if device is not None:
-        return moved(found, device, memory_config or found.memory_config(), copies=False)
+        return move_to(found, device, memory_config or found.memory_config(), copies=False)
     if mapper is not None:
         found = found if kept is not None else _everywhere(found, mapper)
         found.home = mapper.mesh
     return found
 
 
-def _cached(path: Path, mapper: TensorToMesh | None, tensor: torch.Tensor | None) -> Tensor | None:
+def _load_cached(path: Path, mapper: TensorToMesh | None, tensor: torch.Tensor | None) -> Tensor | None:
     """What a file has, if it was made for the same mapper; without a tensor to make it anew, in any case."""
     if not path.exists():
         return None
@@ -369,7 +333,7 @@ def _is_of(tensor: Tensor, mapper: TensorToMesh) -> bool:
     return tensor.grid == mapper.grid and is_same_shape and label.placements() == wanted
 
 
-def _filled(path: Path, tensor: Tensor, mode: DumpTensorMode) -> Tensor:
+def _fill_cache(path: Path, tensor: Tensor, mode: DumpTensorMode) -> Tensor:
     path.parent.mkdir(parents=True, exist_ok=True)
     dump_tensor(path, tensor, mode=mode)
     return tensor
@@ -378,15 +342,4 @@ def _filled(path: Path, tensor: Tensor, mode: DumpTensorMode) -> Tensor:
 def _everywhere(tensor: Tensor, mapper: TensorToMesh) -> Tensor:
     """A single tensor of the host as equal parts for all devices of a mapper's mesh."""
     block, label, coords = mapper.map(tensor.part((0, 0)))
-    return Tensor(
-        block,
-        mapper.grid,
-        tensor.dtype,
-        tensor.layout,
-        label,
-        None,
-        tensor.memory_config(),
-        tensor.tile,
-        tensor._pad,
-        coords,
-    )
+    return tensor._like(block, grid=mapper.grid, topology=label, coords=coords)

@@ -6,7 +6,6 @@ already rounded to what the format can say, in a torch dtype that holds them exa
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.tensor import blockfloat
 
 __all__ = (
@@ -34,7 +34,6 @@ class Shape(tuple[int, ...]):
 
     @property
     def rank(self) -> int:
-        """The number of dims."""
         return len(self)
 
     def to_rank(self, rank: int) -> Shape:
@@ -54,7 +53,7 @@ class Shape(tuple[int, ...]):
         return f"Shape({list(self)})"
 
 
-class DataType(enum.Enum):
+class DataType(Choice):
     """The dtype of a tensor."""
 
     BFLOAT16 = 0
@@ -68,8 +67,6 @@ class DataType(enum.Enum):
     FP8_E4M3 = 8
     INT8 = 9
     INVALID = 10
-
-    __repr__ = enum.Enum.__str__
 
     @property
     def store(self) -> torch.dtype:
@@ -87,18 +84,21 @@ class DataType(enum.Enum):
         return self in (DataType.BFLOAT8_B, DataType.BFLOAT4_B)
 
 
-_STORE = {
-    DataType.BFLOAT16: torch.bfloat16,
-    DataType.FLOAT32: torch.float32,
-    DataType.UINT32: torch.int64,
-    DataType.BFLOAT8_B: torch.bfloat16,
-    DataType.BFLOAT4_B: torch.bfloat16,
-    DataType.UINT8: torch.uint8,
-    DataType.UINT16: torch.int32,
-    DataType.INT32: torch.int32,
-    DataType.FP8_E4M3: torch.bfloat16,
-    DataType.INT8: torch.int8,
+# The torch dtype that values are kept in, the one that `to_torch` gives, and the bytes of an element that has its own.
+_FORMATS: dict[DataType, tuple[torch.dtype, torch.dtype, int | None]] = {
+    DataType.BFLOAT16: (torch.bfloat16, torch.bfloat16, 2),
+    DataType.FLOAT32: (torch.float32, torch.float32, 4),
+    DataType.UINT32: (torch.int64, torch.uint32, 4),
+    DataType.BFLOAT8_B: (torch.bfloat16, torch.float32, None),
+    DataType.BFLOAT4_B: (torch.bfloat16, torch.float32, None),
+    DataType.UINT8: (torch.uint8, torch.uint8, 1),
+    DataType.UINT16: (torch.int32, torch.uint16, 2),
+    DataType.INT32: (torch.int32, torch.int32, 4),
+    DataType.FP8_E4M3: (torch.bfloat16, torch.float32, 1),
+    DataType.INT8: (torch.int8, torch.int8, 1),
 }
+_STORE = {kind: store for kind, (store, _, _) in _FORMATS.items()}
+_BYTES = {kind: size for kind, (_, _, size) in _FORMATS.items() if size is not None}
 
 bfloat16, float32, uint32 = DataType.BFLOAT16, DataType.FLOAT32, DataType.UINT32
 bfloat8_b, bfloat4_b = DataType.BFLOAT8_B, DataType.BFLOAT4_B
@@ -106,30 +106,20 @@ uint8, uint16, int32, int8 = DataType.UINT8, DataType.UINT16, DataType.INT32, Da
 fp8_e4m3 = DataType.FP8_E4M3
 
 
-class Layout(enum.Enum):
+class Layout(Choice):
     """Rows one after the other, or 32x32 tiles of four 16x16 faces."""
 
-    ROW_MAJOR = 0
-    TILE = 1
-    INVALID = 2
-
-    __repr__ = enum.Enum.__str__
+    ROW_MAJOR, TILE, INVALID = 0, 1, 2
 
 
 ROW_MAJOR_LAYOUT, TILE_LAYOUT = Layout.ROW_MAJOR, Layout.TILE
 TILE_SIZE = 32
 
 
-class MathFidelity(enum.Enum):
+class MathFidelity(Choice):
     """With how many passes hardware multiplies; here products are exact as torch's."""
 
-    LoFi = 0
-    HiFi2 = 2
-    HiFi3 = 3
-    HiFi4 = 4
-    Invalid = 255
-
-    __repr__ = enum.Enum.__str__
+    LoFi, HiFi2, HiFi3, HiFi4, Invalid = 0, 2, 3, 4, 255
 
 
 HEIGHTS, WIDTHS = (1, 2, 4, 8, 16, 32), (16, 32)
@@ -160,12 +150,10 @@ class Tile:
 
     @property
     def face_shape(self) -> Shape:
-        """The shape of a face."""
         return Shape((min(self.tile_shape[0], 16), 16))
 
     @property
     def num_faces(self) -> int:
-        """How many faces there are."""
         return math.prod(self.tile_shape) // math.prod(self.face_shape)
 
     @property
@@ -207,18 +195,6 @@ def bytes_of(elements: int, dtype: DataType) -> int:
     return special[dtype] if dtype in special else elements * _BYTES[dtype]
 
 
-_BYTES = {
-    DataType.BFLOAT16: 2,
-    DataType.FLOAT32: 4,
-    DataType.UINT32: 4,
-    DataType.UINT8: 1,
-    DataType.UINT16: 2,
-    DataType.INT32: 4,
-    DataType.FP8_E4M3: 1,
-    DataType.INT8: 1,
-}
-
-
 def element_size(dtype: DataType) -> int:
     """The bytes of one element, where elements have bytes of their own.
 
@@ -247,23 +223,9 @@ def ttnn_dtype_to_torch_dtype(dtype: DataType) -> torch.dtype:
     >>> ttnn_dtype_to_torch_dtype(DataType.BFLOAT8_B), ttnn_dtype_to_torch_dtype(DataType.UINT16)
     (torch.float32, torch.uint16)
     """
-    if dtype not in _TORCH:
+    if dtype not in _FORMATS:
         raise OperandError(f"{dtype} has no counterpart in torch")
-    return _TORCH[dtype]
-
-
-_TORCH = {
-    DataType.BFLOAT16: torch.bfloat16,
-    DataType.FLOAT32: torch.float32,
-    DataType.UINT32: torch.uint32,
-    DataType.BFLOAT8_B: torch.float32,
-    DataType.BFLOAT4_B: torch.float32,
-    DataType.UINT8: torch.uint8,
-    DataType.UINT16: torch.uint16,
-    DataType.INT32: torch.int32,
-    DataType.FP8_E4M3: torch.float32,
-    DataType.INT8: torch.int8,
-}
+    return _FORMATS[dtype][1]
 
 
 def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int, ...]:
@@ -283,7 +245,7 @@ def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int,
 def rounded(values: torch.Tensor, dtype: DataType) -> torch.Tensor:
     """Values as a dtype can say them, in its `store`: block floats share exponents along rows, integers wrap."""
     if dtype is DataType.BFLOAT8_B or dtype is DataType.BFLOAT4_B:
-        return blockfloat.rounded(values, 7 if dtype is DataType.BFLOAT8_B else 3, torch.bfloat16)
+        return blockfloat.round_blocks(values, 7 if dtype is DataType.BFLOAT8_B else 3, torch.bfloat16)
     if dtype is DataType.FP8_E4M3:
         return values.to(torch.float8_e4m3fn).to(dtype.store)
     if dtype is DataType.UINT32:

@@ -19,7 +19,6 @@ class DistributedHostBuffer:
         self._coords = None if coords is None else frozenset(coords)
 
     def shape(self) -> MeshShape:
-        """The shape of the mesh."""
         return self._shape
 
     def is_local(self, coord: Sequence[int]) -> bool:

@@ -7,79 +7,81 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshloom.errors import ArgumentError, OperandError
+from meshloom.errors import ArgumentError, OperandError, where
+from meshloom.runtime.memory import Allocator, Region
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid, CoreRange, CoreRangeSet
 from meshloom.ttnn.tensor.formats import Shape
 
-__all__ = [
-    "DRAM_MEMORY_CONFIG",
-    "L1_BLOCK_SHARDED_MEMORY_CONFIG",
-    "L1_HEIGHT_SHARDED_MEMORY_CONFIG",
-    "L1_MEMORY_CONFIG",
-    "L1_WIDTH_SHARDED_MEMORY_CONFIG",
-    "BufferType",
-    "MemoryConfig",
-    "NdShardSpec",
-    "ShardDistributionStrategy",
-    "ShardOrientation",
-    "ShardSpec",
-    "ShardStrategy",
-    "TensorMemoryLayout",
-    "create_sharded_memory_config",
-    "create_sharded_memory_config_",
-]
+if TYPE_CHECKING:
+    from meshloom.ttnn.device.mesh_device import MeshDevice
+
+__all__ = (
+    "DRAM_MEMORY_CONFIG L1_BLOCK_SHARDED_MEMORY_CONFIG L1_HEIGHT_SHARDED_MEMORY_CONFIG L1_MEMORY_CONFIG "
+    "L1_WIDTH_SHARDED_MEMORY_CONFIG BufferType MemoryConfig NdShardSpec ShardDistributionStrategy ShardOrientation "
+    "ShardSpec ShardStrategy TensorMemoryLayout create_sharded_memory_config create_sharded_memory_config_"
+).split()
 
 
-class BufferType(enum.Enum):
+class BufferType(Choice):
     """A kind of memory."""
 
-    DRAM = 0
-    L1 = 1
-    L1_SMALL = 3
-    TRACE = 4
-
-    __repr__ = enum.Enum.__str__
+    DRAM, L1, L1_SMALL, TRACE = 0, 1, 3, 4
 
 
-class TensorMemoryLayout(enum.Enum):
+class TensorMemoryLayout(Choice):
     """How a part is spread over cores or banks."""
 
-    INTERLEAVED = 0
-    HEIGHT_SHARDED = 2
-    WIDTH_SHARDED = 3
-    BLOCK_SHARDED = 4
-    ND_SHARDED = 5
-
-    __repr__ = enum.Enum.__str__
+    INTERLEAVED, HEIGHT_SHARDED, WIDTH_SHARDED, BLOCK_SHARDED, ND_SHARDED = 0, 2, 3, 4, 5
 
 
-class ShardOrientation(enum.Enum):
+class ShardOrientation(Choice):
     """In which order shards go over the cores of a grid."""
 
-    ROW_MAJOR = 0
-    COL_MAJOR = 1
-
-    __repr__ = enum.Enum.__str__
+    ROW_MAJOR, COL_MAJOR = 0, 1
 
 
 class ShardStrategy(enum.Enum):
     """Along what a matrix is cut."""
 
-    HEIGHT = 1
-    WIDTH = 2
-    BLOCK = 3
+    HEIGHT, WIDTH, BLOCK = 1, 2, 3
 
 
-class ShardDistributionStrategy(enum.Enum):
+class ShardDistributionStrategy(Choice):
     """How many-dimensional shards go over cores."""
 
-    ROUND_ROBIN_1D = 0
-    GRID_2D = 1
-    CONTIGUOUS_1D = 2
+    ROUND_ROBIN_1D, GRID_2D, CONTIGUOUS_1D = 0, 1, 2
 
-    __repr__ = enum.Enum.__str__
+
+class Room:
+    """Bytes on every device of a mesh; given back when the last that uses them is gone, or by hand."""
+
+    __slots__ = ("allocator", "region", "traces")
+
+    def __init__(self, allocator: Allocator, region: Region) -> None:
+        self.allocator, self.region = allocator, region
+        self.traces: list[Any] = []  # that write there when they are replayed
+
+    def __del__(self) -> None:
+        self.allocator.drop(self.region)
+
+    def free(self) -> None:
+        """Give it back now, or when the traces that use it are released."""
+        if all(trace.released for trace in self.traces):
+            self.allocator.release(self.region)
+
+
+def room_on(device: MeshDevice, kind: BufferType, size: int, owner: Any, per_bank: bool = False) -> Room:
+    """Bytes in a memory of every device, or that many in every bank of it; what is in L1 is taken from the top."""
+    runtime, is_l1 = device.runtime, kind is not BufferType.DRAM
+    allocator = runtime.system.memory["l1" if is_l1 else "dram"]
+    size = size * allocator.banks if per_bank else size
+    return Room(allocator, allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1))
+
+
+Grids = CoreGrid | CoreCoord | CoreRange | CoreRangeSet | Sequence[Any]
 
 
 def _are_sizes(given: Sequence[int]) -> bool:
@@ -110,53 +112,40 @@ class ShardSpec:
         self.grid, self.shape, self.orientation = grid, list(shard_shape), shard_orientation
 
     def num_cores(self) -> int:
-        """How many cores have a shard."""
         return self.grid.num_cores()
 
     def __hash__(self) -> int:
         return hash((self.grid, tuple(self.shape), self.orientation))
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps({"grid": self.grid.to_json(), "shape": self.shape, "orientation": self.orientation.name})
 
     @staticmethod
     def from_json(text: str) -> ShardSpec:
-        """From text."""
         found = json.loads(text)
         return ShardSpec(CoreRangeSet.from_json(found["grid"]), found["shape"], ShardOrientation[found["orientation"]])
 
 
-@dataclass(eq=True)
+@dataclass(unsafe_hash=True)
 class NdShardSpec:
     """Shards of any number of dims, and the cores that they go over."""
 
-    shard_shape: Shape
+    shard_shape: Sequence[int]
     grid: CoreRangeSet
-    orientation: ShardOrientation
-    shard_distribution_strategy: ShardDistributionStrategy
+    orientation: ShardOrientation = ShardOrientation.ROW_MAJOR
+    shard_distribution_strategy: ShardDistributionStrategy = ShardDistributionStrategy.ROUND_ROBIN_1D
 
-    def __init__(
-        self,
-        shard_shape: Sequence[int],
-        grid: CoreRangeSet,
-        orientation: ShardOrientation = ShardOrientation.ROW_MAJOR,
-        shard_distribution_strategy: ShardDistributionStrategy = ShardDistributionStrategy.ROUND_ROBIN_1D,
-    ) -> None:
-        if not isinstance(grid, CoreRangeSet) or not _are_sizes(shard_shape):
-            raise ArgumentError(f"NdShardSpec takes sizes and a CoreRangeSet, not {shard_shape!r} and {grid!r}")
-        self.shard_shape, self.grid, self.orientation = Shape(shard_shape), grid, orientation
-        self.shard_distribution_strategy = shard_distribution_strategy
+    def __post_init__(self) -> None:
+        if not isinstance(self.grid, CoreRangeSet) or not _are_sizes(self.shard_shape):
+            raise ArgumentError(
+                f"NdShardSpec takes sizes and a CoreRangeSet, not {self.shard_shape!r} and {self.grid!r}"
+            )
+        self.shard_shape = Shape(self.shard_shape)
 
     def num_cores(self) -> int:
-        """How many cores there are."""
         return self.grid.num_cores()
 
-    def __hash__(self) -> int:
-        return hash((self.shard_shape, self.grid, self.orientation, self.shard_distribution_strategy))
-
     def to_json(self) -> str:
-        """As text."""
         return json.dumps(
             {
                 "shard_shape": list(self.shard_shape),
@@ -168,7 +157,6 @@ class NdShardSpec:
 
     @staticmethod
     def from_json(text: str) -> NdShardSpec:
-        """From text."""
         found = json.loads(text)
         return NdShardSpec(
             found["shard_shape"],
@@ -212,7 +200,6 @@ class MemoryConfig:
         return self.memory_layout is not TensorMemoryLayout.INTERLEAVED
 
     def to_json(self) -> str:
-        """As text."""
         specs = {name: None if spec is None else spec.to_json() for name, spec in self._specs()}
         return json.dumps({"memory_layout": self.memory_layout.name, "buffer_type": self.buffer_type.name, **specs})
 
@@ -221,7 +208,6 @@ class MemoryConfig:
 
     @staticmethod
     def from_json(text: str) -> MemoryConfig:
-        """From text."""
         found = json.loads(text)
         kind = BufferType[found["buffer_type"]]
         if found["nd_shard_spec"] is not None:
@@ -284,7 +270,7 @@ _LAYOUTS = {
 
 def create_sharded_memory_config(
     shape: Sequence[int],
-    core_grid: Any,
+    core_grid: Grids,
     strategy: ShardStrategy,
     orientation: ShardOrientation | None = None,
     use_height_and_width_as_shard_shape: bool = False,
@@ -296,31 +282,29 @@ def create_sharded_memory_config(
     >>> create_sharded_memory_config((2, 64, 128), CoreGrid(x=4, y=2), ShardStrategy.BLOCK).shard_spec.shape
     [64, 32]
     """
-    turned = orientation is ShardOrientation.COL_MAJOR
-    cores = _grid_of(core_grid)
-    height, width = math.prod(shape[:-1]), shape[-1]
-    if use_height_and_width_as_shard_shape:
-        part = (shape[-1], shape[-2]) if turned else (shape[-2], shape[-1])
-        return _sharded(_LAYOUTS[_strategy(strategy)], cores, part, orientation)
-    if isinstance(core_grid, CoreRangeSet):
-        raise OperandError(
-            "height and width must be shard shape with CoreRangeSet",
-            fix="use_height_and_width_as_shard_shape=True, or give a CoreGrid",
-        )
-    down, across = _cuts(_strategy(strategy), cores, turned)
-    if height % down or width % across:
-        raise OperandError(
-            f"Invalid sharding core_grid: {height} rows over {down} and {width} columns over {across}",
-            shape=list(shape),
-            grid=cores,
-            fix="a grid whose sides divide the tensor, or shard shapes of your own with a CoreRangeSet",
-        )
-    return _sharded(_LAYOUTS[_strategy(strategy)], cores, (height // down, width // across), orientation)
+    if not use_height_and_width_as_shard_shape:
+        if isinstance(core_grid, CoreRangeSet):
+            raise OperandError(
+                "height and width must be shard shape with CoreRangeSet",
+                fix="use_height_and_width_as_shard_shape=True, or give a CoreGrid",
+            )
+        height, width, cores = math.prod(shape[:-1]), shape[-1], _grid_of(core_grid)
+        down, across = _cuts(_strategy(strategy), cores, orientation is ShardOrientation.COL_MAJOR)
+        if height % down or width % across:
+            raise OperandError(
+                f"Invalid sharding core_grid: {height} rows over {down} and {width} columns over {across}",
+                shape=list(shape),
+                grid=cores,
+                fix="a grid whose sides divide the tensor, or shard shapes of your own with a CoreRangeSet",
+            )
+    return create_sharded_memory_config_(
+        shape, core_grid, _strategy(strategy), orientation, use_height_and_width_as_shard_shape
+    )
 
 
 def create_sharded_memory_config_(
     shape: Sequence[int],
-    core_grid: Any,
+    core_grid: Grids,
     strategy: ShardStrategy | TensorMemoryLayout,
     orientation: ShardOrientation | None = None,
     use_height_and_width_as_shard_shape: bool = False,
@@ -343,10 +327,11 @@ def create_sharded_memory_config_(
         part = (-(-math.prod(shape[:-1]) // down), -(-shape[-1] // across))
     if tile_layout:
         part = (-(-part[0] // 32) * 32, -(-part[1] // 32) * 32)
-    return _sharded(layout, cores, part, orientation)
+    spec = ShardSpec(cores, part, orientation or ShardOrientation.ROW_MAJOR)
+    return MemoryConfig(layout, BufferType.L1, spec)
 
 
-def _strategy(given: Any) -> ShardStrategy:
+def _strategy(given: object) -> ShardStrategy:
     if not isinstance(given, ShardStrategy):
         raise OperandError(f"Invalid sharding strategy {given!r}", fix="ttnn.ShardStrategy.HEIGHT, WIDTH or BLOCK")
     return given
@@ -375,10 +360,3 @@ def _cuts(strategy: ShardStrategy, cores: CoreRangeSet, turned: bool) -> tuple[i
         return 1, cores.num_cores()
     size = cores.bounding_box().grid_size()
     return (size.x, size.y) if turned else (size.y, size.x)
-
-
-def _sharded(
-    layout: TensorMemoryLayout, cores: CoreRangeSet, part: Sequence[int], orientation: ShardOrientation | None
-) -> MemoryConfig:
-    spec = ShardSpec(cores, part, orientation or ShardOrientation.ROW_MAJOR)
-    return MemoryConfig(layout, BufferType.L1, spec)

@@ -39,17 +39,17 @@ def each(function: Callable[..., Any], blocks: Sequence[Block], axes: int) -> An
     """
     sizes = lead(blocks, axes)
     if math.prod(sizes) == 1:
-        return _mapped(function(*(block[(0,) * axes] for block in blocks)), lambda part: part[(None,) * axes])
+        return _map(function(*(block[(0,) * axes] for block in blocks)), lambda part: part[(None,) * axes])
     alike = [all(size == 1 for size in block.shape[:axes]) for block in blocks]
     flat = [
         block[(0,) * axes] if same else block.expand(*sizes, *block.shape[axes:]).flatten(0, axes - 1)
         for block, same in zip(blocks, alike, strict=True)
     ]
     batched = torch.vmap(function, in_dims=tuple(None if same else 0 for same in alike))
-    return _mapped(batched(*flat), lambda part: part.unflatten(0, sizes))
+    return _map(batched(*flat), lambda part: torch.unflatten(part, 0, sizes))
 
 
-def _mapped(found: Any, change: Callable[[Block], Block]) -> Any:
+def _map(found: Any, change: Callable[[Block], Block]) -> Any:
     return tuple(map(change, found)) if isinstance(found, (tuple, list)) else change(found)
 
 

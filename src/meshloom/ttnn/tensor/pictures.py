@@ -71,14 +71,10 @@ def mesh_picture(mesh_device: MeshDevice) -> Group:
     ids = mesh_device.get_device_ids()
     places = list(itertools.product(*map(range, mesh_device.shape)))
     numbers = dict(zip(places, ids, strict=True))
-    title = f"MeshDevice(rows={_rows(mesh_device.shape)}, cols={mesh_device.shape[-1]})"
-    if len(mesh_device.shape) != 2:
-        title = f"MeshDevice({'x'.join(map(str, mesh_device.shape))})"
+    title = f"MeshDevice({'x'.join(map(str, mesh_device.shape))})"
+    if len(mesh_device.shape) == 2:
+        title = f"MeshDevice(rows={mesh_device.shape[0]}, cols={mesh_device.shape[1]})"
     return grid(mesh_device.shape, lambda place: _device_cell(numbers[tuple(place)], place), title)
-
-
-def _rows(shape: Sequence[int]) -> int:
-    return shape[-2] if len(shape) > 1 else 1
 
 
 def _device_cell(number: int, place: MeshCoordinate) -> Text:

@@ -53,7 +53,6 @@ def set_printoptions(
 
 
 def text(tensor: Tensor) -> str:
-    """The text of a tensor."""
     tail = f"shape={tensor.shape}, dtype={tensor.dtype}, layout={tensor.layout}"
     if not tensor.is_allocated():
         return f"ttnn.Tensor(<deallocated>, {tail})"
@@ -91,18 +90,18 @@ def numbers(values: Block, indent: int) -> str:
     ends = PROFILES[options.profile]
     if ends == 0:
         return "[...]"
-    return _nested(values, ends, indent)
+    return _nest(values, ends, indent)
 
 
-def _nested(values: Block, ends: int | None, indent: int) -> str:
+def _nest(values: Block, ends: int | None, indent: int) -> str:
     if values.dim() == 0:
         return _number(values)
     size = values.shape[0]
     if ends is None or size <= 2 * ends:
-        listed = [_nested(each, ends, indent + 1) for each in values]
+        listed = [_nest(each, ends, indent + 1) for each in values]
     else:
         first, last = values[:ends], values[-ends:]
-        listed = [*(_nested(e, ends, indent + 1) for e in first), "...", *(_nested(e, ends, indent + 1) for e in last)]
+        listed = [*(_nest(e, ends, indent + 1) for e in first), "...", *(_nest(e, ends, indent + 1) for e in last)]
     between = ", " if values.dim() == 1 else ",\n" + " " * (indent + 1)
     return f"[{between.join(listed)}]"
 

@@ -17,7 +17,7 @@ from meshloom.ttnn.tensor.converting import converted, host
 from meshloom.ttnn.tensor.mappers import TensorToMesh
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import ALONE, PlacementShard, TensorTopology
-from meshloom.ttnn.tensor.transfers import coordinates, moved, shared
+from meshloom.ttnn.tensor.transfers import coordinates, move_to, share
 
 
 @op("get_device_tensors")
@@ -29,19 +29,9 @@ def get_device_tensors(tensor: Tensor) -> list[Tensor]:
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"ttnn.get_device_tensors takes a ttnn.Tensor, not a {type(tensor).__name__}")
     if tensor.device() is not None:
-        return [shared(tensor, (place,)) for place in tensor.device_coords()]
+        return [share(tensor, (place,)) for place in tensor.device_coords()]
     return [
-        Tensor(
-            tensor.part(place)[(None,) * 2],
-            (1, 1),
-            tensor.dtype,
-            tensor.layout,
-            ALONE,
-            None,
-            tensor.memory_config(),
-            tensor.tile,
-            tensor._pad,
-        )
+        tensor._like(tensor.part(place)[(None,) * 2], grid=(1, 1), topology=ALONE, coords=None, home=None)
         for place in tensor.device_coords()
     ]
 
@@ -80,9 +70,10 @@ def from_host_shards(tensors: Sequence[Tensor], mesh_shape: Sequence[int]) -> Te
     if any(len(held) != 1 for held in places):
         raise OperandError("from_host_shards takes single parts", fix="ttnn.get_device_tensors(x)")
     first = tensors[0]
-    block = torch.stack([each.part(held[0]) for each, held in zip(tensors, places, strict=True)]).unflatten(0, grid)
+    parts = [each.part(held[0]) for each, held in zip(tensors, places, strict=True)]
+    block = torch.unflatten(torch.stack(parts), 0, grid)
     label = TensorTopology([len(tensors)], [PlacementShard(0)], coordinates(grid))
-    return Tensor(block, grid, first.dtype, first.layout, label, None, first.memory_config(), first.tile, first._pad)
+    return first._like(block, grid=grid, topology=label, coords=None, home=None)
 
 
 @op("combine_device_tensors")
@@ -98,24 +89,22 @@ def combine_device_tensors(*, tensors: Sequence[Tensor]) -> Tensor:
     if len(set(places)) < len(places):
         raise OperandError("two of the tensors hold a part on the same device", devices=places)
     every = len(places) == math.prod(first.grid)
-    made = _combined(placed, first, None if every else tuple(places))
+    made = _combine(placed, first, None if every else tuple(places))
     made.update_tensor_topology(TensorTopology([len(places)], [PlacementShard(0)], places))
     return made
 
 
-def _combined(
+def _combine(
     placed: Sequence[tuple[MeshCoordinate, Tensor]], first: Tensor, coords: tuple[MeshCoordinate, ...] | None
 ) -> Tensor:
     if all(each._room is first._room for _, each in placed):
-        made = shared(first)
+        made = share(first)
         made._coords = coords
         return made
     block = first.block.new_zeros(*first.grid, *first.shape)
     for place, each in placed:
         block[tuple(place)] = each.part(place)
-    made = first._like(block)
-    made._coords = coords
-    return made
+    return first._like(block, coords=coords)
 
 
 @op("distribute_tensor")
@@ -129,20 +118,9 @@ def distribute_tensor(tensor: Tensor, mapper: TensorToMesh, mesh_device: MeshDev
         )
     whole = tensor.part(tensor.device_coords()[0])
     block, label, coords = mapper.map(whole)
-    made = Tensor(
-        converted(block, tensor.dtype, tensor.block),
-        mapper.grid,
-        tensor.dtype,
-        tensor.layout,
-        label,
-        None,
-        tensor.memory_config(),
-        tensor.tile,
-        tensor._pad,
-        coords,
-        home=mapper.mesh,
-    )
-    return made if mesh_device is None else moved(made, mesh_device, tensor.memory_config(), copies=False)
+    values = converted(block, tensor.dtype, tensor.block)
+    made = tensor._like(values, grid=mapper.grid, topology=label, coords=coords, home=mapper.mesh)
+    return made if mesh_device is None else move_to(made, mesh_device, tensor.memory_config(), copies=False)
 
 
 @op("aggregate_tensor")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshloom.errors import ArgumentError
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreRange, CoreRangeSet
 from meshloom.ttnn.tensor.formats import DataType, Layout, Shape, Tile, padded_shape
 from meshloom.ttnn.tensor.memory import (
@@ -23,26 +23,18 @@ from meshloom.ttnn.tensor.memory import (
 if TYPE_CHECKING:
     from meshloom.ttnn.tensor.tensor import Tensor
 
-__all__ = [
-    "StorageType",
-    "TensorSpec",
-    "get_memory_config",
-    "has_storage_type_of",
-    "has_tile_padding",
-    "is_sharded",
-    "is_tensor_storage_on_device",
-]
+__all__ = (
+    "StorageType TensorSpec get_memory_config has_storage_type_of has_tile_padding is_sharded "
+    "is_tensor_storage_on_device"
+).split()
 
 ROWS = ShardOrientation.ROW_MAJOR
 
 
-class StorageType(enum.Enum):
+class StorageType(Choice):
     """Where a tensor's values are."""
 
-    HOST = 0
-    DEVICE = 1
-
-    __repr__ = enum.Enum.__str__
+    HOST, DEVICE = 0, 1
 
 
 @dataclass(frozen=True, init=False)
@@ -136,7 +128,6 @@ def has_storage_type_of(tensor: Tensor, storage_type: StorageType) -> bool:
 
 
 def is_tensor_storage_on_device(tensor: Tensor) -> bool:
-    """Whether a tensor is on devices."""
     return tensor.device() is not None
 
 
@@ -146,7 +137,6 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def get_memory_config(tensor: Tensor) -> MemoryConfig:
-    """Where devices keep their part of a tensor."""
     return tensor.memory_config()
 
 

@@ -18,14 +18,22 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from meshloom.errors import ArgumentError, BoundsError, OperandError, TraceError, where
+from meshloom.errors import ArgumentError, BoundsError, OperandError, TraceError
 from meshloom.runtime import MeshCoordinate, state
-from meshloom.runtime.memory import Allocator, Region
+from meshloom.runtime.memory import Region
 from meshloom.ttnn import surface
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.tensor.formats import DataType, Layout, Shape, Tile, bytes_of, padded_shape
 from meshloom.ttnn.tensor.hostbuffer import DistributedHostBuffer
-from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, BufferType, MemoryConfig, TensorMemoryLayout, share_of_bank
+from meshloom.ttnn.tensor.memory import (
+    DRAM_MEMORY_CONFIG,
+    BufferType,
+    MemoryConfig,
+    Room,
+    TensorMemoryLayout,
+    room_on,
+    share_of_bank,
+)
 from meshloom.ttnn.tensor.parts import Block, part
 from meshloom.ttnn.tensor.specs import StorageType, TensorSpec
 from meshloom.ttnn.tensor.topology import TensorTopology
@@ -44,6 +52,14 @@ _ids = count()
 def _op(name: str) -> Callable[..., Any]:
     found: Callable[..., Any] = surface.find(name)
     return found
+
+
+def _operator(name: str) -> Callable[..., Tensor]:
+    def call(*operands: Any) -> Tensor:
+        found: Tensor = _op(name)(*operands)
+        return found
+
+    return call
 
 
 class Owner:
@@ -72,24 +88,6 @@ def _bytes(shape: tuple[int, ...], dtype: DataType, layout: Layout, tile: Tile) 
     return found
 
 
-class Room:
-    """Bytes on every device of a mesh; given back when the last tensor that uses them is gone, or by hand."""
-
-    __slots__ = ("allocator", "region", "traces")
-
-    def __init__(self, allocator: Allocator, region: Region) -> None:
-        self.allocator, self.region = allocator, region
-        self.traces: list[Any] = []  # that write there when they are replayed
-
-    def __del__(self) -> None:
-        self.allocator.drop(self.region)
-
-    def free(self) -> None:
-        """Give it back now, or when the traces that use it are released."""
-        if all(trace.released for trace in self.traces):
-            self.allocator.release(self.region)
-
-
 class _Making(type):
     """Ops make tensors from a block and its grid; people from data, as TTNN's constructors take it."""
 
@@ -109,23 +107,9 @@ class Tensor(metaclass=_Making):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_block",
-        "_coords",
-        "_device",
-        "_grid",
-        "_memory",
-        "_pad",
-        "_pinned",
-        "_room",
-        "_shape",
-        "_topology",
-        "dtype",
-        "home",
-        "layout",
-        "tensor_id",
-        "tile",
-    )
+        "__weakref__ _block _coords _device _grid _memory _pad _pinned _room _shape _topology dtype home layout "
+        "tensor_id tile"
+    ).split()
 
     _block: Block | None
     _coords: tuple[MeshCoordinate, ...] | None
@@ -158,20 +142,17 @@ class Tensor(metaclass=_Making):
             state.capture.keep(self._room)  # a replay writes there, so nobody else gets it while the trace lives
 
     def _allocate(self, device: MeshDevice) -> Room:
-        is_l1 = self._memory.buffer_type is not BufferType.DRAM
-        runtime = device.runtime
-        if runtime.lease.driver is not None:
-            runtime.lease.check_tensors()
-        allocator = runtime.system.memory["l1" if is_l1 else "dram"]
+        if device.runtime.lease.driver is not None:
+            device.runtime.lease.check_tensors()
         shape = self._block.shape[len(self._grid) :]  # type: ignore[union-attr]
-        size = _bytes(shape, self.dtype, self.layout, self.tile)
+        size, share = _bytes(shape, self.dtype, self.layout, self.tile), None
         if self._memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
             share = share_of_bank(self._memory, padded_shape(shape, self.layout, self.tile))
-            size = size if share is None else bytes_of(share, self.dtype) * allocator.banks
-        owner: Any = Owner(self.dtype, shape)
-        region = allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1)
-        queues.allocated(device, region)
-        return Room(allocator, region)
+            size = size if share is None else bytes_of(share, self.dtype)
+        owner = Owner(self.dtype, shape)
+        made = room_on(device, self._memory.buffer_type, size, owner, per_bank=share is not None)
+        queues.note_allocation(device, made.region)
+        return made
 
     def __copy__(self) -> Tensor:
         """Another name for the same parts."""
@@ -228,15 +209,12 @@ class Tensor(metaclass=_Making):
         return TensorSpec.of(self)
 
     def get_dtype(self) -> DataType:
-        """The dtype."""
         return self.dtype
 
     def get_layout(self) -> Layout:
-        """The layout."""
         return self.layout
 
     def get_tile(self) -> Tile:
-        """The tile."""
         return self.tile
 
     def memory_config(self) -> MemoryConfig:
@@ -267,7 +245,6 @@ class Tensor(metaclass=_Making):
     # where it is
 
     def storage_type(self) -> StorageType:
-        """Host or device."""
         return StorageType.HOST if self._device is None else StorageType.DEVICE
 
     def device(self) -> MeshDevice | None:
@@ -300,7 +277,6 @@ class Tensor(metaclass=_Making):
     # memory
 
     def is_allocated(self) -> bool:
-        """Whether it has its values still."""
         return self._block is not None and not (self._room is not None and self._room.region.freed)
 
     def deallocate(self, force: bool = False) -> None:
@@ -389,12 +365,12 @@ class Tensor(metaclass=_Making):
 
     # values
 
-    def cpu(self, blocking: bool = True, cq_id: Any = None) -> Tensor:
+    def cpu(self, blocking: bool = True, cq_id: int | None = None) -> Tensor:
         """A copy on the host, with the same parts."""
         found: Tensor = _op("from_device")(self, blocking, queue_id=cq_id)
         return found
 
-    def to(self, target: Any, mem_config: MemoryConfig | None = None, cq_id: Any = None) -> Tensor:
+    def to(self, target: Any, mem_config: MemoryConfig | None = None, cq_id: int | None = None) -> Tensor:
         """On a mesh, or in a layout."""
         if isinstance(target, Layout):
             found: Tensor = _op("to_layout")(self, target)
@@ -414,10 +390,9 @@ class Tensor(metaclass=_Making):
 
     def to_torch_with_padded_shape(self) -> torch.Tensor:
         """The whole, every part with the padding of its tiles."""
-        return self._like(self._padded(self._pad), Layout.ROW_MAJOR).to_torch()
+        return self._like(self._pad_tiles(self._pad), layout=Layout.ROW_MAJOR).to_torch()
 
     def to_list(self) -> Any:
-        """The whole as nested lists."""
         return self.to_torch().tolist()
 
     def item(self) -> Any:
@@ -451,7 +426,7 @@ class Tensor(metaclass=_Making):
         if not 0 <= number < len(cores):
             raise BoundsError(f"core {core} holds no shard", cores=spec.grid)
         height, width = spec.shape
-        padded = self._padded(self._pad)
+        padded = self._pad_tiles(self._pad)
         axes = len(self._grid)
         flat = padded.reshape(*padded.shape[:axes], -1, padded.shape[-1])
         across = -(-flat.shape[-1] // width)
@@ -461,33 +436,34 @@ class Tensor(metaclass=_Making):
 
     # padding by hand
 
-    def _like(self, block: Block, layout: Layout | None = None) -> Tensor:
-        """A block with the format, label and place of this tensor."""
-        return Tensor(
-            block,
-            self._grid,
-            self.dtype,
-            layout or self.layout,
-            self._topology,
-            self._device,
-            self._memory,
-            self.tile,
-            self._pad,
-            self._coords,
-            home=self.home,
-        )
+    def _like(self, block: Block, **other: Any) -> Tensor:
+        """A block with the format, label and place of this tensor, but for what is said."""
+        kept: dict[str, Any] = {
+            "grid": self._grid,
+            "dtype": self.dtype,
+            "layout": self.layout,
+            "topology": self._topology,
+            "device": self._device,
+            "memory_config": self._memory,
+            "tile": self.tile,
+            "pad_value": self._pad,
+            "coords": self._coords,
+            "room": None,
+            "home": self.home,
+        }
+        return Tensor(block, *(kept | other).values())
 
-    def _padded(self, value: float) -> Block:
+    def _pad_tiles(self, value: float) -> Block:
         block = self.block
         rank = len(self.padded_shape)
         if block.dim() - len(self._grid) < rank:
             lead = block.shape[: len(self._grid)]
             block = block.reshape(*lead, *(1,) * (rank - len(self.shape)), *self.shape)
-        return _grown(block, self.padded_shape, (0,) * rank, value)
+        return _grow(block, self.padded_shape, (0,) * rank, value)
 
     def pad(self, output_shape: Sequence[int], input_start: Sequence[int], value: float) -> Tensor:
         """Inside a larger shape, from a place on, the rest filled."""
-        return self._like(_grown(self.block, output_shape, input_start, value))
+        return self._like(_grow(self.block, output_shape, input_start, value))
 
     def unpad(self, start: Sequence[int], end: Sequence[int]) -> Tensor:
         """The box from a place to another, without the end."""
@@ -497,7 +473,7 @@ class Tensor(metaclass=_Making):
     def pad_to_tile(self, value: float) -> Tensor:
         """As large as its tiles, the rest filled."""
         sizes = padded_shape(self.shape, Layout.TILE, self.tile)
-        return self._like(_grown(self.block, sizes, (0,) * len(sizes), value))
+        return self._like(_grow(self.block, sizes, (0,) * len(sizes), value))
 
     def unpad_from_tile(self, output_shape: Sequence[int]) -> Tensor:
         """Cut to a shape."""
@@ -513,52 +489,13 @@ class Tensor(metaclass=_Making):
 
     # operators
 
-    def __add__(self, other: Any) -> Tensor:
-        return _op("add")(self, other)
-
-    def __sub__(self, other: Any) -> Tensor:
-        return _op("subtract")(self, other)
-
-    def __rsub__(self, other: Any) -> Tensor:
-        return _op("rsub")(self, other)
-
-    def __mul__(self, other: Any) -> Tensor:
-        return _op("multiply")(self, other)
-
-    def __truediv__(self, other: Any) -> Tensor:
-        return _op("divide")(self, other)
-
-    def __rtruediv__(self, other: Any) -> Tensor:
-        return _op("rdiv")(self, other)
-
-    def __pow__(self, other: Any) -> Tensor:
-        return _op("pow")(self, other)
-
-    def __matmul__(self, other: Any) -> Tensor:
-        return _op("matmul")(self, other)
-
-    def __neg__(self) -> Tensor:
-        return _op("neg")(self)
-
-    def __eq__(self, other: Any) -> Tensor:  # type: ignore[override]
-        return _op("eq")(self, other)
-
-    def __ne__(self, other: Any) -> Tensor:  # type: ignore[override]
-        return _op("ne")(self, other)
-
-    def __lt__(self, other: Any) -> Tensor:
-        return _op("lt")(self, other)
-
-    def __le__(self, other: Any) -> Tensor:
-        return _op("le")(self, other)
-
-    def __gt__(self, other: Any) -> Tensor:
-        return _op("gt")(self, other)
-
-    def __ge__(self, other: Any) -> Tensor:
-        return _op("ge")(self, other)
-
-    __radd__, __rmul__ = __add__, __mul__
+    __add__ = __radd__ = _operator("add")
+    __mul__ = __rmul__ = _operator("multiply")
+    __sub__, __rsub__ = _operator("subtract"), _operator("rsub")
+    __truediv__, __rtruediv__ = _operator("divide"), _operator("rdiv")
+    __pow__, __matmul__, __neg__ = _operator("pow"), _operator("matmul"), _operator("neg")
+    __eq__, __ne__ = _operator("eq"), _operator("ne")  # type: ignore[assignment]
+    __lt__, __le__, __gt__, __ge__ = _operator("lt"), _operator("le"), _operator("gt"), _operator("ge")
     __hash__ = object.__hash__
     __iter__ = None  # a loop over `[]` would cut it up row by row
 
@@ -571,10 +508,10 @@ class Tensor(metaclass=_Making):
         return _op("squeeze")(found, gone) if gone else found
 
     def __repr__(self) -> str:
-        return import_module("meshloom.ttnn.tensor.printing").text(self)
+        return str(import_module("meshloom.ttnn.tensor.printing").text(self))
 
 
-def _grown(block: Block, shape: Sequence[int], start: Sequence[int], value: float) -> Block:
+def _grow(block: Block, shape: Sequence[int], start: Sequence[int], value: float) -> Block:
     """A block whose parts lie inside a larger shape from a place on."""
     ends: list[int] = []
     for size, first, have in zip(reversed(shape), reversed(start), reversed(block.shape), strict=False):

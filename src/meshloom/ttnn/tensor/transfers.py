@@ -6,6 +6,7 @@ which the mesh has to have. Writing keeps a tensor's array and its address, so t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import TILE, Tensor
 from meshloom.ttnn.tensor.topology import ALONE, REPLICATE, TensorTopology
 
+Queue = int | None  # a queue by its number, the thread's for None
 Lying = tuple[Block, TensorTopology, "tuple[MeshCoordinate, ...] | None"]
 
 
@@ -34,10 +36,7 @@ def replicated(device: MeshDevice) -> TensorTopology:
 
 def coordinates(grid: Sequence[int]) -> list[MeshCoordinate]:
     """Every coordinate of a grid, row-major."""
-    found: list[tuple[int, ...]] = [()]
-    for size in grid:
-        found = [(*place, c) for place in found for c in range(size)]
-    return [MeshCoordinate(place) for place in found]
+    return [MeshCoordinate(place) for place in itertools.product(*map(range, grid))]
 
 
 def lying(tensor: Tensor, device: MeshDevice) -> Lying:
@@ -63,24 +62,20 @@ def lying(tensor: Tensor, device: MeshDevice) -> Lying:
     return there, tensor.tensor_topology(), tuple(places)
 
 
-def moved(
-    tensor: Tensor, device: MeshDevice, memory_config: MemoryConfig, cq_id: Any = None, *, copies: bool = True
+def move_to(
+    tensor: Tensor, device: MeshDevice, memory_config: MemoryConfig, cq_id: Queue = None, *, copies: bool = True
 ) -> Tensor:
     """A tensor on a mesh, in a certain memory."""
     if not isinstance(device, MeshDevice):
         raise ArgumentError(f"{device!r} is not a MeshDevice", fix="ttnn.open_mesh_device(ttnn.MeshShape(2, 4))")
     block, label, coords = lying(tensor, device)
-    made = Tensor(
+    made = tensor._like(
         block.clone() if copies else block,
-        tuple(device.shape),
-        tensor.dtype,
-        tensor.layout,
-        label,
-        device,
-        memory_config,
-        tensor.tile,
-        tensor._pad,
-        coords,
+        grid=tuple(device.shape),
+        topology=label,
+        device=device,
+        memory_config=memory_config,
+        coords=coords,
     )
     queues.transfer(made, cq_id, writes=True)
     return made
@@ -92,59 +87,35 @@ def to_device(
     device: MeshDevice,
     memory_config: MemoryConfig | None = None,
     *,
-    queue_id: Any = None,
-    cq_id: Any = None,
+    queue_id: Queue = None,
+    cq_id: Queue = None,
 ) -> Tensor:
     """On a mesh: a single tensor on every device, parts each on its own. From another mesh it goes by the host."""
     _check_tensor("to_device", tensor)
     if tensor.device() is device and memory_config in (None, tensor.memory_config()):
-        return shared(tensor)
+        return share(tensor)
     config = memory_config or tensor.memory_config()
     source = tensor if tensor.device() is None else from_device(tensor, queue_id=queue_id)
-    return moved(source, device, config, queue_id if queue_id is not None else cq_id)
+    return move_to(source, device, config, queue_id if queue_id is not None else cq_id)
 
 
-def shared(tensor: Tensor, coords: tuple[MeshCoordinate, ...] | None = None) -> Tensor:
+def share(tensor: Tensor, coords: tuple[MeshCoordinate, ...] | None = None) -> Tensor:
     """Another tensor with the same values, the same memory and the same label, maybe on fewer devices."""
-    return Tensor(
-        tensor.block,
-        tensor.grid,
-        tensor.dtype,
-        tensor.layout,
-        tensor.tensor_topology(),
-        tensor.device(),
-        tensor.memory_config(),
-        tensor.tile,
-        tensor._pad,
-        coords or tensor._coords,
-        tensor._room,
-        tensor.home,
-    )
+    return tensor._like(tensor.block, coords=coords or tensor._coords, room=tensor._room)
 
 
 @op("from_device")
-def from_device(tensor: Tensor, blocking: bool = True, *, queue_id: Any = None, cq_id: Any = None) -> Tensor:
+def from_device(tensor: Tensor, blocking: bool = True, *, queue_id: Queue = None, cq_id: Queue = None) -> Tensor:
     """A copy on the host, with the same parts."""
     _check_tensor("from_device", tensor)
     if tensor.device() is None:
         return tensor
     block = tensor.block
     queues.transfer(tensor, queue_id if queue_id is not None else cq_id, writes=False)
-    return Tensor(
-        block.clone(),
-        tensor.grid,
-        tensor.dtype,
-        tensor.layout,
-        tensor.tensor_topology(),
-        None,
-        tensor.memory_config(),
-        tensor.tile,
-        tensor._pad,
-        tensor._coords,
-    )
+    return tensor._like(block.clone(), device=None, home=None)
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"ttnn.{name} takes a ttnn.Tensor, not a {type(tensor).__name__}")
 
@@ -153,7 +124,7 @@ def _check_tensor(name: str, tensor: Any) -> None:
 
 
 @op("copy_host_to_device_tensor")
-def copy_host_to_device_tensor(host_tensor: Tensor, device_tensor: Tensor, cq_id: Any = None) -> None:
+def copy_host_to_device_tensor(host_tensor: Tensor, device_tensor: Tensor, cq_id: Queue = None) -> None:
     """Write a tensor of the host into one of the devices, which takes its label; a single part goes to all."""
     _check_pair("copy_host_to_device_tensor", host_tensor, device_tensor)
     device = device_tensor.device()
@@ -167,7 +138,7 @@ def copy_host_to_device_tensor(host_tensor: Tensor, device_tensor: Tensor, cq_id
 
 @op("copy_device_to_host_tensor")
 def copy_device_to_host_tensor(
-    device_tensor: Tensor, host_tensor: Tensor, blocking: bool = True, cq_id: Any = None
+    device_tensor: Tensor, host_tensor: Tensor, blocking: bool = True, cq_id: Queue = None
 ) -> None:
     """Write a tensor of the devices into one of the host, which takes its label."""
     _check_pair("copy_device_to_host_tensor", host_tensor, device_tensor)
@@ -216,7 +187,7 @@ def allocate_tensor_on_device(*args: Any, **kwargs: Any) -> Tensor:
 
     Every device has a part of its own in it from the start, so that any values can be written into it in place.
     """
-    shape, dtype, layout, device, config, tile = _wanted("allocate_tensor_on_device", *args, **kwargs)
+    shape, dtype, layout, device, config, tile = _read_form("allocate_tensor_on_device", *args, **kwargs)
     grid = tuple(device.shape)
     block = torch.zeros(*grid, *shape, dtype=dtype.store)
     label = TensorTopology(grid, [REPLICATE] * len(grid), coordinates(grid))
@@ -230,13 +201,13 @@ def allocate_tensor_on_device(*args: Any, **kwargs: Any) -> Tensor:
 @op("allocate_tensor_on_host")
 def allocate_tensor_on_host(*args: Any, **kwargs: Any) -> Tensor:
     """A tensor of the host with a part for every device: arguments as for `allocate_tensor_on_device`."""
-    shape, dtype, layout, device, config, tile = _wanted("allocate_tensor_on_host", *args, **kwargs)
+    shape, dtype, layout, device, config, tile = _read_form("allocate_tensor_on_host", *args, **kwargs)
     grid = tuple(device.shape)
     block = torch.zeros(*grid, *shape, dtype=dtype.store)
     return Tensor(block, grid, dtype, layout, ALONE, None, config, tile)
 
 
-def _wanted(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _read_form(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Shape, dtype, layout, device, memory config and tile, of either form of the call."""
     words: tuple[str, ...] = ("shape", "dtype", "layout", "mesh_device", "memory_config")
     if "tensor_spec" in kwargs or (args and hasattr(args[0], "dtype")):
