@@ -25,13 +25,13 @@ from meshloom.placement.spelling import read_placements
 from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import redistribute
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.labels import UNKNOWN
 from meshloom.ttnn.tensor.composers import in_order
 from meshloom.ttnn.tensor.mappers import MeshMapperConfig, ReplicateTensorToMeshWrapper, TensorToMesh
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import (
     REPLICATE,
+    UNKNOWN,
     Placement as LabelPlacement,
     PlacementPartial,
     PlacementReplicate,

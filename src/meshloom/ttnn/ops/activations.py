@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError, closest
 from meshloom.ttnn.ops.calling import REQUIRED
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, rule_of
 from meshloom.ttnn.tensor.parts import Block
 
 __all__ = [
@@ -71,19 +72,19 @@ class LossReductionMode(enum.Enum):
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a block with named parameters; `keeps` says whether it is linear, as in `labels.merged`."""
+    """A function of a block with named parameters; `rule` says what becomes of placements: a native op's, or a rule."""
 
     call: Callable[..., Block]
     parameters: Mapping[str, Any]
-    keeps: str = ""
+    rule: Named = EACH
     rank: int = 0  # the least that a tensor has to have
 
 
 UNARY: dict[str, Function] = {}
 
 
-def _put(name: str, call: Callable[..., Block], keeps: str = "", rank: int = 0, **parameters: Any) -> None:
-    UNARY[name] = Function(call, parameters, keeps, rank)
+def _put(name: str, call: Callable[..., Block], rule: Named | None = None, rank: int = 0, **parameters: Any) -> None:
+    UNARY[name] = Function(call, parameters, rule or (EACH if parameters else rule_of(name)), rank)
 
 
 def _fine(call: Callable[..., Block]) -> Callable[..., Block]:
@@ -124,11 +125,11 @@ for _name in _PLAIN.split():
 for _name in "relu relu6 silu mish hardsigmoid hardswish softsign tanhshrink".split():
     _put(_name, getattr(F, _name))
 
-_put("neg", torch.neg, "sum")
-_put("identity", torch.clone, "sum")
-_put("deg2rad", torch.deg2rad, "sum")
-_put("rad2deg", torch.rad2deg, "sum")
-_put("alt_complex_rotate90", _rotated, "sum")
+_put("neg", torch.neg, LINEAR)
+_put("identity", torch.clone, LINEAR)
+_put("deg2rad", torch.deg2rad, LINEAR)
+_put("rad2deg", torch.rad2deg, LINEAR)
+_put("alt_complex_rotate90", _rotated, LINEAR)
 _put("bitwise_not", torch.bitwise_not)
 _put("cbrt", _fine(lambda x: x.sign() * x.abs().pow(1 / 3)))
 _put("celu", F.celu, alpha=1.0)
@@ -175,8 +176,8 @@ _put(
     dim=-1,
     variant=GeluVariant.Accurate,
 )
-_put("tril", lambda x, diagonal: x.tril(diagonal), "sum", rank=2, diagonal=0)
-_put("triu", lambda x, diagonal: x.triu(diagonal), "sum", rank=2, diagonal=0)
+_put("tril", lambda x, diagonal: x.tril(diagonal), LINEAR, rank=2, diagonal=0)
+_put("triu", lambda x, diagonal: x.triu(diagonal), LINEAR, rank=2, diagonal=0)
 
 
 _KINDS = """ABS ACOS ACOSH ADD_UNARY_SFPU ALT_COMPLEX_ROTATE90 ASIN ASINH ATAN ATANH BITWISE_AND BITWISE_NOT BITWISE_OR

@@ -6,19 +6,19 @@ batch for torch. A row that may see nothing is zero, where the original leaves i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import spread, taken
+from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 
 def attend(
@@ -142,30 +142,18 @@ def regrouped(cache: Block, axes: int, block_size: int, heads: int) -> Block:
     return cache.reshape(*cache.shape[:axes], -1, count, size, cache.shape[-1])
 
 
-def label(name: str, tensors: Sequence[Tensor], q_dims: Sequence[int] = (0, 1, 2), placed: bool = False) -> Any:
+def attention_topology(
+    tensors: Sequence[Tensor], q_dims: Sequence[int] = (0, 1, 2), placed: bool = False
+) -> TensorTopology:
     """Of attention of (q, k, v, others...): cut at the batch, the heads, the queries or the width of values.
 
     `q_dims` are the dims of q that are batch, heads and sequence; those of k and v are 0, 1 and 2. If queries are
     `placed`, by a causal mask or a window, every device counts its own from the start: a cut sequence is no whole then.
     """
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        q, k, v, *others = column
-        still = [isinstance(each, PlacementReplicate) for each in (q, k, v)]
-        if isinstance(q, PlacementShard):
-            role = q_dims.index(q.dim) if q.dim in q_dims else 3
-            cut = PlacementShard(role)
-            fits = all(isinstance(each, PlacementReplicate) or (each == cut and role < 2) for each in (k, v))
-            beside = all(
-                isinstance(each, PlacementReplicate)
-                or (isinstance(each, PlacementShard) and (each.dim == 0) == (role == 0))  # batches with batches
-                for each in others
-            )
-            return q if fits and beside and role < (2 if placed else 3) else None
-        if not (still[0] and still[1]) or not all(isinstance(each, PlacementReplicate) for each in others):
-            return None
-        if v == PlacementShard(3):
-            return v
-        return v if isinstance(v, PlacementPartial) else None
-
-    return label_moves.ruled((name, tuple(q_dims), placed), tensors, rule)
+    cuts = []
+    for role, dim in enumerate(q_dims[: 2 if placed else 3]):
+        keys = (f"S({role})", "R") if role < 2 else ("R",)
+        beside = itertools.product(keys, keys, *[(f"S({role})", "R")] * (len(tensors) - 3))
+        cuts += [f"S({dim}), {', '.join(each)} -> S({dim})" for each in beside]
+    cuts += [f"R, R, {each}{', R' * (len(tensors) - 3)} -> {each}" for each in ("S(3)", "P(sum)")]
+    return topology_of(rows(*cuts, exact=True), *tensors)

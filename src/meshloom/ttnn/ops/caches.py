@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.attending import regrouped
 from meshloom.ttnn.ops.block_moves import inside, numbered, owned, spread
 from meshloom.ttnn.ops.calling import op, operands
-from meshloom.ttnn.ops.labels import UNKNOWN
+from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block, lead
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementShard
 
 Coords = Collection[Sequence[int]] | None
 
@@ -269,18 +268,17 @@ def _told(
     name: str, cache: Tensor, source: Tensor, dims: Sequence[int], places: Sequence[int], others: Sequence[Tensor] = ()
 ) -> Tensor:
     """The label of a cache after a write: what cuts the tokens cuts the cache, unless it is cut otherwise already."""
-    where = dict(zip(dims, places, strict=True))
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        now, new, *beside = column
-        if isinstance(new, PlacementShard) and new.dim in where:
-            cut = PlacementShard(where[new.dim])
-            return cut if isinstance(now, PlacementReplicate) or now == cut else UNKNOWN
-        if isinstance(now, PlacementShard) and not (isinstance(new, PlacementPartial) and new != UNKNOWN):
-            return now  # rows of its own on every device: whatever it writes there, they stand side by side
-        return now if now == new and all(isinstance(each, PlacementReplicate) for each in beside) else UNKNOWN
-
-    cache.update_tensor_topology(label_moves.ruled((name, *where.items()), (cache, source, *others), rule))
+    every, beside, alike = range(len(cache.shape)), ", *" * len(others), ", R" * len(others)
+    cuts = [
+        f"{now}, S({dim}){beside} -> S({place})"
+        for dim, place in zip(dims, places, strict=True)
+        for now in (f"S({place})", "R")
+    ]
+    # Rows of its own on every device: whatever it writes there, they stand side by side.
+    kept = ["R", "P(unknown)", *(f"S({dim})" for dim in every if dim not in dims)]
+    cuts += [f"S({dim}), {new}{beside} -> S({dim})" for dim in every for new in kept]
+    cuts += [f"{each}, {each}{alike} -> {each}" for each in ("R", "P(sum)", "P(mean)")]
+    cache.update_tensor_topology(topology_of(rows(*cuts, exact=True), cache, source, *others))
     return cache
 
 

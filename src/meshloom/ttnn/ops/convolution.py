@@ -17,18 +17,18 @@ from torch.nn import functional as F
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.activations import activated
 from meshloom.ttnn.ops.block_moves import whole
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, PaddingMode
 from meshloom.ttnn.ops.copies import typecast
-from meshloom.ttnn.ops.sliding import around, channels_first, flattened, pictures_cut, torch_order, windows
+from meshloom.ttnn.ops.sliding import around, channels_first, flattened, pictures_dim, torch_order, windows
+from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block, lead
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.topology import TensorTopology
 from meshloom.ttnn.tensor.transfers import to_device
 
 __all__ = [
@@ -268,7 +268,7 @@ def _finished(
     return Made(
         values,
         tensor,
-        _label(name, tensors, values.shape[-2], groups, config.activation is None),
+        _topology(name, tensors, values.shape[-2], groups, config.activation is None),
         layout=config.output_layout,
         memory_config=_out_memory(tensor),
         coords=shared_coords(*tensors),
@@ -281,34 +281,24 @@ def _out_memory(tensor: Tensor) -> MemoryConfig:
     return MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
 
 
-def _label(name: str, tensors: Sequence[Tensor], rows: int, groups: int, linear: bool) -> Any:
+def _topology(name: str, tensors: Sequence[Tensor], rows_: int, groups: int, linear: bool) -> TensorTopology:
     """Cut at the pictures, at the output channels, or (sums over input channels that are cut) terms of a sum."""
-    tensor = tensors[0]
-    channels = len(tensor.shape) - 1
+    tensor, weight, *biases = tensors
+    pictures, channels, bias = pictures_dim(tensor), len(tensor.shape) - 1, ", R" * len(biases)
     inner, outer = (0, 1) if name == "conv_transpose2d" else (1, 0)
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        x, w, *biases = column
-        still = isinstance(w, PlacementReplicate)
-        same = all(isinstance(each, PlacementReplicate) for each in biases)
-        if isinstance(x, PlacementShard) and x.dim != channels:
-            return pictures_cut(tensor, x, rows) if still and same else None
-        if isinstance(x, PlacementReplicate) and isinstance(w, PlacementShard) and w.dim == outer:
-            return w.at(3) if groups == 1 else PlacementShard(3)
-        cut = isinstance(x, PlacementShard)
-        if cut and groups > 1 and isinstance(w, PlacementShard) and w.dim == 0:
-            return PlacementShard(3)
-        if cut and groups == 1 and w == PlacementShard(inner):
-            terms: Placement = PlacementPartial()
-        elif isinstance(x, PlacementPartial) and still:
-            terms = x
-        elif isinstance(w, PlacementPartial) and isinstance(x, PlacementReplicate):
-            terms = w
-        else:
-            return None
-        return terms if linear and all(each == terms for each in biases) else None
-
-    return label_moves.ruled((name, rows, groups, linear), tensors, rule)
+    cuts = [f"S({pictures}), R{bias} -> S(2)"]
+    for dim in range(len(biases[0].shape)) if biases else ():
+        cuts.append(f"R, S({outer}), S({dim}) -> S(3)")
+    cuts.append(f"R, S({outer}){bias} -> S(3)")
+    if groups > 1:
+        cuts += [f"S({channels}), S(0){end} -> S(3)" for end in (bias, *(f", S({dim})" for dim in range(4) if biases))]
+    terms = bias.replace("R", "P(sum)")
+    if linear and groups == 1:
+        cuts.append(f"S({channels}), S({inner}){terms} -> P(sum)")
+    if linear:
+        cuts += [f"P(sum), R{terms} -> P(sum)", f"R, P(sum){terms} -> P(sum)"]
+    wide = weight.shape[outer] * (groups if outer else 1)
+    return topology_of(rows(*cuts), *tensors, shape=(1, 1, rows_, wide), scales=True)
 
 
 # weights beforehand

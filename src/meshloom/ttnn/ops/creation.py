@@ -14,7 +14,7 @@ import torch
 from meshloom.errors import ArgumentError
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import Made, op, operands, result
-from meshloom.ttnn.ops.labels import merged, replicated
+from meshloom.ttnn.ops.topologies import EACH, replicated, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
@@ -213,8 +213,7 @@ def bernoulli(input: Tensor, seed: int = 0) -> Made:
     """1 with the probability that the element says, else 0."""
     _, (block,) = operands("bernoulli", input)
     drawn = _drawn(input, lambda room: room.uniform_(generator=_generator(seed)), seed) < block.float()
-    label = merged((input,), len(input.shape))
-    return Made(drawn.float(), input, label)
+    return Made(drawn.float(), input, topology_of(EACH, input))
 
 
 @op("manual_seed")

@@ -25,11 +25,10 @@ from meshloom.ttnn.ops.activations import (
 )
 from meshloom.ttnn.ops.block_moves import axis_of
 from meshloom.ttnn.ops.calling import REQUIRED, TABLE, Made, named, op, operands, result, shared_coords
-from meshloom.ttnn.ops.labels import merged
+from meshloom.ttnn.ops.topologies import EACH, Named, rule_of, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import TensorTopology
 
 Scalar = int | float
 Operand = Tensor | Scalar
@@ -80,7 +79,7 @@ def _unary(
         raise OperandError(f"ttnn.{name} needs a tensor of at least rank {function.rank}, not {list(tensor.shape)}")
     if block.dtype is torch.bfloat16 and (kind or tensor.dtype) is not DataType.BFLOAT16:
         block = block.float()
-    return Made(function.call(block, *values), tensor, merged((tensor,), len(tensor.shape), keeps=function.keeps))
+    return Made(function.call(block, *values), tensor, topology_of(function.rule, tensor))
 
 
 for _name, _function in UNARY.items():
@@ -92,8 +91,7 @@ for _name, _function in UNARY.items():
 def logical_not_(input_tensor: Tensor) -> Made:
     """1 where an element is zero, else 0, in its place."""
     _, (block,) = operands("logical_not_", input_tensor)
-    label = merged((input_tensor,), len(input_tensor.shape))
-    return Made(torch.logical_not(block), input_tensor, label, output=input_tensor)
+    return Made(torch.logical_not(block), input_tensor, topology_of(EACH, input_tensor), output=input_tensor)
 
 
 @op("gelu")
@@ -140,19 +138,16 @@ def _shapes_of(name: str, a: Tensor, b: Tensor) -> int:
     return rank
 
 
-def paired(
-    name: str, a: Operand, b: Operand, kind: DataType | None
-) -> tuple[Tensor, Any, Any, tuple[Tensor, ...], int]:
-    """The first tensor of two operands, what to compute with, the tensors among them, and the rank of the result."""
+def paired(name: str, a: Operand, b: Operand, kind: DataType | None) -> tuple[Tensor, Any, Any, tuple[Tensor, ...]]:
+    """The first tensor of two operands, what to compute with, and the tensors among them."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         _, (x, y) = operands(name, a, b)
         kind = kind or a.dtype
         axes = len(a._grid)
-        rank = x.dim() - axes
         if x.shape != y.shape:
             rank = _shapes_of(name, a, b)
             x, y = aligned(x, axes, rank), aligned(y, axes, rank)
-        return a, fine(x, kind), fine(y, kind), (a, b), rank
+        return a, fine(x, kind), fine(y, kind), (a, b)
     tensor: Any
     scalar: Any
     tensor, scalar = (a, b) if isinstance(a, Tensor) else (b, a)
@@ -161,7 +156,7 @@ def paired(
     _, (block,) = operands(name, tensor)
     block = fine(block, kind or tensor.dtype)
     both = (block, scalar) if tensor is a else (scalar, block)
-    return tensor, *both, (tensor,), len(tensor.shape)
+    return tensor, *both, (tensor,)
 
 
 def binary(
@@ -169,7 +164,7 @@ def binary(
     function: Callable[[Any, Any], Block],
     a: Operand,
     b: Operand,
-    keeps: str = "",
+    rule: Named = EACH,
     output: Tensor | None = None,
     *,
     activations: Sequence[Activation] = (),
@@ -178,15 +173,14 @@ def binary(
     kind: DataType | None = None,
 ) -> Made:
     """A function of two operands of which one may be a number, with activations fused before and after it."""
-    first, x, y, tensors, rank = paired(name, a, b, kind if output is None else output.dtype)
+    first, x, y, tensors = paired(name, a, b, kind if output is None else output.dtype)
     if input_tensor_a_activations or input_tensor_b_activations:
-        x, y, keeps = _fused(x, input_tensor_a_activations), _fused(y, input_tensor_b_activations), ""
+        x, y, rule = _fused(x, input_tensor_a_activations), _fused(y, input_tensor_b_activations), EACH
     block = function(x, y)
     if activations:
-        block, keeps = activated(block, activations), ""
+        block, rule = activated(block, activations), EACH
     alone = first._coords is None and tensors[-1]._coords is None
-    label = _label(tensors, rank, keeps)
-    return Made(block, first, label, output=output, coords=None if alone else shared_coords(*tensors))
+    return Made(block, first, topology_of(rule, a, b), output=output, coords=None if alone else shared_coords(*tensors))
 
 
 def _fused(value: Any, activations: Sequence[Activation]) -> Any:
@@ -196,13 +190,6 @@ def _fused(value: Any, activations: Sequence[Activation]) -> Any:
     return activated(block, activations)
 
 
-def _label(tensors: tuple[Tensor, ...], rank: int, keeps: str) -> TensorTopology:
-    """With a number beside the tensor, a product keeps partial sums, and a sum does not: it would count it often."""
-    if len(tensors) == 1 and keeps == "sum":
-        keeps = ""
-    return merged(tensors, rank, keeps=keeps)
-
-
 _SPELLED = {"input_a": "input_tensor_a", "input_b": "input_tensor_b"}
 _SPEED = "fast_and_approximate_mode sub_core_grids sub_device_id " + (
     "activations input_tensor_a_activations input_tensor_b_activations"
@@ -210,19 +197,19 @@ _SPEED = "fast_and_approximate_mode sub_core_grids sub_device_id " + (
 
 
 def _pair(
-    names: str, function: Callable[[Any, Any], Block], keeps: str = "", in_place: str = "", **spelled: str
+    names: str, function: Callable[[Any, Any], Block], rule: Named = "", in_place: str = "", **spelled: str
 ) -> None:
     """Register an op of two operands, under several names, and its forms that write into the first."""
-    doc = f"{names.split()[0]} of every two elements"
-    _two(names, function, keeps, f"{doc}.", f"{_SPEED} dtype memory_config output_tensor", {**_SPELLED, **spelled})
+    doc, rule = f"{names.split()[0]} of every two elements", rule or rule_of(names.split()[0])
+    _two(names, function, rule, f"{doc}.", f"{_SPEED} dtype memory_config output_tensor", {**_SPELLED, **spelled})
     if in_place:
-        _two(in_place, function, keeps, f"{doc}, written into the first operand.", _SPEED, _SPELLED, writes=True)
+        _two(in_place, function, rule, f"{doc}, written into the first operand.", _SPEED, _SPELLED, writes=True)
 
 
 def _two(
     names: str,
     function: Callable[[Any, Any], Block],
-    keeps: str,
+    rule: Named,
     doc: str,
     also: str,
     spelled: dict[str, str],
@@ -232,7 +219,7 @@ def _two(
 
     def call(input_tensor_a: Operand, input_tensor_b: Operand, **how: Any) -> Made:
         output: Any = input_tensor_a if writes else None
-        return binary(name, function, input_tensor_a, input_tensor_b, keeps, output, **how)
+        return binary(name, function, input_tensor_a, input_tensor_b, rule, output, **how)
 
     call.__name__, call.__qualname__, call.__doc__ = name, name, doc
     op(*names.split(), spelled=spelled, also=also, more=binary)(call)
@@ -272,10 +259,10 @@ def _shifted(unsigned: bool) -> Callable[[Any, Any], Block]:
     return call
 
 
-_pair("add", torch.add, "sum", "add_")
-_pair("subtract sub", lambda x, y: x - y, "sum", "subtract_ sub_")
-_pair("multiply mul", lambda x, y: x * y, "product", "multiply_ mul_")
-_pair("rsub", lambda x, y: y - x, "sum", "rsub_")
+_pair("add", torch.add, in_place="add_")
+_pair("subtract sub", lambda x, y: x - y, in_place="subtract_ sub_")
+_pair("multiply mul", lambda x, y: x * y, in_place="multiply_ mul_")
+_pair("rsub", lambda x, y: y - x, "sub", "rsub_")
 _pair("maximum", _both(torch.maximum))
 _pair("minimum", _both(torch.minimum))
 _pair("eq", _first(torch.eq), in_place="eq_")
@@ -314,16 +301,14 @@ def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode: str 
     """The quotient of every two elements; `rounding_mode` is None, "trunc" or "floor"."""
     if rounding_mode not in (None, "trunc", "floor"):
         raise ArgumentError(f"ttnn.div: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
-    keeps = "quotient" if rounding_mode is None and isinstance(input_tensor_a, Tensor) else ""
-    return binary(
-        "div", _first(lambda x, y: divided(x, y, rounding_mode)), input_tensor_a, input_tensor_b, keeps, **how
-    )
+    rule = "div" if rounding_mode is None else EACH
+    return binary("div", _first(lambda x, y: divided(x, y, rounding_mode)), input_tensor_a, input_tensor_b, rule, **how)
 
 
 _two(
     "div_ divide_",
     torch.div,
-    "quotient",
+    "div",
     "The quotient of every two elements, written into the first operand.",
     _SPEED,
     _SPELLED,
@@ -365,14 +350,14 @@ def isclose(
 def addalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
     """a + alpha * b."""
     add = functools.partial(torch.add, alpha=alpha)
-    return binary("addalpha", add, input_tensor_a, input_tensor_b, "sum", kind=kind)
+    return binary("addalpha", add, input_tensor_a, input_tensor_b, "add", kind=kind)
 
 
 @op("subalpha")
 def subalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
     """a - alpha * b."""
     add = functools.partial(torch.add, alpha=-alpha)
-    return binary("subalpha", add, input_tensor_a, input_tensor_b, "sum", kind=kind)
+    return binary("subalpha", add, input_tensor_a, input_tensor_b, "add", kind=kind)
 
 
 @op("prelu")
@@ -394,17 +379,13 @@ def bcast(
     input_a: Tensor, input_b: Tensor, math_op: BcastOpMath, dim: BcastOpDim, *, kind: DataType | None = None
 ) -> Made:
     """Sum, difference or product with an operand that is repeated along the named dims."""
-    name, keeps = {
-        BcastOpMath.ADD: ("add", "sum"),
-        BcastOpMath.SUB: ("sub", "sum"),
-        BcastOpMath.MUL: ("mul", "product"),
-    }[math_op]
+    name = math_op.name.lower()
     for side, where in (("H", -2), ("W", -1)):
         if side in dim.name and input_b.shape[where] != 1:
             raise OperandError(
                 f"ttnn.bcast along {dim.name}: dim {where} of the second operand is {input_b.shape[where]}"
             )
-    return binary("bcast", getattr(torch, name), input_a, input_b, keeps, kind=kind)
+    return binary("bcast", getattr(torch, name), input_a, input_b, name, kind=kind)
 
 
 # three operands
@@ -421,7 +402,7 @@ def several(name: str, function: Callable[..., Block], values: Sequence[Operand]
     rank, axes, like = max(len(each.shape) for each in tensors), len(tensors[0].grid), tensors[0]
     dtype = kind or like.dtype
     blocks = [fine(aligned(v.block, axes, rank), dtype) if isinstance(v, Tensor) else v for v in values]
-    return Made(function(*blocks), like, merged(tensors, rank), coords=shared_coords(*tensors))
+    return Made(function(*blocks), like, topology_of(EACH, *tensors), coords=shared_coords(*tensors))
 
 
 @op("where")
@@ -541,7 +522,7 @@ def _quantised(
     operands(name, *tensors)
     rank, axes = len(tensor.shape), len(tensor.grid)
     blocks = [aligned(each.block, axes, rank).float() if isinstance(each, Tensor) else each for each in spread]
-    return Made(function(tensor.block.float(), *blocks), tensor, merged(tensors, rank), kind)
+    return Made(function(tensor.block.float(), *blocks), tensor, topology_of(EACH, *tensors), kind)
 
 
 @op("quantize")

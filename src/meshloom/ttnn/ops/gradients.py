@@ -13,9 +13,10 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ops.labels import pointwise
 from meshloom.ttnn.ops.activations import UNARY, GeluVariant, divided
 from meshloom.ttnn.ops.calling import REQUIRED, Made, named, op, operands, shared_coords
-from meshloom.ttnn.ops.labels import merged, reduced
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, topology_of
 from meshloom.ttnn.tensor.parts import Block, aligned, lead
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
@@ -64,18 +65,23 @@ def _leaf(block: Block, sizes: Sequence[int]) -> Block:
     return spread.clone().requires_grad_()
 
 
+_FLOW = pointwise("P(sum), R -> P(sum)", "P(sum), R, R -> P(sum)", "P(sum), R, R, R -> P(sum)")
+
+
 def _label(grad: Tensor, tensors: Sequence[Tensor], tensor: Tensor) -> TensorTopology:
     """A product with the gradient; where the operand was broadcast, summed over those dims."""
     rank = len(grad.shape)
     if rank < len(tensor.shape):  # of a reduction: the gradient has lost dims, and the operand knows what is cut
-        return merged((tensor,), len(tensor.shape))
-    label = merged((grad, *tensors), rank, keeps="quotient")
+        return topology_of(EACH, tensor)
+    label = topology_of(_FLOW, grad, *tensors)
     missing = rank - len(tensor.shape)
     whole = Tensor(grad.block, grad.grid, grad.dtype, grad.layout, label)
     wide = [dim for dim in range(missing, rank) if tensor.shape[dim - missing] == 1 != grad.shape[dim]]
     if wide:
-        whole = Tensor(grad.block, grad.grid, grad.dtype, grad.layout, reduced(whole, wide, True, "sum"))
-    return reduced(whole, range(missing), False, "sum") if missing else whole.tensor_topology()
+        whole = Tensor(
+            grad.block, grad.grid, grad.dtype, grad.layout, topology_of("sum", whole, dim=tuple(wide), keepdim=True)
+        )
+    return topology_of("sum", whole, dim=tuple(range(missing))) if missing else whole.tensor_topology()
 
 
 def backward(
@@ -263,7 +269,7 @@ def concat_bw(
     _, (block, *_) = operands("concat_bw", grad_tensor, input_tensor_a, input_tensor_b)
     at = dim % len(grad_tensor.shape) - len(grad_tensor.shape)
     pieces = block.split([input_tensor_a.shape[at], input_tensor_b.shape[at]], at)
-    label = merged((grad_tensor,), len(grad_tensor.shape), keeps="sum")
+    label = topology_of(LINEAR, grad_tensor)
     both, outputs = (input_tensor_a, input_tensor_b), (input_a_grad, input_b_grad)
     return [
         Made(piece.clone(), tensor, label, output=output) if wanted else None

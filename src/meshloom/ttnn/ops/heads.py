@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import fresh
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.slicing import slice_
+from meshloom.ttnn.ops.topologies import moves, topology_of
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -147,7 +147,7 @@ def _split_label(source: Tensor, shape: Sequence[int], at_end: bool) -> Any:
     places: list[int | None] = [0, 3 if at_end else 2, 1]
     if len(source.shape) == 4:
         places.insert(1, None)
-    return label_moves.mapped(source, places, shape)
+    return topology_of(moves(tuple(places)), source, shape=shape)
 
 
 # decoding: one token of every user
@@ -199,7 +199,7 @@ def _some_users(tensor: Tensor, offset: Tensor, count: int) -> Tensor:
 def _decoded(source: Tensor, block: Block, axes: int, outputs: Outputs, number: int) -> Made:
     """[1, 1, B, heads, D] of a device as [1, B, heads, D]."""
     made = block.flatten(axes, axes + 1)
-    label = label_moves.mapped(source, (0, None, 1, 2), made.shape[axes:])
+    label = topology_of(moves((0, None, 1, 2)), source, shape=made.shape[axes:])
     return Made(fresh(made), source, label, output=outputs[number] if outputs else None)
 
 
@@ -212,11 +212,9 @@ def nlp_concat_heads_decode(input_tensor: Tensor, *, num_heads: int) -> Made:
     if len(input_tensor.shape) != 4 or input_tensor.shape[2] < num_heads:
         raise OperandError(f"ttnn.{name}: {num_heads} heads of {list(input_tensor.shape)}", fix="give [1, B, heads, D]")
     made = block[..., :num_heads, :].flatten(-2).unsqueeze(axes + 1)
-    return Made(
-        fresh(made),
-        input_tensor,
-        label_moves.mapped(input_tensor, (0, 2, 3, None), made.shape[axes:], scales=num_heads == input_tensor.shape[2]),
-    )
+    scales = num_heads == input_tensor.shape[2]
+    label = topology_of(moves((0, 2, 3, None)), input_tensor, shape=made.shape[axes:], scales=scales)
+    return Made(fresh(made), input_tensor, label)
 
 
 # together
@@ -250,7 +248,7 @@ def concatenated(name: str, tensor: Tensor, four: bool) -> Made:
     places = (0, 2, 1, None)
     if four:
         made, places = made.unsqueeze(axes + 1), (0, 3, 2, None)
-    return Made(fresh(made), tensor, label_moves.mapped(tensor, places, made.shape[axes:], scales=True))
+    return Made(fresh(made), tensor, topology_of(moves(places), tensor, shape=made.shape[axes:], scales=True))
 
 
 @op("experimental.nlp_kv_cache_load_slice")

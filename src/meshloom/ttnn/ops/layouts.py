@@ -7,11 +7,11 @@ from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.device.cores import CoreCoord, CoreRange, CoreRangeSet
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import fresh
 from meshloom.ttnn.ops.calling import Made, op, operands
 from meshloom.ttnn.ops.movement import viewed
 from meshloom.ttnn.ops.slicing import pad, slice_, slice_write
+from meshloom.ttnn.ops.topologies import topology_of_reshape
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile
 from meshloom.ttnn.tensor.memory import (
     DRAM_MEMORY_CONFIG,
@@ -93,7 +93,7 @@ def fill_implicit_tile_padding(
 
 def _kept(tensor: Tensor, name: str, layout: Layout, dtype: DataType | None = None) -> Made:
     _, (block,) = operands(name, tensor)
-    return Made(fresh(block), tensor, label_moves.kept(tensor), dtype, layout)
+    return Made(fresh(block), tensor, tensor.tensor_topology(), dtype, layout)
 
 
 # cores
@@ -149,7 +149,7 @@ def _moved(
     name: str, tensor: Tensor, config: MemoryConfig, dtype: DataType | None = None, output: Tensor | None = None
 ) -> Made:
     _, (block,) = operands(name, tensor)
-    return Made(fresh(block), tensor, label_moves.kept(tensor), dtype, memory_config=config, output=output)
+    return Made(fresh(block), tensor, tensor.tensor_topology(), dtype, memory_config=config, output=output)
 
 
 @op("interleaved_to_sharded_partial")
@@ -188,7 +188,7 @@ def _as_rows(tensor: Tensor) -> Tensor:
     if tuple(tensor.shape[:-2]) == (1, 1):
         return tensor
     sizes = (*shape[:2], tensor.block[(0,) * len(tensor.grid)].numel() // shape[-1], shape[-1])
-    return viewed(tensor, sizes, label_moves.reshaped(tensor, sizes))
+    return viewed(tensor, sizes, topology_of_reshape(tensor, sizes))
 
 
 def _slice_of_rows(tensor: Tensor, slices: int, number: int) -> tuple[list[int], list[int]]:

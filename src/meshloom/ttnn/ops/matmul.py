@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ops.rule import Rule
 from meshloom.ttnn.ops.activations import Activation, activated
 from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.ops.elementwise import fine
-from meshloom.ttnn.ops.labels import contracted, merged, moved
+from meshloom.ttnn.ops.topologies import LINEAR, contraction, einsum, rows, topology_of, without_terms
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.padding import filled
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import TensorTopology
 
 
 def _checked(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> None:
@@ -122,22 +122,22 @@ def multiply(
     kind = kind or a.dtype
     block = product(name, a, b, transpose_a, transpose_b, kind)
     rank = block.dim() - len(a.grid)
-    inner = (-2 if transpose_a and len(a.shape) > 1 else -1, -1 if transpose_b or len(b.shape) == 1 else -2)
-    label = contracted(a, b, *inner, rank)
-    made_by: tuple[Tensor, ...] = (a, b)
+    made_by = (a, b) if bias is None else (a, b, bias)
+    label = topology_of(_rule(a, b, transpose_a, transpose_b), *made_by, filled=True)
     if bias is not None:
         operands(name, a, bias)
-        made_by = (a, b, bias)
-    if bias is not None or activation is not None:
-        # The label of a sum needs the product as a tensor: one that nobody sees, with no room of its own.
-        whole = Tensor(block, a.grid, kind, a.layout, label)
-        if bias is not None:
-            block = block + aligned(fine(bias.block, kind), len(a.grid), rank)
-            label = merged((whole, bias), rank, keeps="sum")
-        if activation is not None:
-            block = activated(block, activation)
-            label = merged((Tensor(block, a.grid, kind, a.layout, label),), rank)
+        block = block + aligned(fine(bias.block, kind), len(a.grid), rank)
+    if activation is not None:
+        block, label = activated(block, activation), without_terms(label)
     return Made(block, a, label, coords=shared_coords(*made_by))
+
+
+def _rule(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Rule:
+    """The labels of a product for the ranks of its operands: "...mk, ...kn -> ...mn" of matrices."""
+    first = "k" if len(a.shape) == 1 else "...km" if transpose_a else "...mk"
+    second = "k" if len(b.shape) == 1 else "...nk" if transpose_b else "...kn"
+    kept = "m" * (len(a.shape) > 1) + "n" * (len(b.shape) > 1)
+    return contraction(f"{first}, {second} -> {'...' if kept else ''}{kept}")
 
 
 @op("matmul", "experimental.quasar.matmul", more=multiply)
@@ -156,7 +156,7 @@ def linear(input_tensor_a: Tensor, input_tensor_b: Tensor, *, in0_column_offset:
     if in0_column_offset is not None:
         height = input_tensor_b.shape[-1 if how.get("transpose_b") else -2]
         _, (block,) = operands("linear", a)
-        a = result(block.narrow(-1, in0_column_offset, height), a, topology=merged((a,), len(a.shape), keeps="sum"))
+        a = result(block.narrow(-1, in0_column_offset, height), a, topology=topology_of(LINEAR, a))
     return multiply("linear", a, input_tensor_b, **how)
 
 
@@ -175,11 +175,10 @@ def addmm(
     operands("addmm", input_tensor, mat1_tensor, mat2_tensor)
     block = alpha * product("addmm", mat1_tensor, mat2_tensor, False, False, exact)
     rank, axes = block.dim() - len(mat1_tensor.grid), len(mat1_tensor.grid)
-    label = contracted(mat1_tensor, mat2_tensor, -1, -2, rank)
+    summed = (mat1_tensor, mat2_tensor, input_tensor) if beta != 0 else (mat1_tensor, mat2_tensor)
+    label = topology_of(_rule(mat1_tensor, mat2_tensor, False, False), *summed, filled=True)
     if beta != 0:
         block = block + beta * aligned(fine(input_tensor.block, exact), axes, rank)
-        whole = Tensor(block, mat1_tensor.grid, exact, mat1_tensor.layout, label)
-        label = merged((whole, input_tensor), rank, keeps="sum")
     return Made(block, mat1_tensor, label, coords=shared_coords(input_tensor, mat1_tensor, mat2_tensor))
 
 
@@ -187,20 +186,23 @@ def addmm(
 def outer(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """The product of every element of one with every element of the other: [..., m, 1] and [..., 1, n]."""
     _, (x, y) = operands("outer", input_tensor_a, input_tensor_b)
-    axes, grid = len(input_tensor_a.grid), input_tensor_a.grid
-    rank = max(len(input_tensor_a.shape), 2)
+    axes, rank = len(input_tensor_a.grid), max(len(input_tensor_a.shape), 2)
     column = x.reshape(*x.shape[:axes], *(1,) * (rank - 2), -1, 1)
     row = y.reshape(*y.shape[:axes], *(1,) * (rank - 2), 1, -1)
-    a = Tensor(column, grid, input_tensor_a.dtype, input_tensor_a.layout, _along(input_tensor_a, -2, rank))
-    b = Tensor(row, grid, input_tensor_b.dtype, input_tensor_b.layout, _along(input_tensor_b, -1, rank))
-    values = fine(column, a.dtype) * fine(row, a.dtype)
-    return Made(values, input_tensor_a, merged((a, b), rank, keeps="product"))
+    kind, values = input_tensor_a.dtype, (*(1,) * (rank - 2), column.shape[-2], row.shape[-1])
+    cuts = [f"S({dim}), R -> S({rank - 2})" for dim in _long(input_tensor_a)]
+    cuts += [f"R, S({dim}) -> S({rank - 1})" for dim in _long(input_tensor_b)]
+    label = topology_of(rows(*cuts, *_TERMS), input_tensor_a, input_tensor_b, shape=values)
+    return Made(fine(column, kind) * fine(row, kind), input_tensor_a, label)
 
 
-def _along(tensor: Tensor, dim: int, rank: int) -> TensorTopology:
-    """The label of a tensor of one long dim, flattened into that dim."""
+_TERMS = ("P(sum), R -> P(sum)", "R, P(sum) -> P(sum)")
+
+
+def _long(tensor: Tensor) -> list[int]:
+    """The only dim that is longer than 1, if there is one: flattened, it is the dim that may be cut."""
     long = [place for place, size in enumerate(tensor.shape) if size != 1]
-    return moved(tensor, {long[0]: dim % rank} if len(long) == 1 else {})
+    return long if len(long) == 1 else []
 
 
 @op("sparse_matmul", "experimental.quasar.sparse_matmul")
@@ -248,15 +250,8 @@ def sparse_matmul(
         )
     mask = kept.reshape(*kept.shape[:axes], *batch, 1, 1) != 0
     block = torch.where(mask, x @ y, 0)
-    rank = block.dim() - axes
-    parts = (
-        Tensor(x, input_tensor_a.grid, kind, Layout.TILE, _shifted(input_tensor_a, rank, 2)),
-        Tensor(y, input_tensor_a.grid, kind, Layout.TILE, _shifted(input_tensor_b, rank, 0)),
+    text = "abmk, .ekn -> ab.emn" if len(batch) == 4 else "aemk, .ekn -> aemn"
+    label = topology_of(
+        einsum(text, 0, 1), input_tensor_a, input_tensor_b, shape=tuple(block.shape[axes:]), filled=True
     )
-    return Made(block, input_tensor_a, contracted(*parts, -1, -2, rank))
-
-
-def _shifted(tensor: Tensor, rank: int, batch: int) -> TensorTopology:
-    """The label of a tensor after ones were put behind its first `batch` dims, until it has that rank."""
-    extra = rank - len(tensor.shape)
-    return moved(tensor, {dim: dim if dim < batch else dim + extra for dim in range(len(tensor.shape))})
+    return Made(block, input_tensor_a, label)

@@ -14,9 +14,9 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.calling import REQUIRED, Made, named, op, operands, shared_coords
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.gradients import Gradients, gradients
-from meshloom.ttnn.ops.labels import merged, reduced
 from meshloom.ttnn.ops.matmul import matmul, multiply
-from meshloom.ttnn.ops.reductions import Dims, dims_of, exact
+from meshloom.ttnn.ops.reductions import REDUCED_AS, Dims, dims_of, exact
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, einsum, moves, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.padding import filled
@@ -36,18 +36,18 @@ def _check_alike(name: str, tensors: Sequence[Tensor]) -> None:
 def _reduce(
     name: str,
     function: Callable[[Block, list[int]], Block],
-    op_name: str | None,
+    op_name: str,
     tensor: Tensor,
     dim: Dims,
     keepdim: bool,
 ) -> Made:
     _, (block,) = operands(name, tensor)
     dims = dims_of(name, tensor, dim)
-    found = function(exact(filled(block, tensor, dims, op_name)), dims)
+    found = function(exact(filled(block, tensor, dims, REDUCED_AS.get(op_name))), dims)
     if not keepdim:
         for each in dims:  # from the front, and those behind keep their number from the back
             found = found.squeeze(each)
-    return Made(found, tensor, reduced(tensor, dims, keepdim, op_name, clean=True))
+    return Made(found, tensor, topology_of(op_name, tensor, filled=True, dim=tuple(dims), keepdim=keepdim))
 
 
 @op("moreh_sum")
@@ -69,7 +69,7 @@ def moreh_mean(input: Tensor, *, dim: Dims = None, keepdim: bool = False, diviso
 @op("moreh_norm")
 def moreh_norm(input: Tensor, p: float, *, dim: Dims = None, keepdim: bool = False) -> Made:
     """The p-norm over dims, or all."""
-    return _reduce("moreh_norm", lambda x, d: torch.linalg.vector_norm(x, p, d, True), None, input, dim, keepdim)
+    return _reduce("moreh_norm", lambda x, d: torch.linalg.vector_norm(x, p, d, True), "var", input, dim, keepdim)
 
 
 @op("moreh_abs_pow")
@@ -89,19 +89,8 @@ def _spread(
     kept = [1 if place in dims else size for place, size in enumerate(shape)]
     count = torch.Size([shape[each] for each in dims]).numel()
     wide = block.reshape(*block.shape[:axes], *kept).expand(*block.shape[:axes], *shape) * factor(count)
-    return Made(wide, grad, merged((grad,), len(grad.shape), _back(dims, keepdim), "sum"))
-
-
-def _back(dims: Sequence[int], keepdim: bool) -> Callable[[Tensor, int], int | None]:
-    """Where a dim of a reduced tensor was before the dims were gone."""
-
-    def place(_: Tensor, dim: int) -> int:
-        if not keepdim:
-            for gone in dims:
-                dim += gone <= dim
-        return dim
-
-    return place
+    places = tuple(range(rank)) if keepdim else tuple(each for each in range(rank) if each not in dims)
+    return Made(wide, grad, topology_of(moves(places), grad, shape=tuple(shape)))
 
 
 @op("moreh_sum_backward")
@@ -152,14 +141,14 @@ def _soft(kind: str) -> None:
     def call(input_tensor: Tensor, dim: int) -> Made:
         _, (block,) = operands(name, input_tensor)
         (at,) = dims_of(name, input_tensor, dim)
-        return Made(forward(block.float(), at), input_tensor, merged((input_tensor,), len(input_tensor.shape)))
+        return Made(forward(block.float(), at), input_tensor, topology_of(EACH, input_tensor))
 
     def call_backward(output_tensor: Tensor, output_grad_tensor: Tensor, dim: int) -> Made:
         _, (y, grad) = operands(f"{name}_backward", output_tensor, output_grad_tensor)
         (at,) = dims_of(name, output_tensor, dim)
         both = (output_grad_tensor, output_tensor)
         _check_alike(f"{name}_backward", both)
-        label = merged(both, len(output_tensor.shape), keeps="quotient")
+        label = topology_of("div", *both)
         return Made(backward(y.float(), grad.float(), at), output_tensor, label, coords=shared_coords(*both))
 
     call.__name__ = call.__qualname__ = name
@@ -182,7 +171,7 @@ def _running(name: str, tensor: Tensor, dim: int, backwards: bool) -> Made:
     (at,) = dims_of(name, tensor, dim)
     values = exact(block)
     found = values.flip(at).cumsum(at).flip(at) if backwards else values.cumsum(at)
-    return Made(found, tensor, merged((tensor,), len(tensor.shape), keeps="sum"))
+    return Made(found, tensor, topology_of(LINEAR, tensor))
 
 
 @op("moreh_cumsum")
@@ -210,9 +199,9 @@ def moreh_dot(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     _, (x, y) = operands("moreh_dot", input_tensor_a, input_tensor_b)
     both = (input_tensor_a, input_tensor_b)
     _check_alike("moreh_dot", both)
-    label = merged(both, len(input_tensor_a.shape), keeps="product")
-    whole = Tensor(x, input_tensor_a.grid, input_tensor_a.dtype, input_tensor_a.layout, label)
-    label = reduced(whole, [-1], True, "sum")
+    lead = "abcdefg"[: len(input_tensor_a.shape) - 1]
+    products = einsum(f"{lead}n, {lead}n -> {lead}.", 0, 1)
+    label = topology_of(products, *both, shape=(*input_tensor_a.shape[:-1], 1))
     return Made(_dotted(exact(x), exact(y)), input_tensor_a, label, coords=shared_coords(*both))
 
 
@@ -227,7 +216,7 @@ def moreh_dot_backward(
 ) -> list[Made]:
     """The gradients of an inner product: each row times the gradient of the other's."""
     return [
-        binary("moreh_dot_backward", torch.mul, row, output_grad, "product", output=room)
+        binary("moreh_dot_backward", torch.mul, row, output_grad, "mul", output=room)
         for row, room in ((other, input_grad), (input, other_grad))
     ]
 
@@ -286,7 +275,7 @@ def _updated(
     given = [each for each in tensors if each is not None]
     operands(name, *given)
     _check_alike(name, given)
-    label = merged(given, len(given[0].shape))
+    label = topology_of(EACH, *given)
     found = function(*(None if each is None else each.block.float() for each in tensors))
     return [
         None if block is None else Made(block, given[0], label, memory_config=memory_config, output=output)
@@ -400,11 +389,13 @@ def _summed_to(whole: Tensor, like: Tensor) -> Made:
     block, axes = exact(whole.block), len(whole.grid)
     if wide:
         block = block.sum([axes + dim for dim in wide], keepdim=True)
-        whole = Tensor(block, whole.grid, whole.dtype, whole.layout, reduced(whole, wide, True, "sum"))
+        whole = Tensor(
+            block, whole.grid, whole.dtype, whole.layout, topology_of("sum", whole, dim=tuple(wide), keepdim=True)
+        )
     leading = list(range(missing))
     if leading:
         block = block.sum([axes + dim for dim in leading])
-    label = reduced(whole, leading, False, "sum") if leading else whole.tensor_topology()
+    label = topology_of("sum", whole, dim=tuple(leading)) if leading else whole.tensor_topology()
     return Made(block, like, label)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, whole
 from meshloom.ttnn.ops.calling import Made, op, operands, result
+from meshloom.ttnn.ops.topologies import moves, same, topology_of, topology_of_reshape
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -44,7 +44,7 @@ def reshape(
     if shape is None:
         raise ArgumentError("ttnn.reshape: a shape is missing")
     sizes = inferred("reshape", tuple(input_tensor.shape), shape)
-    label = label_moves.reshaped(input_tensor, sizes)
+    label = topology_of_reshape(input_tensor, sizes)
     if is_view(input_tensor, sizes, memory_config):
         return viewed(input_tensor, sizes, label)
     return _reshaped(input_tensor, sizes, label, memory_config)
@@ -59,7 +59,7 @@ def view(input_tensor: Tensor, shape: Sequence[int]) -> Tensor:
             f"ttnn.view: {list(input_tensor.shape)} in {input_tensor.layout} cannot be seen as {list(sizes)} in place",
             fix="ttnn.reshape",
         )
-    return viewed(input_tensor, sizes, label_moves.reshaped(input_tensor, sizes))
+    return viewed(input_tensor, sizes, topology_of_reshape(input_tensor, sizes))
 
 
 @op("experimental.view")
@@ -165,7 +165,7 @@ def viewed(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tenso
 
 
 def _seen(tensor: Tensor, shape: Sequence[int], places: dict[int, int]) -> Tensor:
-    label = label_moves.reshaped(tensor, shape, places)
+    label = topology_of_reshape(tensor, shape, places)
     sizes = tuple(shape)
     return viewed(tensor, sizes, label) if is_view(tensor, sizes, None) else _reshaped(tensor, sizes, label, None)
 
@@ -195,9 +195,7 @@ def permute(input_tensor: Tensor, dims: Sequence[int]) -> Made:
     if len(set(order)) != rank:
         raise OperandError(f"ttnn.permute: {list(dims)} names a dim twice", fix="name each dim once")
     values = fresh(block.permute(*range(axes), *(axes + dim for dim in order)))
-    places = tuple(order.index(dim) for dim in range(rank))
-    label = label_moves.mapped(input_tensor, places, values.shape[axes:])
-    return Made(values, input_tensor, label)
+    return Made(values, input_tensor, topology_of("permute", input_tensor, dims=tuple(order)))
 
 
 @op("transpose", "experimental.quasar.transpose")
@@ -225,7 +223,7 @@ def convert_to_hwc(input: Tensor, *, memory_config: MemoryConfig | None = None) 
     return Made(
         turned.block.reshape(*turned.block.shape[: len(turned.grid)], *found),
         turned,
-        label_moves.reshaped(turned, found),
+        topology_of_reshape(turned, found),
         layout=Layout.ROW_MAJOR,
     )
 
@@ -253,7 +251,7 @@ def repeat(input_tensor: Tensor, repeat_dims: Sequence[int]) -> Made:
     new = len(times) - had
     spaced = block.reshape(*block.shape[:axes], *(1,) * new, *block.shape[axes:])
     values = fresh(spaced.repeat(*(1,) * axes, *times))
-    label = label_moves.mapped(input_tensor, label_moves.same(input_tensor, new), values.shape[axes:])
+    label = topology_of(moves(same(input_tensor, new)), input_tensor, shape=values.shape[axes:])
     return Made(values, input_tensor, label)
 
 
@@ -264,7 +262,7 @@ def repeat_interleave(input_tensor: Tensor, repeats: int, dim: int) -> Made:
     place = axis_of("repeat_interleave", dim, len(input_tensor.shape))
     axes = len(input_tensor.grid)
     values = block.repeat_interleave(repeats, dim=axes + place)
-    label = label_moves.mapped(input_tensor, label_moves.same(input_tensor), values.shape[axes:], scales=True)
+    label = topology_of(moves(same(input_tensor)), input_tensor, shape=values.shape[axes:], scales=True)
     return Made(values, input_tensor, label)
 
 
@@ -279,7 +277,7 @@ def expand(input_tensor: Tensor, output_shape: Sequence[int]) -> Made:
         raise OperandError(f"ttnn.expand: {list(had)} cannot become {list(asked)}", fix="only dims of size 1 grow")
     spaced = block.reshape(*block.shape[:axes], *(1,) * new, *had)
     values = fresh(spaced.expand(*block.shape[:axes], *sizes))
-    label = label_moves.mapped(input_tensor, label_moves.same(input_tensor, new), sizes)
+    label = topology_of(moves(same(input_tensor, new)), input_tensor, shape=sizes)
     return Made(values, input_tensor, label)
 
 
@@ -301,7 +299,7 @@ def roll(input_tensor: Tensor, shifts: int | Sequence[int], dim: int | Sequence[
     """Elements moved along dims, those that fall off put in at the other end; without a dim, along all of them."""
     _, (block,) = operands("roll", input_tensor)
     axes, rank = len(input_tensor.grid), len(input_tensor.shape)
-    label = label_moves.kept(input_tensor)
+    label = topology_of(moves(same(input_tensor)), input_tensor)
     if dim is None:
         flat = block.flatten(axes) if rank else block
         values = flat.roll(shifts, dims=axes).reshape(block.shape) if rank else fresh(block)
@@ -344,7 +342,9 @@ def fold(
     folded = result(
         fresh(patches),
         input,
-        topology=label_moves.mapped(input, (0, 1, 2, 3 if stride_h * stride_w == 1 else None), patches.shape[axes:]),
+        topology=topology_of(
+            moves((0, 1, 2, 3 if stride_h * stride_w == 1 else None)), input, shape=patches.shape[axes:]
+        ),
         memory_config=override_memory_config,
     )
     if output_shape is not None:
@@ -367,4 +367,4 @@ def _around(padding: Sequence[int]) -> list[int]:
 def _cropped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     axes = len(tensor.grid)
     block = tensor.block[(slice(None),) * axes + tuple(slice(size) for size in shape)]
-    return result(fresh(block), tensor, topology=label_moves.kept(tensor, shape))
+    return result(fresh(block), tensor, topology=topology_of(moves(same(tensor)), tensor, shape=shape))

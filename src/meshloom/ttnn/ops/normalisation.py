@@ -7,22 +7,20 @@ that the norm is that of the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.activations import LossReductionMode
 from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.ops.elementwise import binary
-from meshloom.ttnn.ops.labels import merged, moved, reduced
 from meshloom.ttnn.ops.reductions import dims_of
+from meshloom.ttnn.ops.topologies import EACH, moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementReplicate, PlacementShard
 
 STATISTICS = 32  # the columns of a tile that holds the statistics of rows
 
@@ -32,8 +30,9 @@ STATISTICS = 32  # the columns of a tile that holds the statistics of rows
 def _normalised(name: str, tensor: Tensor, function: Callable[[Block], Block], others: tuple[Tensor, ...] = ()) -> Made:
     """A function of float32 values that keeps the shape."""
     _, (block, *_) = operands(name, tensor, *others)
-    label = merged((tensor, *others), len(tensor.shape))
-    return Made(function(block.float()), tensor, label, coords=shared_coords(tensor, *others))
+    return Made(
+        function(block.float()), tensor, topology_of(EACH, tensor, *others), coords=shared_coords(tensor, *others)
+    )
 
 
 @op("softmax")
@@ -144,7 +143,7 @@ def _as_row(tensor: Tensor) -> Tensor:
     """A weight seen as one row, for its label: the only dim that can be cut is the last."""
     axes = len(tensor.grid)
     block = tensor.block.reshape(*tensor.block.shape[:axes], -1)
-    label = moved(tensor, dict.fromkeys(range(len(tensor.shape)), 0))
+    label = topology_of(moves((0,) * len(tensor.shape)), tensor, shape=block.shape[axes:], scales=True)
     return Tensor(block, tensor.grid, tensor.dtype, tensor.layout, label, tensor.device(), room=tensor._room)
 
 
@@ -174,8 +173,7 @@ def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]],
     _, (block, *rest) = operands(name, tensor, *others)
     x = block.float() + rest[0].float() if rest else block.float()
     tiles = [torch.nn.functional.pad(each, (0, STATISTICS - 1)) for each in sums(x)]
-    label = merged((tensor, *others), len(tensor.shape))
-    return Made(torch.cat(tiles, -1), tensor, label, DataType.BFLOAT16, Layout.TILE)
+    return Made(torch.cat(tiles, -1), tensor, topology_of(EACH, tensor, *others), DataType.BFLOAT16, Layout.TILE)
 
 
 @op("rms_norm_pre_all_gather")
@@ -265,14 +263,10 @@ def group_norm(
         normal = ((groups - mean) * torch.rsqrt(var + epsilon)).flatten(-2)
         return _affine(normal, first(weight), first(bias), axes, len(input_tensor.shape))
 
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        x, *others = column
-        is_channels = x == PlacementShard(len(input_tensor.shape) - 1)
-        fits = [isinstance(p, PlacementReplicate) or (is_channels and isinstance(p, PlacementShard)) for p in others]
-        return x if isinstance(x, PlacementShard) and all(fits) else None
-
     _, (block, *_) = operands("group_norm", input_tensor)
-    label = label_moves.ruled("group_norm", present, rule)
+    last, others = len(input_tensor.shape) - 1, present[1:]
+    cuts = moves(same(input_tensor), *((last,) * len(each.shape) for each in others), linear=False)
+    label = topology_of((*cuts, *rows(f"S({last}){', R' * len(others)} -> S({last})")), *present)
     return Made(call(block.float()), input_tensor, label, coords=shared_coords(*present))
 
 
@@ -311,7 +305,7 @@ def batch_norm(
         for running, fresh in ((running_mean, mean), (running_var, var * count / max(count - 1, 1))):
             if running is not None:
                 mixed = (1 - momentum) * running.block.float() + momentum * fresh
-                label = reduced(input, (0, 2, 3), True, None)
+                label = topology_of("var", input, dim=(0, 2, 3), keepdim=True)
                 result(mixed, running, topology=label, output_tensor=running)
     else:
         assert running_mean is not None and running_var is not None
@@ -321,7 +315,7 @@ def batch_norm(
         normal = normal * weight.block.float()
     if bias is not None:
         normal = normal + bias.block.float()
-    return Made(normal, input, merged((input, *given), len(input.shape)), coords=shared_coords(input, *given))
+    return Made(normal, input, topology_of(EACH, input, *given), coords=shared_coords(input, *given))
 
 
 # losses
@@ -342,7 +336,7 @@ def _loss(name: str, function: Callable[[Block, Block], Block]) -> None:
         each = binary(name, lambda x, y: function(x.float(), y.float()), *both, kind=exact).tensor(exact)
         dims = list(range(-len(each.shape), 0))
         mean = reduction is LossReductionMode.MEAN
-        label = reduced(each, dims, False, "mean" if mean else "sum")
+        label = topology_of("mean" if mean else "sum", each, dim=tuple(dims))
         return Made(each.block.mean(dims) if mean else each.block.sum(dims), each, label, kind or input_reference.dtype)
 
     call.__name__ = call.__qualname__ = name

@@ -9,16 +9,22 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import spread, whole
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.ops.labels import reduced
-from meshloom.ttnn.ops.sliding import Around, around, channels_first, flattened, label, torch_order, windows
+from meshloom.ttnn.ops.sliding import (
+    Around,
+    around,
+    channels_first,
+    flattened,
+    topology_of_pictures,
+    torch_order,
+    windows,
+)
+from meshloom.ttnn.ops.topologies import einsum, moves, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementReplicate, PlacementShard
 
 
 def _by_picture(pictures: Block, axes: int, function: Callable[[Block], Block]) -> Block:
@@ -29,7 +35,7 @@ def _by_picture(pictures: Block, axes: int, function: Callable[[Block], Block]) 
 
 def _pooled(values: Block, tensor: Tensor, name: str, linear: bool, dtype: DataType, frees: bool = False) -> Made:
     block = flattened(values, len(tensor.grid))
-    topology = label(name, tensor, block.shape[-2], linear)
+    topology = topology_of_pictures(tensor, block.shape[-2], linear)
     memory = MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
     made = Made(block, tensor, topology, dtype, Layout.ROW_MAJOR, memory)
     made.frees = tensor if frees else None
@@ -135,7 +141,7 @@ def global_avg_pool2d(
     return Made(
         block.float().mean((-3, -2), keepdim=True),
         input_tensor,
-        reduced(input_tensor, (1, 2), True, "mean"),
+        topology_of("mean", input_tensor, dim=(1, 2), keepdim=True),
         dtype=dtype,
         memory_config=memory_config,
     )
@@ -185,13 +191,8 @@ def upsample(input_tensor: Tensor, scale_factor: float | Sequence[float], *, mod
         return F.interpolate(pictures, scale_factor=tuple(map(float, factors)), mode=mode)
 
     values = _by_picture(block.movedim(-1, -3).float(), axes, larger).movedim(-3, -1)
-    topology = _inside(input_tensor, values.shape[axes:])
+    topology = topology_of(moves((0, 1, 2, 3)), input_tensor, shape=values.shape[axes:])
     return Made(values.contiguous(), input_tensor, topology)
-
-
-def _inside(tensor: Tensor, shape: Sequence[int]) -> Any:
-    """Cut at pictures or channels as before; cut inside of pictures, parts are made each alone."""
-    return label_moves.mapped(tensor, (0, 1, 2, 3), shape)
 
 
 @op("grid_sample")
@@ -215,14 +216,5 @@ def grid_sample(
     sizes = spread(blocks, axes)[0].shape[: axes + 1]
     values = found.unflatten(0, sizes).movedim(-3, -1)
 
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        x, g = column
-        if x == PlacementShard(3) and isinstance(g, PlacementReplicate):
-            return x
-        if isinstance(g, PlacementShard) and g.dim in (1, 2) and isinstance(x, PlacementReplicate):
-            return g
-        told = {each for each in (x, g) if not isinstance(each, PlacementReplicate)}
-        return PlacementShard(0) if told == {PlacementShard(0)} else None
-
-    topology = label_moves.ruled("grid_sample", (input_tensor, grid), rule)
+    topology = topology_of(einsum("n..c, nhw. -> nhwc"), input_tensor, grid, shape=values.shape[axes:])
     return Made(values.contiguous(), input_tensor, topology, coords=shared_coords(input_tensor, grid))

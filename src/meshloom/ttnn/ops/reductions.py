@@ -12,7 +12,7 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.calling import Made, op, operands
-from meshloom.ttnn.ops.labels import merged, reduced
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.padding import filled
 from meshloom.ttnn.tensor.parts import Block
@@ -39,10 +39,13 @@ def exact(block: Block) -> Block:
     return block.float() if block.dtype is torch.bfloat16 else block
 
 
+REDUCED_AS = {"sum": "sum", "amax": "max", "amin": "min", "prod": "prod"}  # native reductions whose padding is filled
+
+
 def _reduce(
     name: str,
     function: Callable[[Block, list[int], bool], Block],
-    op_name: str | None,
+    op_name: str,
     tensor: Tensor,
     dim: Dims,
     keepdim: bool,
@@ -50,11 +53,11 @@ def _reduce(
 ) -> Made:
     _, (block,) = operands(name, tensor)
     dims = dims_of(name, tensor, dim)
-    block = filled(block, tensor, dims, op_name)
+    block = filled(block, tensor, dims, REDUCED_AS.get(op_name))
     found = function(exact(block), dims, keepdim) if dims else exact(block)
     if scalar != 1.0:
         found = found * scalar
-    return Made(found, tensor, reduced(tensor, dims, keepdim, op_name, clean=True))
+    return Made(found, tensor, topology_of(op_name, tensor, filled=True, dim=tuple(dims), keepdim=keepdim))
 
 
 def _one_by_one(function: Callable[..., Block]) -> Callable[[Block, list[int], bool], Block]:
@@ -82,8 +85,8 @@ def _summing(name: str, function: Callable[[Block, list[int], bool], Block], op_
 
 _summing("sum", lambda x, dims, keep: x.sum(dims, keep), "sum")
 _summing("mean", lambda x, dims, keep: (x if x.is_floating_point() else x.float()).mean(dims, keep), "mean")
-_summing("max", lambda x, dims, keep: x.amax(dims, keep), "max")
-_summing("min", lambda x, dims, keep: x.amin(dims, keep), "min")
+_summing("max", lambda x, dims, keep: x.amax(dims, keep), "amax")
+_summing("min", lambda x, dims, keep: x.amin(dims, keep), "amin")
 
 
 def _spreading(name: str, function: Callable[..., Block]) -> None:
@@ -93,7 +96,7 @@ def _spreading(name: str, function: Callable[..., Block]) -> None:
         def spread(block: Block, dims: list[int], keep: bool) -> Block:
             return function(block.float(), dims, correction=int(correction), keepdim=keep)
 
-        return _reduce(name, spread, None, input_tensor, dim, keepdim, scalar)
+        return _reduce(name, spread, "var", input_tensor, dim, keepdim, scalar)
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"The {name} over a dim, several, or all; `correction` divides by one less than the count."
@@ -132,9 +135,8 @@ def argmax(input_tensor: Tensor, dim: int | None = None, keepdim: bool = False) 
             found = found.reshape(*found.shape, *(1,) * len(input_tensor.shape))
     else:
         found = block.argmax(dims[0], keepdim)
-    return Made(
-        found, input_tensor, reduced(input_tensor, dims, keepdim, None), dtype=DataType.UINT32, layout=Layout.ROW_MAJOR
-    )
+    label = topology_of("argmax", input_tensor, dim=tuple(dims), keepdim=keepdim)
+    return Made(found, input_tensor, label, dtype=DataType.UINT32, layout=Layout.ROW_MAJOR)
 
 
 def _index_kind(size: int) -> DataType:
@@ -143,7 +145,7 @@ def _index_kind(size: int) -> DataType:
 
 def _two(values: Block, indices: Block, tensor: Tensor, dim: int, outputs: Sequence[Tensor] | None) -> list[Made]:
     """Values and where they were, every device for itself: along a sharded dim they stand side by side."""
-    label = merged((tensor,), len(tensor.shape))
+    label = topology_of(EACH, tensor)
     first, second = outputs if outputs is not None else (None, None)
     kind = second.dtype if second is not None else _index_kind(tensor.shape[dim])
     return [Made(values, tensor, label, output=first), Made(indices, tensor, label, kind, output=second)]
@@ -201,19 +203,19 @@ def _running(
     tensor: Tensor,
     dim: int,
     reverse_order: bool = False,
-    keeps: str = "",
+    rule: Named = EACH,
 ) -> Made:
     _, (block,) = operands(name, tensor)
     (at,) = dims_of(name, tensor, dim)
     values = exact(block)
     found = function(values.flip(at), at).flip(at) if reverse_order else function(values, at)
-    return Made(found, tensor, merged((tensor,), len(tensor.shape), keeps=keeps))
+    return Made(found, tensor, topology_of(rule, tensor))
 
 
 @op("cumsum")
 def cumsum(input: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
     """The sum of all elements up to each one, or from each one on."""
-    return _running("cumsum", torch.cumsum, input, dim, reverse_order, "sum")
+    return _running("cumsum", torch.cumsum, input, dim, reverse_order, LINEAR)
 
 
 @op("cumprod")
@@ -233,7 +235,7 @@ def ema(input_tensor: Tensor, alpha: float) -> Made:
             steps.append(total)
         return torch.stack(steps, at) if steps else x
 
-    return _running("ema", averaged, input_tensor, -1, keeps="sum")
+    return _running("ema", averaged, input_tensor, -1, rule=LINEAR)
 
 
 @op("experimental.fast_reduce_nc")

@@ -6,16 +6,15 @@ What is turned are the halves of a head or, by a matrix of one tile, its neighbo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ttnn.ops.topologies import LINEAR, rows, topology_of
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 
 def turned_halves(x: Block) -> Block:
@@ -34,22 +33,17 @@ def _rotated(x: Block, turned: Block, cos: Block, sin: Block) -> Block:
     return x.float() * cos.float() + turned.float() * sin.float()
 
 
-def _label(tensors: Sequence[Tensor], by_position: bool = False) -> Any:
-    """As the first operand: what cuts it may cut the angles at any dim; terms stay terms under the same angles.
+def _label(tensors: Sequence[Tensor], by_position: bool = False) -> TensorTopology:
+    """As the first operand, with the same angles on all devices or angles that are cut with it; terms stay terms.
 
     Angles `by_position` have to be cut where the sequence is: a device takes those from the start.
     """
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        first, *others = column
-        if by_position and first == PlacementShard(len(tensors[0].shape) - 2) and any(p != first for p in others[:2]):
-            return None
-        if isinstance(first, PlacementPartial):
-            return first if all(isinstance(each, PlacementReplicate) for each in others) else None
-        alone = isinstance(first, PlacementShard) and not any(isinstance(each, PlacementPartial) for each in others)
-        return first if alone else None
-
-    return label_moves.ruled(("rotary", by_position), tensors, rule)
+    rank, matrix = len(tensors[0].shape), ", R" * (len(tensors) - 3)
+    cuts = [f"S({dim}), S({dim}), S({dim}){matrix} -> S({dim})" for dim in range(rank)]
+    cuts += [f"{at}, R, R{matrix} -> {at}" for at in ("P(sum)", *(f"S({d})" for d in range(rank)))]
+    if by_position:
+        cuts.remove(f"S({rank - 2}), R, R{matrix} -> S({rank - 2})")
+    return topology_of(rows(*cuts, exact=True), *tensors)
 
 
 @op("experimental.rotate_half")
@@ -58,7 +52,7 @@ def rotate_half(input: Tensor) -> Made:
     _, (block,) = operands("experimental.rotate_half", input)
     if input.shape[-1] % 2:
         raise OperandError(f"ttnn.experimental.rotate_half: a width of {input.shape[-1]} has no halves")
-    return Made(turned_halves(block), input, label_moves.kept(input))
+    return Made(turned_halves(block), input, topology_of(LINEAR, input))
 
 
 @op("experimental.rotary_embedding")

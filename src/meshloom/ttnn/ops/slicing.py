@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, owned, spread
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.topologies import moves, same, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -43,11 +43,9 @@ def slice_(
         raise ArgumentError("ttnn.slice: starts and ends are both tensors or both sequences")
     else:
         values, coords = fresh(block[_spans(input_tensor, starts, ends, steps)]), None
-    label = label_moves.kept(input_tensor, values.shape[len(input_tensor.grid) :])
-    if isinstance(starts, Tensor):
-        label = label_moves.joined(
-            (input_tensor, starts), (label_moves.same(input_tensor), (None,)), values.shape[len(input_tensor.grid) :]
-        )
+    by = (starts,) if isinstance(starts, Tensor) else ()
+    kept = moves(same(input_tensor), *((None,),) * len(by))
+    label = topology_of(kept, input_tensor, *by, shape=values.shape[len(input_tensor.grid) :])
     return Made(values, input_tensor, label, coords=coords)
 
 
@@ -132,9 +130,8 @@ def slice_write(
             fix="give a tensor of the shape of the slice",
         )
     room.copy_(rounded(values, output_tensor.dtype))
-    places = (label_moves.same(output_tensor), label_moves.same(input_tensor))
-    label = label_moves.joined((output_tensor, input_tensor), places, output_tensor.shape)
-    output_tensor.update_tensor_topology(label)
+    both = moves(same(output_tensor), same(input_tensor))
+    output_tensor.update_tensor_topology(topology_of(both, output_tensor, input_tensor))
     return output_tensor
 
 
@@ -173,7 +170,10 @@ def chunk(input_tensor: Tensor, chunks: int, dim: int) -> list[Made]:
 
 def _pieces(tensor: Tensor, blocks: Sequence[Block]) -> list[Made]:
     axes = len(tensor.grid)
-    return [Made(fresh(block), tensor, label_moves.kept(tensor, block.shape[axes:])) for block in blocks]
+    return [
+        Made(fresh(block), tensor, topology_of(moves(same(tensor)), tensor, shape=block.shape[axes:]))
+        for block in blocks
+    ]
 
 
 # together
@@ -199,7 +199,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0, *, groups: int = 1) -> Made:
         pieces = [block.chunk(groups, dim=axes + place) for block in whole]
         whole = [piece for group in zip(*pieces, strict=True) for piece in group]
     values = torch.cat(whole, dim=axes + place)
-    label = label_moves.joined(tensors, [label_moves.same(each) for each in tensors], values.shape[axes:])
+    label = topology_of(moves(*map(same, tensors)), *tensors, shape=values.shape[axes:])
     return Made(values, first, label, coords=shared_coords(*tensors))
 
 
@@ -215,7 +215,7 @@ def stack(input_tensors: Sequence[Tensor], dim: int) -> Made:
         )
     values = torch.stack(spread(blocks, axes), dim=axes + place)
     places = tuple(each + (each >= place) for each in range(len(first.shape)))
-    label = label_moves.joined(input_tensors, [places] * len(input_tensors), values.shape[axes:])
+    label = topology_of(moves(*[places] * len(input_tensors)), *input_tensors, shape=values.shape[axes:])
     return Made(values, first, label, coords=shared_coords(*input_tensors))
 
 
@@ -275,7 +275,8 @@ def pad(
     pairs = _pairs(input_tensor, given, start)
     flat = [size for pair in reversed(pairs) for size in pair]
     values = torch.nn.functional.pad(block, flat, value=value) if any(flat) else fresh(block)
-    label = label_moves.kept(input_tensor, values.shape[len(input_tensor.grid) :], linear=value == 0)
+    kept = moves(same(input_tensor), linear=value == 0)
+    label = topology_of(kept, input_tensor, shape=values.shape[len(input_tensor.grid) :])
     return Made(values, input_tensor, label)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.attending import attend, label, mask_of, paged, sink_of, within
+from meshloom.ttnn.ops.attending import attend, attention_topology, mask_of, paged, sink_of, within
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.heads import concatenated
-from meshloom.ttnn.ops.labels import merged
+from meshloom.ttnn.ops.topologies import EACH, topology_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -40,7 +40,7 @@ def out(
     values: Block, tensors: Sequence[Tensor], name: str, q_dims: Sequence[int] = (0, 1, 2), placed: bool = False
 ) -> Made:
     """The result of attention of (q, k, v, others...), like q."""
-    return Made(values, tensors[0], label(name, tensors, q_dims, placed), coords=shared_coords(*tensors))
+    return Made(values, tensors[0], attention_topology(tensors, q_dims, placed), coords=shared_coords(*tensors))
 
 
 def given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -296,5 +296,4 @@ def _softmax(name: str, tensor: Tensor, head_size: int | None, mask: Tensor | No
     logits = scores.float() / (head_size**0.5 if head_size is not None else 1.0)
     for bias in added:
         logits = logits + bias.float()
-    label = merged(tensors, len(tensor.shape))
-    return Made(torch.softmax(logits, dim=-1), tensor, label, coords=shared_coords(*tensors))
+    return Made(torch.softmax(logits, dim=-1), tensor, topology_of(EACH, *tensors), coords=shared_coords(*tensors))
