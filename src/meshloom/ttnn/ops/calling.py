@@ -150,6 +150,14 @@ def op(
     return register
 
 
+def register(names: str, doc: str, function: Function, **how: Any) -> None:
+    """Register a function that several ops share the making of, under the names and the text of one of them."""
+    name = names.split()[0]
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    op(*names.split(), **how)(function)
+
+
 def described(operation: Any) -> Any:
     """An op whose public signature is that of the text, for `help` and `inspect`."""
     if hasattr(operation, "binding") and "__signature__" not in vars(operation):

@@ -305,42 +305,18 @@ def _topology(name: str, tensors: Sequence[Tensor], rows_: int, groups: int, lin
 
 
 def prepare_conv_weights(
-    *,
-    weight_tensor: Tensor,
-    device: MeshDevice,
-    conv_config: Conv2dConfig | None = None,
-    weights_format: str = "OIHW",
-    **sizes: Any,
+    *, weight_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: Any
 ) -> Tensor:
-    """Weights on the device, as `conv2d` takes them; the sizes of the convolution are known to it anyway."""
-    if weights_format not in ("OIHW", "IOHW"):
-        raise OperandError(f"ttnn.prepare_conv_weights: weights_format={weights_format!r}", fix="'OIHW'")
+    """Weights on the device, as convolutions take them; the sizes of the convolution are known to it anyway."""
+    if sizes.get("weights_format", "OIHW") not in ("OIHW", "IOHW"):
+        raise OperandError(f"ttnn.prepare_conv_weights: weights_format={sizes['weights_format']!r}", fix="'OIHW'")
     return _there(weight_tensor, device, (conv_config or Conv2dConfig()).weights_dtype)
 
 
-def prepare_conv_bias(
-    *, bias_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: Any
-) -> Tensor:
+def prepare_conv_bias(*, bias_tensor: Tensor, device: MeshDevice, **sizes: Any) -> Tensor:
     """A bias on the device."""
     return _there(bias_tensor, device, None)
 
 
-def prepare_conv_transpose2d_weights(
-    *,
-    weight_tensor: Tensor,
-    device: MeshDevice,
-    conv_config: Conv2dConfig | None = None,
-    weights_format: str = "IOHW",
-    **sizes: Any,
-) -> Tensor:
-    """Weights on the device, as `conv_transpose2d` takes them."""
-    return prepare_conv_weights(
-        weight_tensor=weight_tensor, device=device, conv_config=conv_config, weights_format=weights_format
-    )
-
-
-def prepare_conv_transpose2d_bias(
-    *, bias_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: Any
-) -> Tensor:
-    """A bias on the device."""
-    return _there(bias_tensor, device, None)
+prepare_conv_transpose2d_weights = prepare_conv_weights
+prepare_conv_transpose2d_bias = prepare_conv_bias

@@ -13,7 +13,7 @@ import torch
 
 from meshloom.errors import ArgumentError
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.calling import Made, op, operands, result
+from meshloom.ttnn.ops.calling import Made, op, operands, register, result
 from meshloom.ttnn.ops.topologies import EACH, replicated, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
@@ -88,12 +88,8 @@ def _constant(name: str, value: float, doc: str) -> None:
     def like(tensor: Tensor, **how: Any) -> Tensor:
         return _like(tensor, value, **how)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"A tensor {doc}."
-    like.__name__ = like.__qualname__ = f"{name}_like"
-    like.__doc__ = f"A tensor {doc}, with the shape, format and place of another."
-    op(name, more=made)(call)
-    op(f"{name}_like", more=_like)(like)
+    register(name, f"A tensor {doc}.", call, more=made)
+    register(f"{name}_like", f"A tensor {doc}, with the shape, format and place of another.", like, more=_like)
 
 
 _constant("zeros", 0, "of zeros")

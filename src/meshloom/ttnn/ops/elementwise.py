@@ -24,7 +24,7 @@ from meshloom.ttnn.ops.activations import (
     divided,
 )
 from meshloom.ttnn.ops.block_moves import axis_of
-from meshloom.ttnn.ops.calling import REQUIRED, TABLE, Made, named, op, operands, result, shared_coords
+from meshloom.ttnn.ops.calling import REQUIRED, TABLE, Made, named, op, operands, register, result, shared_coords
 from meshloom.ttnn.ops.topologies import EACH, Named, rule_of, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.parts import Block, aligned
@@ -55,10 +55,8 @@ def unary(name: str, function: Function) -> None:
             numbers[at] = from_back(name, numbers[at], input_tensor)
         return _unary(name, function, input_tensor, numbers, kind)
 
-    doc = f"{name} of every element."
-    takes = {"input_tensor": REQUIRED, **function.parameters, "kind": None}
-    plain.__name__, plain.__qualname__, plain.__doc__ = name, name, doc
-    op(name, also=_KEPT)(named(name, doc, takes, with_parameters) if function.parameters else plain)
+    doc, takes = f"{name} of every element.", {"input_tensor": REQUIRED, **function.parameters, "kind": None}
+    register(name, doc, named(name, doc, takes, with_parameters) if function.parameters else plain, also=_KEPT)
 
 
 _KEPT = "fast_and_approximate_mode memory_config output_tensor sub_core_grids"
@@ -221,8 +219,7 @@ def _two(
         output: Any = input_tensor_a if writes else None
         return binary(name, function, input_tensor_a, input_tensor_b, rule, output, **how)
 
-    call.__name__, call.__qualname__, call.__doc__ = name, name, doc
-    op(*names.split(), spelled=spelled, also=also, more=binary)(call)
+    register(names, doc, call, spelled=spelled, also=also, more=binary)
 
 
 def _both(function: Callable[[Block, Block], Block]) -> Callable[[Any, Any], Block]:
@@ -246,52 +243,29 @@ def _squared(x: Any, y: Any) -> Block:
     return difference * difference
 
 
-def _logical(x: Any, y: Any, how: Callable[[Block, Block], Block]) -> Block:
-    return _both(how)(x, y)
+def _shift_in_zeros(x: Any, y: Any) -> Block:
+    return ((x.to(torch.int64) & 0xFFFFFFFF) >> y).to(torch.int32) if x.dtype is torch.int32 else x >> y
 
 
-def _shifted(unsigned: bool) -> Callable[[Any, Any], Block]:
-    def call(x: Any, y: Any) -> Block:
-        if unsigned and x.dtype is torch.int32:  # zeros come in from the left
-            return ((x.to(torch.int64) & 0xFFFFFFFF) >> y).to(torch.int32)
-        return x >> y
-
-    return call
-
-
+for _name in "eq ne gt ge lt le".split():
+    _pair(_name, _first(getattr(torch, _name)), in_place=f"{_name}_")
+for _name in "logical_and logical_or logical_xor logaddexp logaddexp2".split():
+    _pair(_name, _both(getattr(torch, _name)), in_place=f"{_name}_")
+for _name in "maximum minimum gcd lcm atan2 hypot nextafter".split():
+    _pair(_name, _both(getattr(torch, _name)))
+for _name in "bitwise_and bitwise_or bitwise_xor bitwise_right_shift".split():
+    _pair(_name, _first(getattr(torch, _name)))
 _pair("add", torch.add, in_place="add_")
 _pair("subtract sub", lambda x, y: x - y, in_place="subtract_ sub_")
 _pair("multiply mul", lambda x, y: x * y, in_place="multiply_ mul_")
 _pair("rsub", lambda x, y: y - x, "sub", "rsub_")
-_pair("maximum", _both(torch.maximum))
-_pair("minimum", _both(torch.minimum))
-_pair("eq", _first(torch.eq), in_place="eq_")
-_pair("ne", _first(torch.ne), in_place="ne_")
-_pair("gt", _first(torch.gt), in_place="gt_")
-_pair("ge", _first(torch.ge), in_place="ge_")
-_pair("lt", _first(torch.lt), in_place="lt_")
-_pair("le", _first(torch.le), in_place="le_")
-_pair("logical_and", _both(torch.logical_and), in_place="logical_and_")
-_pair("logical_or", _both(torch.logical_or), in_place="logical_or_")
-_pair("logical_xor", _both(torch.logical_xor), in_place="logical_xor_")
-_pair("bitwise_and", _first(torch.bitwise_and))
-_pair("bitwise_or", _first(torch.bitwise_or))
-_pair("bitwise_xor", _first(torch.bitwise_xor))
 _pair("bitwise_left_shift logical_left_shift", _first(torch.bitwise_left_shift))
-_pair("bitwise_right_shift", _first(_shifted(unsigned=False)))
-_pair("logical_right_shift", _first(_shifted(unsigned=True)))
-_pair("gcd", _both(torch.gcd))
-_pair("lcm", _both(torch.lcm))
+_pair("logical_right_shift", _first(_shift_in_zeros))
 _pair("ldexp", _both(lambda x, y: x * torch.exp2(y.float())), in_place="ldexp_")
-_pair("logaddexp", _both(torch.logaddexp), in_place="logaddexp_")
-_pair("logaddexp2", _both(torch.logaddexp2), in_place="logaddexp2_")
 _pair("squared_difference", _squared, in_place="squared_difference_")
 _pair("xlogy", _first(torch.special.xlogy))
 _pair("remainder", torch.remainder)
 _pair("fmod", torch.fmod, scalar="input_tensor_b")
-_pair("atan2", _both(torch.atan2))
-_pair("hypot", _both(torch.hypot))
-_pair("nextafter", _both(torch.nextafter))
 _pair("bias_gelu", lambda x, y: torch.nn.functional.gelu(x + y), in_place="bias_gelu_")
 _pair("pow", torch.pow, input_tensor="input_tensor_a", exponent="input_tensor_b")
 
@@ -305,33 +279,18 @@ def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode: str 
     return binary("div", _first(lambda x, y: divided(x, y, rounding_mode)), input_tensor_a, input_tensor_b, rule, **how)
 
 
-_two(
-    "div_ divide_",
-    torch.div,
-    "div",
-    "The quotient of every two elements, written into the first operand.",
-    _SPEED,
-    _SPELLED,
-    writes=True,
-)
-
-
-@op("floor_div", spelled={"value": "input_tensor_b"})
-def floor_div(input_tensor_a: Operand, input_tensor_b: Operand) -> Made:
-    """The quotient rounded down."""
-    return binary("floor_div", _first(lambda x, y: divided(x, y, "floor")), input_tensor_a, input_tensor_b)
-
-
-@op("div_no_nan", spelled={"value": "input_tensor_b"})
-def div_no_nan(input_tensor_a: Operand, input_tensor_b: Operand) -> Made:
-    """The quotient, and zero where the divisor is zero."""
-    return binary("div_no_nan", _no_nan, input_tensor_a, input_tensor_b)
+_WRITTEN = "The quotient of every two elements, written into the first operand."
+_two("div_ divide_", torch.div, "div", _WRITTEN, _SPEED, _SPELLED, writes=True)
+_pair("floor_div", _first(lambda x, y: divided(x, y, "floor")), value="input_tensor_b")
 
 
 def _no_nan(x: Any, y: Any) -> Block:
     if not isinstance(y, torch.Tensor):
         return x / y if y else torch.zeros_like(x)
     return torch.where(y == 0, 0, x / torch.where(y == 0, 1, y))
+
+
+_pair("div_no_nan", _no_nan, value="input_tensor_b")
 
 
 @op("isclose")
@@ -346,18 +305,16 @@ def isclose(
     return binary("isclose", close, input_tensor_a, input_tensor_b)
 
 
-@op("addalpha")
-def addalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
-    """a + alpha * b."""
-    add = functools.partial(torch.add, alpha=alpha)
-    return binary("addalpha", add, input_tensor_a, input_tensor_b, "add", kind=kind)
+def _scaled(name: str, doc: str, sign: int) -> None:
+    def call(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
+        add = functools.partial(torch.add, alpha=sign * alpha)
+        return binary(name, add, input_tensor_a, input_tensor_b, "add", kind=kind)
+
+    register(name, doc, call)
 
 
-@op("subalpha")
-def subalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
-    """a - alpha * b."""
-    add = functools.partial(torch.add, alpha=-alpha)
-    return binary("subalpha", add, input_tensor_a, input_tensor_b, "add", kind=kind)
+_scaled("addalpha", "a + alpha * b.", 1)
+_scaled("subalpha", "a - alpha * b.", -1)
 
 
 @op("prelu")
@@ -475,7 +432,6 @@ def _clamp(name: str) -> None:
     def call(
         input_tensor: Tensor, min: Operand | None = None, max: Operand | None = None, *, kind: DataType | None = None
     ) -> Made:
-        """Every element, but at least `min` and at most `max`; either may be left out."""
         limits = [(each, how) for each, how in ((min, torch.maximum), (max, torch.minimum)) if each is not None]
         if not limits:
             raise OperandError(f"ttnn.{name}: Only one of 'min' or 'max' can be None. Please provide at least one")
@@ -487,8 +443,7 @@ def _clamp(name: str) -> None:
 
         return several(name, limited, (input_tensor, *(each for each, _ in limits)), kind)
 
-    call.__name__ = call.__qualname__ = name
-    op(name)(call)
+    register(name, "Every element, but at least `min` and at most `max`; either may be left out.", call)
 
 
 _clamp("clamp")
@@ -509,61 +464,39 @@ def _spread(value: Tensor | Scalar, tensor: Tensor, axis: int | None) -> Tensor 
     return result(block, value, topology=value.tensor_topology())
 
 
-def _quantised(
-    name: str,
-    function: Callable[..., Block],
-    tensor: Tensor,
-    values: Sequence[Tensor | Scalar],
-    axis: int | None,
-    kind: DataType,
-) -> Made:
-    spread = [_spread(value, tensor, axis) for value in values]
-    tensors = tuple(each for each in (tensor, *spread) if isinstance(each, Tensor))
-    operands(name, *tensors)
-    rank, axes = len(tensor.shape), len(tensor.grid)
-    blocks = [aligned(each.block, axes, rank).float() if isinstance(each, Tensor) else each for each in spread]
-    return Made(function(tensor.block.float(), *blocks), tensor, topology_of(EACH, *tensors), kind)
+def _quantised(name: str, doc: str, takes: str, function: Callable[..., Block], kind: DataType) -> None:
+    """Register an op of a tensor and some scales and zero points, which are numbers, or tensors along `axis`."""
+
+    def call(tensor: Tensor, *given: Any) -> Made:
+        *values, axis = given
+        spread = [_spread(value, tensor, axis) for value in values]
+        tensors = tuple(each for each in (tensor, *spread) if isinstance(each, Tensor))
+        operands(name, *tensors)
+        rank, axes = len(tensor.shape), len(tensor.grid)
+        blocks = [aligned(each.block, axes, rank).float() if isinstance(each, Tensor) else each for each in spread]
+        return Made(function(tensor.block.float(), *blocks), tensor, topology_of(EACH, *tensors), kind)
+
+    required = dict.fromkeys(f"input_tensor {takes}".split(), REQUIRED)
+    op(name)(named(name, doc, {**required, "axis": None}, call))
 
 
-@op("quantize")
-def quantize(input_tensor: Tensor, scale: Tensor | float, zero_point: Tensor | int, *, axis: int | None = None) -> Made:
-    """round(x / scale) + zero_point, as integers of 8 bits with a sign."""
-
-    def call(x: Block, s: Any, z: Any) -> Block:
-        return (torch.round(x / s) + z).clamp(-128, 127)
-
-    return _quantised("quantize", call, input_tensor, (scale, zero_point), axis, DataType.INT32)
-
-
-@op("dequantize")
-def dequantize(
-    input_tensor: Tensor, scale: Tensor | float, zero_point: Tensor | int, *, axis: int | None = None
-) -> Made:
-    """(q - zero_point) * scale."""
-
-    def call(q: Block, s: Any, z: Any) -> Block:
-        return (q - z) * s
-
-    return _quantised("dequantize", call, input_tensor, (scale, zero_point), axis, DataType.BFLOAT16)
-
-
-@op("requantize")
-def requantize(
-    input_tensor: Tensor,
-    in_scale: Tensor | float,
-    in_zero_point: Tensor | int,
-    out_scale: Tensor | float,
-    out_zero_point: Tensor | int,
-    *,
-    axis: int | None = None,
-) -> Made:
-    """From one scale and zero point to another."""
-
-    def call(q: Block, s: Any, z: Any, t: Any, y: Any) -> Block:
-        return (torch.round((q - z) * s / t) + y).clamp(-128, 127)
-
-    values = (in_scale, in_zero_point, out_scale, out_zero_point)
-    return _quantised("requantize", call, input_tensor, values, axis, DataType.INT32)
+_quantised(
+    "quantize",
+    "round(x / scale) + zero_point, as integers of 8 bits with a sign.",
+    "scale zero_point",
+    lambda x, s, z: (torch.round(x / s) + z).clamp(-128, 127),
+    DataType.INT32,
+)
+_quantised(
+    "dequantize", "(q - zero_point) * scale.", "scale zero_point", lambda q, s, z: (q - z) * s, DataType.BFLOAT16
+)
+_quantised(
+    "requantize",
+    "From one scale and zero point to another.",
+    "in_scale in_zero_point out_scale out_zero_point",
+    lambda q, s, z, t, y: (torch.round((q - z) * s / t) + y).clamp(-128, 127),
+    DataType.INT32,
+)
 
 
 _QUASAR = """add add_ addalpha atan2 bias_gelu bias_gelu_ bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift

@@ -13,7 +13,7 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.block_moves import fresh
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, op, operands, register, shared_coords
 from meshloom.ttnn.ops.slicing import slice_
 from meshloom.ttnn.ops.topologies import moves, topology_of
 from meshloom.ttnn.tensor.memory import MemoryConfig
@@ -37,23 +37,20 @@ def nlp_create_qkv_heads(
 ) -> Three:
     """[B, 1, S, (q + k + v) * D] as [B, q, S, D], [B, k, S, D] (or [B, k, D, S]) and [B, v, S, D]."""
     name = "experimental.nlp_create_qkv_heads"
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    return _split(name, input, input_kv, num_heads, kv_heads, transpose_k_heads, kv_tied, output_tensors)
+    return _split(name, input, input_kv, num_heads, num_kv_heads, transpose_k_heads, kv_tied, output_tensors)
 
 
 @op("experimental.nlp_create_qkv_heads_vit")
 def nlp_create_qkv_heads_vit(input: Tensor, *, output_tensors: Outputs = None) -> Three:
     """Heads of 64, as many for keys and values as for queries."""
-    heads = input.shape[-1] // (3 * 64)
     name = "experimental.nlp_create_qkv_heads_vit"
-    return _split(name, input, None, heads, heads, False, False, output_tensors)
+    return _split(name, input, heads=input.shape[-1] // (3 * 64), outputs=output_tensors)
 
 
 @op("experimental.nlp_create_qkv_heads_falcon7b")
 def nlp_create_qkv_heads_falcon7b(input: Tensor) -> Three:
     """Query heads of 64, one head for keys and one for values."""
-    heads = input.shape[-1] // 64 - 2
-    return _split("experimental.nlp_create_qkv_heads_falcon7b", input, None, heads, 1, False, False)
+    return _split("experimental.nlp_create_qkv_heads_falcon7b", input, None, input.shape[-1] // 64 - 2, 1)
 
 
 @op("transformer.split_query_key_value_and_split_heads")
@@ -67,8 +64,7 @@ def split_query_key_value_and_split_heads(
 ) -> Three:
     """[B, S, (q + k + v) * D] as [B, q, S, D], [B, k, D, S] (or [B, k, S, D]) and [B, v, S, D]."""
     name = "transformer.split_query_key_value_and_split_heads"
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    return _split(name, input_tensor, kv_input_tensor, num_heads, kv_heads, transpose_key, False)
+    return _split(name, input_tensor, kv_input_tensor, num_heads, num_kv_heads, transpose_key)
 
 
 @op("experimental.split_query_key_value_and_split_heads")
@@ -77,19 +73,20 @@ def experimental_split_query_key_value_and_split_heads(
 ) -> Three:
     """[B, 1, S, 3 * H * D] as [B, H, S, D], [B, H, D, S] and [B, H, S, D]."""
     name = "experimental.split_query_key_value_and_split_heads"
-    return _split(name, input_tensor, None, num_heads, num_heads, True, False, output_tensors)
+    return _split(name, input_tensor, heads=num_heads, turned=True, outputs=output_tensors)
 
 
 def _split(
     name: str,
     fused: Tensor,
-    kv: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    turned: bool,
-    tied: bool,
+    kv: Tensor | None = None,
+    heads: int = 1,
+    fewer: int | None = None,
+    turned: bool = False,
+    tied: bool = False,
     outputs: Outputs = None,
 ) -> Three:
+    kv_heads = heads if fewer is None else fewer
     given = [fused] if kv is None else [fused, kv]
     blocks = operands(name, *given)[1]
     axes = len(fused.grid)
@@ -220,24 +217,6 @@ def nlp_concat_heads_decode(input_tensor: Tensor, *, num_heads: int) -> Made:
 # together
 
 
-@op("experimental.nlp_concat_heads")
-def nlp_concat_heads(input_tensor: Tensor) -> Made:
-    """[B, H, S, D] as [B, 1, S, H * D]."""
-    return concatenated("experimental.nlp_concat_heads", input_tensor, True)
-
-
-@op("experimental.concatenate_heads")
-def experimental_concatenate_heads(input_tensor: Tensor) -> Made:
-    """[B, H, S, D] as [B, 1, S, H * D]."""
-    return concatenated("experimental.concatenate_heads", input_tensor, True)
-
-
-@op("transformer.concatenate_heads")
-def concatenate_heads(input_tensor: Tensor) -> Made:
-    """[B, H, S, D] as [B, S, H * D]."""
-    return concatenated("transformer.concatenate_heads", input_tensor, False)
-
-
 def concatenated(name: str, tensor: Tensor, four: bool) -> Made:
     """[B, H, S, D] as [B, S, H * D], of rank 4 or 3."""
     _, (block,) = operands(name, tensor)
@@ -249,6 +228,18 @@ def concatenated(name: str, tensor: Tensor, four: bool) -> Made:
     if four:
         made, places = made.unsqueeze(axes + 1), (0, 3, 2, None)
     return Made(fresh(made), tensor, topology_of(moves(places), tensor, shape=made.shape[axes:], scales=True))
+
+
+def _concatenate(name: str, shape: str, four: bool) -> None:
+    def call(input_tensor: Tensor) -> Made:
+        return concatenated(name, input_tensor, four)
+
+    register(name, f"[B, H, S, D] as {shape}.", call)
+
+
+_concatenate("experimental.nlp_concat_heads", "[B, 1, S, H * D]", True)
+_concatenate("experimental.concatenate_heads", "[B, 1, S, H * D]", True)
+_concatenate("transformer.concatenate_heads", "[B, S, H * D]", False)
 
 
 @op("experimental.nlp_kv_cache_load_slice")

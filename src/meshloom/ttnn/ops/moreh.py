@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.calling import REQUIRED, Made, named, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import REQUIRED, Made, named, op, operands, register, shared_coords
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.gradients import Gradients, gradients
 from meshloom.ttnn.ops.matmul import matmul, multiply
-from meshloom.ttnn.ops.reductions import REDUCED_AS, Dims, dims_of, exact
+from meshloom.ttnn.ops.reductions import Dims, dims_of, exact, reduce, run
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, einsum, moves, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import MemoryConfig
-from meshloom.ttnn.tensor.padding import filled
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -33,43 +32,26 @@ def _check_alike(name: str, tensors: Sequence[Tensor]) -> None:
 # reductions
 
 
-def _reduce(
-    name: str,
-    function: Callable[[Block, list[int]], Block],
-    op_name: str,
-    tensor: Tensor,
-    dim: Dims,
-    keepdim: bool,
-) -> Made:
-    _, (block,) = operands(name, tensor)
-    dims = dims_of(name, tensor, dim)
-    found = function(exact(filled(block, tensor, dims, REDUCED_AS.get(op_name))), dims)
-    if not keepdim:
-        for each in dims:  # from the front, and those behind keep their number from the back
-            found = found.squeeze(each)
-    return Made(found, tensor, topology_of(op_name, tensor, filled=True, dim=tuple(dims), keepdim=keepdim))
-
-
 @op("moreh_sum")
 def moreh_sum(input: Tensor, dim: Dims = None, *, keepdim: bool = False) -> Made:
     """The sum over dims, or all."""
-    return _reduce("moreh_sum", lambda x, d: x.sum(d, True), "sum", input, dim, keepdim)
+    return reduce("moreh_sum", torch.sum, "sum", input, dim, keepdim)
 
 
 @op("moreh_mean")
 def moreh_mean(input: Tensor, *, dim: Dims = None, keepdim: bool = False, divisor: int | None = None) -> Made:
     """The sum over dims, or all, by its count or by `divisor`."""
 
-    def mean(x: Block, dims: list[int]) -> Block:
-        return x.mean(dims, True) if divisor is None else x.sum(dims, True) / divisor
+    def mean(x: Block, dims: list[int], keep: bool) -> Block:
+        return x.mean(dims, keep) if divisor is None else x.sum(dims, keep) / divisor
 
-    return _reduce("moreh_mean", mean, "mean" if divisor is None else "sum", input, dim, keepdim)
+    return reduce("moreh_mean", mean, "mean" if divisor is None else "sum", input, dim, keepdim)
 
 
 @op("moreh_norm")
 def moreh_norm(input: Tensor, p: float, *, dim: Dims = None, keepdim: bool = False) -> Made:
     """The p-norm over dims, or all."""
-    return _reduce("moreh_norm", lambda x, d: torch.linalg.vector_norm(x, p, d, True), "var", input, dim, keepdim)
+    return reduce("moreh_norm", lambda x, *how: torch.linalg.vector_norm(x, p, *how), "var", input, dim, keepdim)
 
 
 @op("moreh_abs_pow")
@@ -139,9 +121,7 @@ def _soft(kind: str) -> None:
     name = f"moreh_{kind}"
 
     def call(input_tensor: Tensor, dim: int) -> Made:
-        _, (block,) = operands(name, input_tensor)
-        (at,) = dims_of(name, input_tensor, dim)
-        return Made(forward(block.float(), at), input_tensor, topology_of(EACH, input_tensor))
+        return run(name, lambda x, at: forward(x.float(), at), input_tensor, dim)
 
     def call_backward(output_tensor: Tensor, output_grad_tensor: Tensor, dim: int) -> Made:
         _, (y, grad) = operands(f"{name}_backward", output_tensor, output_grad_tensor)
@@ -151,12 +131,9 @@ def _soft(kind: str) -> None:
         label = topology_of("div", *both)
         return Made(backward(y.float(), grad.float(), at), output_tensor, label, coords=shared_coords(*both))
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The {kind} along a dim of every device's part."
-    call_backward.__name__ = call_backward.__qualname__ = f"{name}_backward"
-    call_backward.__doc__ = f"The gradient of {kind}, from its result and the gradient of that."
-    op(name)(call)
-    op(f"{name}_backward")(call_backward)
+    register(name, f"The {kind} along a dim of every device's part.", call)
+    doc = f"The gradient of {kind}, from its result and the gradient of that."
+    register(f"{name}_backward", doc, call_backward)
 
 
 for _kind in _SOFT:
@@ -166,24 +143,16 @@ for _kind in _SOFT:
 # running sums
 
 
-def _running(name: str, tensor: Tensor, dim: int, backwards: bool) -> Made:
-    _, (block,) = operands(name, tensor)
-    (at,) = dims_of(name, tensor, dim)
-    values = exact(block)
-    found = values.flip(at).cumsum(at).flip(at) if backwards else values.cumsum(at)
-    return Made(found, tensor, topology_of(LINEAR, tensor))
-
-
 @op("moreh_cumsum")
 def moreh_cumsum(input: Tensor, dim: int) -> Made:
     """The sum of all elements up to each one."""
-    return _running("moreh_cumsum", input, dim, False)
+    return run("moreh_cumsum", torch.cumsum, input, dim, rule=LINEAR)
 
 
 @op("moreh_cumsum_backward")
 def moreh_cumsum_backward(output_grad: Tensor, dim: int) -> Made:
     """The gradient of a running sum: the sum of all gradients from each one on."""
-    return _running("moreh_cumsum_backward", output_grad, dim, True)
+    return run("moreh_cumsum_backward", torch.cumsum, output_grad, dim, True, LINEAR)
 
 
 # products

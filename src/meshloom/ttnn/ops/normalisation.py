@@ -14,9 +14,9 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.activations import LossReductionMode
-from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ttnn.ops.calling import Made, op, operands, register, result, shared_coords
 from meshloom.ttnn.ops.elementwise import binary
-from meshloom.ttnn.ops.reductions import dims_of
+from meshloom.ttnn.ops.reductions import run
 from meshloom.ttnn.ops.topologies import EACH, moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.parts import Block, aligned
@@ -35,60 +35,39 @@ def _normalised(name: str, tensor: Tensor, function: Callable[[Block], Block], o
     )
 
 
-@op("softmax")
-def softmax(input_tensor: Tensor, dim: int = -1) -> Made:
-    """Softmax along a dim of every device's part."""
-    (at,) = dims_of("softmax", input_tensor, dim)
-    return _normalised("softmax", input_tensor, lambda x: x.softmax(at))
+def _softmax(name: str, in_place: bool) -> None:
+    def call(input_tensor: Tensor, dim: int = -1) -> Made:
+        made = run(name, lambda x, at: x.float().softmax(at), input_tensor, dim)
+        return made.into(input_tensor if in_place else None)
+
+    register(name, f"Softmax along a dim of every device's part{_WRITTEN * in_place}.", call)
 
 
-@op("softmax_in_place")
-def softmax_in_place(input_tensor: Tensor, dim: int = -1) -> Made:
-    """Softmax along a dim, written into the tensor."""
-    (at,) = dims_of("softmax_in_place", input_tensor, dim)
-    return _normalised("softmax_in_place", input_tensor, lambda x: x.softmax(at)).into(input_tensor)
+def _masked_softmax(name: str, in_place: bool) -> None:
+    def call(
+        input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None, *, is_causal_mask: bool = False
+    ) -> Made:
+        axes, rank, whole = len(input_tensor.grid), len(input_tensor.shape), "hw_dims" in name or is_causal_mask
+
+        def function(x: Block) -> Block:
+            x = x if scale is None else x * scale
+            if mask is not None:
+                shift = aligned(mask.block.float(), axes, rank)
+                x = x + (shift[..., : x.shape[-2], : x.shape[-1]] if whole else shift)
+            return x.softmax(-1)
+
+        made = _normalised(name, input_tensor, function, () if mask is None else (mask,))
+        return made.into(input_tensor if in_place else None)
+
+    register(name, f"softmax(scale * x + mask) along the last dim{_WRITTEN * in_place}.", call)
 
 
-def _scaled_masked(name: str, tensor: Tensor, scale: float | None, mask: Tensor | None, causal: bool) -> Made:
-    axes, rank = len(tensor.grid), len(tensor.shape)
-
-    def call(x: Block) -> Block:
-        if scale is not None:
-            x = x * scale
-        if mask is not None:
-            shift = aligned(mask.block.float(), axes, rank)
-            if causal:
-                shift = shift[..., : x.shape[-2], : x.shape[-1]]
-            x = x + shift
-        return x.softmax(-1)
-
-    return _normalised(name, tensor, call, () if mask is None else (mask,))
-
-
-@op("scale_mask_softmax")
-def scale_mask_softmax(
-    input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None, *, is_causal_mask: bool = False
-) -> Made:
-    """softmax(scale * x + mask) along the last dim."""
-    return _scaled_masked("scale_mask_softmax", input_tensor, scale, mask, is_causal_mask)
-
-
-@op("scale_mask_softmax_in_place")
-def scale_mask_softmax_in_place(
-    input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None, *, is_causal_mask: bool = False
-) -> Made:
-    """softmax(scale * x + mask) along the last dim, written into the tensor."""
-    name = "scale_mask_softmax_in_place"
-    return _scaled_masked(name, input_tensor, scale, mask, is_causal_mask).into(input_tensor)
-
-
-@op("scale_causal_mask_hw_dims_softmax_in_place")
-def scale_causal_mask_hw_dims_softmax_in_place(
-    input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None
-) -> Made:
-    """softmax(scale * x + mask) along the last dim with a mask for the last two dims, written into the tensor."""
-    name = "scale_causal_mask_hw_dims_softmax_in_place"
-    return _scaled_masked(name, input_tensor, scale, mask, True).into(input_tensor)
+_WRITTEN = ", written into the tensor"
+_softmax("softmax", in_place=False)
+_softmax("softmax_in_place", in_place=True)
+_masked_softmax("scale_mask_softmax", in_place=False)
+_masked_softmax("scale_mask_softmax_in_place", in_place=True)
+_masked_softmax("scale_causal_mask_hw_dims_softmax_in_place", in_place=True)
 
 
 # norms
@@ -176,26 +155,23 @@ def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]],
     return Made(torch.cat(tiles, -1), tensor, topology_of(EACH, tensor, *others), DataType.BFLOAT16, Layout.TILE)
 
 
-@op("rms_norm_pre_all_gather")
-def rms_norm_pre_all_gather(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
-    """The sum of squares of every row of a device's part, as one tile: gather it along the last dim next."""
+def _pre_all_gather(name: str, doc: str, sums: Callable[[Block], list[Block]]) -> None:
+    def call(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
+        return _statistics(name, input_tensor, sums, residual_input_tensor)
 
-    def sums(x: Block) -> list[Block]:
-        return [x.square().sum(-1, keepdim=True)]
-
-    name = "rms_norm_pre_all_gather"
-    return _statistics(name, input_tensor, sums, residual_input_tensor)
+    register(name, doc, call)
 
 
-@op("layer_norm_pre_all_gather")
-def layer_norm_pre_all_gather(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
-    """The sums of squares and of elements of every row of a device's part, as two tiles: gather them next."""
-
-    def sums(x: Block) -> list[Block]:
-        return [x.square().sum(-1, keepdim=True), x.sum(-1, keepdim=True)]
-
-    name = "layer_norm_pre_all_gather"
-    return _statistics(name, input_tensor, sums, residual_input_tensor)
+_pre_all_gather(
+    "rms_norm_pre_all_gather",
+    "The sum of squares of every row of a device's part, as one tile: gather it along the last dim next.",
+    lambda x: [x.square().sum(-1, keepdim=True)],
+)
+_pre_all_gather(
+    "layer_norm_pre_all_gather",
+    "The sums of squares and of elements of every row of a device's part, as two tiles: gather them next.",
+    lambda x: [x.square().sum(-1, keepdim=True), x.sum(-1, keepdim=True)],
+)
 
 
 def _gathered(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[list[Block], int]:
@@ -339,9 +315,7 @@ def _loss(name: str, function: Callable[[Block, Block], Block]) -> None:
         label = topology_of("mean" if mean else "sum", each, dim=tuple(dims))
         return Made(each.block.mean(dims) if mean else each.block.sum(dims), each, label, kind or input_reference.dtype)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The {name} of every two elements, or their sum or mean over a device's part."
-    op(name)(call)
+    register(name, f"The {name} of every two elements, or their sum or mean over a device's part.", call)
 
 
 _loss("l1_loss", lambda x, y: (x - y).abs())

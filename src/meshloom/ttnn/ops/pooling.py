@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import spread, whole
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, op, operands, register, shared_coords
 from meshloom.ttnn.ops.sliding import (
     Around,
     around,
@@ -164,9 +164,7 @@ def _adaptive(name: str, function: Callable[..., Block], linear: bool, doc: str)
         found = _by_picture(pictures, len(input_tensor.grid), lambda flat: function(flat, asked))
         return _pooled(found, input_tensor, name, linear, input_tensor.dtype, deallocate_input)
 
-    call.__name__, call.__qualname__ = name, name
-    call.__doc__ = f"{doc} of as many windows as asked for, [1, 1, N * h * w, C]."
-    op(name)(call)
+    register(name, f"{doc} of as many windows as asked for, [1, 1, N * h * w, C].", call)
 
 
 _adaptive("adaptive_avg_pool2d", F.adaptive_avg_pool2d, True, "The means")

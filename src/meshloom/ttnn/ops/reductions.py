@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops.calling import Made, op, operands
+from meshloom.ttnn.ops.calling import Made, op, operands, register
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.padding import filled
@@ -42,22 +42,23 @@ def exact(block: Block) -> Block:
 REDUCED_AS = {"sum": "sum", "amax": "max", "amin": "min", "prod": "prod"}  # native reductions whose padding is filled
 
 
-def _reduce(
+def reduce(
     name: str,
     function: Callable[[Block, list[int], bool], Block],
-    op_name: str,
+    native: str,
     tensor: Tensor,
     dim: Dims,
     keepdim: bool,
     scalar: float = 1.0,
 ) -> Made:
+    """A function over dims of every device's part; `native` is the reduction whose rule says what becomes of cuts."""
     _, (block,) = operands(name, tensor)
     dims = dims_of(name, tensor, dim)
-    block = filled(block, tensor, dims, REDUCED_AS.get(op_name))
-    found = function(exact(block), dims, keepdim) if dims else exact(block)
+    block = exact(filled(block, tensor, dims, REDUCED_AS.get(native)))
+    found = function(block, dims, keepdim) if dims else block
     if scalar != 1.0:
         found = found * scalar
-    return Made(found, tensor, topology_of(op_name, tensor, filled=True, dim=tuple(dims), keepdim=keepdim))
+    return Made(found, tensor, topology_of(native, tensor, filled=True, dim=tuple(dims), keepdim=keepdim))
 
 
 def _one_by_one(function: Callable[..., Block]) -> Callable[[Block, list[int], bool], Block]:
@@ -76,11 +77,9 @@ _SPEED = "compute_kernel_config correction sub_core_grids fast_and_approximate_m
 
 def _summing(name: str, function: Callable[[Block, list[int], bool], Block], op_name: str) -> None:
     def call(input_tensor: Tensor, dim: Dims = None, keepdim: bool = False, *, scalar: float = 1.0) -> Made:
-        return _reduce(name, function, op_name, input_tensor, dim, keepdim, scalar)
+        return reduce(name, function, op_name, input_tensor, dim, keepdim, scalar)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The {name} over a dim, several, or all; `scalar` multiplies it."
-    op(name, also=_SPEED)(call)
+    register(name, f"The {name} over a dim, several, or all; `scalar` multiplies it.", call, also=_SPEED)
 
 
 _summing("sum", lambda x, dims, keep: x.sum(dims, keep), "sum")
@@ -96,11 +95,9 @@ def _spreading(name: str, function: Callable[..., Block]) -> None:
         def spread(block: Block, dims: list[int], keep: bool) -> Block:
             return function(block.float(), dims, correction=int(correction), keepdim=keep)
 
-        return _reduce(name, spread, "var", input_tensor, dim, keepdim, scalar)
+        return reduce(name, spread, "var", input_tensor, dim, keepdim, scalar)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The {name} over a dim, several, or all; `correction` divides by one less than the count."
-    op(name)(call)
+    register(name, f"The {name} over a dim, several, or all; `correction` divides by one less than the count.", call)
 
 
 _spreading("std", torch.std)
@@ -121,7 +118,7 @@ def prod(
         output_tensor, dim = dim, None
     product = _one_by_one(lambda x, d, keep: x.prod(d, keep))
     over, keep = (dim, keepdim) if dims is None else (dims, True)
-    return _reduce("prod", product, "prod", input_tensor, over, keep).into(output_tensor)
+    return reduce("prod", product, "prod", input_tensor, over, keep).into(output_tensor)
 
 
 @op("argmax")
@@ -197,7 +194,7 @@ def sort(
     return _two(values, indices, input_tensor, at, out)
 
 
-def _running(
+def run(
     name: str,
     function: Callable[[Block, int], Block],
     tensor: Tensor,
@@ -205,6 +202,7 @@ def _running(
     reverse_order: bool = False,
     rule: Named = EACH,
 ) -> Made:
+    """A function along a dim of every device's part, from its start or from its end."""
     _, (block,) = operands(name, tensor)
     (at,) = dims_of(name, tensor, dim)
     values = exact(block)
@@ -215,13 +213,13 @@ def _running(
 @op("cumsum")
 def cumsum(input: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
     """The sum of all elements up to each one, or from each one on."""
-    return _running("cumsum", torch.cumsum, input, dim, reverse_order, LINEAR)
+    return run("cumsum", torch.cumsum, input, dim, reverse_order, LINEAR)
 
 
 @op("cumprod")
 def cumprod(input_tensor: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
     """The product of all elements up to each one, or from each one on."""
-    return _running("cumprod", torch.cumprod, input_tensor, dim, reverse_order)
+    return run("cumprod", torch.cumprod, input_tensor, dim, reverse_order)
 
 
 @op("ema")
@@ -235,11 +233,11 @@ def ema(input_tensor: Tensor, alpha: float) -> Made:
             steps.append(total)
         return torch.stack(steps, at) if steps else x
 
-    return _running("ema", averaged, input_tensor, -1, rule=LINEAR)
+    return run("ema", averaged, input_tensor, -1, rule=LINEAR)
 
 
 @op("experimental.fast_reduce_nc")
 def fast_reduce_nc(input: Tensor, *, dims: Sequence[int] = ()) -> Made:
     """The sum over leading dims, which are kept with size 1."""
     name, over = "experimental.fast_reduce_nc", tuple(dims) or (0, 1)
-    return _reduce(name, lambda x, named, keep: x.sum(named, keep), "sum", input, over, True)
+    return reduce(name, lambda x, named, keep: x.sum(named, keep), "sum", input, over, True)

@@ -79,10 +79,7 @@ def rotary_embedding_hf(
     input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, *, is_decode_mode: bool = False
 ) -> Made:
     """Rotate halves of [B, H, S, D] position by position, or of [1, B, H, D] with angles [1, B, 1, D] by user."""
-    tensors = (input_tensor, cos_cache, sin_cache)
-    x, cos, sin = operands("experimental.rotary_embedding_hf", *tensors)[1]
-    values = _rotated(x, turned_halves(x), *_angles(input_tensor, cos, sin, is_decode_mode))
-    return Made(values, input_tensor, _label(tensors, not is_decode_mode), coords=shared_coords(*tensors))
+    return _rotate("experimental.rotary_embedding_hf", (input_tensor, cos_cache, sin_cache), is_decode_mode)
 
 
 @op("experimental.rotary_embedding_llama")
@@ -91,9 +88,17 @@ def rotary_embedding_llama(
 ) -> Made:
     """Rotate by a matrix that turns 32 elements: [1, H, S, D] position by position, or [1, B, H, D] by user."""
     tensors = (input_tensor, cos_cache, sin_cache, trans_mat)
-    x, cos, sin, matrix = operands("experimental.rotary_embedding_llama", *tensors)[1]
-    values = _rotated(x, _turned_by(x, matrix, len(cos_cache.grid)), *_angles(input_tensor, cos, sin, is_decode_mode))
-    return Made(values, input_tensor, _label(tensors, not is_decode_mode), coords=shared_coords(*tensors))
+    return _rotate("experimental.rotary_embedding_llama", tensors, is_decode_mode)
+
+
+def _rotate(name: str, tensors: Sequence[Tensor], by_user: bool) -> Made:
+    x, cos, sin, *matrix = operands(name, *tensors)[1]
+    turned = _turned_by(x, matrix[0], len(tensors[0].grid)) if matrix else turned_halves(x)
+    count = 1 if by_user else tensors[0].shape[-2]
+    if cos.shape[-2] < count:
+        raise OperandError(f"{count} positions and a cache of {cos.shape[-2]}", fix="a longer cache")
+    values = _rotated(x, turned, cos[..., :count, :], sin[..., :count, :])
+    return Made(values, tensors[0], _label(tensors, not by_user), coords=shared_coords(*tensors))
 
 
 @op("experimental.rotary_embedding_llama_fused_qk")
@@ -121,11 +126,3 @@ def _turned_by(x: Block, matrix: Block, axes: int) -> Block:
     pieces = x.float().unflatten(-1, (-1, side))
     one = aligned(matrix[..., :side, :].float(), axes, pieces.dim() - axes)
     return torch.matmul(pieces, one).flatten(-2)
-
-
-def _angles(tensor: Tensor, cos: Block, sin: Block, decoding: bool) -> tuple[Block, Block]:
-    """The rows of the caches that belong to positions, or to users."""
-    count = 1 if decoding else tensor.shape[-2]
-    if cos.shape[-2] < count:
-        raise OperandError(f"{count} positions and a cache of {cos.shape[-2]}", fix="a longer cache")
-    return cos[..., :count, :], sin[..., :count, :]
