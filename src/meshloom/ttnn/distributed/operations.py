@@ -22,7 +22,7 @@ from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import redistribute, same_storage
 from meshloom.tensor.named import named
 from meshloom.ttnn.distributed.views import asked, carried, lifted, lowered
-from meshloom.ttnn.ops.activations import Activation, activated
+from meshloom.ttnn.ops.activations import Activation, activate
 from meshloom.ttnn.ops.block_moves import inside
 from meshloom.ttnn.ops.calling import op, operands, result
 from meshloom.ttnn.ops.elementwise import fine
@@ -88,7 +88,7 @@ def spread(
         block = block.clone()
     if ask.activation is not None:
         _check_no_terms(name, found)
-        block = activated(block, ask.activation)
+        block = activate(block, ask.activation)
     return result(
         block,
         first,

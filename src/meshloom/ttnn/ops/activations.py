@@ -96,7 +96,7 @@ def _gelu(x: Block, variant: Any = GeluVariant.Accurate) -> Block:
     return F.gelu(x, approximate="tanh" if variant is GeluVariant.Tanh else "none")
 
 
-def _rotated(x: Block) -> Block:
+def _rotate_pairs(x: Block) -> Block:
     """Pairs of neighbours as complex numbers, times i: (a, b) becomes (-b, a)."""
     pairs = x.unflatten(-1, (-1, 2))
     return torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
@@ -112,7 +112,7 @@ def _glu(gate: Callable[[Block], Block]) -> Callable[..., Block]:
     return _fine(call)
 
 
-def divided(x: Block, y: Any, rounding_mode: str | None = None) -> Block:
+def divide(x: Block, y: Any, rounding_mode: str | None = None) -> Block:
     """The quotient, as `rounding_mode` asks: None, "trunc" or "floor"."""
     return torch.div(x, y, rounding_mode=rounding_mode)
 
@@ -129,7 +129,7 @@ _put("neg", torch.neg, LINEAR)
 _put("identity", torch.clone, LINEAR)
 _put("deg2rad", torch.deg2rad, LINEAR)
 _put("rad2deg", torch.rad2deg, LINEAR)
-_put("alt_complex_rotate90", _rotated, LINEAR)
+_put("alt_complex_rotate90", _rotate_pairs, LINEAR)
 _put("bitwise_not", torch.bitwise_not)
 _put("cbrt", _fine(lambda x: x.sign() * x.abs().pow(1 / 3)))
 _put("celu", F.celu, alpha=1.0)
@@ -165,7 +165,7 @@ _put("softplus", F.softplus, beta=1.0, threshold=20.0)
 _put("softshrink", F.softshrink, lambd=0.5)
 _put("swish", F.silu)
 _put("threshold", F.threshold, threshold=REQUIRED, value=REQUIRED)
-_put("rdiv", lambda x, value, mode: divided(torch.full_like(x, value), x, mode), value=REQUIRED, rounding_mode=None)
+_put("rdiv", lambda x, value, mode: divide(torch.full_like(x, value), x, mode), value=REQUIRED, rounding_mode=None)
 _put("glu", _glu(torch.sigmoid), rank=1, dim=-1)
 _put("reglu", _glu(F.relu), rank=1, dim=-1)
 _put("swiglu", _glu(F.silu), rank=1, dim=-1)
@@ -260,10 +260,10 @@ class UnaryWithParam:
 Activation = str | UnaryWithParam | Any
 
 
-def activated(block: Block, activations: Sequence[Activation] | Activation | None) -> Block:
+def activate(block: Block, activations: Sequence[Activation] | Activation | None) -> Block:
     """A block after one activation or several.
 
-    >>> activated(torch.tensor([-1.0, 2.0]), [UnaryOpType.RELU, UnaryWithParam(UnaryOpType.ADD_UNARY_SFPU, 1.0)])
+    >>> activate(torch.tensor([-1.0, 2.0]), [UnaryOpType.RELU, UnaryWithParam(UnaryOpType.ADD_UNARY_SFPU, 1.0)])
     tensor([1., 3.])
     """
     for each in chain(activations):

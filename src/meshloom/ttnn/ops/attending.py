@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops.block_moves import spread, taken
+from meshloom.ttnn.ops.block_moves import spread, take_rows
 from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -48,11 +48,11 @@ def attend(
     q, k, v, *_ = spread([q, k, v] if mask is None else [q, k, v, mask], axes)
     sizes = q.shape[: axes + 1]
     queries, keys, values = (each.float().flatten(0, axes) for each in (q, k, v))
-    found = F.scaled_dot_product_attention(
+    found: Block = F.scaled_dot_product_attention(
         queries,
         keys,
         values,
-        attn_mask=None if mask is None else _folded(mask, sizes, axes),
+        attn_mask=None if mask is None else _fold_mask(mask, sizes, axes),
         is_causal=causal and mask is None,
         scale=factor,
         enable_gqa=q.shape[-3] != k.shape[-3],
@@ -63,7 +63,7 @@ def attend(
     return found.masked_fill(blind, 0)
 
 
-def _folded(mask: Block, sizes: Sequence[int], axes: int) -> Block:
+def _fold_mask(mask: Block, sizes: Sequence[int], axes: int) -> Block:
     """A mask with mesh axes and batch in one dim: 1 if it is the same for all."""
     if math.prod(mask.shape[: axes + 1]) == 1:
         return mask.flatten(0, axes)
@@ -121,18 +121,18 @@ def within(keys: Block, last: Block, window: int | None, modulo: int | None = No
     return seen if window is None else seen & (age < window)
 
 
-def paged(cache: Block, table: Block, axes: int, block_size: int = 0, heads: int = 0) -> Block:
+def read_pages(cache: Block, table: Block, axes: int, block_size: int = 0, heads: int = 0) -> Block:
     """Pages [*mesh, P, K, n, D] in the order of a table [*mesh, B, m]: [*mesh, B, K, m * n, D].
 
     Pages that the table does not name (-1) are any page: positions there are beyond every query's.
     """
     if block_size or heads:
-        cache = regrouped(cache, axes, block_size, heads)
-    found = taken(cache, table.clamp(min=0), axes).transpose(axes + 1, axes + 2)  # [*mesh, B, K, m, n, D]
+        cache = regroup(cache, axes, block_size, heads)
+    found = take_rows(cache, table.clamp(min=0), axes).transpose(axes + 1, axes + 2)  # [*mesh, B, K, m, n, D]
     return found.flatten(-3, -2)
 
 
-def regrouped(cache: Block, axes: int, block_size: int, heads: int) -> Block:
+def regroup(cache: Block, axes: int, block_size: int, heads: int) -> Block:
     """A cache seen as pages of another size or with another number of heads; a view."""
     size, count = block_size or cache.shape[-2], heads or cache.shape[-3]
     if math.prod(cache.shape[axes:-1]) % (size * count):
@@ -140,6 +140,15 @@ def regrouped(cache: Block, axes: int, block_size: int, heads: int) -> Block:
             f"a cache {list(cache.shape[axes:])} does not hold pages of {count} heads x {size} positions"
         )
     return cache.reshape(*cache.shape[:axes], -1, count, size, cache.shape[-1])
+
+
+def positions_of(name: str, listed: Sequence[int], tensor: Tensor | None, axes: int, users: int) -> Block:
+    """The position of every user, [*mesh, B]."""
+    if tensor is not None:
+        return tensor.block.flatten(axes)[..., :users].long()
+    if len(listed) != users:
+        raise OperandError(f"ttnn.{name}: {len(listed)} positions for {users} users", fix="one position for each")
+    return torch.tensor(list(listed)).reshape(*(1,) * axes, users)
 
 
 def attention_topology(

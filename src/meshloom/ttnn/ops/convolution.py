@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.activations import activated
+from meshloom.ttnn.ops.activations import activate
 from meshloom.ttnn.ops.block_moves import whole
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, PaddingMode
 from meshloom.ttnn.ops.copies import typecast
-from meshloom.ttnn.ops.sliding import around, channels_first, flattened, pictures_dim, torch_order, windows
+from meshloom.ttnn.ops.sliding import around, channels_first, flatten_pictures, pictures_dim, torch_order, windows
 from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig
@@ -64,11 +64,11 @@ def _convolution(
 ) -> Found:
     """The convolution of pictures of these sizes with weights of this shape; its own results are of `size`."""
     config = conv_config or Conv2dConfig()
-    weight, bias = _prepared(weight_tensor, bias_tensor, device, config)
+    weight, bias = _prepare(weight_tensor, bias_tensor, device, config)
     _check(name, weight, weights)
     mode = "replicate" if config.padding_mode is PaddingMode.Replicate else "constant"
-    values = _convolved(name, input_tensor, weight, bias, sizes, groups, lambda x, w, n: convolve(x, w, n, mode))
-    made = _finished(name, values, input_tensor, weight, bias, groups, config)
+    values = _convolve(name, input_tensor, weight, bias, sizes, groups, lambda x, w, n: convolve(x, w, n, mode))
+    made = _finish(name, values, input_tensor, weight, bias, groups, config)
     kept = ((weight, bias),) if return_weights_and_bias else ()
     return (made, *((size,) if return_output_dim else ()), *kept) if return_output_dim or kept else made
 
@@ -157,8 +157,8 @@ def conv_transpose2d(
     """The transposed convolution; with `mirror_kernel=False` weights were mirrored already."""
     kernel, steps, holes, more = (whole(each, 2) for each in (kernel_size, stride, dilation, output_padding))
     edges = around(padding)
-    height = _grown(input_height, kernel[0], steps[0], edges[0] + edges[1], holes[0], more[0])
-    width = _grown(input_width, kernel[1], steps[1], edges[2] + edges[3], holes[1], more[1])
+    height = _grown_size(input_height, kernel[0], steps[0], edges[0] + edges[1], holes[0], more[0])
+    width = _grown_size(input_width, kernel[1], steps[1], edges[2] + edges[3], holes[1], more[1])
 
     def convolve(pictures: Block, kernels: Block, several: int, mode: str) -> Block:
         turned = kernels if mirror_kernel else kernels.flip((-2, -1))
@@ -174,7 +174,7 @@ def conv_transpose2d(
     return _convolution("conv_transpose2d", convolve, sizes, weights, (height, width), groups, **how)
 
 
-def _grown(size: int, kernel: int, stride: int, padding: int, dilation: int, more: int) -> int:
+def _grown_size(size: int, kernel: int, stride: int, padding: int, dilation: int, more: int) -> int:
     return (size - 1) * stride - padding + dilation * (kernel - 1) + more + 1
 
 
@@ -190,7 +190,7 @@ def get_conv_output_dim(input: int, window: int, stride: int = 1, pad: int = 0, 
 # operands
 
 
-def _prepared(
+def _prepare(
     weight: Tensor, bias: Tensor | None, device: MeshDevice, config: Conv2dConfig
 ) -> tuple[Tensor, Tensor | None]:
     """Weights and bias on the device, in the dtype that the config asks for."""
@@ -212,7 +212,7 @@ def _check(name: str, weight: Tensor, wanted: tuple[int, ...]) -> None:
         )
 
 
-def _convolved(
+def _convolve(
     name: str,
     tensor: Tensor,
     weight: Tensor,
@@ -226,8 +226,8 @@ def _convolved(
     axes = len(tensor.grid)
     pictures = channels_first(name, tensor, sizes)
     one = groups == 1 and name != "conv_transpose2d"  # more weights for one picture are more output channels
-    found = _folded(pictures.float(), kernels.float(), axes, groups, one, convolve)
-    values = flattened(found, axes)
+    found = _fold_devices(pictures.float(), kernels.float(), axes, groups, one, convolve)
+    values = flatten_pictures(found, axes)
     if bias is None:
         return values
     _, (_, added) = operands(name, tensor, bias)
@@ -235,7 +235,7 @@ def _convolved(
     return values + flat.reshape(*flat.shape[:axes], 1, 1, 1, flat.shape[-1])
 
 
-def _folded(
+def _fold_devices(
     pictures: Block, kernels: Block, axes: int, groups: int, one: bool, convolve: Callable[[Block, Block, int], Block]
 ) -> Block:
     """[*mesh, N, C, H, W] with [*mesh, ...] weights: axes along which weights differ become groups of channels."""
@@ -259,11 +259,11 @@ def _folded(
 # results
 
 
-def _finished(
+def _finish(
     name: str, values: Block, tensor: Tensor, weight: Tensor, bias: Tensor | None, groups: int, config: Conv2dConfig
 ) -> Made:
     if config.activation is not None:
-        values = activated(values, config.activation)
+        values = activate(values, config.activation)
     tensors = (tensor, weight) if bias is None else (tensor, weight, bias)
     return Made(
         values,

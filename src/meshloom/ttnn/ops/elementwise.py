@@ -20,11 +20,21 @@ from meshloom.ttnn.ops.activations import (
     BcastOpMath,
     Function,
     GeluVariant,
-    activated,
-    divided,
+    activate,
+    divide,
 )
 from meshloom.ttnn.ops.block_moves import axis_of
-from meshloom.ttnn.ops.calling import REQUIRED, TABLE, Made, named, op, operands, register, result, shared_coords
+from meshloom.ttnn.ops.calling import (
+    REQUIRED,
+    TABLE,
+    Made,
+    op,
+    operands,
+    register,
+    result,
+    shared_coords,
+    with_arguments,
+)
 from meshloom.ttnn.ops.topologies import EACH, Named, rule_of, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.parts import Block, aligned
@@ -56,7 +66,7 @@ def unary(name: str, function: Function) -> None:
         return _unary(name, function, input_tensor, numbers, kind)
 
     doc, takes = f"{name} of every element.", {"input_tensor": REQUIRED, **function.parameters, "kind": None}
-    register(name, doc, named(name, doc, takes, with_parameters) if function.parameters else plain, also=_KEPT)
+    register(name, doc, with_arguments(name, doc, takes, with_parameters) if function.parameters else plain, also=_KEPT)
 
 
 _KEPT = "fast_and_approximate_mode memory_config output_tensor sub_core_grids"
@@ -101,7 +111,7 @@ def gelu(input_tensor: Tensor, *, variant: GeluVariant = GeluVariant.Accurate, k
 @op("unary_chain")
 def unary_chain(input_tensor: Tensor, ops_chain: Sequence[Activation], *, kind: DataType | None = None) -> Made:
     """One activation after the other."""
-    return _unary("unary_chain", Function(lambda x: activated(x, ops_chain), {}), input_tensor, (), kind)
+    return _unary("unary_chain", Function(lambda x: activate(x, ops_chain), {}), input_tensor, (), kind)
 
 
 @op("polyval")
@@ -136,7 +146,9 @@ def _shapes_of(name: str, a: Tensor, b: Tensor) -> int:
     return rank
 
 
-def paired(name: str, a: Operand, b: Operand, kind: DataType | None) -> tuple[Tensor, Any, Any, tuple[Tensor, ...]]:
+def pair_operands(
+    name: str, a: Operand, b: Operand, kind: DataType | None
+) -> tuple[Tensor, Any, Any, tuple[Tensor, ...]]:
     """The first tensor of two operands, what to compute with, and the tensors among them."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         _, (x, y) = operands(name, a, b)
@@ -171,21 +183,21 @@ def binary(
     kind: DataType | None = None,
 ) -> Made:
     """A function of two operands of which one may be a number, with activations fused before and after it."""
-    first, x, y, tensors = paired(name, a, b, kind if output is None else output.dtype)
+    first, x, y, tensors = pair_operands(name, a, b, kind if output is None else output.dtype)
     if input_tensor_a_activations or input_tensor_b_activations:
-        x, y, rule = _fused(x, input_tensor_a_activations), _fused(y, input_tensor_b_activations), EACH
+        x, y, rule = _fuse(x, input_tensor_a_activations), _fuse(y, input_tensor_b_activations), EACH
     block = function(x, y)
     if activations:
-        block, rule = activated(block, activations), EACH
+        block, rule = activate(block, activations), EACH
     alone = first._coords is None and tensors[-1]._coords is None
     return Made(block, first, topology_of(rule, a, b), output=output, coords=None if alone else shared_coords(*tensors))
 
 
-def _fused(value: Any, activations: Sequence[Activation]) -> Any:
+def _fuse(value: Any, activations: Sequence[Activation]) -> Any:
     if not activations:
         return value
     block = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
-    return activated(block, activations)
+    return activate(block, activations)
 
 
 _SPELLED = {"input_a": "input_tensor_a", "input_b": "input_tensor_b"}
@@ -238,12 +250,12 @@ def _first(function: Callable[[Any, Any], Block]) -> Callable[[Any, Any], Block]
     return lambda x, y: function(x if isinstance(x, torch.Tensor) else torch.full_like(y, x), y)
 
 
-def _squared(x: Any, y: Any) -> Block:
-    difference = x - y
+def _squared_difference(x: Any, y: Any) -> Block:
+    difference: Block = x - y
     return difference * difference
 
 
-def _shift_in_zeros(x: Any, y: Any) -> Block:
+def _shift_in_zeros(x: Block, y: Any) -> Block:
     return ((x.to(torch.int64) & 0xFFFFFFFF) >> y).to(torch.int32) if x.dtype is torch.int32 else x >> y
 
 
@@ -262,7 +274,7 @@ _pair("rsub", lambda x, y: y - x, "sub", "rsub_")
 _pair("bitwise_left_shift logical_left_shift", _first(torch.bitwise_left_shift))
 _pair("logical_right_shift", _first(_shift_in_zeros))
 _pair("ldexp", _both(lambda x, y: x * torch.exp2(y.float())), in_place="ldexp_")
-_pair("squared_difference", _squared, in_place="squared_difference_")
+_pair("squared_difference", _squared_difference, in_place="squared_difference_")
 _pair("xlogy", _first(torch.special.xlogy))
 _pair("remainder", torch.remainder)
 _pair("fmod", torch.fmod, scalar="input_tensor_b")
@@ -276,12 +288,12 @@ def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode: str 
     if rounding_mode not in (None, "trunc", "floor"):
         raise ArgumentError(f"ttnn.div: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
     rule = "div" if rounding_mode is None else EACH
-    return binary("div", _first(lambda x, y: divided(x, y, rounding_mode)), input_tensor_a, input_tensor_b, rule, **how)
+    return binary("div", _first(lambda x, y: divide(x, y, rounding_mode)), input_tensor_a, input_tensor_b, rule, **how)
 
 
 _WRITTEN = "The quotient of every two elements, written into the first operand."
 _two("div_ divide_", torch.div, "div", _WRITTEN, _SPEED, _SPELLED, writes=True)
-_pair("floor_div", _first(lambda x, y: divided(x, y, "floor")), value="input_tensor_b")
+_pair("floor_div", _first(lambda x, y: divide(x, y, "floor")), value="input_tensor_b")
 
 
 def _no_nan(x: Any, y: Any) -> Block:
@@ -305,7 +317,7 @@ def isclose(
     return binary("isclose", close, input_tensor_a, input_tensor_b)
 
 
-def _scaled(name: str, doc: str, sign: int) -> None:
+def _register_scaled(name: str, doc: str, sign: int) -> None:
     def call(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
         add = functools.partial(torch.add, alpha=sign * alpha)
         return binary(name, add, input_tensor_a, input_tensor_b, "add", kind=kind)
@@ -313,8 +325,8 @@ def _scaled(name: str, doc: str, sign: int) -> None:
     register(name, doc, call)
 
 
-_scaled("addalpha", "a + alpha * b.", 1)
-_scaled("subalpha", "a - alpha * b.", -1)
+_register_scaled("addalpha", "a + alpha * b.", 1)
+_register_scaled("subalpha", "a - alpha * b.", -1)
 
 
 @op("prelu")
@@ -367,17 +379,17 @@ def where(predicate: Tensor, true_value: Operand, false_value: Operand, *, outpu
     """The second operand where the first is not zero, else the third."""
     like = next((each for each in (true_value, false_value) if isinstance(each, Tensor)), predicate)
 
-    def chosen(condition: Block, yes: Any, no: Any) -> Block:
+    def choose(condition: Block, yes: Any, no: Any) -> Block:
         found = torch.where(condition != 0, yes, no)
         return found if found.dtype is like.dtype.store or found.dtype.is_floating_point else found.to(like.dtype.store)
 
     values = (predicate, true_value, false_value)
     if like is predicate or like.dtype is predicate.dtype or output_tensor is not None:
         kind = None if output_tensor is None else output_tensor.dtype
-        return several("where", chosen, values, kind).into(output_tensor)
+        return several("where", choose, values, kind).into(output_tensor)
     ordered = (like, *(each for each in values if each is not like))
     places = [next(i for i, each in enumerate(ordered) if each is value) for value in values]
-    return several("where", lambda *blocks: chosen(*(blocks[i] for i in places)), ordered)
+    return several("where", lambda *blocks: choose(*(blocks[i] for i in places)), ordered)
 
 
 def _three(name: str, doc: str, arguments: str, function: Callable[..., Block], **numbers: Any) -> None:
@@ -393,7 +405,7 @@ def _three(name: str, doc: str, arguments: str, function: Callable[..., Block], 
 
         return several(name, exact, given[:count], given[-1])
 
-    op(name)(named(name, doc, takes, call))
+    op(name)(with_arguments(name, doc, takes, call))
 
 
 _three("addcmul", "a + value * b * c.", "input_a input_b input_c", torch.addcmul, value=1.0)
@@ -421,10 +433,10 @@ def mac(
     c = value if input_tensor_c is None else input_tensor_c
     if b is None or c is None:
         raise ArgumentError("ttnn.mac needs a factor and a summand")
-    return several("mac", _multiplied_and_added, (input_tensor_a, b, c), kind)
+    return several("mac", _multiply_and_add, (input_tensor_a, b, c), kind)
 
 
-def _multiplied_and_added(a: Block, b: Any, c: Any) -> Block:
+def _multiply_and_add(a: Block, b: Block | Scalar, c: Block | Scalar) -> Block:
     return (a.float() if a.dtype is torch.bfloat16 else a) * b + c
 
 
@@ -436,12 +448,12 @@ def _clamp(name: str) -> None:
         if not limits:
             raise OperandError(f"ttnn.{name}: Only one of 'min' or 'max' can be None. Please provide at least one")
 
-        def limited(x: Block, *given: Any) -> Block:
+        def limit(x: Block, *given: Any) -> Block:
             for value, (_, how) in zip(given, limits, strict=True):
                 x = how(x, value if isinstance(value, torch.Tensor) else torch.full_like(x, value))
             return x
 
-        return several(name, limited, (input_tensor, *(each for each, _ in limits)), kind)
+        return several(name, limit, (input_tensor, *(each for each, _ in limits)), kind)
 
     register(name, "Every element, but at least `min` and at most `max`; either may be left out.", call)
 
@@ -464,7 +476,7 @@ def _spread(value: Tensor | Scalar, tensor: Tensor, axis: int | None) -> Tensor 
     return result(block, value, topology=value.tensor_topology())
 
 
-def _quantised(name: str, doc: str, takes: str, function: Callable[..., Block], kind: DataType) -> None:
+def _register_quantised(name: str, doc: str, takes: str, function: Callable[..., Block], kind: DataType) -> None:
     """Register an op of a tensor and some scales and zero points, which are numbers, or tensors along `axis`."""
 
     def call(tensor: Tensor, *given: Any) -> Made:
@@ -477,20 +489,20 @@ def _quantised(name: str, doc: str, takes: str, function: Callable[..., Block], 
         return Made(function(tensor.block.float(), *blocks), tensor, topology_of(EACH, *tensors), kind)
 
     required = dict.fromkeys(f"input_tensor {takes}".split(), REQUIRED)
-    op(name)(named(name, doc, {**required, "axis": None}, call))
+    op(name)(with_arguments(name, doc, {**required, "axis": None}, call))
 
 
-_quantised(
+_register_quantised(
     "quantize",
     "round(x / scale) + zero_point, as integers of 8 bits with a sign.",
     "scale zero_point",
     lambda x, s, z: (torch.round(x / s) + z).clamp(-128, 127),
     DataType.INT32,
 )
-_quantised(
+_register_quantised(
     "dequantize", "(q - zero_point) * scale.", "scale zero_point", lambda q, s, z: (q - z) * s, DataType.BFLOAT16
 )
-_quantised(
+_register_quantised(
     "requantize",
     "From one scale and zero point to another.",
     "in_scale in_zero_point out_scale out_zero_point",

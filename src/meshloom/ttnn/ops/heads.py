@@ -171,7 +171,7 @@ def nlp_create_qkv_heads_decode(
     size, axes = _head_size(name, users, None, counts), len(users.grid)
     parts = block.split([count * size for count in counts], dim=-1)
     found = [
-        _decoded(users, part.unflatten(-1, (count, size)), axes, output_tensors, number)
+        _decode_heads(users, part.unflatten(-1, (count, size)), axes, output_tensors, number)
         for number, (part, count) in enumerate(zip(parts, counts, strict=True))
     ]
     return found[0], found[1], found[2]
@@ -193,7 +193,7 @@ def _some_users(tensor: Tensor, offset: Tensor, count: int) -> Tensor:
     return slice_(tensor, begin, end)
 
 
-def _decoded(source: Tensor, block: Block, axes: int, outputs: Outputs, number: int) -> Made:
+def _decode_heads(source: Tensor, block: Block, axes: int, outputs: Outputs, number: int) -> Made:
     """[1, 1, B, heads, D] of a device as [1, B, heads, D]."""
     made = block.flatten(axes, axes + 1)
     label = topology_of(moves((0, None, 1, 2)), source, shape=made.shape[axes:])
@@ -217,7 +217,7 @@ def nlp_concat_heads_decode(input_tensor: Tensor, *, num_heads: int) -> Made:
 # together
 
 
-def concatenated(name: str, tensor: Tensor, four: bool) -> Made:
+def join_heads(name: str, tensor: Tensor, four: bool) -> Made:
     """[B, H, S, D] as [B, S, H * D], of rank 4 or 3."""
     _, (block,) = operands(name, tensor)
     axes = len(tensor.grid)
@@ -232,7 +232,7 @@ def concatenated(name: str, tensor: Tensor, four: bool) -> Made:
 
 def _concatenate(name: str, shape: str, four: bool) -> None:
     def call(input_tensor: Tensor) -> Made:
-        return concatenated(name, input_tensor, four)
+        return join_heads(name, input_tensor, four)
 
     register(name, f"[B, H, S, D] as {shape}.", call)
 

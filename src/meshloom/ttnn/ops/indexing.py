@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, taken
+from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, take_rows
 from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.ops.topologies import Rows, einsum, moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
@@ -66,11 +66,14 @@ def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str 
         else block.scatter_reduce(axes + place, at, source, _REDUCE[reduce])
     )
     return Made(
-        values, input, topology_of(_scattered(input, place), input, index, src), coords=shared_coords(input, index, src)
+        values,
+        input,
+        topology_of(_scatter_rows(input, place), input, index, src),
+        coords=shared_coords(input, index, src),
     )
 
 
-def _scattered(tensor: Tensor, place: int) -> Rows:
+def _scatter_rows(tensor: Tensor, place: int) -> Rows:
     """Row i of numbers and values is about row i of the tensor: cut where all are, and as each device has it along
     the dim that is written."""
     every = (f"S({dim}), S({dim}), S({dim}) -> S({dim})" for dim in range(len(tensor.shape)))
@@ -88,16 +91,16 @@ def scatter_add(
 @op("tosa_gather")
 def tosa_gather(input: Tensor, index: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """Rows [N, W, C] of [N, K, C] by numbers [N, W]."""
-    return gather(input, 1, _widened(index, input), memory_config=memory_config)
+    return gather(input, 1, _widen(index, input), memory_config=memory_config)
 
 
 @op("tosa_scatter")
 def tosa_scatter(input: Tensor, index: Tensor, src: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """Rows [N, W, C] put into [N, K, C] by numbers [N, W]."""
-    return scatter(input, 1, _widened(index, input), src, memory_config=memory_config)
+    return scatter(input, 1, _widen(index, input), src, memory_config=memory_config)
 
 
-def _widened(index: Tensor, like: Tensor) -> Tensor:
+def _widen(index: Tensor, like: Tensor) -> Tensor:
     """Numbers [N, W] for whole rows: [N, W, C]."""
     operands("tosa_gather", index, like)
     block = index.block.unsqueeze(-1).expand(*index.block.shape, like.shape[-1])
@@ -156,7 +159,7 @@ def moreh_getitem(input: Tensor, index_tensors: Sequence[Tensor], index_dims: Se
         inside("moreh_getitem", index, input.shape[dim], f"index of dim {dim}", lowest=-input.shape[dim])
         number = number * input.shape[dim] + index.long().flatten(axes) % input.shape[dim]
     merged = blocks[0].flatten(axes + dims[0], axes + dims[-1]).movedim(axes + dims[0], axes)
-    values = taken(merged, number, axes).movedim(axes, axes + dims[0])
+    values = take_rows(merged, number, axes).movedim(axes, axes + dims[0])
     gone = len(dims) - 1
     kept = tuple(None if dim in dims else dim - gone * (dim > dims[-1]) for dim in range(rank))
     tensors = (input, *index_tensors)

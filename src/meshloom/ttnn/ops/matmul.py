@@ -1,7 +1,7 @@
 """Products of matrices: every device multiplies its own parts.
 
 Sums are kept in float32 and rounded once to the dtype of the first operand, or `dtype=`. Devices that share an operand
-are folded into the rows or columns of one large product (`multiplied`).
+are folded into the rows or columns of one large product (`multiply_blocks`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ops.rule import Rule
-from meshloom.ttnn.ops.activations import Activation, activated
+from meshloom.ttnn.ops.activations import Activation, activate
 from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
 from meshloom.ttnn.ops.elementwise import fine
 from meshloom.ttnn.ops.topologies import LINEAR, contraction, einsum, rows, topology_of, without_terms
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.padding import filled
+from meshloom.ttnn.tensor.padding import fill_padding
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
 
 
-def _checked(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> None:
+def _check(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> None:
     if a.layout is not Layout.TILE or b.layout is not Layout.TILE:
         raise OperandError(
             f"ttnn.{name}: Inputs to matmul must be tilized", fix="ttnn.to_layout(tensor, ttnn.TILE_LAYOUT)"
@@ -53,9 +53,9 @@ def _checked(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bo
 def product(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool, kind: DataType) -> Block:
     """The block of a product of matrices."""
     _, (x, y) = operands(name, a, b)
-    _checked(name, a, b, transpose_a, transpose_b)
-    x = filled(x, a, [-2 if transpose_a and len(a.shape) > 1 else -1], "sum")
-    y = filled(y, b, [-1 if transpose_b or len(b.shape) == 1 else -2], "sum")
+    _check(name, a, b, transpose_a, transpose_b)
+    x = fill_padding(x, a, [-2 if transpose_a and len(a.shape) > 1 else -1], "sum")
+    y = fill_padding(y, b, [-1 if transpose_b or len(b.shape) == 1 else -2], "sum")
     x, y = _alike(fine(x, kind), fine(y, kind))
     if transpose_a and len(a.shape) > 1:
         x = x.transpose(-1, -2)
@@ -64,7 +64,7 @@ def product(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: boo
     if len(a.shape) == 1 or len(b.shape) == 1:
         return _with_vector(x, y, len(a.shape), len(b.shape), len(a.grid))
     rank, axes = max(len(a.shape), len(b.shape)), len(a.grid)
-    return multiplied(aligned(x, axes, rank), aligned(y, axes, rank))
+    return multiply_blocks(aligned(x, axes, rank), aligned(y, axes, rank))
 
 
 def _alike(x: Block, y: Block) -> tuple[Block, Block]:
@@ -77,10 +77,10 @@ def _alike(x: Block, y: Block) -> tuple[Block, Block]:
 MANY_ROWS, FEW_COLUMNS = 16, 64  # where one wide product beats many narrow ones, its copy of the second included
 
 
-def multiplied(x: Block, y: Block) -> Block:
+def multiply_blocks(x: Block, y: Block) -> Block:
     """x @ y with all leading dims as a batch, folded into one product where no batch is in both.
 
-    >>> multiplied(torch.ones(2, 1, 3, 5), torch.ones(1, 4, 5, 7)).shape  # (2 * 3, 5) @ (5, 4 * 7)
+    >>> multiply_blocks(torch.ones(2, 1, 3, 5), torch.ones(1, 4, 5, 7)).shape  # (2 * 3, 5) @ (5, 4 * 7)
     torch.Size([2, 4, 3, 7])
     """
     if any(1 not in pair for pair in zip(x.shape[:-2], y.shape[:-2], strict=True)):
@@ -101,8 +101,8 @@ def _with_vector(x: Block, y: Block, a_rank: int, b_rank: int, axes: int) -> Blo
     if a_rank == 1 and b_rank == 1:
         return (x * y).sum(-1)
     if b_rank == 1:
-        return multiplied(x, aligned(y.unsqueeze(-1), axes, a_rank)).squeeze(-1)
-    return multiplied(aligned(x.unsqueeze(-2), axes, b_rank), y).squeeze(-2)
+        return multiply_blocks(x, aligned(y.unsqueeze(-1), axes, a_rank)).squeeze(-1)
+    return multiply_blocks(aligned(x.unsqueeze(-2), axes, b_rank), y).squeeze(-2)
 
 
 def multiply(
@@ -128,7 +128,7 @@ def multiply(
         operands(name, a, bias)
         block = block + aligned(fine(bias.block, kind), len(a.grid), rank)
     if activation is not None:
-        block, label = activated(block, activation), without_terms(label)
+        block, label = activate(block, activation), without_terms(label)
     return Made(block, a, label, coords=shared_coords(*made_by))
 
 

@@ -53,7 +53,7 @@ def sampling(
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     luck = torch.rand(users, 1, generator=generator)
     logits, limit, share = spread([logits, limit, share.float()], axes)
-    place = _drawn(logits, limit, share, luck)
+    place = _draw(logits, limit, share, luck)
     numbers, at = spread([blocks[1].flatten(axes, -2), place], axes)
     chosen = numbers.gather(-1, at).squeeze(-1)
     at_users = len(input_values_tensor.shape) - 2  # cut at the choices, devices would draw different tokens
@@ -71,10 +71,10 @@ def sampling(
     )
 
 
-def _drawn(logits: Block, limit: Block, share: Block, luck: Block) -> Block:
+def _draw(logits: Block, limit: Block, share: Block, luck: Block) -> Block:
     """Where the token is that luck, from 0 to 1, falls on: among the best, in the order of their logits.
 
-    >>> _drawn(torch.tensor([[0.0, 3.0, 2.0]]), torch.tensor([[2]]), torch.tensor([[1.0]]), torch.tensor([[0.9]]))
+    >>> _draw(torch.tensor([[0.0, 3.0, 2.0]]), torch.tensor([[2]]), torch.tensor([[1.0]]), torch.tensor([[0.9]]))
     tensor([[2]])
     """
     sorted_, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -110,7 +110,8 @@ def minimal_matmul(
     if not fuse_swiglu:
         return made
     gate, up = chunk(made, 2, -1)
-    return calling.TABLE["multiply"](gate, up, input_tensor_a_activations=["silu"])
+    gated: Tensor = calling.TABLE["multiply"](gate, up, input_tensor_a_activations=["silu"])
+    return gated
 
 
 @op("experimental.minimal_matmul_split", more=minimal_matmul)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.calling import REQUIRED, Made, named, op, operands, register, shared_coords
+from meshloom.ttnn.ops.calling import REQUIRED, Made, op, operands, register, shared_coords, with_arguments
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.gradients import Gradients, gradients
 from meshloom.ttnn.ops.matmul import matmul, multiply
@@ -158,7 +158,7 @@ def moreh_cumsum_backward(output_grad: Tensor, dim: int) -> Made:
 # products
 
 
-def _dotted(x: Block, y: Block) -> Block:
+def _dot(x: Block, y: Block) -> Block:
     return (x * y).sum(-1, keepdim=True)
 
 
@@ -171,7 +171,7 @@ def moreh_dot(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     lead = "abcdefg"[: len(input_tensor_a.shape) - 1]
     products = einsum(f"{lead}n, {lead}n -> {lead}.", 0, 1)
     label = topology_of(products, *both, shape=(*input_tensor_a.shape[:-1], 1))
-    return Made(_dotted(exact(x), exact(y)), input_tensor_a, label, coords=shared_coords(*both))
+    return Made(_dot(exact(x), exact(y)), input_tensor_a, label, coords=shared_coords(*both))
 
 
 @op("moreh_dot_backward")
@@ -219,7 +219,7 @@ def moreh_bmm_backward(
     mat2_grad: Tensor | None = None,
     input_grad_memory_config: MemoryConfig | None = None,
     mat2_grad_memory_config: MemoryConfig | None = None,
-) -> Gradients:
+) -> list[Tensor | None]:
     """grad @ mat2.T and input.T @ grad."""
     how: list[dict[str, Any]] = [
         {"memory_config": input_grad_memory_config, "optional_output_tensor": input_grad},
@@ -233,7 +233,7 @@ def moreh_bmm_backward(
 # steps of optimizers
 
 
-def _updated(
+def _update(
     name: str,
     function: Callable[..., Sequence[Block | None]],
     tensors: Sequence[Tensor | None],
@@ -271,7 +271,7 @@ def _adam(name: str, decoupled: bool) -> None:
         max_exp_avg_sq_in: Tensor | None,
         *outputs: Tensor | None,
     ) -> Gradients:
-        def stepped(p: Block, g: Block, m: Block, v: Block, top: Block | None) -> Sequence[Block | None]:
+        def advance(p: Block, g: Block, m: Block, v: Block, top: Block | None) -> Sequence[Block | None]:
             if decoupled:
                 p = p * (1 - lr * weight_decay)
             else:
@@ -287,13 +287,13 @@ def _adam(name: str, decoupled: bool) -> None:
         if step < 1:
             raise ArgumentError(f"ttnn.{name}: step={step}", fix="steps are counted from 1")
         tensors = (param_in, grad, exp_avg_in, exp_avg_sq_in, max_exp_avg_sq_in if amsgrad else None)
-        return _updated(name, stepped, tensors, outputs)
+        return _update(name, advance, tensors, outputs)
 
     takes = dict.fromkeys("param_in grad exp_avg_in exp_avg_sq_in".split(), REQUIRED)
     numbers = {"lr": 0.001, "beta1": 0.9, "beta2": 0.999, "eps": 1e-08, "weight_decay": 0.01 if decoupled else 0.0}
     state = {"step": 0, "amsgrad": False, "max_exp_avg_sq_in": None, **dict.fromkeys(_STATE.split())}
     doc = f"One step of Adam{' with decoupled decay' if decoupled else ''}: the parameter and its state."
-    op(name)(named(name, doc, {**takes, **numbers, **state}, call))
+    op(name)(with_arguments(name, doc, {**takes, **numbers, **state}, call))
 
 
 _adam("moreh_adam", decoupled=False)
@@ -318,7 +318,7 @@ def moreh_sgd(
 ) -> Gradients:
     """One step of stochastic gradient descent: the parameter and its momentum."""
 
-    def stepped(p: Block, g: Block, moving: Block | None) -> Sequence[Block | None]:
+    def advance(p: Block, g: Block, moving: Block | None) -> Sequence[Block | None]:
         g = g + weight_decay * p
         if momentum == 0:
             return p - lr * g, None
@@ -326,7 +326,7 @@ def moreh_sgd(
         return p - lr * (g + momentum * kept if nesterov else kept), kept
 
     tensors = (param_in, grad, momentum_buffer_in)
-    return _updated("moreh_sgd", stepped, tensors, (param_out, momentum_buffer_out), param_out_memory_config)
+    return _update("moreh_sgd", advance, tensors, (param_out, momentum_buffer_out), param_out_memory_config)
 
 
 @op("moreh_matmul_backward")
@@ -376,7 +376,8 @@ def moreh_norm_backward(
     dims = dims_of("moreh_norm_backward", input, dim)
 
     def norm(x: Block) -> Block:
-        return torch.linalg.vector_norm(x, p, dims, keepdim)
+        found: Block = torch.linalg.vector_norm(x, p, dims, keepdim)
+        return found
 
     (found,) = gradients("moreh_norm_backward", norm, output_grad, [input])
     assert found is not None

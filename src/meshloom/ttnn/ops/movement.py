@@ -43,23 +43,20 @@ def reshape(
     """The same elements in another shape; one size may be -1. Rows that stay whole stay where they are in memory."""
     if shape is None:
         raise ArgumentError("ttnn.reshape: a shape is missing")
-    sizes = inferred("reshape", tuple(input_tensor.shape), shape)
-    label = topology_of_reshape(input_tensor, sizes)
-    if is_view(input_tensor, sizes, memory_config):
-        return viewed(input_tensor, sizes, label)
-    return _reshaped(input_tensor, sizes, label, memory_config)
+    sizes = infer_shape("reshape", tuple(input_tensor.shape), shape)
+    return _see_as(input_tensor, sizes, memory=memory_config)
 
 
 @op("view")
 def view(input_tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The same memory in another shape; the last dim stays, and in tiles the last two stay whole tiles."""
-    sizes = inferred("view", tuple(input_tensor.shape), shape)
+    sizes = infer_shape("view", tuple(input_tensor.shape), shape)
     if not is_view(input_tensor, sizes, None):
         raise OperandError(
             f"ttnn.view: {list(input_tensor.shape)} in {input_tensor.layout} cannot be seen as {list(sizes)} in place",
             fix="ttnn.reshape",
         )
-    return viewed(input_tensor, sizes, topology_of_reshape(input_tensor, sizes))
+    return view_as(input_tensor, sizes, topology_of_reshape(input_tensor, sizes))
 
 
 @op("experimental.view")
@@ -93,7 +90,7 @@ def squeeze(input_tensor: Tensor, dim: int | Sequence[int] | None = None) -> Ten
     asked = range(rank) if dim is None else [axis_of("squeeze", each, rank) for each in whole(dim, 1)]
     gone = {each for each in asked if shape[each] == 1}
     left = [each for each in range(rank) if each not in gone]
-    return _seen(input_tensor, [shape[each] for each in left], {each: place for place, each in enumerate(left)})
+    return _see_as(input_tensor, [shape[each] for each in left], {each: place for place, each in enumerate(left)})
 
 
 @op("unsqueeze")
@@ -102,7 +99,7 @@ def unsqueeze(input_tensor: Tensor, dim: int) -> Tensor:
     shape = tuple(input_tensor.shape)
     place = axis_of("unsqueeze", dim, len(shape) + 1)
     places = {each: each + (each >= place) for each in range(len(shape))}
-    return _seen(input_tensor, (*shape[:place], 1, *shape[place:]), places)
+    return _see_as(input_tensor, (*shape[:place], 1, *shape[place:]), places)
 
 
 @op("unsqueeze_to_4D")
@@ -112,13 +109,13 @@ def unsqueeze_to_4D(tensor: Tensor) -> Tensor:
     missing = 4 - len(shape)
     if missing < 0:
         raise OperandError(f"ttnn.unsqueeze_to_4D: Tensor rank is greater than 4: {list(shape)}")
-    return _seen(tensor, (1,) * missing + shape, {each: each + missing for each in range(len(shape))})
+    return _see_as(tensor, (1,) * missing + shape, {each: each + missing for each in range(len(shape))})
 
 
-def inferred(name: str, had: Sequence[int], asked: Sequence[int]) -> tuple[int, ...]:
+def infer_shape(name: str, had: Sequence[int], asked: Sequence[int]) -> tuple[int, ...]:
     """A shape with its -1 worked out.
 
-    >>> inferred("reshape", (2, 6), (3, -1))
+    >>> infer_shape("reshape", (2, 6), (3, -1))
     (3, 4)
     """
     sizes, total = tuple(asked), math.prod(had)
@@ -146,7 +143,7 @@ def is_view(tensor: Tensor, shape: tuple[int, ...], memory_config: MemoryConfig 
     return tensor.layout is Layout.ROW_MAJOR or rows == after or (rows[0] % height == 0 and after[0] % height == 0)
 
 
-def viewed(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tensor:
+def view_as(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tensor:
     """A tensor in the memory of another."""
     if tensor.home is not None or tensor.device() is not None:
         operands("view", tensor)
@@ -164,16 +161,16 @@ def viewed(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tenso
     )
 
 
-def _seen(tensor: Tensor, shape: Sequence[int], places: dict[int, int]) -> Tensor:
-    label = topology_of_reshape(tensor, shape, places)
-    sizes = tuple(shape)
-    return viewed(tensor, sizes, label) if is_view(tensor, sizes, None) else _reshaped(tensor, sizes, label, None)
-
-
-def _reshaped(tensor: Tensor, shape: tuple[int, ...], label: TensorTopology, memory: MemoryConfig | None) -> Tensor:
+def _see_as(
+    tensor: Tensor, shape: Sequence[int], places: dict[int, int] | None = None, memory: MemoryConfig | None = None
+) -> Tensor:
+    """A tensor in another shape, in the same memory if that can stay as it is."""
+    sizes, label = tuple(shape), topology_of_reshape(tensor, shape, places)
+    if is_view(tensor, sizes, memory):
+        return view_as(tensor, sizes, label)
     if tensor.home is not None or tensor.device() is not None:
         operands("reshape", tensor)
-    block = tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *shape)
+    block = tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *sizes)
     return result(fresh(block), tensor, topology=label, memory_config=memory)
 
 
@@ -219,7 +216,7 @@ def convert_to_hwc(input: Tensor, *, memory_config: MemoryConfig | None = None) 
     """Pictures [1, B, C, HW] with their channels last: [1, 1, B * HW, C]."""
     turned = transpose(input, -2, -1, memory_config=memory_config)
     sizes = (1, 1, -1, turned.shape[-1])
-    found = inferred("experimental.convert_to_hwc", tuple(turned.shape), sizes)
+    found = infer_shape("experimental.convert_to_hwc", tuple(turned.shape), sizes)
     return Made(
         turned.block.reshape(*turned.block.shape[: len(turned.grid)], *found),
         turned,
@@ -288,7 +285,7 @@ def broadcast_to(
     *,
     memory_config: MemoryConfig | None = None,
     output: Tensor | None = None,
-) -> Made:
+) -> Made | Tensor:
     """`expand` that can write into a tensor."""
     made = expand(input, output_shape, memory_config=memory_config)
     return made if output is None else Made(made.block, made, made.tensor_topology(), output=output)
@@ -348,7 +345,7 @@ def fold(
         memory_config=override_memory_config,
     )
     if output_shape is not None:
-        return _cropped(folded, tuple(output_shape))
+        return _crop(folded, tuple(output_shape))
     return reshape(folded, (1, 1, n * rows * columns, -1)) if collapse_output else folded
 
 
@@ -364,7 +361,7 @@ def _around(padding: Sequence[int]) -> list[int]:
     return [*(channels or (0, 0)), left, right, top, bottom]
 
 
-def _cropped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _crop(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     axes = len(tensor.grid)
     block = tensor.block[(slice(None),) * axes + tuple(slice(size) for size in shape)]
     return result(fresh(block), tensor, topology=topology_of(moves(same(tensor)), tensor, shape=shape))

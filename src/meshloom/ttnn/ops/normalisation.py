@@ -27,7 +27,7 @@ STATISTICS = 32  # the columns of a tile that holds the statistics of rows
 # softmax
 
 
-def _normalised(name: str, tensor: Tensor, function: Callable[[Block], Block], others: tuple[Tensor, ...] = ()) -> Made:
+def _normalise(name: str, tensor: Tensor, function: Callable[[Block], Block], others: tuple[Tensor, ...] = ()) -> Made:
     """A function of float32 values that keeps the shape."""
     _, (block, *_) = operands(name, tensor, *others)
     return Made(
@@ -56,7 +56,7 @@ def _masked_softmax(name: str, in_place: bool) -> None:
                 x = x + (shift[..., : x.shape[-2], : x.shape[-1]] if whole else shift)
             return x.softmax(-1)
 
-        made = _normalised(name, input_tensor, function, () if mask is None else (mask,))
+        made = _normalise(name, input_tensor, function, () if mask is None else (mask,))
         return made.into(input_tensor if in_place else None)
 
     register(name, f"softmax(scale * x + mask) along the last dim{_WRITTEN * in_place}.", call)
@@ -115,7 +115,7 @@ def _norm(
 
     rows = [_as_row(each) for each in (weight, bias) if each is not None]
     others = (*rows, residual) if residual is not None else tuple(rows)
-    return _normalised(name, tensor, call, others)
+    return _normalise(name, tensor, call, others)
 
 
 def _as_row(tensor: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ _pre_all_gather(
 )
 
 
-def _gathered(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[list[Block], int]:
+def _gather_sums(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[list[Block], int]:
     """The sums over the whole row, and how many elements it has."""
     _, (_, block) = operands(name, tensor, stats)
     if stats.shape[-1] % (tiles * STATISTICS) or not stats.shape[-1]:
@@ -192,7 +192,7 @@ def _gathered(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[lis
 def rms_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "rms_norm_post_all_gather"
-    (squares,), count = _gathered(name, input_tensor, stats, 1)
+    (squares,), count = _gather_sums(name, input_tensor, stats, 1)
     return _norm(name, input_tensor, lambda x: x * torch.rsqrt(squares / count + epsilon), **how)
 
 
@@ -200,7 +200,7 @@ def rms_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: fl
 def layer_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "layer_norm_post_all_gather"
-    (squares, sums), count = _gathered(name, input_tensor, stats, 2)
+    (squares, sums), count = _gather_sums(name, input_tensor, stats, 2)
     mean = sums / count
     var = squares / count - mean.square()
     return _norm(name, input_tensor, lambda x: (x - mean) * torch.rsqrt(var + epsilon), **how)

@@ -15,7 +15,7 @@ from meshloom.ttnn.ops.sliding import (
     Around,
     around,
     channels_first,
-    flattened,
+    flatten_pictures,
     topology_of_pictures,
     torch_order,
     windows,
@@ -30,11 +30,12 @@ from meshloom.ttnn.tensor.tensor import Tensor
 def _by_picture(pictures: Block, axes: int, function: Callable[[Block], Block]) -> Block:
     """A function of [B, C, H, W], of the pictures of all devices."""
     sizes = pictures.shape[: axes + 1]
-    return function(pictures.flatten(0, axes)).unflatten(0, sizes)
+    found = function(pictures.flatten(0, axes))
+    return found.reshape(*sizes, *found.shape[1:])
 
 
-def _pooled(values: Block, tensor: Tensor, name: str, linear: bool, dtype: DataType, frees: bool = False) -> Made:
-    block = flattened(values, len(tensor.grid))
+def _pool(values: Block, tensor: Tensor, name: str, linear: bool, dtype: DataType, frees: bool = False) -> Made:
+    block = flatten_pictures(values, len(tensor.grid))
     topology = topology_of_pictures(tensor, block.shape[-2], linear)
     memory = MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
     made = Made(block, tensor, topology, dtype, Layout.ROW_MAJOR, memory)
@@ -75,11 +76,11 @@ def max_pool2d(
     )
     found, where = (part[..., : count[0], : count[1]] for part in (found, where))
     if not return_indices:
-        return _pooled(found, input_tensor, "max_pool2d", False, dtype, deallocate_input)
+        return _pool(found, input_tensor, "max_pool2d", False, dtype, deallocate_input)
     row, column = where // padded.shape[-1] - edges[0], where % padded.shape[-1] - edges[2]
     index = row.clamp(0, input_h - 1) * input_w + column.clamp(0, input_w - 1)
-    made = _pooled(found, input_tensor, "max_pool2d", False, dtype)
-    return [made, _pooled(index, input_tensor, "max_pool2d", False, DataType.UINT16, deallocate_input)]
+    made = _pool(found, input_tensor, "max_pool2d", False, dtype)
+    return [made, _pool(index, input_tensor, "max_pool2d", False, DataType.UINT16, deallocate_input)]
 
 
 def _counts(
@@ -120,14 +121,14 @@ def avg_pool2d(
     pictures = channels_first("avg_pool2d", input_tensor, (batch_size, input_h, input_w, channels)).float()
     count = _counts((input_h, input_w), kernel, steps, edges, (1, 1), ceil_mode)
 
-    def summed(values: Block) -> Block:
+    def sum_windows(values: Block) -> Block:
         found = F.avg_pool2d(values, kernel, steps, 0, ceil_mode, divisor_override=1)
         return found[..., : count[0], : count[1]]
 
-    total = _by_picture(F.pad(pictures, torch_order(edges)), axes, summed)
+    total = _by_picture(F.pad(pictures, torch_order(edges)), axes, sum_windows)
     inside = F.pad(torch.ones(1, 1, input_h, input_w), torch_order(edges), value=1.0 if count_include_pad else 0.0)
-    found = total / (divisor_override or summed(inside))
-    return _pooled(found, input_tensor, "avg_pool2d", True, DataType.BFLOAT16, deallocate_input)
+    found = total / (divisor_override or sum_windows(inside))
+    return _pool(found, input_tensor, "avg_pool2d", True, DataType.BFLOAT16, deallocate_input)
 
 
 @op("global_avg_pool2d")
@@ -162,7 +163,7 @@ def _adaptive(name: str, function: Callable[..., Block], linear: bool, doc: str)
         pictures = channels_first(name, input_tensor, (batch_size, input_h, input_w, channels)).float()
         asked = tuple(whole(output_size, 2))
         found = _by_picture(pictures, len(input_tensor.grid), lambda flat: function(flat, asked))
-        return _pooled(found, input_tensor, name, linear, input_tensor.dtype, deallocate_input)
+        return _pool(found, input_tensor, name, linear, input_tensor.dtype, deallocate_input)
 
     register(name, f"{doc} of as many windows as asked for, [1, 1, N * h * w, C].", call)
 

@@ -14,7 +14,7 @@ from meshloom.errors import OperandError
 from meshloom.ttnn.ops.calling import Made, op, operands, register
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.padding import filled
+from meshloom.ttnn.tensor.padding import fill_padding
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -54,7 +54,7 @@ def reduce(
     """A function over dims of every device's part; `native` is the reduction whose rule says what becomes of cuts."""
     _, (block,) = operands(name, tensor)
     dims = dims_of(name, tensor, dim)
-    block = exact(filled(block, tensor, dims, REDUCED_AS.get(native)))
+    block = exact(fill_padding(block, tensor, dims, REDUCED_AS.get(native)))
     found = function(block, dims, keepdim) if dims else block
     if scalar != 1.0:
         found = found * scalar
@@ -226,14 +226,14 @@ def cumprod(input_tensor: Tensor, dim: int, *, reverse_order: bool = False) -> M
 def ema(input_tensor: Tensor, alpha: float) -> Made:
     """The moving average along the last dim: y[t] = alpha * y[t-1] + (1 - alpha) * x[t], and y[-1] = 0."""
 
-    def averaged(x: Block, at: int) -> Block:
+    def average(x: Block, at: int) -> Block:
         total, steps = torch.zeros_like(x.select(at, 0)), []
         for each in x.unbind(at):
             total = alpha * total + (1 - alpha) * each
             steps.append(total)
         return torch.stack(steps, at) if steps else x
 
-    return run("ema", averaged, input_tensor, -1, rule=LINEAR)
+    return run("ema", average, input_tensor, -1, rule=LINEAR)
 
 
 @op("experimental.fast_reduce_nc")

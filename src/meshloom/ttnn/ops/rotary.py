@@ -27,7 +27,7 @@ def turned_halves(x: Block) -> Block:
     return torch.cat([-second, first], dim=-1)
 
 
-def _rotated(x: Block, turned: Block, cos: Block, sin: Block) -> Block:
+def _turn(x: Block, turned: Block, cos: Block, sin: Block) -> Block:
     if not x.dim() == cos.dim() == sin.dim():
         raise OperandError("angles have another rank than what they turn", fix="ttnn.unsqueeze_to_4D(cos)")
     return x.float() * cos.float() + turned.float() * sin.float()
@@ -70,7 +70,7 @@ def rotary_embedding(
             fix="a longer cache",
         )
     angles = (each[..., first : first + count, :] for each in (cos, sin))
-    values = _rotated(x, turned_halves(x), *angles)
+    values = _turn(x, turned_halves(x), *angles)
     return Made(values, input_tensor, _label(tensors, token_index is None), coords=shared_coords(*tensors))
 
 
@@ -97,7 +97,7 @@ def _rotate(name: str, tensors: Sequence[Tensor], by_user: bool) -> Made:
     count = 1 if by_user else tensors[0].shape[-2]
     if cos.shape[-2] < count:
         raise OperandError(f"{count} positions and a cache of {cos.shape[-2]}", fix="a longer cache")
-    values = _rotated(x, turned, cos[..., :count, :], sin[..., :count, :])
+    values = _turn(x, turned, cos[..., :count, :], sin[..., :count, :])
     return Made(values, tensors[0], _label(tensors, not by_user), coords=shared_coords(*tensors))
 
 
@@ -113,7 +113,7 @@ def rotary_embedding_llama_fused_qk(
         users = tensor.shape[1]
         first = users * number if cos_cache.shape[1] >= 2 * users else 0
         angles = (each[..., first : first + users, :1, :] for each in (cos, sin))
-        values = _rotated(x, _turned_by(x, matrix, len(cos_cache.grid)), *angles)
+        values = _turn(x, _turned_by(x, matrix, len(cos_cache.grid)), *angles)
         made.append(result(values, tensor, topology=_label(tensors), coords=shared_coords(*tensors)))
     return made[0], made[1]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, owned, spread
+from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, writable_block
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.topologies import moves, same, topology_of
 from meshloom.ttnn.tensor.formats import rounded
@@ -123,7 +123,7 @@ def slice_write(
     """Write a tensor into a slice of another, in place."""
     _, (values, _) = operands("experimental.slice_write", input_tensor, output_tensor)
     axes = len(output_tensor.grid)
-    room = owned(output_tensor, values.shape[:axes])[_spans(output_tensor, start, end, step)]
+    room = writable_block(output_tensor, values.shape[:axes])[_spans(output_tensor, start, end, step)]
     if room.shape[axes:] != values.shape[axes:]:
         raise OperandError(
             f"ttnn.experimental.slice_write: {list(values.shape[axes:])} into {list(room.shape[axes:])}",

@@ -30,7 +30,7 @@ def channels_first(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) 
     return block.reshape(*block.shape[: len(tensor.grid)], *sizes).movedim(-1, -3)
 
 
-def flattened(pictures: Block, axes: int) -> Block:
+def flatten_pictures(pictures: Block, axes: int) -> Block:
     """[*mesh, N, C, H, W] as [*mesh, 1, 1, N * H * W, C]."""
     last = pictures.movedim(-3, -1)
     return last.reshape(*pictures.shape[:axes], 1, 1, -1, pictures.shape[-3])
@@ -70,7 +70,7 @@ def windows(size: int, kernel: int, stride: int, before: int, after: int, dilati
 def topology_of_pictures(tensor: Tensor, rows: int, linear: bool) -> TensorTopology:
     """Of an op on every picture and channel alone, with so many rows in its result: cut at pictures or at channels."""
     *_, channels = shape = tensor.shape
-    places = [None] * len(shape)
+    places: list[int | None] = [None] * len(shape)
     places[pictures_dim(tensor)], places[-1] = 2, 3
     return topology_of(moves(tuple(places), linear=linear), tensor, shape=(1, 1, rows, channels), scales=True)
 

@@ -8,7 +8,7 @@ import math
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops.block_moves import inside, numbered, spread, taken
+from meshloom.ttnn.ops.block_moves import inside, row_offsets, spread, take_rows
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.topologies import einsum, rows as row_texts, topology_of
 from meshloom.ttnn.tensor.formats import Layout
@@ -38,7 +38,7 @@ def embedding(input_tensor: Tensor, weight: Tensor) -> Made:
     rows = table.reshape(*table.shape[:axes], -1, wide)
     inside("embedding", given, rows.shape[axes], "row")
     numbers = _numbers(given, axes)
-    values = taken(rows, numbers, axes)
+    values = take_rows(rows, numbers, axes)
     rank, ones = len(input_tensor.shape), "." * (len(weight.shape) - 1)
     index = "abcdefg"[:rank] if numbers.dim() - axes == rank else "a..b"
     text = f"{index}, {ones}h -> {index.replace('.', '')}h"
@@ -67,7 +67,7 @@ def embedding_bw(input_tensor: Tensor, weight_tensor: Tensor, output_gradient_te
     index, grad = spread([given[0].flatten(axes), given[2].flatten(axes, -2)], axes)
     inside("embedding_bw", index, rows, "row")
     table = torch.zeros(*index.shape[:axes], rows, wide, dtype=torch.float32)
-    numbers = (index.long() + numbered(table, axes, rows, 1)).reshape(-1)
+    numbers = (index.long() + row_offsets(table, axes, rows, 1)).reshape(-1)
     table.view(-1, wide).index_add_(0, numbers, grad.reshape(-1, wide).float())
     last, at = len(output_gradient_tensor.shape) - 1, len(weight_tensor.shape) - 2
     whole = ["R", *(f"S({dim})" for dim in range(at + 2) if dim != at)]  # rows of a cut table are not all there

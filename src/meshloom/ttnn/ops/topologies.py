@@ -194,10 +194,11 @@ def einsum(text: str, *linear: int) -> Rows:
 @functools.cache
 def moves(*places: tuple[int | None, ...], linear: bool = True) -> Rows:
     """Rows of an op that puts the dims of operands elsewhere: the dim of the result, or None if it is gone."""
-    found = []
+    found: list[Row] = []
+    alike: list[Any] = [Replicate()]
     for dim in sorted({place for each in places for place in each if place is not None}):
-        ins = [[Shard(at) for at, place in enumerate(each) if place == dim] or [Replicate()] for each in places]
-        found += [Row("", cut, (Shard(dim),)) for cut in itertools.product(*ins)]
+        cuts = [[Shard(at) for at, place in enumerate(each) if place == dim] or alike for each in places]
+        found += [Row("", cut, (Shard(dim),)) for cut in itertools.product(*cuts)]
     return (*found, *(partials(len(places)) if linear else ()))
 
 
@@ -266,10 +267,10 @@ def _are_in_order(cut: Sequence[int], places: Sequence[int | None]) -> bool:
 
 
 @functools.cache
-def replicated(grid: tuple[int, ...]) -> TensorTopology:
+def replicated_topology(grid: tuple[int, ...]) -> TensorTopology:
     """The topology of what all devices of a mesh hold alike, over [N]: that of a tensor put there without a mapper.
 
-    >>> replicated((2, 4)).distribution_shape(), replicated((2, 4)).placements()
+    >>> replicated((2, 4)).distribution_shape(), replicated_topology((2, 4)).placements()
     (MeshShape([8]), [PlacementReplicate()])
     """
     places = list(itertools.product(*map(range, grid)))
