@@ -298,7 +298,7 @@ def _topology(name: str, tensors: Sequence[Tensor], rows_: int, groups: int, lin
     if linear:
         cuts += [f"P(sum), R{terms} -> P(sum)", f"R, P(sum){terms} -> P(sum)"]
     wide = weight.shape[outer] * (groups if outer else 1)
-    return topology_of(rows(*cuts), *tensors, shape=(1, 1, rows_, wide), scales=True)
+    return topology_of(rows(*cuts), *tensors, shape=(1, 1, rows_, wide), scales=True, filled=True)
 
 
 # weights beforehand

@@ -10,7 +10,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, take_rows
 from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
-from meshloom.ttnn.ops.topologies import Rows, einsum, moves, rows, same, topology_of
+from meshloom.ttnn.ops.topologies import Rows, moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -104,7 +104,8 @@ def _widen(index: Tensor, like: Tensor) -> Tensor:
     """Numbers [N, W] for whole rows: [N, W, C]."""
     operands("tosa_gather", index, like)
     block = index.block.unsqueeze(-1).expand(*index.block.shape, like.shape[-1])
-    label = topology_of(einsum("nw, ..c -> nwc"), index, like, shape=(*index.shape, like.shape[-1]))
+    cuts = rows("S(0), * -> S(0)", "S(1), * -> S(1)", "R, S(2) -> S(2)", "R, * -> R", exact=True)
+    label = topology_of(cuts, index, like, shape=(*index.shape, like.shape[-1]))
     return result(fresh(block), index, topology=label)
 
 

@@ -70,10 +70,9 @@ def embedding_bw(input_tensor: Tensor, weight_tensor: Tensor, output_gradient_te
     numbers = (index.long() + row_offsets(table, axes, rows, 1)).reshape(-1)
     table.view(-1, wide).index_add_(0, numbers, grad.reshape(-1, wide).float())
     last, at = len(output_gradient_tensor.shape) - 1, len(weight_tensor.shape) - 2
-    whole = ["R", *(f"S({dim})" for dim in range(at + 2) if dim != at)]  # rows of a cut table are not all there
-    cuts = [f"S({n}), S({m}) -> P(sum)" for n in range(len(input_tensor.shape)) for m in range(last)]
-    cuts += [f"R, S({last}) -> S(3)", "R, P(sum) -> P(sum)", "R, R -> R"]
-    cuts = [cut.replace(" ->", f", {each} ->") for cut in cuts for each in whole]
+    cuts = [f"*, *, S({at}) -> P(unknown)"]  # rows of a cut table are not all there
+    cuts += [f"S({n}), S({m}), * -> P(sum)" for n in range(len(input_tensor.shape)) for m in range(last)]
+    cuts += [f"R, S({last}), * -> S(3)", "R, P(sum), * -> P(sum)", "R, R, * -> R"]
     tensors = (input_tensor, output_gradient_tensor, weight_tensor)
     return Made(
         table.unsqueeze(axes).unsqueeze(axes),

@@ -122,13 +122,13 @@ def _call(rule: str | Rule, operands: Sequence[Any], arguments: dict[str, Any]) 
 def _spell(
     found: Known, column: Sequence[Placement], shapes: Sequence[tuple[int, ...]], size: Any, scales: bool, filled: bool
 ) -> Placement:
-    """A placement of the result, with the size of a dim whose end is padding."""
-    padded = [(p, shape) for p, shape in zip(column, shapes, strict=True) if isinstance(p, PlacementShard) and p.size]
+    """A placement of the result, with the size of a dim whose end is padding: that of the first operand that is cut."""
+    pairs = zip(column, shapes, strict=True)
+    cut, had = next(((p, shape) for p, shape in pairs if isinstance(p, PlacementShard)), (PlacementShard(0), (0,)))
     if isinstance(found, Shard):
-        cut, had = padded[0] if padded else (PlacementShard(0), size)
-        return scale_cut(cut, found.dim, had[cut.dim], size[found.dim], scales) if padded else cut.at(found.dim)
+        return scale_cut(cut, found.dim, had[cut.dim], size[found.dim], scales)
     if isinstance(found, Partial):
-        is_told = not padded or (filled and found.op != "mean")  # of a padded dim, means of parts have other weights
+        is_told = cut.size is None or (filled and found.op != "mean")  # of a padded dim, means have other weights
         return PlacementPartial(found.op) if is_told else UNKNOWN
     return UNKNOWN if found is None else REPLICATE
 
