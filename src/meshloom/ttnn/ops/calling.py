@@ -18,7 +18,7 @@ from meshloom.errors import ArgumentError, MeshloomError, OperandError
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.signatures import Binding
+from meshloom.ttnn.ops.signatures import Binding, forms
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
@@ -117,7 +117,7 @@ def op(
     `spelled` maps further spellings of arguments to ours, `also` are arguments that ours takes beside the original's,
     and `more` is the function that takes what the op's own takes as `**`.
     """
-    other, names = dict(spelled or {}), (name, *aliases)
+    other, names = dict(spelled or {}), (name, *aliases, *_twins(name, *aliases))
     taken = [each for each in names if each in TABLE]
     if taken:
         raise ArgumentError(f"ttnn.{taken[0]} is in the table already", fix="change the function that serves it")
@@ -160,6 +160,12 @@ def op(
         return call
 
     return register
+
+
+def _twins(*names: str) -> list[str]:
+    """The names that the same ops have among those for another chip."""
+    twins = [f"experimental.quasar.{each.removeprefix('experimental.')}" for each in names]
+    return [each for each in twins if each in forms()]
 
 
 def register(names: str, doc: str, function: Function, **how: Any) -> None:

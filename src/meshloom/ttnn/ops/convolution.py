@@ -73,7 +73,7 @@ def _convolution(
     return (made, *((size,) if return_output_dim else ()), *kept) if return_output_dim or kept else made
 
 
-@op("conv2d", "experimental.quasar.conv2d", more=_convolution)
+@op("conv2d", more=_convolution)
 def conv2d(
     *,
     in_channels: int,

@@ -100,7 +100,7 @@ def clone(input: Tensor, *, dtype: DataType | None = None, memory_config: Memory
     return _copy_as("clone", input, dtype, memory_config=memory_config)
 
 
-@op("to_memory_config", "experimental.quasar.to_memory_config")
+@op("to_memory_config")
 def to_memory_config(
     tensor: Tensor, memory_config: MemoryConfig, dtype: DataType | None = None, output_tensor: Tensor | None = None
 ) -> Tensor:
@@ -165,7 +165,7 @@ def reallocate(tensor: Tensor, memory_config: MemoryConfig | None = None) -> Ten
     return _elsewhere("reallocate", tensor, memory_config)
 
 
-@op("move", "experimental.quasar.move")
+@op("move")
 def move(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """In other memory; the argument is deallocated."""
     return _elsewhere("move", input_tensor, memory_config)

@@ -14,7 +14,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.attending import attend, mask_of, positions_of, read_pages, sink_of, within
 from meshloom.ttnn.ops.calling import Made, op, operands
-from meshloom.ttnn.ops.transformer import QUASAR, PagedCacheGeometryOverride, check, out, present
+from meshloom.ttnn.ops.transformer import PagedCacheGeometryOverride, check, out, present
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -83,7 +83,7 @@ def _paged_decode(
     return _decode(name, three, caches, (table,), **how)
 
 
-@op("transformer.scaled_dot_product_attention_decode", QUASAR + "scaled_dot_product_attention_decode", more=_decode)
+@op("transformer.scaled_dot_product_attention_decode", more=_decode)
 def scaled_dot_product_attention_decode(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -113,7 +113,6 @@ def scaled_dot_product_attention_decode(
 
 @op(
     "transformer.paged_scaled_dot_product_attention_decode",
-    QUASAR + "paged_scaled_dot_product_attention_decode",
     more=_decode,
 )
 def paged_scaled_dot_product_attention_decode(
@@ -137,7 +136,7 @@ def paged_scaled_dot_product_attention_decode(
 # latent keys, whose first elements are the values
 
 
-@op("transformer.flash_multi_latent_attention_decode", QUASAR + "flash_multi_latent_attention_decode", more=_decode)
+@op("transformer.flash_multi_latent_attention_decode", more=_decode)
 def flash_multi_latent_attention_decode(
     input_tensor_q: Tensor, input_tensor_k: Tensor, input_tensor_v: Tensor | None = None, **how: Any
 ) -> Made:
@@ -152,7 +151,6 @@ def flash_multi_latent_attention_decode(
 
 @op(
     "transformer.paged_flash_multi_latent_attention_decode",
-    QUASAR + "paged_flash_multi_latent_attention_decode",
     more=_decode,
 )
 def paged_flash_multi_latent_attention_decode(

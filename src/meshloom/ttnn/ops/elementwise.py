@@ -26,7 +26,6 @@ from meshloom.ttnn.ops.activations import (
 from meshloom.ttnn.ops.block_moves import axis_of
 from meshloom.ttnn.ops.calling import (
     REQUIRED,
-    TABLE,
     Made,
     op,
     operands,
@@ -510,13 +509,3 @@ _register_quantised(
     lambda q, s, z, t, y: (torch.round((q - z) * s / t) + y).clamp(-128, 127),
     DataType.INT32,
 )
-
-
-_QUASAR = """add add_ addalpha atan2 bias_gelu bias_gelu_ bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift
-bitwise_xor div div_no_nan divide divide_ eq eq_ floor_div fmod gcd ge ge_ gt gt_ hypot isclose lcm ldexp
-ldexp_ le le_ logaddexp logaddexp2 logaddexp2_ logaddexp_ logical_and logical_and_ logical_left_shift
-logical_or logical_or_ logical_right_shift logical_xor logical_xor_ lt lt_ maximum minimum multiply multiply_
-ne ne_ nextafter polyval pow prelu remainder rsub rsub_ squared_difference squared_difference_ subalpha
-subtract subtract_ xlogy"""
-for _name in _QUASAR.split():
-    TABLE[f"experimental.quasar.{_name}"] = TABLE[_name]

@@ -26,7 +26,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 # tiles
 
 
-@op("tilize", "experimental.quasar.tilize")
+@op("tilize")
 def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Made:
     """In tiles; the last two dims have to be whole tiles."""
     height, width = (tile or Tile()).tile_shape
@@ -40,13 +40,13 @@ def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Made:
     return _copy_in(input_tensor, "tilize", Layout.TILE)
 
 
-@op("tilize_with_zero_padding", "experimental.quasar.tilize_with_zero_padding")
+@op("tilize_with_zero_padding")
 def tilize_with_zero_padding(input_tensor: Tensor) -> Made:
     """In tiles, filled up with zeros."""
     return _copy_in(input_tensor, "tilize_with_zero_padding", Layout.TILE)
 
 
-@op("tilize_with_val_padding", "experimental.quasar.tilize_with_val_padding")
+@op("tilize_with_val_padding")
 def tilize_with_val_padding(
     input_tensor: Tensor,
     output_tensor_shape: Sequence[int],
@@ -64,14 +64,14 @@ def tilize_with_val_padding(
     return made
 
 
-@op("untilize", "experimental.quasar.untilize")
+@op("untilize")
 def untilize(input_tensor: Tensor) -> Made:
     """In rows, without the padding of tiles; block floats become bfloat16."""
     dtype = DataType.BFLOAT16 if input_tensor.dtype.is_block_float else None
     return _copy_in(input_tensor, "untilize", Layout.ROW_MAJOR, dtype)
 
 
-@op("untilize_with_unpadding", "experimental.quasar.untilize_with_unpadding")
+@op("untilize_with_unpadding")
 def untilize_with_unpadding(
     input_tensor: Tensor, output_tensor_end: Sequence[int], *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
@@ -99,7 +99,7 @@ def _copy_in(tensor: Tensor, name: str, layout: Layout, dtype: DataType | None =
 # cores
 
 
-@op("interleaved_to_sharded", "experimental.quasar.interleaved_to_sharded")
+@op("interleaved_to_sharded")
 def interleaved_to_sharded(
     input_tensor: Tensor,
     grid: Any = None,
@@ -130,7 +130,7 @@ def _cores(grid: CoreCoord | CoreRangeSet) -> CoreRangeSet:
     return CoreRangeSet([CoreRange(CoreCoord(0, 0), CoreCoord(grid.x - 1, grid.y - 1))])
 
 
-@op("sharded_to_interleaved", "experimental.quasar.sharded_to_interleaved")
+@op("sharded_to_interleaved")
 def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | None = None) -> Made:
     """Spread over banks page by page, in DRAM unless said otherwise."""
     config = memory_config or DRAM_MEMORY_CONFIG
@@ -139,7 +139,7 @@ def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | N
     return _move("sharded_to_interleaved", input_tensor, config)
 
 
-@op("reshard", "experimental.quasar.reshard")
+@op("reshard")
 def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig) -> Made:
     """Spread over cores in another way."""
     return _move("reshard", input_tensor, output_memory_config)

@@ -140,13 +140,13 @@ def _rule(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Rule:
     return contraction(f"{first}, {second} -> {'...' if kept else ''}{kept}")
 
 
-@op("matmul", "experimental.quasar.matmul", more=multiply)
+@op("matmul", more=multiply)
 def matmul(input_tensor_a: Tensor, input_tensor_b: Tensor, **how: Any) -> Made:
     """The product of every device's matrices; leading dims are a batch."""
     return multiply("matmul", input_tensor_a, input_tensor_b, **how)
 
 
-@op("linear", "experimental.quasar.linear", more=multiply)
+@op("linear", more=multiply)
 def linear(input_tensor_a: Tensor, input_tensor_b: Tensor, *, in0_column_offset: int | None = None, **how: Any) -> Made:
     """The product of every device's matrices, plus a bias, then an activation.
 
@@ -160,13 +160,13 @@ def linear(input_tensor_a: Tensor, input_tensor_b: Tensor, *, in0_column_offset:
     return multiply("linear", a, input_tensor_b, **how)
 
 
-@op("matmul_batched_weights", "experimental.quasar.matmul_batched_weights", more=multiply)
+@op("matmul_batched_weights", more=multiply)
 def matmul_batched_weights(input_tensor_a: Tensor, input_tensors_b: Sequence[Tensor], **how: Any) -> list[Made]:
     """The product of one tensor with each of several."""
     return [multiply("matmul_batched_weights", input_tensor_a, each, **how) for each in input_tensors_b]
 
 
-@op("addmm", "experimental.quasar.addmm")
+@op("addmm")
 def addmm(
     input_tensor: Tensor, mat1_tensor: Tensor, mat2_tensor: Tensor, *, alpha: float = 1.0, beta: float = 1.0
 ) -> Made:
@@ -182,7 +182,7 @@ def addmm(
     return Made(block, mat1_tensor, label, coords=shared_coords(input_tensor, mat1_tensor, mat2_tensor))
 
 
-@op("outer", "experimental.quasar.outer")
+@op("outer")
 def outer(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """The product of every element of one with every element of the other: [..., m, 1] and [..., 1, n]."""
     _, (x, y) = operands("outer", input_tensor_a, input_tensor_b)
@@ -205,7 +205,7 @@ def _long(tensor: Tensor) -> list[int]:
     return long if len(long) == 1 else []
 
 
-@op("sparse_matmul", "experimental.quasar.sparse_matmul")
+@op("sparse_matmul")
 def sparse_matmul(
     input_tensor_a: Tensor,
     input_tensor_b: Tensor,

@@ -36,7 +36,7 @@ class TileReshapeMapMode(enum.Enum):
 # shapes
 
 
-@op("reshape", "experimental.quasar.reshape", spelled={"logical_shape": "shape"})
+@op("reshape", spelled={"logical_shape": "shape"})
 def reshape(
     input_tensor: Tensor, shape: Sequence[int] | None = None, *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
@@ -195,7 +195,7 @@ def permute(input_tensor: Tensor, dims: Sequence[int]) -> Made:
     return Made(values, input_tensor, topology_of("permute", input_tensor, dims=tuple(order)))
 
 
-@op("transpose", "experimental.quasar.transpose")
+@op("transpose")
 def transpose(input_tensor: Tensor, dim1: int, dim2: int, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """Two dims exchanged."""
     rank = len(input_tensor.shape)
@@ -317,6 +317,8 @@ def fold(
     padding: Sequence[int] = (0, 0),
     override_memory_config: MemoryConfig | None = None,
     collapse_output: bool = False,
+    *,
+    input_is_nhwc: bool = True,
 ) -> Tensor:
     """Pictures [N, H, W, C] with patches of stride_h x stride_w as channels: [N, H / h, W / w, h * w * C].
 
@@ -324,7 +326,7 @@ def fold(
     """
     _, (block,) = operands("fold", input)
     axes = len(input.grid)
-    if len(input.shape) != 4:
+    if len(input.shape) != 4 or not input_is_nhwc:
         raise OperandError(f"ttnn.fold takes [N, H, W, C], not {list(input.shape)}", fix="reshape it to four dims")
     padded = torch.nn.functional.pad(block, _around(padding))
     *_, n, height, width, channels = padded.shape

@@ -46,7 +46,7 @@ def _pool(values: Block, tensor: Tensor, name: str, linear: bool, dtype: DataTyp
 # windows
 
 
-@op("max_pool2d", "experimental.quasar.max_pool2d")
+@op("max_pool2d")
 def max_pool2d(
     input_tensor: Tensor,
     batch_size: int,
@@ -98,7 +98,7 @@ def _counts(
     )
 
 
-@op("avg_pool2d", "experimental.quasar.avg_pool2d")
+@op("avg_pool2d")
 def avg_pool2d(
     input_tensor: Tensor,
     batch_size: int,

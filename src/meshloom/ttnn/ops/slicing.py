@@ -10,7 +10,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, writable_block
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.ops.topologies import moves, same, topology_of
+from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -20,9 +20,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 
 @op(
     "slice",
-    "experimental.quasar.slice",
     "experimental.padded_slice",  # padding up to whole shards of a core is derived from the memory config
-    "experimental.quasar.padded_slice",
     spelled={f"{kind}slice_{end}": f"{end}s" for kind in ("", "padded_") for end in ("start", "end", "step")},
 )
 def slice_(
@@ -116,7 +114,7 @@ def _taken_along(block: Block, index: Block, axes: int, dim: int) -> Block:
     return block.expand(*sizes, *block.shape[axes:]).gather(axes + dim, wide)
 
 
-@op("experimental.slice_write", "experimental.quasar.slice_write")
+@op("experimental.slice_write")
 def slice_write(
     input_tensor: Tensor, output_tensor: Tensor, start: Sequence[int], end: Sequence[int], step: Sequence[int]
 ) -> Tensor:
@@ -130,7 +128,8 @@ def slice_write(
             fix="give a tensor of the shape of the slice",
         )
     room.copy_(rounded(values, output_tensor.dtype))
-    both = moves(same(output_tensor), same(input_tensor))
+    kept = rows(*(f"S({dim}), R -> S({dim})" for dim in same(output_tensor)))  # every device has rows of its own
+    both = (*moves(same(output_tensor), same(input_tensor)), *kept)
     output_tensor.update_tensor_topology(topology_of(both, output_tensor, input_tensor))
     return output_tensor
 
@@ -250,7 +249,7 @@ def _others(tensor: Tensor, place: int) -> tuple[int, ...]:
 # larger
 
 
-@op("pad", "experimental.quasar.pad")
+@op("pad")
 def pad(
     input_tensor: Tensor,
     padding: Sequence[Any] | None = None,

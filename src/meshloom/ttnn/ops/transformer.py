@@ -21,8 +21,6 @@ from meshloom.ttnn.tensor.tensor import Tensor
 
 __all__ = ["PagedCacheGeometryOverride"]
 
-QUASAR = "experimental.quasar.transformer."
-
 
 @dataclass
 class PagedCacheGeometryOverride:
@@ -64,7 +62,7 @@ def check(name: str, q: Tensor, k: Tensor, v: Tensor, heads: int) -> None:
 # whole sequences
 
 
-@op("transformer.scaled_dot_product_attention", QUASAR + "scaled_dot_product_attention")
+@op("transformer.scaled_dot_product_attention")
 def scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -141,7 +139,7 @@ def _same_window(q: Block, k: Block, axes: int, bounds: Tensor, offset: int, off
     return seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:])
 
 
-@op("transformer.joint_scaled_dot_product_attention", QUASAR + "joint_scaled_dot_product_attention")
+@op("transformer.joint_scaled_dot_product_attention")
 def joint_scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -215,7 +213,7 @@ def _chunk(
     return out(found, tensors, name, placed=True)
 
 
-@op("transformer.chunked_scaled_dot_product_attention", QUASAR + "chunked_scaled_dot_product_attention", more=_chunk)
+@op("transformer.chunked_scaled_dot_product_attention", more=_chunk)
 def chunked_scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -233,7 +231,7 @@ def chunked_scaled_dot_product_attention(
 # latent keys, whose first elements are the values
 
 
-@op("transformer.flash_mla_prefill", QUASAR + "flash_mla_prefill")
+@op("transformer.flash_mla_prefill")
 def flash_mla_prefill(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -259,7 +257,7 @@ def flash_mla_prefill(
     return out(found, tensors, name, placed=is_causal)
 
 
-@op("transformer.chunked_flash_mla_prefill", QUASAR + "chunked_flash_mla_prefill")
+@op("transformer.chunked_flash_mla_prefill")
 def chunked_flash_mla_prefill(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
