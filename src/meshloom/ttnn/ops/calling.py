@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, overload
 
 from meshloom.errors import ArgumentError, MeshloomError, OperandError
+from meshloom.ops.rule import Rule
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.signatures import Binding, forms
+from meshloom.ttnn.ops.topologies import Rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
@@ -276,6 +278,16 @@ def shared_coords(*tensors: Tensor) -> tuple[MeshCoordinate, ...] | None:
     """The devices that hold a part of every operand; None means all."""
     told = [tensor._coords for tensor in tensors if tensor._coords is not None]
     return tuple(place for place in told[0] if all(place in each for each in told)) if told else None
+
+
+def make(
+    block: Block, rule: str | Rule | Rows, *operands: Any, scales: bool = False, filled: bool = False, **arguments: Any
+) -> Made:
+    """What an op has made of operands: like the first tensor of them, with the topology that `topology_of` finds."""
+    tensors = [each for each in operands if isinstance(each, Tensor)]
+    shape = block.shape[len(tensors[0]._grid) :] if isinstance(rule, tuple) else None
+    label = topology_of(rule, *operands, shape=shape, scales=scales, filled=filled, **arguments)
+    return Made(block, tensors[0], label, coords=shared_coords(*tensors))
 
 
 def result(

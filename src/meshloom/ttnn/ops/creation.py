@@ -13,8 +13,8 @@ import torch
 
 from meshloom.errors import ArgumentError
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.calling import Made, op, operands, register, result
-from meshloom.ttnn.ops.topologies import EACH, replicated_topology, topology_of
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
+from meshloom.ttnn.ops.topologies import EACH, replicated_topology
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
@@ -209,7 +209,7 @@ def bernoulli(input: Tensor, seed: int = 0) -> Made:
     """1 with the probability that the element says, else 0."""
     _, (block,) = operands("bernoulli", input)
     drawn = _draw(input, lambda room: room.uniform_(generator=_generator(seed)), seed) < block.float()
-    return Made(drawn.float(), input, topology_of(EACH, input))
+    return make(drawn.float(), EACH, input)
 
 
 @op("manual_seed")

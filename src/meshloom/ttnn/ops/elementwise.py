@@ -256,7 +256,7 @@ def _squared_difference(x: Any, y: Any) -> Block:
 
 def _shift_in_zeros(x: Block, y: Any) -> Block:
     wide = x.to(torch.int64) & 0xFFFFFFFF if x.dtype is torch.int32 else x
-    return (wide >> y).to(x.dtype)
+    return torch.bitwise_right_shift(wide, y).to(x.dtype)
 
 
 for _name in "eq ne gt ge lt le".split():

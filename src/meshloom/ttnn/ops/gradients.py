@@ -16,7 +16,7 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.ops.labels import pointwise
 from meshloom.ttnn.ops.activations import UNARY, GeluVariant, divide
 from meshloom.ttnn.ops.calling import REQUIRED, Made, op, operands, shared_coords, with_arguments
-from meshloom.ttnn.ops.topologies import EACH, LINEAR, topology_of
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, rows, topology_of
 from meshloom.ttnn.tensor.parts import Block, aligned, lead
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
@@ -74,14 +74,21 @@ def _label(grad: Tensor, tensors: Sequence[Tensor], tensor: Tensor) -> TensorTop
     if rank < len(tensor.shape):  # of a reduction: the gradient has lost dims, and the operand knows what is cut
         return topology_of(EACH, tensor)
     label = topology_of(_FLOW, grad, *tensors)
-    missing = rank - len(tensor.shape)
     whole = Tensor(grad.block, grad.grid, grad.dtype, grad.layout, label)
-    wide = [dim for dim in range(missing, rank) if tensor.shape[dim - missing] == 1 != grad.shape[dim]]
-    if wide:
-        whole = Tensor(
-            grad.block, grad.grid, grad.dtype, grad.layout, topology_of("sum", whole, dim=tuple(wide), keepdim=True)
-        )
-    return topology_of("sum", whole, dim=tuple(range(missing))) if missing else whole.tensor_topology()
+    return summed_topology(whole, tensor)
+
+
+def broadcast_dims(whole: Tensor, like: Tensor) -> list[int]:
+    """The dims of a tensor that another has with size 1, or has not."""
+    missing = len(whole.shape) - len(like.shape)
+    return [dim for dim, size in enumerate(whole.shape) if dim < missing or like.shape[dim - missing] == 1 != size]
+
+
+def summed_topology(whole: Tensor, like: Tensor) -> TensorTopology:
+    """Of a tensor that is summed to the shape of another, over the dims along which that was broadcast."""
+    gone, missing = broadcast_dims(whole, like), len(whole.shape) - len(like.shape)
+    cuts = [f"S({dim}) -> " + ("P(sum)" if dim in gone else f"S({dim - missing})") for dim in range(len(whole.shape))]
+    return topology_of(rows(*cuts, "P(sum) -> P(sum)"), whole, shape=tuple(like.shape))
 
 
 def backward(

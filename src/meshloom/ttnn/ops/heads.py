@@ -13,7 +13,7 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.block_moves import fresh
-from meshloom.ttnn.ops.calling import Made, op, operands, register, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register, shared_coords
 from meshloom.ttnn.ops.slicing import slice_
 from meshloom.ttnn.ops.topologies import moves, topology_of
 from meshloom.ttnn.tensor.memory import MemoryConfig
@@ -210,8 +210,7 @@ def nlp_concat_heads_decode(input_tensor: Tensor, *, num_heads: int) -> Made:
         raise OperandError(f"ttnn.{name}: {num_heads} heads of {list(input_tensor.shape)}", fix="give [1, B, heads, D]")
     made = block[..., :num_heads, :].flatten(-2).unsqueeze(axes + 1)
     scales = num_heads == input_tensor.shape[2]
-    label = topology_of(moves((0, 2, 3, None)), input_tensor, shape=made.shape[axes:], scales=scales)
-    return Made(fresh(made), input_tensor, label)
+    return make(fresh(made), moves((0, 2, 3, None)), input_tensor, scales=scales)
 
 
 # together
@@ -227,7 +226,7 @@ def join_heads(name: str, tensor: Tensor, four: bool) -> Made:
     places = (0, 2, 1, None)
     if four:
         made, places = made.unsqueeze(axes + 1), (0, 3, 2, None)
-    return Made(fresh(made), tensor, topology_of(moves(places), tensor, shape=made.shape[axes:], scales=True))
+    return make(fresh(made), moves(places), tensor, scales=True)
 
 
 def _concatenate(name: str, shape: str, four: bool) -> None:

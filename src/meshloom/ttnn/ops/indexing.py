@@ -9,7 +9,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, take_rows
-from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, result
 from meshloom.ttnn.ops.topologies import Rows, moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
@@ -26,7 +26,7 @@ def gather(input: Tensor, dim: int, index: Tensor) -> Made:
     block, numbers = spread(blocks, axes)
     inside("gather", numbers, input.shape[place], "index")
     values = block.gather(axes + place, numbers.long())
-    return Made(values, input, topology_of("gather", input, place, index), coords=shared_coords(input, index))
+    return make(values, "gather", input, place, index)
 
 
 def _common(name: str, tensor: Tensor, dim: int, index: Tensor) -> int:
@@ -65,12 +65,7 @@ def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str 
         if reduce is None
         else block.scatter_reduce(axes + place, at, source, _REDUCE[reduce])
     )
-    return Made(
-        values,
-        input,
-        topology_of(_scatter_rows(input, place), input, index, src),
-        coords=shared_coords(input, index, src),
-    )
+    return make(values, _scatter_rows(input, place), input, index, src)
 
 
 def _scatter_rows(tensor: Tensor, place: int) -> Rows:
@@ -119,8 +114,7 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: float) -> Made:
     hit = (numbers.long().flatten(axes).unsqueeze(-1) == torch.arange(size)).any(-2)
     mask = hit.reshape(*hit.shape[:axes], *(size if each == place else 1 for each in range(len(input.shape))))
     values = torch.where(mask, torch.tensor(value, dtype=block.dtype), block)
-    label = topology_of(moves(same(input), (None,) * len(index.shape), linear=False), input, index)
-    return Made(values, input, label, coords=shared_coords(input, index))
+    return make(values, moves(same(input), (None,) * len(index.shape), linear=False), input, index)
 
 
 @op("indexed_fill")
@@ -139,12 +133,7 @@ def indexed_fill(batch_id: Tensor, input_tensor_a: Tensor, input_tensor_b: Tenso
     index = at.long().reshape(*at.shape[:axes], *ones).expand_as(source)
     kept = moves(same(input_tensor_a), (None,) * len(batch_id.shape), same(input_tensor_b))
     tensors = (input_tensor_a, batch_id, input_tensor_b)
-    return Made(
-        block.scatter(axes + place, index, source),
-        input_tensor_a,
-        topology_of(kept, *tensors),
-        coords=shared_coords(*tensors),
-    )
+    return make(block.scatter(axes + place, index, source), kept, *tensors)
 
 
 @op("moreh_getitem")
@@ -165,8 +154,7 @@ def moreh_getitem(input: Tensor, index_tensors: Sequence[Tensor], index_dims: Se
     kept = tuple(None if dim in dims else dim - gone * (dim > dims[-1]) for dim in range(rank))
     tensors = (input, *index_tensors)
     cuts = moves(kept, *((dims[0],) * len(index.shape) for index in index_tensors))
-    label = topology_of(cuts, *tensors, shape=values.shape[axes:])
-    return Made(fresh(values), input, label, coords=shared_coords(*tensors))
+    return make(fresh(values), cuts, *tensors)
 
 
 # by value
@@ -202,5 +190,4 @@ def isin(elements: Tensor, test_elements: Tensor, *, invert: bool = False) -> Ma
     listed = others.flatten(axes)
     hit = block.unsqueeze(-1) == listed.reshape(*listed.shape[:axes], *(1,) * len(elements.shape), listed.shape[-1])
     both = (elements, test_elements)
-    label = topology_of(moves(same(elements), (None,) * len(test_elements.shape), linear=False), *both)
-    return Made(hit.any(-1) != invert, elements, label, coords=shared_coords(*both))
+    return make(hit.any(-1) != invert, moves(same(elements), (None,) * len(test_elements.shape), linear=False), *both)

@@ -37,13 +37,13 @@ def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Made:
                 f"ttnn.tilize: Input tensor {what} ({size}) must be divisible by tile {what} ({side})",
                 fix="ttnn.tilize_with_zero_padding",
             )
-    return _copy_in(input_tensor, "tilize", Layout.TILE)
+    return _copy_in("tilize", input_tensor, layout=Layout.TILE)
 
 
 @op("tilize_with_zero_padding")
 def tilize_with_zero_padding(input_tensor: Tensor) -> Made:
     """In tiles, filled up with zeros."""
-    return _copy_in(input_tensor, "tilize_with_zero_padding", Layout.TILE)
+    return _copy_in("tilize_with_zero_padding", input_tensor, layout=Layout.TILE)
 
 
 @op("tilize_with_val_padding")
@@ -56,10 +56,14 @@ def tilize_with_val_padding(
     dtype: DataType | None = None,
 ) -> Tensor:
     """In tiles, filled up with a value to a shape that is whole tiles; the logical shape stays."""
-    made = _copy_in(input_tensor, "tilize_with_val_padding", Layout.TILE).tensor(dtype, memory_config=memory_config)
+    made = _copy_in("tilize_with_val_padding", input_tensor, layout=Layout.TILE).tensor(
+        dtype, memory_config=memory_config
+    )
     if tuple(made.padded_shape) != tuple(output_tensor_shape):
         filled = pad(input_tensor, output_tensor_shape, (0,) * len(input_tensor.shape), pad_value)
-        return _copy_in(filled, "tilize_with_val_padding", Layout.TILE).tensor(dtype, memory_config=memory_config)
+        return _copy_in("tilize_with_val_padding", filled, layout=Layout.TILE).tensor(
+            dtype, memory_config=memory_config
+        )
     made._pad = pad_value
     return made
 
@@ -68,7 +72,7 @@ def tilize_with_val_padding(
 def untilize(input_tensor: Tensor) -> Made:
     """In rows, without the padding of tiles; block floats become bfloat16."""
     dtype = DataType.BFLOAT16 if input_tensor.dtype.is_block_float else None
-    return _copy_in(input_tensor, "untilize", Layout.ROW_MAJOR, dtype)
+    return _copy_in("untilize", input_tensor, layout=Layout.ROW_MAJOR, dtype=dtype)
 
 
 @op("untilize_with_unpadding")
@@ -86,14 +90,17 @@ def fill_implicit_tile_padding(
     input_tensor: Tensor, fill_value: float, *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """The same values; what tiles are filled up with is another value."""
-    made = _copy_in(input_tensor, "fill_implicit_tile_padding", input_tensor.layout).tensor(memory_config=memory_config)
+    made = _copy_in("fill_implicit_tile_padding", input_tensor, layout=input_tensor.layout).tensor(
+        memory_config=memory_config
+    )
     made._pad = fill_value
     return made
 
 
-def _copy_in(tensor: Tensor, name: str, layout: Layout, dtype: DataType | None = None) -> Made:
+def _copy_in(name: str, tensor: Tensor, **how: Any) -> Made:
+    """The same values in memory of their own, in the layout, dtype or memory config that is told."""
     _, (block,) = operands(name, tensor)
-    return Made(fresh(block), tensor, tensor.tensor_topology(), dtype, layout)
+    return Made(fresh(block), tensor, tensor.tensor_topology(), **how)
 
 
 # cores
@@ -121,7 +128,9 @@ def interleaved_to_sharded(
         config = MemoryConfig(shard_scheme, BufferType.L1, ShardSpec(_cores(grid), shard_shape, shard_orientation))
     if not config.is_sharded():
         raise OperandError(f"ttnn.interleaved_to_sharded: {config} is not sharded", fix="a sharded memory config")
-    return _move("interleaved_to_sharded", input_tensor, config, output_dtype, preallocated_output)
+    return _copy_in(
+        "interleaved_to_sharded", input_tensor, dtype=output_dtype, memory_config=config, output=preallocated_output
+    )
 
 
 def _cores(grid: CoreCoord | CoreRangeSet) -> CoreRangeSet:
@@ -136,20 +145,13 @@ def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | N
     config = memory_config or DRAM_MEMORY_CONFIG
     if config.is_sharded():
         raise OperandError(f"ttnn.sharded_to_interleaved: {config} is sharded", fix="ttnn.reshard")
-    return _move("sharded_to_interleaved", input_tensor, config)
+    return _copy_in("sharded_to_interleaved", input_tensor, memory_config=config)
 
 
 @op("reshard")
 def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig) -> Made:
     """Spread over cores in another way."""
-    return _move("reshard", input_tensor, output_memory_config)
-
-
-def _move(
-    name: str, tensor: Tensor, config: MemoryConfig, dtype: DataType | None = None, output: Tensor | None = None
-) -> Made:
-    _, (block,) = operands(name, tensor)
-    return Made(fresh(block), tensor, tensor.tensor_topology(), dtype, memory_config=config, output=output)
+    return _copy_in("reshard", input_tensor, memory_config=output_memory_config)
 
 
 @op("interleaved_to_sharded_partial")

@@ -15,7 +15,7 @@ from meshloom.ttnn.ops import (
 )
 from meshloom.ttnn.ops.activations import Activation
 from meshloom.ttnn.ops.block_moves import spread
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
 from meshloom.ttnn.ops.matmul import linear
 from meshloom.ttnn.ops.slicing import chunk, concat
 from meshloom.ttnn.ops.topologies import rows, topology_of
@@ -145,5 +145,4 @@ def _by_user(name: str, a: Tensor, b: Tensor) -> Made:
     queries = x.float().transpose(axes, axes + 2).unflatten(axes + 1, (b.shape[1], -1))  # [*mesh, B, G, H / G, 1, K]
     values = (queries.squeeze(-2) @ y.float()).flatten(axes + 1, axes + 2).unsqueeze(-2).transpose(axes, axes + 2)
     cuts = rows("S(2), S(0) -> S(2)", "S(1), S(1) -> S(1)", "S(1), R -> S(1)", "R, S(3) -> S(3)")
-    label = topology_of(cuts, a, b, shape=values.shape[axes:])
-    return Made(values.contiguous(), a, label, coords=shared_coords(a, b))
+    return make(values.contiguous(), cuts, a, b)

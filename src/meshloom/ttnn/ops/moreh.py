@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.calling import REQUIRED, Made, op, operands, register, shared_coords, with_arguments
+from meshloom.ttnn.ops.calling import REQUIRED, Made, make, op, operands, register, shared_coords, with_arguments
 from meshloom.ttnn.ops.elementwise import binary
-from meshloom.ttnn.ops.gradients import Gradients, gradients
+from meshloom.ttnn.ops.gradients import Gradients, broadcast_dims, gradients, summed_topology
 from meshloom.ttnn.ops.matmul import matmul, multiply
 from meshloom.ttnn.ops.reductions import Dims, dims_of, exact, reduce, run
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, einsum, moves, topology_of
@@ -72,7 +72,7 @@ def _spread(
     count = torch.Size([shape[each] for each in dims]).numel()
     wide = block.reshape(*block.shape[:axes], *kept).expand(*block.shape[:axes], *shape) * factor(count)
     places = tuple(range(rank)) if keepdim else tuple(each for each in range(rank) if each not in dims)
-    return Made(wide, grad, topology_of(moves(places), grad, shape=tuple(shape)))
+    return make(wide, moves(places), grad)
 
 
 @op("moreh_sum_backward")
@@ -170,8 +170,7 @@ def moreh_dot(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     _check_alike("moreh_dot", both)
     lead = "abcdefg"[: len(input_tensor_a.shape) - 1]
     products = einsum(f"{lead}n, {lead}n -> {lead}.", 0, 1)
-    label = topology_of(products, *both, shape=(*input_tensor_a.shape[:-1], 1))
-    return Made(_dot(exact(x), exact(y)), input_tensor_a, label, coords=shared_coords(*both))
+    return make(_dot(exact(x), exact(y)), products, *both)
 
 
 @op("moreh_dot_backward")
@@ -353,19 +352,11 @@ def moreh_matmul_backward(
 
 def _summed_to(whole: Tensor, like: Tensor) -> Made:
     """A gradient summed over the dims that its operand has with size 1, or has not."""
-    missing = len(whole.shape) - len(like.shape)
-    wide = [dim for dim, size in enumerate(like.shape, missing) if size == 1 != whole.shape[dim]]
-    block, axes = exact(whole.block), len(whole.grid)
-    if wide:
-        block = block.sum([axes + dim for dim in wide], keepdim=True)
-        whole = Tensor(
-            block, whole.grid, whole.dtype, whole.layout, topology_of("sum", whole, dim=tuple(wide), keepdim=True)
-        )
-    leading = list(range(missing))
-    if leading:
-        block = block.sum([axes + dim for dim in leading])
-    label = topology_of("sum", whole, dim=tuple(leading)) if leading else whole.tensor_topology()
-    return Made(block, like, label)
+    axes, gone = len(whole.grid), broadcast_dims(whole, like)
+    block = exact(whole.block)
+    if gone:
+        block = block.sum([axes + dim for dim in gone], keepdim=True).reshape(*block.shape[:axes], *like.shape)
+    return Made(block, like, summed_topology(whole, like))
 
 
 @op("moreh_norm_backward")

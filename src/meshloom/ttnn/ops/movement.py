@@ -14,7 +14,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, whole
-from meshloom.ttnn.ops.calling import Made, op, operands, result
+from meshloom.ttnn.ops.calling import Made, make, op, operands, result
 from meshloom.ttnn.ops.topologies import moves, same, topology_of, topology_of_reshape
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
@@ -192,7 +192,7 @@ def permute(input_tensor: Tensor, dims: Sequence[int]) -> Made:
     if len(set(order)) != rank:
         raise OperandError(f"ttnn.permute: {list(dims)} names a dim twice", fix="name each dim once")
     values = fresh(block.permute(*range(axes), *(axes + dim for dim in order)))
-    return Made(values, input_tensor, topology_of("permute", input_tensor, dims=tuple(order)))
+    return make(values, "permute", input_tensor, dims=tuple(order))
 
 
 @op("transpose")
@@ -248,8 +248,7 @@ def repeat(input_tensor: Tensor, repeat_dims: Sequence[int]) -> Made:
     new = len(times) - had
     spaced = block.reshape(*block.shape[:axes], *(1,) * new, *block.shape[axes:])
     values = fresh(spaced.repeat(*(1,) * axes, *times))
-    label = topology_of(moves(same(input_tensor, new)), input_tensor, shape=values.shape[axes:])
-    return Made(values, input_tensor, label)
+    return make(values, moves(same(input_tensor, new)), input_tensor)
 
 
 @op("repeat_interleave")
@@ -259,8 +258,7 @@ def repeat_interleave(input_tensor: Tensor, repeats: int, dim: int) -> Made:
     place = axis_of("repeat_interleave", dim, len(input_tensor.shape))
     axes = len(input_tensor.grid)
     values = block.repeat_interleave(repeats, dim=axes + place)
-    label = topology_of(moves(same(input_tensor)), input_tensor, shape=values.shape[axes:], scales=True)
-    return Made(values, input_tensor, label)
+    return make(values, moves(same(input_tensor)), input_tensor, scales=True)
 
 
 @op("expand")
@@ -274,8 +272,7 @@ def expand(input_tensor: Tensor, output_shape: Sequence[int]) -> Made:
         raise OperandError(f"ttnn.expand: {list(had)} cannot become {list(asked)}", fix="only dims of size 1 grow")
     spaced = block.reshape(*block.shape[:axes], *(1,) * new, *had)
     values = fresh(spaced.expand(*block.shape[:axes], *sizes))
-    label = topology_of(moves(same(input_tensor, new)), input_tensor, shape=sizes)
-    return Made(values, input_tensor, label)
+    return make(values, moves(same(input_tensor, new)), input_tensor)
 
 
 @op("experimental.broadcast_to")

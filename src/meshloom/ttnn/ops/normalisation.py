@@ -14,7 +14,7 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.activations import LossReductionMode
-from meshloom.ttnn.ops.calling import Made, op, operands, register, result, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.reductions import run
 from meshloom.ttnn.ops.topologies import EACH, moves, rows, same, topology_of
@@ -30,9 +30,7 @@ STATISTICS = 32  # the columns of a tile that holds the statistics of rows
 def _normalise(name: str, tensor: Tensor, function: Callable[[Block], Block], others: tuple[Tensor, ...] = ()) -> Made:
     """A function of float32 values that keeps the shape."""
     _, (block, *_) = operands(name, tensor, *others)
-    return Made(
-        function(block.float()), tensor, topology_of(EACH, tensor, *others), coords=shared_coords(tensor, *others)
-    )
+    return make(function(block.float()), EACH, tensor, *others)
 
 
 def _softmax(name: str, in_place: bool) -> None:
@@ -242,8 +240,7 @@ def group_norm(
     _, (block, *_) = operands("group_norm", input_tensor)
     last, others = len(input_tensor.shape) - 1, present[1:]
     cuts = moves(same(input_tensor), *((last,) * len(each.shape) for each in others), linear=False)
-    label = topology_of((*cuts, *rows(f"S({last}){', R' * len(others)} -> S({last})")), *present)
-    return Made(call(block.float()), input_tensor, label, coords=shared_coords(*present))
+    return make(call(block.float()), (*cuts, *rows(f"S({last}){', R' * len(others)} -> S({last})")), *present)
 
 
 @op("batch_norm")
@@ -291,7 +288,7 @@ def batch_norm(
         normal = normal * weight.block.float()
     if bias is not None:
         normal = normal + bias.block.float()
-    return Made(normal, input, topology_of(EACH, input, *given), coords=shared_coords(input, *given))
+    return make(normal, EACH, input, *given)
 
 
 # losses

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import spread, whole
-from meshloom.ttnn.ops.calling import Made, op, operands, register, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register
 from meshloom.ttnn.ops.sliding import (
     Around,
     around,
@@ -190,8 +190,7 @@ def upsample(input_tensor: Tensor, scale_factor: float | Sequence[float], *, mod
         return F.interpolate(pictures, scale_factor=tuple(map(float, factors)), mode=mode)
 
     values = _by_picture(block.movedim(-1, -3).float(), axes, larger).movedim(-3, -1)
-    topology = topology_of(moves((0, 1, 2, 3)), input_tensor, shape=values.shape[axes:])
-    return Made(values.contiguous(), input_tensor, topology)
+    return make(values.contiguous(), moves((0, 1, 2, 3)), input_tensor)
 
 
 @op("grid_sample")
@@ -215,5 +214,4 @@ def grid_sample(
     sizes = spread(blocks, axes)[0].shape[: axes + 1]
     values = found.unflatten(0, sizes).movedim(-3, -1)
 
-    topology = topology_of(einsum("n..c, nhw. -> nhwc"), input_tensor, grid, shape=values.shape[axes:])
-    return Made(values.contiguous(), input_tensor, topology, coords=shared_coords(input_tensor, grid))
+    return make(values.contiguous(), einsum("n..c, nhw. -> nhwc"), input_tensor, grid)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops.calling import Made, op, operands, register
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.padding import fill_padding
@@ -58,7 +58,7 @@ def reduce(
     found = function(block, dims, keepdim) if dims else block
     if scalar != 1.0:
         found = found * scalar
-    return Made(found, tensor, topology_of(native, tensor, filled=True, dim=tuple(dims), keepdim=keepdim))
+    return make(found, native, tensor, filled=True, dim=tuple(dims), keepdim=keepdim)
 
 
 def _one_by_one(function: Callable[..., Block]) -> Callable[[Block, list[int], bool], Block]:
@@ -207,7 +207,7 @@ def run(
     (at,) = dims_of(name, tensor, dim)
     values = exact(block)
     found = function(values.flip(at), at).flip(at) if reverse_order else function(values, at)
-    return Made(found, tensor, topology_of(rule, tensor))
+    return make(found, rule, tensor)
 
 
 @op("cumsum")

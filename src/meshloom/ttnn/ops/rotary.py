@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, result, shared_coords
 from meshloom.ttnn.ops.topologies import LINEAR, rows, topology_of
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -52,7 +52,7 @@ def rotate_half(input: Tensor) -> Made:
     _, (block,) = operands("experimental.rotate_half", input)
     if input.shape[-1] % 2:
         raise OperandError(f"ttnn.experimental.rotate_half: a width of {input.shape[-1]} has no halves")
-    return Made(turned_halves(block), input, topology_of(LINEAR, input))
+    return make(turned_halves(block), LINEAR, input)
 
 
 @op("experimental.rotary_embedding")

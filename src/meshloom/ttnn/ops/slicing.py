@@ -9,7 +9,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, writable_block
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
 from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block
@@ -198,8 +198,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0, *, groups: int = 1) -> Made:
         pieces = [block.chunk(groups, dim=axes + place) for block in whole]
         whole = [piece for group in zip(*pieces, strict=True) for piece in group]
     values = torch.cat(whole, dim=axes + place)
-    label = topology_of(moves(*map(same, tensors)), *tensors, shape=values.shape[axes:])
-    return Made(values, first, label, coords=shared_coords(*tensors))
+    return make(values, moves(*map(same, tensors)), *tensors)
 
 
 @op("stack")
@@ -214,8 +213,7 @@ def stack(input_tensors: Sequence[Tensor], dim: int) -> Made:
         )
     values = torch.stack(spread(blocks, axes), dim=axes + place)
     places = tuple(each + (each >= place) for each in range(len(first.shape)))
-    label = topology_of(moves(*[places] * len(input_tensors)), *input_tensors, shape=values.shape[axes:])
-    return Made(values, first, label, coords=shared_coords(*input_tensors))
+    return make(values, moves(*[places] * len(input_tensors)), *input_tensors)
 
 
 def _alike(name: str, tensors: Sequence[Tensor], dim: int, more: int) -> tuple[Tensor, int, list[Block]]:
@@ -275,8 +273,7 @@ def pad(
     flat = [size for pair in reversed(pairs) for size in pair]
     values = torch.nn.functional.pad(block, flat, value=value) if any(flat) else fresh(block)
     kept = moves(same(input_tensor), linear=value == 0)
-    label = topology_of(kept, input_tensor, shape=values.shape[len(input_tensor.grid) :])
-    return Made(values, input_tensor, label)
+    return make(values, kept, input_tensor)
 
 
 def _pairs(tensor: Tensor, given: Sequence[Any], start: Sequence[int] | None) -> list[tuple[int, int]]:

@@ -13,9 +13,9 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.attending import attend, attention_topology, mask_of, read_pages, sink_of, within
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
 from meshloom.ttnn.ops.heads import join_heads
-from meshloom.ttnn.ops.topologies import EACH, topology_of
+from meshloom.ttnn.ops.topologies import EACH
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -294,4 +294,4 @@ def _softmax(name: str, tensor: Tensor, head_size: int | None, mask: Tensor | No
     logits = scores.float() / (head_size**0.5 if head_size is not None else 1.0)
     for bias in added:
         logits = logits + bias.float()
-    return Made(torch.softmax(logits, dim=-1), tensor, topology_of(EACH, *tensors), coords=shared_coords(*tensors))
+    return make(torch.softmax(logits, dim=-1), EACH, *tensors)
