@@ -167,7 +167,10 @@ def op(
 def _twins(*names: str) -> list[str]:
     """The names that the same ops have among those for another chip."""
     twins = [f"experimental.quasar.{each.removeprefix('experimental.')}" for each in names]
-    return [each for each in twins if each in forms()]
+    return [each for each in twins if each in forms() and each != _OTHER_ORDER]
+
+
+_OTHER_ORDER = "experimental.quasar.typecast"  # its arguments stand in another order
 
 
 def register(names: str, doc: str, function: Function, **how: Any) -> None:
