@@ -56,14 +56,11 @@ def tilize_with_val_padding(
     dtype: DataType | None = None,
 ) -> Tensor:
     """In tiles, filled up with a value to a shape that is whole tiles; the logical shape stays."""
-    made = _copy_in("tilize_with_val_padding", input_tensor, layout=Layout.TILE).tensor(
-        dtype, memory_config=memory_config
-    )
+    how = {"layout": Layout.TILE, "dtype": dtype, "memory_config": memory_config}
+    made = _copy_in("tilize_with_val_padding", input_tensor, **how).tensor()
     if tuple(made.padded_shape) != tuple(output_tensor_shape):
         filled = pad(input_tensor, output_tensor_shape, (0,) * len(input_tensor.shape), pad_value)
-        return _copy_in("tilize_with_val_padding", filled, layout=Layout.TILE).tensor(
-            dtype, memory_config=memory_config
-        )
+        return _copy_in("tilize_with_val_padding", filled, **how).tensor()
     made._pad = pad_value
     return made
 
@@ -90,9 +87,7 @@ def fill_implicit_tile_padding(
     input_tensor: Tensor, fill_value: float, *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """The same values; what tiles are filled up with is another value."""
-    made = _copy_in("fill_implicit_tile_padding", input_tensor, layout=input_tensor.layout).tensor(
-        memory_config=memory_config
-    )
+    made = _copy_in("fill_implicit_tile_padding", input_tensor, memory_config=memory_config).tensor()
     made._pad = fill_value
     return made
 

@@ -15,7 +15,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ops.rule import Rule
 from meshloom.ttnn.ops.activations import Activation, activate
-from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, result, shared_coords
 from meshloom.ttnn.ops.elementwise import fine
 from meshloom.ttnn.ops.topologies import LINEAR, contraction, einsum, rows, topology_of, without_terms
 from meshloom.ttnn.tensor.formats import DataType, Layout
@@ -251,7 +251,4 @@ def sparse_matmul(
     mask = kept.reshape(*kept.shape[:axes], *batch, 1, 1) != 0
     block = torch.where(mask, x @ y, 0)
     text = "abmk, .ekn -> ab.emn" if len(batch) == 4 else "aemk, .ekn -> aemn"
-    label = topology_of(
-        einsum(text, 0, 1), input_tensor_a, input_tensor_b, shape=tuple(block.shape[axes:]), filled=True
-    )
-    return Made(block, input_tensor_a, label)
+    return make(block, einsum(text, 0, 1), input_tensor_a, input_tensor_b, filled=True)

@@ -270,7 +270,7 @@ def _are_in_order(cut: Sequence[int], places: Sequence[int | None]) -> bool:
 def replicated_topology(grid: tuple[int, ...]) -> TensorTopology:
     """The topology of what all devices of a mesh hold alike, over [N]: that of a tensor put there without a mapper.
 
-    >>> replicated((2, 4)).distribution_shape(), replicated_topology((2, 4)).placements()
+    >>> replicated_topology((2, 4)).distribution_shape(), replicated_topology((2, 4)).placements()
     (MeshShape([8]), [PlacementReplicate()])
     """
     places = list(itertools.product(*map(range, grid)))
