@@ -219,7 +219,7 @@ class Seen:
 
 @cache
 def _signature(operation: Any) -> inspect.Signature:
-    return inspect.signature(calling.described(operation))
+    return inspect.signature(calling.describe(operation))
 
 
 def _arguments(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def find(name: str, inside: str = "") -> Any:
     path = f"{inside}.{name}" if inside else name
     ops, head = table(), path.partition(".")[0]
     if path in ops:
-        return import_module(f"{PACKAGE}.ops.calling").described(ops[path])
+        return import_module(f"{PACKAGE}.ops.calling").describe(ops[path])
     if head in MIRRORS:
         return flat()[name] if name in flat() else Namespace(path)
     if not inside and name in flat():

@@ -16,11 +16,10 @@ from meshloom.tensor import collectives as native
 from meshloom.ttnn.collectives.groups import Group
 from meshloom.ttnn.collectives.literal import LINKS
 from meshloom.ttnn.ops.calling import Made, op, operands
-from meshloom.ttnn.ops.labels import UNKNOWN
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.parts import Block, each
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import PlacementPartial
+from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementPartial
 
 
 @op("all_to_all_dispatch", also=LINKS + " mode", more=Group)

@@ -26,10 +26,10 @@ from meshloom.tensor.base import Tensor as Native
 from meshloom.ttnn.config import CONFIG
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import operands
-from meshloom.ttnn.ops.labels import UNKNOWN, by_axis
+from meshloom.ttnn.ops.topologies import by_axis
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import REPLICATE, Placement, PlacementShard, TensorTopology as Label
+from meshloom.ttnn.tensor.topology import REPLICATE, UNKNOWN, Placement, PlacementShard, TensorTopology as Label
 
 __all__ = ["collective_mode"]
 

@@ -28,9 +28,9 @@ from meshloom.tensor.moving import redistribute, same_storage
 from meshloom.tensor.named import find_named
 from meshloom.ttnn import surface
 from meshloom.ttnn.distributed.views import asked, carried, lifted, lowered
-from meshloom.ttnn.ops.activations import GeluVariant, activated
+from meshloom.ttnn.ops.activations import GeluVariant, activate
 from meshloom.ttnn.ops.block_moves import inside
-from meshloom.ttnn.ops.calling import described, op, operands, result
+from meshloom.ttnn.ops.calling import describe, op, operands, result
 from meshloom.ttnn.ops.elementwise import fine
 from meshloom.ttnn.ops.reductions import exact
 from meshloom.ttnn.ops.signatures import SPEED
@@ -72,7 +72,7 @@ _making = threading.Lock()
 
 
 def _make_bridge(name: str) -> Compute:
-    original = described(surface.table()[BEHIND.get(name, name)])
+    original = describe(surface.table()[BEHIND.get(name, name)])
     signature, compute = inspect.signature(original), OWN.get(name) or _plainly(name)
     dropped = SPEED - inspect.signature(compute).parameters.keys()
 
@@ -127,7 +127,7 @@ def run_on_wholes(
         parts = [lowered(each, like.grid) for each in several]
     if activation is not None:
         _check_no_terms(name, several)
-        parts = [(activated(block, activation), label) for block, label in parts]
+        parts = [(activate(block, activation), label) for block, label in parts]
     made = [
         result(
             block.clone() if any(same_storage(block, each) for each in blocks) else block,
@@ -227,13 +227,13 @@ def _choose_rows(strategy: Strategy, mesh: Mesh) -> contextlib.AbstractContextMa
 
 def _plainly(name: str) -> Compute:
     """The native op, with ttnn's positional arguments in their order and the others by name."""
-    order = list(inspect.signature(described(surface.table()[name])).parameters.values())
+    order = list(inspect.signature(describe(surface.table()[name])).parameters.values())
     places = [each.name for each in order if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
     def compute(*, output: Output, **given: Any) -> Any:
         for option, operand in ACTIVATIONS.items():
             if option in given:
-                given[operand] = activated(given[operand], given.pop(option))
+                given[operand] = activate(given[operand], given.pop(option))
         if "index" in given:
             given["index"] = given["index"].long()
         count = next((at for at, each in enumerate(places) if each not in given), len(places))

@@ -15,26 +15,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from meshloom.engines.layout import fill, from_block, short_name
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.mesh import Mesh
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
 from meshloom.placement.spelling import read_placements
+from meshloom.runtime import MeshCoordinate
 from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import redistribute
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.labels import UNKNOWN
 from meshloom.ttnn.tensor.composers import in_order
 from meshloom.ttnn.tensor.mappers import MeshMapperConfig, ReplicateTensorToMeshWrapper, TensorToMesh
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import (
     REPLICATE,
+    UNKNOWN,
     Placement as LabelPlacement,
     PlacementPartial,
-    PlacementReplicate,
     PlacementShard,
     TensorTopology,
 )
@@ -63,10 +63,6 @@ class Reading:
     is_in_order: bool
 
 
-_KEPT = 4096
-_readings: dict[tuple[Any, ...], tuple[TensorTopology, Reading]] = {}
-
-
 def lifted(tensor: Tensor, block: Block | None = None) -> Native:
     """The whole of a tensor as its label describes it, or of a block that lies as the tensor's does (a cast of it)."""
     values, reading = tensor.block if block is None else block, _read(tensor)
@@ -80,29 +76,26 @@ def lifted(tensor: Tensor, block: Block | None = None) -> Native:
 
 def _read(tensor: Tensor) -> Reading:
     """Labels that were seen before, on a mesh that was seen before, cost one look-up."""
-    device, label = tensor.device(), tensor.tensor_topology()
+    device = tensor.device()
     assert device is not None
-    key = (id(label), device.runtime.mesh, tuple(tensor.shape), tensor._coords)
-    found = _readings.get(key)
-    if found is None:
-        if len(_readings) >= _KEPT:
-            _readings.clear()
-        found = _readings[key] = (label, _reading(tensor, device.runtime.mesh))  # with the label, so that ids are safe
-    return found[1]
+    return _reading(tensor.tensor_topology(), device.runtime.mesh, tuple(tensor.shape), tensor._coords)
 
 
-def _reading(tensor: Tensor, mesh: Mesh) -> Reading:
-    label, held, rank = tensor.tensor_topology(), len(tensor.device_coords()), len(tensor.shape)
-    if held == mesh.size and all(isinstance(each, PlacementReplicate) for each in label.placements()):
+@lru_cache(maxsize=4096)
+def _reading(
+    label: TensorTopology, mesh: Mesh, local: tuple[int, ...], coords: tuple[MeshCoordinate, ...] | None
+) -> Reading:
+    held, rank = mesh.size if coords is None else len(coords), len(local)
+    if held == mesh.size and all(isinstance(each, Replicate) for each in label.placements()):
         return Reading(mesh, (Replicate(),) * mesh.ndim, (None,) * rank, True)
     shape, placements = tuple(label.distribution_shape()), label.placements()
     order = [mesh.index(place) for place in label.mesh_coords()]
     if len(shape) == 1 and held < mesh.size and isinstance(placements[0], PlacementShard) and _is_first(order, held):
         cut = placements[0].dim % rank  # 10 over 8 is five chunks of two: the last devices hold nothing of it
-        size = placements[0].size or held * tensor.shape[cut]
+        size = placements[0].size or held * local[cut]
         shape, placements, order = (mesh.size,), [PlacementShard(cut, size)], list(range(mesh.size))
     if math.prod(shape) != mesh.size or sorted(order) != list(range(mesh.size)) or UNKNOWN in placements:
-        raise _untold(tensor, mesh)
+        raise _untold(label, held, mesh)
     is_in_order = order == list(range(mesh.size))
     seen = view(mesh if is_in_order else mesh.reordered(order), shape)
     return Reading(seen, _native(placements, rank), _sizes(placements, rank), is_in_order)
@@ -112,30 +105,30 @@ def _is_first(order: Sequence[int], held: int) -> bool:
     return list(order) == list(range(held))
 
 
-def _untold(tensor: Tensor, mesh: Mesh) -> OperandError:
-    held = len(tensor.device_coords())
+def _untold(label: TensorTopology, held: int, mesh: Mesh) -> OperandError:
     if held < mesh.size:
         return OperandError(
             f"the tensor lies on {held} of {mesh.size} devices, and its label does not say what the others hold",
-            label=tensor.tensor_topology(),
+            label=label,
             fix="use a submesh of those devices, or a mapper over all of them",
         )
     return OperandError(
         "no whole can be told from the parts that the devices hold",
-        label=tensor.tensor_topology(),
+        label=label,
         fix="all_reduce or all_gather it first, or say what it is: x.update_tensor_topology(...)",
     )
 
 
-def _native(placements: Sequence[LabelPlacement], rank: int) -> tuple[Placement, ...]:
+def _native(placements: Sequence[Placement], rank: int) -> tuple[Placement, ...]:
     """Placements of a label as native ones, dims counted from the front if the rank is given."""
-    found: list[Placement] = []
-    for each in placements:
-        if isinstance(each, PlacementShard):
-            found.append(Shard(each.dim % rank if rank else each.dim))
-        else:
-            found.append(Partial(each.op) if isinstance(each, PlacementPartial) else Replicate())
-    return tuple(found)
+    return tuple(
+        Shard(each.dim % rank if rank else each.dim)
+        if isinstance(each, Shard)
+        else Partial(each.op)
+        if isinstance(each, Partial)
+        else Replicate()
+        for each in placements
+    )
 
 
 def _sizes(placements: Sequence[LabelPlacement], rank: int) -> tuple[int | None, ...]:
@@ -157,10 +150,10 @@ def _whole(block: Block, reading: Reading) -> Native:
         return Native(even, from_block(block, even))
     if wanted.stored_shape == even.stored_shape and not _nests(wanted):
         return Native(wanted, fill(from_block(block, wanted), wanted, 0))
-    found: Any = Native(even, from_block(block, even))
+    found = Native(even, from_block(block, even))
     for dim, size in enumerate(wanted.shape):
         if size != even.shape[dim]:
-            found = found.narrow(dim, 0, size)
+            found = cast(Native, found.narrow(dim, 0, size))
     return found
 
 
@@ -287,8 +280,6 @@ def _several(output: Any) -> Sequence[Any]:
 
 def _one(placement: Any) -> Placement:
     if isinstance(placement, (Shard, Replicate, Partial)):
-        return placement
-    if isinstance(placement, (PlacementShard, PlacementReplicate, PlacementPartial)):
         return _native([placement], 0)[0]
     raise ArgumentError(
         f"output={placement!r} is not a placement",

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError, closest
 from meshloom.ttnn.ops.calling import REQUIRED
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, rule_of
 from meshloom.ttnn.tensor.parts import Block
 
 __all__ = [
@@ -71,19 +72,19 @@ class LossReductionMode(enum.Enum):
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a block with named parameters; `keeps` says whether it is linear, as in `labels.merged`."""
+    """A function of a block with named parameters; `rule` says what becomes of placements: a native op's, or a rule."""
 
     call: Callable[..., Block]
     parameters: Mapping[str, Any]
-    keeps: str = ""
+    rule: Named = EACH
     rank: int = 0  # the least that a tensor has to have
 
 
 UNARY: dict[str, Function] = {}
 
 
-def _put(name: str, call: Callable[..., Block], keeps: str = "", rank: int = 0, **parameters: Any) -> None:
-    UNARY[name] = Function(call, parameters, keeps, rank)
+def _put(name: str, call: Callable[..., Block], rule: Named | None = None, rank: int = 0, **parameters: Any) -> None:
+    UNARY[name] = Function(call, parameters, rule or (EACH if parameters else rule_of(name)), rank)
 
 
 def _fine(call: Callable[..., Block]) -> Callable[..., Block]:
@@ -95,7 +96,7 @@ def _gelu(x: Block, variant: Any = GeluVariant.Accurate) -> Block:
     return F.gelu(x, approximate="tanh" if variant is GeluVariant.Tanh else "none")
 
 
-def _rotated(x: Block) -> Block:
+def _rotate_pairs(x: Block) -> Block:
     """Pairs of neighbours as complex numbers, times i: (a, b) becomes (-b, a)."""
     pairs = x.unflatten(-1, (-1, 2))
     return torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
@@ -111,7 +112,7 @@ def _glu(gate: Callable[[Block], Block]) -> Callable[..., Block]:
     return _fine(call)
 
 
-def divided(x: Block, y: Any, rounding_mode: str | None = None) -> Block:
+def divide(x: Block, y: Any, rounding_mode: str | None = None) -> Block:
     """The quotient, as `rounding_mode` asks: None, "trunc" or "floor"."""
     return torch.div(x, y, rounding_mode=rounding_mode)
 
@@ -124,11 +125,11 @@ for _name in _PLAIN.split():
 for _name in "relu relu6 silu mish hardsigmoid hardswish softsign tanhshrink".split():
     _put(_name, getattr(F, _name))
 
-_put("neg", torch.neg, "sum")
-_put("identity", torch.clone, "sum")
-_put("deg2rad", torch.deg2rad, "sum")
-_put("rad2deg", torch.rad2deg, "sum")
-_put("alt_complex_rotate90", _rotated, "sum")
+_put("neg", torch.neg, LINEAR)
+_put("identity", torch.clone, LINEAR)
+_put("deg2rad", torch.deg2rad, LINEAR)
+_put("rad2deg", torch.rad2deg, LINEAR)
+_put("alt_complex_rotate90", _rotate_pairs, LINEAR)
 _put("bitwise_not", torch.bitwise_not)
 _put("cbrt", _fine(lambda x: x.sign() * x.abs().pow(1 / 3)))
 _put("celu", F.celu, alpha=1.0)
@@ -164,7 +165,7 @@ _put("softplus", F.softplus, beta=1.0, threshold=20.0)
 _put("softshrink", F.softshrink, lambd=0.5)
 _put("swish", F.silu)
 _put("threshold", F.threshold, threshold=REQUIRED, value=REQUIRED)
-_put("rdiv", lambda x, value, mode: divided(torch.full_like(x, value), x, mode), value=REQUIRED, rounding_mode=None)
+_put("rdiv", lambda x, value, mode: divide(torch.full_like(x, value), x, mode), value=REQUIRED, rounding_mode=None)
 _put("glu", _glu(torch.sigmoid), rank=1, dim=-1)
 _put("reglu", _glu(F.relu), rank=1, dim=-1)
 _put("swiglu", _glu(F.silu), rank=1, dim=-1)
@@ -175,8 +176,8 @@ _put(
     dim=-1,
     variant=GeluVariant.Accurate,
 )
-_put("tril", lambda x, diagonal: x.tril(diagonal), "sum", rank=2, diagonal=0)
-_put("triu", lambda x, diagonal: x.triu(diagonal), "sum", rank=2, diagonal=0)
+_put("tril", lambda x, diagonal: x.tril(diagonal), LINEAR, rank=2, diagonal=0)
+_put("triu", lambda x, diagonal: x.triu(diagonal), LINEAR, rank=2, diagonal=0)
 
 
 _KINDS = """ABS ACOS ACOSH ADD_UNARY_SFPU ALT_COMPLEX_ROTATE90 ASIN ASINH ATAN ATANH BITWISE_AND BITWISE_NOT BITWISE_OR
@@ -259,10 +260,10 @@ class UnaryWithParam:
 Activation = str | UnaryWithParam | Any
 
 
-def activated(block: Block, activations: Sequence[Activation] | Activation | None) -> Block:
+def activate(block: Block, activations: Sequence[Activation] | Activation | None) -> Block:
     """A block after one activation or several.
 
-    >>> activated(torch.tensor([-1.0, 2.0]), [UnaryOpType.RELU, UnaryWithParam(UnaryOpType.ADD_UNARY_SFPU, 1.0)])
+    >>> activate(torch.tensor([-1.0, 2.0]), [UnaryOpType.RELU, UnaryWithParam(UnaryOpType.ADD_UNARY_SFPU, 1.0)])
     tensor([1., 3.])
     """
     for each in chain(activations):

@@ -6,19 +6,19 @@ batch for torch. A row that may see nothing is zero, where the original leaves i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
-from meshloom.ttnn.ops.block_moves import spread, taken
+from meshloom.ttnn.ops.block_moves import spread, take_rows
+from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 
 def attend(
@@ -48,11 +48,11 @@ def attend(
     q, k, v, *_ = spread([q, k, v] if mask is None else [q, k, v, mask], axes)
     sizes = q.shape[: axes + 1]
     queries, keys, values = (each.float().flatten(0, axes) for each in (q, k, v))
-    found = F.scaled_dot_product_attention(
+    found: Block = F.scaled_dot_product_attention(
         queries,
         keys,
         values,
-        attn_mask=None if mask is None else _folded(mask, sizes, axes),
+        attn_mask=None if mask is None else _fold_mask(mask, sizes, axes),
         is_causal=causal and mask is None,
         scale=factor,
         enable_gqa=q.shape[-3] != k.shape[-3],
@@ -63,7 +63,7 @@ def attend(
     return found.masked_fill(blind, 0)
 
 
-def _folded(mask: Block, sizes: Sequence[int], axes: int) -> Block:
+def _fold_mask(mask: Block, sizes: Sequence[int], axes: int) -> Block:
     """A mask with mesh axes and batch in one dim: 1 if it is the same for all."""
     if math.prod(mask.shape[: axes + 1]) == 1:
         return mask.flatten(0, axes)
@@ -121,18 +121,18 @@ def within(keys: Block, last: Block, window: int | None, modulo: int | None = No
     return seen if window is None else seen & (age < window)
 
 
-def paged(cache: Block, table: Block, axes: int, block_size: int = 0, heads: int = 0) -> Block:
+def read_pages(cache: Block, table: Block, axes: int, block_size: int = 0, heads: int = 0) -> Block:
     """Pages [*mesh, P, K, n, D] in the order of a table [*mesh, B, m]: [*mesh, B, K, m * n, D].
 
     Pages that the table does not name (-1) are any page: positions there are beyond every query's.
     """
     if block_size or heads:
-        cache = regrouped(cache, axes, block_size, heads)
-    found = taken(cache, table.clamp(min=0), axes).transpose(axes + 1, axes + 2)  # [*mesh, B, K, m, n, D]
+        cache = regroup(cache, axes, block_size, heads)
+    found = take_rows(cache, table.clamp(min=0), axes).transpose(axes + 1, axes + 2)  # [*mesh, B, K, m, n, D]
     return found.flatten(-3, -2)
 
 
-def regrouped(cache: Block, axes: int, block_size: int, heads: int) -> Block:
+def regroup(cache: Block, axes: int, block_size: int, heads: int) -> Block:
     """A cache seen as pages of another size or with another number of heads; a view."""
     size, count = block_size or cache.shape[-2], heads or cache.shape[-3]
     if math.prod(cache.shape[axes:-1]) % (size * count):
@@ -142,30 +142,27 @@ def regrouped(cache: Block, axes: int, block_size: int, heads: int) -> Block:
     return cache.reshape(*cache.shape[:axes], -1, count, size, cache.shape[-1])
 
 
-def label(name: str, tensors: Sequence[Tensor], q_dims: Sequence[int] = (0, 1, 2), placed: bool = False) -> Any:
+def positions_of(name: str, listed: Sequence[int], tensor: Tensor | None, axes: int, users: int) -> Block:
+    """The position of every user, [*mesh, B]."""
+    if tensor is not None:
+        return tensor.block.flatten(axes)[..., :users].long()
+    if len(listed) != users:
+        raise OperandError(f"ttnn.{name}: {len(listed)} positions for {users} users", fix="one position for each")
+    return torch.tensor(list(listed)).reshape(*(1,) * axes, users)
+
+
+def attention_topology(
+    tensors: Sequence[Tensor], q_dims: Sequence[int] = (0, 1, 2), placed: bool = False
+) -> TensorTopology:
     """Of attention of (q, k, v, others...): cut at the batch, the heads, the queries or the width of values.
 
     `q_dims` are the dims of q that are batch, heads and sequence; those of k and v are 0, 1 and 2. If queries are
     `placed`, by a causal mask or a window, every device counts its own from the start: a cut sequence is no whole then.
     """
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        q, k, v, *others = column
-        still = [isinstance(each, PlacementReplicate) for each in (q, k, v)]
-        if isinstance(q, PlacementShard):
-            role = q_dims.index(q.dim) if q.dim in q_dims else 3
-            cut = PlacementShard(role)
-            fits = all(isinstance(each, PlacementReplicate) or (each == cut and role < 2) for each in (k, v))
-            beside = all(
-                isinstance(each, PlacementReplicate)
-                or (isinstance(each, PlacementShard) and (each.dim == 0) == (role == 0))  # batches with batches
-                for each in others
-            )
-            return q if fits and beside and role < (2 if placed else 3) else None
-        if not (still[0] and still[1]) or not all(isinstance(each, PlacementReplicate) for each in others):
-            return None
-        if v == PlacementShard(3):
-            return v
-        return v if isinstance(v, PlacementPartial) else None
-
-    return label_moves.ruled((name, tuple(q_dims), placed), tensors, rule)
+    cuts = []
+    for role, dim in enumerate(q_dims[: 2 if placed else 3]):
+        keys = (f"S({role})", "R") if role < 2 else ("R",)
+        beside = itertools.product(keys, keys, *[(f"S({role})", "R")] * (len(tensors) - 3))
+        cuts += [f"S({dim}), {', '.join(each)} -> S({dim})" for each in beside]
+    cuts += [f"R, R, {each}{', R' * (len(tensors) - 3)} -> {each}" for each in ("S(3)", "P(sum)")]
+    return topology_of(rows(*cuts, exact=True), *tensors)

@@ -37,10 +37,10 @@ def spread(blocks: Sequence[Block], axes: int) -> list[Block]:
     return [block.expand(*sizes, *block.shape[axes:]) for block in blocks]
 
 
-def numbered(table: Block, axes: int, rows: int, rank: int) -> Block:
+def row_offsets(table: Block, axes: int, rows: int, rank: int) -> Block:
     """How many rows of a flattened table are before every device's own: shape of the mesh axes, then ones.
 
-    >>> numbered(torch.zeros(1, 3, 10, 4), axes=2, rows=10, rank=1).flatten()
+    >>> row_offsets(torch.zeros(1, 3, 10, 4), axes=2, rows=10, rank=1).flatten()
     tensor([ 0, 10, 20])
     """
     sizes = table.shape[:axes]
@@ -48,10 +48,10 @@ def numbered(table: Block, axes: int, rows: int, rank: int) -> Block:
     return places.reshape(*sizes, *(1,) * rank)
 
 
-def taken(table: Block, index: Block, axes: int) -> Block:
+def take_rows(table: Block, index: Block, axes: int) -> Block:
     """Rows of every device's table by number: [*mesh, V, ...] and [*mesh, *n] give [*mesh, *n, ...].
 
-    >>> taken(torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([[1, 0]]), axes=1).squeeze(-1)
+    >>> take_rows(torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([[1, 0]]), axes=1).squeeze(-1)
     tensor([[2., 1.],
             [4., 3.]])
     """
@@ -59,7 +59,7 @@ def taken(table: Block, index: Block, axes: int) -> Block:
     flat = table.reshape(-1, *table.shape[axes + 1 :])
     places = index.long()
     if flat.shape[0] != rows:
-        places = places + numbered(table, axes, rows, places.dim() - axes)
+        places = places + row_offsets(table, axes, rows, places.dim() - axes)
     found = flat.index_select(0, places.reshape(-1))
     return found.reshape(*places.shape, *flat.shape[1:])
 
@@ -85,7 +85,7 @@ def whole(values: Sequence[int] | int, count: int) -> tuple[int, ...]:
     return (values,) * count if isinstance(values, int) else tuple(values)
 
 
-def owned(tensor: Tensor, sizes: Sequence[int]) -> Block:
+def writable_block(tensor: Tensor, sizes: Sequence[int]) -> Block:
     """The block of a tensor that is about to be written with different values along some axes: contiguous, with these
     mesh axes.
 
@@ -98,11 +98,11 @@ def owned(tensor: Tensor, sizes: Sequence[int]) -> Block:
     block, axes = tensor.block, len(tensor.grid)
     wanted = tuple(max(have, need) for have, need in zip(block.shape[:axes], sizes, strict=True))
     if wanted != tuple(block.shape[:axes]) or not block.is_contiguous():
-        tensor._block = _grown(block, (*wanted, *block.shape[axes:]))
+        tensor._block = _grow(block, (*wanted, *block.shape[axes:]))
     return tensor.block
 
 
-def _grown(block: Block, shape: tuple[int, ...]) -> Block:
+def _grow(block: Block, shape: tuple[int, ...]) -> Block:
     before = state.capture is not None and not state.capture.makes(block)
     with disable_current_modes() if before else nullcontext():
         return fresh(block.expand(shape))

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
-from meshloom.ttnn.ops.attending import regrouped
-from meshloom.ttnn.ops.block_moves import inside, numbered, owned, spread
+from meshloom.ttnn.ops.attending import positions_of, regroup
+from meshloom.ttnn.ops.block_moves import inside, row_offsets, spread, writable_block
 from meshloom.ttnn.ops.calling import op, operands
-from meshloom.ttnn.ops.labels import UNKNOWN
+from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block, lead
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementShard
 
 Coords = Collection[Sequence[int]] | None
 
@@ -50,10 +49,10 @@ def fill_cache(cache_tensor: Tensor, input_tensor: Tensor, batch_idx: int, *, up
             f"ttnn.fill_cache: {list(input_tensor.shape)} into a cache {list(cache_tensor.shape)}",
             fix=f"give [1, {heads}, s, {size}]",
         )
-    room = owned(cache_tensor, values.shape[: len(cache_tensor.grid)])
+    room = writable_block(cache_tensor, values.shape[: len(cache_tensor.grid)])
     target = room.select(-4, batch_idx).narrow(-2, update_idx, count)
     target.copy_(rounded(values.squeeze(-4), cache_tensor.dtype))
-    return _told("fill_cache", cache_tensor, input_tensor, (1, 2, 3), (1, 2, 3))
+    return _update_label("fill_cache", cache_tensor, input_tensor, (1, 2, 3), (1, 2, 3))
 
 
 @op(
@@ -72,10 +71,10 @@ def update_cache(cache: Tensor, input: Tensor, update_idx: int, batch_offset: in
             f"ttnn.update_cache: {list(input.shape)} into a cache {list(cache.shape)} with batch_offset={batch_offset}",
             fix=f"give [1, {heads}, {batch_offset + users} or more, {size}]",
         )
-    room = owned(cache, values.shape[: len(cache.grid)])
+    room = writable_block(cache, values.shape[: len(cache.grid)])
     some = values.squeeze(-4).narrow(-2, batch_offset, users).transpose(-3, -2)  # [*mesh, users, H, D]
     room.select(-2, update_idx).copy_(rounded(some, cache.dtype))
-    return _told("update_cache", cache, input, (2, 1, 3), (0, 1, 3))
+    return _update_label("update_cache", cache, input, (2, 1, 3), (0, 1, 3))
 
 
 # every user at its own position, maybe in pages
@@ -101,10 +100,10 @@ def paged_update_cache(
     others = [tensor for tensor in (update_idxs_tensor, page_table) if tensor is not None]
     blocks = operands(name, cache_tensor, input_tensor, *others)[1]
     axes, users = len(cache_tensor.grid), input_tensor.shape[1]
-    position = _positions(name, update_idxs, update_idxs_tensor, axes, users)
+    position = positions_of(name, update_idxs, update_idxs_tensor, axes, users)
     if cache_position_modulo is not None:
         position = torch.where(position < 0, position, position % cache_position_modulo)
-    seen = regrouped(blocks[0], axes, block_size or 0, num_kv_heads or 0)
+    seen = regroup(blocks[0], axes, block_size or 0, num_kv_heads or 0)
     pages, heads, length = seen.shape[axes : axes + 3]
     skipped = position < 0
     if page_table is not None:
@@ -123,7 +122,7 @@ def paged_update_cache(
     _put(cache_tensor, values, row, position, skipped, (block_size or 0, num_kv_heads or 0), whole)
     if mesh_coords is not None:
         return _unknown(cache_tensor)
-    return _told(name, cache_tensor, input_tensor, (1, 2, 3), (0, 1, 3), others)
+    return _update_label(name, cache_tensor, input_tensor, (1, 2, 3), (0, 1, 3), others)
 
 
 @op("experimental.paged_fused_update_cache", more=paged_update_cache)
@@ -153,7 +152,7 @@ def paged_fill_cache(
     others = [tensor for tensor in (page_table, batch_idx_tensor, valid_seq_len_tensor) if tensor is not None]
     blocks = operands(name, cache_tensor, input_tensor, *others)[1]
     axes = len(cache_tensor.grid)
-    seen = regrouped(blocks[0], axes, block_size or 0, 0)
+    seen = regroup(blocks[0], axes, block_size or 0, 0)
     pages, heads, length = seen.shape[axes : axes + 3]
     table = _rows_of_user(name, page_table, batch_idx, batch_idx_tensor, axes)
     count = input_tensor.shape[2]
@@ -179,16 +178,7 @@ def paged_fill_cache(
     _put(cache_tensor, values, page, position % length, skipped, (block_size or 0, 0), whole)
     if mesh_coords is not None:
         return _unknown(cache_tensor)
-    return _told(name, cache_tensor, input_tensor, (1, 3), (1, 3), others)
-
-
-def _positions(name: str, listed: Sequence[int], tensor: Tensor | None, axes: int, users: int) -> Block:
-    """Where every user writes, [*mesh, B]."""
-    if tensor is not None:
-        return tensor.block.flatten(axes)[..., :users].long()
-    if len(listed) != users:
-        raise OperandError(f"ttnn.{name}: {len(listed)} positions for {users} users", fix="one position for each")
-    return torch.tensor(list(listed)).reshape(*(1,) * axes, users)
+    return _update_label(name, cache_tensor, input_tensor, (1, 3), (1, 3), others)
 
 
 def _wide(table: Block, index: Block, axes: int) -> tuple[Block, Block]:
@@ -248,14 +238,14 @@ def _put(
     """
     axes, count = len(cache.grid), values.shape[len(cache.grid)]
     told = spread([page, position, skipped], axes)
-    room = regrouped(owned(cache, lead([values, *told], axes)), axes, *geometry)
+    room = regroup(writable_block(cache, lead([values, *told], axes)), axes, *geometry)
     sizes = room.shape[:axes]
     page, position, skipped = (each.expand(*sizes, count) for each in told)
     source = torch.where(skipped, skipped.to(torch.int8).argmin(-1, keepdim=True), torch.arange(count))
     none = skipped.all(-1).reshape(*sizes, 1, 1, 1)
     at = [torch.where(none[..., 0, 0], torch.zeros_like(each), each.gather(-1, source)) for each in (page, position)]
     flat = room.view(-1, *room.shape[axes + 1 :])
-    row, column = ((at[0] + numbered(room, axes, room.shape[axes], 1)).flatten(), at[1].flatten())
+    row, column = ((at[0] + row_offsets(room, axes, room.shape[axes], 1)).flatten(), at[1].flatten())
     wide = rounded(values, cache.dtype).expand(*sizes, count, *whole)
     new = wide.gather(axes, source.reshape(*sizes, count, 1, 1).expand(wide.shape))
     old = flat[row, :, column].reshape(new.shape)
@@ -265,22 +255,21 @@ def _put(
 # labels
 
 
-def _told(
+def _update_label(
     name: str, cache: Tensor, source: Tensor, dims: Sequence[int], places: Sequence[int], others: Sequence[Tensor] = ()
 ) -> Tensor:
     """The label of a cache after a write: what cuts the tokens cuts the cache, unless it is cut otherwise already."""
-    where = dict(zip(dims, places, strict=True))
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        now, new, *beside = column
-        if isinstance(new, PlacementShard) and new.dim in where:
-            cut = PlacementShard(where[new.dim])
-            return cut if isinstance(now, PlacementReplicate) or now == cut else UNKNOWN
-        if isinstance(now, PlacementShard) and not (isinstance(new, PlacementPartial) and new != UNKNOWN):
-            return now  # rows of its own on every device: whatever it writes there, they stand side by side
-        return now if now == new and all(isinstance(each, PlacementReplicate) for each in beside) else UNKNOWN
-
-    cache.update_tensor_topology(label_moves.ruled((name, *where.items()), (cache, source, *others), rule))
+    every, beside, alike = range(len(cache.shape)), ", *" * len(others), ", R" * len(others)
+    cuts = [
+        f"{now}, S({dim}){beside} -> S({place})"
+        for dim, place in zip(dims, places, strict=True)
+        for now in (f"S({place})", "R")
+    ]
+    # Rows of its own on every device: whatever it writes there, they stand side by side.
+    kept = ["R", "P(unknown)", *(f"S({dim})" for dim in every if dim not in dims)]
+    cuts += [f"S({dim}), {new}{beside} -> S({dim})" for dim in every for new in kept]
+    cuts += [f"{each}, {each}{alike} -> {each}" for each in ("R", "P(sum)", "P(mean)")]
+    cache.update_tensor_topology(topology_of(rows(*cuts, exact=True), cache, source, *others))
     return cache
 
 
@@ -302,5 +291,5 @@ def plus_one(input_tensor: Tensor, skip_negative_entries: bool = False) -> Tenso
     if input_tensor.dtype.is_float:
         raise OperandError(f"ttnn.plus_one takes integers, not {input_tensor.dtype}", fix="ttnn.int32 or ttnn.uint32")
     step = (block >= 0).to(block.dtype) if skip_negative_entries else 1
-    owned(input_tensor, block.shape[: len(input_tensor.grid)]).copy_(rounded(block + step, input_tensor.dtype))
+    writable_block(input_tensor, block.shape[: len(input_tensor.grid)]).copy_(rounded(block + step, input_tensor.dtype))
     return input_tensor

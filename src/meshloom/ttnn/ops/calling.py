@@ -12,13 +12,15 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 from meshloom.errors import ArgumentError, MeshloomError, OperandError
+from meshloom.ops.rule import Rule
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.signatures import Binding
+from meshloom.ttnn.ops.signatures import Binding, forms
+from meshloom.ttnn.ops.topologies import Rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
@@ -26,6 +28,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 
 Function = Callable[..., Any]
+Found = TypeVar("Found")
 NOTHING: dict[str, Any] = {}
 
 TABLE: dict[str, Function] = {}  # every op by its dotted name: "add", "transformer.concatenate_heads"
@@ -69,7 +72,7 @@ class Made:
         number = kind._value_
         values = self.block if self.block.dtype is _EXACT[number] else rounded(self.block, kind)
         if output is not None:
-            made = _written(values, output, like, self.topology)
+            made = _write_into(values, output, like, self.topology)
         else:
             made = Tensor(
                 values,
@@ -97,20 +100,31 @@ _EXACT = [
 _TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
 
 
+class Registering(Protocol):
+    """What `op` gives: a function that makes a result becomes an op that returns a tensor."""
+
+    @overload
+    def __call__(self, function: Callable[..., Made], /) -> Callable[..., Tensor]: ...
+    @overload
+    def __call__(self, function: Callable[..., list[Made]], /) -> Callable[..., list[Tensor]]: ...
+    @overload
+    def __call__(self, function: Callable[..., Found], /) -> Callable[..., Found]: ...
+
+
 def op(
     name: str, *aliases: str, spelled: Mapping[str, str] | None = None, also: str = "", more: Function | None = None
-) -> Callable[[Function], Function]:
+) -> Registering:
     """Register an op under its name and its aliases.
 
     `spelled` maps further spellings of arguments to ours, `also` are arguments that ours takes beside the original's,
     and `more` is the function that takes what the op's own takes as `**`.
     """
-    other, names = dict(spelled or {}), (name, *aliases)
+    other, names = dict(spelled or {}), (name, *aliases, *_twins(name, *aliases))
     taken = [each for each in names if each in TABLE]
     if taken:
         raise ArgumentError(f"ttnn.{taken[0]} is in the table already", fix="change the function that serves it")
 
-    def register(function: Function) -> Function:
+    def register(function: Function) -> Any:
         binding = Binding(names, function, other, also, more)
 
         @functools.wraps(function)
@@ -131,7 +145,7 @@ def op(
                 elif type(output) in (list, tuple):
                     output = type(output)(each.tensor(**rest) if type(each) is Made else each for each in output)
             except FOREIGN as error:
-                told = _told(name, error, args, kwargs)
+                told = _translate_error(name, error, args, kwargs)
                 if told is None:
                     raise
                 raise told from error
@@ -139,7 +153,7 @@ def op(
                 hook(call, args, kwargs, output)
             return output
 
-        vars(call).pop("__signature__", None)  # the function's own; `described` gives the op its public one
+        vars(call).pop("__signature__", None)  # the function's own; `describe` gives the op its public one
         call.spelled = other  # type: ignore[attr-defined]
         call.binding = binding  # type: ignore[attr-defined]
         call.python_fully_qualified_name = f"ttnn.{name}"  # type: ignore[attr-defined]
@@ -150,7 +164,24 @@ def op(
     return register
 
 
-def described(operation: Any) -> Any:
+def _twins(*names: str) -> list[str]:
+    """The names that the same ops have among those for another chip."""
+    twins = [f"experimental.quasar.{each.removeprefix('experimental.')}" for each in names]
+    return [each for each in twins if each in forms() and each != _OTHER_ORDER]
+
+
+_OTHER_ORDER = "experimental.quasar.typecast"  # its arguments stand in another order
+
+
+def register(names: str, doc: str, function: Function, **how: Any) -> None:
+    """Register a function that several ops share the making of, under the names and the text of one of them."""
+    name = names.split()[0]
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    op(*names.split(), **how)(function)
+
+
+def describe(operation: Any) -> Any:
     """An op whose public signature is that of the text, for `help` and `inspect`."""
     if hasattr(operation, "binding") and "__signature__" not in vars(operation):
         operation.__signature__ = operation.binding.signature()
@@ -160,10 +191,10 @@ def described(operation: Any) -> Any:
 REQUIRED = inspect.Parameter.empty
 
 
-def named(name: str, doc: str, takes: Mapping[str, Any], function: Function) -> Function:
+def with_arguments(name: str, doc: str, takes: Mapping[str, Any], function: Function) -> Function:
     """A function that is told what it takes, with defaults: it is called with all of it, in that order.
 
-    >>> named("scaled", "x * y", {"x": REQUIRED, "y": 2}, lambda x, y: x * y)(x=3)
+    >>> with_arguments("scaled", "x * y", {"x": REQUIRED, "y": 2}, lambda x, y: x * y)(x=3)
     6
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -186,7 +217,9 @@ def named(name: str, doc: str, takes: Mapping[str, Any], function: Function) -> 
 FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def _told(name: str, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MeshloomError | None:
+def _translate_error(
+    name: str, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> MeshloomError | None:
     """An error from inside of an op on tensors as one of ours; None if it is one, or the call itself is wrong."""
     flat = [
         each for given in (*args, *kwargs.values()) for each in (given if type(given) in (list, tuple) else (given,))
@@ -250,6 +283,16 @@ def shared_coords(*tensors: Tensor) -> tuple[MeshCoordinate, ...] | None:
     return tuple(place for place in told[0] if all(place in each for each in told)) if told else None
 
 
+def make(
+    block: Block, rule: str | Rule | Rows, *operands: Any, scales: bool = False, filled: bool = False, **arguments: Any
+) -> Made:
+    """What an op has made of operands: like the first tensor of them, with the topology that `topology_of` finds."""
+    tensors = [each for each in operands if isinstance(each, Tensor)]
+    shape = block.shape[len(tensors[0]._grid) :] if isinstance(rule, tuple) else None
+    label = topology_of(rule, *operands, shape=shape, scales=scales, filled=filled, **arguments)
+    return Made(block, tensors[0], label, coords=shared_coords(*tensors))
+
+
 def result(
     block: Block,
     like: Tensor,
@@ -265,7 +308,7 @@ def result(
     return Made(block, like, topology, dtype, layout, memory_config, output_tensor, coords).tensor()
 
 
-def _written(values: Block, output: Tensor, like: Tensor, topology: TensorTopology) -> Tensor:
+def _write_into(values: Block, output: Tensor, like: Tensor, topology: TensorTopology) -> Tensor:
     axes = len(output.grid)
     if output._device is not like._device:
         raise OperandError(

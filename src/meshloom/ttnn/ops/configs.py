@@ -106,15 +106,7 @@ WormholeComputeKernelConfig = BlackholeComputeKernelConfig = ComputeKernelConfig
 
 
 def init_device_compute_kernel_config(
-    arch: Arch,
-    device_kernel_config: DeviceComputeKernelConfig | None = None,
-    *,
-    math_fidelity: MathFidelity = MathFidelity.LoFi,
-    math_approx_mode: bool = True,
-    fp32_dest_acc_en: bool = False,
-    packer_l1_acc: bool = False,
-    dst_full_sync_en: bool = False,
-    throttle_level: ThrottleLevel = ThrottleLevel.NO_THROTTLE,
+    arch: Arch, device_kernel_config: DeviceComputeKernelConfig | None = None, **values: Any
 ) -> DeviceComputeKernelConfig:
     """A copy of a config, its fidelity filled in; without one, a config of the values that are given.
 
@@ -123,17 +115,11 @@ def init_device_compute_kernel_config(
     """
     if not isinstance(arch, Arch):
         raise ArgumentError(f"init_device_compute_kernel_config takes an Arch, not {arch!r}", fix="device.arch()")
-    if device_kernel_config is not None:
-        told = device_kernel_config.math_fidelity
-        return replace(device_kernel_config, math_fidelity=math_fidelity if told is MathFidelity.Invalid else told)
-    return DeviceComputeKernelConfig(
-        math_fidelity=math_fidelity,
-        math_approx_mode=math_approx_mode,
-        fp32_dest_acc_en=fp32_dest_acc_en,
-        packer_l1_acc=packer_l1_acc,
-        dst_full_sync_en=dst_full_sync_en,
-        throttle_level=throttle_level,
-    )
+    filled = {"math_fidelity": MathFidelity.LoFi, **values}
+    if device_kernel_config is None:
+        return DeviceComputeKernelConfig(**filled)
+    is_told = device_kernel_config.math_fidelity is not MathFidelity.Invalid
+    return replace(device_kernel_config, **({} if is_told else {"math_fidelity": filled["math_fidelity"]}))
 
 
 class ProgramConfig:

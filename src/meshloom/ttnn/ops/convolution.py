@@ -17,18 +17,18 @@ from torch.nn import functional as F
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops import label_moves
-from meshloom.ttnn.ops.activations import activated
+from meshloom.ttnn.ops.activations import activate
 from meshloom.ttnn.ops.block_moves import whole
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, PaddingMode
 from meshloom.ttnn.ops.copies import typecast
-from meshloom.ttnn.ops.sliding import around, channels_first, flattened, pictures_cut, torch_order, windows
+from meshloom.ttnn.ops.sliding import around, channels_first, flatten_pictures, pictures_dim, torch_order, windows
+from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block, lead
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.topology import TensorTopology
 from meshloom.ttnn.tensor.transfers import to_device
 
 __all__ = [
@@ -64,16 +64,16 @@ def _convolution(
 ) -> Found:
     """The convolution of pictures of these sizes with weights of this shape; its own results are of `size`."""
     config = conv_config or Conv2dConfig()
-    weight, bias = _prepared(weight_tensor, bias_tensor, device, config)
+    weight, bias = _prepare(weight_tensor, bias_tensor, device, config)
     _check(name, weight, weights)
     mode = "replicate" if config.padding_mode is PaddingMode.Replicate else "constant"
-    values = _convolved(name, input_tensor, weight, bias, sizes, groups, lambda x, w, n: convolve(x, w, n, mode))
-    made = _finished(name, values, input_tensor, weight, bias, groups, config)
+    values = _convolve(name, input_tensor, weight, bias, sizes, groups, lambda x, w, n: convolve(x, w, n, mode))
+    made = _finish(name, values, input_tensor, weight, bias, groups, config)
     kept = ((weight, bias),) if return_weights_and_bias else ()
     return (made, *((size,) if return_output_dim else ()), *kept) if return_output_dim or kept else made
 
 
-@op("conv2d", "experimental.quasar.conv2d", more=_convolution)
+@op("conv2d", more=_convolution)
 def conv2d(
     *,
     in_channels: int,
@@ -157,8 +157,8 @@ def conv_transpose2d(
     """The transposed convolution; with `mirror_kernel=False` weights were mirrored already."""
     kernel, steps, holes, more = (whole(each, 2) for each in (kernel_size, stride, dilation, output_padding))
     edges = around(padding)
-    height = _grown(input_height, kernel[0], steps[0], edges[0] + edges[1], holes[0], more[0])
-    width = _grown(input_width, kernel[1], steps[1], edges[2] + edges[3], holes[1], more[1])
+    height = _grown_size(input_height, kernel[0], steps[0], edges[0] + edges[1], holes[0], more[0])
+    width = _grown_size(input_width, kernel[1], steps[1], edges[2] + edges[3], holes[1], more[1])
 
     def convolve(pictures: Block, kernels: Block, several: int, mode: str) -> Block:
         turned = kernels if mirror_kernel else kernels.flip((-2, -1))
@@ -174,7 +174,7 @@ def conv_transpose2d(
     return _convolution("conv_transpose2d", convolve, sizes, weights, (height, width), groups, **how)
 
 
-def _grown(size: int, kernel: int, stride: int, padding: int, dilation: int, more: int) -> int:
+def _grown_size(size: int, kernel: int, stride: int, padding: int, dilation: int, more: int) -> int:
     return (size - 1) * stride - padding + dilation * (kernel - 1) + more + 1
 
 
@@ -190,7 +190,7 @@ def get_conv_output_dim(input: int, window: int, stride: int = 1, pad: int = 0, 
 # operands
 
 
-def _prepared(
+def _prepare(
     weight: Tensor, bias: Tensor | None, device: MeshDevice, config: Conv2dConfig
 ) -> tuple[Tensor, Tensor | None]:
     """Weights and bias on the device, in the dtype that the config asks for."""
@@ -212,7 +212,7 @@ def _check(name: str, weight: Tensor, wanted: tuple[int, ...]) -> None:
         )
 
 
-def _convolved(
+def _convolve(
     name: str,
     tensor: Tensor,
     weight: Tensor,
@@ -226,8 +226,8 @@ def _convolved(
     axes = len(tensor.grid)
     pictures = channels_first(name, tensor, sizes)
     one = groups == 1 and name != "conv_transpose2d"  # more weights for one picture are more output channels
-    found = _folded(pictures.float(), kernels.float(), axes, groups, one, convolve)
-    values = flattened(found, axes)
+    found = _fold_devices(pictures.float(), kernels.float(), axes, groups, one, convolve)
+    values = flatten_pictures(found, axes)
     if bias is None:
         return values
     _, (_, added) = operands(name, tensor, bias)
@@ -235,7 +235,7 @@ def _convolved(
     return values + flat.reshape(*flat.shape[:axes], 1, 1, 1, flat.shape[-1])
 
 
-def _folded(
+def _fold_devices(
     pictures: Block, kernels: Block, axes: int, groups: int, one: bool, convolve: Callable[[Block, Block, int], Block]
 ) -> Block:
     """[*mesh, N, C, H, W] with [*mesh, ...] weights: axes along which weights differ become groups of channels."""
@@ -259,16 +259,16 @@ def _folded(
 # results
 
 
-def _finished(
+def _finish(
     name: str, values: Block, tensor: Tensor, weight: Tensor, bias: Tensor | None, groups: int, config: Conv2dConfig
 ) -> Made:
     if config.activation is not None:
-        values = activated(values, config.activation)
+        values = activate(values, config.activation)
     tensors = (tensor, weight) if bias is None else (tensor, weight, bias)
     return Made(
         values,
         tensor,
-        _label(name, tensors, values.shape[-2], groups, config.activation is None),
+        _topology(name, tensors, values.shape[-2], groups, config.activation is None),
         layout=config.output_layout,
         memory_config=_out_memory(tensor),
         coords=shared_coords(*tensors),
@@ -281,76 +281,42 @@ def _out_memory(tensor: Tensor) -> MemoryConfig:
     return MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
 
 
-def _label(name: str, tensors: Sequence[Tensor], rows: int, groups: int, linear: bool) -> Any:
+def _topology(name: str, tensors: Sequence[Tensor], rows_: int, groups: int, linear: bool) -> TensorTopology:
     """Cut at the pictures, at the output channels, or (sums over input channels that are cut) terms of a sum."""
-    tensor = tensors[0]
-    channels = len(tensor.shape) - 1
+    tensor, weight, *biases = tensors
+    pictures, channels, bias = pictures_dim(tensor), len(tensor.shape) - 1, ", R" * len(biases)
     inner, outer = (0, 1) if name == "conv_transpose2d" else (1, 0)
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        x, w, *biases = column
-        still = isinstance(w, PlacementReplicate)
-        same = all(isinstance(each, PlacementReplicate) for each in biases)
-        if isinstance(x, PlacementShard) and x.dim != channels:
-            return pictures_cut(tensor, x, rows) if still and same else None
-        if isinstance(x, PlacementReplicate) and isinstance(w, PlacementShard) and w.dim == outer:
-            return w.at(3) if groups == 1 else PlacementShard(3)
-        cut = isinstance(x, PlacementShard)
-        if cut and groups > 1 and isinstance(w, PlacementShard) and w.dim == 0:
-            return PlacementShard(3)
-        if cut and groups == 1 and w == PlacementShard(inner):
-            terms: Placement = PlacementPartial()
-        elif isinstance(x, PlacementPartial) and still:
-            terms = x
-        elif isinstance(w, PlacementPartial) and isinstance(x, PlacementReplicate):
-            terms = w
-        else:
-            return None
-        return terms if linear and all(each == terms for each in biases) else None
-
-    return label_moves.ruled((name, rows, groups, linear), tensors, rule)
+    cuts = [f"S({pictures}), R{bias} -> S(2)"]
+    for dim in range(len(biases[0].shape)) if biases else ():
+        cuts.append(f"R, S({outer}), S({dim}) -> S(3)")
+    cuts.append(f"R, S({outer}){bias} -> S(3)")
+    if groups > 1:
+        cuts += [f"S({channels}), S(0){end} -> S(3)" for end in (bias, *(f", S({dim})" for dim in range(4) if biases))]
+    terms = bias.replace("R", "P(sum)")
+    if linear and groups == 1:
+        cuts.append(f"S({channels}), S({inner}){terms} -> P(sum)")
+    if linear:
+        cuts += [f"P(sum), R{terms} -> P(sum)", f"R, P(sum){terms} -> P(sum)"]
+    wide = weight.shape[outer] * (groups if outer else 1)
+    return topology_of(rows(*cuts), *tensors, shape=(1, 1, rows_, wide), scales=True, filled=True)
 
 
 # weights beforehand
 
 
 def prepare_conv_weights(
-    *,
-    weight_tensor: Tensor,
-    device: MeshDevice,
-    conv_config: Conv2dConfig | None = None,
-    weights_format: str = "OIHW",
-    **sizes: Any,
+    *, weight_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: Any
 ) -> Tensor:
-    """Weights on the device, as `conv2d` takes them; the sizes of the convolution are known to it anyway."""
-    if weights_format not in ("OIHW", "IOHW"):
-        raise OperandError(f"ttnn.prepare_conv_weights: weights_format={weights_format!r}", fix="'OIHW'")
+    """Weights on the device, as convolutions take them; the sizes of the convolution are known to it anyway."""
+    if sizes.get("weights_format", "OIHW") not in ("OIHW", "IOHW"):
+        raise OperandError(f"ttnn.prepare_conv_weights: weights_format={sizes['weights_format']!r}", fix="'OIHW'")
     return _there(weight_tensor, device, (conv_config or Conv2dConfig()).weights_dtype)
 
 
-def prepare_conv_bias(
-    *, bias_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: Any
-) -> Tensor:
+def prepare_conv_bias(*, bias_tensor: Tensor, device: MeshDevice, **sizes: Any) -> Tensor:
     """A bias on the device."""
     return _there(bias_tensor, device, None)
 
 
-def prepare_conv_transpose2d_weights(
-    *,
-    weight_tensor: Tensor,
-    device: MeshDevice,
-    conv_config: Conv2dConfig | None = None,
-    weights_format: str = "IOHW",
-    **sizes: Any,
-) -> Tensor:
-    """Weights on the device, as `conv_transpose2d` takes them."""
-    return prepare_conv_weights(
-        weight_tensor=weight_tensor, device=device, conv_config=conv_config, weights_format=weights_format
-    )
-
-
-def prepare_conv_transpose2d_bias(
-    *, bias_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: Any
-) -> Tensor:
-    """A bias on the device."""
-    return _there(bias_tensor, device, None)
+prepare_conv_transpose2d_weights = prepare_conv_weights
+prepare_conv_transpose2d_bias = prepare_conv_bias

@@ -13,7 +13,7 @@ from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
 
 
-def _made(
+def _copy_as(
     name: str,
     tensor: Tensor,
     dtype: DataType | None = None,
@@ -61,14 +61,14 @@ def to_layout(
         dtype = DataType.BFLOAT16
     if layout is tensor.layout and dtype in (None, tensor.dtype) and memory_config in (None, tensor.memory_config()):
         return tensor
-    return _made("to_layout", tensor, dtype, layout, memory_config, pad_value)
+    return _copy_as("to_layout", tensor, dtype, layout, memory_config, pad_value)
 
 
 @op("to_dtype")
 def to_dtype(tensor: Tensor, dtype: DataType) -> Tensor:
     """In another dtype."""
     _check("to_dtype", tensor)
-    return tensor if dtype is tensor.dtype else _made("to_dtype", tensor, dtype)
+    return tensor if dtype is tensor.dtype else _copy_as("to_dtype", tensor, dtype)
 
 
 @op("typecast")
@@ -89,18 +89,18 @@ def typecast(
     if told is not None and told is not input_tensor.dtype:
         raise OperandError(f"ttnn.typecast: the tensor is {input_tensor.dtype}, not {told}")
     if output_tensor is not None:
-        return copy(_made("typecast", input_tensor, wanted), output_tensor)
-    return _made("typecast", input_tensor, wanted, memory_config=memory_config)
+        return copy(_copy_as("typecast", input_tensor, wanted), output_tensor)
+    return _copy_as("typecast", input_tensor, wanted, memory_config=memory_config)
 
 
 @op("clone")
 def clone(input: Tensor, *, dtype: DataType | None = None, memory_config: MemoryConfig | None = None) -> Tensor:
     """The same values in a tensor of their own."""
     _check("clone", input)
-    return _made("clone", input, dtype, memory_config=memory_config)
+    return _copy_as("clone", input, dtype, memory_config=memory_config)
 
 
-@op("to_memory_config", "experimental.quasar.to_memory_config")
+@op("to_memory_config")
 def to_memory_config(
     tensor: Tensor, memory_config: MemoryConfig, dtype: DataType | None = None, output_tensor: Tensor | None = None
 ) -> Tensor:
@@ -112,7 +112,7 @@ def to_memory_config(
         return copy(tensor, output_tensor)
     if memory_config == tensor.memory_config() and dtype in (None, tensor.dtype):
         return tensor
-    return _made("to_memory_config", tensor, dtype, memory_config=memory_config)
+    return _copy_as("to_memory_config", tensor, dtype, memory_config=memory_config)
 
 
 @op("copy")
@@ -165,7 +165,7 @@ def reallocate(tensor: Tensor, memory_config: MemoryConfig | None = None) -> Ten
     return _elsewhere("reallocate", tensor, memory_config)
 
 
-@op("move", "experimental.quasar.move")
+@op("move")
 def move(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """In other memory; the argument is deallocated."""
     return _elsewhere("move", input_tensor, memory_config)

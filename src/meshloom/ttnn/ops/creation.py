@@ -13,8 +13,8 @@ import torch
 
 from meshloom.errors import ArgumentError
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.calling import Made, op, operands, result
-from meshloom.ttnn.ops.labels import merged, replicated
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
+from meshloom.ttnn.ops.topologies import EACH, replicated_topology
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
@@ -24,7 +24,7 @@ from meshloom.ttnn.tensor.topology import ALONE, REPLICATE, PlacementPartial
 Shapes = Sequence[int]
 
 
-def made(
+def make_tensor(
     values: Block,
     *,
     dtype: DataType | None = None,
@@ -48,11 +48,11 @@ def made(
     order = Layout.TILE if kind.is_block_float else layout or Layout.ROW_MAJOR
     grid = tuple(device.shape) if device is not None else (1, 1)
     block = rounded(values, kind).reshape(*(1,) * len(grid), *values.shape)
-    label = replicated(grid) if device is not None else ALONE
+    label = replicated_topology(grid) if device is not None else ALONE
     return Tensor(block, grid, kind, order, label, device, memory_config or DRAM_MEMORY_CONFIG)
 
 
-def _filled(shape: Shapes, value: float, dtype: DataType | None) -> Block:
+def _fill_shape(shape: Shapes, value: float, dtype: DataType | None) -> Block:
     whole = dtype is not None and not dtype.is_float
     return torch.full(tuple(shape), value, dtype=torch.int64 if whole and float(value).is_integer() else torch.float32)
 
@@ -68,10 +68,10 @@ def _like(
     optional_tensor: Tensor | None = None,
 ) -> Tensor:
     kind = dtype or tensor.dtype
-    values = _filled(tensor.shape, value, kind)
+    values = _fill_shape(tensor.shape, value, kind)
     if optional_tensor is not None or (device is not None and device is not tensor.device()):
         how: dict[str, Any] = {"memory_config": memory_config, "optional_tensor": optional_tensor}
-        return made(values, dtype=kind, layout=layout or tensor.layout, device=device, **how)
+        return make_tensor(values, dtype=kind, layout=layout or tensor.layout, device=device, **how)
     block = values.reshape(*(1,) * len(tensor.grid), *values.shape)
     label = tensor.tensor_topology()
     alike = [REPLICATE if isinstance(each, PlacementPartial) else each for each in label.placements()]
@@ -83,17 +83,13 @@ def _constant(name: str, value: float, doc: str) -> None:
     """Register an op that makes a tensor of one value, and the one that makes it like another."""
 
     def call(shape: Shapes, **how: Any) -> Tensor:
-        return made(_filled(shape, value, how.get("dtype")), **how)
+        return make_tensor(_fill_shape(shape, value, how.get("dtype")), **how)
 
     def like(tensor: Tensor, **how: Any) -> Tensor:
         return _like(tensor, value, **how)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"A tensor {doc}."
-    like.__name__ = like.__qualname__ = f"{name}_like"
-    like.__doc__ = f"A tensor {doc}, with the shape, format and place of another."
-    op(name, more=made)(call)
-    op(f"{name}_like", more=_like)(like)
+    register(name, f"A tensor {doc}.", call, more=make_tensor)
+    register(f"{name}_like", f"A tensor {doc}, with the shape, format and place of another.", like, more=_like)
 
 
 _constant("zeros", 0, "of zeros")
@@ -101,10 +97,10 @@ _constant("ones", 1, "of ones")
 _constant("empty", 0, "to be written to; it holds zeros until then")
 
 
-@op("full", more=made)
+@op("full", more=make_tensor)
 def full(shape: Shapes, fill_value: float, **how: Any) -> Tensor:
     """A tensor of one value."""
-    return made(_filled(shape, fill_value, how.get("dtype")), **how)
+    return make_tensor(_fill_shape(shape, fill_value, how.get("dtype")), **how)
 
 
 @op("full_like", more=_like)
@@ -113,7 +109,7 @@ def full_like(tensor: Tensor, fill_value: float, **how: Any) -> Tensor:
     return _like(tensor, fill_value, **how)
 
 
-@op("arange", more=made)
+@op("arange", more=make_tensor)
 def arange(start: int | None = None, end: int | None = None, step: int = 1, **how: Any) -> Tensor:
     """The numbers from `start` (or 0) up to but without `end`."""
     first, last = (0, start) if end is None else (start or 0, end)
@@ -122,10 +118,10 @@ def arange(start: int | None = None, end: int | None = None, step: int = 1, **ho
     if step == 0:
         raise ArgumentError("ttnn.arange: step is 0", fix="a step that leads from start to end")
     count = max(0, -(-(last - first) // step))
-    return made(first + step * torch.arange(count), **how)
+    return make_tensor(first + step * torch.arange(count), **how)
 
 
-@op("moreh_arange", more=made)
+@op("moreh_arange", more=make_tensor)
 def moreh_arange(
     start: float,
     end: float,
@@ -138,15 +134,15 @@ def moreh_arange(
 ) -> Tensor:
     """The numbers from `start` up to but without `end`."""
     layout = Layout.ROW_MAJOR if untilize_out else Layout.TILE
-    return made(torch.arange(start, end, step), layout=layout, device=device, optional_tensor=output, **how)
+    return make_tensor(torch.arange(start, end, step), layout=layout, device=device, optional_tensor=output, **how)
 
 
-@op("moreh_full", more=made)
+@op("moreh_full", more=make_tensor)
 def moreh_full(
     shape: Shapes, fill_value: float, device: MeshDevice, *, layout: Layout = Layout.TILE, **how: Any
 ) -> Tensor:
     """A tensor of one value."""
-    return made(_filled(shape, fill_value, how.get("dtype")), layout=layout, device=device, **how)
+    return make_tensor(_fill_shape(shape, fill_value, how.get("dtype")), layout=layout, device=device, **how)
 
 
 @op("moreh_full_like", more=_like)
@@ -163,7 +159,7 @@ def _generator(seed: int | None) -> torch.Generator | None:
     return torch.Generator().manual_seed(seed) if seed else None
 
 
-@op("rand", more=made)
+@op("rand", more=make_tensor)
 def rand(
     shape: Shapes,
     device: MeshDevice,
@@ -178,7 +174,7 @@ def rand(
     """Numbers drawn evenly from `low` to `high`; with a mapper config, of the whole that it distributes."""
     values = torch.rand(tuple(shape), generator=_generator(seed)) * (high - low) + low
     if mesh_mapper is None:
-        return made(values, layout=layout, device=device, **how)
+        return make_tensor(values, layout=layout, device=device, **how)
     from meshloom.ttnn.tensor.converting import from_torch
     from meshloom.ttnn.tensor.mappers import create_mesh_mapper
 
@@ -186,15 +182,15 @@ def rand(
     return from_torch(values, **{"dtype": DataType.BFLOAT16, **how}, layout=layout, device=device, mesh_mapper=mapper)
 
 
-@op("randn", more=made)
+@op("randn", more=make_tensor)
 def randn(
     shape: Shapes, device: MeshDevice, *, layout: Layout = Layout.TILE, seed: int | None = None, **how: Any
 ) -> Tensor:
     """Numbers drawn from the normal distribution."""
-    return made(torch.randn(tuple(shape), generator=_generator(seed)), layout=layout, device=device, **how)
+    return make_tensor(torch.randn(tuple(shape), generator=_generator(seed)), layout=layout, device=device, **how)
 
 
-def _drawn(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> Block:
+def _draw(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> Block:
     """Numbers for every device: with a seed all draw the same, as each one's generator starts there."""
     own = tensor.block.shape if seed else (*tensor.grid, *tensor.shape)
     return draw(torch.empty(own, dtype=torch.float32))
@@ -204,7 +200,7 @@ def _drawn(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> 
 def uniform(input: Tensor, low: float = 0, high: float = 1, seed: int = 0) -> Made:
     """Numbers drawn evenly, written into the tensor."""
     operands("uniform", input)
-    block = _drawn(input, lambda room: room.uniform_(low, high, generator=_generator(seed)), seed)
+    block = _draw(input, lambda room: room.uniform_(low, high, generator=_generator(seed)), seed)
     return Made(block, input, input.tensor_topology(), output=input)
 
 
@@ -212,9 +208,8 @@ def uniform(input: Tensor, low: float = 0, high: float = 1, seed: int = 0) -> Ma
 def bernoulli(input: Tensor, seed: int = 0) -> Made:
     """1 with the probability that the element says, else 0."""
     _, (block,) = operands("bernoulli", input)
-    drawn = _drawn(input, lambda room: room.uniform_(generator=_generator(seed)), seed) < block.float()
-    label = merged((input,), len(input.shape))
-    return Made(drawn.float(), input, label)
+    drawn = _draw(input, lambda room: room.uniform_(generator=_generator(seed)), seed) < block.float()
+    return make(drawn.float(), EACH, input)
 
 
 @op("manual_seed")

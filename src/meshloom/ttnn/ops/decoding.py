@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.attending import attend, mask_of, paged, sink_of, within
+from meshloom.ttnn.ops.attending import attend, mask_of, positions_of, read_pages, sink_of, within
 from meshloom.ttnn.ops.calling import Made, op, operands
-from meshloom.ttnn.ops.transformer import QUASAR, PagedCacheGeometryOverride, check, given, out
+from meshloom.ttnn.ops.transformer import PagedCacheGeometryOverride, check, out, present
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -36,7 +36,7 @@ def _decode(
     head_dim_v: int | None = None,
 ) -> Made:
     """Query heads that share a key head are the rows of one product, so that keys are not repeated."""
-    tensors = given(*three, *others, attn_mask, cur_pos_tensor, attention_sink)
+    tensors = present(*three, *others, attn_mask, cur_pos_tensor, attention_sink)
     blocks = operands(name, *tensors)[1]
     axes, heads = len(three[0].grid), three[0].shape[2]
     k, v = caches(blocks[1:3], axes)
@@ -44,7 +44,7 @@ def _decode(
     q = blocks[0].flatten(axes, axes + 1).unflatten(-2, groups)  # [*mesh, B, K, H / K, D]
     seen = bias = None
     if is_causal:
-        last = _last(name, cur_pos, cur_pos_tensor, axes, three[0].shape[1])
+        last = positions_of(name, cur_pos, cur_pos_tensor, axes, three[0].shape[1])
         places = torch.arange(k.shape[-2])
         seen = within(places, last[..., None], sliding_window_size, cache_position_modulo)[..., None, None, :]
     if attn_mask is not None:
@@ -64,22 +64,12 @@ def _decode(
     return out(values, tensors, name, q_dims=(1, 2))
 
 
-def _last(name: str, positions: Sequence[int], tensor: Tensor | None, axes: int, users: int) -> Block:
-    """The position of every user, [*mesh, B]."""
-    if tensor is not None:
-        return tensor.block.flatten(axes)[..., :users].long()
-    if len(positions) != users:
-        raise OperandError(
-            f"ttnn.{name}: {len(positions)} positions for {users} users", fix="cur_pos or cur_pos_tensor with one each"
-        )
-    return torch.tensor(list(positions)).reshape(*(1,) * axes, users)
-
-
 def _by_groups(mask: Block | None, axes: int, heads: int, groups: tuple[int, int]) -> Block | None:
     """A mask [B, 1, H or 1, T] as [B, K, H / K, T]; rows beyond the heads are padding."""
     if mask is None or mask.shape[-2] == 1:
         return mask
-    return mask[..., :heads, :].flatten(axes + 1, axes + 2).unflatten(axes + 1, groups)
+    flat = mask[..., :heads, :].flatten(axes + 1, axes + 2)
+    return flat.reshape(*flat.shape[: axes + 1], *groups, flat.shape[-1])
 
 
 def _paged_decode(
@@ -88,12 +78,12 @@ def _paged_decode(
     sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
 
     def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
-        return [paged(block, table.block, axes, *sizes) for block in blocks]
+        return [read_pages(block, table.block, axes, *sizes) for block in blocks]
 
     return _decode(name, three, caches, (table,), **how)
 
 
-@op("transformer.scaled_dot_product_attention_decode", QUASAR + "scaled_dot_product_attention_decode", more=_decode)
+@op("transformer.scaled_dot_product_attention_decode", more=_decode)
 def scaled_dot_product_attention_decode(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -123,7 +113,6 @@ def scaled_dot_product_attention_decode(
 
 @op(
     "transformer.paged_scaled_dot_product_attention_decode",
-    QUASAR + "paged_scaled_dot_product_attention_decode",
     more=_decode,
 )
 def paged_scaled_dot_product_attention_decode(
@@ -147,7 +136,7 @@ def paged_scaled_dot_product_attention_decode(
 # latent keys, whose first elements are the values
 
 
-@op("transformer.flash_multi_latent_attention_decode", QUASAR + "flash_multi_latent_attention_decode", more=_decode)
+@op("transformer.flash_multi_latent_attention_decode", more=_decode)
 def flash_multi_latent_attention_decode(
     input_tensor_q: Tensor, input_tensor_k: Tensor, input_tensor_v: Tensor | None = None, **how: Any
 ) -> Made:
@@ -162,7 +151,6 @@ def flash_multi_latent_attention_decode(
 
 @op(
     "transformer.paged_flash_multi_latent_attention_decode",
-    QUASAR + "paged_flash_multi_latent_attention_decode",
     more=_decode,
 )
 def paged_flash_multi_latent_attention_decode(

@@ -20,16 +20,24 @@ from meshloom.ttnn.ops.activations import (
     BcastOpMath,
     Function,
     GeluVariant,
-    activated,
-    divided,
+    activate,
+    divide,
 )
 from meshloom.ttnn.ops.block_moves import axis_of
-from meshloom.ttnn.ops.calling import REQUIRED, TABLE, Made, named, op, operands, result, shared_coords
-from meshloom.ttnn.ops.labels import merged
+from meshloom.ttnn.ops.calling import (
+    REQUIRED,
+    Made,
+    op,
+    operands,
+    register,
+    result,
+    shared_coords,
+    with_arguments,
+)
+from meshloom.ttnn.ops.topologies import EACH, Named, rule_of, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import TensorTopology
 
 Scalar = int | float
 Operand = Tensor | Scalar
@@ -56,10 +64,8 @@ def unary(name: str, function: Function) -> None:
             numbers[at] = from_back(name, numbers[at], input_tensor)
         return _unary(name, function, input_tensor, numbers, kind)
 
-    doc = f"{name} of every element."
-    takes = {"input_tensor": REQUIRED, **function.parameters, "kind": None}
-    plain.__name__, plain.__qualname__, plain.__doc__ = name, name, doc
-    op(name, also=_KEPT)(named(name, doc, takes, with_parameters) if function.parameters else plain)
+    doc, takes = f"{name} of every element.", {"input_tensor": REQUIRED, **function.parameters, "kind": None}
+    register(name, doc, with_arguments(name, doc, takes, with_parameters) if function.parameters else plain, also=_KEPT)
 
 
 _KEPT = "fast_and_approximate_mode memory_config output_tensor sub_core_grids"
@@ -80,7 +86,7 @@ def _unary(
         raise OperandError(f"ttnn.{name} needs a tensor of at least rank {function.rank}, not {list(tensor.shape)}")
     if block.dtype is torch.bfloat16 and (kind or tensor.dtype) is not DataType.BFLOAT16:
         block = block.float()
-    return Made(function.call(block, *values), tensor, merged((tensor,), len(tensor.shape), keeps=function.keeps))
+    return Made(function.call(block, *values), tensor, topology_of(function.rule, tensor))
 
 
 for _name, _function in UNARY.items():
@@ -92,8 +98,7 @@ for _name, _function in UNARY.items():
 def logical_not_(input_tensor: Tensor) -> Made:
     """1 where an element is zero, else 0, in its place."""
     _, (block,) = operands("logical_not_", input_tensor)
-    label = merged((input_tensor,), len(input_tensor.shape))
-    return Made(torch.logical_not(block), input_tensor, label, output=input_tensor)
+    return Made(torch.logical_not(block), input_tensor, topology_of(EACH, input_tensor), output=input_tensor)
 
 
 @op("gelu")
@@ -105,7 +110,7 @@ def gelu(input_tensor: Tensor, *, variant: GeluVariant = GeluVariant.Accurate, k
 @op("unary_chain")
 def unary_chain(input_tensor: Tensor, ops_chain: Sequence[Activation], *, kind: DataType | None = None) -> Made:
     """One activation after the other."""
-    return _unary("unary_chain", Function(lambda x: activated(x, ops_chain), {}), input_tensor, (), kind)
+    return _unary("unary_chain", Function(lambda x: activate(x, ops_chain), {}), input_tensor, (), kind)
 
 
 @op("polyval")
@@ -140,19 +145,18 @@ def _shapes_of(name: str, a: Tensor, b: Tensor) -> int:
     return rank
 
 
-def paired(
+def pair_operands(
     name: str, a: Operand, b: Operand, kind: DataType | None
-) -> tuple[Tensor, Any, Any, tuple[Tensor, ...], int]:
-    """The first tensor of two operands, what to compute with, the tensors among them, and the rank of the result."""
+) -> tuple[Tensor, Any, Any, tuple[Tensor, ...]]:
+    """The first tensor of two operands, what to compute with, and the tensors among them."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         _, (x, y) = operands(name, a, b)
         kind = kind or a.dtype
         axes = len(a._grid)
-        rank = x.dim() - axes
         if x.shape != y.shape:
             rank = _shapes_of(name, a, b)
             x, y = aligned(x, axes, rank), aligned(y, axes, rank)
-        return a, fine(x, kind), fine(y, kind), (a, b), rank
+        return a, fine(x, kind), fine(y, kind), (a, b)
     tensor: Any
     scalar: Any
     tensor, scalar = (a, b) if isinstance(a, Tensor) else (b, a)
@@ -161,7 +165,7 @@ def paired(
     _, (block,) = operands(name, tensor)
     block = fine(block, kind or tensor.dtype)
     both = (block, scalar) if tensor is a else (scalar, block)
-    return tensor, *both, (tensor,), len(tensor.shape)
+    return tensor, *both, (tensor,)
 
 
 def binary(
@@ -169,7 +173,7 @@ def binary(
     function: Callable[[Any, Any], Block],
     a: Operand,
     b: Operand,
-    keeps: str = "",
+    rule: Named = EACH,
     output: Tensor | None = None,
     *,
     activations: Sequence[Activation] = (),
@@ -178,29 +182,21 @@ def binary(
     kind: DataType | None = None,
 ) -> Made:
     """A function of two operands of which one may be a number, with activations fused before and after it."""
-    first, x, y, tensors, rank = paired(name, a, b, kind if output is None else output.dtype)
+    first, x, y, tensors = pair_operands(name, a, b, kind if output is None else output.dtype)
     if input_tensor_a_activations or input_tensor_b_activations:
-        x, y, keeps = _fused(x, input_tensor_a_activations), _fused(y, input_tensor_b_activations), ""
+        x, y, rule = _fuse(x, input_tensor_a_activations), _fuse(y, input_tensor_b_activations), EACH
     block = function(x, y)
     if activations:
-        block, keeps = activated(block, activations), ""
+        block, rule = activate(block, activations), EACH
     alone = first._coords is None and tensors[-1]._coords is None
-    label = _label(tensors, rank, keeps)
-    return Made(block, first, label, output=output, coords=None if alone else shared_coords(*tensors))
+    return Made(block, first, topology_of(rule, a, b), output=output, coords=None if alone else shared_coords(*tensors))
 
 
-def _fused(value: Any, activations: Sequence[Activation]) -> Any:
+def _fuse(value: Any, activations: Sequence[Activation]) -> Any:
     if not activations:
         return value
     block = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
-    return activated(block, activations)
-
-
-def _label(tensors: tuple[Tensor, ...], rank: int, keeps: str) -> TensorTopology:
-    """With a number beside the tensor, a product keeps partial sums, and a sum does not: it would count it often."""
-    if len(tensors) == 1 and keeps == "sum":
-        keeps = ""
-    return merged(tensors, rank, keeps=keeps)
+    return activate(block, activations)
 
 
 _SPELLED = {"input_a": "input_tensor_a", "input_b": "input_tensor_b"}
@@ -210,19 +206,19 @@ _SPEED = "fast_and_approximate_mode sub_core_grids sub_device_id " + (
 
 
 def _pair(
-    names: str, function: Callable[[Any, Any], Block], keeps: str = "", in_place: str = "", **spelled: str
+    names: str, function: Callable[[Any, Any], Block], rule: Named = "", in_place: str = "", **spelled: str
 ) -> None:
     """Register an op of two operands, under several names, and its forms that write into the first."""
-    doc = f"{names.split()[0]} of every two elements"
-    _two(names, function, keeps, f"{doc}.", f"{_SPEED} dtype memory_config output_tensor", {**_SPELLED, **spelled})
+    doc, rule = f"{names.split()[0]} of every two elements", rule or rule_of(names.split()[0])
+    _two(names, function, rule, f"{doc}.", f"{_SPEED} dtype memory_config output_tensor", {**_SPELLED, **spelled})
     if in_place:
-        _two(in_place, function, keeps, f"{doc}, written into the first operand.", _SPEED, _SPELLED, writes=True)
+        _two(in_place, function, rule, f"{doc}, written into the first operand.", _SPEED, _SPELLED, writes=True)
 
 
 def _two(
     names: str,
     function: Callable[[Any, Any], Block],
-    keeps: str,
+    rule: Named,
     doc: str,
     also: str,
     spelled: dict[str, str],
@@ -232,10 +228,9 @@ def _two(
 
     def call(input_tensor_a: Operand, input_tensor_b: Operand, **how: Any) -> Made:
         output: Any = input_tensor_a if writes else None
-        return binary(name, function, input_tensor_a, input_tensor_b, keeps, output, **how)
+        return binary(name, function, input_tensor_a, input_tensor_b, rule, output, **how)
 
-    call.__name__, call.__qualname__, call.__doc__ = name, name, doc
-    op(*names.split(), spelled=spelled, also=also, more=binary)(call)
+    register(names, doc, call, spelled=spelled, also=also, more=binary)
 
 
 def _both(function: Callable[[Block, Block], Block]) -> Callable[[Any, Any], Block]:
@@ -254,57 +249,35 @@ def _first(function: Callable[[Any, Any], Block]) -> Callable[[Any, Any], Block]
     return lambda x, y: function(x if isinstance(x, torch.Tensor) else torch.full_like(y, x), y)
 
 
-def _squared(x: Any, y: Any) -> Block:
-    difference = x - y
+def _squared_difference(x: Any, y: Any) -> Block:
+    difference: Block = x - y
     return difference * difference
 
 
-def _logical(x: Any, y: Any, how: Callable[[Block, Block], Block]) -> Block:
-    return _both(how)(x, y)
+def _shift_in_zeros(x: Block, y: Any) -> Block:
+    wide = x.to(torch.int64) & 0xFFFFFFFF if x.dtype is torch.int32 else x
+    return torch.bitwise_right_shift(wide, y).to(x.dtype)
 
 
-def _shifted(unsigned: bool) -> Callable[[Any, Any], Block]:
-    def call(x: Any, y: Any) -> Block:
-        if unsigned and x.dtype is torch.int32:  # zeros come in from the left
-            return ((x.to(torch.int64) & 0xFFFFFFFF) >> y).to(torch.int32)
-        return x >> y
-
-    return call
-
-
-_pair("add", torch.add, "sum", "add_")
-_pair("subtract sub", lambda x, y: x - y, "sum", "subtract_ sub_")
-_pair("multiply mul", lambda x, y: x * y, "product", "multiply_ mul_")
-_pair("rsub", lambda x, y: y - x, "sum", "rsub_")
-_pair("maximum", _both(torch.maximum))
-_pair("minimum", _both(torch.minimum))
-_pair("eq", _first(torch.eq), in_place="eq_")
-_pair("ne", _first(torch.ne), in_place="ne_")
-_pair("gt", _first(torch.gt), in_place="gt_")
-_pair("ge", _first(torch.ge), in_place="ge_")
-_pair("lt", _first(torch.lt), in_place="lt_")
-_pair("le", _first(torch.le), in_place="le_")
-_pair("logical_and", _both(torch.logical_and), in_place="logical_and_")
-_pair("logical_or", _both(torch.logical_or), in_place="logical_or_")
-_pair("logical_xor", _both(torch.logical_xor), in_place="logical_xor_")
-_pair("bitwise_and", _first(torch.bitwise_and))
-_pair("bitwise_or", _first(torch.bitwise_or))
-_pair("bitwise_xor", _first(torch.bitwise_xor))
+for _name in "eq ne gt ge lt le".split():
+    _pair(_name, _first(getattr(torch, _name)), in_place=f"{_name}_")
+for _name in "logical_and logical_or logical_xor logaddexp logaddexp2".split():
+    _pair(_name, _both(getattr(torch, _name)), in_place=f"{_name}_")
+for _name in "maximum minimum gcd lcm atan2 hypot nextafter".split():
+    _pair(_name, _both(getattr(torch, _name)))
+for _name in "bitwise_and bitwise_or bitwise_xor bitwise_right_shift".split():
+    _pair(_name, _first(getattr(torch, _name)))
+_pair("add", torch.add, in_place="add_")
+_pair("subtract sub", lambda x, y: x - y, in_place="subtract_ sub_")
+_pair("multiply mul", lambda x, y: x * y, in_place="multiply_ mul_")
+_pair("rsub", lambda x, y: y - x, "sub", "rsub_")
 _pair("bitwise_left_shift logical_left_shift", _first(torch.bitwise_left_shift))
-_pair("bitwise_right_shift", _first(_shifted(unsigned=False)))
-_pair("logical_right_shift", _first(_shifted(unsigned=True)))
-_pair("gcd", _both(torch.gcd))
-_pair("lcm", _both(torch.lcm))
+_pair("logical_right_shift", _first(_shift_in_zeros))
 _pair("ldexp", _both(lambda x, y: x * torch.exp2(y.float())), in_place="ldexp_")
-_pair("logaddexp", _both(torch.logaddexp), in_place="logaddexp_")
-_pair("logaddexp2", _both(torch.logaddexp2), in_place="logaddexp2_")
-_pair("squared_difference", _squared, in_place="squared_difference_")
+_pair("squared_difference", _squared_difference, in_place="squared_difference_")
 _pair("xlogy", _first(torch.special.xlogy))
 _pair("remainder", torch.remainder)
 _pair("fmod", torch.fmod, scalar="input_tensor_b")
-_pair("atan2", _both(torch.atan2))
-_pair("hypot", _both(torch.hypot))
-_pair("nextafter", _both(torch.nextafter))
 _pair("bias_gelu", lambda x, y: torch.nn.functional.gelu(x + y), in_place="bias_gelu_")
 _pair("pow", torch.pow, input_tensor="input_tensor_a", exponent="input_tensor_b")
 
@@ -314,39 +287,22 @@ def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode: str 
     """The quotient of every two elements; `rounding_mode` is None, "trunc" or "floor"."""
     if rounding_mode not in (None, "trunc", "floor"):
         raise ArgumentError(f"ttnn.div: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
-    keeps = "quotient" if rounding_mode is None and isinstance(input_tensor_a, Tensor) else ""
-    return binary(
-        "div", _first(lambda x, y: divided(x, y, rounding_mode)), input_tensor_a, input_tensor_b, keeps, **how
-    )
+    rule = "div" if rounding_mode is None else EACH
+    return binary("div", _first(lambda x, y: divide(x, y, rounding_mode)), input_tensor_a, input_tensor_b, rule, **how)
 
 
-_two(
-    "div_ divide_",
-    torch.div,
-    "quotient",
-    "The quotient of every two elements, written into the first operand.",
-    _SPEED,
-    _SPELLED,
-    writes=True,
-)
-
-
-@op("floor_div", spelled={"value": "input_tensor_b"})
-def floor_div(input_tensor_a: Operand, input_tensor_b: Operand) -> Made:
-    """The quotient rounded down."""
-    return binary("floor_div", _first(lambda x, y: divided(x, y, "floor")), input_tensor_a, input_tensor_b)
-
-
-@op("div_no_nan", spelled={"value": "input_tensor_b"})
-def div_no_nan(input_tensor_a: Operand, input_tensor_b: Operand) -> Made:
-    """The quotient, and zero where the divisor is zero."""
-    return binary("div_no_nan", _no_nan, input_tensor_a, input_tensor_b)
+_WRITTEN = "The quotient of every two elements, written into the first operand."
+_two("div_ divide_", torch.div, "div", _WRITTEN, _SPEED, _SPELLED, writes=True)
+_pair("floor_div", _first(lambda x, y: divide(x, y, "floor")), value="input_tensor_b")
 
 
 def _no_nan(x: Any, y: Any) -> Block:
     if not isinstance(y, torch.Tensor):
         return x / y if y else torch.zeros_like(x)
     return torch.where(y == 0, 0, x / torch.where(y == 0, 1, y))
+
+
+_pair("div_no_nan", _no_nan, value="input_tensor_b")
 
 
 @op("isclose")
@@ -361,18 +317,16 @@ def isclose(
     return binary("isclose", close, input_tensor_a, input_tensor_b)
 
 
-@op("addalpha")
-def addalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
-    """a + alpha * b."""
-    add = functools.partial(torch.add, alpha=alpha)
-    return binary("addalpha", add, input_tensor_a, input_tensor_b, "sum", kind=kind)
+def _register_scaled(name: str, doc: str, sign: int) -> None:
+    def call(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
+        add = functools.partial(torch.add, alpha=sign * alpha)
+        return binary(name, add, input_tensor_a, input_tensor_b, "add", kind=kind)
+
+    register(name, doc, call)
 
 
-@op("subalpha")
-def subalpha(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
-    """a - alpha * b."""
-    add = functools.partial(torch.add, alpha=-alpha)
-    return binary("subalpha", add, input_tensor_a, input_tensor_b, "sum", kind=kind)
+_register_scaled("addalpha", "a + alpha * b.", 1)
+_register_scaled("subalpha", "a - alpha * b.", -1)
 
 
 @op("prelu")
@@ -394,17 +348,13 @@ def bcast(
     input_a: Tensor, input_b: Tensor, math_op: BcastOpMath, dim: BcastOpDim, *, kind: DataType | None = None
 ) -> Made:
     """Sum, difference or product with an operand that is repeated along the named dims."""
-    name, keeps = {
-        BcastOpMath.ADD: ("add", "sum"),
-        BcastOpMath.SUB: ("sub", "sum"),
-        BcastOpMath.MUL: ("mul", "product"),
-    }[math_op]
+    name = math_op.name.lower()
     for side, where in (("H", -2), ("W", -1)):
         if side in dim.name and input_b.shape[where] != 1:
             raise OperandError(
                 f"ttnn.bcast along {dim.name}: dim {where} of the second operand is {input_b.shape[where]}"
             )
-    return binary("bcast", getattr(torch, name), input_a, input_b, keeps, kind=kind)
+    return binary("bcast", getattr(torch, name), input_a, input_b, name, kind=kind)
 
 
 # three operands
@@ -421,7 +371,7 @@ def several(name: str, function: Callable[..., Block], values: Sequence[Operand]
     rank, axes, like = max(len(each.shape) for each in tensors), len(tensors[0].grid), tensors[0]
     dtype = kind or like.dtype
     blocks = [fine(aligned(v.block, axes, rank), dtype) if isinstance(v, Tensor) else v for v in values]
-    return Made(function(*blocks), like, merged(tensors, rank), coords=shared_coords(*tensors))
+    return Made(function(*blocks), like, topology_of(EACH, *tensors), coords=shared_coords(*tensors))
 
 
 @op("where")
@@ -429,17 +379,17 @@ def where(predicate: Tensor, true_value: Operand, false_value: Operand, *, outpu
     """The second operand where the first is not zero, else the third."""
     like = next((each for each in (true_value, false_value) if isinstance(each, Tensor)), predicate)
 
-    def chosen(condition: Block, yes: Any, no: Any) -> Block:
+    def choose(condition: Block, yes: Any, no: Any) -> Block:
         found = torch.where(condition != 0, yes, no)
         return found if found.dtype is like.dtype.store or found.dtype.is_floating_point else found.to(like.dtype.store)
 
     values = (predicate, true_value, false_value)
     if like is predicate or like.dtype is predicate.dtype or output_tensor is not None:
         kind = None if output_tensor is None else output_tensor.dtype
-        return several("where", chosen, values, kind).into(output_tensor)
+        return several("where", choose, values, kind).into(output_tensor)
     ordered = (like, *(each for each in values if each is not like))
     places = [next(i for i, each in enumerate(ordered) if each is value) for value in values]
-    return several("where", lambda *blocks: chosen(*(blocks[i] for i in places)), ordered)
+    return several("where", lambda *blocks: choose(*(blocks[i] for i in places)), ordered)
 
 
 def _three(name: str, doc: str, arguments: str, function: Callable[..., Block], **numbers: Any) -> None:
@@ -455,7 +405,7 @@ def _three(name: str, doc: str, arguments: str, function: Callable[..., Block], 
 
         return several(name, exact, given[:count], given[-1])
 
-    op(name)(named(name, doc, takes, call))
+    op(name)(with_arguments(name, doc, takes, call))
 
 
 _three("addcmul", "a + value * b * c.", "input_a input_b input_c", torch.addcmul, value=1.0)
@@ -483,10 +433,10 @@ def mac(
     c = value if input_tensor_c is None else input_tensor_c
     if b is None or c is None:
         raise ArgumentError("ttnn.mac needs a factor and a summand")
-    return several("mac", _multiplied_and_added, (input_tensor_a, b, c), kind)
+    return several("mac", _multiply_and_add, (input_tensor_a, b, c), kind)
 
 
-def _multiplied_and_added(a: Block, b: Any, c: Any) -> Block:
+def _multiply_and_add(a: Block, b: Block | Scalar, c: Block | Scalar) -> Block:
     return (a.float() if a.dtype is torch.bfloat16 else a) * b + c
 
 
@@ -494,20 +444,18 @@ def _clamp(name: str) -> None:
     def call(
         input_tensor: Tensor, min: Operand | None = None, max: Operand | None = None, *, kind: DataType | None = None
     ) -> Made:
-        """Every element, but at least `min` and at most `max`; either may be left out."""
         limits = [(each, how) for each, how in ((min, torch.maximum), (max, torch.minimum)) if each is not None]
         if not limits:
             raise OperandError(f"ttnn.{name}: Only one of 'min' or 'max' can be None. Please provide at least one")
 
-        def limited(x: Block, *given: Any) -> Block:
+        def limit(x: Block, *given: Any) -> Block:
             for value, (_, how) in zip(given, limits, strict=True):
                 x = how(x, value if isinstance(value, torch.Tensor) else torch.full_like(x, value))
             return x
 
-        return several(name, limited, (input_tensor, *(each for each, _ in limits)), kind)
+        return several(name, limit, (input_tensor, *(each for each, _ in limits)), kind)
 
-    call.__name__ = call.__qualname__ = name
-    op(name)(call)
+    register(name, "Every element, but at least `min` and at most `max`; either may be left out.", call)
 
 
 _clamp("clamp")
@@ -528,68 +476,36 @@ def _spread(value: Tensor | Scalar, tensor: Tensor, axis: int | None) -> Tensor 
     return result(block, value, topology=value.tensor_topology())
 
 
-def _quantised(
-    name: str,
-    function: Callable[..., Block],
-    tensor: Tensor,
-    values: Sequence[Tensor | Scalar],
-    axis: int | None,
-    kind: DataType,
-) -> Made:
-    spread = [_spread(value, tensor, axis) for value in values]
-    tensors = tuple(each for each in (tensor, *spread) if isinstance(each, Tensor))
-    operands(name, *tensors)
-    rank, axes = len(tensor.shape), len(tensor.grid)
-    blocks = [aligned(each.block, axes, rank).float() if isinstance(each, Tensor) else each for each in spread]
-    return Made(function(tensor.block.float(), *blocks), tensor, merged(tensors, rank), kind)
+def _register_quantised(name: str, doc: str, takes: str, function: Callable[..., Block], kind: DataType) -> None:
+    """Register an op of a tensor and some scales and zero points, which are numbers, or tensors along `axis`."""
+
+    def call(tensor: Tensor, *given: Any) -> Made:
+        *values, axis = given
+        spread = [_spread(value, tensor, axis) for value in values]
+        tensors = tuple(each for each in (tensor, *spread) if isinstance(each, Tensor))
+        operands(name, *tensors)
+        rank, axes = len(tensor.shape), len(tensor.grid)
+        blocks = [aligned(each.block, axes, rank).float() if isinstance(each, Tensor) else each for each in spread]
+        return Made(function(tensor.block.float(), *blocks), tensor, topology_of(EACH, *tensors), kind)
+
+    required = dict.fromkeys(f"input_tensor {takes}".split(), REQUIRED)
+    op(name)(with_arguments(name, doc, {**required, "axis": None}, call))
 
 
-@op("quantize")
-def quantize(input_tensor: Tensor, scale: Tensor | float, zero_point: Tensor | int, *, axis: int | None = None) -> Made:
-    """round(x / scale) + zero_point, as integers of 8 bits with a sign."""
-
-    def call(x: Block, s: Any, z: Any) -> Block:
-        return (torch.round(x / s) + z).clamp(-128, 127)
-
-    return _quantised("quantize", call, input_tensor, (scale, zero_point), axis, DataType.INT32)
-
-
-@op("dequantize")
-def dequantize(
-    input_tensor: Tensor, scale: Tensor | float, zero_point: Tensor | int, *, axis: int | None = None
-) -> Made:
-    """(q - zero_point) * scale."""
-
-    def call(q: Block, s: Any, z: Any) -> Block:
-        return (q - z) * s
-
-    return _quantised("dequantize", call, input_tensor, (scale, zero_point), axis, DataType.BFLOAT16)
-
-
-@op("requantize")
-def requantize(
-    input_tensor: Tensor,
-    in_scale: Tensor | float,
-    in_zero_point: Tensor | int,
-    out_scale: Tensor | float,
-    out_zero_point: Tensor | int,
-    *,
-    axis: int | None = None,
-) -> Made:
-    """From one scale and zero point to another."""
-
-    def call(q: Block, s: Any, z: Any, t: Any, y: Any) -> Block:
-        return (torch.round((q - z) * s / t) + y).clamp(-128, 127)
-
-    values = (in_scale, in_zero_point, out_scale, out_zero_point)
-    return _quantised("requantize", call, input_tensor, values, axis, DataType.INT32)
-
-
-_QUASAR = """add add_ addalpha atan2 bias_gelu bias_gelu_ bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift
-bitwise_xor div div_no_nan divide divide_ eq eq_ floor_div fmod gcd ge ge_ gt gt_ hypot isclose lcm ldexp
-ldexp_ le le_ logaddexp logaddexp2 logaddexp2_ logaddexp_ logical_and logical_and_ logical_left_shift
-logical_or logical_or_ logical_right_shift logical_xor logical_xor_ lt lt_ maximum minimum multiply multiply_
-ne ne_ nextafter polyval pow prelu remainder rsub rsub_ squared_difference squared_difference_ subalpha
-subtract subtract_ xlogy"""
-for _name in _QUASAR.split():
-    TABLE[f"experimental.quasar.{_name}"] = TABLE[_name]
+_register_quantised(
+    "quantize",
+    "round(x / scale) + zero_point, as integers of 8 bits with a sign.",
+    "scale zero_point",
+    lambda x, s, z: (torch.round(x / s) + z).clamp(-128, 127),
+    DataType.INT32,
+)
+_register_quantised(
+    "dequantize", "(q - zero_point) * scale.", "scale zero_point", lambda q, s, z: (q - z) * s, DataType.BFLOAT16
+)
+_register_quantised(
+    "requantize",
+    "From one scale and zero point to another.",
+    "in_scale in_zero_point out_scale out_zero_point",
+    lambda q, s, z, t, y: (torch.round((q - z) * s / t) + y).clamp(-128, 127),
+    DataType.INT32,
+)

@@ -13,9 +13,10 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.activations import UNARY, GeluVariant, divided
-from meshloom.ttnn.ops.calling import REQUIRED, Made, named, op, operands, shared_coords
-from meshloom.ttnn.ops.labels import merged, reduced
+from meshloom.ops.labels import pointwise
+from meshloom.ttnn.ops.activations import UNARY, GeluVariant, divide
+from meshloom.ttnn.ops.calling import REQUIRED, Made, op, operands, shared_coords, with_arguments
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, rows, topology_of
 from meshloom.ttnn.tensor.parts import Block, aligned, lead
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
@@ -64,18 +65,30 @@ def _leaf(block: Block, sizes: Sequence[int]) -> Block:
     return spread.clone().requires_grad_()
 
 
+_FLOW = pointwise("P(sum), R -> P(sum)", "P(sum), R, R -> P(sum)", "P(sum), R, R, R -> P(sum)")
+
+
 def _label(grad: Tensor, tensors: Sequence[Tensor], tensor: Tensor) -> TensorTopology:
     """A product with the gradient; where the operand was broadcast, summed over those dims."""
     rank = len(grad.shape)
     if rank < len(tensor.shape):  # of a reduction: the gradient has lost dims, and the operand knows what is cut
-        return merged((tensor,), len(tensor.shape))
-    label = merged((grad, *tensors), rank, keeps="quotient")
-    missing = rank - len(tensor.shape)
+        return topology_of(EACH, tensor)
+    label = topology_of(_FLOW, grad, *tensors)
     whole = Tensor(grad.block, grad.grid, grad.dtype, grad.layout, label)
-    wide = [dim for dim in range(missing, rank) if tensor.shape[dim - missing] == 1 != grad.shape[dim]]
-    if wide:
-        whole = Tensor(grad.block, grad.grid, grad.dtype, grad.layout, reduced(whole, wide, True, "sum"))
-    return reduced(whole, range(missing), False, "sum") if missing else whole.tensor_topology()
+    return summed_topology(whole, tensor)
+
+
+def broadcast_dims(whole: Tensor, like: Tensor) -> list[int]:
+    """The dims of a tensor that another has with size 1, or has not."""
+    missing = len(whole.shape) - len(like.shape)
+    return [dim for dim, size in enumerate(whole.shape) if dim < missing or like.shape[dim - missing] == 1 != size]
+
+
+def summed_topology(whole: Tensor, like: Tensor) -> TensorTopology:
+    """Of a tensor that is summed to the shape of another, over the dims along which that was broadcast."""
+    gone, missing = broadcast_dims(whole, like), len(whole.shape) - len(like.shape)
+    cuts = [f"S({dim}) -> " + ("P(sum)" if dim in gone else f"S({dim - missing})") for dim in range(len(whole.shape))]
+    return topology_of(rows(*cuts, "P(sum) -> P(sum)"), whole, shape=tuple(like.shape))
 
 
 def backward(
@@ -84,19 +97,22 @@ def backward(
     operand_names: Sequence[str],
     parameters: Mapping[str, Any] | None = None,
     spelled: Mapping[str, str] | None = None,
+    skips: int = 0,
 ) -> None:
-    """Register the backward op of a function of some operands and numbers."""
+    """Register the backward op of a function of some operands and numbers; the first ones that it `skips` have none."""
     extra = dict(parameters or {})
     count, grads = len(operand_names), ["input_grad", "other_grad", "third_grad"][: len(operand_names)]
 
     def call(grad: Tensor, *given: Any) -> Gradients:
         values, numbers = given[:count], given[count : count + len(extra)]
         required, *outputs = given[count + len(extra) :]
-        return gradients(f"{name}_bw", lambda *blocks: function(*blocks, *numbers), grad, values, outputs, required)
+        flags = (*(False,) * skips, *required) if skips else required
+        made = gradients(f"{name}_bw", lambda *blocks: function(*blocks, *numbers), grad, values, outputs, flags)
+        return made[skips:]
 
     takes = {**dict.fromkeys(["grad_tensor", *operand_names], REQUIRED), **extra, "are_required_outputs": ()}
     doc = f"The gradients of the operands of {name}."
-    made = named(f"{name}_bw", doc, {**takes, **dict.fromkeys(grads)}, call)
+    made = with_arguments(f"{name}_bw", doc, {**takes, **dict.fromkeys(grads)}, call)
     op(f"{name}_bw", spelled=spelled, also="memory_config")(made)
 
 
@@ -131,12 +147,12 @@ _one("leaky_relu", F.leaky_relu, negative_slope=0.01)
 _one("logiteps", lambda x, eps: torch.logit(x, eps or None), eps=0.0)
 _one("polygamma", lambda x, n: torch.polygamma(int(n), x), n=REQUIRED)
 _one("pow", torch.pow, exponent=REQUIRED)
-_one("rdiv", lambda x, value, mode: divided(torch.full_like(x, value), x, mode), scalar=REQUIRED, rounding_mode=None)
+_one("rdiv", lambda x, value, mode: divide(torch.full_like(x, value), x, mode), scalar=REQUIRED, rounding_mode=None)
 _one("threshold", F.threshold, min=REQUIRED, max=REQUIRED)
 _one("div_no_nan", lambda x, value: x / value if value else x * 0, scalar=REQUIRED)
 
 
-def _limited(x: Block, low: Any, high: Any) -> Block:
+def _limit(x: Block, low: Any, high: Any) -> Block:
     if low is None and high is None:
         raise ArgumentError("ttnn.clamp_bw needs min or max")
     return torch.clamp(x, low, high)
@@ -150,13 +166,13 @@ def _clamping(name: str) -> None:
         """The gradient where the element was inside of the limits, else zero."""
         limits = [each for each in (min, max) if isinstance(each, Tensor)]
 
-        def clamped(x: Block, *blocks: Block) -> Block:
+        def clamp(x: Block, *blocks: Block) -> Block:
             given = iter(blocks)
             low, high = (next(given) if isinstance(each, Tensor) else each for each in (min, max))
-            return _limited(x, low, high)
+            return _limit(x, low, high)
 
         values = [input_tensor, *limits]
-        return gradients(f"{name}_bw", clamped, grad_tensor, values)[:1]
+        return gradients(f"{name}_bw", clamp, grad_tensor, values)[:1]
 
 
 _clamping("clamp")
@@ -178,12 +194,12 @@ def prod_bw(grad_tensor: Tensor, input_tensor: Tensor, *, dim: int | None = None
 
 @op("repeat_bw")
 def repeat_bw(grad_tensor: Tensor, input_tensor: Tensor, shape: Sequence[int]) -> Gradients:
-    """The gradient of a tensor that was repeated so many times along each dim: the sum over its copies."""
+    """The gradient of a tensor that was repeat so many times along each dim: the sum over its copies."""
 
-    def repeated(x: Block) -> Block:
+    def repeat(x: Block) -> Block:
         return x.repeat(*(1,) * (x.dim() - len(shape)), *shape)
 
-    return gradients("repeat_bw", repeated, grad_tensor, [input_tensor])
+    return gradients("repeat_bw", repeat, grad_tensor, [input_tensor])
 
 
 # two operands
@@ -214,7 +230,7 @@ def _bias_gelu(x: Block, y: Any, variant: GeluVariant, approximate: str | None) 
 _two("add", lambda x, y, alpha: x + alpha * y, alpha=1.0)
 _two("sub", lambda x, y, alpha: x - alpha * y, alpha=1.0)
 _two("mul", lambda x, y: x * y)
-_two("div", divided, rounding_mode=None)
+_two("div", divide, rounding_mode=None)
 _two("rsub", lambda x, y: y - x)
 _two("addalpha", lambda x, y, alpha: x + alpha * y, alpha=1.0)
 _two("subalpha", lambda x, y, alpha: x - alpha * y, alpha=1.0)
@@ -263,7 +279,7 @@ def concat_bw(
     _, (block, *_) = operands("concat_bw", grad_tensor, input_tensor_a, input_tensor_b)
     at = dim % len(grad_tensor.shape) - len(grad_tensor.shape)
     pieces = block.split([input_tensor_a.shape[at], input_tensor_b.shape[at]], at)
-    label = merged((grad_tensor,), len(grad_tensor.shape), keeps="sum")
+    label = topology_of(LINEAR, grad_tensor)
     both, outputs = (input_tensor_a, input_tensor_b), (input_a_grad, input_b_grad)
     return [
         Made(piece.clone(), tensor, label, output=output) if wanted else None
@@ -277,26 +293,10 @@ _THREE = ["input_tensor_a", "input_tensor_b", "input_tensor_c"]
 backward("addcmul", lambda a, b, c, alpha: torch.addcmul(a, b, c, value=alpha), _THREE, {"alpha": REQUIRED})
 backward("addcdiv", lambda a, b, c, alpha: torch.addcdiv(a, b, c, value=alpha), _THREE, {"alpha": REQUIRED})
 backward("lerp", torch.lerp, _THREE, spelled={"scalar": "input_tensor_c"})
-
-
-@op("where_bw")
-def where_bw(
-    grad_tensor: Tensor,
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    input_tensor_c: Tensor,
-    *,
-    are_required_outputs: Sequence[bool] = (True, True),
-    input_a_grad: Tensor | None = None,
-    input_b_grad: Tensor | None = None,
-) -> Gradients:
-    """The gradient of the second operand where the first is not zero, and of the third where it is."""
-    found = gradients(
-        "where_bw",
-        lambda condition, yes, no: torch.where(condition != 0, yes, no),
-        grad_tensor,
-        [input_tensor_a, input_tensor_b, input_tensor_c],
-        [None, input_a_grad, input_b_grad],
-        [False, *are_required_outputs],
-    )
-    return found[1:]
+backward(
+    "where",
+    lambda condition, yes, no: torch.where(condition != 0, yes, no),
+    _THREE,
+    spelled={"input_a_grad": "other_grad", "input_b_grad": "third_grad"},
+    skips=1,
+)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import fresh
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register, shared_coords
 from meshloom.ttnn.ops.slicing import slice_
+from meshloom.ttnn.ops.topologies import moves, topology_of
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -37,23 +37,20 @@ def nlp_create_qkv_heads(
 ) -> Three:
     """[B, 1, S, (q + k + v) * D] as [B, q, S, D], [B, k, S, D] (or [B, k, D, S]) and [B, v, S, D]."""
     name = "experimental.nlp_create_qkv_heads"
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    return _split(name, input, input_kv, num_heads, kv_heads, transpose_k_heads, kv_tied, output_tensors)
+    return _split(name, input, input_kv, num_heads, num_kv_heads, transpose_k_heads, kv_tied, output_tensors)
 
 
 @op("experimental.nlp_create_qkv_heads_vit")
 def nlp_create_qkv_heads_vit(input: Tensor, *, output_tensors: Outputs = None) -> Three:
     """Heads of 64, as many for keys and values as for queries."""
-    heads = input.shape[-1] // (3 * 64)
     name = "experimental.nlp_create_qkv_heads_vit"
-    return _split(name, input, None, heads, heads, False, False, output_tensors)
+    return _split(name, input, heads=input.shape[-1] // (3 * 64), outputs=output_tensors)
 
 
 @op("experimental.nlp_create_qkv_heads_falcon7b")
 def nlp_create_qkv_heads_falcon7b(input: Tensor) -> Three:
     """Query heads of 64, one head for keys and one for values."""
-    heads = input.shape[-1] // 64 - 2
-    return _split("experimental.nlp_create_qkv_heads_falcon7b", input, None, heads, 1, False, False)
+    return _split("experimental.nlp_create_qkv_heads_falcon7b", input, None, input.shape[-1] // 64 - 2, 1)
 
 
 @op("transformer.split_query_key_value_and_split_heads")
@@ -67,8 +64,7 @@ def split_query_key_value_and_split_heads(
 ) -> Three:
     """[B, S, (q + k + v) * D] as [B, q, S, D], [B, k, D, S] (or [B, k, S, D]) and [B, v, S, D]."""
     name = "transformer.split_query_key_value_and_split_heads"
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    return _split(name, input_tensor, kv_input_tensor, num_heads, kv_heads, transpose_key, False)
+    return _split(name, input_tensor, kv_input_tensor, num_heads, num_kv_heads, transpose_key)
 
 
 @op("experimental.split_query_key_value_and_split_heads")
@@ -77,19 +73,20 @@ def experimental_split_query_key_value_and_split_heads(
 ) -> Three:
     """[B, 1, S, 3 * H * D] as [B, H, S, D], [B, H, D, S] and [B, H, S, D]."""
     name = "experimental.split_query_key_value_and_split_heads"
-    return _split(name, input_tensor, None, num_heads, num_heads, True, False, output_tensors)
+    return _split(name, input_tensor, heads=num_heads, turned=True, outputs=output_tensors)
 
 
 def _split(
     name: str,
     fused: Tensor,
-    kv: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    turned: bool,
-    tied: bool,
+    kv: Tensor | None = None,
+    heads: int = 1,
+    fewer: int | None = None,
+    turned: bool = False,
+    tied: bool = False,
     outputs: Outputs = None,
 ) -> Three:
+    kv_heads = heads if fewer is None else fewer
     given = [fused] if kv is None else [fused, kv]
     blocks = operands(name, *given)[1]
     axes = len(fused.grid)
@@ -147,7 +144,7 @@ def _split_label(source: Tensor, shape: Sequence[int], at_end: bool) -> Any:
     places: list[int | None] = [0, 3 if at_end else 2, 1]
     if len(source.shape) == 4:
         places.insert(1, None)
-    return label_moves.mapped(source, places, shape)
+    return topology_of(moves(tuple(places)), source, shape=shape)
 
 
 # decoding: one token of every user
@@ -174,7 +171,7 @@ def nlp_create_qkv_heads_decode(
     size, axes = _head_size(name, users, None, counts), len(users.grid)
     parts = block.split([count * size for count in counts], dim=-1)
     found = [
-        _decoded(users, part.unflatten(-1, (count, size)), axes, output_tensors, number)
+        _decode_heads(users, part.unflatten(-1, (count, size)), axes, output_tensors, number)
         for number, (part, count) in enumerate(zip(parts, counts, strict=True))
     ]
     return found[0], found[1], found[2]
@@ -196,10 +193,10 @@ def _some_users(tensor: Tensor, offset: Tensor, count: int) -> Tensor:
     return slice_(tensor, begin, end)
 
 
-def _decoded(source: Tensor, block: Block, axes: int, outputs: Outputs, number: int) -> Made:
+def _decode_heads(source: Tensor, block: Block, axes: int, outputs: Outputs, number: int) -> Made:
     """[1, 1, B, heads, D] of a device as [1, B, heads, D]."""
     made = block.flatten(axes, axes + 1)
-    label = label_moves.mapped(source, (0, None, 1, 2), made.shape[axes:])
+    label = topology_of(moves((0, None, 1, 2)), source, shape=made.shape[axes:])
     return Made(fresh(made), source, label, output=outputs[number] if outputs else None)
 
 
@@ -212,35 +209,14 @@ def nlp_concat_heads_decode(input_tensor: Tensor, *, num_heads: int) -> Made:
     if len(input_tensor.shape) != 4 or input_tensor.shape[2] < num_heads:
         raise OperandError(f"ttnn.{name}: {num_heads} heads of {list(input_tensor.shape)}", fix="give [1, B, heads, D]")
     made = block[..., :num_heads, :].flatten(-2).unsqueeze(axes + 1)
-    return Made(
-        fresh(made),
-        input_tensor,
-        label_moves.mapped(input_tensor, (0, 2, 3, None), made.shape[axes:], scales=num_heads == input_tensor.shape[2]),
-    )
+    scales = num_heads == input_tensor.shape[2]
+    return make(fresh(made), moves((0, 2, 3, None)), input_tensor, scales=scales)
 
 
 # together
 
 
-@op("experimental.nlp_concat_heads")
-def nlp_concat_heads(input_tensor: Tensor) -> Made:
-    """[B, H, S, D] as [B, 1, S, H * D]."""
-    return concatenated("experimental.nlp_concat_heads", input_tensor, True)
-
-
-@op("experimental.concatenate_heads")
-def experimental_concatenate_heads(input_tensor: Tensor) -> Made:
-    """[B, H, S, D] as [B, 1, S, H * D]."""
-    return concatenated("experimental.concatenate_heads", input_tensor, True)
-
-
-@op("transformer.concatenate_heads")
-def concatenate_heads(input_tensor: Tensor) -> Made:
-    """[B, H, S, D] as [B, S, H * D]."""
-    return concatenated("transformer.concatenate_heads", input_tensor, False)
-
-
-def concatenated(name: str, tensor: Tensor, four: bool) -> Made:
+def join_heads(name: str, tensor: Tensor, four: bool) -> Made:
     """[B, H, S, D] as [B, S, H * D], of rank 4 or 3."""
     _, (block,) = operands(name, tensor)
     axes = len(tensor.grid)
@@ -250,7 +226,19 @@ def concatenated(name: str, tensor: Tensor, four: bool) -> Made:
     places = (0, 2, 1, None)
     if four:
         made, places = made.unsqueeze(axes + 1), (0, 3, 2, None)
-    return Made(fresh(made), tensor, label_moves.mapped(tensor, places, made.shape[axes:], scales=True))
+    return make(fresh(made), moves(places), tensor, scales=True)
+
+
+def _concatenate(name: str, shape: str, four: bool) -> None:
+    def call(input_tensor: Tensor) -> Made:
+        return join_heads(name, input_tensor, four)
+
+    register(name, f"[B, H, S, D] as {shape}.", call)
+
+
+_concatenate("experimental.nlp_concat_heads", "[B, 1, S, H * D]", True)
+_concatenate("experimental.concatenate_heads", "[B, 1, S, H * D]", True)
+_concatenate("transformer.concatenate_heads", "[B, S, H * D]", False)
 
 
 @op("experimental.nlp_kv_cache_load_slice")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops import label_moves
-from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, taken
-from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
-from meshloom.ttnn.ops.labels import UNKNOWN
+from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, take_rows
+from meshloom.ttnn.ops.calling import Made, make, op, operands, result
+from meshloom.ttnn.ops.topologies import Rows, moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
 
 # along a dim
 
@@ -29,8 +26,7 @@ def gather(input: Tensor, dim: int, index: Tensor) -> Made:
     block, numbers = spread(blocks, axes)
     inside("gather", numbers, input.shape[place], "index")
     values = block.gather(axes + place, numbers.long())
-    label = _indexed((input, index), place)
-    return Made(values, input, label, coords=shared_coords(input, index))
+    return make(values, "gather", input, place, index)
 
 
 def _common(name: str, tensor: Tensor, dim: int, index: Tensor) -> int:
@@ -47,24 +43,6 @@ def _common(name: str, tensor: Tensor, dim: int, index: Tensor) -> int:
             f"ttnn.{name}: index {list(index.shape)} is larger than {list(tensor.shape)} outside of dim {dim}"
         )
     return place
-
-
-def _indexed(tensors: Sequence[Tensor], place: int) -> Any:
-    """Cut where all are cut; numbers alone along the dim that is read. Only what is read may be terms.
-
-    Row i of the numbers is about row i of the tensor, so both have to be cut there.
-    """
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        told = {each for each in column if not isinstance(each, PlacementReplicate)}
-        only = told.pop()
-        if isinstance(only, PlacementPartial):
-            return only if not told and column[0] == only and len(column) == 2 else UNKNOWN
-        first = next(each for each in column if each == only)
-        alone = first.dim == place and (len(column) == 2 or isinstance(column[0], PlacementShard))
-        return first if not told and (alone or all(each == only for each in column)) else UNKNOWN
-
-    return label_moves.ruled(("indexed", place), tensors, rule)
 
 
 _REDUCE = {"add": "sum", "sum": "sum", "multiply": "prod", "prod": "prod", "amax": "amax", "amin": "amin"}
@@ -87,7 +65,14 @@ def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str 
         if reduce is None
         else block.scatter_reduce(axes + place, at, source, _REDUCE[reduce])
     )
-    return Made(values, input, _indexed((input, index, src), place), coords=shared_coords(input, index, src))
+    return make(values, _scatter_rows(input, place), input, index, src)
+
+
+def _scatter_rows(tensor: Tensor, place: int) -> Rows:
+    """Row i of numbers and values is about row i of the tensor: cut where all are, and as each device has it along
+    the dim that is written."""
+    every = (f"S({dim}), S({dim}), S({dim}) -> S({dim})" for dim in range(len(tensor.shape)))
+    return rows(*every, f"S({place}), R, R -> S({place})")
 
 
 @op("scatter_add")
@@ -101,26 +86,22 @@ def scatter_add(
 @op("tosa_gather")
 def tosa_gather(input: Tensor, index: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """Rows [N, W, C] of [N, K, C] by numbers [N, W]."""
-    return gather(input, 1, _widened(index, input), memory_config=memory_config)
+    return gather(input, 1, _widen(index, input), memory_config=memory_config)
 
 
 @op("tosa_scatter")
 def tosa_scatter(input: Tensor, index: Tensor, src: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """Rows [N, W, C] put into [N, K, C] by numbers [N, W]."""
-    return scatter(input, 1, _widened(index, input), src, memory_config=memory_config)
+    return scatter(input, 1, _widen(index, input), src, memory_config=memory_config)
 
 
-def _widened(index: Tensor, like: Tensor) -> Tensor:
+def _widen(index: Tensor, like: Tensor) -> Tensor:
     """Numbers [N, W] for whole rows: [N, W, C]."""
     operands("tosa_gather", index, like)
     block = index.block.unsqueeze(-1).expand(*index.block.shape, like.shape[-1])
-    width = PlacementShard(len(like.shape) - 1)
-
-    def rule(column: Sequence[Placement]) -> Placement:
-        numbers, cut = column
-        return cut if isinstance(numbers, PlacementReplicate) and cut == width else numbers
-
-    return result(fresh(block), index, topology=label_moves.ruled("widened", (index, like), rule))
+    cuts = rows("S(0), * -> S(0)", "S(1), * -> S(1)", "R, S(2) -> S(2)", "R, * -> R", exact=True)
+    label = topology_of(cuts, index, like, shape=(*index.shape, like.shape[-1]))
+    return result(fresh(block), index, topology=label)
 
 
 @op("index_fill", "index_fill_new")
@@ -133,9 +114,7 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: float) -> Made:
     hit = (numbers.long().flatten(axes).unsqueeze(-1) == torch.arange(size)).any(-2)
     mask = hit.reshape(*hit.shape[:axes], *(size if each == place else 1 for each in range(len(input.shape))))
     values = torch.where(mask, torch.tensor(value, dtype=block.dtype), block)
-    places = (label_moves.same(input), (None,) * len(index.shape))
-    label = label_moves.joined((input, index), places, input.shape, linear=False)
-    return Made(values, input, label, coords=shared_coords(input, index))
+    return make(values, moves(same(input), (None,) * len(index.shape), linear=False), input, index)
 
 
 @op("indexed_fill")
@@ -152,14 +131,9 @@ def indexed_fill(batch_id: Tensor, input_tensor_a: Tensor, input_tensor_b: Tenso
     block, at, source = spread([blocks[0], numbers, blocks[2]], axes)
     ones = [at.shape[-1] if each == place else 1 for each in range(len(input_tensor_a.shape))]
     index = at.long().reshape(*at.shape[:axes], *ones).expand_as(source)
-    places = [label_moves.same(input_tensor_a), (None,) * len(batch_id.shape), label_moves.same(input_tensor_b)]
+    kept = moves(same(input_tensor_a), (None,) * len(batch_id.shape), same(input_tensor_b))
     tensors = (input_tensor_a, batch_id, input_tensor_b)
-    return Made(
-        block.scatter(axes + place, index, source),
-        input_tensor_a,
-        label_moves.joined(tensors, places, input_tensor_a.shape),
-        coords=shared_coords(*tensors),
-    )
+    return make(block.scatter(axes + place, index, source), kept, *tensors)
 
 
 @op("moreh_getitem")
@@ -175,16 +149,12 @@ def moreh_getitem(input: Tensor, index_tensors: Sequence[Tensor], index_dims: Se
         inside("moreh_getitem", index, input.shape[dim], f"index of dim {dim}", lowest=-input.shape[dim])
         number = number * input.shape[dim] + index.long().flatten(axes) % input.shape[dim]
     merged = blocks[0].flatten(axes + dims[0], axes + dims[-1]).movedim(axes + dims[0], axes)
-    values = taken(merged, number, axes).movedim(axes, axes + dims[0])
+    values = take_rows(merged, number, axes).movedim(axes, axes + dims[0])
     gone = len(dims) - 1
-    places: list[label_moves.Places] = [
-        [None if dim in dims else dim - gone * (dim > dims[-1]) for dim in range(rank)],
-        *((dims[0],) * len(index.shape) for index in index_tensors),
-    ]
+    kept = tuple(None if dim in dims else dim - gone * (dim > dims[-1]) for dim in range(rank))
     tensors = (input, *index_tensors)
-    return Made(
-        fresh(values), input, label_moves.joined(tensors, places, values.shape[axes:]), coords=shared_coords(*tensors)
-    )
+    cuts = moves(kept, *((dims[0],) * len(index.shape) for index in index_tensors))
+    return make(fresh(values), cuts, *tensors)
 
 
 # by value
@@ -199,7 +169,7 @@ def nonzero(input_tensor: Tensor) -> list[Made]:
     order = hit.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     count = hit.sum(-1, keepdim=True)
     numbers = torch.where(torch.arange(size) < count, order, torch.zeros((), dtype=order.dtype))
-    label = label_moves.mapped(input_tensor, (None,) * len(input_tensor.shape), (1, 1, 1, size), linear=False)
+    label = topology_of((), input_tensor, shape=(1, 1, 1, size))
     return [
         Made(
             values.reshape(*values.shape[:axes], 1, 1, 1, values.shape[-1]),
@@ -219,10 +189,5 @@ def isin(elements: Tensor, test_elements: Tensor, *, invert: bool = False) -> Ma
     axes = len(elements.grid)
     listed = others.flatten(axes)
     hit = block.unsqueeze(-1) == listed.reshape(*listed.shape[:axes], *(1,) * len(elements.shape), listed.shape[-1])
-    places = (label_moves.same(elements), (None,) * len(test_elements.shape))
-    return Made(
-        hit.any(-1) != invert,
-        elements,
-        label_moves.joined((elements, test_elements), places, elements.shape, linear=False),
-        coords=shared_coords(elements, test_elements),
-    )
+    both = (elements, test_elements)
+    return make(hit.any(-1) != invert, moves(same(elements), (None,) * len(test_elements.shape), linear=False), *both)

@@ -7,11 +7,11 @@ from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.device.cores import CoreCoord, CoreRange, CoreRangeSet
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import fresh
 from meshloom.ttnn.ops.calling import Made, op, operands
-from meshloom.ttnn.ops.movement import viewed
+from meshloom.ttnn.ops.movement import view_as
 from meshloom.ttnn.ops.slicing import pad, slice_, slice_write
+from meshloom.ttnn.ops.topologies import topology_of_reshape
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile
 from meshloom.ttnn.tensor.memory import (
     DRAM_MEMORY_CONFIG,
@@ -26,7 +26,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 # tiles
 
 
-@op("tilize", "experimental.quasar.tilize")
+@op("tilize")
 def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Made:
     """In tiles; the last two dims have to be whole tiles."""
     height, width = (tile or Tile()).tile_shape
@@ -37,16 +37,16 @@ def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Made:
                 f"ttnn.tilize: Input tensor {what} ({size}) must be divisible by tile {what} ({side})",
                 fix="ttnn.tilize_with_zero_padding",
             )
-    return _kept(input_tensor, "tilize", Layout.TILE)
+    return _copy_in("tilize", input_tensor, layout=Layout.TILE)
 
 
-@op("tilize_with_zero_padding", "experimental.quasar.tilize_with_zero_padding")
+@op("tilize_with_zero_padding")
 def tilize_with_zero_padding(input_tensor: Tensor) -> Made:
     """In tiles, filled up with zeros."""
-    return _kept(input_tensor, "tilize_with_zero_padding", Layout.TILE)
+    return _copy_in("tilize_with_zero_padding", input_tensor, layout=Layout.TILE)
 
 
-@op("tilize_with_val_padding", "experimental.quasar.tilize_with_val_padding")
+@op("tilize_with_val_padding")
 def tilize_with_val_padding(
     input_tensor: Tensor,
     output_tensor_shape: Sequence[int],
@@ -56,22 +56,23 @@ def tilize_with_val_padding(
     dtype: DataType | None = None,
 ) -> Tensor:
     """In tiles, filled up with a value to a shape that is whole tiles; the logical shape stays."""
-    made = _kept(input_tensor, "tilize_with_val_padding", Layout.TILE).tensor(dtype, memory_config=memory_config)
+    how = {"layout": Layout.TILE, "dtype": dtype, "memory_config": memory_config}
+    made = _copy_in("tilize_with_val_padding", input_tensor, **how).tensor()
     if tuple(made.padded_shape) != tuple(output_tensor_shape):
         filled = pad(input_tensor, output_tensor_shape, (0,) * len(input_tensor.shape), pad_value)
-        return _kept(filled, "tilize_with_val_padding", Layout.TILE).tensor(dtype, memory_config=memory_config)
+        return _copy_in("tilize_with_val_padding", filled, **how).tensor()
     made._pad = pad_value
     return made
 
 
-@op("untilize", "experimental.quasar.untilize")
+@op("untilize")
 def untilize(input_tensor: Tensor) -> Made:
     """In rows, without the padding of tiles; block floats become bfloat16."""
     dtype = DataType.BFLOAT16 if input_tensor.dtype.is_block_float else None
-    return _kept(input_tensor, "untilize", Layout.ROW_MAJOR, dtype)
+    return _copy_in("untilize", input_tensor, layout=Layout.ROW_MAJOR, dtype=dtype)
 
 
-@op("untilize_with_unpadding", "experimental.quasar.untilize_with_unpadding")
+@op("untilize_with_unpadding")
 def untilize_with_unpadding(
     input_tensor: Tensor, output_tensor_end: Sequence[int], *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
@@ -86,20 +87,21 @@ def fill_implicit_tile_padding(
     input_tensor: Tensor, fill_value: float, *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """The same values; what tiles are filled up with is another value."""
-    made = _kept(input_tensor, "fill_implicit_tile_padding", input_tensor.layout).tensor(memory_config=memory_config)
+    made = _copy_in("fill_implicit_tile_padding", input_tensor, memory_config=memory_config).tensor()
     made._pad = fill_value
     return made
 
 
-def _kept(tensor: Tensor, name: str, layout: Layout, dtype: DataType | None = None) -> Made:
+def _copy_in(name: str, tensor: Tensor, **how: Any) -> Made:
+    """The same values in memory of their own, in the layout, dtype or memory config that is told."""
     _, (block,) = operands(name, tensor)
-    return Made(fresh(block), tensor, label_moves.kept(tensor), dtype, layout)
+    return Made(fresh(block), tensor, tensor.tensor_topology(), **how)
 
 
 # cores
 
 
-@op("interleaved_to_sharded", "experimental.quasar.interleaved_to_sharded")
+@op("interleaved_to_sharded")
 def interleaved_to_sharded(
     input_tensor: Tensor,
     grid: Any = None,
@@ -121,7 +123,9 @@ def interleaved_to_sharded(
         config = MemoryConfig(shard_scheme, BufferType.L1, ShardSpec(_cores(grid), shard_shape, shard_orientation))
     if not config.is_sharded():
         raise OperandError(f"ttnn.interleaved_to_sharded: {config} is not sharded", fix="a sharded memory config")
-    return _moved("interleaved_to_sharded", input_tensor, config, output_dtype, preallocated_output)
+    return _copy_in(
+        "interleaved_to_sharded", input_tensor, dtype=output_dtype, memory_config=config, output=preallocated_output
+    )
 
 
 def _cores(grid: CoreCoord | CoreRangeSet) -> CoreRangeSet:
@@ -130,26 +134,19 @@ def _cores(grid: CoreCoord | CoreRangeSet) -> CoreRangeSet:
     return CoreRangeSet([CoreRange(CoreCoord(0, 0), CoreCoord(grid.x - 1, grid.y - 1))])
 
 
-@op("sharded_to_interleaved", "experimental.quasar.sharded_to_interleaved")
+@op("sharded_to_interleaved")
 def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | None = None) -> Made:
     """Spread over banks page by page, in DRAM unless said otherwise."""
     config = memory_config or DRAM_MEMORY_CONFIG
     if config.is_sharded():
         raise OperandError(f"ttnn.sharded_to_interleaved: {config} is sharded", fix="ttnn.reshard")
-    return _moved("sharded_to_interleaved", input_tensor, config)
+    return _copy_in("sharded_to_interleaved", input_tensor, memory_config=config)
 
 
-@op("reshard", "experimental.quasar.reshard")
+@op("reshard")
 def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig) -> Made:
     """Spread over cores in another way."""
-    return _moved("reshard", input_tensor, output_memory_config)
-
-
-def _moved(
-    name: str, tensor: Tensor, config: MemoryConfig, dtype: DataType | None = None, output: Tensor | None = None
-) -> Made:
-    _, (block,) = operands(name, tensor)
-    return Made(fresh(block), tensor, label_moves.kept(tensor), dtype, memory_config=config, output=output)
+    return _copy_in("reshard", input_tensor, memory_config=output_memory_config)
 
 
 @op("interleaved_to_sharded_partial")
@@ -188,7 +185,7 @@ def _as_rows(tensor: Tensor) -> Tensor:
     if tuple(tensor.shape[:-2]) == (1, 1):
         return tensor
     sizes = (*shape[:2], tensor.block[(0,) * len(tensor.grid)].numel() // shape[-1], shape[-1])
-    return viewed(tensor, sizes, label_moves.reshaped(tensor, sizes))
+    return view_as(tensor, sizes, topology_of_reshape(tensor, sizes))
 
 
 def _slice_of_rows(tensor: Tensor, slices: int, number: int) -> tuple[list[int], list[int]]:

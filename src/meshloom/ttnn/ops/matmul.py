@@ -1,7 +1,7 @@
 """Products of matrices: every device multiplies its own parts.
 
 Sums are kept in float32 and rounded once to the dtype of the first operand, or `dtype=`. Devices that share an operand
-are folded into the rows or columns of one large product (`multiplied`).
+are folded into the rows or columns of one large product (`multiply_blocks`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.activations import Activation, activated
-from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ops.rule import Rule
+from meshloom.ttnn.ops.activations import Activation, activate
+from meshloom.ttnn.ops.calling import Made, make, op, operands, result, shared_coords
 from meshloom.ttnn.ops.elementwise import fine
-from meshloom.ttnn.ops.labels import contracted, merged, moved
+from meshloom.ttnn.ops.topologies import LINEAR, contraction, einsum, rows, topology_of, without_terms
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.padding import filled
+from meshloom.ttnn.tensor.padding import fill_padding
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import TensorTopology
 
 
-def _checked(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> None:
+def _check(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> None:
     if a.layout is not Layout.TILE or b.layout is not Layout.TILE:
         raise OperandError(
             f"ttnn.{name}: Inputs to matmul must be tilized", fix="ttnn.to_layout(tensor, ttnn.TILE_LAYOUT)"
@@ -53,9 +53,9 @@ def _checked(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bo
 def product(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool, kind: DataType) -> Block:
     """The block of a product of matrices."""
     _, (x, y) = operands(name, a, b)
-    _checked(name, a, b, transpose_a, transpose_b)
-    x = filled(x, a, [-2 if transpose_a and len(a.shape) > 1 else -1], "sum")
-    y = filled(y, b, [-1 if transpose_b or len(b.shape) == 1 else -2], "sum")
+    _check(name, a, b, transpose_a, transpose_b)
+    x = fill_padding(x, a, [-2 if transpose_a and len(a.shape) > 1 else -1], "sum")
+    y = fill_padding(y, b, [-1 if transpose_b or len(b.shape) == 1 else -2], "sum")
     x, y = _alike(fine(x, kind), fine(y, kind))
     if transpose_a and len(a.shape) > 1:
         x = x.transpose(-1, -2)
@@ -64,7 +64,7 @@ def product(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: boo
     if len(a.shape) == 1 or len(b.shape) == 1:
         return _with_vector(x, y, len(a.shape), len(b.shape), len(a.grid))
     rank, axes = max(len(a.shape), len(b.shape)), len(a.grid)
-    return multiplied(aligned(x, axes, rank), aligned(y, axes, rank))
+    return multiply_blocks(aligned(x, axes, rank), aligned(y, axes, rank))
 
 
 def _alike(x: Block, y: Block) -> tuple[Block, Block]:
@@ -77,10 +77,10 @@ def _alike(x: Block, y: Block) -> tuple[Block, Block]:
 MANY_ROWS, FEW_COLUMNS = 16, 64  # where one wide product beats many narrow ones, its copy of the second included
 
 
-def multiplied(x: Block, y: Block) -> Block:
+def multiply_blocks(x: Block, y: Block) -> Block:
     """x @ y with all leading dims as a batch, folded into one product where no batch is in both.
 
-    >>> multiplied(torch.ones(2, 1, 3, 5), torch.ones(1, 4, 5, 7)).shape  # (2 * 3, 5) @ (5, 4 * 7)
+    >>> multiply_blocks(torch.ones(2, 1, 3, 5), torch.ones(1, 4, 5, 7)).shape  # (2 * 3, 5) @ (5, 4 * 7)
     torch.Size([2, 4, 3, 7])
     """
     if any(1 not in pair for pair in zip(x.shape[:-2], y.shape[:-2], strict=True)):
@@ -101,8 +101,8 @@ def _with_vector(x: Block, y: Block, a_rank: int, b_rank: int, axes: int) -> Blo
     if a_rank == 1 and b_rank == 1:
         return (x * y).sum(-1)
     if b_rank == 1:
-        return multiplied(x, aligned(y.unsqueeze(-1), axes, a_rank)).squeeze(-1)
-    return multiplied(aligned(x.unsqueeze(-2), axes, b_rank), y).squeeze(-2)
+        return multiply_blocks(x, aligned(y.unsqueeze(-1), axes, a_rank)).squeeze(-1)
+    return multiply_blocks(aligned(x.unsqueeze(-2), axes, b_rank), y).squeeze(-2)
 
 
 def multiply(
@@ -122,31 +122,31 @@ def multiply(
     kind = kind or a.dtype
     block = product(name, a, b, transpose_a, transpose_b, kind)
     rank = block.dim() - len(a.grid)
-    inner = (-2 if transpose_a and len(a.shape) > 1 else -1, -1 if transpose_b or len(b.shape) == 1 else -2)
-    label = contracted(a, b, *inner, rank)
-    made_by: tuple[Tensor, ...] = (a, b)
+    made_by = (a, b) if bias is None else (a, b, bias)
+    label = topology_of(_rule(a, b, transpose_a, transpose_b), *made_by, filled=True)
     if bias is not None:
         operands(name, a, bias)
-        made_by = (a, b, bias)
-    if bias is not None or activation is not None:
-        # The label of a sum needs the product as a tensor: one that nobody sees, with no room of its own.
-        whole = Tensor(block, a.grid, kind, a.layout, label)
-        if bias is not None:
-            block = block + aligned(fine(bias.block, kind), len(a.grid), rank)
-            label = merged((whole, bias), rank, keeps="sum")
-        if activation is not None:
-            block = activated(block, activation)
-            label = merged((Tensor(block, a.grid, kind, a.layout, label),), rank)
+        block = block + aligned(fine(bias.block, kind), len(a.grid), rank)
+    if activation is not None:
+        block, label = activate(block, activation), without_terms(label)
     return Made(block, a, label, coords=shared_coords(*made_by))
 
 
-@op("matmul", "experimental.quasar.matmul", more=multiply)
+def _rule(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Rule:
+    """The labels of a product for the ranks of its operands: "...mk, ...kn -> ...mn" of matrices."""
+    first = "k" if len(a.shape) == 1 else "...km" if transpose_a else "...mk"
+    second = "k" if len(b.shape) == 1 else "...nk" if transpose_b else "...kn"
+    kept = "m" * (len(a.shape) > 1) + "n" * (len(b.shape) > 1)
+    return contraction(f"{first}, {second} -> {'...' if kept else ''}{kept}")
+
+
+@op("matmul", more=multiply)
 def matmul(input_tensor_a: Tensor, input_tensor_b: Tensor, **how: Any) -> Made:
     """The product of every device's matrices; leading dims are a batch."""
     return multiply("matmul", input_tensor_a, input_tensor_b, **how)
 
 
-@op("linear", "experimental.quasar.linear", more=multiply)
+@op("linear", more=multiply)
 def linear(input_tensor_a: Tensor, input_tensor_b: Tensor, *, in0_column_offset: int | None = None, **how: Any) -> Made:
     """The product of every device's matrices, plus a bias, then an activation.
 
@@ -156,17 +156,17 @@ def linear(input_tensor_a: Tensor, input_tensor_b: Tensor, *, in0_column_offset:
     if in0_column_offset is not None:
         height = input_tensor_b.shape[-1 if how.get("transpose_b") else -2]
         _, (block,) = operands("linear", a)
-        a = result(block.narrow(-1, in0_column_offset, height), a, topology=merged((a,), len(a.shape), keeps="sum"))
+        a = result(block.narrow(-1, in0_column_offset, height), a, topology=topology_of(LINEAR, a))
     return multiply("linear", a, input_tensor_b, **how)
 
 
-@op("matmul_batched_weights", "experimental.quasar.matmul_batched_weights", more=multiply)
+@op("matmul_batched_weights", more=multiply)
 def matmul_batched_weights(input_tensor_a: Tensor, input_tensors_b: Sequence[Tensor], **how: Any) -> list[Made]:
     """The product of one tensor with each of several."""
     return [multiply("matmul_batched_weights", input_tensor_a, each, **how) for each in input_tensors_b]
 
 
-@op("addmm", "experimental.quasar.addmm")
+@op("addmm")
 def addmm(
     input_tensor: Tensor, mat1_tensor: Tensor, mat2_tensor: Tensor, *, alpha: float = 1.0, beta: float = 1.0
 ) -> Made:
@@ -175,35 +175,37 @@ def addmm(
     operands("addmm", input_tensor, mat1_tensor, mat2_tensor)
     block = alpha * product("addmm", mat1_tensor, mat2_tensor, False, False, exact)
     rank, axes = block.dim() - len(mat1_tensor.grid), len(mat1_tensor.grid)
-    label = contracted(mat1_tensor, mat2_tensor, -1, -2, rank)
+    summed = (mat1_tensor, mat2_tensor, input_tensor) if beta != 0 else (mat1_tensor, mat2_tensor)
+    label = topology_of(_rule(mat1_tensor, mat2_tensor, False, False), *summed, filled=True)
     if beta != 0:
         block = block + beta * aligned(fine(input_tensor.block, exact), axes, rank)
-        whole = Tensor(block, mat1_tensor.grid, exact, mat1_tensor.layout, label)
-        label = merged((whole, input_tensor), rank, keeps="sum")
     return Made(block, mat1_tensor, label, coords=shared_coords(input_tensor, mat1_tensor, mat2_tensor))
 
 
-@op("outer", "experimental.quasar.outer")
+@op("outer")
 def outer(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """The product of every element of one with every element of the other: [..., m, 1] and [..., 1, n]."""
     _, (x, y) = operands("outer", input_tensor_a, input_tensor_b)
-    axes, grid = len(input_tensor_a.grid), input_tensor_a.grid
-    rank = max(len(input_tensor_a.shape), 2)
+    axes, rank = len(input_tensor_a.grid), max(len(input_tensor_a.shape), 2)
     column = x.reshape(*x.shape[:axes], *(1,) * (rank - 2), -1, 1)
     row = y.reshape(*y.shape[:axes], *(1,) * (rank - 2), 1, -1)
-    a = Tensor(column, grid, input_tensor_a.dtype, input_tensor_a.layout, _along(input_tensor_a, -2, rank))
-    b = Tensor(row, grid, input_tensor_b.dtype, input_tensor_b.layout, _along(input_tensor_b, -1, rank))
-    values = fine(column, a.dtype) * fine(row, a.dtype)
-    return Made(values, input_tensor_a, merged((a, b), rank, keeps="product"))
+    kind, values = input_tensor_a.dtype, (*(1,) * (rank - 2), column.shape[-2], row.shape[-1])
+    cuts = [f"S({dim}), R -> S({rank - 2})" for dim in _long(input_tensor_a)]
+    cuts += [f"R, S({dim}) -> S({rank - 1})" for dim in _long(input_tensor_b)]
+    label = topology_of(rows(*cuts, *_TERMS), input_tensor_a, input_tensor_b, shape=values)
+    return Made(fine(column, kind) * fine(row, kind), input_tensor_a, label)
 
 
-def _along(tensor: Tensor, dim: int, rank: int) -> TensorTopology:
-    """The label of a tensor of one long dim, flattened into that dim."""
+_TERMS = ("P(sum), R -> P(sum)", "R, P(sum) -> P(sum)")
+
+
+def _long(tensor: Tensor) -> list[int]:
+    """The only dim that is longer than 1, if there is one: flattened, it is the dim that may be cut."""
     long = [place for place, size in enumerate(tensor.shape) if size != 1]
-    return moved(tensor, {long[0]: dim % rank} if len(long) == 1 else {})
+    return long if len(long) == 1 else []
 
 
-@op("sparse_matmul", "experimental.quasar.sparse_matmul")
+@op("sparse_matmul")
 def sparse_matmul(
     input_tensor_a: Tensor,
     input_tensor_b: Tensor,
@@ -248,15 +250,5 @@ def sparse_matmul(
         )
     mask = kept.reshape(*kept.shape[:axes], *batch, 1, 1) != 0
     block = torch.where(mask, x @ y, 0)
-    rank = block.dim() - axes
-    parts = (
-        Tensor(x, input_tensor_a.grid, kind, Layout.TILE, _shifted(input_tensor_a, rank, 2)),
-        Tensor(y, input_tensor_a.grid, kind, Layout.TILE, _shifted(input_tensor_b, rank, 0)),
-    )
-    return Made(block, input_tensor_a, contracted(*parts, -1, -2, rank))
-
-
-def _shifted(tensor: Tensor, rank: int, batch: int) -> TensorTopology:
-    """The label of a tensor after ones were put behind its first `batch` dims, until it has that rank."""
-    extra = rank - len(tensor.shape)
-    return moved(tensor, {dim: dim if dim < batch else dim + extra for dim in range(len(tensor.shape))})
+    text = "abmk, .ekn -> ab.emn" if len(batch) == 4 else "aemk, .ekn -> aemn"
+    return make(block, einsum(text, 0, 1), input_tensor_a, input_tensor_b, filled=True)

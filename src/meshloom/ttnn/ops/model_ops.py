@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,18 +12,17 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops import (
     calling,
     elementwise as _elementwise,  # noqa: F401  it puts multiply into the table
-    label_moves,
 )
 from meshloom.ttnn.ops.activations import Activation
 from meshloom.ttnn.ops.block_moves import spread
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
 from meshloom.ttnn.ops.matmul import linear
 from meshloom.ttnn.ops.slicing import chunk, concat
+from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementReplicate, PlacementShard
 
 # tokens
 
@@ -53,13 +53,17 @@ def sampling(
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     luck = torch.rand(users, 1, generator=generator)
     logits, limit, share = spread([logits, limit, share.float()], axes)
-    place = _drawn(logits, limit, share, luck)
+    place = _draw(logits, limit, share, luck)
     numbers, at = spread([blocks[1].flatten(axes, -2), place], axes)
     chosen = numbers.gather(-1, at).squeeze(-1)
+    at_users = len(input_values_tensor.shape) - 2  # cut at the choices, devices would draw different tokens
+    beside = itertools.product(["R", *(f"S({dim})" for dim in range(4))], repeat=3)
+    cuts = (f"S({at_users}), S({at_users}), {', '.join(each)} -> S(3)" for each in beside)
+    label = topology_of(rows(*cuts, exact=True), *tensors, shape=(1, 1, 1, users))
     return Made(
         chosen.reshape(*chosen.shape[:axes], 1, 1, 1, users),
         input_values_tensor,
-        _drawn_label(tensors),
+        label,
         dtype=output_tensor.dtype if output_tensor is not None else DataType.UINT32,
         layout=Layout.ROW_MAJOR,
         output=output_tensor,
@@ -67,10 +71,10 @@ def sampling(
     )
 
 
-def _drawn(logits: Block, limit: Block, share: Block, luck: Block) -> Block:
+def _draw(logits: Block, limit: Block, share: Block, luck: Block) -> Block:
     """Where the token is that luck, from 0 to 1, falls on: among the best, in the order of their logits.
 
-    >>> _drawn(torch.tensor([[0.0, 3.0, 2.0]]), torch.tensor([[2]]), torch.tensor([[1.0]]), torch.tensor([[0.9]]))
+    >>> _draw(torch.tensor([[0.0, 3.0, 2.0]]), torch.tensor([[2]]), torch.tensor([[1.0]]), torch.tensor([[0.9]]))
     tensor([[2]])
     """
     sorted_, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -82,19 +86,6 @@ def _drawn(logits: Block, limit: Block, share: Block, luck: Block) -> Block:
     place = (sums <= luck * sums[..., -1:]).sum(-1, keepdim=True)
     last = (weight > 0).sum(-1, keepdim=True) - 1
     return order.gather(-1, torch.minimum(place, last.clamp(min=0)))
-
-
-def _drawn_label(tensors: Sequence[Tensor]) -> Any:
-    """Cut at the users or not at all: cut at the choices, devices draw different tokens."""
-    users = len(tensors[0].shape) - 2
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        values, numbers, *others = column
-        cut = values == PlacementShard(users) and numbers == PlacementShard(users)
-        fits = all(isinstance(each, (PlacementShard, PlacementReplicate)) for each in others)
-        return PlacementShard(3) if cut and fits else None
-
-    return label_moves.ruled("sampling", tensors, rule)
 
 
 # products
@@ -119,7 +110,8 @@ def minimal_matmul(
     if not fuse_swiglu:
         return made
     gate, up = chunk(made, 2, -1)
-    return calling.TABLE["multiply"](gate, up, input_tensor_a_activations=["silu"])
+    gated: Tensor = calling.TABLE["multiply"](gate, up, input_tensor_a_activations=["silu"])
+    return gated
 
 
 @op("experimental.minimal_matmul_split", more=minimal_matmul)
@@ -150,18 +142,7 @@ def _by_user(name: str, a: Tensor, b: Tensor) -> Made:
     axes, heads = len(a.grid), a.shape[1]
     if a.shape[2] != b.shape[0] or a.shape[3] != b.shape[2] or heads % b.shape[1]:
         raise OperandError(f"ttnn.{name}: {list(a.shape)} times {list(b.shape)}", fix="[1, H, B, K] and [B, G, K, N]")
-    rows = x.float().transpose(axes, axes + 2).unflatten(axes + 1, (b.shape[1], -1))  # [*mesh, B, G, H / G, 1, K]
-    values = (rows.squeeze(-2) @ y.float()).flatten(axes + 1, axes + 2).unsqueeze(-2).transpose(axes, axes + 2)
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        p, q = column
-        users, group = (PlacementShard(2), PlacementShard(0)), (PlacementShard(1), PlacementShard(1))
-        if (p, q) in (users, group):
-            return p
-        still = isinstance(q, PlacementReplicate)
-        if still and p == PlacementShard(1):
-            return p
-        return PlacementShard(3) if q == PlacementShard(3) and isinstance(p, PlacementReplicate) else None
-
-    label = label_moves.ruled(name, (a, b), rule)
-    return Made(values.contiguous(), a, label, coords=shared_coords(a, b))
+    queries = x.float().transpose(axes, axes + 2).unflatten(axes + 1, (b.shape[1], -1))  # [*mesh, B, G, H / G, 1, K]
+    values = (queries.squeeze(-2) @ y.float()).flatten(axes + 1, axes + 2).unsqueeze(-2).transpose(axes, axes + 2)
+    cuts = rows("S(2), S(0) -> S(2)", "S(1), S(1) -> S(1)", "S(1), R -> S(1)", "R, S(3) -> S(3)")
+    return make(values.contiguous(), cuts, a, b)

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.calling import REQUIRED, Made, named, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import REQUIRED, Made, make, op, operands, register, shared_coords, with_arguments
 from meshloom.ttnn.ops.elementwise import binary
-from meshloom.ttnn.ops.gradients import Gradients, gradients
-from meshloom.ttnn.ops.labels import merged, reduced
+from meshloom.ttnn.ops.gradients import Gradients, broadcast_dims, gradients, summed_topology
 from meshloom.ttnn.ops.matmul import matmul, multiply
-from meshloom.ttnn.ops.reductions import Dims, dims_of, exact
+from meshloom.ttnn.ops.reductions import Dims, dims_of, exact, reduce, run
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, einsum, moves, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import MemoryConfig
-from meshloom.ttnn.tensor.padding import filled
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -33,43 +32,26 @@ def _check_alike(name: str, tensors: Sequence[Tensor]) -> None:
 # reductions
 
 
-def _reduce(
-    name: str,
-    function: Callable[[Block, list[int]], Block],
-    op_name: str | None,
-    tensor: Tensor,
-    dim: Dims,
-    keepdim: bool,
-) -> Made:
-    _, (block,) = operands(name, tensor)
-    dims = dims_of(name, tensor, dim)
-    found = function(exact(filled(block, tensor, dims, op_name)), dims)
-    if not keepdim:
-        for each in dims:  # from the front, and those behind keep their number from the back
-            found = found.squeeze(each)
-    return Made(found, tensor, reduced(tensor, dims, keepdim, op_name, clean=True))
-
-
 @op("moreh_sum")
 def moreh_sum(input: Tensor, dim: Dims = None, *, keepdim: bool = False) -> Made:
     """The sum over dims, or all."""
-    return _reduce("moreh_sum", lambda x, d: x.sum(d, True), "sum", input, dim, keepdim)
+    return reduce("moreh_sum", torch.sum, "sum", input, dim, keepdim)
 
 
 @op("moreh_mean")
 def moreh_mean(input: Tensor, *, dim: Dims = None, keepdim: bool = False, divisor: int | None = None) -> Made:
     """The sum over dims, or all, by its count or by `divisor`."""
 
-    def mean(x: Block, dims: list[int]) -> Block:
-        return x.mean(dims, True) if divisor is None else x.sum(dims, True) / divisor
+    def mean(x: Block, dims: list[int], keep: bool) -> Block:
+        return x.mean(dims, keep) if divisor is None else x.sum(dims, keep) / divisor
 
-    return _reduce("moreh_mean", mean, "mean" if divisor is None else "sum", input, dim, keepdim)
+    return reduce("moreh_mean", mean, "mean" if divisor is None else "sum", input, dim, keepdim)
 
 
 @op("moreh_norm")
 def moreh_norm(input: Tensor, p: float, *, dim: Dims = None, keepdim: bool = False) -> Made:
     """The p-norm over dims, or all."""
-    return _reduce("moreh_norm", lambda x, d: torch.linalg.vector_norm(x, p, d, True), None, input, dim, keepdim)
+    return reduce("moreh_norm", lambda x, *how: torch.linalg.vector_norm(x, p, *how), "var", input, dim, keepdim)
 
 
 @op("moreh_abs_pow")
@@ -89,19 +71,8 @@ def _spread(
     kept = [1 if place in dims else size for place, size in enumerate(shape)]
     count = torch.Size([shape[each] for each in dims]).numel()
     wide = block.reshape(*block.shape[:axes], *kept).expand(*block.shape[:axes], *shape) * factor(count)
-    return Made(wide, grad, merged((grad,), len(grad.shape), _back(dims, keepdim), "sum"))
-
-
-def _back(dims: Sequence[int], keepdim: bool) -> Callable[[Tensor, int], int | None]:
-    """Where a dim of a reduced tensor was before the dims were gone."""
-
-    def place(_: Tensor, dim: int) -> int:
-        if not keepdim:
-            for gone in dims:
-                dim += gone <= dim
-        return dim
-
-    return place
+    places = tuple(range(rank)) if keepdim else tuple(each for each in range(rank) if each not in dims)
+    return make(wide, moves(places), grad)
 
 
 @op("moreh_sum_backward")
@@ -150,24 +121,19 @@ def _soft(kind: str) -> None:
     name = f"moreh_{kind}"
 
     def call(input_tensor: Tensor, dim: int) -> Made:
-        _, (block,) = operands(name, input_tensor)
-        (at,) = dims_of(name, input_tensor, dim)
-        return Made(forward(block.float(), at), input_tensor, merged((input_tensor,), len(input_tensor.shape)))
+        return run(name, lambda x, at: forward(x.float(), at), input_tensor, dim)
 
     def call_backward(output_tensor: Tensor, output_grad_tensor: Tensor, dim: int) -> Made:
         _, (y, grad) = operands(f"{name}_backward", output_tensor, output_grad_tensor)
         (at,) = dims_of(name, output_tensor, dim)
         both = (output_grad_tensor, output_tensor)
         _check_alike(f"{name}_backward", both)
-        label = merged(both, len(output_tensor.shape), keeps="quotient")
+        label = topology_of("div", *both)
         return Made(backward(y.float(), grad.float(), at), output_tensor, label, coords=shared_coords(*both))
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The {kind} along a dim of every device's part."
-    call_backward.__name__ = call_backward.__qualname__ = f"{name}_backward"
-    call_backward.__doc__ = f"The gradient of {kind}, from its result and the gradient of that."
-    op(name)(call)
-    op(f"{name}_backward")(call_backward)
+    register(name, f"The {kind} along a dim of every device's part.", call)
+    doc = f"The gradient of {kind}, from its result and the gradient of that."
+    register(f"{name}_backward", doc, call_backward)
 
 
 for _kind in _SOFT:
@@ -177,30 +143,22 @@ for _kind in _SOFT:
 # running sums
 
 
-def _running(name: str, tensor: Tensor, dim: int, backwards: bool) -> Made:
-    _, (block,) = operands(name, tensor)
-    (at,) = dims_of(name, tensor, dim)
-    values = exact(block)
-    found = values.flip(at).cumsum(at).flip(at) if backwards else values.cumsum(at)
-    return Made(found, tensor, merged((tensor,), len(tensor.shape), keeps="sum"))
-
-
 @op("moreh_cumsum")
 def moreh_cumsum(input: Tensor, dim: int) -> Made:
     """The sum of all elements up to each one."""
-    return _running("moreh_cumsum", input, dim, False)
+    return run("moreh_cumsum", torch.cumsum, input, dim, rule=LINEAR)
 
 
 @op("moreh_cumsum_backward")
 def moreh_cumsum_backward(output_grad: Tensor, dim: int) -> Made:
     """The gradient of a running sum: the sum of all gradients from each one on."""
-    return _running("moreh_cumsum_backward", output_grad, dim, True)
+    return run("moreh_cumsum_backward", torch.cumsum, output_grad, dim, True, LINEAR)
 
 
 # products
 
 
-def _dotted(x: Block, y: Block) -> Block:
+def _dot(x: Block, y: Block) -> Block:
     return (x * y).sum(-1, keepdim=True)
 
 
@@ -210,10 +168,9 @@ def moreh_dot(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     _, (x, y) = operands("moreh_dot", input_tensor_a, input_tensor_b)
     both = (input_tensor_a, input_tensor_b)
     _check_alike("moreh_dot", both)
-    label = merged(both, len(input_tensor_a.shape), keeps="product")
-    whole = Tensor(x, input_tensor_a.grid, input_tensor_a.dtype, input_tensor_a.layout, label)
-    label = reduced(whole, [-1], True, "sum")
-    return Made(_dotted(exact(x), exact(y)), input_tensor_a, label, coords=shared_coords(*both))
+    lead = "abcdefg"[: len(input_tensor_a.shape) - 1]
+    products = einsum(f"{lead}n, {lead}n -> {lead}.", 0, 1)
+    return make(_dot(exact(x), exact(y)), products, *both)
 
 
 @op("moreh_dot_backward")
@@ -227,7 +184,7 @@ def moreh_dot_backward(
 ) -> list[Made]:
     """The gradients of an inner product: each row times the gradient of the other's."""
     return [
-        binary("moreh_dot_backward", torch.mul, row, output_grad, "product", output=room)
+        binary("moreh_dot_backward", torch.mul, row, output_grad, "mul", output=room)
         for row, room in ((other, input_grad), (input, other_grad))
     ]
 
@@ -261,7 +218,7 @@ def moreh_bmm_backward(
     mat2_grad: Tensor | None = None,
     input_grad_memory_config: MemoryConfig | None = None,
     mat2_grad_memory_config: MemoryConfig | None = None,
-) -> Gradients:
+) -> list[Tensor | None]:
     """grad @ mat2.T and input.T @ grad."""
     how: list[dict[str, Any]] = [
         {"memory_config": input_grad_memory_config, "optional_output_tensor": input_grad},
@@ -275,7 +232,7 @@ def moreh_bmm_backward(
 # steps of optimizers
 
 
-def _updated(
+def _update(
     name: str,
     function: Callable[..., Sequence[Block | None]],
     tensors: Sequence[Tensor | None],
@@ -286,7 +243,7 @@ def _updated(
     given = [each for each in tensors if each is not None]
     operands(name, *given)
     _check_alike(name, given)
-    label = merged(given, len(given[0].shape))
+    label = topology_of(EACH, *given)
     found = function(*(None if each is None else each.block.float() for each in tensors))
     return [
         None if block is None else Made(block, given[0], label, memory_config=memory_config, output=output)
@@ -313,7 +270,7 @@ def _adam(name: str, decoupled: bool) -> None:
         max_exp_avg_sq_in: Tensor | None,
         *outputs: Tensor | None,
     ) -> Gradients:
-        def stepped(p: Block, g: Block, m: Block, v: Block, top: Block | None) -> Sequence[Block | None]:
+        def advance(p: Block, g: Block, m: Block, v: Block, top: Block | None) -> Sequence[Block | None]:
             if decoupled:
                 p = p * (1 - lr * weight_decay)
             else:
@@ -329,13 +286,13 @@ def _adam(name: str, decoupled: bool) -> None:
         if step < 1:
             raise ArgumentError(f"ttnn.{name}: step={step}", fix="steps are counted from 1")
         tensors = (param_in, grad, exp_avg_in, exp_avg_sq_in, max_exp_avg_sq_in if amsgrad else None)
-        return _updated(name, stepped, tensors, outputs)
+        return _update(name, advance, tensors, outputs)
 
     takes = dict.fromkeys("param_in grad exp_avg_in exp_avg_sq_in".split(), REQUIRED)
     numbers = {"lr": 0.001, "beta1": 0.9, "beta2": 0.999, "eps": 1e-08, "weight_decay": 0.01 if decoupled else 0.0}
     state = {"step": 0, "amsgrad": False, "max_exp_avg_sq_in": None, **dict.fromkeys(_STATE.split())}
     doc = f"One step of Adam{' with decoupled decay' if decoupled else ''}: the parameter and its state."
-    op(name)(named(name, doc, {**takes, **numbers, **state}, call))
+    op(name)(with_arguments(name, doc, {**takes, **numbers, **state}, call))
 
 
 _adam("moreh_adam", decoupled=False)
@@ -360,7 +317,7 @@ def moreh_sgd(
 ) -> Gradients:
     """One step of stochastic gradient descent: the parameter and its momentum."""
 
-    def stepped(p: Block, g: Block, moving: Block | None) -> Sequence[Block | None]:
+    def advance(p: Block, g: Block, moving: Block | None) -> Sequence[Block | None]:
         g = g + weight_decay * p
         if momentum == 0:
             return p - lr * g, None
@@ -368,7 +325,7 @@ def moreh_sgd(
         return p - lr * (g + momentum * kept if nesterov else kept), kept
 
     tensors = (param_in, grad, momentum_buffer_in)
-    return _updated("moreh_sgd", stepped, tensors, (param_out, momentum_buffer_out), param_out_memory_config)
+    return _update("moreh_sgd", advance, tensors, (param_out, momentum_buffer_out), param_out_memory_config)
 
 
 @op("moreh_matmul_backward")
@@ -395,17 +352,11 @@ def moreh_matmul_backward(
 
 def _summed_to(whole: Tensor, like: Tensor) -> Made:
     """A gradient summed over the dims that its operand has with size 1, or has not."""
-    missing = len(whole.shape) - len(like.shape)
-    wide = [dim for dim, size in enumerate(like.shape, missing) if size == 1 != whole.shape[dim]]
-    block, axes = exact(whole.block), len(whole.grid)
-    if wide:
-        block = block.sum([axes + dim for dim in wide], keepdim=True)
-        whole = Tensor(block, whole.grid, whole.dtype, whole.layout, reduced(whole, wide, True, "sum"))
-    leading = list(range(missing))
-    if leading:
-        block = block.sum([axes + dim for dim in leading])
-    label = reduced(whole, leading, False, "sum") if leading else whole.tensor_topology()
-    return Made(block, like, label)
+    axes, gone = len(whole.grid), broadcast_dims(whole, like)
+    block = exact(whole.block)
+    if gone:
+        block = block.sum([axes + dim for dim in gone], keepdim=True).reshape(*block.shape[:axes], *like.shape)
+    return Made(block, like, summed_topology(whole, like))
 
 
 @op("moreh_norm_backward")
@@ -416,7 +367,8 @@ def moreh_norm_backward(
     dims = dims_of("moreh_norm_backward", input, dim)
 
     def norm(x: Block) -> Block:
-        return torch.linalg.vector_norm(x, p, dims, keepdim)
+        found: Block = torch.linalg.vector_norm(x, p, dims, keepdim)
+        return found
 
     (found,) = gradients("moreh_norm_backward", norm, output_grad, [input])
     assert found is not None

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, whole
-from meshloom.ttnn.ops.calling import Made, op, operands, result
+from meshloom.ttnn.ops.calling import Made, make, op, operands, result
+from meshloom.ttnn.ops.topologies import moves, same, topology_of, topology_of_reshape
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -36,30 +36,27 @@ class TileReshapeMapMode(enum.Enum):
 # shapes
 
 
-@op("reshape", "experimental.quasar.reshape", spelled={"logical_shape": "shape"})
+@op("reshape", spelled={"logical_shape": "shape"})
 def reshape(
     input_tensor: Tensor, shape: Sequence[int] | None = None, *, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """The same elements in another shape; one size may be -1. Rows that stay whole stay where they are in memory."""
     if shape is None:
         raise ArgumentError("ttnn.reshape: a shape is missing")
-    sizes = inferred("reshape", tuple(input_tensor.shape), shape)
-    label = label_moves.reshaped(input_tensor, sizes)
-    if is_view(input_tensor, sizes, memory_config):
-        return viewed(input_tensor, sizes, label)
-    return _reshaped(input_tensor, sizes, label, memory_config)
+    sizes = infer_shape("reshape", tuple(input_tensor.shape), shape)
+    return _see_as(input_tensor, sizes, memory=memory_config)
 
 
 @op("view")
 def view(input_tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The same memory in another shape; the last dim stays, and in tiles the last two stay whole tiles."""
-    sizes = inferred("view", tuple(input_tensor.shape), shape)
+    sizes = infer_shape("view", tuple(input_tensor.shape), shape)
     if not is_view(input_tensor, sizes, None):
         raise OperandError(
             f"ttnn.view: {list(input_tensor.shape)} in {input_tensor.layout} cannot be seen as {list(sizes)} in place",
             fix="ttnn.reshape",
         )
-    return viewed(input_tensor, sizes, label_moves.reshaped(input_tensor, sizes))
+    return view_as(input_tensor, sizes, topology_of_reshape(input_tensor, sizes))
 
 
 @op("experimental.view")
@@ -93,7 +90,7 @@ def squeeze(input_tensor: Tensor, dim: int | Sequence[int] | None = None) -> Ten
     asked = range(rank) if dim is None else [axis_of("squeeze", each, rank) for each in whole(dim, 1)]
     gone = {each for each in asked if shape[each] == 1}
     left = [each for each in range(rank) if each not in gone]
-    return _seen(input_tensor, [shape[each] for each in left], {each: place for place, each in enumerate(left)})
+    return _see_as(input_tensor, [shape[each] for each in left], {each: place for place, each in enumerate(left)})
 
 
 @op("unsqueeze")
@@ -102,7 +99,7 @@ def unsqueeze(input_tensor: Tensor, dim: int) -> Tensor:
     shape = tuple(input_tensor.shape)
     place = axis_of("unsqueeze", dim, len(shape) + 1)
     places = {each: each + (each >= place) for each in range(len(shape))}
-    return _seen(input_tensor, (*shape[:place], 1, *shape[place:]), places)
+    return _see_as(input_tensor, (*shape[:place], 1, *shape[place:]), places)
 
 
 @op("unsqueeze_to_4D")
@@ -112,13 +109,13 @@ def unsqueeze_to_4D(tensor: Tensor) -> Tensor:
     missing = 4 - len(shape)
     if missing < 0:
         raise OperandError(f"ttnn.unsqueeze_to_4D: Tensor rank is greater than 4: {list(shape)}")
-    return _seen(tensor, (1,) * missing + shape, {each: each + missing for each in range(len(shape))})
+    return _see_as(tensor, (1,) * missing + shape, {each: each + missing for each in range(len(shape))})
 
 
-def inferred(name: str, had: Sequence[int], asked: Sequence[int]) -> tuple[int, ...]:
+def infer_shape(name: str, had: Sequence[int], asked: Sequence[int]) -> tuple[int, ...]:
     """A shape with its -1 worked out.
 
-    >>> inferred("reshape", (2, 6), (3, -1))
+    >>> infer_shape("reshape", (2, 6), (3, -1))
     (3, 4)
     """
     sizes, total = tuple(asked), math.prod(had)
@@ -146,7 +143,7 @@ def is_view(tensor: Tensor, shape: tuple[int, ...], memory_config: MemoryConfig 
     return tensor.layout is Layout.ROW_MAJOR or rows == after or (rows[0] % height == 0 and after[0] % height == 0)
 
 
-def viewed(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tensor:
+def view_as(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tensor:
     """A tensor in the memory of another."""
     if tensor.home is not None or tensor.device() is not None:
         operands("view", tensor)
@@ -164,16 +161,16 @@ def viewed(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tenso
     )
 
 
-def _seen(tensor: Tensor, shape: Sequence[int], places: dict[int, int]) -> Tensor:
-    label = label_moves.reshaped(tensor, shape, places)
-    sizes = tuple(shape)
-    return viewed(tensor, sizes, label) if is_view(tensor, sizes, None) else _reshaped(tensor, sizes, label, None)
-
-
-def _reshaped(tensor: Tensor, shape: tuple[int, ...], label: TensorTopology, memory: MemoryConfig | None) -> Tensor:
+def _see_as(
+    tensor: Tensor, shape: Sequence[int], places: dict[int, int] | None = None, memory: MemoryConfig | None = None
+) -> Tensor:
+    """A tensor in another shape, in the same memory if that can stay as it is."""
+    sizes, label = tuple(shape), topology_of_reshape(tensor, shape, places)
+    if is_view(tensor, sizes, memory):
+        return view_as(tensor, sizes, label)
     if tensor.home is not None or tensor.device() is not None:
         operands("reshape", tensor)
-    block = tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *shape)
+    block = tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *sizes)
     return result(fresh(block), tensor, topology=label, memory_config=memory)
 
 
@@ -195,12 +192,10 @@ def permute(input_tensor: Tensor, dims: Sequence[int]) -> Made:
     if len(set(order)) != rank:
         raise OperandError(f"ttnn.permute: {list(dims)} names a dim twice", fix="name each dim once")
     values = fresh(block.permute(*range(axes), *(axes + dim for dim in order)))
-    places = tuple(order.index(dim) for dim in range(rank))
-    label = label_moves.mapped(input_tensor, places, values.shape[axes:])
-    return Made(values, input_tensor, label)
+    return make(values, "permute", input_tensor, dims=tuple(order))
 
 
-@op("transpose", "experimental.quasar.transpose")
+@op("transpose")
 def transpose(input_tensor: Tensor, dim1: int, dim2: int, *, memory_config: MemoryConfig | None = None) -> Tensor:
     """Two dims exchanged."""
     rank = len(input_tensor.shape)
@@ -221,11 +216,11 @@ def convert_to_hwc(input: Tensor, *, memory_config: MemoryConfig | None = None) 
     """Pictures [1, B, C, HW] with their channels last: [1, 1, B * HW, C]."""
     turned = transpose(input, -2, -1, memory_config=memory_config)
     sizes = (1, 1, -1, turned.shape[-1])
-    found = inferred("experimental.convert_to_hwc", tuple(turned.shape), sizes)
+    found = infer_shape("experimental.convert_to_hwc", tuple(turned.shape), sizes)
     return Made(
         turned.block.reshape(*turned.block.shape[: len(turned.grid)], *found),
         turned,
-        label_moves.reshaped(turned, found),
+        topology_of_reshape(turned, found),
         layout=Layout.ROW_MAJOR,
     )
 
@@ -253,8 +248,7 @@ def repeat(input_tensor: Tensor, repeat_dims: Sequence[int]) -> Made:
     new = len(times) - had
     spaced = block.reshape(*block.shape[:axes], *(1,) * new, *block.shape[axes:])
     values = fresh(spaced.repeat(*(1,) * axes, *times))
-    label = label_moves.mapped(input_tensor, label_moves.same(input_tensor, new), values.shape[axes:])
-    return Made(values, input_tensor, label)
+    return make(values, moves(same(input_tensor, new)), input_tensor)
 
 
 @op("repeat_interleave")
@@ -264,8 +258,7 @@ def repeat_interleave(input_tensor: Tensor, repeats: int, dim: int) -> Made:
     place = axis_of("repeat_interleave", dim, len(input_tensor.shape))
     axes = len(input_tensor.grid)
     values = block.repeat_interleave(repeats, dim=axes + place)
-    label = label_moves.mapped(input_tensor, label_moves.same(input_tensor), values.shape[axes:], scales=True)
-    return Made(values, input_tensor, label)
+    return make(values, moves(same(input_tensor)), input_tensor, scales=True)
 
 
 @op("expand")
@@ -279,8 +272,7 @@ def expand(input_tensor: Tensor, output_shape: Sequence[int]) -> Made:
         raise OperandError(f"ttnn.expand: {list(had)} cannot become {list(asked)}", fix="only dims of size 1 grow")
     spaced = block.reshape(*block.shape[:axes], *(1,) * new, *had)
     values = fresh(spaced.expand(*block.shape[:axes], *sizes))
-    label = label_moves.mapped(input_tensor, label_moves.same(input_tensor, new), sizes)
-    return Made(values, input_tensor, label)
+    return make(values, moves(same(input_tensor, new)), input_tensor)
 
 
 @op("experimental.broadcast_to")
@@ -290,7 +282,7 @@ def broadcast_to(
     *,
     memory_config: MemoryConfig | None = None,
     output: Tensor | None = None,
-) -> Made:
+) -> Made | Tensor:
     """`expand` that can write into a tensor."""
     made = expand(input, output_shape, memory_config=memory_config)
     return made if output is None else Made(made.block, made, made.tensor_topology(), output=output)
@@ -301,7 +293,7 @@ def roll(input_tensor: Tensor, shifts: int | Sequence[int], dim: int | Sequence[
     """Elements moved along dims, those that fall off put in at the other end; without a dim, along all of them."""
     _, (block,) = operands("roll", input_tensor)
     axes, rank = len(input_tensor.grid), len(input_tensor.shape)
-    label = label_moves.kept(input_tensor)
+    label = topology_of(moves(same(input_tensor)), input_tensor)
     if dim is None:
         flat = block.flatten(axes) if rank else block
         values = flat.roll(shifts, dims=axes).reshape(block.shape) if rank else fresh(block)
@@ -322,6 +314,8 @@ def fold(
     padding: Sequence[int] = (0, 0),
     override_memory_config: MemoryConfig | None = None,
     collapse_output: bool = False,
+    *,
+    input_is_nhwc: bool = True,
 ) -> Tensor:
     """Pictures [N, H, W, C] with patches of stride_h x stride_w as channels: [N, H / h, W / w, h * w * C].
 
@@ -329,7 +323,7 @@ def fold(
     """
     _, (block,) = operands("fold", input)
     axes = len(input.grid)
-    if len(input.shape) != 4:
+    if len(input.shape) != 4 or not input_is_nhwc:
         raise OperandError(f"ttnn.fold takes [N, H, W, C], not {list(input.shape)}", fix="reshape it to four dims")
     padded = torch.nn.functional.pad(block, _around(padding))
     *_, n, height, width, channels = padded.shape
@@ -344,11 +338,13 @@ def fold(
     folded = result(
         fresh(patches),
         input,
-        topology=label_moves.mapped(input, (0, 1, 2, 3 if stride_h * stride_w == 1 else None), patches.shape[axes:]),
+        topology=topology_of(
+            moves((0, 1, 2, 3 if stride_h * stride_w == 1 else None)), input, shape=patches.shape[axes:]
+        ),
         memory_config=override_memory_config,
     )
     if output_shape is not None:
-        return _cropped(folded, tuple(output_shape))
+        return _crop(folded, tuple(output_shape))
     return reshape(folded, (1, 1, n * rows * columns, -1)) if collapse_output else folded
 
 
@@ -364,7 +360,7 @@ def _around(padding: Sequence[int]) -> list[int]:
     return [*(channels or (0, 0)), left, right, top, bottom]
 
 
-def _cropped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _crop(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     axes = len(tensor.grid)
     block = tensor.block[(slice(None),) * axes + tuple(slice(size) for size in shape)]
-    return result(fresh(block), tensor, topology=label_moves.kept(tensor, shape))
+    return result(fresh(block), tensor, topology=topology_of(moves(same(tensor)), tensor, shape=shape))

@@ -7,89 +7,65 @@ that the norm is that of the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.activations import LossReductionMode
-from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
 from meshloom.ttnn.ops.elementwise import binary
-from meshloom.ttnn.ops.labels import merged, moved, reduced
-from meshloom.ttnn.ops.reductions import dims_of
+from meshloom.ttnn.ops.reductions import run
+from meshloom.ttnn.ops.topologies import EACH, moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementReplicate, PlacementShard
 
 STATISTICS = 32  # the columns of a tile that holds the statistics of rows
 
 # softmax
 
 
-def _normalised(name: str, tensor: Tensor, function: Callable[[Block], Block], others: tuple[Tensor, ...] = ()) -> Made:
+def _normalise(name: str, tensor: Tensor, function: Callable[[Block], Block], others: tuple[Tensor, ...] = ()) -> Made:
     """A function of float32 values that keeps the shape."""
     _, (block, *_) = operands(name, tensor, *others)
-    label = merged((tensor, *others), len(tensor.shape))
-    return Made(function(block.float()), tensor, label, coords=shared_coords(tensor, *others))
+    return make(function(block.float()), EACH, tensor, *others)
 
 
-@op("softmax")
-def softmax(input_tensor: Tensor, dim: int = -1) -> Made:
-    """Softmax along a dim of every device's part."""
-    (at,) = dims_of("softmax", input_tensor, dim)
-    return _normalised("softmax", input_tensor, lambda x: x.softmax(at))
+def _softmax(name: str, in_place: bool) -> None:
+    def call(input_tensor: Tensor, dim: int = -1) -> Made:
+        made = run(name, lambda x, at: x.float().softmax(at), input_tensor, dim)
+        return made.into(input_tensor if in_place else None)
+
+    register(name, f"Softmax along a dim of every device's part{_WRITTEN * in_place}.", call)
 
 
-@op("softmax_in_place")
-def softmax_in_place(input_tensor: Tensor, dim: int = -1) -> Made:
-    """Softmax along a dim, written into the tensor."""
-    (at,) = dims_of("softmax_in_place", input_tensor, dim)
-    return _normalised("softmax_in_place", input_tensor, lambda x: x.softmax(at)).into(input_tensor)
+def _masked_softmax(name: str, in_place: bool) -> None:
+    def call(
+        input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None, *, is_causal_mask: bool = False
+    ) -> Made:
+        axes, rank, whole = len(input_tensor.grid), len(input_tensor.shape), "hw_dims" in name or is_causal_mask
+
+        def function(x: Block) -> Block:
+            x = x if scale is None else x * scale
+            if mask is not None:
+                shift = aligned(mask.block.float(), axes, rank)
+                x = x + (shift[..., : x.shape[-2], : x.shape[-1]] if whole else shift)
+            return x.softmax(-1)
+
+        made = _normalise(name, input_tensor, function, () if mask is None else (mask,))
+        return made.into(input_tensor if in_place else None)
+
+    register(name, f"softmax(scale * x + mask) along the last dim{_WRITTEN * in_place}.", call)
 
 
-def _scaled_masked(name: str, tensor: Tensor, scale: float | None, mask: Tensor | None, causal: bool) -> Made:
-    axes, rank = len(tensor.grid), len(tensor.shape)
-
-    def call(x: Block) -> Block:
-        if scale is not None:
-            x = x * scale
-        if mask is not None:
-            shift = aligned(mask.block.float(), axes, rank)
-            if causal:
-                shift = shift[..., : x.shape[-2], : x.shape[-1]]
-            x = x + shift
-        return x.softmax(-1)
-
-    return _normalised(name, tensor, call, () if mask is None else (mask,))
-
-
-@op("scale_mask_softmax")
-def scale_mask_softmax(
-    input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None, *, is_causal_mask: bool = False
-) -> Made:
-    """softmax(scale * x + mask) along the last dim."""
-    return _scaled_masked("scale_mask_softmax", input_tensor, scale, mask, is_causal_mask)
-
-
-@op("scale_mask_softmax_in_place")
-def scale_mask_softmax_in_place(
-    input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None, *, is_causal_mask: bool = False
-) -> Made:
-    """softmax(scale * x + mask) along the last dim, written into the tensor."""
-    name = "scale_mask_softmax_in_place"
-    return _scaled_masked(name, input_tensor, scale, mask, is_causal_mask).into(input_tensor)
-
-
-@op("scale_causal_mask_hw_dims_softmax_in_place")
-def scale_causal_mask_hw_dims_softmax_in_place(
-    input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None
-) -> Made:
-    """softmax(scale * x + mask) along the last dim with a mask for the last two dims, written into the tensor."""
-    name = "scale_causal_mask_hw_dims_softmax_in_place"
-    return _scaled_masked(name, input_tensor, scale, mask, True).into(input_tensor)
+_WRITTEN = ", written into the tensor"
+_softmax("softmax", in_place=False)
+_softmax("softmax_in_place", in_place=True)
+_masked_softmax("scale_mask_softmax", in_place=False)
+_masked_softmax("scale_mask_softmax_in_place", in_place=True)
+_masked_softmax("scale_causal_mask_hw_dims_softmax_in_place", in_place=True)
 
 
 # norms
@@ -137,14 +113,14 @@ def _norm(
 
     rows = [_as_row(each) for each in (weight, bias) if each is not None]
     others = (*rows, residual) if residual is not None else tuple(rows)
-    return _normalised(name, tensor, call, others)
+    return _normalise(name, tensor, call, others)
 
 
 def _as_row(tensor: Tensor) -> Tensor:
     """A weight seen as one row, for its label: the only dim that can be cut is the last."""
     axes = len(tensor.grid)
     block = tensor.block.reshape(*tensor.block.shape[:axes], -1)
-    label = moved(tensor, dict.fromkeys(range(len(tensor.shape)), 0))
+    label = topology_of(moves((0,) * len(tensor.shape)), tensor, shape=block.shape[axes:], scales=True)
     return Tensor(block, tensor.grid, tensor.dtype, tensor.layout, label, tensor.device(), room=tensor._room)
 
 
@@ -174,33 +150,29 @@ def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]],
     _, (block, *rest) = operands(name, tensor, *others)
     x = block.float() + rest[0].float() if rest else block.float()
     tiles = [torch.nn.functional.pad(each, (0, STATISTICS - 1)) for each in sums(x)]
-    label = merged((tensor, *others), len(tensor.shape))
-    return Made(torch.cat(tiles, -1), tensor, label, DataType.BFLOAT16, Layout.TILE)
+    return Made(torch.cat(tiles, -1), tensor, topology_of(EACH, tensor, *others), DataType.BFLOAT16, Layout.TILE)
 
 
-@op("rms_norm_pre_all_gather")
-def rms_norm_pre_all_gather(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
-    """The sum of squares of every row of a device's part, as one tile: gather it along the last dim next."""
+def _pre_all_gather(name: str, doc: str, sums: Callable[[Block], list[Block]]) -> None:
+    def call(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
+        return _statistics(name, input_tensor, sums, residual_input_tensor)
 
-    def sums(x: Block) -> list[Block]:
-        return [x.square().sum(-1, keepdim=True)]
-
-    name = "rms_norm_pre_all_gather"
-    return _statistics(name, input_tensor, sums, residual_input_tensor)
+    register(name, doc, call)
 
 
-@op("layer_norm_pre_all_gather")
-def layer_norm_pre_all_gather(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
-    """The sums of squares and of elements of every row of a device's part, as two tiles: gather them next."""
+_pre_all_gather(
+    "rms_norm_pre_all_gather",
+    "The sum of squares of every row of a device's part, as one tile: gather it along the last dim next.",
+    lambda x: [x.square().sum(-1, keepdim=True)],
+)
+_pre_all_gather(
+    "layer_norm_pre_all_gather",
+    "The sums of squares and of elements of every row of a device's part, as two tiles: gather them next.",
+    lambda x: [x.square().sum(-1, keepdim=True), x.sum(-1, keepdim=True)],
+)
 
-    def sums(x: Block) -> list[Block]:
-        return [x.square().sum(-1, keepdim=True), x.sum(-1, keepdim=True)]
 
-    name = "layer_norm_pre_all_gather"
-    return _statistics(name, input_tensor, sums, residual_input_tensor)
-
-
-def _gathered(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[list[Block], int]:
+def _gather_sums(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[list[Block], int]:
     """The sums over the whole row, and how many elements it has."""
     _, (_, block) = operands(name, tensor, stats)
     if stats.shape[-1] % (tiles * STATISTICS) or not stats.shape[-1]:
@@ -218,7 +190,7 @@ def _gathered(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[lis
 def rms_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "rms_norm_post_all_gather"
-    (squares,), count = _gathered(name, input_tensor, stats, 1)
+    (squares,), count = _gather_sums(name, input_tensor, stats, 1)
     return _norm(name, input_tensor, lambda x: x * torch.rsqrt(squares / count + epsilon), **how)
 
 
@@ -226,7 +198,7 @@ def rms_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: fl
 def layer_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "layer_norm_post_all_gather"
-    (squares, sums), count = _gathered(name, input_tensor, stats, 2)
+    (squares, sums), count = _gather_sums(name, input_tensor, stats, 2)
     mean = sums / count
     var = squares / count - mean.square()
     return _norm(name, input_tensor, lambda x: (x - mean) * torch.rsqrt(var + epsilon), **how)
@@ -265,15 +237,10 @@ def group_norm(
         normal = ((groups - mean) * torch.rsqrt(var + epsilon)).flatten(-2)
         return _affine(normal, first(weight), first(bias), axes, len(input_tensor.shape))
 
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        x, *others = column
-        is_channels = x == PlacementShard(len(input_tensor.shape) - 1)
-        fits = [isinstance(p, PlacementReplicate) or (is_channels and isinstance(p, PlacementShard)) for p in others]
-        return x if isinstance(x, PlacementShard) and all(fits) else None
-
     _, (block, *_) = operands("group_norm", input_tensor)
-    label = label_moves.ruled("group_norm", present, rule)
-    return Made(call(block.float()), input_tensor, label, coords=shared_coords(*present))
+    last, others = len(input_tensor.shape) - 1, present[1:]
+    cuts = moves(same(input_tensor), *((last,) * len(each.shape) for each in others), linear=False)
+    return make(call(block.float()), (*cuts, *rows(f"S({last}){', R' * len(others)} -> S({last})")), *present)
 
 
 @op("batch_norm")
@@ -311,7 +278,7 @@ def batch_norm(
         for running, fresh in ((running_mean, mean), (running_var, var * count / max(count - 1, 1))):
             if running is not None:
                 mixed = (1 - momentum) * running.block.float() + momentum * fresh
-                label = reduced(input, (0, 2, 3), True, None)
+                label = topology_of("var", input, dim=(0, 2, 3), keepdim=True)
                 result(mixed, running, topology=label, output_tensor=running)
     else:
         assert running_mean is not None and running_var is not None
@@ -321,7 +288,7 @@ def batch_norm(
         normal = normal * weight.block.float()
     if bias is not None:
         normal = normal + bias.block.float()
-    return Made(normal, input, merged((input, *given), len(input.shape)), coords=shared_coords(input, *given))
+    return make(normal, EACH, input, *given)
 
 
 # losses
@@ -342,12 +309,10 @@ def _loss(name: str, function: Callable[[Block, Block], Block]) -> None:
         each = binary(name, lambda x, y: function(x.float(), y.float()), *both, kind=exact).tensor(exact)
         dims = list(range(-len(each.shape), 0))
         mean = reduction is LossReductionMode.MEAN
-        label = reduced(each, dims, False, "mean" if mean else "sum")
+        label = topology_of("mean" if mean else "sum", each, dim=tuple(dims))
         return Made(each.block.mean(dims) if mean else each.block.sum(dims), each, label, kind or input_reference.dtype)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The {name} of every two elements, or their sum or mean over a device's part."
-    op(name)(call)
+    register(name, f"The {name} of every two elements, or their sum or mean over a device's part.", call)
 
 
 _loss("l1_loss", lambda x, y: (x - y).abs())

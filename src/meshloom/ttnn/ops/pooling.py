@@ -9,27 +9,34 @@ import torch
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import spread, whole
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.ops.labels import reduced
-from meshloom.ttnn.ops.sliding import Around, around, channels_first, flattened, label, torch_order, windows
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register
+from meshloom.ttnn.ops.sliding import (
+    Around,
+    around,
+    channels_first,
+    flatten_pictures,
+    topology_of_pictures,
+    torch_order,
+    windows,
+)
+from meshloom.ttnn.ops.topologies import einsum, moves, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementReplicate, PlacementShard
 
 
 def _by_picture(pictures: Block, axes: int, function: Callable[[Block], Block]) -> Block:
     """A function of [B, C, H, W], of the pictures of all devices."""
     sizes = pictures.shape[: axes + 1]
-    return function(pictures.flatten(0, axes)).unflatten(0, sizes)
+    found = function(pictures.flatten(0, axes))
+    return found.reshape(*sizes, *found.shape[1:])
 
 
-def _pooled(values: Block, tensor: Tensor, name: str, linear: bool, dtype: DataType, frees: bool = False) -> Made:
-    block = flattened(values, len(tensor.grid))
-    topology = label(name, tensor, block.shape[-2], linear)
+def _pool(values: Block, tensor: Tensor, name: str, linear: bool, dtype: DataType, frees: bool = False) -> Made:
+    block = flatten_pictures(values, len(tensor.grid))
+    topology = topology_of_pictures(tensor, block.shape[-2], linear)
     memory = MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
     made = Made(block, tensor, topology, dtype, Layout.ROW_MAJOR, memory)
     made.frees = tensor if frees else None
@@ -39,7 +46,7 @@ def _pooled(values: Block, tensor: Tensor, name: str, linear: bool, dtype: DataT
 # windows
 
 
-@op("max_pool2d", "experimental.quasar.max_pool2d")
+@op("max_pool2d")
 def max_pool2d(
     input_tensor: Tensor,
     batch_size: int,
@@ -69,11 +76,11 @@ def max_pool2d(
     )
     found, where = (part[..., : count[0], : count[1]] for part in (found, where))
     if not return_indices:
-        return _pooled(found, input_tensor, "max_pool2d", False, dtype, deallocate_input)
+        return _pool(found, input_tensor, "max_pool2d", False, dtype, deallocate_input)
     row, column = where // padded.shape[-1] - edges[0], where % padded.shape[-1] - edges[2]
     index = row.clamp(0, input_h - 1) * input_w + column.clamp(0, input_w - 1)
-    made = _pooled(found, input_tensor, "max_pool2d", False, dtype)
-    return [made, _pooled(index, input_tensor, "max_pool2d", False, DataType.UINT16, deallocate_input)]
+    made = _pool(found, input_tensor, "max_pool2d", False, dtype)
+    return [made, _pool(index, input_tensor, "max_pool2d", False, DataType.UINT16, deallocate_input)]
 
 
 def _counts(
@@ -91,7 +98,7 @@ def _counts(
     )
 
 
-@op("avg_pool2d", "experimental.quasar.avg_pool2d")
+@op("avg_pool2d")
 def avg_pool2d(
     input_tensor: Tensor,
     batch_size: int,
@@ -114,14 +121,14 @@ def avg_pool2d(
     pictures = channels_first("avg_pool2d", input_tensor, (batch_size, input_h, input_w, channels)).float()
     count = _counts((input_h, input_w), kernel, steps, edges, (1, 1), ceil_mode)
 
-    def summed(values: Block) -> Block:
+    def sum_windows(values: Block) -> Block:
         found = F.avg_pool2d(values, kernel, steps, 0, ceil_mode, divisor_override=1)
         return found[..., : count[0], : count[1]]
 
-    total = _by_picture(F.pad(pictures, torch_order(edges)), axes, summed)
+    total = _by_picture(F.pad(pictures, torch_order(edges)), axes, sum_windows)
     inside = F.pad(torch.ones(1, 1, input_h, input_w), torch_order(edges), value=1.0 if count_include_pad else 0.0)
-    found = total / (divisor_override or summed(inside))
-    return _pooled(found, input_tensor, "avg_pool2d", True, DataType.BFLOAT16, deallocate_input)
+    found = total / (divisor_override or sum_windows(inside))
+    return _pool(found, input_tensor, "avg_pool2d", True, DataType.BFLOAT16, deallocate_input)
 
 
 @op("global_avg_pool2d")
@@ -135,7 +142,7 @@ def global_avg_pool2d(
     return Made(
         block.float().mean((-3, -2), keepdim=True),
         input_tensor,
-        reduced(input_tensor, (1, 2), True, "mean"),
+        topology_of("mean", input_tensor, dim=(1, 2), keepdim=True),
         dtype=dtype,
         memory_config=memory_config,
     )
@@ -156,11 +163,9 @@ def _adaptive(name: str, function: Callable[..., Block], linear: bool, doc: str)
         pictures = channels_first(name, input_tensor, (batch_size, input_h, input_w, channels)).float()
         asked = tuple(whole(output_size, 2))
         found = _by_picture(pictures, len(input_tensor.grid), lambda flat: function(flat, asked))
-        return _pooled(found, input_tensor, name, linear, input_tensor.dtype, deallocate_input)
+        return _pool(found, input_tensor, name, linear, input_tensor.dtype, deallocate_input)
 
-    call.__name__, call.__qualname__ = name, name
-    call.__doc__ = f"{doc} of as many windows as asked for, [1, 1, N * h * w, C]."
-    op(name)(call)
+    register(name, f"{doc} of as many windows as asked for, [1, 1, N * h * w, C].", call)
 
 
 _adaptive("adaptive_avg_pool2d", F.adaptive_avg_pool2d, True, "The means")
@@ -185,13 +190,7 @@ def upsample(input_tensor: Tensor, scale_factor: float | Sequence[float], *, mod
         return F.interpolate(pictures, scale_factor=tuple(map(float, factors)), mode=mode)
 
     values = _by_picture(block.movedim(-1, -3).float(), axes, larger).movedim(-3, -1)
-    topology = _inside(input_tensor, values.shape[axes:])
-    return Made(values.contiguous(), input_tensor, topology)
-
-
-def _inside(tensor: Tensor, shape: Sequence[int]) -> Any:
-    """Cut at pictures or channels as before; cut inside of pictures, parts are made each alone."""
-    return label_moves.mapped(tensor, (0, 1, 2, 3), shape)
+    return make(values.contiguous(), moves((0, 1, 2, 3)), input_tensor)
 
 
 @op("grid_sample")
@@ -215,14 +214,4 @@ def grid_sample(
     sizes = spread(blocks, axes)[0].shape[: axes + 1]
     values = found.unflatten(0, sizes).movedim(-3, -1)
 
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        x, g = column
-        if x == PlacementShard(3) and isinstance(g, PlacementReplicate):
-            return x
-        if isinstance(g, PlacementShard) and g.dim in (1, 2) and isinstance(x, PlacementReplicate):
-            return g
-        told = {each for each in (x, g) if not isinstance(each, PlacementReplicate)}
-        return PlacementShard(0) if told == {PlacementShard(0)} else None
-
-    topology = label_moves.ruled("grid_sample", (input_tensor, grid), rule)
-    return Made(values.contiguous(), input_tensor, topology, coords=shared_coords(input_tensor, grid))
+    return make(values.contiguous(), einsum("n..c, nhw. -> nhwc"), input_tensor, grid)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops.calling import Made, op, operands
-from meshloom.ttnn.ops.labels import merged, reduced
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.padding import filled
+from meshloom.ttnn.tensor.padding import fill_padding
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -39,22 +39,26 @@ def exact(block: Block) -> Block:
     return block.float() if block.dtype is torch.bfloat16 else block
 
 
-def _reduce(
+REDUCED_AS = {"sum": "sum", "amax": "max", "amin": "min", "prod": "prod"}  # native reductions whose padding is filled
+
+
+def reduce(
     name: str,
     function: Callable[[Block, list[int], bool], Block],
-    op_name: str | None,
+    native: str,
     tensor: Tensor,
     dim: Dims,
     keepdim: bool,
     scalar: float = 1.0,
 ) -> Made:
+    """A function over dims of every device's part; `native` is the reduction whose rule says what becomes of cuts."""
     _, (block,) = operands(name, tensor)
     dims = dims_of(name, tensor, dim)
-    block = filled(block, tensor, dims, op_name)
-    found = function(exact(block), dims, keepdim) if dims else exact(block)
+    block = exact(fill_padding(block, tensor, dims, REDUCED_AS.get(native)))
+    found = function(block, dims, keepdim) if dims else block
     if scalar != 1.0:
         found = found * scalar
-    return Made(found, tensor, reduced(tensor, dims, keepdim, op_name, clean=True))
+    return make(found, native, tensor, filled=True, dim=tuple(dims), keepdim=keepdim)
 
 
 def _one_by_one(function: Callable[..., Block]) -> Callable[[Block, list[int], bool], Block]:
@@ -73,17 +77,15 @@ _SPEED = "compute_kernel_config correction sub_core_grids fast_and_approximate_m
 
 def _summing(name: str, function: Callable[[Block, list[int], bool], Block], op_name: str) -> None:
     def call(input_tensor: Tensor, dim: Dims = None, keepdim: bool = False, *, scalar: float = 1.0) -> Made:
-        return _reduce(name, function, op_name, input_tensor, dim, keepdim, scalar)
+        return reduce(name, function, op_name, input_tensor, dim, keepdim, scalar)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The {name} over a dim, several, or all; `scalar` multiplies it."
-    op(name, also=_SPEED)(call)
+    register(name, f"The {name} over a dim, several, or all; `scalar` multiplies it.", call, also=_SPEED)
 
 
 _summing("sum", lambda x, dims, keep: x.sum(dims, keep), "sum")
 _summing("mean", lambda x, dims, keep: (x if x.is_floating_point() else x.float()).mean(dims, keep), "mean")
-_summing("max", lambda x, dims, keep: x.amax(dims, keep), "max")
-_summing("min", lambda x, dims, keep: x.amin(dims, keep), "min")
+_summing("max", lambda x, dims, keep: x.amax(dims, keep), "amax")
+_summing("min", lambda x, dims, keep: x.amin(dims, keep), "amin")
 
 
 def _spreading(name: str, function: Callable[..., Block]) -> None:
@@ -93,11 +95,9 @@ def _spreading(name: str, function: Callable[..., Block]) -> None:
         def spread(block: Block, dims: list[int], keep: bool) -> Block:
             return function(block.float(), dims, correction=int(correction), keepdim=keep)
 
-        return _reduce(name, spread, None, input_tensor, dim, keepdim, scalar)
+        return reduce(name, spread, "var", input_tensor, dim, keepdim, scalar)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The {name} over a dim, several, or all; `correction` divides by one less than the count."
-    op(name)(call)
+    register(name, f"The {name} over a dim, several, or all; `correction` divides by one less than the count.", call)
 
 
 _spreading("std", torch.std)
@@ -118,7 +118,7 @@ def prod(
         output_tensor, dim = dim, None
     product = _one_by_one(lambda x, d, keep: x.prod(d, keep))
     over, keep = (dim, keepdim) if dims is None else (dims, True)
-    return _reduce("prod", product, "prod", input_tensor, over, keep).into(output_tensor)
+    return reduce("prod", product, "prod", input_tensor, over, keep).into(output_tensor)
 
 
 @op("argmax")
@@ -132,9 +132,8 @@ def argmax(input_tensor: Tensor, dim: int | None = None, keepdim: bool = False) 
             found = found.reshape(*found.shape, *(1,) * len(input_tensor.shape))
     else:
         found = block.argmax(dims[0], keepdim)
-    return Made(
-        found, input_tensor, reduced(input_tensor, dims, keepdim, None), dtype=DataType.UINT32, layout=Layout.ROW_MAJOR
-    )
+    label = topology_of("argmax", input_tensor, dim=tuple(dims), keepdim=keepdim)
+    return Made(found, input_tensor, label, dtype=DataType.UINT32, layout=Layout.ROW_MAJOR)
 
 
 def _index_kind(size: int) -> DataType:
@@ -143,7 +142,7 @@ def _index_kind(size: int) -> DataType:
 
 def _two(values: Block, indices: Block, tensor: Tensor, dim: int, outputs: Sequence[Tensor] | None) -> list[Made]:
     """Values and where they were, every device for itself: along a sharded dim they stand side by side."""
-    label = merged((tensor,), len(tensor.shape))
+    label = topology_of(EACH, tensor)
     first, second = outputs if outputs is not None else (None, None)
     kind = second.dtype if second is not None else _index_kind(tensor.shape[dim])
     return [Made(values, tensor, label, output=first), Made(indices, tensor, label, kind, output=second)]
@@ -195,49 +194,50 @@ def sort(
     return _two(values, indices, input_tensor, at, out)
 
 
-def _running(
+def run(
     name: str,
     function: Callable[[Block, int], Block],
     tensor: Tensor,
     dim: int,
     reverse_order: bool = False,
-    keeps: str = "",
+    rule: Named = EACH,
 ) -> Made:
+    """A function along a dim of every device's part, from its start or from its end."""
     _, (block,) = operands(name, tensor)
     (at,) = dims_of(name, tensor, dim)
     values = exact(block)
     found = function(values.flip(at), at).flip(at) if reverse_order else function(values, at)
-    return Made(found, tensor, merged((tensor,), len(tensor.shape), keeps=keeps))
+    return make(found, rule, tensor)
 
 
 @op("cumsum")
 def cumsum(input: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
     """The sum of all elements up to each one, or from each one on."""
-    return _running("cumsum", torch.cumsum, input, dim, reverse_order, "sum")
+    return run("cumsum", torch.cumsum, input, dim, reverse_order, LINEAR)
 
 
 @op("cumprod")
 def cumprod(input_tensor: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
     """The product of all elements up to each one, or from each one on."""
-    return _running("cumprod", torch.cumprod, input_tensor, dim, reverse_order)
+    return run("cumprod", torch.cumprod, input_tensor, dim, reverse_order)
 
 
 @op("ema")
 def ema(input_tensor: Tensor, alpha: float) -> Made:
     """The moving average along the last dim: y[t] = alpha * y[t-1] + (1 - alpha) * x[t], and y[-1] = 0."""
 
-    def averaged(x: Block, at: int) -> Block:
+    def average(x: Block, at: int) -> Block:
         total, steps = torch.zeros_like(x.select(at, 0)), []
         for each in x.unbind(at):
             total = alpha * total + (1 - alpha) * each
             steps.append(total)
         return torch.stack(steps, at) if steps else x
 
-    return _running("ema", averaged, input_tensor, -1, keeps="sum")
+    return run("ema", average, input_tensor, -1, rule=LINEAR)
 
 
 @op("experimental.fast_reduce_nc")
 def fast_reduce_nc(input: Tensor, *, dims: Sequence[int] = ()) -> Made:
     """The sum over leading dims, which are kept with size 1."""
     name, over = "experimental.fast_reduce_nc", tuple(dims) or (0, 1)
-    return _reduce(name, lambda x, named, keep: x.sum(named, keep), "sum", input, over, True)
+    return reduce(name, lambda x, named, keep: x.sum(named, keep), "sum", input, over, True)

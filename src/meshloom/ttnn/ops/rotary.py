@@ -6,16 +6,15 @@ What is turned are the halves of a head or, by a matrix of one tile, its neighbo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
-from meshloom.ttnn.ops.calling import Made, op, operands, result, shared_coords
+from meshloom.ttnn.ops.calling import Made, make, op, operands, result, shared_coords
+from meshloom.ttnn.ops.topologies import LINEAR, rows, topology_of
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 
 def turned_halves(x: Block) -> Block:
@@ -28,28 +27,23 @@ def turned_halves(x: Block) -> Block:
     return torch.cat([-second, first], dim=-1)
 
 
-def _rotated(x: Block, turned: Block, cos: Block, sin: Block) -> Block:
+def _turn(x: Block, turned: Block, cos: Block, sin: Block) -> Block:
     if not x.dim() == cos.dim() == sin.dim():
         raise OperandError("angles have another rank than what they turn", fix="ttnn.unsqueeze_to_4D(cos)")
     return x.float() * cos.float() + turned.float() * sin.float()
 
 
-def _label(tensors: Sequence[Tensor], by_position: bool = False) -> Any:
-    """As the first operand: what cuts it may cut the angles at any dim; terms stay terms under the same angles.
+def _label(tensors: Sequence[Tensor], by_position: bool = False) -> TensorTopology:
+    """As the first operand, with the same angles on all devices or angles that are cut with it; terms stay terms.
 
     Angles `by_position` have to be cut where the sequence is: a device takes those from the start.
     """
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        first, *others = column
-        if by_position and first == PlacementShard(len(tensors[0].shape) - 2) and any(p != first for p in others[:2]):
-            return None
-        if isinstance(first, PlacementPartial):
-            return first if all(isinstance(each, PlacementReplicate) for each in others) else None
-        alone = isinstance(first, PlacementShard) and not any(isinstance(each, PlacementPartial) for each in others)
-        return first if alone else None
-
-    return label_moves.ruled(("rotary", by_position), tensors, rule)
+    rank, matrix = len(tensors[0].shape), ", R" * (len(tensors) - 3)
+    cuts = [f"S({dim}), S({dim}), S({dim}){matrix} -> S({dim})" for dim in range(rank)]
+    cuts += [f"{at}, R, R{matrix} -> {at}" for at in ("P(sum)", *(f"S({d})" for d in range(rank)))]
+    if by_position:
+        cuts.remove(f"S({rank - 2}), R, R{matrix} -> S({rank - 2})")
+    return topology_of(rows(*cuts, exact=True), *tensors)
 
 
 @op("experimental.rotate_half")
@@ -58,7 +52,7 @@ def rotate_half(input: Tensor) -> Made:
     _, (block,) = operands("experimental.rotate_half", input)
     if input.shape[-1] % 2:
         raise OperandError(f"ttnn.experimental.rotate_half: a width of {input.shape[-1]} has no halves")
-    return Made(turned_halves(block), input, label_moves.kept(input))
+    return make(turned_halves(block), LINEAR, input)
 
 
 @op("experimental.rotary_embedding")
@@ -76,7 +70,7 @@ def rotary_embedding(
             fix="a longer cache",
         )
     angles = (each[..., first : first + count, :] for each in (cos, sin))
-    values = _rotated(x, turned_halves(x), *angles)
+    values = _turn(x, turned_halves(x), *angles)
     return Made(values, input_tensor, _label(tensors, token_index is None), coords=shared_coords(*tensors))
 
 
@@ -85,10 +79,7 @@ def rotary_embedding_hf(
     input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, *, is_decode_mode: bool = False
 ) -> Made:
     """Rotate halves of [B, H, S, D] position by position, or of [1, B, H, D] with angles [1, B, 1, D] by user."""
-    tensors = (input_tensor, cos_cache, sin_cache)
-    x, cos, sin = operands("experimental.rotary_embedding_hf", *tensors)[1]
-    values = _rotated(x, turned_halves(x), *_angles(input_tensor, cos, sin, is_decode_mode))
-    return Made(values, input_tensor, _label(tensors, not is_decode_mode), coords=shared_coords(*tensors))
+    return _rotate("experimental.rotary_embedding_hf", (input_tensor, cos_cache, sin_cache), is_decode_mode)
 
 
 @op("experimental.rotary_embedding_llama")
@@ -97,9 +88,17 @@ def rotary_embedding_llama(
 ) -> Made:
     """Rotate by a matrix that turns 32 elements: [1, H, S, D] position by position, or [1, B, H, D] by user."""
     tensors = (input_tensor, cos_cache, sin_cache, trans_mat)
-    x, cos, sin, matrix = operands("experimental.rotary_embedding_llama", *tensors)[1]
-    values = _rotated(x, _turned_by(x, matrix, len(cos_cache.grid)), *_angles(input_tensor, cos, sin, is_decode_mode))
-    return Made(values, input_tensor, _label(tensors, not is_decode_mode), coords=shared_coords(*tensors))
+    return _rotate("experimental.rotary_embedding_llama", tensors, is_decode_mode)
+
+
+def _rotate(name: str, tensors: Sequence[Tensor], by_user: bool) -> Made:
+    x, cos, sin, *matrix = operands(name, *tensors)[1]
+    turned = _turned_by(x, matrix[0], len(tensors[0].grid)) if matrix else turned_halves(x)
+    count = 1 if by_user else tensors[0].shape[-2]
+    if cos.shape[-2] < count:
+        raise OperandError(f"{count} positions and a cache of {cos.shape[-2]}", fix="a longer cache")
+    values = _turn(x, turned, cos[..., :count, :], sin[..., :count, :])
+    return Made(values, tensors[0], _label(tensors, not by_user), coords=shared_coords(*tensors))
 
 
 @op("experimental.rotary_embedding_llama_fused_qk")
@@ -114,7 +113,7 @@ def rotary_embedding_llama_fused_qk(
         users = tensor.shape[1]
         first = users * number if cos_cache.shape[1] >= 2 * users else 0
         angles = (each[..., first : first + users, :1, :] for each in (cos, sin))
-        values = _rotated(x, _turned_by(x, matrix, len(cos_cache.grid)), *angles)
+        values = _turn(x, _turned_by(x, matrix, len(cos_cache.grid)), *angles)
         made.append(result(values, tensor, topology=_label(tensors), coords=shared_coords(*tensors)))
     return made[0], made[1]
 
@@ -127,11 +126,3 @@ def _turned_by(x: Block, matrix: Block, axes: int) -> Block:
     pieces = x.float().unflatten(-1, (-1, side))
     one = aligned(matrix[..., :side, :].float(), axes, pieces.dim() - axes)
     return torch.matmul(pieces, one).flatten(-2)
-
-
-def _angles(tensor: Tensor, cos: Block, sin: Block, decoding: bool) -> tuple[Block, Block]:
-    """The rows of the caches that belong to positions, or to users."""
-    count = 1 if decoding else tensor.shape[-2]
-    if cos.shape[-2] < count:
-        raise OperandError(f"{count} positions and a cache of {cos.shape[-2]}", fix="a longer cache")
-    return cos[..., :count, :], sin[..., :count, :]

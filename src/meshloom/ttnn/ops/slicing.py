@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops import label_moves
-from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, owned, spread
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, writable_block
+from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
+from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -20,9 +20,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 
 @op(
     "slice",
-    "experimental.quasar.slice",
     "experimental.padded_slice",  # padding up to whole shards of a core is derived from the memory config
-    "experimental.quasar.padded_slice",
     spelled={f"{kind}slice_{end}": f"{end}s" for kind in ("", "padded_") for end in ("start", "end", "step")},
 )
 def slice_(
@@ -43,11 +41,9 @@ def slice_(
         raise ArgumentError("ttnn.slice: starts and ends are both tensors or both sequences")
     else:
         values, coords = fresh(block[_spans(input_tensor, starts, ends, steps)]), None
-    label = label_moves.kept(input_tensor, values.shape[len(input_tensor.grid) :])
-    if isinstance(starts, Tensor):
-        label = label_moves.joined(
-            (input_tensor, starts), (label_moves.same(input_tensor), (None,)), values.shape[len(input_tensor.grid) :]
-        )
+    by = (starts,) if isinstance(starts, Tensor) else ()
+    kept = moves(same(input_tensor), *((None,),) * len(by))
+    label = topology_of(kept, input_tensor, *by, shape=values.shape[len(input_tensor.grid) :])
     return Made(values, input_tensor, label, coords=coords)
 
 
@@ -118,23 +114,23 @@ def _taken_along(block: Block, index: Block, axes: int, dim: int) -> Block:
     return block.expand(*sizes, *block.shape[axes:]).gather(axes + dim, wide)
 
 
-@op("experimental.slice_write", "experimental.quasar.slice_write")
+@op("experimental.slice_write")
 def slice_write(
     input_tensor: Tensor, output_tensor: Tensor, start: Sequence[int], end: Sequence[int], step: Sequence[int]
 ) -> Tensor:
     """Write a tensor into a slice of another, in place."""
     _, (values, _) = operands("experimental.slice_write", input_tensor, output_tensor)
     axes = len(output_tensor.grid)
-    room = owned(output_tensor, values.shape[:axes])[_spans(output_tensor, start, end, step)]
+    room = writable_block(output_tensor, values.shape[:axes])[_spans(output_tensor, start, end, step)]
     if room.shape[axes:] != values.shape[axes:]:
         raise OperandError(
             f"ttnn.experimental.slice_write: {list(values.shape[axes:])} into {list(room.shape[axes:])}",
             fix="give a tensor of the shape of the slice",
         )
     room.copy_(rounded(values, output_tensor.dtype))
-    places = (label_moves.same(output_tensor), label_moves.same(input_tensor))
-    label = label_moves.joined((output_tensor, input_tensor), places, output_tensor.shape)
-    output_tensor.update_tensor_topology(label)
+    kept = rows(*(f"S({dim}), R -> S({dim})" for dim in same(output_tensor)))  # every device has rows of its own
+    both = (*moves(same(output_tensor), same(input_tensor)), *kept)
+    output_tensor.update_tensor_topology(topology_of(both, output_tensor, input_tensor))
     return output_tensor
 
 
@@ -173,7 +169,10 @@ def chunk(input_tensor: Tensor, chunks: int, dim: int) -> list[Made]:
 
 def _pieces(tensor: Tensor, blocks: Sequence[Block]) -> list[Made]:
     axes = len(tensor.grid)
-    return [Made(fresh(block), tensor, label_moves.kept(tensor, block.shape[axes:])) for block in blocks]
+    return [
+        Made(fresh(block), tensor, topology_of(moves(same(tensor)), tensor, shape=block.shape[axes:]))
+        for block in blocks
+    ]
 
 
 # together
@@ -199,8 +198,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0, *, groups: int = 1) -> Made:
         pieces = [block.chunk(groups, dim=axes + place) for block in whole]
         whole = [piece for group in zip(*pieces, strict=True) for piece in group]
     values = torch.cat(whole, dim=axes + place)
-    label = label_moves.joined(tensors, [label_moves.same(each) for each in tensors], values.shape[axes:])
-    return Made(values, first, label, coords=shared_coords(*tensors))
+    return make(values, moves(*map(same, tensors)), *tensors)
 
 
 @op("stack")
@@ -215,8 +213,7 @@ def stack(input_tensors: Sequence[Tensor], dim: int) -> Made:
         )
     values = torch.stack(spread(blocks, axes), dim=axes + place)
     places = tuple(each + (each >= place) for each in range(len(first.shape)))
-    label = label_moves.joined(input_tensors, [places] * len(input_tensors), values.shape[axes:])
-    return Made(values, first, label, coords=shared_coords(*input_tensors))
+    return make(values, moves(*[places] * len(input_tensors)), *input_tensors)
 
 
 def _alike(name: str, tensors: Sequence[Tensor], dim: int, more: int) -> tuple[Tensor, int, list[Block]]:
@@ -250,7 +247,7 @@ def _others(tensor: Tensor, place: int) -> tuple[int, ...]:
 # larger
 
 
-@op("pad", "experimental.quasar.pad")
+@op("pad")
 def pad(
     input_tensor: Tensor,
     padding: Sequence[Any] | None = None,
@@ -275,8 +272,8 @@ def pad(
     pairs = _pairs(input_tensor, given, start)
     flat = [size for pair in reversed(pairs) for size in pair]
     values = torch.nn.functional.pad(block, flat, value=value) if any(flat) else fresh(block)
-    label = label_moves.kept(input_tensor, values.shape[len(input_tensor.grid) :], linear=value == 0)
-    return Made(values, input_tensor, label)
+    kept = moves(same(input_tensor), linear=value == 0)
+    return make(values, kept, input_tensor)
 
 
 def _pairs(tensor: Tensor, given: Sequence[Any], start: Sequence[int] | None) -> list[tuple[int, int]]:

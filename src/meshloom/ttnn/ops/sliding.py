@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
 from meshloom.ttnn.ops.block_moves import whole
+from meshloom.ttnn.ops.topologies import moves, topology_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementShard
+from meshloom.ttnn.tensor.topology import TensorTopology
 
 Around = tuple[int, int, int, int]  # top, bottom, left, right
 
@@ -31,7 +30,7 @@ def channels_first(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) 
     return block.reshape(*block.shape[: len(tensor.grid)], *sizes).movedim(-1, -3)
 
 
-def flattened(pictures: Block, axes: int) -> Block:
+def flatten_pictures(pictures: Block, axes: int) -> Block:
     """[*mesh, N, C, H, W] as [*mesh, 1, 1, N * H * W, C]."""
     last = pictures.movedim(-3, -1)
     return last.reshape(*pictures.shape[:axes], 1, 1, -1, pictures.shape[-3])
@@ -68,22 +67,14 @@ def windows(size: int, kernel: int, stride: int, before: int, after: int, dilati
     return count - 1 if ceil and (count - 1) * stride >= size + before else count
 
 
-def label(name: str, tensor: Tensor, rows: int, linear: bool) -> Any:
+def topology_of_pictures(tensor: Tensor, rows: int, linear: bool) -> TensorTopology:
     """Of an op on every picture and channel alone, with so many rows in its result: cut at pictures or at channels."""
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        placement = column[0]
-        if isinstance(placement, PlacementPartial):
-            return placement if linear else None
-        assert isinstance(placement, PlacementShard)
-        return pictures_cut(tensor, placement, rows) if placement.dim != len(tensor.shape) - 1 else placement.at(3)
-
-    return label_moves.ruled((name, rows, linear), (tensor,), rule)
+    *_, channels = shape = tensor.shape
+    places: list[int | None] = [None] * len(shape)
+    places[pictures_dim(tensor)], places[-1] = 2, 3
+    return topology_of(moves(tuple(places), linear=linear), tensor, shape=(1, 1, rows, channels), scales=True)
 
 
-def pictures_cut(tensor: Tensor, placement: PlacementShard, rows: int) -> Placement | None:
-    """The cut of the flattened dim of a result, if an axis cuts pictures; None if it cuts inside of them."""
-    flat = len(tensor.shape) == 4 and tuple(tensor.shape[:2]) == (1, 1)
-    if placement.dim != (2 if flat else 0):
-        return None
-    return label_moves.scaled_cut(placement, 2, tensor.shape[placement.dim], rows, True)
+def pictures_dim(tensor: Tensor) -> int:
+    """The dim that counts pictures, or all their pixels: cut there, an axis does not cut inside of them."""
+    return 2 if len(tensor.shape) == 4 and tuple(tensor.shape[:2]) == (1, 1) else 0

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops import label_moves
-from meshloom.ttnn.ops.block_moves import inside, numbered, spread, taken
+from meshloom.ttnn.ops.block_moves import inside, row_offsets, spread, take_rows
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.topologies import einsum, rows as row_texts, topology_of
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementReplicate, PlacementShard
 
 __all__ = ["EmbeddingsType"]
 
@@ -34,18 +31,21 @@ class EmbeddingsType(enum.Enum):
 @op("embedding")
 def embedding(input_tensor: Tensor, weight: Tensor) -> Made:
     """Rows of a table by number: [B, S] of a [V, H] gives [B, S, H], row-major unless a layout is asked for."""
-    _, (index, table) = operands("embedding", input_tensor, weight)
+    _, (given, table) = operands("embedding", input_tensor, weight)
     axes, wide = len(input_tensor.grid), table.shape[-1]
     if math.prod(weight.shape[:-2]) != 1:
         raise OperandError(f"ttnn.embedding: weight is {list(weight.shape)}", fix="give a table [V, H]")
     rows = table.reshape(*table.shape[:axes], -1, wide)
-    inside("embedding", index, rows.shape[axes], "row")
-    numbers = _numbers(index, axes)
-    values = taken(rows, numbers, axes)
+    inside("embedding", given, rows.shape[axes], "row")
+    numbers = _numbers(given, axes)
+    values = take_rows(rows, numbers, axes)
+    rank, ones = len(input_tensor.shape), "." * (len(weight.shape) - 1)
+    index = "abcdefg"[:rank] if numbers.dim() - axes == rank else "a..b"
+    text = f"{index}, {ones}h -> {index.replace('.', '')}h"
     return Made(
         values,
         weight,
-        _embedded(input_tensor, weight, numbers.dim() - axes),
+        topology_of(einsum(text, 1), input_tensor, weight, shape=values.shape[axes:]),
         layout=Layout.ROW_MAJOR,
         memory_config=input_tensor.memory_config(),
         coords=shared_coords(input_tensor, weight),
@@ -59,23 +59,6 @@ def _numbers(index: Block, axes: int) -> Block:
     return index
 
 
-def _embedded(index: Tensor, weight: Tensor, rank: int) -> Any:
-    """Cut at the tokens or at the width; of a table that is cut at its rows every device knows only some."""
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        of_index, of_weight = column
-        if isinstance(of_index, PlacementShard) and isinstance(of_weight, PlacementReplicate):
-            last = len(index.shape) - 1
-            return of_index.at(rank - 1 if of_index.dim == last else min(of_index.dim, rank - 1))
-        if not isinstance(of_index, PlacementReplicate):
-            return None
-        if isinstance(of_weight, PlacementShard):
-            return of_weight.at(rank) if of_weight.dim == len(weight.shape) - 1 else None
-        return of_weight  # terms of a table are terms of its rows
-
-    return label_moves.ruled(("embedding", rank), (index, weight), rule)
-
-
 @op("embedding_bw")
 def embedding_bw(input_tensor: Tensor, weight_tensor: Tensor, output_gradient_tensor: Tensor) -> Made:
     """The gradient of a table: every row is the sum of the gradients of its uses. Shape [1, 1, V, H]."""
@@ -84,23 +67,15 @@ def embedding_bw(input_tensor: Tensor, weight_tensor: Tensor, output_gradient_te
     index, grad = spread([given[0].flatten(axes), given[2].flatten(axes, -2)], axes)
     inside("embedding_bw", index, rows, "row")
     table = torch.zeros(*index.shape[:axes], rows, wide, dtype=torch.float32)
-    numbers = (index.long() + numbered(table, axes, rows, 1)).reshape(-1)
+    numbers = (index.long() + row_offsets(table, axes, rows, 1)).reshape(-1)
     table.view(-1, wide).index_add_(0, numbers, grad.reshape(-1, wide).float())
-
-    def rule(column: Sequence[Placement]) -> Placement | None:
-        of_index, of_grad, of_table = column
-        if of_table == PlacementShard(len(weight_tensor.shape) - 2):
-            return None  # rows of the whole table are not there
-        if isinstance(of_index, PlacementReplicate) and isinstance(of_grad, PlacementReplicate):
-            return of_grad
-        last = len(output_gradient_tensor.shape) - 1
-        if of_grad == PlacementShard(last) and isinstance(of_index, PlacementReplicate):
-            return PlacementShard(3)
-        cut = isinstance(of_index, PlacementShard) and isinstance(of_grad, PlacementShard) and of_grad.dim < last
-        return PlacementPartial() if cut else of_grad if of_grad == PlacementPartial() else None
-
+    last, at = len(output_gradient_tensor.shape) - 1, len(weight_tensor.shape) - 2
+    cuts = [f"*, *, S({at}) -> P(unknown)"]  # rows of a cut table are not all there
+    cuts += [f"S({n}), S({m}), * -> P(sum)" for n in range(len(input_tensor.shape)) for m in range(last)]
+    cuts += [f"R, S({last}), * -> S(3)", "R, P(sum), * -> P(sum)", "R, R, * -> R"]
+    tensors = (input_tensor, output_gradient_tensor, weight_tensor)
     return Made(
         table.unsqueeze(axes).unsqueeze(axes),
         output_gradient_tensor,
-        label_moves.ruled("embedding_bw", (input_tensor, output_gradient_tensor, weight_tensor), rule),
+        topology_of(row_texts(*cuts), *tensors, shape=(1, 1, rows, wide)),
     )

@@ -12,16 +12,14 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.attending import attend, label, mask_of, paged, sink_of, within
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.ops.heads import concatenated
-from meshloom.ttnn.ops.labels import merged
+from meshloom.ttnn.ops.attending import attend, attention_topology, mask_of, read_pages, sink_of, within
+from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
+from meshloom.ttnn.ops.heads import join_heads
+from meshloom.ttnn.ops.topologies import EACH
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
 __all__ = ["PagedCacheGeometryOverride"]
-
-QUASAR = "experimental.quasar.transformer."
 
 
 @dataclass
@@ -40,10 +38,10 @@ def out(
     values: Block, tensors: Sequence[Tensor], name: str, q_dims: Sequence[int] = (0, 1, 2), placed: bool = False
 ) -> Made:
     """The result of attention of (q, k, v, others...), like q."""
-    return Made(values, tensors[0], label(name, tensors, q_dims, placed), coords=shared_coords(*tensors))
+    return Made(values, tensors[0], attention_topology(tensors, q_dims, placed), coords=shared_coords(*tensors))
 
 
-def given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The tensors that are there."""
     return tuple(tensor for tensor in tensors if tensor is not None)
 
@@ -64,7 +62,7 @@ def check(name: str, q: Tensor, k: Tensor, v: Tensor, heads: int) -> None:
 # whole sequences
 
 
-@op("transformer.scaled_dot_product_attention", QUASAR + "scaled_dot_product_attention")
+@op("transformer.scaled_dot_product_attention")
 def scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -87,7 +85,7 @@ def scaled_dot_product_attention(
     """
     name = "transformer.scaled_dot_product_attention"
     others = (attn_mask, attention_sink, cu_window_seqlens, windowed_q_token_offset_tensor)
-    tensors = given(input_tensor_q, input_tensor_k, input_tensor_v, *others)
+    tensors = present(input_tensor_q, input_tensor_k, input_tensor_v, *others)
     q, k, v = operands(name, *tensors)[1][:3]
     check(name, input_tensor_q, input_tensor_k, input_tensor_v, input_tensor_q.shape[1])
     if input_tensor_q.shape[0] != input_tensor_k.shape[0]:
@@ -120,7 +118,7 @@ def scaled_dot_product_attention(
     )
     placed = causal or seen is not None
     made = out(values, tensors, name, placed=placed)
-    return concatenated("experimental.nlp_concat_heads", made.tensor(), True) if output_concat_heads else made
+    return join_heads("experimental.nlp_concat_heads", made.tensor(), True) if output_concat_heads else made
 
 
 def _near(queries: int, keys: int, window: int, causal: bool) -> Block:
@@ -141,7 +139,7 @@ def _same_window(q: Block, k: Block, axes: int, bounds: Tensor, offset: int, off
     return seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:])
 
 
-@op("transformer.joint_scaled_dot_product_attention", QUASAR + "joint_scaled_dot_product_attention")
+@op("transformer.joint_scaled_dot_product_attention")
 def joint_scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -186,13 +184,13 @@ def _chunk(
     sliding_window_size: int | None = None,
     attention_sink: Tensor | None = None,
 ) -> Made:
-    tensors = given(*three, table, chunk_start_idx_tensor, attention_sink)
+    tensors = present(*three, table, chunk_start_idx_tensor, attention_sink)
     q, k, v, pages = operands(name, *tensors)[1][:4]
     axes = len(three[0].grid)
     geometry = paged_cache_geometry or PagedCacheGeometryOverride()
     sizes = (geometry.block_size, geometry.num_kv_heads)
-    keys = paged(k, pages, axes, *sizes)
-    values = paged(v, pages, axes, *sizes)[..., :width]
+    keys = read_pages(k, pages, axes, *sizes)
+    values = read_pages(v, pages, axes, *sizes)[..., :width]
     if chunk_start_idx_tensor is not None:
         first = chunk_start_idx_tensor.block.flatten(axes)[..., :1]
     elif start is not None:
@@ -215,7 +213,7 @@ def _chunk(
     return out(found, tensors, name, placed=True)
 
 
-@op("transformer.chunked_scaled_dot_product_attention", QUASAR + "chunked_scaled_dot_product_attention", more=_chunk)
+@op("transformer.chunked_scaled_dot_product_attention", more=_chunk)
 def chunked_scaled_dot_product_attention(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -233,7 +231,7 @@ def chunked_scaled_dot_product_attention(
 # latent keys, whose first elements are the values
 
 
-@op("transformer.flash_mla_prefill", QUASAR + "flash_mla_prefill")
+@op("transformer.flash_mla_prefill")
 def flash_mla_prefill(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -248,7 +246,7 @@ def flash_mla_prefill(
     name = "transformer.flash_mla_prefill"
     value = head_dim_v if isinstance(head_dim_v, Tensor) else input_tensor_v
     width = head_dim_v if isinstance(head_dim_v, int) else None
-    tensors = given(input_tensor_q, input_tensor_k, value if value is not None else input_tensor_k, attn_mask)
+    tensors = present(input_tensor_q, input_tensor_k, value if value is not None else input_tensor_k, attn_mask)
     q, k, v = operands(name, *tensors)[1][:3]
     check(name, tensors[0], tensors[1], tensors[2], q.shape[-3])
     if is_causal and attn_mask is not None:
@@ -259,7 +257,7 @@ def flash_mla_prefill(
     return out(found, tensors, name, placed=is_causal)
 
 
-@op("transformer.chunked_flash_mla_prefill", QUASAR + "chunked_flash_mla_prefill")
+@op("transformer.chunked_flash_mla_prefill")
 def chunked_flash_mla_prefill(
     input_tensor_q: Tensor,
     input_tensor_k: Tensor,
@@ -291,10 +289,9 @@ def attention_softmax_(tensor: Tensor, *, head_size: int | None = None, attentio
 
 
 def _softmax(name: str, tensor: Tensor, head_size: int | None, mask: Tensor | None) -> Made:
-    tensors = given(tensor, mask)
+    tensors = present(tensor, mask)
     scores, *added = operands(name, *tensors)[1]
     logits = scores.float() / (head_size**0.5 if head_size is not None else 1.0)
     for bias in added:
         logits = logits + bias.float()
-    label = merged(tensors, len(tensor.shape))
-    return Made(torch.softmax(logits, dim=-1), tensor, label, coords=shared_coords(*tensors))
+    return make(torch.softmax(logits, dim=-1), EACH, *tensors)

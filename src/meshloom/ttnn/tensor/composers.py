@@ -86,8 +86,8 @@ class MeshToTensor:
         shape, coords = self._places(tensor)
         sizes = _padded_dims(tensor)
         if sizes and not _agrees(tensor.tensor_topology(), dict(zip(dims, shape, strict=True)), sizes):
-            return _joined(tensor, coords, dims)
-        whole = joined(in_order(tensor, coords).unflatten(0, shape), dims)
+            return _join_cut(tensor, coords, dims)
+        whole = join_axes(in_order(tensor, coords).unflatten(0, shape), dims)
         for dim, size in sizes.items():
             whole = whole.narrow(dim, 0, size)
         return whole
@@ -150,10 +150,10 @@ def _number(place: Sequence[int], grid: Sequence[int]) -> int:
     return number
 
 
-def joined(parts: Block, dims: Sequence[int]) -> Block:
+def join_axes(parts: Block, dims: Sequence[int]) -> Block:
     """Leading axes put together, each along its dim (counted among those of a part).
 
-    >>> joined(torch.arange(8).reshape(2, 2, 1, 2), [0, 1])
+    >>> join_axes(torch.arange(8).reshape(2, 2, 1, 2), [0, 1])
     tensor([[0, 1, 2, 3],
             [4, 5, 6, 7]])
     """
@@ -182,7 +182,7 @@ def _agrees(label: TensorTopology, asked: dict[int, int], sizes: dict[int, int])
     return all(asked.get(dim) == _pieces(label, dim) for dim in sizes)
 
 
-def _joined(tensor: Tensor, coords: Sequence[MeshCoordinate], dims: Sequence[int]) -> torch.Tensor:
+def _join_cut(tensor: Tensor, coords: Sequence[MeshCoordinate], dims: Sequence[int]) -> torch.Tensor:
     if len(dims) > 1:
         raise OperandError(
             f"the dims {dims} of the composer are not those that the padded tensor was cut along",
@@ -246,7 +246,7 @@ def whole(tensor: Tensor) -> torch.Tensor:
         )
     parts = _by_label(tensor, shape, placements, coords)
     for axis in reversed(range(parts.dim() - len(tensor.shape))):
-        parts = _closed(parts, axis, *_axis(tensor, shape, placements, axis))
+        parts = _close_axis(parts, axis, *_axis(tensor, shape, placements, axis))
     for dim, size in _padded_dims(tensor).items():
         parts = parts.narrow(dim, 0, size)
     return parts.to(tensor.block.dtype)
@@ -275,7 +275,7 @@ def _by_label(
 ) -> Block:
     if _is_along_the_mesh(tensor, shape, coords):
         return tensor.block
-    return in_order(tensor, coords).unflatten(0, tuple(shape))
+    return in_order(tensor, coords).reshape(*shape, *tensor.shape)
 
 
 def _axis(tensor: Tensor, shape: Sequence[int], placements: Sequence[Placement], axis: int) -> tuple[int, Placement]:
@@ -285,7 +285,7 @@ def _axis(tensor: Tensor, shape: Sequence[int], placements: Sequence[Placement],
     return shape[axis], placements[axis]
 
 
-def _closed(parts: Block, axis: int, size: int, placement: Placement) -> Block:
+def _close_axis(parts: Block, axis: int, size: int, placement: Placement) -> Block:
     """One axis less: its parts joined, its terms summed, or the first of equals."""
     if not isinstance(placement, (PlacementShard, PlacementPartial)):
         return parts.select(axis, 0)

@@ -194,7 +194,7 @@ class TensorToMesh:
 
     def map(self, whole: torch.Tensor) -> tuple[Block, TensorTopology, Coords | None]:
         """The block of a tensor, its label, and the devices that hold a part (None: all). It may share memory."""
-        placements = self._counted(whole.dim())
+        placements = self._count_dims(whole.dim())
         shape = list(self.shape)
         parts = whole
         for axis in reversed(range(len(shape))):
@@ -205,16 +205,16 @@ class TensorToMesh:
                 end = shape[axis] * chunk - size
                 placements[axis] = PlacementShard(placement.dim, size if end else None)
                 dim = at + placement.dim
-                parts = _lengthened(parts, dim, end).unflatten(dim, (shape[axis], chunk)).movedim(dim, 0)
+                parts = _lengthen(parts, dim, end).unflatten(dim, (shape[axis], chunk)).movedim(dim, 0)
             elif isinstance(placement, PlacementPartial):
                 parts = _terms(parts, shape[axis], placement.op)
             else:
                 parts = parts.unsqueeze(0)
         coords = compute_distribution_to_mesh_mapping(shape, self.grid, self._config.mesh_offset_override)
         held = None if len(coords) == math.prod(self.grid) else tuple(coords)
-        return _dealt(parts, shape, self.grid, coords[0]), TensorTopology(shape, placements, coords), held
+        return _deal(parts, shape, self.grid, coords[0]), TensorTopology(shape, placements, coords), held
 
-    def _counted(self, rank: int) -> list[Placement]:
+    def _count_dims(self, rank: int) -> list[Placement]:
         given = self._config.placements
         dims = iter(check_dims([each.dim for each in given if isinstance(each, PlacementShard)], rank))
         return [PlacementShard(next(dims)) if isinstance(each, PlacementShard) else each for each in given]
@@ -229,7 +229,7 @@ class TensorToMesh:
         return f"TensorToMesh({self.mesh}, {self._config})"
 
 
-def _lengthened(values: torch.Tensor, dim: int, end: int) -> torch.Tensor:
+def _lengthen(values: torch.Tensor, dim: int, end: int) -> torch.Tensor:
     if not end:
         return values
     return torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1 - dim) + [0, end])
@@ -242,7 +242,7 @@ def _terms(values: torch.Tensor, places: int, op: str) -> torch.Tensor:
     return torch.cat([values.unsqueeze(0), values.new_zeros(places - 1, *values.shape)])
 
 
-def _dealt(parts: Block, shape: Sequence[int], grid: Sequence[int], start: Sequence[int]) -> Block:
+def _deal(parts: Block, shape: Sequence[int], grid: Sequence[int], start: Sequence[int]) -> Block:
     """Parts in the order of a distribution shape as a block: mesh axes first, zeros for devices without a part."""
     places, rest = len(shape), parts.shape[len(shape) :]
     if all(size == 1 for size in parts.shape[:places]):
@@ -256,7 +256,7 @@ def _dealt(parts: Block, shape: Sequence[int], grid: Sequence[int], start: Seque
     flat = parts.expand(*shape, *rest).flatten(0, places - 1)
     if len(flat) < math.prod(grid):
         flat = torch.cat([flat, flat.new_zeros(math.prod(grid) - len(flat), *rest)])
-    return flat.unflatten(0, tuple(grid))
+    return flat.reshape(*grid, *flat.shape[1:])
 
 
 def check_mesh(mesh: Any) -> None:

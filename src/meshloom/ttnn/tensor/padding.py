@@ -20,7 +20,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import PlacementShard, TensorTopology
 
 
-def filled(block: Block, tensor: Tensor, dims: Sequence[int], op: str | None) -> Block:
+def fill_padding(block: Block, tensor: Tensor, dims: Sequence[int], op: str | None) -> Block:
     """The block of a tensor, with what changes nothing in the padding of these dims, if there is any."""
     if op not in IDENTITY or op == "mean":
         return block

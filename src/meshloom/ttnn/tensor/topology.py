@@ -10,61 +10,94 @@ size of the whole without the padding, wherever the dim goes (`PlacementShard.at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+from meshloom.placement import Partial, Replicate, Shard
 from meshloom.runtime import MeshCoordinate, MeshShape
 
 __all__ = ["PlacementPartial", "PlacementReplicate", "PlacementShard", "TensorTopology"]
 
 
-@dataclass(frozen=True)
-class PlacementShard:
+class PlacementShard(Shard):
     """The axis cuts a dim of the tensor. `size` is that of the whole dim where its end is padding, else None.
 
     >>> PlacementShard(1), PlacementShard(0, size=7).at(2), PlacementShard(0, size=7) == PlacementShard(0)
     (PlacementShard(1), PlacementShard(2, size=7), True)
     """
 
-    dim: int
-    size: int | None = field(default=None, compare=False)
+    __slots__ = ("size",)
+    size: int | None
+
+    def __init__(self, dim: int, size: int | None = None) -> None:
+        super().__init__(dim)
+        object.__setattr__(self, "size", size)
 
     def at(self, dim: int) -> PlacementShard:
         """The same cut of another dim: what becomes of it when an op moves the dim."""
         return PlacementShard(dim, self.size)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard) and self.dim == other.dim
+
+    __hash__ = Shard.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlacementShard, (self.dim, self.size)
+
     def __repr__(self) -> str:
         padded = "" if self.size is None else f", size={self.size}"
         return f"PlacementShard({self.dim}{padded})"
 
+    __str__ = __repr__
 
-@dataclass(frozen=True)
-class PlacementReplicate:
+
+class PlacementReplicate(Replicate):
     """All devices along the axis hold the same."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Replicate)
+
+    __hash__ = Replicate.__hash__
 
     def __repr__(self) -> str:
         return "PlacementReplicate()"
 
+    __str__ = __repr__
 
-@dataclass(frozen=True)
-class PlacementPartial:
-    """The devices along the axis hold terms: the whole is their sum (or maximum, minimum)."""
 
-    op: str = "sum"
+class PlacementPartial(Partial):
+    """The devices along the axis hold terms: the whole is their sum (or maximum, minimum). An op that is none of the
+    reductions ("unknown") says that no whole can be told from them."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Any op may stand here."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Partial) and self.op == other.op
+
+    __hash__ = Partial.__hash__
 
     def __repr__(self) -> str:
         return f"PlacementPartial({self.op!r})"
 
+    __str__ = __repr__
+
 
 Placement = PlacementShard | PlacementReplicate | PlacementPartial
 REPLICATE = PlacementReplicate()
+UNKNOWN = PlacementPartial("unknown")  # parts differ along the axis, and no whole can be told from them
 
 
 _known: WeakValueDictionary[Any, TensorTopology] = WeakValueDictionary()
 
 
-@dataclass(frozen=True, init=False, repr=False)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class TensorTopology:
     """A distribution shape, what each of its axes does, and the coordinates of the devices in its row-major order."""
 
