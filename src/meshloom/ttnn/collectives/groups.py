@@ -171,8 +171,9 @@ class Group:
         Where a later axis cuts the same dim, neighbours hold pieces that are none: no whole can be told.
         """
         known = self.known
-        mixed = any(known[axis] == PlacementShard(dim) for axis in self.axes)
-        later = [mixed and axis > self.axes[0] and each == PlacementShard(dim) for axis, each in enumerate(known)]
+        cut = [isinstance(each, PlacementShard) and each.dim == dim for each in known]
+        mixed = any(cut[axis] for axis in self.axes)
+        later = [mixed and axis > self.axes[0] and each for axis, each in enumerate(cut)]
         return self.label(
             [
                 REPLICATE if axis in self.axes else UNKNOWN if wrong else each
@@ -201,9 +202,9 @@ class Group:
     def whole_size(self, dim: int) -> int | None:
         """The size of a dim of the whole, if the group alone cuts it and its end is padding."""
         known = by_axis(self.tensor) or ()
-        cuts = [axis for axis, each in enumerate(known) if each == PlacementShard(dim)]
-        sizes = {each.size for each in known if isinstance(each, PlacementShard) and each.dim == dim}
-        return next(iter(sizes)) if cuts and set(cuts) == set(self.axes) and len(sizes) == 1 else None
+        cuts = {axis: each for axis, each in enumerate(known) if isinstance(each, PlacementShard) and each.dim == dim}
+        sizes = {each.size for each in cuts.values()}
+        return next(iter(sizes)) if cuts.keys() == set(self.axes) and len(sizes) == 1 else None
 
     def sharded_dim(self) -> int:
         """The dim that the label says is cut along the group; an error that asks for one if there is none."""

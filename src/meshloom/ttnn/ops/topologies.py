@@ -287,7 +287,7 @@ def by_axis(tensor: Tensor) -> tuple[Placement, ...] | None:
 
 
 def _from_front(placements: Sequence[Placement], rank: int) -> tuple[Placement, ...]:
-    return tuple(p.at(p.dim % rank) if isinstance(p, PlacementShard) and rank else p for p in placements)
+    return tuple([p.at(p.dim % rank) if isinstance(p, PlacementShard) and p.dim < 0 < rank else p for p in placements])
 
 
 def _is_replicated(tensor: Tensor) -> bool:
