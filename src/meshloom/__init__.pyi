@@ -42,7 +42,7 @@ __all__ = [
     'FallbackWarning',
     'GradientError',
     'LaunchError',
-    'PeerLostError',
+    'LostError',
     'Machine',
     'Mesh',
     'MeshError',
@@ -53,6 +53,7 @@ __all__ = [
     'OutOfMemoryError',
     'Parameter',
     'Partial',
+    'PeerLostError',
     'Placement',
     'PlacementError',
     'RaceError',
@@ -619,7 +620,7 @@ from meshloom.errors import DivergenceError as DivergenceError
 from meshloom.errors import FabricError as FabricError
 from meshloom.errors import GradientError as GradientError
 from meshloom.errors import LaunchError as LaunchError
-from meshloom.errors import PeerLostError as PeerLostError
+from meshloom.errors import LostError as LostError
 from meshloom.fabric import Machine as Machine
 from meshloom.mesh import Mesh as Mesh
 from meshloom.errors import MeshError as MeshError
@@ -629,6 +630,7 @@ from meshloom.errors import NotationError as NotationError
 from meshloom.errors import OperandError as OperandError
 from meshloom.errors import OutOfMemoryError as OutOfMemoryError
 from meshloom.placement import Partial as Partial
+from meshloom.errors import PeerLostError as PeerLostError
 from meshloom.placement import Placement as Placement
 from meshloom.errors import PlacementError as PlacementError
 from meshloom.errors import RaceError as RaceError

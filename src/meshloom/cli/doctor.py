@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
     if options.system is not None:
         settings.environment()["MESHLOOM_SYSTEM"] = options.system
     from meshloom.ttnn import doctor
-    from meshloom.ttnn.device.mesh_device import system  # loads torch
+    from meshloom.ttnn.device import system  # loads torch
 
     if options.system is not None:
         system.get_system(options.system)  # an error at once if there is no such system

@@ -35,7 +35,7 @@ def _arrays(op: str, function: Function) -> Function:
     return apply
 
 
-def _compared(function: Function) -> Function:
+def _comparison(function: Function) -> Function:
     """On two operands in their common dtype, to bool."""
     return lambda input, other: function(*together(input, other))
 
@@ -72,17 +72,17 @@ def _rounding(op: str, function: Function) -> Function:
 
 def _add(input: Any, other: Any, *, alpha: Any = 1) -> Array:
     left, right = together(input, other)
-    return left + right if alpha == 1 else _scaled(left, right, alpha)
+    return left + right if alpha == 1 else _scale(left, right, alpha)
 
 
 def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Array:
     for each in (input, other):
         need_number("sub", np.asarray(each))
     left, right = together(input, other)
-    return left - right if alpha == 1 else _scaled(left, right, -alpha)
+    return left - right if alpha == 1 else _scale(left, right, -alpha)
 
 
-def _scaled(left: Array, right: Array, factor: Any) -> Array:
+def _scale(left: Array, right: Array, factor: Any) -> Array:
     if isinstance(factor, float) and not is_float(left.dtype):
         raise ArgumentError(f"alpha {factor} is not whole, and the operands are {left.dtype}")
     return (left + right * np.asarray(factor).astype(left.dtype)).astype(left.dtype, copy=False)
@@ -93,13 +93,13 @@ def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
     if rounding_mode == "floor":
         return _FLOOR_DIVIDE(left, right)
     if rounding_mode == "trunc":
-        return _truncated(left, right)
+        return _truncate(left, right)
     if rounding_mode is not None:
         raise ArgumentError(f"rounding_mode {rounding_mode!r} is not known", fix="use None, 'floor' or 'trunc'")
     return np.true_divide(as_float(left), as_float(right))
 
 
-def _truncated(left: Array, right: Array) -> Array:
+def _truncate(left: Array, right: Array) -> Array:
     if is_float(left.dtype):
         return np.trunc(left / right)
     _need_divisor(right)
@@ -111,7 +111,7 @@ def _need_divisor(divisor: Array) -> None:
         raise ArgumentError("integers cannot be divided by 0", fix="divide floats, which gives inf or nan")
 
 
-def _divided(op: str, function: Function) -> Function:
+def _division(op: str, function: Function) -> Function:
     def apply(left: Array, right: Array) -> Array:
         need_number(op, left)
         _need_divisor(right)
@@ -120,7 +120,7 @@ def _divided(op: str, function: Function) -> Function:
     return _binary(apply)
 
 
-_FLOOR_DIVIDE = _divided("floor_divide", np.floor_divide)
+_FLOOR_DIVIDE = _division("floor_divide", np.floor_divide)
 
 
 def _pow(input: Any, exponent: Any) -> Array:
@@ -214,8 +214,8 @@ POINTWISE: dict[str, Function] = {
     "mul": _binary(np.multiply),
     "div": _div,
     "floor_divide": _FLOOR_DIVIDE,
-    "remainder": _divided("remainder", np.remainder),
-    "fmod": _divided("fmod", np.fmod),
+    "remainder": _division("remainder", np.remainder),
+    "fmod": _division("fmod", np.fmod),
     "pow": _pow,
     "neg": _number("neg", np.negative),
     "abs": _number("abs", np.abs),
@@ -227,12 +227,12 @@ POINTWISE: dict[str, Function] = {
     "lerp": _lerp,
     "addcmul": _addcmul,
     "addcdiv": _addcdiv,
-    "eq": _compared(np.equal),
-    "ne": _compared(np.not_equal),
-    "lt": _compared(np.less),
-    "le": _compared(np.less_equal),
-    "gt": _compared(np.greater),
-    "ge": _compared(np.greater_equal),
+    "eq": _comparison(np.equal),
+    "ne": _comparison(np.not_equal),
+    "lt": _comparison(np.less),
+    "le": _comparison(np.less_equal),
+    "gt": _comparison(np.greater),
+    "ge": _comparison(np.greater_equal),
     "logical_and": _arrays("logical_and", np.logical_and),
     "logical_or": _arrays("logical_or", np.logical_or),
     "logical_xor": _arrays("logical_xor", np.logical_xor),

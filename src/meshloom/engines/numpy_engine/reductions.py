@@ -18,13 +18,13 @@ def _axes(input: Array, dim: Any) -> tuple[int, ...]:
     return normal_dims(dim, input.ndim)
 
 
-def _summed(input: Array, dtype: Any) -> Any:
+def _sum_dtype(input: Array, dtype: Any) -> Any:
     """The dtype in which torch adds up and multiplies."""
     return dtype or (input.dtype if is_float(input.dtype) else np.dtype("int64"))
 
 
 def _sum(input: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
-    kind = _summed(input, dtype)
+    kind = _sum_dtype(input, dtype)
     return np.sum(input.astype(kind, copy=False), axis=_axes(input, dim), keepdims=keepdim, dtype=kind)
 
 
@@ -40,7 +40,7 @@ def _count(input: Array, axes: tuple[int, ...]) -> int:
 
 
 def _prod(input: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
-    kind = _summed(input, dtype)
+    kind = _sum_dtype(input, dtype)
     keep = keepdim and dim is not None
     return np.prod(input.astype(kind, copy=False), axis=_axes(input, dim), keepdims=keep, dtype=kind)
 

@@ -50,7 +50,7 @@ def _split(known: Known, input: Array, **_: Any) -> tuple[Array, ...]:
     )
 
 
-def _joined(function: Function) -> Function:
+def _joining(function: Function) -> Function:
     def join(tensors: Sequence[Array], dim: int) -> Array:
         return function(together(*tensors), axis=dim)
 
@@ -71,6 +71,6 @@ SHAPE: dict[str, Function] = {
     "split": _split,
     "chunk": _split,
     "tensor_split": _split,
-    "cat": _joined(np.concatenate),
-    "stack": _joined(np.stack),
+    "cat": _joining(np.concatenate),
+    "stack": _joining(np.stack),
 }
