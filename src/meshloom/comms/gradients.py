@@ -16,12 +16,13 @@ import torch
 
 from meshloom.comms import wire
 from meshloom.comms.group import WORLD, Group
+from meshloom.engines.node import Node
 from meshloom.engines.reductions import REDUCTIONS, nothing_like
 
 Run = Callable[..., torch.Tensor]
 
 
-def _node(name: str, run: Run, back: str) -> Any:
+def _node(name: str, run: Run, back: str) -> type[Node]:
     """A node of torch's graph. Backward goes on under the name of the call that the forward pass was part of."""
 
     def forward(ctx: Any, data: torch.Tensor, group: Group, *how: Any) -> torch.Tensor:
@@ -33,7 +34,7 @@ def _node(name: str, run: Run, back: str) -> Any:
         return NODES[back].apply(gradient, ctx.group), None, *ctx.more
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
-    return type(name, (torch.autograd.Function,), methods)
+    return type(name, (Node,), methods)
 
 
 # fmt: off
@@ -54,11 +55,11 @@ _COUNTERPARTS: dict[str, tuple[Run, str]] = {  # (processes, ...) is what each p
     "AllToAll":       (lambda data, group: wire.all_to_all(data, group), "AllToAll"),
 }
 # fmt: on
-NODES: dict[str, Any] = {name: _node(name, *way) for name, way in _COUNTERPARTS.items()}
+NODES: dict[str, type[Node]] = {name: _node(name, *way) for name, way in _COUNTERPARTS.items()}
 SumGradient, AllReduce, AllGather, Slice, ReduceScatter, GatherGradient, AllToAll = NODES.values()
 
 
-class Once(torch.autograd.Function):
+class Once(Node):
     """A value of which a sum over processes counts one: the first process keeps it, the others add nothing."""
 
     @staticmethod
@@ -98,7 +99,7 @@ def slice_own(values: torch.Tensor, group: Group) -> torch.Tensor:
 # devices of a group that lie on several processes: arrays have this process's members first
 
 
-class Extreme(torch.autograd.Function):
+class Extreme(Node):
     """The maximum or minimum of all members; those that have it share its gradient."""
 
     @staticmethod
@@ -116,7 +117,7 @@ class Extreme(torch.autograd.Function):
         return SumGradient.apply(gradient, ctx.group) * mask / count, None, None
 
 
-class Broadcast(torch.autograd.Function):
+class Broadcast(Node):
     """One member's part for all: (own members, ...) to (...)."""
 
     @staticmethod
@@ -130,7 +131,7 @@ class Broadcast(torch.autograd.Function):
         return AtRoot.apply(gradient, ctx.group, ctx.root), None, None
 
 
-class AtRoot(torch.autograd.Function):
+class AtRoot(Node):
     """A value that one member takes, zero for the others: (...) to (own members, ...)."""
 
     @staticmethod
@@ -188,7 +189,7 @@ def _send(rows: torch.Tensor, group: Group, routes: Routes) -> torch.Tensor:
     return room
 
 
-class SendRows(torch.autograd.Function):
+class SendRows(Node):
     """Rows sent along routes; on the way back what one row gave to several adds up."""
 
     @staticmethod
@@ -201,7 +202,7 @@ class SendRows(torch.autograd.Function):
         return SendRows.apply(gradient, ctx.group, ctx.routes.back()), None, None
 
 
-class GatherAtRoot(torch.autograd.Function):
+class GatherAtRoot(Node):
     """All parts with the process of one member: (own members, ...) to (all members, ...)."""
 
     @staticmethod

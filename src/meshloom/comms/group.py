@@ -177,7 +177,8 @@ class Group:
         split = stacked.unflatten(place + 1, self.held).unflatten(place, self.grid)
         order = [place + i + level * count for i in range(count) for level in (0, 1)]
         rest = range(place + 2 * count, split.dim())
-        return split.permute(*range(place), *order, *rest).flatten(place, place + 2 * count - 1)
+        moved: torch.Tensor = split.permute(*range(place), *order, *rest)
+        return moved.flatten(place, place + 2 * count - 1)
 
     def apart(self, whole: torch.Tensor, place: int = 0) -> torch.Tensor:
         """(..., all members, ...) to (..., processes, own members, ...); the inverse of `together`."""
@@ -186,7 +187,7 @@ class Group:
         split = whole.unflatten(place, both)
         order = [place + 2 * i + level for level in (0, 1) for i in range(count)]
         rest = range(place + 2 * count, split.dim())
-        moved = split.permute(*range(place), *order, *rest)
+        moved: torch.Tensor = split.permute(*range(place), *order, *rest)
         return moved.flatten(place + count, place + 2 * count - 1).flatten(place, place + count - 1)
 
 

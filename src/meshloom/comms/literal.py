@@ -56,16 +56,16 @@ class Operand:
         """The axes as an event names them."""
         return ",".join(self.mesh.axes[a] for a in self.axes)
 
-    def placed(self, placement: Placement, shape: Shape) -> Topology:
+    def place(self, placement: Placement, shape: Shape) -> Topology:
         """A tensor of this shape placed so along the group, and as before on the other axes."""
         placements = tuple(placement if a in self.axes else p for a, p in enumerate(self.topology.placements))
         return Topology(self.mesh, placements, shape, self.topology.dtype)
 
     def held_shape(self) -> Shape:
         """The shape of what one member of each group holds, seen over the other axes."""
-        return tuple([self._held(dim) for dim in range(self.topology.ndim)])
+        return tuple([self._held_size(dim) for dim in range(self.topology.ndim)])
 
-    def _held(self, dim: int) -> int:
+    def _held_size(self, dim: int) -> int:
         topology = self.topology
         if not any(a in self.axes for a in topology.axes_of[dim]):
             return topology.shape[dim]
@@ -129,7 +129,7 @@ class Operand:
         """The tensor of which every member holds `part`."""
         for axis in self.axes:
             part = part.unsqueeze(axis)
-        target = self.placed(Replicate(), shape)
+        target = self.place(Replicate(), shape)
         return target, from_block(part, target)
 
     def each(self, parts: torch.Tensor, target: Topology) -> Placed:
@@ -233,7 +233,7 @@ class Call:
 
     def target(self) -> Topology:
         """Where a reduction would lie."""
-        return self.operand.placed(Replicate(), self.operand.held_shape())
+        return self.operand.place(Replicate(), self.operand.held_shape())
 
     def reduce_into(self, out: torch.Tensor) -> None:
         """The reduction, written to a stored array of that topology."""
@@ -254,7 +254,7 @@ class Call:
         missing = 0 if self.kind == "scatter" else IDENTITY[self.op]
         pieces = self.mode.scatter(self.kind, _pieces(operand, operand.parts(missing), dim), self.op, self.root)
         shape = held[:dim] + (_wide(operand, pieces, dim),) + held[dim + 1 :]
-        return operand.each(pieces, operand.placed(Shard(dim), shape))
+        return operand.each(pieces, operand.place(Shard(dim), shape))
 
     def exchange(self, split: int, concat: int) -> Placed:
         """Each member cuts what it holds along one dim, sends a piece to each, and joins what it gets along another."""
@@ -263,7 +263,7 @@ class Call:
         joined, long = _join(operand, arrived, concat, members=1)
         shape = list(operand.held_shape())
         shape[split], shape[concat] = _wide(operand, joined, split), long
-        return operand.each(joined, operand.placed(Shard(split), tuple(shape)))
+        return operand.each(joined, operand.place(Shard(split), tuple(shape)))
 
     def broadcast(self) -> Placed:
         """Every member holds what the root holds."""
@@ -277,7 +277,7 @@ class Call:
             part = part.squeeze(axis)
         kind = Partial("max" if topology.dtype == "bool" else "sum")
         alone = DirectMode(self.operand.group).at_root(part, self.root)
-        return self.operand.each(alone, self.operand.placed(kind, topology.shape))
+        return self.operand.each(alone, self.operand.place(kind, topology.shape))
 
     def rearrange(self, order: Sequence[int | None]) -> Placed:
         """Each member's part replaced by another's."""
@@ -304,7 +304,8 @@ def _pieces(operand: Operand, parts: torch.Tensor, dim: int) -> torch.Tensor:
     """(p, ..., n, ...) to (p, p, ..., n / p, ...): what each member has for each."""
     place = parts.dim() - operand.topology.ndim + dim
     padded = pad(parts, place, parts.shape[place], operand.sizes)
-    return padded.unflatten(place, (operand.size, padded.shape[place] // operand.size)).movedim(place, 1)
+    pieces: torch.Tensor = padded.unflatten(place, (operand.size, padded.shape[place] // operand.size))
+    return pieces.movedim(place, 1)
 
 
 def _wide(operand: Operand, pieces: torch.Tensor, dim: int) -> int:

@@ -39,6 +39,8 @@ from meshloom.comms.gradients import (
 from meshloom.comms.group import Group
 from meshloom.comms.schedules import Box, Executor
 from meshloom.context import state
+from meshloom.engines.layout import Step
+from meshloom.engines.node import Node
 from meshloom.engines.reductions import REDUCTIONS
 from meshloom.errors import ArgumentError, where
 from meshloom.fabric import VIRTUAL, Fabric
@@ -361,11 +363,11 @@ def route(group: tuple[Coordinate, ...], order: tuple[int | None, ...], fabric: 
     return Schedule("send_recv", "routes", group, len(group), tuple(tuple(step) for step in steps))
 
 
-class SendAll(torch.autograd.Function):
+class SendAll(Node):
     """What a schedule gave; backward is the derivative of the same computation on the block."""
 
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, send: Any, same: Any) -> torch.Tensor:
+    def forward(ctx: Any, parts: torch.Tensor, send: Step, same: Step) -> torch.Tensor:
         ctx.save_for_backward(parts)
         ctx.same = same
         return send(parts.detach())

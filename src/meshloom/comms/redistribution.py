@@ -177,7 +177,7 @@ def _reduction(before: Topology, after: Topology, axis: int, op: str, wanted: Pl
         slices = _into_shards(whole, after, wanted.dim, group)
         return lambda data: slices(combine(data, group, op))
     cut = Pieces(after, wanted.dim, group)
-    return lambda data: cut.merged(ReduceScatter.apply(cut.apart(data), group))
+    return lambda data: cut.merge(ReduceScatter.apply(cut.apart(data), group))
 
 
 def _together(before: Topology, after: Topology, dim: int, group: Group) -> Step:
@@ -191,15 +191,15 @@ def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> S
     def run(data: torch.Tensor) -> torch.Tensor:
         pieces = cut.apart(data)
         if torch.is_grad_enabled() and data.requires_grad:
-            return cut.merged(Slice.apply(pieces, group))
-        return cut.merged(pieces[group.index]).contiguous()
+            return cut.merge(Slice.apply(pieces, group))
+        return cut.merge(pieces[group.index]).contiguous()
 
     return run
 
 
 def _exchange(before: Topology, after: Topology, here: int, there: int, group: Group) -> Step:
     source, target = Pieces(before, here, group), Pieces(after, there, group)
-    return lambda data: source.whole(target.merged(AllToAll.apply(target.apart(data), group), 1))
+    return lambda data: source.whole(target.merge(AllToAll.apply(target.apart(data), group), 1))
 
 
 def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Step:
@@ -239,9 +239,10 @@ class Pieces:
         data = data.unflatten(place, (self.outer, self.size)) if self.outer != 1 else data.unsqueeze(place)
         if full != self.size:
             data = torch.constant_pad_nd(data, [0, 0] * (data.dim() - place - 2) + [0, full - self.size])
-        return data.unflatten(place + 1, (self.group.processes, self.own)).movedim(place + 1, 0)
+        pieces: torch.Tensor = data.unflatten(place + 1, (self.group.processes, self.own))
+        return pieces.movedim(place + 1, 0)
 
-    def merged(self, piece: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    def merge(self, piece: torch.Tensor, shift: int = 0) -> torch.Tensor:
         """A piece (..., outer boxes, own piece, ...) with its dim merged."""
         return piece.flatten(self.place + shift, self.place + shift + 1)
 
@@ -251,5 +252,5 @@ class Pieces:
         if self.outer == 1:
             joined = pieces.movedim(0, place).flatten(place, place + 1)
             return joined if joined.shape[place] == self.size else joined.narrow(place, 0, self.size)
-        split = pieces.unflatten(place + 1, (self.outer, self.own)).movedim(0, place + 1)
+        split: torch.Tensor = pieces.unflatten(place + 1, (self.outer, self.own)).movedim(0, place + 1)
         return split.flatten(place + 1, place + 2).narrow(place + 1, 0, self.size).flatten(place, place + 1)

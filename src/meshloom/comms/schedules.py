@@ -310,7 +310,8 @@ def _cut(rows: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
     sizes = _sizes(bounds)
     width = max(sizes)
     if _are_even(bounds, width):  # one call, which copies also where there is nothing to pad
-        return torch.constant_pad_nd(rows, (0, len(sizes) * width - rows.shape[-1])).unflatten(-1, (len(sizes), width))
+        padded = torch.constant_pad_nd(rows, (0, len(sizes) * width - rows.shape[-1]))
+        return padded.view(*rows.shape[:-1], len(sizes), width)
     slots = rows.new_zeros(*rows.shape[:-1], len(sizes), width)
     for piece, part in enumerate(rows.split(sizes, -1)):
         slots[..., piece, : sizes[piece]] = part

@@ -22,13 +22,14 @@ def load(name: str) -> Engine:
     """
     if name not in _ENGINES:
         raise ArgumentError(f"there is no engine {name!r}", fix=closest(name, _ENGINES))
-    return _loaded(name)
+    return _load(name)
 
 
 @cache
-def _loaded(name: str) -> Engine:
+def _load(name: str) -> Engine:
     module, _, kind = _ENGINES[name].partition(":")
-    return getattr(import_module(module), kind)()
+    made: Engine = getattr(import_module(module), kind)()
+    return made
 
 
 __all__ = ["Engine", "load"]

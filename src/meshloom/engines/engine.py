@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from meshloom.errors import ArgumentError, MeshloomError, UnsupportedError, closest
 from meshloom.mesh import Mesh
@@ -19,10 +19,11 @@ from meshloom.placement import Replicate, Topology
 from meshloom.types import Shape, short_dtype
 
 Function = Callable[..., Any]
+Marked = TypeVar("Marked", bound=Function)
 WORKER = Mesh(worker=1)
 
 
-def aware(function: Function) -> Function:
+def aware(function: Marked) -> Marked:
     """Mark a function that gets what the engine knows of the call first, before its arguments."""
     function.is_aware = True  # type: ignore[attr-defined]
     return function
@@ -62,7 +63,7 @@ class Engine(ABC):
             shapes = entry.rule(call).shapes
         except MeshloomError as error:
             raise error.locate(engine=self.name, call=op) from None
-        known = (self._known(call, shapes),) if getattr(function, "is_aware", False) else ()
+        known = (self._facts_of(call, shapes),) if getattr(function, "is_aware", False) else ()
         return function(*known, *positional, **named)
 
     def _function(self, op: str) -> Function:
@@ -80,7 +81,7 @@ class Engine(ABC):
             return tuple(self._own(each) for each in value)
         if not isinstance(value, self.kind) and hasattr(value, "__array__"):
             raise ArgumentError(
-                f"the {self.name} engine computes on {_spelled(self.kind)} and got a {_spelled(type(value))}",
+                f"the {self.name} engine computes on {_spell(self.kind)} and got a {_spell(type(value))}",
                 fix=f"make it one with {self!r}.array(...)",
             )
         return value
@@ -98,7 +99,7 @@ class Engine(ABC):
         return Topology(WORKER, (Replicate(),), tuple(array.shape), short_dtype(str(array.dtype)))
 
     @abstractmethod
-    def _known(self, call: Call, shapes: tuple[Shape, ...]) -> Any:
+    def _facts_of(self, call: Call, shapes: tuple[Shape, ...]) -> Any:
         """What a function marked `aware` gets first."""
 
     @abstractmethod
@@ -134,5 +135,5 @@ class Engine(ABC):
         """Of the sum of what every rank gives, cut along dim 0: the part of this rank."""
 
 
-def _spelled(kind: type) -> str:
+def _spell(kind: type) -> str:
     return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"

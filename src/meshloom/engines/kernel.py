@@ -45,7 +45,7 @@ class Kernel:
         self.finish = tuple(self._finish(i) for i in range(len(plan.raw)))
         self.simple = not self.leads and not any(self.prepare) and not any(self.finish)
         self.room = _room(plan) if self.trimmed else None
-        self.bound = self._bound() if find(plan.call.op).signature is not None else None
+        self.bound = self._bind() if find(plan.call.op).signature is not None else None
 
     def _peers(self) -> Peers:
         """Who else holds parts of what the op works on."""
@@ -105,14 +105,14 @@ class Kernel:
             torch.mm(*ready, out=padded.narrow(0, 0, ready[0].shape[0]))
             return padded
         for presence in reversed(self.presence):
-            function = self._mapped(function, presence)
+            function = self._map(function, presence)
         results = function(*ready)
         if isinstance(results, torch.Tensor):
             step = self.finish[0]
             return results if step is None else step(results)
         return tuple(r if step is None else step(r) for r, step in zip(results, self.finish, strict=True))
 
-    def _mapped(self, function: Function, presence: tuple[int | None, ...]) -> Function:
+    def _map(self, function: Function, presence: tuple[int | None, ...]) -> Function:
         """The function on every entry of a device axis, which only some arrays have."""
         return torch.vmap(function, in_dims=presence)
 
@@ -120,7 +120,7 @@ class Kernel:
         """The operands' stored arrays as the function takes them."""
         return [data if step is None else apply(step, data) for data, step in zip(datas, self.prepare, strict=True)]
 
-    def _bound(self) -> Function:
+    def _bind(self) -> Function:
         """The op's function with the call's own arguments, waiting for the arrays."""
         plain, arguments = self._plain(), self.plan.call.arguments
         if plain is not None:

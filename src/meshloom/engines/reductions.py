@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshloom.engines.node import Node
 from meshloom.errors import DTypeError
 from meshloom.types import Shape, short_dtype
 
@@ -64,7 +65,7 @@ def mean(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.where(found.isfinite(), found, (wide * part).sum(dim) / (count * part)).to(x.dtype)
 
 
-class Extreme(torch.autograd.Function):
+class Extreme(Node):
     """The largest or the smallest along a dim; equal ones share the gradient, and nan equals nan.
 
     The gradient of torch's own is multiplied by a mask: at nan it has no share, and infinity times zero is nan.

@@ -52,7 +52,7 @@ class TorchEngine(Engine):
     kind = torch.Tensor
     functions = FUNCTIONS
 
-    def _known(self, call: Call, shapes: tuple[Shape, ...]) -> Local:
+    def _facts_of(self, call: Call, shapes: tuple[Shape, ...]) -> Local:
         return Local(call, call.operands, shapes)
 
     def array(self, values: Any, dtype: str | None = None) -> torch.Tensor:
@@ -86,10 +86,10 @@ class TorchEngine(Engine):
             return tensor
         members.compare("all_reduce_sum", tensor)
         _check_sum("all_reduce_sum", tensor)
-        sent = _carried(tensor).clone(memory_format=torch.contiguous_format)
+        sent = _encode(tensor).clone(memory_format=torch.contiguous_format)
         if sent.numel():
             members.handle.allreduce([sent]).wait()
-        return _restored(sent, tensor.dtype)
+        return _decode(sent, tensor.dtype)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         """What every rank of the group gives, one after the other along dim 0; sizes of dim 0 may differ.
@@ -117,7 +117,7 @@ class TorchEngine(Engine):
         _check_sum("reduce_scatter", tensor)
         if not tensor.dim():
             raise ShapeError("a 0-d tensor has no dim 0 to scatter", fix="use all_reduce_sum, or reshape it to [1]")
-        carried = _carried(tensor)
+        carried = _encode(tensor)
         chunk = -(-len(tensor) // members.size)
         pieces = carried.new_zeros((members.size * chunk, *carried.shape[1:]))
         pieces[: len(tensor)] = carried
@@ -125,7 +125,7 @@ class TorchEngine(Engine):
         if own.numel():
             members.handle.reduce_scatter([own], [list(pieces.split(chunk))]).wait()
         extent = min(max(len(tensor) - members.rank * chunk, 0), chunk)
-        return _restored(own[:extent], tensor.dtype)
+        return _decode(own[:extent], tensor.dtype)
 
     def _members(self, op: str, tensor: torch.Tensor, group: Any) -> Members | None:
         """The group to talk to; None at a rank outside it."""
@@ -137,7 +137,7 @@ class TorchEngine(Engine):
                 "torch.distributed.init_process_group()",
             )
         if isinstance(group, dist.ProcessGroup):
-            return _seen(group, tuple(dist.get_process_group_ranks(group)))
+            return _find_members(group, tuple(dist.get_process_group_ranks(group)))
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             return None  # what new_group hands to ranks outside it
         ranks = read_ranks(group, dist.get_world_size())
@@ -165,7 +165,7 @@ class Members:
         if len({_essence(each, uneven) for each in brought}) > 1:
             raise DivergenceError(
                 f"the ranks of this {op} do not fit together",
-                **{f"rank {rank}": _spelled(each) for rank, each in zip(self.ranks, brought, strict=True)},
+                **{f"rank {rank}": _spell(each) for rank, each in zip(self.ranks, brought, strict=True)},
                 fix="call the same collective everywhere, with the same dtype and the same "
                 + ("shape behind dim 0" if uneven else "shape"),
             )
@@ -181,7 +181,7 @@ class Members:
         return room
 
 
-def _seen(handle: Any, ranks: tuple[int, ...]) -> Members | None:
+def _find_members(handle: Any, ranks: tuple[int, ...]) -> Members | None:
     return Members(handle, ranks, ranks.index(dist.get_rank())) if dist.get_rank() in ranks else None
 
 
@@ -207,10 +207,10 @@ class Groups:
             self._known.clear()
             self._world = weakref.ref(world, lambda _: self._known.clear())
         if (ranks, backend) not in self._known:
-            self._known[ranks, backend] = self._made(ranks, backend)
+            self._known[ranks, backend] = self._make(ranks, backend)
         return Members(self._known[ranks, backend], ranks, ranks.index(dist.get_rank()))
 
-    def _made(self, ranks: tuple[int, ...], backend: str) -> Any:
+    def _make(self, ranks: tuple[int, ...], backend: str) -> Any:
         name = f"meshloom engine {backend} {' '.join(map(str, ranks))}"
         store = dist.PrefixStore(name, private.default_store())
         rank, size = ranks.index(dist.get_rank()), len(ranks)
@@ -278,13 +278,13 @@ def _check_sum(op: str, tensor: torch.Tensor) -> None:
         raise DTypeError(f"{op} adds up, and bool has no sum", fix="convert it: tensor.to(torch.int64)")
 
 
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
+def _encode(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a dtype that is added up on the way; a complex number is two real ones."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return real.to(_CARRIERS.get(real.dtype, real.dtype))
 
 
-def _restored(carried: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _decode(carried: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.view_as_complex(carried) if dtype.is_complex else carried.to(dtype)
 
 
@@ -293,6 +293,6 @@ def _essence(brought: Sequence[int], uneven: bool) -> tuple[int, ...]:
     return (*brought[:3], *brought[4:]) if uneven else tuple(brought)
 
 
-def _spelled(brought: Sequence[int]) -> str:
+def _spell(brought: Sequence[int]) -> str:
     kind, dtype, ndim, *sizes = brought
     return f"{_KINDS[kind]} of {_DTYPES[dtype]}{sizes[:ndim]}"

@@ -247,10 +247,10 @@ def pixel_shuffle(call: Call) -> Choices:
         tail = (channels * factor * factor, height // factor, width // factor)
     else:
         tail = (channels // (factor * factor), height * factor, width * factor)
-    whole = [_shared(len(batch) + i, size, new) for i, (size, new) in enumerate(zip(shape[-3:], tail, strict=True))]
+    whole = [_even_row(len(batch) + i, size, new) for i, (size, new) in enumerate(zip(shape[-3:], tail, strict=True))]
     return carried(call, [(*batch, *tail)], {d: d for d in range(len(batch))}, whole)
 
 
-def _shared(dim: int, size: int, new: int) -> Row:
+def _even_row(dim: int, size: int, new: int) -> Row:
     """Chunks of a dim that is stretched or shrunk stay whole where the shards divide both sizes."""
     return Row(f"dim {dim}", (Shard(dim),), (Shard(dim),), even=(Even(0, dim, math.gcd(size, new)),))

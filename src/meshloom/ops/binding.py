@@ -60,7 +60,7 @@ def bind(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(kwargs)
     signature = _signature(op.signature)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None)
-    named = {_renamed(name, signature): value for name, value in kwargs.items()}
+    named = {_rename(name, signature): value for name, value in kwargs.items()}
     if rest is not None and rest in named:
         args = (*args, named.pop(rest))
     try:
@@ -74,7 +74,7 @@ def bind(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _renamed(name: str, signature: inspect.Signature) -> str:
+def _rename(name: str, signature: inspect.Signature) -> str:
     if name in signature.parameters:
         return name
     return _RENAMED.get(name, name)

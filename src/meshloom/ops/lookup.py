@@ -148,16 +148,17 @@ def index_write(call: Call) -> Choices:
         if given and given != expected:
             raise ShapeError(f"{call.op} needs a source of {list(expected)} and got {list(given)}")
     rows = [
-        named_row(call, f"dim {d}", (Shard(d),), input=Shard(d), **_placed(source, d)) for d in others(len(shape), dim)
+        named_row(call, f"dim {d}", (Shard(d),), input=Shard(d), **_shard_each(source, d))
+        for d in others(len(shape), dim)
     ]
-    return with_none(call, [shape], [*rows, *_owned(call, shape, dim)])
+    return with_none(call, [shape], [*rows, *_owner_rows(call, shape, dim)])
 
 
-def _placed(shapes: dict[str, Shape], dim: int) -> dict[str, Placement]:
+def _shard_each(shapes: dict[str, Shape], dim: int) -> dict[str, Placement]:
     return {name: Shard(dim) for name, shape in shapes.items() if shape}
 
 
-def _owned(call: Call, shape: Shape, dim: int) -> list[Row]:
+def _owner_rows(call: Call, shape: Shape, dim: int) -> list[Row]:
     """Each device takes the writes that fall into its chunk."""
     row = named_row(call, f"dim {dim}", (Shard(dim),), input=Shard(dim))
     return [replace(row, local=False)] if shape else []
@@ -184,7 +185,7 @@ def scatter(call: Call) -> Choices:
     if shape and all(call.shape(name) for name in names):
         for d in shared_dims(call, dim, *names):
             rows.append(named_row(call, f"dim {d}", (Shard(d),), **dict.fromkeys(("input", *names), Shard(d))))
-        rows += _owned(call, shape, dim)
+        rows += _owner_rows(call, shape, dim)
     return with_none(call, [shape], rows)
 
 
@@ -262,13 +263,13 @@ def index_put(call: Call) -> Choices:
         for d, place in places.items()
     ]
     for d in sorted(index_refs(call)):
-        rows += _owned(call, shape, d)
+        rows += _owner_rows(call, shape, d)
     if call.arguments["accumulate"]:
-        rows += _accumulated(call, spread, start, out)
+        rows += _accumulating_rows(call, spread, start, out)
     return with_none(call, [shape], rows)
 
 
-def _accumulated(call: Call, spread: Shape, start: int, out: Shape) -> list[Row]:
+def _accumulating_rows(call: Call, spread: Shape, start: int, out: Shape) -> list[Row]:
     """x + y = y + x: updates may be sharded where every index has a value of its own, or be partial sums."""
     rows, values = [], call.shape("values")
     for i in range(len(spread)):

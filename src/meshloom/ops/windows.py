@@ -44,7 +44,7 @@ def _settings(call: Call, *names: str) -> list[tuple[int, ...]]:
     return [spread(call.arguments[name], count, name) for name in names]
 
 
-def _checked(call: Call, channels: int) -> tuple[Shape, int]:
+def _check(call: Call, channels: int) -> tuple[Shape, int]:
     """The input's shape and its channel dim; channels that the weight expects."""
     shape, count = call.shape("input"), slid_dims(call.op)
     if len(shape) not in (count + 1, count + 2) or len(call.shape("weight")) != count + 2:
@@ -82,7 +82,7 @@ def _paddings(call: Call, kernel: Sequence[int], dilation: Sequence[int]) -> tup
 def conv(call: Call) -> Choices:
     """input [n, in, ...], weight [out, in / groups, ...]: in is contracted, n and out are kept, groups go together."""
     weight, groups = call.shape("weight"), call.arguments["groups"]
-    shape, place = _checked(call, weight[1] * groups)
+    shape, place = _check(call, weight[1] * groups)
     kernel = weight[2:]
     stride, dilation = _settings(call, "stride", "dilation")
     added = _paddings(call, kernel, dilation)
@@ -104,7 +104,7 @@ def conv(call: Call) -> Choices:
 def conv_transpose(call: Call) -> Choices:
     """input [n, in, ...], weight [in, out / groups, ...]."""
     weight, groups = call.shape("weight"), call.arguments["groups"]
-    shape, place = _checked(call, weight[0])
+    shape, place = _check(call, weight[0])
     stride, padding, dilation, more = _settings(call, "stride", "padding", "dilation", "output_padding")
     kernel, sizes = weight[2:], shape[place + 1 :]
     slid = [
@@ -177,7 +177,7 @@ def pool(call: Call) -> Choices:
     for i, (size, k, s, p, d) in enumerate(zip(sizes, kernel, stride, padding, dilation, strict=True)):
         if k == s and not p and d == 1 and size % k == 0:
             rows.append(_slid_row(call, len(lead) + i, (Even(0, len(lead) + i, size // k),)))
-    return _pooled(call, (*lead, *_sizes(call.op, slid)), rows, math.prod(kernel))
+    return _pool_choices(call, (*lead, *_sizes(call.op, slid)), rows, math.prod(kernel))
 
 
 def adaptive_pool(call: Call) -> Choices:
@@ -193,14 +193,14 @@ def adaptive_pool(call: Call) -> Choices:
     for i, (size, want) in enumerate(zip(sizes, slid, strict=True)):
         if want and size % want == 0:
             rows.append(_slid_row(call, len(lead) + i, (Even(0, len(lead) + i, want),)))
-    return _pooled(call, lead + slid, rows, math.prod(sizes) // max(math.prod(slid), 1))
+    return _pool_choices(call, lead + slid, rows, math.prod(sizes) // max(math.prod(slid), 1))
 
 
 def _lead_rows(lead: Shape) -> list[Row]:
     return [Row(f"dim {d}", (Shard(d),), (Shard(d),)) for d in range(len(lead))]
 
 
-def _pooled(call: Call, out: Shape, rows: list[Row], window: int) -> Choices:
+def _pool_choices(call: Call, out: Shape, rows: list[Row], window: int) -> Choices:
     if "max" not in call.op:  # a mean of integers is rounded; of equal ones in several parts each would be the largest
         rows.append(Row(str(SUM), (SUM,), (SUM,), when="floating"))
     return with_none(call, [out], rows, flops=math.prod(out) * window)

@@ -134,10 +134,10 @@ class Bindings:
         """The same ranks on these hosts; hosts that the bindings name already must be these."""
         if {row.host for row in self.rows} != {ALONE}:
             if self.hosts != tuple(hosts):
-                raise BindingError(f"the ranks are bound to {_named(self.hosts)}, not to {_named(hosts)}")
+                raise BindingError(f"the ranks are bound to {_name_hosts(self.hosts)}, not to {_name_hosts(hosts)}")
             return self
         if sum(count for _, count in hosts) != len(self.rows):
-            raise BindingError(f"{len(self.rows)} ranks are bound, but the hosts {_named(hosts)} have others")
+            raise BindingError(f"{len(self.rows)} ranks are bound, but the hosts {_name_hosts(hosts)} have others")
         places = Bindings.on(hosts)
         moved = (replace(a, host=b.host, local_rank=b.local_rank) for a, b in zip(self.rows, places, strict=True))
         return Bindings(tuple(moved))
@@ -219,7 +219,7 @@ def visible_devices(environment: Environment | None = None) -> tuple[int, ...] |
     >>> visible_devices({"TT_VISIBLE_DEVICES": "0,1"}), visible_devices({})
     ((0, 1), None)
     """
-    name, text = _agreed(settings.environment() if environment is None else environment, VISIBLE)
+    name, text = _agree(settings.environment() if environment is None else environment, VISIBLE)
     return None if text is None else read_devices(text, name)
 
 
@@ -258,7 +258,7 @@ def _read_ranks(given: Environment) -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
-def _agreed(given: Environment, names: tuple[str, str]) -> tuple[str, str | None]:
+def _agree(given: Environment, names: tuple[str, str]) -> tuple[str, str | None]:
     """What two variables of one meaning say, with the name of the one that says it."""
     told = [(name, given[name]) for name in names if name in given]
     if len({text.replace(" ", "") for _, text in told}) > 1:
@@ -270,7 +270,7 @@ def _agreed(given: Environment, names: tuple[str, str]) -> tuple[str, str | None
 
 
 def _number(given: Environment, names: tuple[str, str]) -> int | None:
-    name, text = _agreed(given, names)
+    name, text = _agree(given, names)
     return None if text is None else _integer({name: text}, name)
 
 
@@ -376,7 +376,7 @@ def _with_host_ranks(rows: Sequence[Binding]) -> Iterator[Binding]:
 _HEAD = ("rank", "local rank", "host", "mesh", "host rank", "devices", "environment")
 
 
-def _named(hosts: Iterable[tuple[str, int]]) -> str:
+def _name_hosts(hosts: Iterable[tuple[str, int]]) -> str:
     return ",".join(f"{name}:{count}" for name, count in hosts)
 
 

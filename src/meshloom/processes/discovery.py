@@ -46,10 +46,10 @@ def discover(environment: Environment | None = None) -> list[Device]:
     given = settings.environment() if environment is None else environment
     visible = visible_devices(given)
     if given.get(DEVICES):
-        return _picked([Device("virtual", number) for number in range(_declared(given))], visible)
+        return _pick([Device("virtual", number) for number in range(_count_declared(given))], visible)
     cards = _cards()
     if cards:
-        return _picked(cards, visible)
+        return _pick(cards, visible)
     return _gpus() if visible is None else [Device("virtual", number) for number in visible]
 
 
@@ -104,13 +104,13 @@ class Control:
 
     def mesh_shape(self, scope: Scope = "global") -> tuple[int, ...]:
         """The shape of the whole mesh, or of the box that this process holds."""
-        if _checked(scope) == "global":
+        if _check(scope) == "global":
             return self.shape
         return tuple(size // parts for size, parts in zip(self.shape, self.processes, strict=True))
 
     def mesh_range(self, scope: Scope = "global") -> tuple[range, ...]:
         """The coordinates along every axis, of the whole mesh or of this process's box."""
-        starts = self.mesh_offset if _checked(scope) == "local" else (0,) * len(self.shape)
+        starts = self.mesh_offset if _check(scope) == "local" else (0,) * len(self.shape)
         return tuple(range(at, at + size) for at, size in zip(starts, self.mesh_shape(scope), strict=True))
 
     @property
@@ -167,13 +167,13 @@ def _bound_place(number: int, grid: Sequence[int]) -> Coordinate:
     return place_of(number, grid)
 
 
-def _declared(given: Environment) -> int:
+def _count_declared(given: Environment) -> int:
     if not given[DEVICES].strip().isdecimal():
         raise BindingError(f"{DEVICES}={given[DEVICES]!r} is not a number of devices", fix=f"set {DEVICES}=8")
     return int(given[DEVICES])
 
 
-def _picked(devices: list[Device], visible: tuple[int, ...] | None) -> list[Device]:
+def _pick(devices: list[Device], visible: tuple[int, ...] | None) -> list[Device]:
     if visible is None:
         return devices
     known = {device.id: device for device in devices}
@@ -201,7 +201,7 @@ def _gpus() -> list[Device]:
     return [Device("cuda", number) for number in range(count)]
 
 
-def _checked(scope: str) -> str:
+def _check(scope: str) -> str:
     if scope not in SCOPES:
         raise MeshError(f"{scope!r} is not a scope", fix=closest(scope, SCOPES))
     return scope

@@ -99,7 +99,7 @@ PLAIN = "plain tensor"
 def is_checked(watch: Any) -> bool:
     """Whether the collective that begins is compared."""
     if WORLD.check == "sample":
-        return watch.number <= FIRST or watch.number % EVERY == 0
+        return bool(watch.number <= FIRST or watch.number % EVERY == 0)
     return WORLD.check == "always"
 
 
@@ -188,7 +188,7 @@ def _divergence(hashes: list[bytes]) -> DivergenceError:
         what = "the processes do the same on different tensors"
     else:
         told = plainly
-    calls = [f"rank {rank}: {_spelled(*told.get(rank, ('silent', '')))}" for rank in range(HERE.count)]
+    calls = [f"rank {rank}: {_spell(*told.get(rank, ('silent', '')))}" for rank in range(HERE.count)]
     sides = [[rank for rank, each in enumerate(hashes) if each == side] for side in dict.fromkeys(hashes)]
     error: DivergenceError = WORLD.watch.diverged(
         f"{what}: {', but '.join(calls[side[0]] for side in sides)}",
@@ -223,7 +223,7 @@ def describe(text: str, identity: int) -> str:
     return f"{text}{_TENSOR}{identity:x}" if identity else text
 
 
-def _spelled(text: str, line: str) -> str:
+def _spell(text: str, line: str) -> str:
     return f"{text} at {line}" if line else text
 
 
@@ -241,7 +241,7 @@ def _told_apart(stories: dict[int, list[Told]]) -> dict[int, tuple[str, str]]:
     >>> _told_apart({0: [(1, "sum", "a.py:1"), (1, "amax", "a.py:2")], 1: [(1, "sum", ""), (1, "amin", "a.py:2")]})
     {0: ('amax', 'a.py:2'), 1: ('amin', 'a.py:2')}
     """
-    start = max((_remembered(each) for each in stories.values()), default=0)
+    start = max((_count_remembered(each) for each in stories.values()), default=0)
     kept = {rank: [(text, line) for number, text, line in each if number >= start] for rank, each in stories.items()}
     longest = max((len(each) for each in kept.values()), default=0)
     for i in range(longest):
@@ -251,7 +251,7 @@ def _told_apart(stories: dict[int, list[Told]]) -> dict[int, tuple[str, str]]:
     return {rank: each[-1] if each else ("nothing", "") for rank, each in kept.items()}
 
 
-def _remembered(story: list[Told]) -> int:
+def _count_remembered(story: list[Told]) -> int:
     """The first collective of which a story has everything; a full one has lost the beginning of its oldest."""
     oldest = story[0][0] if story else 0
     return oldest + 1 if len(story) >= RECENT else oldest

@@ -24,7 +24,7 @@ from typing import Any
 
 from meshloom.errors import DivergenceError, MeshloomError, PeerLostError, is_program, line_of, where
 from meshloom.mesh import HERE, Mesh
-from meshloom.processes.status import LEFT, Status, blamed, has_answered, is_status, judged, table
+from meshloom.processes.status import LEFT, Status, blame, has_answered, is_status, judge, table
 from meshloom.processes.store import Board, UnwrittenError, first_line, holder, holds_store
 
 BEAT = 0.25  # seconds between two looks of the thread
@@ -65,16 +65,16 @@ class Watch:
         threading.excepthook, self._thread_hook = self._uncaught_in_thread, threading.excepthook
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
-            signal.signal(signal.SIGTERM, self._terminated)
-        os.register_at_fork(after_in_child=self._forked)
+            signal.signal(signal.SIGTERM, self._terminate)
+        os.register_at_fork(after_in_child=self._start_in_child)
 
-    def _forked(self) -> None:
+    def _start_in_child(self) -> None:
         """A child of this process, such as a loader of data, is no rank: it ends as it would without us."""
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hook
         if threading.excepthook == self._uncaught_in_thread:
             threading.excepthook = self._thread_hook
-        if signal.getsignal(signal.SIGTERM) == self._terminated:
+        if signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def stop(self) -> None:
@@ -117,7 +117,7 @@ class Watch:
     def enter(self, kind: str) -> None:
         """A collective begins."""
         if self.failure is not None:
-            raise self._lost("cannot go on")
+            raise self._loss("cannot go on")
         self.number += 1
         self.kind, self.of, self.line, self.since = kind, self.call, where(), time.monotonic()
 
@@ -132,7 +132,7 @@ class Watch:
     def look(self) -> None:
         """While waiting: raise if somebody failed, or if this has taken too long."""
         if self.failure is not None:
-            raise self._lost("cannot go on")
+            raise self._loss("cannot go on")
         if self.since and time.monotonic() - self.since > self.world.timeout:
             raise self._give_up(f"{self._here()} has waited longer than {self.world.timeout:g} s")
 
@@ -142,7 +142,7 @@ class Watch:
             return error
         self._await_cause(GRACE)  # a peer that raised says so a moment before its connection closes
         if self.failure is not None:
-            return self._lost("cannot go on")
+            return self._loss("cannot go on")
         reason = str(error).splitlines()[0].split("This is typically")[0].strip()
         return self._give_up(f"{self._here()} lost its connection", reason=reason)
 
@@ -165,12 +165,12 @@ class Watch:
     def _give_up(self, headline: str, **details: Any) -> PeerLostError:
         """The first error of all, with who is not where this process is."""
         with self._telling():
-            seen, unknown = self._seen()
-            headline += blamed(seen, HERE.rank)
+            seen, unknown = self._look()
+            headline += blame(seen, HERE.rank)
             self._tell(headline)
             return PeerLostError(headline, **details, processes=self._table(seen, unknown), fix=_FIX)
 
-    def _lost(self, what: str) -> PeerLostError:
+    def _loss(self, what: str) -> PeerLostError:
         """An error that follows from another one."""
         failure = self.failure
         assert failure is not None
@@ -178,7 +178,7 @@ class Watch:
             return PeerLostError(
                 f"{self._here()} {what}: {failure['headline']}",
                 cause=failure["cause"] if failure["cause"] != failure["headline"] else None,
-                processes=self._table(*self._seen()),
+                processes=self._table(*self._look()),
                 fix=_FIX,
             )
 
@@ -206,7 +206,7 @@ class Watch:
             self.failure = told
 
     def _uncaught(self, kind: Any, error: Any, trace: Any) -> None:
-        own = None if isinstance(error, (PeerLostError, DivergenceError)) else self._told(kind, error, trace)
+        own = None if isinstance(error, (PeerLostError, DivergenceError)) else self._describe_error(kind, error, trace)
         if own is not None and self.failure is None:
             self._tell(*own)
         self._hook(kind, error, trace)
@@ -224,14 +224,14 @@ class Watch:
             self._uncaught(args.exc_type, args.exc_value, args.exc_traceback)
         self._thread_hook(args)
 
-    def _told(self, kind: Any, error: Any, trace: Any) -> tuple[str, str]:
+    def _describe_error(self, kind: Any, error: Any, trace: Any) -> tuple[str, str]:
         """The headline and the cause of an exception of the program."""
         line = where_raised(trace)
         text = "".join(traceback.format_exception_only(kind, error)).strip()
         what = "was interrupted" if issubclass(kind, KeyboardInterrupt) else f"raised {text.splitlines()[0]}"
         return f"rank {HERE.rank} {what} at {line}", f"{text}\nat {line}, last call {self._here()}"
 
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM, from whoever started the processes or from our own thread: say where we were."""
         if self._is_telling:
             return  # it came because another one was quicker; this process is about to end with more to say
@@ -240,7 +240,7 @@ class Watch:
         line = line_of(frame)
         if self.failure is None:
             raise self._give_up(f"rank {HERE.rank} was told to end at {line}, last call {self._here()}")
-        raise self._lost(f"was ended at {line}")
+        raise self._loss(f"was ended at {line}")
 
     # the thread
 
@@ -281,7 +281,7 @@ class Watch:
     def _abandon(self) -> None:
         """The program does not come back from where it is (a call into C that waits): end it with the report."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        print(f"PeerLostError: {self._lost(f'was ended at {line_of(frame)}')}", file=sys.stderr, flush=True)
+        print(f"PeerLostError: {self._loss(f'was ended at {line_of(frame)}')}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback()
         os._exit(1)
 
@@ -318,7 +318,7 @@ class Watch:
 
     # the others
 
-    def _seen(self) -> tuple[dict[int, Status], str]:
+    def _look(self) -> tuple[dict[int, Status], str]:
         """Where everybody is, and what is to be said of those who are not known."""
         try:
             deadline = time.monotonic() + GRACE
@@ -326,7 +326,7 @@ class Watch:
             while not has_answered(first, last, HERE.rank) and time.monotonic() < deadline:
                 time.sleep(BEAT)
                 last = self._statuses()
-            return {**judged(first, last, HERE.rank), HERE.rank: self._status()}, "has said nothing"
+            return {**judge(first, last, HERE.rank), HERE.rank: self._status()}, "has said nothing"
         except RuntimeError as error:
             known = {0: LEFT} if self._is_closed else {}
             return {**known, HERE.rank: self._status()}, f"not known, {first_line(error)}"

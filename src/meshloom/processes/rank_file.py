@@ -53,9 +53,9 @@ def bindings_from(text: str, where: str = "text") -> Bindings:
         raise BindingError(f"{where} is not YAML", reason=error) from error
     try:
         top = _fields(root, ("rank_bindings", GRAPH), "the file")
-        rows = _items(_needed(top, "rank_bindings", "the file", root))
+        rows = _items(_need(top, "rank_bindings", "the file", root))
         graph = _text(top[GRAPH]) if GRAPH in top else None
-        return Bindings.of(_numbered([_row(row, graph) for row in rows]))
+        return Bindings.of(_number_rows([_row(row, graph) for row in rows]))
     except BindingError as error:
         raise error.locate(file=where) from None
 
@@ -100,7 +100,7 @@ def _plain(row: Binding) -> dict[str, Any]:
 def _row(node: Any, graph: str | None) -> tuple[Any, dict[str, Any]]:
     """One rank's line and values."""
     found = _fields(node, KEYS, "a rank")
-    _needed(found, "rank", "a rank", node)
+    _need(found, "rank", "a rank", node)
     values: dict[str, Any] = {key: READERS[key](value) for key, value in found.items()}
     overrides = values.pop("env_overrides", {})
     if graph is not None:
@@ -117,7 +117,7 @@ def _row(node: Any, graph: str | None) -> tuple[Any, dict[str, Any]]:
     return node, values
 
 
-def _numbered(rows: list[tuple[Any, dict[str, Any]]]) -> list[Binding]:
+def _number_rows(rows: list[tuple[Any, dict[str, Any]]]) -> list[Binding]:
     """The rows as bindings, with ranks checked for repetition and local ranks counted on each host."""
     seen: dict[int, int] = {}
     for node, values in rows:
@@ -160,7 +160,7 @@ def _fields(node: Any, known: tuple[str, ...] | None, what: str) -> dict[str, An
     return found
 
 
-def _needed(found: Mapping[str, Any], key: str, what: str, node: Any) -> Any:
+def _need(found: Mapping[str, Any], key: str, what: str, node: Any) -> Any:
     if key not in found:
         raise BindingError(f"{what} has no {key!r}", line=_line(node), missing=key)
     return found[key]

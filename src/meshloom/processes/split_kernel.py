@@ -18,7 +18,8 @@ from meshloom.comms.gradients import Once
 from meshloom.comms.group import WORLD, Group, check_joined, group_of
 from meshloom.comms.peers import peers_of
 from meshloom.comms.redistribution import mover
-from meshloom.engines.kernel import Function, Kernel, Step, function_of
+from meshloom.engines.kernel import Function, Kernel, function_of
+from meshloom.engines.layout import Step
 from meshloom.engines.peers import Peers
 from meshloom.errors import where
 from meshloom.ops import OPS, Row
@@ -103,10 +104,10 @@ class SplitKernel(Kernel):
         assert peers.alone or function_of(self.plan.call.op).is_shared  # type: ignore[attr-defined]
         return peers
 
-    def _mapped(self, function: Function, presence: tuple[int | None, ...]) -> Function:
+    def _map(self, function: Function, presence: tuple[int | None, ...]) -> Function:
         """What communicates cannot be mapped: one entry after the other, the same number on every process."""
         if self.local.peers.alone:
-            return super()._mapped(function, presence)
+            return super()._map(function, presence)
 
         def run(*datas: torch.Tensor) -> Any:
             pairs = [*zip(datas, presence, strict=True)]

@@ -35,10 +35,10 @@ def is_status(note: Any) -> bool:
     return isinstance(note, dict) and set(LEFT) <= set(note) and note["state"] in _STATES
 
 
-def judged(first: Mapping[int, Status], last: Mapping[int, Status], here: int) -> dict[int, Status]:
+def judge(first: Mapping[int, Status], last: Mapping[int, Status], here: int) -> dict[int, Status]:
     """The last statuses; who has not written a new one in the meantime, though it has not ended, is gone.
 
-    >>> judged({1: {"beats": 7, "state": "waiting"}}, {1: {"beats": 7, "state": "waiting"}}, here=0)
+    >>> judge({1: {"beats": 7, "state": "waiting"}}, {1: {"beats": 7, "state": "waiting"}}, here=0)
     {1: {'beats': 7, 'state': 'gone'}}
     """
     return {
@@ -79,11 +79,11 @@ def _state(status: Status) -> str:
     return str(status["state"])
 
 
-def blamed(statuses: Mapping[int, Status], here: int) -> str:
+def blame(statuses: Mapping[int, Status], here: int) -> str:
     """Who is not where this process is, for the end of a headline; empty if nobody is known to be elsewhere.
 
     >>> first, second = ({"number": 3, "call": call, "line": "a.py:7", "state": "waiting"} for call in ("sum", "max"))
-    >>> blamed({0: first, 1: second, 2: first}, here=0)
+    >>> blame({0: first, 1: second, 2: first}, here=0)
     ': rank 1 waits in max 3 at a.py:7'
     """
     fates = [

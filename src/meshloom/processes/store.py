@@ -153,9 +153,7 @@ def holder() -> str:
 def meet(rank: int, count: int, seconds: float, line: str) -> tuple[Any, Board]:
     """The store and the board on it, once all processes have come; an error on each that names those who never did."""
     start = time.monotonic()
-    place = (
-        settings.read(VARIABLE) or f"tcp://{_bracketed(settings.read('MASTER_ADDR'))}:{settings.read('MASTER_PORT')}"
-    )
+    place = settings.read(VARIABLE) or f"tcp://{_bracket(settings.read('MASTER_ADDR'))}:{settings.read('MASTER_PORT')}"
 
     def missing(headline: str, reason: object = None, fix: str = _FIX) -> PeerLostError:
         return PeerLostError(
@@ -218,7 +216,7 @@ def _listen(address: str, port: int) -> int:
     return socket.create_server((address, port), family=family, backlog=1024).detach()
 
 
-def _bracketed(address: str) -> str:
+def _bracket(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 

@@ -52,7 +52,7 @@ class NumpyEngine(Engine):
         _check_dtype(array.dtype)
         return super()._topology(array)
 
-    def _known(self, call: Call, shapes: tuple[Shape, ...]) -> Known:
+    def _facts_of(self, call: Call, shapes: tuple[Shape, ...]) -> Known:
         return Known(call, shapes)
 
     def array(self, values: Any, dtype: str | None = None) -> Any:

@@ -25,7 +25,8 @@ def _product(op: str, second: str) -> Function:
 
     def apply(input: Array, **named: Array) -> Array:
         _alike(op, input, named[second])
-        return np.matmul(input, named[second])
+        found: Array = np.matmul(input, named[second])
+        return found
 
     return apply
 
@@ -33,12 +34,14 @@ def _product(op: str, second: str) -> Function:
 def _linear(input: Array, weight: Array, bias: Array | None) -> Array:
     _alike("linear", input, weight, *(() if bias is None else (bias,)))
     product = np.matmul(input, weight.T)
-    return product if bias is None else product + bias
+    found: Array = product if bias is None else product + bias
+    return found
 
 
 def _einsum(equation: str, operands: tuple[Array, ...]) -> Array:
     _alike("einsum", *operands)
-    return np.einsum(equation, *operands, optimize=len(operands) > 1)
+    found: Array = np.einsum(equation, *operands, optimize=len(operands) > 1)
+    return found
 
 
 CONTRACTIONS: dict[str, Function] = {

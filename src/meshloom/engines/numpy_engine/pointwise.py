@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from meshloom.engines.numpy_engine.promotion import as_float, is_float, need_flo
 from meshloom.errors import ArgumentError, DTypeError
 
 Array = np.ndarray[Any, Any]
+Formula = Callable[..., Array]
 
 
-def _binary(function: Function) -> Function:
+def _binary(function: Formula) -> Function:
     """On two operands in their common dtype, which the result has."""
 
     def apply(input: Any, other: Any) -> Array:
@@ -24,7 +26,7 @@ def _binary(function: Function) -> Function:
     return apply
 
 
-def _arrays(op: str, function: Function) -> Function:
+def _arrays(op: str, function: Formula) -> Function:
     """An op that takes no numbers, as in torch."""
 
     def apply(input: Array, other: Array) -> Array:
@@ -35,12 +37,12 @@ def _arrays(op: str, function: Function) -> Function:
     return apply
 
 
-def _compared(function: Function) -> Function:
+def _comparison(function: Function) -> Function:
     """On two operands in their common dtype, to bool."""
     return lambda input, other: function(*together(input, other))
 
 
-def _bitwise(function: Function) -> Function:
+def _bitwise(function: Formula) -> Function:
     def apply(input: Any, other: Any) -> Array:
         left, right = together(input, other)
         if is_float(left.dtype):
@@ -55,7 +57,7 @@ def _floating(function: Function) -> Function:
     return lambda input: function(as_float(input))
 
 
-def _number(op: str, function: Function) -> Function:
+def _number(op: str, function: Formula) -> Function:
     """On one operand that is not bool, in its own dtype."""
 
     def apply(input: Array) -> Array:
@@ -72,34 +74,37 @@ def _rounding(op: str, function: Function) -> Function:
 
 def _add(input: Any, other: Any, *, alpha: Any = 1) -> Array:
     left, right = together(input, other)
-    return left + right if alpha == 1 else _scaled(left, right, alpha)
+    return left + right if alpha == 1 else _scale(left, right, alpha)
 
 
 def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Array:
     for each in (input, other):
         need_number("sub", np.asarray(each))
     left, right = together(input, other)
-    return left - right if alpha == 1 else _scaled(left, right, -alpha)
+    return left - right if alpha == 1 else _scale(left, right, -alpha)
 
 
-def _scaled(left: Array, right: Array, factor: Any) -> Array:
+def _scale(left: Array, right: Array, factor: Any) -> Array:
     if isinstance(factor, float) and not is_float(left.dtype):
         raise ArgumentError(f"alpha {factor} is not whole, and the operands are {left.dtype}")
-    return (left + right * np.asarray(factor).astype(left.dtype)).astype(left.dtype, copy=False)
+    found: Array = (left + right * np.asarray(factor).astype(left.dtype)).astype(left.dtype, copy=False)
+    return found
 
 
 def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
     left, right = together(input, other)
     if rounding_mode == "floor":
-        return _FLOOR_DIVIDE(left, right)
+        found: Array = _FLOOR_DIVIDE(left, right)
+        return found
     if rounding_mode == "trunc":
-        return _truncated(left, right)
+        return _truncate(left, right)
     if rounding_mode is not None:
         raise ArgumentError(f"rounding_mode {rounding_mode!r} is not known", fix="use None, 'floor' or 'trunc'")
-    return np.true_divide(as_float(left), as_float(right))
+    quotient: Array = np.true_divide(as_float(left), as_float(right))
+    return quotient
 
 
-def _truncated(left: Array, right: Array) -> Array:
+def _truncate(left: Array, right: Array) -> Array:
     if is_float(left.dtype):
         return np.trunc(left / right)
     _need_divisor(right)
@@ -111,7 +116,7 @@ def _need_divisor(divisor: Array) -> None:
         raise ArgumentError("integers cannot be divided by 0", fix="divide floats, which gives inf or nan")
 
 
-def _divided(op: str, function: Function) -> Function:
+def _division(op: str, function: Formula) -> Function:
     def apply(left: Array, right: Array) -> Array:
         need_number(op, left)
         _need_divisor(right)
@@ -120,7 +125,7 @@ def _divided(op: str, function: Function) -> Function:
     return _binary(apply)
 
 
-_FLOOR_DIVIDE = _divided("floor_divide", np.floor_divide)
+_FLOOR_DIVIDE = _division("floor_divide", np.floor_divide)
 
 
 def _pow(input: Any, exponent: Any) -> Array:
@@ -128,7 +133,8 @@ def _pow(input: Any, exponent: Any) -> Array:
     need_number("pow", base)
     if not is_float(base.dtype) and (power < 0).any():
         raise ArgumentError("an integer to a negative power is no integer", fix="make one of them a float")
-    return np.power(base, power)
+    found: Array = np.power(base, power)
+    return found
 
 
 def _square(input: Array) -> Array:
@@ -145,18 +151,21 @@ def _lerp(input: Array, end: Array, weight: Any) -> Array:
     need_float("lerp", input, end, weight)
     start, stop, share = together(input, end, weight)
     # from the nearer end, so that both ends are met exactly
-    return np.where(np.abs(share) < 0.5, start + share * (stop - start), stop - (stop - start) * (1 - share))
+    found: Array = np.where(np.abs(share) < 0.5, start + share * (stop - start), stop - (stop - start) * (1 - share))
+    return found
 
 
 def _addcmul(input: Array, tensor1: Array, tensor2: Array, *, value: Any = 1) -> Array:
     base, first, second = together(input, tensor1, tensor2)
-    return (base + np.asarray(value).astype(base.dtype) * first * second).astype(base.dtype, copy=False)
+    found: Array = (base + np.asarray(value).astype(base.dtype) * first * second).astype(base.dtype, copy=False)
+    return found
 
 
 def _addcdiv(input: Array, tensor1: Array, tensor2: Array, *, value: Any = 1) -> Array:
     need_float("addcdiv", input, tensor1, tensor2)
     base, first, second = together(input, tensor1, tensor2)
-    return (base + np.asarray(value).astype(base.dtype) * first / second).astype(base.dtype, copy=False)
+    found: Array = (base + np.asarray(value).astype(base.dtype) * first / second).astype(base.dtype, copy=False)
+    return found
 
 
 def _where(condition: Array, input: Any, other: Any) -> Array:
@@ -187,15 +196,18 @@ def _relu(input: Array) -> Array:
 def _gelu(input: Array, approximate: str = "none") -> Array:
     need_float("gelu", input)
     if approximate == "none":
-        return 0.5 * input * (1 + _erf(input / math.sqrt(2)))
+        found: Array = 0.5 * input * (1 + _erf(input / math.sqrt(2)))
+        return found
     if approximate != "tanh":
         raise ArgumentError(f"approximate {approximate!r} is not known", fix="use 'none' or 'tanh'")
-    return 0.5 * input * (1 + np.tanh(math.sqrt(2 / math.pi) * (input + 0.044715 * input**3)))
+    curve: Array = 0.5 * input * (1 + np.tanh(math.sqrt(2 / math.pi) * (input + 0.044715 * input**3)))
+    return curve
 
 
 def _silu(input: Array) -> Array:
     need_float("silu", input)
-    return input / (1 + np.exp(-input))
+    found: Array = input / (1 + np.exp(-input))
+    return found
 
 
 def _erf(input: Array) -> Array:
@@ -214,8 +226,8 @@ POINTWISE: dict[str, Function] = {
     "mul": _binary(np.multiply),
     "div": _div,
     "floor_divide": _FLOOR_DIVIDE,
-    "remainder": _divided("remainder", np.remainder),
-    "fmod": _divided("fmod", np.fmod),
+    "remainder": _division("remainder", np.remainder),
+    "fmod": _division("fmod", np.fmod),
     "pow": _pow,
     "neg": _number("neg", np.negative),
     "abs": _number("abs", np.abs),
@@ -227,12 +239,12 @@ POINTWISE: dict[str, Function] = {
     "lerp": _lerp,
     "addcmul": _addcmul,
     "addcdiv": _addcdiv,
-    "eq": _compared(np.equal),
-    "ne": _compared(np.not_equal),
-    "lt": _compared(np.less),
-    "le": _compared(np.less_equal),
-    "gt": _compared(np.greater),
-    "ge": _compared(np.greater_equal),
+    "eq": _comparison(np.equal),
+    "ne": _comparison(np.not_equal),
+    "lt": _comparison(np.less),
+    "le": _comparison(np.less_equal),
+    "gt": _comparison(np.greater),
+    "ge": _comparison(np.greater_equal),
     "logical_and": _arrays("logical_and", np.logical_and),
     "logical_or": _arrays("logical_or", np.logical_or),
     "logical_xor": _arrays("logical_xor", np.logical_xor),

@@ -18,21 +18,23 @@ def _axes(input: Array, dim: Any) -> tuple[int, ...]:
     return normal_dims(dim, input.ndim)
 
 
-def _summed(input: Array, dtype: Any) -> Any:
+def _sum_dtype(input: Array, dtype: Any) -> Any:
     """The dtype in which torch adds up and multiplies."""
     return dtype or (input.dtype if is_float(input.dtype) else np.dtype("int64"))
 
 
 def _sum(input: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
-    kind = _summed(input, dtype)
-    return np.sum(input.astype(kind, copy=False), axis=_axes(input, dim), keepdims=keepdim, dtype=kind)
+    kind = _sum_dtype(input, dtype)
+    found: Array = np.sum(input.astype(kind, copy=False), axis=_axes(input, dim), keepdims=keepdim, dtype=kind)
+    return found
 
 
 def _mean(input: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
     found = input if dtype is None else input.astype(dtype, copy=False)
     need_float("mean", found)
     axes = _axes(found, dim)
-    return np.true_divide(np.sum(found, axis=axes, keepdims=keepdim), _count(found, axes), dtype=found.dtype)
+    mean: Array = np.true_divide(np.sum(found, axis=axes, keepdims=keepdim), _count(found, axes), dtype=found.dtype)
+    return mean
 
 
 def _count(input: Array, axes: tuple[int, ...]) -> int:
@@ -40,9 +42,10 @@ def _count(input: Array, axes: tuple[int, ...]) -> int:
 
 
 def _prod(input: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
-    kind = _summed(input, dtype)
+    kind = _sum_dtype(input, dtype)
     keep = keepdim and dim is not None
-    return np.prod(input.astype(kind, copy=False), axis=_axes(input, dim), keepdims=keep, dtype=kind)
+    found: Array = np.prod(input.astype(kind, copy=False), axis=_axes(input, dim), keepdims=keep, dtype=kind)
+    return found
 
 
 def _extreme(function: Function) -> Function:
@@ -67,7 +70,8 @@ def _var(input: Array, dim: Any, unbiased: Any, keepdim: bool, correction: Any) 
     count = _count(input, axes)
     centred = input - np.true_divide(np.sum(input, axis=axes, keepdims=True), count, dtype=input.dtype)
     squares = np.sum(centred * centred, axis=axes, keepdims=keepdim)
-    return np.true_divide(squares, max(count - correction, 0), dtype=input.dtype)
+    found: Array = np.true_divide(squares, max(count - correction, 0), dtype=input.dtype)
+    return found
 
 
 def _position(op: str, function: Function) -> Function:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from meshloom.ops.labels import normal_dim
 from meshloom.ops.shapes import section_sizes, squeezed_dims
 
 Array = np.ndarray[Any, Any]
+Formula = Callable[..., Array]
 
 
 @aware
@@ -50,7 +51,7 @@ def _split(known: Known, input: Array, **_: Any) -> tuple[Array, ...]:
     )
 
 
-def _joined(function: Function) -> Function:
+def _joining(function: Formula) -> Function:
     def join(tensors: Sequence[Array], dim: int) -> Array:
         return function(together(*tensors), axis=dim)
 
@@ -71,6 +72,6 @@ SHAPE: dict[str, Function] = {
     "split": _split,
     "chunk": _split,
     "tensor_split": _split,
-    "cat": _joined(np.concatenate),
-    "stack": _joined(np.stack),
+    "cat": _joining(np.concatenate),
+    "stack": _joining(np.stack),
 }

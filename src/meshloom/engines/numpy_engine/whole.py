@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,28 +17,32 @@ from meshloom.ops.labels import normal_dim
 from meshloom.ops.normalisation import normalised
 
 Array = np.ndarray[Any, Any]
+Formula = Callable[..., Array]
 
 
 def _log_softmax(input: Array, axis: int) -> Array:
     if not input.size:
-        return input.copy()
+        return np.array(input)
     shifted = input - np.max(input, axis=axis, keepdims=True)
-    return shifted - np.log(np.sum(np.exp(shifted), axis=axis, keepdims=True))
+    found: Array = shifted - np.log(np.sum(np.exp(shifted), axis=axis, keepdims=True))
+    return found
 
 
 def _softmax(input: Array, axis: int) -> Array:
     if not input.size:
-        return input.copy()
+        return np.array(input)
     powers = np.exp(input - np.max(input, axis=axis, keepdims=True))
-    return powers / np.sum(powers, axis=axis, keepdims=True)
+    found: Array = powers / np.sum(powers, axis=axis, keepdims=True)
+    return found
 
 
-def _along(op: str, function: Function) -> Function:
+def _along(op: str, function: Formula) -> Function:
     def apply(input: Array, dim: int, dtype: Any, _stacklevel: int) -> Array:
         found = input if dtype is None else input.astype(dtype, copy=False)
         need_float(op, found)
         axis = normal_dim(dim, found.ndim)
-        return function(found.reshape(found.shape or (1,)), axis).reshape(found.shape)
+        result: Array = function(found.reshape(found.shape or (1,)), axis).reshape(found.shape)
+        return result
 
     return apply
 
@@ -50,7 +55,8 @@ def _layer_norm(known: Known, input: Array, normalized_shape: Any, weight: Any, 
     centred = input - np.sum(input, axis=axes, keepdims=True) / count
     scaled = centred / np.sqrt(np.sum(centred * centred, axis=axes, keepdims=True) / count + eps)
     scaled = scaled if weight is None else scaled * weight
-    return scaled if bias is None else scaled + bias
+    found: Array = scaled if bias is None else scaled + bias
+    return found
 
 
 def _cross_entropy(
@@ -69,7 +75,8 @@ def _cross_entropy(
         losses, total = _by_class(logs, target, weights, ignore_index, label_smoothing)
     if reduction == "none":
         return losses
-    return np.sum(losses) if reduction == "sum" else np.true_divide(np.sum(losses), total, dtype=input.dtype)
+    found: Array = np.sum(losses) if reduction == "sum" else np.true_divide(np.sum(losses), total, dtype=input.dtype)
+    return found
 
 
 def _by_class(logs: Array, target: Array, weights: Array, ignored: int, smoothing: float) -> tuple[Array, Any]:
@@ -108,7 +115,8 @@ def _attention(
     highest = np.max(scores, axis=-1, keepdims=True)
     powers = np.exp(scores - np.where(np.isneginf(highest), 0, highest))
     sums = np.sum(powers, axis=-1, keepdims=True)
-    return np.matmul(powers / np.where(sums == 0, 1, sums), value)
+    found: Array = np.matmul(powers / np.where(sums == 0, 1, sums), value)
+    return found
 
 
 def _mask(scores: Array, mask: Array | None, is_causal: bool) -> Array:

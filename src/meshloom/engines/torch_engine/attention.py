@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.engines.node import Node
 from meshloom.engines.peers import Peers
 from meshloom.engines.torch_engine.local import Local, shared, wide_dtype
 from meshloom.errors import GradientError
@@ -38,13 +39,13 @@ def attention(
             return _attend(local, holders, query, key, value, attn_mask, rows if is_causal else None, **options)
         mask = (rows.unsqueeze(-1) >= torch.arange(key.shape[-2])).to(query.device) if is_causal else attn_mask
         return function(query, key, value, mask, **options)
-    key, value = (local.trimmed(name, each, each.dim() - 2) for name, each in (("key", key), ("value", value)))
+    key, value = (local.trim(name, each, each.dim() - 2) for name, each in (("key", key), ("value", value)))
     if attn_mask is not None:
-        attn_mask = local.trimmed("attn_mask", attn_mask, attn_mask.dim() - 1)
+        attn_mask = local.trim("attn_mask", attn_mask, attn_mask.dim() - 1)
     if not is_causal:
         return function(query, key, value, attn_mask, **options)
-    found = function(local.trimmed("query", query, dim), key, value, attn_mask, is_causal=True, **options)
-    return local.padded("query", found, dim, found.dim() - 2)
+    found = function(local.trim("query", query, dim), key, value, attn_mask, is_causal=True, **options)
+    return local.pad_like("query", found, dim, found.dim() - 2)
 
 
 def _attend(
@@ -118,7 +119,7 @@ class Ring:
         return torch.where(seen, found, -math.inf)
 
 
-class RingAttention(torch.autograd.Function):
+class RingAttention(Node):
     """softmax(query @ key.mT * scale + bias) @ value, for keys and values that lie on a ring of processes."""
 
     @staticmethod

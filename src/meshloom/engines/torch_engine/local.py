@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshloom.engines.engine import Function, aware
+from meshloom.engines.engine import Function, Marked, aware
 from meshloom.engines.layout import box, mask_of, pad, unpad
 from meshloom.engines.peers import ALONE, Peers
 from meshloom.ops import Call
@@ -20,7 +20,7 @@ from meshloom.types import Shape
 __all__ = ["Function", "Local", "aware", "dims_of", "shared", "wide_dtype"]
 
 
-def shared(function: Function) -> Function:
+def shared(function: Marked) -> Marked:
     """Mark an aware function that also works on a dim which its peers hold parts of."""
     function.is_shared = True  # type: ignore[attr-defined]
     return aware(function)
@@ -65,7 +65,7 @@ class Local:
         found: torch.Tensor = self.once(("positions", name, dim, rank), work)
         return found
 
-    def held(self, name: str, dim: int, rank: int | None = None) -> torch.Tensor:
+    def held_places(self, name: str, dim: int, rank: int | None = None) -> torch.Tensor:
         """Where along a dim this process, or another rank, stores elements: all places but the padding."""
         found: torch.Tensor = self.once(
             ("held", name, dim, rank), lambda: torch.nonzero(self.positions(name, dim, rank) >= 0).squeeze(1)
@@ -76,28 +76,28 @@ class Local:
         """For each global index along a dim where this process holds it; -1 where it does not."""
 
         def work() -> torch.Tensor:
-            found, held = torch.full((self.topology(name).shape[dim],), -1), self.held(name, dim)
+            found, held = torch.full((self.topology(name).shape[dim],), -1), self.held_places(name, dim)
             found[self.positions(name, dim)[held]] = held
             return found
 
         found: torch.Tensor = self.once(("spots", name, dim), work)
         return found
 
-    def trimmed(self, name: str, data: torch.Tensor, dim: int) -> torch.Tensor:
+    def trim(self, name: str, data: torch.Tensor, dim: int) -> torch.Tensor:
         """The operand without its padding along a dim that is looked up by index: padding may be interior."""
         topology = self.topology(name)
         if self.peers.alone or not topology.crosses(dim):
             return unpad(data, dim, topology.shape[dim], topology.shards[dim])
-        held = self.held(name, dim)
+        held = self.held_places(name, dim)
         return data if len(held) == data.shape[dim] else data.index_select(dim, held.to(data.device))
 
     def whole(self, name: str, data: torch.Tensor, dim: int) -> torch.Tensor:
-        """`trimmed` for an op that runs without padding in one process, and with it elsewhere."""
+        """`trim` for an op that runs without padding in one process, and with it elsewhere."""
         padded = data.dim() and data.shape[dim] > self.call.shape(name)[dim]
-        return self.trimmed(name, data, dim) if padded or not self.peers.alone else data
+        return self.trim(name, data, dim) if padded or not self.peers.alone else data
 
-    def padded(self, name: str, data: torch.Tensor, dim: int, place: int | None = None) -> torch.Tensor:
-        """An array with the padding of an operand's dim, at its own dim or another place: undoes `trimmed`."""
+    def pad_like(self, name: str, data: torch.Tensor, dim: int, place: int | None = None) -> torch.Tensor:
+        """An array with the padding of an operand's dim, at its own dim or another place: undoes `trim`."""
         topology = self.topology(name)
         return pad(data, dim if place is None else place, topology.shape[dim], topology.shards[dim])
 

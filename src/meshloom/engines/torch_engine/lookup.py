@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from meshloom.engines.torch_engine.local import Function, Local, shared
 from meshloom.ops.lookup import indexed_places
 
+Find = Callable[..., torch.Tensor]
+
 
 def _places(local: Local, index: torch.Tensor, dim: int, name: str = "input", lowest: int = 0) -> torch.Tensor:
     """Where this process stores what an index names along a dim; -1 where it does not. Its dtype is the index's own.
@@ -40,7 +42,7 @@ def _embedding(local: Local, input: Any, weight: Any, padding_idx: int | None) -
     if local.peers.alone:
         if padding_idx is not None and padding_idx < 0:
             padding_idx += local.call.shape("weight")[0]
-        return F.embedding(input, local.trimmed("weight", weight, 0), padding_idx)
+        return F.embedding(input, local.trim("weight", weight, 0), padding_idx)
     place = _places(local, input, 0, "weight")
     missing = place < 0
     ignored = -1 if padding_idx is None else int(local.spots("weight", 0)[padding_idx])
@@ -54,7 +56,7 @@ def _finding(function: Callable[..., torch.Tensor], wraps: bool = False) -> Func
     @shared
     def find(local: Local, input: torch.Tensor, dim: int | None = None, **others: Any) -> torch.Tensor:
         if dim is None:
-            return _take(local, input, *others.values(), function=function)
+            return _take(local, input, next(iter(others.values())), function)
         if local.peers.alone:
             return function(local.whole("input", input, dim % max(input.dim(), 1)), dim=dim, **others)
         dim, name = dim % input.dim(), "indices" if "indices" in others else "index"
@@ -70,7 +72,7 @@ def _finding(function: Callable[..., torch.Tensor], wraps: bool = False) -> Func
 
 
 @shared
-def _take(local: Local, input: torch.Tensor, index: torch.Tensor, function: Function = torch.take) -> torch.Tensor:
+def _take(local: Local, input: torch.Tensor, index: torch.Tensor, function: Find = torch.take) -> torch.Tensor:
     """Elements by their flat position in the whole; `take` also counts from the end."""
     if local.peers.alone:
         for dim in range(input.dim()):
@@ -111,7 +113,7 @@ def _writing(function: Callable[..., torch.Tensor], from_end: bool = False) -> F
 
 def _back(local: Local, input: torch.Tensor, result: torch.Tensor, dim: int) -> torch.Tensor:
     """The result with the padding that was taken off the input."""
-    return result if result.shape == input.shape else local.padded("input", result, dim)
+    return result if result.shape == input.shape else local.pad_like("input", result, dim)
 
 
 def _roomy(input: torch.Tensor, dim: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from meshloom.ops.labels import broadcast
 from meshloom.types import Shape
 
 
-def _reduced(local: Local, each: torch.Tensor, reduction: str) -> torch.Tensor:
+def _reduce_elements(local: Local, each: torch.Tensor, reduction: str) -> torch.Tensor:
     """The loss of some elements: a mean counts the elements of the whole."""
     if reduction == "none":
         return each
@@ -39,7 +39,7 @@ def _element_loss(function: Callable[..., torch.Tensor]) -> Function:
         here = broadcast([tuple(each.shape) for each in given.values() if isinstance(each, torch.Tensor)])
         if here == _whole(local):
             return function(**given, reduction=reduction)
-        return _reduced(local, function(**given, reduction="none"), reduction)
+        return _reduce_elements(local, function(**given, reduction="none"), reduction)
 
     return loss
 
@@ -49,7 +49,7 @@ def _formula_loss(formula: Callable[..., torch.Tensor]) -> Function:
 
     @aware
     def loss(local: Local, reduction: str, size_average: Any = None, reduce: Any = None, **given: Any) -> torch.Tensor:
-        return _reduced(local, formula(**given), reduction)
+        return _reduce_elements(local, formula(**given), reduction)
 
     return loss
 
@@ -76,13 +76,13 @@ def _class_loss(function: Callable[..., torch.Tensor]) -> Function:
         peers, topology = local.peers, local.topology("input")
         holders = peers if peers.alone else peers.along(topology.mesh, topology.axes_of[dim])
         if holders.alone:
-            x = local.trimmed("input", input, dim)
-            weight = None if weight is None else local.trimmed("weight", weight, 0)
+            x = local.trim("input", input, dim)
+            weight = None if weight is None else local.trim("weight", weight, 0)
             way = reduction if peers.alone else "none"
             each = function(x, target, weight, ignore_index=ignore_index, reduction=way, **smoothing)
             if peers.alone:
                 return each
-            counted = _counted(each, target, weight, ignore_index)
+            counted = _count_samples(each, target, weight, ignore_index)
         else:
             each, counted = _Classes(local, holders, dim, input).losses(target, weight, ignore_index, **smoothing)
         return _reduce_batch(local, reduction, input, dim, each, counted)
@@ -90,7 +90,7 @@ def _class_loss(function: Callable[..., torch.Tensor]) -> Function:
     return loss
 
 
-def _counted(each: torch.Tensor, target: Any, weight: Any, ignore_index: int) -> torch.Tensor:
+def _count_samples(each: torch.Tensor, target: Any, weight: Any, ignore_index: int) -> torch.Tensor:
     """What each sample counts in a mean."""
     if target.is_floating_point():
         return torch.ones_like(each)

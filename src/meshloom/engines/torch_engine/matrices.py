@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,14 +43,17 @@ def _pair(function: Function) -> Function:
     return run
 
 
+_SOLVE: Callable[..., torch.Tensor] = torch.linalg.solve
+
+
 @aware
 def _solve(local: Local, input: torch.Tensor, other: torch.Tensor, left: bool) -> torch.Tensor:
     """Matrices on the right get as many dims as there are on the left, so that none is taken for a vector."""
     matrix = _regular(local, input)
     if has_vectors(local.call):
-        return torch.linalg.solve(matrix, other.unsqueeze(-1), left=left).squeeze(-1)
+        return _SOLVE(matrix, other.unsqueeze(-1), left=left).squeeze(-1)
     missing = max(matrix.dim() - other.dim(), 0)
-    return torch.linalg.solve(matrix, other[(None,) * missing], left=left)
+    return _SOLVE(matrix, other[(None,) * missing], left=left)
 
 
 def _cholesky_solve(input: torch.Tensor, other: torch.Tensor, upper: bool) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def _wide(local: Local, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return input.to(wide_dtype(dtype))
 
 
-def _softmax(function: Function) -> Function:
+def _softmax(function: Callable[..., torch.Tensor]) -> Function:
     @shared
     def run(local: Local, input: torch.Tensor, dim: int, dtype: Any, _stacklevel: Any) -> torch.Tensor:
         if local.peers.alone:

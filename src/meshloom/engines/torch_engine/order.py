@@ -33,9 +33,9 @@ def _topk(local: Local, input: torch.Tensor, k: int, dim: int, largest: bool, so
     own = local.whole("input", input, dim)
     if peers.alone:
         return torch.topk(own, k, dim, largest, sorted)
-    counts = [min(k, len(local.held("input", dim, rank))) for rank in peers.ranks]
+    counts = [min(k, len(local.held_places("input", dim, rank))) for rank in peers.ranks]
     values, spots = torch.topk(own, counts[peers.index], dim, largest)
-    positions = local.positions("input", dim)[local.held("input", dim)]
+    positions = local.positions("input", dim)[local.held_places("input", dim)]
     indices = torch.empty_like(spots) if spots.is_meta else positions.to(spots.device)[spots]
 
     def join(data: torch.Tensor) -> torch.Tensor:

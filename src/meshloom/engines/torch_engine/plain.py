@@ -20,7 +20,7 @@ Fixed = dict[str, Any]
 Short = Callable[[Local, Fixed], Function | None]
 
 
-def _reduced(function: Function) -> Short:
+def _reduction(function: Function) -> Short:
     def short(local: Local, fixed: Fixed) -> Function | None:
         ndim = len(local.call.shape("input"))
         dims = normal_dims(fixed["dim"], ndim)
@@ -57,7 +57,7 @@ def _rms_norm(local: Local, fixed: Fixed) -> Function:
     return lambda input, weight=None: torch.rms_norm(input, shape, weight, eps)
 
 
-def _joined(function: Callable[..., torch.Tensor]) -> Short:
+def _joining(function: Callable[..., torch.Tensor]) -> Short:
     def short(local: Local, fixed: Fixed) -> Function | None:
         dim, given = fixed["dim"], fixed["tensors"]
         in_order = given == tuple(map(Ref, range(len(given))))
@@ -67,10 +67,10 @@ def _joined(function: Callable[..., torch.Tensor]) -> Short:
 
 
 PLAIN: dict[str, Short] = {
-    "cat": _joined(torch.cat),
-    "stack": _joined(torch.stack),
-    "sum": _reduced(torch.sum),
-    "mean": _reduced(torch.mean),
+    "cat": _joining(torch.cat),
+    "stack": _joining(torch.stack),
+    "sum": _reduction(torch.sum),
+    "mean": _reduction(torch.mean),
     "softmax": _softmax(torch.softmax),
     "log_softmax": _softmax(torch.log_softmax),
     "layer_norm": _layer_norm,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from meshloom.engines.node import Node
 from meshloom.engines.peers import Peers
 from meshloom.engines.torch_engine.local import Function, Local, aware, dims_of, shared, wide_dtype
 
@@ -50,12 +51,12 @@ def _deviations(local: Local, x: torch.Tensor, dims: tuple[int, ...]) -> torch.T
     return centre(local, x, local.mask(x, dims), dims, local.count(dims))[0]
 
 
-def _variance(local: Local, middle: torch.Tensor, dims: tuple[int, ...], freedom: Any) -> torch.Tensor:
+def _variance(local: Local, middle: torch.Tensor, dims: tuple[int, ...], freedom: float) -> torch.Tensor:
     squares = (middle * middle.conj()).real if middle.is_complex() else middle.square()
     return local.peers.sum(squares.sum(dims, keepdim=True)) / max(freedom, 0)
 
 
-class _Variance(torch.autograd.Function):
+class _Variance(Node):
     """The variance among peers. Its gradient is torch's own, which does not go through the mean: inf - inf is nan."""
 
     @staticmethod
@@ -75,7 +76,7 @@ class _Variance(torch.autograd.Function):
         return found if mask is None else torch.where(mask, found, 0), None, None, None
 
 
-def _spread(function: Function) -> Function:
+def _spread(function: Callable[..., torch.Tensor]) -> Function:
     """var or std: torch's own where all is here and nothing is padded. Where the variance is zero std has no slope."""
 
     @shared
@@ -126,7 +127,8 @@ def _logsumexp(local: Local, input: torch.Tensor, dim: Any, keepdim: bool) -> to
 
 @shared
 def _vector_norm(local: Local, input: torch.Tensor, ord: float, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
-    dims, kind, norm = dims_of(input, dim), dtype or input.dtype, torch.linalg.vector_norm
+    dims, kind = dims_of(input, dim), dtype or input.dtype
+    norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm
     is_empty = math.isfinite(ord) and (input.numel() == 0 or not (kind.is_floating_point or kind.is_complex))
     if local.peers.alone or is_empty:
         return norm(input, ord, dims or None, keepdim, dtype=dtype)
@@ -138,7 +140,7 @@ def _vector_norm(local: Local, input: torch.Tensor, ord: float, dim: Any, keepdi
     return found if keepdim else found.squeeze(dims)
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Node):
     """The norm of the parts' norms. Its gradient asks for the norm of all, and not how a part makes up for it."""
 
     @staticmethod
@@ -162,7 +164,7 @@ class _Norm(torch.autograd.Function):
         return torch.where(none | idle, 0, part.sgn() * part.abs().pow(ctx.ord - 1) * gradient), None, None, None
 
 
-class _Extreme(torch.autograd.Function):
+class _Extreme(Node):
     """The largest or smallest element; equal ones share its gradient, wherever they are."""
 
     @staticmethod
@@ -192,7 +194,7 @@ def _extreme(function: Callable[..., torch.Tensor], op: str) -> Function:
     return run
 
 
-def _indexed(function: Function, largest: bool, has_values: bool = False) -> Function:
+def _extreme_index(function: Function, largest: bool, has_values: bool = False) -> Function:
     """Where the largest or smallest element is, by its global index, and which it is."""
 
     @shared
@@ -215,7 +217,7 @@ def _indexed(function: Function, largest: bool, has_values: bool = False) -> Fun
     return run
 
 
-class _Shown(torch.autograd.Function):
+class _Shown(Node):
     """The best value of all peers; its gradient goes to the one that has it."""
 
     @staticmethod
@@ -266,8 +268,8 @@ REDUCTIONS: dict[str, Function] = {
     "any": _over_dims(torch.any),
     "all": _over_dims(torch.all),
     "var": _spread(torch.var),
-    "argmax": _indexed(torch.argmax, True),
-    "argmin": _indexed(torch.argmin, False),
+    "argmax": _extreme_index(torch.argmax, True),
+    "argmin": _extreme_index(torch.argmin, False),
     "std": _spread(torch.std),
     "nansum": _nansum,
     "nanmean": _nanmean,
@@ -280,6 +282,6 @@ REDUCTIONS: dict[str, Function] = {
     "kthvalue": torch.kthvalue,
     "quantile": torch.quantile,
     "nanquantile": torch.nanquantile,
-    "max_dim": _indexed(torch.max, True, has_values=True),
-    "min_dim": _indexed(torch.min, False, has_values=True),
+    "max_dim": _extreme_index(torch.max, True, has_values=True),
+    "min_dim": _extreme_index(torch.min, False, has_values=True),
 }

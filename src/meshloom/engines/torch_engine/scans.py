@@ -31,7 +31,8 @@ class Chunks:
 
     def split(self, data: torch.Tensor) -> torch.Tensor:
         """The dim as chunks and what is in a chunk: (..., here, size, ...)."""
-        return data.unflatten(self.dim, (self.here, self.size))
+        chunks: torch.Tensor = data.unflatten(self.dim, (self.here, self.size))
+        return chunks
 
     def before(self, totals: torch.Tensor, nothing: float, scan: Totals) -> torch.Tensor:
         """For each chunk here what the scan makes of the totals of all before it, from totals (..., here, ...)."""
@@ -88,8 +89,8 @@ def _extreme_scan(function: Callable[..., Any], better: Callable[..., torch.Tens
             return tuple(function(input, 0))
         dim = dim % input.dim()
         if local.peers.alone:
-            found = function(local.trimmed("input", input, dim), dim)
-            return tuple(local.padded("input", each, dim) for each in found)
+            found = function(local.trim("input", input, dim), dim)
+            return tuple(local.pad_like("input", each, dim) for each in found)
         if input.numel() == 0:
             return tuple(function(input, dim))
         chunks = _chunks(local, dim)

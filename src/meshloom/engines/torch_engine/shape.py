@@ -53,7 +53,7 @@ def _padded_index(shape: Shape, index: Any) -> tuple[Any, ...]:
 @aware
 def _split(local: Local, input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
     dim, sizes = section_sizes(local.call)
-    return input.split(sizes, dim)
+    return torch.split(input, list(sizes), dim)
 
 
 @aware

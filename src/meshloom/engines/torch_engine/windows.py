@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from meshloom.engines.torch_engine.local import Function, Local, aware
 from meshloom.ops.windows import slid_dims
 
 
-def _conv(function: Function) -> Function:
+def _conv(function: Callable[..., torch.Tensor]) -> Function:
     """A convolution of what is there: with sharded groups a device has its share of them."""
 
     @aware
@@ -29,7 +30,7 @@ def _pool(function: Function) -> Function:
     )
 
 
-def _adaptive(function: Function) -> Function:
+def _adaptive(function: Callable[..., torch.Tensor]) -> Function:
     """The result's size where windows slide: a device's own, if they are sharded."""
 
     @aware
