@@ -27,7 +27,7 @@ from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import redistribute, same_storage
 from meshloom.tensor.named import find_named
 from meshloom.ttnn import surface
-from meshloom.ttnn.distributed.views import asked, carried, lifted, lowered
+from meshloom.ttnn.distributed.views import carry, lift, lower, read_output
 from meshloom.ttnn.ops.activations import GeluVariant, activate
 from meshloom.ttnn.ops.block_moves import inside
 from meshloom.ttnn.ops.calling import describe, op, operands, result
@@ -116,15 +116,15 @@ def run_on_wholes(
     like = given[LIKE.get(name, 0)] if len(given) > 1 else given[0]
     kind = dtype or (like if output_tensor is None else output_tensor).dtype
     cast = exact if name in SUMS else lambda block: fine(block, kind)
-    wholes = [lifted(each, cast(block)) for each, block in zip(given, blocks, strict=True)]
-    wanted = None if output is None else asked(output, device)
+    wholes = [lift(each, cast(block)) for each, block in zip(given, blocks, strict=True)]
+    wanted = None if output is None else read_output(output, device)
     mesh = _meeting(device.runtime.mesh.with_lease(None), wholes, wanted, strategy)
     with _print_plan(explain), _choose_rows(strategy, mesh):
-        met = iter([carried(whole, mesh) for whole in wholes])
+        met = iter([carry(whole, mesh) for whole in wholes])
         given_natives = {each: _replace(value, met) for each, value in arguments.items()}
         found = compute(**given_natives, output=wanted[1] if wanted is not None and wanted[0] == mesh else None)
         several = [each if wanted is None else _bring(each, *wanted) for each in _as_list(found)]
-        parts = [lowered(each, like.grid) for each in several]
+        parts = [lower(each, like.grid) for each in several]
     if activation is not None:
         _check_no_terms(name, several)
         parts = [(activate(block, activation), label) for block, label in parts]
@@ -184,7 +184,7 @@ def _meeting(mesh: Mesh, wholes: Sequence[Native], wanted: tuple[Mesh, Any] | No
 
 
 def _bring(found: Native, mesh: Mesh, placements: tuple[Placement, ...]) -> Native:
-    moved = carried(found, mesh)
+    moved = carry(found, mesh)
     return redistribute(moved, as_placements(placements, mesh, moved.ndim))
 
 

@@ -2,7 +2,7 @@
 
 A label is about a distribution shape, and so is the native tensor that it describes: it lies on the mesh *seen in that
 shape* (`view`), the same devices row-major. A dim cut by [8] on a mesh of 2x4 is then one cut into 8 chunks, with its
-padding at the end, as the label says it. Tensors that have to meet are brought to one view (`carried`): where both
+padding at the end, as the label says it. Tensors that have to meet are brought to one view (`carry`): where both
 cut alike the array stays as it is, else the tensor is gathered first, which is seen by whoever watches communication.
 
     [8] S(0)  f32[16, 4] on Mesh(x0=8)      ->  S(0), S(0) on Mesh(x0=2, x1=4): chunk 2 * 4 + 3 is chunk 3 of chunk 2
@@ -63,7 +63,7 @@ class Reading:
     is_in_order: bool
 
 
-def lifted(tensor: Tensor, block: Block | None = None) -> Native:
+def lift(tensor: Tensor, block: Block | None = None) -> Native:
     """The whole of a tensor as its label describes it, or of a block that lies as the tensor's does (a cast of it)."""
     values, reading = tensor.block if block is None else block, _read(tensor)
     if not reading.is_in_order:
@@ -180,7 +180,7 @@ def cutting(topology: Topology, dim: int) -> list[int]:
 # between views
 
 
-def carried(tensor: Native, mesh: Mesh) -> Native:
+def carry(tensor: Native, mesh: Mesh) -> Native:
     """The same tensor on another view of its devices."""
     if tensor.mesh == mesh:
         return tensor
@@ -206,7 +206,7 @@ def _alike(here: Topology, mesh: Mesh) -> Topology | None:
 # from a topology to a label
 
 
-def lowered(tensor: Native, grid: Sequence[int]) -> tuple[Block, TensorTopology]:
+def lower(tensor: Native, grid: Sequence[int]) -> tuple[Block, TensorTopology]:
     """What every device of a grid holds of a tensor, and the label that says so."""
     tensor = _with_padding_at_the_end(tensor)
     topology, mesh = tensor.topology, tensor.mesh
@@ -223,7 +223,7 @@ def lowered(tensor: Native, grid: Sequence[int]) -> tuple[Block, TensorTopology]
 
 @lru_cache(maxsize=4096)
 def _label(topology: Topology, grid: tuple[int, ...]) -> TensorTopology:
-    placements = [_labelled(each, topology) for each in topology.placements]
+    placements = [_make_label(each, topology) for each in topology.placements]
     return TensorTopology(topology.mesh.shape, placements, list(Mesh.of(grid).coordinates()))
 
 
@@ -237,7 +237,7 @@ def _with_padding_at_the_end(tensor: Native) -> Native:
     return redistribute(tensor, kept)
 
 
-def _labelled(placement: Placement, topology: Topology) -> LabelPlacement:
+def _make_label(placement: Placement, topology: Topology) -> LabelPlacement:
     if isinstance(placement, Shard):
         padded = placement.dim in topology.padded_dims
         return PlacementShard(placement.dim, topology.shape[placement.dim] if padded else None)
@@ -247,7 +247,7 @@ def _labelled(placement: Placement, topology: Topology) -> LabelPlacement:
 # what is asked for
 
 
-def asked(output: Any, device: MeshDevice) -> tuple[Mesh, tuple[Placement, ...]]:
+def read_output(output: Any, device: MeshDevice) -> tuple[Mesh, tuple[Placement, ...]]:
     """The view and the placements that `output=` stands for.
 
     One placement is about all devices row-major, as a mapper takes it; several are about the axes of the mesh. A label,
