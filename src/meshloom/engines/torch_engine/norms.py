@@ -17,7 +17,7 @@ from meshloom.ops.normalisation import normalised, softmax_dim
 
 def _wide(local: Local, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The input in the dtype in which sums are made; integers cannot be normalised."""
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         raise DTypeError(f"{local.call.op} takes floating-point numbers, not {short_name(dtype)}")
     return input.to(wide_dtype(dtype))
 
