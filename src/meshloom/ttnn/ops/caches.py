@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
+from meshloom.placement import Shard
 from meshloom.ttnn.ops.attending import positions_of, regroup
 from meshloom.ttnn.ops.block_moves import inside, row_offsets, spread, writable_block
 from meshloom.ttnn.ops.calling import op, operands
-from meshloom.ttnn.ops.topologies import rows, topology_of
+from meshloom.ttnn.ops.topologies import Frame, rows, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block, lead
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementShard
+from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementShard, TensorTopology
 
 Coords = Collection[Sequence[int]] | None
 
@@ -258,7 +259,11 @@ def _put(
 def _update_label(
     name: str, cache: Tensor, source: Tensor, dims: Sequence[int], places: Sequence[int], others: Sequence[Tensor] = ()
 ) -> Tensor:
-    """The label of a cache after a write: what cuts the tokens cuts the cache, unless it is cut otherwise already."""
+    """The label of a cache after a write: what cuts the tokens cuts the cache, unless it is cut otherwise already.
+
+    A cache that one axis cuts and tokens that only another one cuts are shards of unlike global tensors: 2 x H heads
+    and 4 x H on a mesh of 2x4. There is no global tensor of the result.
+    """
     every, beside, alike = range(len(cache.shape)), ", *" * len(others), ", R" * len(others)
     cuts = [
         f"{now}, S({dim}){beside} -> S({place})"
@@ -269,8 +274,21 @@ def _update_label(
     kept = ["R", "P(unknown)", *(f"S({dim})" for dim in every if dim not in dims)]
     cuts += [f"S({dim}), {new}{beside} -> S({dim})" for dim in every for new in kept]
     cuts += [f"{each}, {each}{alike} -> {each}" for each in ("R", "P(sum)", "P(mean)")]
-    cache.update_tensor_topology(topology_of(rows(*cuts, exact=True), cache, source, *others))
+    label = topology_of(rows(*cuts, exact=True), cache, source, *others)
+    if label is not cache.tensor_topology():
+        label = _without_strangers(label, Frame([cache, source, *others]))
+    cache.update_tensor_topology(label)
     return cache
+
+
+def _without_strangers(label: TensorTopology, frame: Frame) -> TensorTopology:
+    """Unknown along the axes that cut the tokens alone, if another axis cuts the cache alone."""
+    pairs = [tuple(isinstance(each, Shard) for each in pair) for pair in zip(*frame.axes[:2], strict=True)]
+    if (True, False) not in pairs or (False, True) not in pairs:
+        return label
+    placements = label.placements() * (len(pairs) // len(label.placements()))
+    told = zip(placements, pairs, strict=True)
+    return frame.topology([UNKNOWN if pair == (False, True) else each for each, pair in told])
 
 
 def _unknown(cache: Tensor) -> Tensor:
