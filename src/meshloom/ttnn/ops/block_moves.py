@@ -98,7 +98,7 @@ def writable_block(tensor: Tensor, sizes: Sequence[int]) -> Block:
     block, axes = tensor.block, len(tensor.grid)
     wanted = tuple(max(have, need) for have, need in zip(block.shape[:axes], sizes, strict=True))
     if wanted != tuple(block.shape[:axes]) or not block.is_contiguous():
-        tensor._block = _grow(block, (*wanted, *block.shape[axes:]))
+        tensor.grow(_grow(block, (*wanted, *block.shape[axes:])))
     return tensor.block
 
 
