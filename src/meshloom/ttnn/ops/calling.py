@@ -23,7 +23,7 @@ from meshloom.ttnn.ops.signatures import Binding, forms
 from meshloom.ttnn.ops.topologies import Rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import MemoryConfig
-from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.parts import Block, part
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 
@@ -72,7 +72,7 @@ class Made:
         number = kind._value_
         values = self.block if self.block.dtype is _EXACT[number] else rounded(self.block, kind)
         if output is not None:
-            made = _write_into(values, output, like, self.topology)
+            made = _write_into(values, output, like, self.topology, self.coords or like._coords)
         else:
             made = Tensor(
                 values,
@@ -308,7 +308,9 @@ def result(
     return Made(block, like, topology, dtype, layout, memory_config, output_tensor, coords).tensor()
 
 
-def _write_into(values: Block, output: Tensor, like: Tensor, topology: TensorTopology) -> Tensor:
+def _write_into(
+    values: Block, output: Tensor, like: Tensor, topology: TensorTopology, coords: tuple[MeshCoordinate, ...] | None
+) -> Tensor:
     axes = len(output.grid)
     if output._device is not like._device:
         raise OperandError(
@@ -320,8 +322,18 @@ def _write_into(values: Block, output: Tensor, like: Tensor, topology: TensorTop
             f"output_tensor has shape {list(output.shape)}, the result {list(values.shape[axes:])}",
             fix="give one of the shape of the result",
         )
+    if coords is not None and coords != output._coords:
+        values = _replace_parts(output, values, coords)
     output.write(values)
     if output._device is not None and (output._device.watched or state.capture is not None):
         queues.used(output._device, "op", writes=(output,))
     output.update_tensor_topology(topology)
     return output
+
+
+def _replace_parts(output: Tensor, values: Block, coords: Sequence[MeshCoordinate]) -> Block:
+    """What an output holds, with the values of some devices: the others made nothing and keep what they have."""
+    kept = output.block.expand(*output.grid, *output.shape).clone()
+    for place in coords:
+        kept[tuple(place)] = part(values, place)
+    return kept
