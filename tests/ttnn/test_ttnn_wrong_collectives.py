@@ -410,6 +410,42 @@ def test_what_a_trace_refers_to_does_not_move_when_a_view_of_it_is_written(meshe
     ttnn.release_trace(mesh, trace)
 
 
+@pytest.mark.parametrize("is_stored_once", [True, False])
+def test_what_is_written_into_the_tensor_of_one_device_is_on_that_device_alone(
+    meshes: Any, is_stored_once: bool
+) -> None:
+    mesh = meshes(1, 4)
+    mapper = ttnn.ReplicateTensorToMesh(mesh) if is_stored_once else ttnn.ShardTensorToMesh(mesh, dim=0)
+    x = ttnn.from_torch(torch.zeros(1 if is_stored_once else 4, 2), device=mesh, mesh_mapper=mapper)
+    second, last = ttnn.get_device_tensors(x)[1::2]
+    ttnn.copy_host_to_device_tensor(ttnn.from_torch(torch.ones(1, 2)), second)
+    ttnn.add_(last, 5.0)
+    ttnn.add(second, second, output_tensor=second)
+    assert [each.flatten().tolist() for each in parts(x)] == [[0, 0], [2, 2], [0, 0], [5, 5]]
+    assert ttnn.to_torch(second).tolist() == [[2, 2]]
+    assert (UNKNOWN in x.tensor_topology().placements()) == is_stored_once
+
+
+@pytest.mark.parametrize("is_stored_once", [True, False])
+def test_the_cache_of_one_device_is_written_on_that_device_alone(meshes: Any, is_stored_once: bool) -> None:
+    mesh = meshes(1, 4)
+    tokens = ttnn.from_torch(torch.ones(1, 1, 2, 2), device=mesh)
+    writes = (
+        lambda cache: ttnn.fill_cache(cache, tokens, 0),
+        lambda cache: ttnn.update_cache(cache, tokens, 1),
+        lambda cache: ttnn.experimental.paged_update_cache(cache, tokens, update_idxs=[1]),
+        lambda cache: ttnn.experimental.slice_write(tokens, cache, [0, 0, 0, 0], [1, 1, 2, 2], [1, 1, 1, 1]),
+    )
+    for write in writes:
+        lead = (1, 1) if is_stored_once else (1, 4)
+        cache = of_block(mesh, torch.zeros(*lead, 1, 1, 4, 2), R, R)
+        write(ttnn.get_device_tensors(cache)[2])
+        assert [bool(each.any()) for each in parts(cache)] == [False, False, True, False]
+    positions = of_block(mesh, torch.zeros(1, 1, 3).int(), R, R)
+    ttnn.plus_one(ttnn.get_device_tensors(positions)[1])
+    assert [each.tolist() for each in parts(positions)] == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]
+
+
 def test_a_host_tensor_that_has_views_is_pickled_without_them(meshes: Any) -> None:
     once = ttnn.from_torch(numbers(2, 4), device=meshes(1, 4)).cpu()
     single = ttnn.get_device_tensors(once)

@@ -14,7 +14,7 @@ import torch
 from meshloom.errors import OperandError
 from meshloom.placement import Shard
 from meshloom.ttnn.ops.attending import positions_of, regroup
-from meshloom.ttnn.ops.block_moves import inside, row_offsets, spread, writable_block
+from meshloom.ttnn.ops.block_moves import copy_parts, inside, row_offsets, spread, writable_block
 from meshloom.ttnn.ops.calling import op, operands
 from meshloom.ttnn.ops.topologies import Frame, rows, topology_of
 from meshloom.ttnn.tensor.formats import rounded
@@ -52,7 +52,7 @@ def fill_cache(cache_tensor: Tensor, input_tensor: Tensor, batch_idx: int, *, up
         )
     room = writable_block(cache_tensor, values.shape[: len(cache_tensor.grid)])
     target = room.select(-4, batch_idx).narrow(-2, update_idx, count)
-    target.copy_(rounded(values.squeeze(-4), cache_tensor.dtype))
+    copy_parts(cache_tensor, target, rounded(values.squeeze(-4), cache_tensor.dtype))
     return _update_label("fill_cache", cache_tensor, input_tensor, (1, 2, 3), (1, 2, 3))
 
 
@@ -74,7 +74,7 @@ def update_cache(cache: Tensor, input: Tensor, update_idx: int, batch_offset: in
         )
     room = writable_block(cache, values.shape[: len(cache.grid)])
     some = values.squeeze(-4).narrow(-2, batch_offset, users).transpose(-3, -2)  # [*mesh, users, H, D]
-    room.select(-2, update_idx).copy_(rounded(some, cache.dtype))
+    copy_parts(cache, room.select(-2, update_idx), rounded(some, cache.dtype))
     return _update_label("update_cache", cache, input, (2, 1, 3), (0, 1, 3))
 
 
@@ -214,7 +214,8 @@ def _rows_of_user(name: str, table: Tensor, user: int, tensor: Tensor | None, ax
 
 
 def _elsewhere(skipped: Block, cache: Tensor, coords: Coords) -> Block:
-    """With all devices skipped but those at some coordinates."""
+    """With all devices skipped but those at some coordinates, or those that a cache on part of a mesh lies on."""
+    coords = cache._coords if coords is None else coords
     if coords is None:
         return skipped
     here = torch.zeros(cache.grid, dtype=torch.bool)
@@ -309,5 +310,6 @@ def plus_one(input_tensor: Tensor, skip_negative_entries: bool = False) -> Tenso
     if input_tensor.dtype.is_float:
         raise OperandError(f"ttnn.plus_one takes integers, not {input_tensor.dtype}", fix="ttnn.int32 or ttnn.uint32")
     step = (block >= 0).to(block.dtype) if skip_negative_entries else 1
-    writable_block(input_tensor, block.shape[: len(input_tensor.grid)]).copy_(rounded(block + step, input_tensor.dtype))
+    room = writable_block(input_tensor, block.shape[: len(input_tensor.grid)])
+    copy_parts(input_tensor, room, rounded(block + step, input_tensor.dtype))
     return input_tensor

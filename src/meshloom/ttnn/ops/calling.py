@@ -23,7 +23,7 @@ from meshloom.ttnn.ops.signatures import Binding, forms
 from meshloom.ttnn.ops.topologies import Rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import MemoryConfig
-from meshloom.ttnn.tensor.parts import Block, part
+from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 
@@ -322,18 +322,8 @@ def _write_into(
             f"output_tensor has shape {list(output.shape)}, the result {list(values.shape[axes:])}",
             fix="give one of the shape of the result",
         )
-    if coords is not None and coords != output._coords:
-        values = _replace_parts(output, values, coords)
-    output.write(values)
+    output.write(values, coords)
     if output._device is not None and (output._device.watched or state.capture is not None):
         queues.used(output._device, "op", writes=(output,))
     output.update_tensor_topology(topology)
     return output
-
-
-def _replace_parts(output: Tensor, values: Block, coords: Sequence[MeshCoordinate]) -> Block:
-    """What an output holds, with the values of some devices: the others made nothing and keep what they have."""
-    kept = output.block.expand(*output.grid, *output.shape).clone()
-    for place in coords:
-        kept[tuple(place)] = part(values, place)
-    return kept

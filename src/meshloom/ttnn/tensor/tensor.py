@@ -390,20 +390,36 @@ class Tensor(metaclass=_Making):
             else:
                 each._block = part(block, place).reshape(each._block.shape)
 
-    def write(self, values: Block) -> None:
-        """Take on other values, in place. An array that held the same for all devices grows where they now differ."""
+    def write(self, values: Block, places: Sequence[Sequence[int]] | None = None) -> None:
+        """Take on other values, in place; only on the devices that it lies on, or on some of them. An array that held
+        the same for all devices grows where they now differ."""
+        axes = len(self._grid)
+        if places is None or places == self._coords:
+            places = self._coords
+            is_alone = self._sharers is None and all(size == 1 for size in self.block.shape[:axes])
+            if places is None or is_alone:
+                self._give_parts(values.shape[:axes]).copy_(values)
+                return
+        before, room = self.block, self._give_parts(self._grid)
+        if room is not before:
+            room.copy_(before)
+        for place in places:
+            part(room, place).copy_(part(values, place))
+
+    def _give_parts(self, sizes: Sequence[int]) -> Block:
+        """Its array with at least these mesh axes; a new one, with nothing in it, if it has to grow."""
         room, axes = self.block, len(self._grid)
-        if any(have < need for have, need in zip(room.shape[:axes], values.shape[:axes], strict=True)):
+        if any(have < need for have, need in zip(room.shape[:axes], sizes, strict=True)):
             pinned = self._pinned or any(each._pinned for each, _ in self.sharers())
             if pinned and not (state.capture is not None and state.capture.makes(room)):
                 raise TraceError(
                     "a trace was captured while all devices held the same in this tensor, and now they would differ",
                     fix="make it with ttnn.allocate_tensor_on_device before the capture, or shard it from the start",
                 )
-            lead = tuple(map(max, room.shape[:axes], values.shape[:axes]))
+            lead = tuple(map(max, room.shape[:axes], sizes))
             room = torch.empty((*lead, *room.shape[axes:]), dtype=room.dtype)
             self.grow(room)
-        room.copy_(values)
+        return room
 
     def wait(self) -> None:
         """Return when what was queued on its mesh is done, for the host is about to read it."""
