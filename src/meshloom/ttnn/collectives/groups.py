@@ -204,7 +204,7 @@ class Group:
 
     # labels
 
-    @property
+    @functools.cached_property
     def known(self) -> Sequence[Placement]:
         """What the tensor's label says of every mesh axis; one over all devices says nothing of axes of one device."""
         shape = self.mesh.shape
