@@ -20,7 +20,7 @@ GRIDS = [(1, 1), (1, 4), (2, 2), (2, 1), (3, 2), (2, 1, 2)]
 
 
 class NoWhole(Exception):
-    """A label that says that no whole can be told."""
+    """A label that says that the global tensor cannot be reconstructed."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@
     ├── DivergenceError      RuntimeError         processes of one run that do different things
     ├── GradientError        RuntimeError         a gradient that cannot be had that way
     ├── LaunchError          RuntimeError         a run that cannot start, or a rank of it that failed
-    ├── PeerLostError            RuntimeError         a process that is gone, never came, or does not answer in time
+    ├── PeerLostError        RuntimeError         a process that is gone, never came, or does not answer in time
     ├── RaceError            RuntimeError         two uses of one memory that nothing orders, or a result used too early
     ├── OutOfMemoryError     MemoryError *        a buffer or tensor that the devices have no room for
     ├── ClosedError          RuntimeError         a mesh that was closed, a buffer freed, a trace released

@@ -89,7 +89,7 @@ def call(name: str, x: Tensor, dim: int, axis: int | None, mode: str) -> Tensor:
     if name == "mesh_partition":
         return ttnn.mesh_partition(x, dim, axis)
     if name == "all_to_all":
-        return ttnn.experimental.all_to_all_async_generic(x, dim, -1, cluster_axis=axis, mode=mode)
+        return ttnn.experimental.all_to_all_async_generic(x, -1, dim, cluster_axis=axis, mode=mode)
     return getattr(ttnn, name)(x, dim, cluster_axis=axis, mode=mode)
 
 
@@ -309,7 +309,7 @@ def test_broadcast_reaches_the_senders_group_and_leaves_the_others(meshes: Any, 
     column = ttnn.broadcast(x, ttnn.MeshCoordinate(1, 2), cluster_axis=0, mode=mode)
     assert column.block.flatten().tolist() == [0, 1, 6, 3, 4, 5, 6, 7]
     everywhere = ttnn.broadcast(x, ttnn.MeshCoordinate(1, 2), mode=mode)
-    assert everywhere.block.flatten().tolist() == [6] and everywhere.tensor_topology() == label(mesh, R, R)
+    assert everywhere.block.flatten().tolist() == [6] and everywhere.tensor_topology() == label(mesh, R)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, None])
@@ -500,8 +500,7 @@ def test_reduce_scatter_async_writes_the_buffer_of_the_results_shape(meshes: Any
     mesh = meshes(1, 4)
     x, sem = tensor_on(mesh, torch.arange(16.0).reshape(1, 4, 4)), semaphores(mesh)
     scatter = ttnn.experimental.reduce_scatter_minimal_async
-    (scratch,) = ttnn.experimental.reduce_scatter_minimal_async_create_intermediate_buffer(x, 0)
-    output = tensor_on(mesh, torch.zeros(1, 4, 1))
+    scratch, output = ttnn.experimental.reduce_scatter_minimal_async_create_intermediate_buffer(x, 0)
     assert scatter(x, [scratch, output], 0, [sem], cluster_axis=1) is output
     check_same(output, parts_of(ttnn.reduce_scatter(x, 0, cluster_axis=1)))
     check_same(scatter(x, dim=0, multi_device_global_semaphore=[sem]), parts_of(output))

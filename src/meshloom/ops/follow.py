@@ -1,8 +1,8 @@
 """The placements of a per-device result: those of the row that the operands' placements match.
 
 A device that computes an op on what it holds carries out a row of the op's rule, if one has the placements at hand:
-`S(0), R -> S(0)` of matmul says that products of row shards are row shards. Where no row does, no whole can be told
-from the parts (None). Rows are read as one device carries them out, without the others:
+`S(0), R -> S(0)` of matmul says that products of row shards are row shards. Where no row does, the global tensor cannot
+be reconstructed from the parts (None). Rows are read as one device carries them out, without the others:
 
 - R counts as a shard of the same size: what all devices hold alike is a chunk of a whole that repeats it.
 - What needs statistics of other devices is not done. Chunks that each device worked on for itself stand side by side
@@ -25,7 +25,7 @@ MEAN = Partial("mean")
 
 EXACT = "exact"  # the label of a row in which R counts as R only
 ANYTHING = Replicate()  # this very object in a row: an operand whose placement does not matter
-Known = Placement | None  # None: parts differ, and no whole can be told from them
+Known = Placement | None  # None: parts differ, and the global tensor cannot be reconstructed from them
 
 
 def choices_alone(rule: Rule, call: Call) -> Choices:

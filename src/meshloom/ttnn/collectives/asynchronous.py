@@ -16,14 +16,21 @@ import torch
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
 from meshloom.tensor import collectives as native
 from meshloom.ttnn.collectives.groups import Group
-from meshloom.ttnn.collectives.literal import ReduceType, gather_along, reduce_over, scatter_along, stack_members
+from meshloom.ttnn.collectives.literal import (
+    ReduceType,
+    cut_padding,
+    gather_along,
+    reduce_over,
+    scatter_along,
+    stack_members,
+)
 from meshloom.ttnn.device.cores import CoreCoord
 from meshloom.ttnn.device.fabric import GlobalSemaphore, Topology
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.device.subdevices import SubDeviceId
 from meshloom.ttnn.ops import signatures
 from meshloom.ttnn.ops.activations import BcastOpMath
-from meshloom.ttnn.ops.calling import TABLE, Made, op, operands, result
+from meshloom.ttnn.ops.calling import TABLE, Made, op, operands
 from meshloom.ttnn.ops.signatures import CHECKS
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import MemoryConfig
@@ -151,7 +158,7 @@ def _gather_reversed(group: Group, dim: int | None = None) -> Made:
     place = group.sharded_dim() if dim is None else group.dim(dim)
     turned = stack_members(group).flip(group.at(0))
     joined = turned.movedim(group.at(0), group.at(place)).flatten(group.at(place), group.at(place) + 1)
-    return Made(joined, group.tensor, group.relabel(REPLICATE))
+    return group.make(joined, group.relabel(REPLICATE))
 
 
 def _gather_without_slots(
@@ -181,14 +188,15 @@ def _reduce(
 
 
 def _exchange(group: Group, in_dim: int, out_dim: int) -> Made:
-    cut, joined = group.dim(in_dim, "split"), group.dim(out_dim, "concat")
+    """A tensor that is sharded along `in_dim` is sharded along `out_dim` afterwards."""
+    joined, cut = group.dim(in_dim, "concat"), group.dim(out_dim, "split")
     size = group.chunk_size(cut)
     if cut != joined:
-        found = group.run(native.all_to_all, group.at(cut), group.at(joined))
+        found = cut_padding(group, group.run(native.all_to_all, group.at(cut), group.at(joined)), joined)
     else:  # the pieces in a dim of their own, so that the two are different
         pieces = torch.unflatten(group.block, group.at(cut), (group.size, size))
         found = group.run_on(pieces, native.all_to_all, group.at(cut), group.at(cut) + 1).squeeze(group.at(cut))
-    return Made(found, group.tensor, group.label_scatter(cut))
+    return group.make(found, group.label_scatter(cut))
 
 
 def _slice(group: Group, dim: int, output_dim_offset: int, output_dim_shape: int) -> Made:
@@ -200,7 +208,7 @@ def _slice(group: Group, dim: int, output_dim_offset: int, output_dim_shape: int
         raise OperandError(f"ttnn.{group.name}: {output_dim_shape} rows do not divide over {group.size} devices")
     gathered = group.run(native.all_gather, group.at(place))
     found = group.partition(gathered.narrow(group.at(place), output_dim_offset, output_dim_shape), place).contiguous()
-    return Made(found, group.tensor, group.relabel(PlacementShard(place)))
+    return group.make(found, group.relabel(PlacementShard(place)))
 
 
 def _room(group: Group, dim: int) -> Tensor:
@@ -219,12 +227,13 @@ def _rooms(group: Group, dim: int) -> list[Tensor]:
 
 def _scratch(group: Group, shape: Sequence[int]) -> Tensor:
     block = group.block.new_zeros(*group.mesh.shape, *shape)
-    return result(block, group.tensor, topology=group.tensor.tensor_topology())
+    return group.make(block, group.tensor.tensor_topology()).tensor()
 
 
 GATHER, SCATTER = "As `ttnn.all_gather`.", "As `ttnn.reduce_scatter`."
 EXCHANGE = (
-    "Each member cuts what it has along `in_dim`, sends piece i to member i, and joins what it gets by `out_dim`."
+    "From shards of `in_dim` to shards of `out_dim`: each member cuts what it has along `out_dim`, sends piece i to "
+    "member i, and joins what it gets along `in_dim`."
 )
 MATMULS = "mode chunks_per_sync compute_kernel_config chunk_width_in_mm_blocks mm_cores_y mm_block_ht mm_block_wt " + (
     "mm_N_full_block_wt"
@@ -242,7 +251,7 @@ for _name, _work, _doc in (
     ("strided_reduce_scatter_async", scatter_along, SCATTER),
     ("reduce_scatter_minimal_direct", scatter_along, SCATTER),
     ("llama_reduce_scatter", scatter_along, SCATTER),
-    ("reduce_scatter_minimal_async_create_intermediate_buffer", lambda group, dim: [_room(group, dim)], _room.__doc__),
+    ("reduce_scatter_minimal_async_create_intermediate_buffer", _rooms, _rooms.__doc__),
     ("reduce_scatter_minimal_direct_create_staging_buffer", _room, _room.__doc__),
     ("reduce_scatter_minimal_direct_create_persistent_buffers", _rooms, _rooms.__doc__),
     ("all_to_all_async_generic", _exchange, EXCHANGE),
@@ -260,13 +269,14 @@ def deepseek_moe_reduce_scatter(
     name = "experimental.deepseek_moe_reduce_scatter"
     _, blocks = operands(name, *input_tensors)
     group = Group(name, input_tensors[0], **over)
+    blocks = [group.take(block) for block in blocks]
     place = group.dim(dim, "scatter")
     if len(blocks) != group.size:
         raise OperandError(f"ttnn.{name}: {len(blocks)} tensors for a group of {group.size}", fix="one per member")
     lead = [max(sizes) for sizes in zip(*(block.shape[: group.mesh.ndim] for block in blocks), strict=True)]
     joined = torch.cat([each.expand(*lead, *each.shape[group.mesh.ndim :]) for each in blocks], group.at(place))
     found = group.run_on(joined, native.reduce_scatter, group.at(place), precise=True)
-    return Made(found, input_tensors[0], group.label_scatter(place), memory_config=output_memory_config)
+    return group.make(found, group.label_scatter(place), memory_config=output_memory_config)
 
 
 # neighbours
@@ -305,7 +315,7 @@ def neighbor_pad_async(
             group, group.block if block is None else block, group.dim(place, "pad"), left, right, padding_mode
         )
     assert block is not None
-    return Made(block, input_tensor, input_tensor.tensor_topology(), output=persistent_output_buffer)
+    return group.make(block, input_tensor.tensor_topology(), output=persistent_output_buffer)
 
 
 def _as_list(given: int | Sequence[int]) -> list[int]:

@@ -51,8 +51,8 @@ def all_to_all_dispatch(
     label = tokens.relabel(UNKNOWN)
     outputs = list(output_tensors) if output_tensors is not None else [None, None]
     return [
-        Made(kept, input_tensor, label, output=outputs[0]),
-        Made(experts, expert_indices_tensor, chosen.label_gather(dim), output=outputs[1]),
+        tokens.make(kept, label, output=outputs[0]),
+        chosen.make(experts, chosen.label_gather(dim), output=outputs[1]),
     ]
 
 
@@ -87,8 +87,8 @@ def all_to_all_combine(
     """What experts made of tokens, [experts of the device, B*D, S, H], back to the devices of the tokens: [K, B, S, H].
 
     Slot k of a token is what the k-th expert that it chose made of it. With `local_reduce` a device has already summed
-    what its experts made, [1, B*D, S, H]: its sum is in the first slot of a token that chose one of them, the others
-    are zero. Slots of experts outside the group are zero.
+    what its experts made, [1, B*D, S, H]: its sum is in the slot of the first of its experts, by number, that a token
+    chose; the slots of its other experts are zero. Slots of experts outside the group are zero.
     """
     name = "all_to_all_combine"
     dim = _row_dim(name, output_shard_dim, "output_shard_dim")
@@ -103,7 +103,7 @@ def all_to_all_combine(
         return _combine(rows, chosen, table, place, group.size, dim, local_reduce)
 
     found = each(combine, [gathered, metadata, where, position], axes)
-    return Made(found, input_tensor, group.label_scatter(dim))
+    return group.make(found, group.label_scatter(dim))
 
 
 def _slots(name: str, group: Group, mapping: Block, held: int) -> Block:
@@ -133,18 +133,24 @@ def _combine(
     size = rows.shape[dim] // members
     own = place * size + torch.arange(size)
     rows, chosen = rows.index_select(dim, own), chosen.index_select(dim, own)
-    slot = table[chosen[0].long()].movedim(-1, 0)  # [K, B, S]
-    if local_reduce:  # a device's sum counts once: in the first slot that names it
-        slot = torch.where(_named_before(slot), torch.tensor(-1), slot)
+    experts = chosen[0].long().movedim(-1, 0)  # [K, B, S]
+    slot = table[experts]
+    if local_reduce:  # a device's sum counts once
+        slot = torch.where(_is_found_before(slot, experts), torch.tensor(-1), slot)
     index = slot.clamp_min(0).unsqueeze(-1).expand(*slot.shape, rows.shape[-1])
     return torch.where((slot >= 0).unsqueeze(-1), rows.gather(0, index), torch.zeros((), dtype=rows.dtype))
 
 
-def _named_before(slot: Block) -> Block:
-    """Where an earlier slot of the token names the same row."""
+def _is_found_before(slot: Block, experts: Block) -> Block:
+    """Where another slot of the token has the same row for an expert of a lower number: a device looks for its own
+    experts one after the other. Of one expert that is named twice, the first slot counts.
+
+    >>> _is_found_before(torch.tensor([7, 7, 5]), torch.tensor([1, 0, 2]))
+    tensor([ True, False, False])
+    """
     count = slot.shape[0]
-    earlier = torch.ones(count, count, dtype=torch.bool).tril(-1).reshape(count, count, *(1,) * (slot.dim() - 1))
-    return ((slot.unsqueeze(1) == slot.unsqueeze(0)) & earlier).any(1)
+    order = experts * count + torch.arange(count).reshape(count, *(1,) * (slot.dim() - 1))
+    return ((slot.unsqueeze(1) == slot.unsqueeze(0)) & (order.unsqueeze(0) < order.unsqueeze(1))).any(1)
 
 
 @op("moe_routing_remap")
@@ -164,7 +170,7 @@ def moe_routing_remap(
     mine = (group.block != 0) & (number >= first) & (number < first + share)
     found = torch.where(mine, group.block, torch.zeros((), dtype=group.block.dtype))
     # each has some of the weights, zero for the others
-    return Made(found, routing_weights_tensor, group.relabel(PlacementPartial()))
+    return group.make(found, group.relabel(PlacementPartial()))
 
 
 @op("moe_expert_token_remap")
@@ -198,8 +204,8 @@ def moe_expert_token_remap(
     label = group.label_scatter(group.rank - 1)
     rows = Layout.ROW_MAJOR
     return [
-        Made(weights, topk_tensor, label, layout=rows, output=optional_output_mapping_tensor),
-        Made(active, topk_tensor, label, DataType.UINT16, rows, output=optional_output_reduced_tensor),
+        group.make(weights, label, layout=rows, output=optional_output_mapping_tensor),
+        group.make(active, label, dtype=DataType.UINT16, layout=rows, output=optional_output_reduced_tensor),
     ]
 
 

@@ -4,6 +4,9 @@ A group is the devices along one mesh axis (`cluster_axis`), or all of them row-
 the other axes. A block is given to `meshloom.tensor.collectives` as a tensor that has the mesh axes as dims of its own,
 each cut by its axis, or not cut where all along the axis hold the same. So ways to carry out (`mode`), the log of
 communication and several processes are those of the native collectives.
+
+A tensor that lies on part of a mesh has groups of those devices alone: they are a mesh of their own with the same axes
+(`Group.mesh`), and `make` puts a result back where they are.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from meshloom.engines.layout import from_block, short_name
 from meshloom.errors import ArgumentError, ModeError, OperandError, closest
 from meshloom.mesh import Mesh
 from meshloom.placement import Replicate, Shard, Topology
+from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
 from meshloom.tensor.base import Tensor as Native
 from meshloom.ttnn.config import CONFIG
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.calling import operands
+from meshloom.ttnn.ops.calling import Made, operands
 from meshloom.ttnn.ops.topologies import by_axis
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -75,14 +79,15 @@ class Group:
         self.name, self.tensor, self.mesh = name, tensor, device.runtime.mesh
         self.mode = _check_mode(mode) if mode is not None else _mode.get()
         self.axes = _axes(name, self.mesh, cluster_axis)
+        self.places: tuple[MeshCoordinate, ...] | None = None  # the devices, if they are not all of the mesh
+        if tensor._coords is not None and len(tensor._coords) < self.mesh.size:
+            self.places = tuple(sorted(tensor._coords))
+            self.mesh = _part_of(name, self.mesh, self.places, cluster_axis)
+            self.block = self.take(self.block)
         self.sizes = tuple(self.mesh.shape[axis] for axis in self.axes)
         self.size = math.prod(self.sizes)
         self.rank = len(tensor.shape)
-        if tensor._coords is not None and len(tensor._coords) < self.mesh.size:
-            raise OperandError(
-                f"ttnn.{name}: the tensor is on {len(tensor._coords)} of {self.mesh.size} devices",
-                fix="every member of a group needs a part: use a submesh, or a mapper that pads",
-            )
+        self.is_flat = len(tensor._topology._shape) == 1 < self.mesh.ndim  # the label is about all devices row-major
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,6 +116,55 @@ class Group:
                 fix=f"pad dim {dim} to {-(-size // self.size) * self.size}",
             )
         return size // self.size
+
+    # between the mesh and the devices that hold a part
+
+    def take(self, block: Block) -> Block:
+        """Of a block on the whole mesh, what the devices of the groups hold."""
+        grid = self.tensor._grid
+        if self.places is None or all(size == 1 for size in block.shape[: len(grid)]):
+            return block
+        every = block.expand(*grid, *block.shape[len(grid) :]).flatten(0, len(grid) - 1)
+        return torch.unflatten(every[_numbers(grid, self.places)], 0, self.mesh.shape)
+
+    def make(self, block: Block, label: Label, **how: Any) -> Made:
+        """What a collective has made on the devices of the groups; the other devices of the mesh hold nothing of it."""
+        grid = self.tensor._grid
+        if self.places is not None and any(size > 1 for size in block.shape[: len(grid)]):
+            dims = block.shape[len(grid) :]
+            every = block.new_zeros(math.prod(grid), *dims)
+            every[_numbers(grid, self.places)] = block.expand(*self.mesh.shape, *dims).flatten(0, len(grid) - 1)
+            block = torch.unflatten(every, 0, grid)
+        return Made(block, self.tensor, label, **how)
+
+    def local(self, place: Sequence[int], argument: str) -> tuple[int, ...]:
+        """A coordinate of the mesh as one of the devices that hold a part."""
+        if self.places is None:
+            return tuple(place)
+        if MeshCoordinate(place) not in self.places:
+            raise OperandError(
+                f"ttnn.{self.name}: {argument} {list(place)} holds no part of the tensor",
+                tensor=f"on {', '.join(str(list(each)) for each in self.places)}",
+            )
+        return tuple(self.mesh.coordinates())[self.places.index(MeshCoordinate(place))]
+
+    def spread_members(self, block: Block, dim: int) -> Block:
+        """What members hold side by side along a dim, each at its place among all devices of its group; zeros for
+        devices without a part.
+
+        Devices 2 and 3 of a row of 4, which hold a and b: [a, b] becomes [0, 0, a, b].
+        """
+        if self.places is None:
+            return block
+        grid, first = self.tensor._grid, self.places[0]
+        others = [axis for axis in range(len(grid)) if axis not in self.axes]
+        members = [place for place in self.places if all(place[axis] == first[axis] for axis in others)]
+        sizes = tuple(grid[axis] for axis in self.axes)
+        slots = _numbers(sizes, [[place[axis] for axis in self.axes] for place in members])
+        place = self.at(dim)
+        pieces = torch.unflatten(block, place, (self.size, block.shape[place] // self.size))
+        every = block.new_zeros(*pieces.shape[:place], math.prod(sizes), *pieces.shape[place + 1 :])
+        return every.index_copy(place, torch.tensor(slots), pieces).flatten(place, place + 1)
 
     # to the native collectives and back
 
@@ -150,10 +204,14 @@ class Group:
 
     # labels
 
-    @property
+    @functools.cached_property
     def known(self) -> Sequence[Placement]:
-        """What the tensor's label says of every mesh axis."""
-        return by_axis(self.tensor) or (UNKNOWN,) * self.mesh.ndim
+        """What the tensor's label says of every mesh axis; one over all devices says nothing of axes of one device."""
+        shape = self.mesh.shape
+        found = by_axis(self.tensor, shape) or (UNKNOWN,) * len(shape)
+        if self.is_flat and 1 in shape and self.mesh.size > 1:
+            return [REPLICATE if size == 1 else each for each, size in zip(found, shape, strict=True)]
+        return found
 
     def relabel(self, placement: Placement) -> Label:
         """The label with a placement along the group, and as before on the other axes."""
@@ -168,7 +226,7 @@ class Group:
     def label_gather(self, dim: int) -> Label:
         """The label when each member holds what all hold along a dim, in the order of the group.
 
-        Where a later axis cuts the same dim, neighbours hold pieces that are none: no whole can be told.
+        Where a later axis cuts the same dim, neighbours hold pieces that are none: there is no global tensor.
         """
         known = self.known
         cut = [isinstance(each, PlacementShard) and each.dim == dim for each in known]
@@ -182,7 +240,7 @@ class Group:
         )
 
     def label_scatter(self, dim: int) -> Label:
-        """The label when each member holds its chunk of a dim; where a later axis cuts it too, no whole can be told."""
+        """The label when each member holds its chunk of a dim; none where a later axis cuts it too."""
         known = self.known
         others = [axis for axis, each in enumerate(known) if axis not in self.axes and each == PlacementShard(dim)]
         if any(other > axis for other in others for axis in self.axes):
@@ -190,28 +248,33 @@ class Group:
         return self.relabel(PlacementShard(dim))
 
     def label(self, axes: Sequence[Placement]) -> Label:
-        """A label from what every mesh axis does; one dim that all of them cut is cut row-major by all devices."""
+        """A label from what every mesh axis does; one dim that all of them cut is cut row-major by all devices.
+
+        If the tensor's label is about all devices and the group is all of them, so is this one.
+        """
         if CONFIG.strict_ccl_topology and UNKNOWN in axes:
             raise OperandError(
                 f"ttnn.{self.name}: the topology of the result cannot be told",
                 label=self.tensor.tensor_topology(),
                 fix="CONFIG.strict_ccl_topology = False, or go over the axes in another order",
             )
-        return _label(self.mesh, tuple(axes), tuple(getattr(each, "size", None) for each in axes))
+        sizes = tuple(getattr(each, "size", None) for each in axes)
+        flat = self.is_flat and (self.size == self.mesh.size or self.size == 1)
+        return _label(self.mesh, tuple(axes), sizes, flat, self.places)
 
     def whole_size(self, dim: int) -> int | None:
         """The size of a dim of the whole, if the group alone cuts it and its end is padding."""
-        known = by_axis(self.tensor) or ()
-        cuts = {axis: each for axis, each in enumerate(known) if isinstance(each, PlacementShard) and each.dim == dim}
-        sizes = {each.size for each in cuts.values()}
-        return next(iter(sizes)) if cuts.keys() == set(self.axes) and len(sizes) == 1 else None
+        long = [axis for axis, size in enumerate(self.mesh.shape) if size > 1]
+        known = self.known
+        cuts = {axis: each.size for axis in long if isinstance(each := known[axis], PlacementShard) and each.dim == dim}
+        sizes = set(cuts.values())
+        return next(iter(sizes)) if list(cuts) == [a for a in long if a in self.axes] and len(sizes) == 1 else None
 
     def sharded_dim(self) -> int:
         """The dim that the label says is cut along the group; an error that asks for one if there is none."""
-        known = by_axis(self.tensor)
         dims = {
             each.dim
-            for axis, each in enumerate(known or ())
+            for axis, each in enumerate(self.known)
             if isinstance(each, PlacementShard) and axis in self.axes and self.mesh.shape[axis] > 1
         }
         if len(dims) != 1:
@@ -225,16 +288,57 @@ class Group:
 
 
 @functools.lru_cache(maxsize=4096)
-def _label(mesh: Mesh, axes: tuple[Placement, ...], sizes: tuple[int | None, ...]) -> Label:
+def _label(
+    mesh: Mesh,
+    axes: tuple[Placement, ...],
+    sizes: tuple[int | None, ...],
+    flat: bool,
+    held: tuple[MeshCoordinate, ...] | None,
+) -> Label:
     """The same object for the same placements; `sizes` tells those apart that only differ in their padding."""
     told = [
         REPLICATE if size == 1 and not isinstance(each, PlacementShard) else each
         for each, size in zip(axes, mesh.shape, strict=True)
     ]
-    places = list(mesh.coordinates())
+    places = held or list(mesh.coordinates())
     if len(told) > 1 and len(set(told)) == 1 and isinstance(told[0], PlacementShard):
         return Label([mesh.size], told[:1], places)
+    long = [each for each, size in zip(told, mesh.shape, strict=True) if size > 1] or told
+    if flat and len(set(long)) == 1:
+        return Label([mesh.size], long[:1], places)
     return Label(mesh.shape, told, places)
+
+
+@functools.lru_cache(maxsize=256)
+def _part_of(name: str, mesh: Mesh, held: tuple[MeshCoordinate, ...], cluster_axis: int | None) -> Mesh:
+    """The devices that hold a part as a mesh with the same axes: a box of the mesh, or a line if they are none."""
+    picks = [sorted({place[axis] for place in held}) for axis in range(mesh.ndim)]
+    if math.prod(map(len, picks)) == len(held) and all(each[-1] - each[0] == len(each) - 1 for each in picks):
+        box = {axis: slice(each[0], each[-1] + 1) for axis, each in zip(mesh.axes, picks, strict=True)}
+        return mesh.submesh(box)
+    long = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+    if cluster_axis is not None and len(long) > 1:
+        raise OperandError(
+            f"ttnn.{name}: the tensor is on {len(held)} of {mesh.size} devices, which are no rows and columns of the "
+            f"mesh: groups along axis {cluster_axis} would differ in size",
+            fix="cluster_axis=None goes over all that hold a part; or use a submesh, or a mapper with uneven=True",
+        )
+    first = _numbers(mesh.shape, held)
+    order = [*first, *(number for number in range(mesh.size) if number not in first)]
+    line = {axis: mesh.size if number == long[-1] else 1 for number, axis in enumerate(mesh.axes)}
+    return mesh.reordered(order).reshape(**line).submesh({mesh.axes[long[-1]]: slice(0, len(held))})
+
+
+def _numbers(grid: Sequence[int], places: Sequence[Sequence[int]]) -> list[int]:
+    """Coordinates of a grid counted row-major.
+
+    >>> _numbers((2, 4), [(0, 3), (1, 0)])
+    [3, 4]
+    """
+    numbers = [0] * len(places)
+    for axis, size in enumerate(grid):
+        numbers = [number * size + place[axis] for number, place in zip(numbers, places, strict=True)]
+    return numbers
 
 
 def _axes(name: str, mesh: Mesh, cluster_axis: int | None) -> tuple[int, ...]:

@@ -45,7 +45,8 @@ class ReduceType(Choice):
 def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Made:
     """Every member of each group holds what all of them hold, one after the other along `dim`.
 
-    Without `dim` it is the one that the label says is sharded along the group.
+    Without `dim` it is the one that the label says is sharded along the group. Devices of the group that hold no part
+    of the tensor count as zeros.
 
     >>> from meshloom import ttnn
     >>> import torch
@@ -53,7 +54,7 @@ def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Mad
     >>> columns = ttnn.ShardTensorToMesh(mesh, dim=1)
     >>> x = ttnn.from_torch(torch.arange(8.0).reshape(1, 8), device=mesh, mesh_mapper=columns)
     >>> x.shape, ttnn.all_gather(x, dim=1).shape, ttnn.all_gather(x).tensor_topology().placements()
-    (Shape([1, 2]), Shape([1, 8]), [PlacementReplicate(), PlacementReplicate()])
+    (Shape([1, 2]), Shape([1, 8]), [PlacementReplicate()])
     >>> ttnn.close_mesh_device(mesh)
     """
     group = Group("all_gather", input_tensor, **over)
@@ -64,10 +65,17 @@ def gather_along(group: Group, dim: int | None = None) -> Made:
     """The all-gather of a group's tensor; the padding at the end of a dim that only the group cuts is left out."""
     place = group.sharded_dim() if dim is None else group.dim(dim)
     found = group.run(native.all_gather, group.at(place))
-    size = group.whole_size(place)
-    if size is not None:
-        found = found.narrow(group.at(place), 0, size)
-    return Made(found, group.tensor, group.label_gather(place))
+    if group.places is not None:
+        found = group.spread_members(found, place)
+    else:
+        found = cut_padding(group, found, place)
+    return group.make(found, group.label_gather(place))
+
+
+def cut_padding(group: Group, block: Block, dim: int) -> Block:
+    """A dim that the group cut and that is whole again, without the padding at its end."""
+    size = group.whole_size(dim)
+    return block if size is None else block.narrow(group.at(dim), 0, size)
 
 
 @op("all_reduce", also=LINKS + " mesh_device mode", more=Group)
@@ -87,7 +95,7 @@ def all_reduce(input_tensor: Tensor, **over: Any) -> Made:
 def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The all-reduce of a group's tensor."""
     found = group.run(native.all_reduce, op=reduction(group.name, math_op), precise=True)
-    return Made(found, group.tensor, group.relabel(REPLICATE))
+    return group.make(found, group.relabel(REPLICATE))
 
 
 def reduction(name: str, math_op: ReduceType | None) -> str:
@@ -109,7 +117,7 @@ def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) 
     place = group.dim(dim, "scatter")
     group.chunk_size(place)
     found = group.run(native.reduce_scatter, group.at(place), op=reduction(group.name, math_op), precise=True)
-    return Made(found, group.tensor, group.label_scatter(place))
+    return group.make(found, group.label_scatter(place))
 
 
 @op("mesh_partition")
@@ -122,7 +130,7 @@ def mesh_partition(input_tensor: Tensor, dim: int, cluster_axis: int | None = No
     )
     _check_tiles(group, place, chunk)
     found = group.partition(group.block, place).clone(memory_format=torch.contiguous_format)
-    return Made(found, input_tensor, group.label_scatter(place))
+    return group.make(found, group.label_scatter(place))
 
 
 def _check_tiles(group: Group, dim: int, chunk: int) -> None:
@@ -149,24 +157,22 @@ def broadcast(input_tensor: Tensor, sender_coord: MeshCoordinate, **over: Any) -
     root = int(group.position()[tuple(c if axis in group.axes else 0 for axis, c in enumerate(place))])
     found = group.run(native.broadcast, root)
     if group.size == group.mesh.size or group.block.shape == found.shape:  # one group, or members that hold the same
-        return Made(found, input_tensor, group.relabel(REPLICATE))
+        return group.make(found, group.relabel(REPLICATE))
     kept = _each(group).clone()
     box = tuple(slice(None) if axis in group.axes else c for axis, c in enumerate(place))
     kept[box] = part(found, place)
     others = [axis for axis in range(group.mesh.ndim) if axis not in group.axes]
-    return Made(kept, input_tensor, group.apart(others))
+    return group.make(kept, group.apart(others))
 
 
 def coordinate(group: Group, place: Sequence[int], name: str) -> tuple[int, ...]:
-    """A coordinate of the mesh, or an error."""
+    """A coordinate of the mesh as one of the group's devices, or an error."""
     if not isinstance(place, (MeshCoordinate, tuple, list)):
         raise ArgumentError(f"ttnn.{group.name}: {name}={place!r} is not a ttnn.MeshCoordinate")
-    found = tuple(place)
-    if len(found) != group.mesh.ndim or any(not 0 <= c < size for c, size in zip(found, group.mesh.shape, strict=True)):
-        raise OperandError(
-            f"ttnn.{group.name}: {name} {list(found)} is not on the mesh", mesh=f"of shape {list(group.mesh.shape)}"
-        )
-    return found
+    found, grid = tuple(place), group.tensor.grid
+    if len(found) != len(grid) or any(not 0 <= c < size for c, size in zip(found, grid, strict=True)):
+        raise OperandError(f"ttnn.{group.name}: {name} {list(found)} is not on the mesh", mesh=f"of shape {list(grid)}")
+    return group.local(found, name)
 
 
 def _each(group: Group, block: Block | None = None) -> Block:
@@ -181,7 +187,7 @@ def all_broadcast(input_tensor: Tensor, **over: Any) -> list[Made]:
     group = Group("all_broadcast", input_tensor, **over)
     stacked = stack_members(group)
     label = group.relabel(REPLICATE)
-    return [Made(each.clone(), input_tensor, label) for each in stacked.unbind(group.at(0))]
+    return [group.make(each.clone(), label) for each in stacked.unbind(group.at(0))]
 
 
 def stack_members(group: Group, block: Block | None = None) -> Block:
@@ -203,9 +209,9 @@ def point_to_point(
     group = Group("point_to_point", input_tensor, **over)
     source = coordinate(group, sender_coord, "sender_coord")
     target = coordinate(group, receiver_coord, "receiver_coord")
-    if sum(a != b for a, b in zip(source, target, strict=True)) > 1:
+    if sum(a != b for a, b in zip(sender_coord, receiver_coord, strict=True)) > 1:
         raise OperandError(
-            f"ttnn.point_to_point: {list(source)} and {list(target)} share no row or column",
+            f"ttnn.point_to_point: {list(sender_coord)} and {list(receiver_coord)} share no row or column",
             fix="send over a device that shares one with both",
         )
     if input_tensor.memory_config().is_sharded():
@@ -220,9 +226,9 @@ def point_to_point(
         )
     numbers = group.position()
     found = group.run(native.send_recv, int(numbers[source]), int(numbers[target]), own=True)
-    blank = torch.zeros_like(found) if output_tensor is None else _each(group, output_tensor.block).clone()
+    blank = torch.zeros_like(found) if output_tensor is None else _each(group, group.take(output_tensor.block)).clone()
     blank[target] = part(found, target)
-    return Made(blank, input_tensor, group.apart(group.axes), output=output_tensor)
+    return group.make(blank, group.apart(group.axes), output=output_tensor)
 
 
 @op("reduce_to_root", also="mode", more=Group)
@@ -251,8 +257,8 @@ def reduce_to_root(
     found = _merge([part(each, place) for each in stacked], scale_fp32)
     outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
     return [
-        Made(_alone(group, values, place), each, group.apart(group.axes), output=out)
-        for group, values, each, out in zip(groups, found, given, outputs, strict=True)
+        group.make(_alone(group, values, place), group.apart(group.axes), output=out)
+        for group, values, out in zip(groups, found, outputs, strict=True)
     ]
 
 

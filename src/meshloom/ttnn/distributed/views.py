@@ -113,7 +113,7 @@ def _untold(label: TensorTopology, held: int, mesh: Mesh) -> OperandError:
             fix="use a submesh of those devices, or a mapper over all of them",
         )
     return OperandError(
-        "no whole can be told from the parts that the devices hold",
+        "the global tensor cannot be reconstructed from these shards",
         label=label,
         fix="all_reduce or all_gather it first, or say what it is: x.update_tensor_topology(...)",
     )

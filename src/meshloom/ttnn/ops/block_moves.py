@@ -12,7 +12,7 @@ from meshloom.engines.private import disable_current_modes
 from meshloom.errors import OperandError
 from meshloom.runtime import state
 from meshloom.ttnn.device import queues
-from meshloom.ttnn.tensor.parts import Block, lead
+from meshloom.ttnn.tensor.parts import Block, lead, part
 from meshloom.ttnn.tensor.tensor import Tensor
 
 
@@ -96,10 +96,21 @@ def writable_block(tensor: Tensor, sizes: Sequence[int]) -> Block:
     if device is not None and (device.watched or state.capture is not None):
         queues.used(device, "op", writes=(tensor,))
     block, axes = tensor.block, len(tensor.grid)
+    if tensor._coords is not None and tensor._sharers is not None:  # others of its memory lie on more devices
+        sizes = tensor.grid
     wanted = tuple(max(have, need) for have, need in zip(block.shape[:axes], sizes, strict=True))
     if wanted != tuple(block.shape[:axes]) or not block.is_contiguous():
-        tensor._block = _grow(block, (*wanted, *block.shape[axes:]))
+        tensor.grow(_grow(block, (*wanted, *block.shape[axes:])))
     return tensor.block
+
+
+def copy_parts(tensor: Tensor, target: Block, values: Block) -> None:
+    """Write into a view of the block of a tensor, on the devices that it lies on."""
+    if tensor._coords is None:
+        target.copy_(values)
+        return
+    for place in tensor._coords:
+        part(target, place).copy_(part(values, place))
 
 
 def _grow(block: Block, shape: tuple[int, ...]) -> Block:

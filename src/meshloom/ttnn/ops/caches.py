@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
+from meshloom.placement import Shard
 from meshloom.ttnn.ops.attending import positions_of, regroup
-from meshloom.ttnn.ops.block_moves import inside, row_offsets, spread, writable_block
+from meshloom.ttnn.ops.block_moves import copy_parts, inside, row_offsets, spread, writable_block
 from meshloom.ttnn.ops.calling import op, operands
-from meshloom.ttnn.ops.topologies import rows, topology_of
+from meshloom.ttnn.ops.topologies import Frame, rows, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block, lead
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementShard
+from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementShard, TensorTopology
 
 Coords = Collection[Sequence[int]] | None
 
@@ -51,7 +52,7 @@ def fill_cache(cache_tensor: Tensor, input_tensor: Tensor, batch_idx: int, *, up
         )
     room = writable_block(cache_tensor, values.shape[: len(cache_tensor.grid)])
     target = room.select(-4, batch_idx).narrow(-2, update_idx, count)
-    target.copy_(rounded(values.squeeze(-4), cache_tensor.dtype))
+    copy_parts(cache_tensor, target, rounded(values.squeeze(-4), cache_tensor.dtype))
     return _update_label("fill_cache", cache_tensor, input_tensor, (1, 2, 3), (1, 2, 3))
 
 
@@ -73,7 +74,7 @@ def update_cache(cache: Tensor, input: Tensor, update_idx: int, batch_offset: in
         )
     room = writable_block(cache, values.shape[: len(cache.grid)])
     some = values.squeeze(-4).narrow(-2, batch_offset, users).transpose(-3, -2)  # [*mesh, users, H, D]
-    room.select(-2, update_idx).copy_(rounded(some, cache.dtype))
+    copy_parts(cache, room.select(-2, update_idx), rounded(some, cache.dtype))
     return _update_label("update_cache", cache, input, (2, 1, 3), (0, 1, 3))
 
 
@@ -213,7 +214,8 @@ def _rows_of_user(name: str, table: Tensor, user: int, tensor: Tensor | None, ax
 
 
 def _elsewhere(skipped: Block, cache: Tensor, coords: Coords) -> Block:
-    """With all devices skipped but those at some coordinates."""
+    """With all devices skipped but those at some coordinates, or those that a cache on part of a mesh lies on."""
+    coords = cache._coords if coords is None else coords
     if coords is None:
         return skipped
     here = torch.zeros(cache.grid, dtype=torch.bool)
@@ -258,7 +260,11 @@ def _put(
 def _update_label(
     name: str, cache: Tensor, source: Tensor, dims: Sequence[int], places: Sequence[int], others: Sequence[Tensor] = ()
 ) -> Tensor:
-    """The label of a cache after a write: what cuts the tokens cuts the cache, unless it is cut otherwise already."""
+    """The label of a cache after a write: what cuts the tokens cuts the cache, unless it is cut otherwise already.
+
+    A cache that one axis cuts and tokens that only another one cuts are shards of unlike global tensors: 2 x H heads
+    and 4 x H on a mesh of 2x4. There is no global tensor of the result.
+    """
     every, beside, alike = range(len(cache.shape)), ", *" * len(others), ", R" * len(others)
     cuts = [
         f"{now}, S({dim}){beside} -> S({place})"
@@ -269,8 +275,21 @@ def _update_label(
     kept = ["R", "P(unknown)", *(f"S({dim})" for dim in every if dim not in dims)]
     cuts += [f"S({dim}), {new}{beside} -> S({dim})" for dim in every for new in kept]
     cuts += [f"{each}, {each}{alike} -> {each}" for each in ("R", "P(sum)", "P(mean)")]
-    cache.update_tensor_topology(topology_of(rows(*cuts, exact=True), cache, source, *others))
+    label = topology_of(rows(*cuts, exact=True), cache, source, *others)
+    if label is not cache.tensor_topology():
+        label = _without_strangers(label, Frame([cache, source, *others]))
+    cache.update_tensor_topology(label)
     return cache
+
+
+def _without_strangers(label: TensorTopology, frame: Frame) -> TensorTopology:
+    """Unknown along the axes that cut the tokens alone, if another axis cuts the cache alone."""
+    pairs = [tuple(isinstance(each, Shard) for each in pair) for pair in zip(*frame.axes[:2], strict=True)]
+    if (True, False) not in pairs or (False, True) not in pairs:
+        return label
+    placements = label.placements() * (len(pairs) // len(label.placements()))
+    told = zip(placements, pairs, strict=True)
+    return frame.topology([UNKNOWN if pair == (False, True) else each for each, pair in told])
 
 
 def _unknown(cache: Tensor) -> Tensor:
@@ -291,5 +310,6 @@ def plus_one(input_tensor: Tensor, skip_negative_entries: bool = False) -> Tenso
     if input_tensor.dtype.is_float:
         raise OperandError(f"ttnn.plus_one takes integers, not {input_tensor.dtype}", fix="ttnn.int32 or ttnn.uint32")
     step = (block >= 0).to(block.dtype) if skip_negative_entries else 1
-    writable_block(input_tensor, block.shape[: len(input_tensor.grid)]).copy_(rounded(block + step, input_tensor.dtype))
+    room = writable_block(input_tensor, block.shape[: len(input_tensor.grid)])
+    copy_parts(input_tensor, room, rounded(block + step, input_tensor.dtype))
     return input_tensor

@@ -72,7 +72,7 @@ class Made:
         number = kind._value_
         values = self.block if self.block.dtype is _EXACT[number] else rounded(self.block, kind)
         if output is not None:
-            made = _write_into(values, output, like, self.topology)
+            made = _write_into(values, output, like, self.topology, self.coords or like._coords)
         else:
             made = Tensor(
                 values,
@@ -308,7 +308,9 @@ def result(
     return Made(block, like, topology, dtype, layout, memory_config, output_tensor, coords).tensor()
 
 
-def _write_into(values: Block, output: Tensor, like: Tensor, topology: TensorTopology) -> Tensor:
+def _write_into(
+    values: Block, output: Tensor, like: Tensor, topology: TensorTopology, coords: tuple[MeshCoordinate, ...] | None
+) -> Tensor:
     axes = len(output.grid)
     if output._device is not like._device:
         raise OperandError(
@@ -320,7 +322,7 @@ def _write_into(values: Block, output: Tensor, like: Tensor, topology: TensorTop
             f"output_tensor has shape {list(output.shape)}, the result {list(values.shape[axes:])}",
             fix="give one of the shape of the result",
         )
-    output.write(values)
+    output.write(values, coords)
     if output._device is not None and (output._device.watched or state.capture is not None):
         queues.used(output._device, "op", writes=(output,))
     output.update_tensor_topology(topology)

@@ -176,7 +176,7 @@ def sharded_to_interleaved_partial(
     rows = _as_rows(cache_tensor)
     slice_write(_as_rows(input_tensor), rows, starts, ends, (1, 1, 1, 1))
     if rows is not cache_tensor:
-        cache_tensor._block = rows.block.reshape(*rows.block.shape[: len(rows.grid)], *cache_tensor.shape)
+        cache_tensor.grow(rows.block.reshape(*rows.block.shape[: len(rows.grid)], *cache_tensor.shape))
     return cache_tensor
 
 

@@ -147,7 +147,7 @@ def view_as(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tens
     """A tensor in the memory of another."""
     if tensor.home is not None or tensor.device() is not None:
         operands("view", tensor)
-    return Tensor(
+    view = Tensor(
         tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *shape),
         tensor.grid,
         tensor.dtype,
@@ -159,6 +159,7 @@ def view_as(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tens
         coords=tensor._coords,
         room=tensor._room,
     )
+    return tensor.shared_by(view)
 
 
 def _see_as(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, writable_block
+from meshloom.ttnn.ops.block_moves import axis_of, copy_parts, fresh, inside, spread, writable_block
 from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
 from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import rounded
@@ -127,7 +127,7 @@ def slice_write(
             f"ttnn.experimental.slice_write: {list(values.shape[axes:])} into {list(room.shape[axes:])}",
             fix="give a tensor of the shape of the slice",
         )
-    room.copy_(rounded(values, output_tensor.dtype))
+    copy_parts(output_tensor, room, rounded(values, output_tensor.dtype))
     kept = rows(*(f"S({dim}), R -> S({dim})" for dim in same(output_tensor)))  # every device has rows of its own
     both = (*moves(same(output_tensor), same(input_tensor)), *kept)
     output_tensor.update_tensor_topology(topology_of(both, output_tensor, input_tensor))

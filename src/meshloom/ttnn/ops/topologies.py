@@ -135,7 +135,7 @@ def _spell(
 
 def scale_cut(placement: PlacementShard, dim: int, had: int, has: int, scales: bool) -> Placement:
     """The cut of a dim whose parts were of one size and are of another: a padded end goes along with a reshape if it is
-    whole rows of the result; otherwise padding has got between the elements, and no whole can be told.
+    whole rows of the result; otherwise padding has got between the elements, and there is no global tensor.
 
     >>> scale_cut(PlacementShard(0, size=6), 1, 4, 2, True), scale_cut(PlacementShard(0, size=7), 1, 4, 2, True)
     (PlacementShard(1, size=3), PlacementPartial('unknown'))
@@ -277,9 +277,10 @@ def replicated_topology(grid: tuple[int, ...]) -> TensorTopology:
     return TensorTopology([len(places)], [REPLICATE], places)
 
 
-def by_axis(tensor: Tensor) -> tuple[Placement, ...] | None:
-    """What every axis of the mesh does, dims counted from the front; None if the label is about something else."""
-    label, grid = tensor._topology, tensor._grid
+def by_axis(tensor: Tensor, grid: tuple[int, ...] | None = None) -> tuple[Placement, ...] | None:
+    """What every axis of the mesh does, or of the part of it that the tensor lies on, dims counted from the front; None
+    if the label is about something else."""
+    label, grid = tensor._topology, grid or tensor._grid
     shape, placements = tuple(label._shape), label._placements
     if shape != grid and not (len(shape) == 1 and shape[0] in (1, math.prod(grid))):
         return (REPLICATE,) * len(grid) if _is_replicated(tensor) else None

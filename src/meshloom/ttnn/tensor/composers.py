@@ -60,7 +60,11 @@ class MeshComposerConfig:
 
 
 class MeshToTensor:
-    """Puts the parts of a mesh together along one dim for every axis of a distribution shape."""
+    """Puts the parts of a mesh together along one dim for every axis of a distribution shape.
+
+    A shape that is smaller than the mesh (`mesh_shape_override`) is that many devices from the first: a box of the mesh
+    if it has as many axes and fits, else the first row-major.
+    """
 
     def __init__(self, mesh: MeshDevice | None, config: MeshComposerConfig) -> None:
         self.mesh, self._config = mesh, config
@@ -85,32 +89,34 @@ class MeshToTensor:
         dims = check_dims(self._config.dims, len(tensor.shape))
         shape, coords = self._places(tensor)
         sizes = _padded_dims(tensor)
-        if sizes and not _agrees(tensor.tensor_topology(), dict(zip(dims, shape, strict=True)), sizes):
-            return _join_cut(tensor, coords, dims)
+        label = tensor.tensor_topology()
+        is_all = len(coords) == len(label.mesh_coords())
+        if sizes and not (is_all and _agrees(label, dict(zip(dims, shape, strict=True)), sizes)):
+            return _join_cut(tensor, coords, shape, dims)
         whole = join_axes(in_order(tensor, coords).unflatten(0, shape), dims)
         for dim, size in sizes.items():
             whole = whole.narrow(dim, 0, size)
         return whole
 
-    def _places(self, tensor: Tensor) -> tuple[tuple[int, ...], list[MeshCoordinate]]:
+    def _places(self, tensor: Tensor) -> tuple[tuple[int, ...], Sequence[MeshCoordinate]]:
         held = tensor.device_coords()
         if self.mesh is not None and math.prod(tensor.grid) < self.mesh.get_num_devices():
             listed = compute_distribution_to_mesh_mapping(self.shape or (), self.mesh.shape)
             outside = next((place for place in listed if not _is_inside(place, tensor.grid)), None)
             if outside is not None:
                 raise OperandError(f"Coordinate {outside} is out of bounds for shape {MeshShape(tensor.grid)}")
-        if self.shape is None or len(self.shape) == 1:
+        if self.shape is None:
             return (len(held),), held
-        if len(held) != math.prod(self.shape):
+        places = _from_the_first(self.shape, tensor, held)
+        if len(self.shape) == 1:
+            return (len(places),), places
+        if len(places) != math.prod(self.shape):
             raise OperandError(
                 f"ND composition requires the number of tensors {len(held)} to match the mesh shape "
                 f"{MeshShape(self.shape)}",
                 fix="use ttnn.ConcatMeshToTensor, or no composer",
             )
-        mesh_shape = tensor.grid if self.mesh is None else self.mesh.shape
-        if len(held) < math.prod(tensor.grid):
-            return self.shape, held
-        return self.shape, compute_distribution_to_mesh_mapping(self.shape, mesh_shape)
+        return self.shape, places
 
     def __repr__(self) -> str:
         return f"MeshToTensor({self._config})"
@@ -129,6 +135,18 @@ class ListMeshToTensor:
     def compose(self, tensor: Tensor) -> list[torch.Tensor]:
         """What every device holds, without padding of uneven dims."""
         return [cut(tensor, place) for place in tensor.device_coords()]
+
+
+def _from_the_first(shape: Sequence[int], tensor: Tensor, held: Sequence[MeshCoordinate]) -> Sequence[MeshCoordinate]:
+    """The devices that a distribution shape stands for; of a tensor on part of a mesh, among those that hold a part."""
+    count = math.prod(shape)
+    if count > math.prod(tensor.grid):
+        return held
+    listed = compute_distribution_to_mesh_mapping(shape, tensor.grid)
+    if tensor._coords is None:
+        return listed
+    having = [place for place in listed if place in tensor._coords]
+    return having if len(having) == min(count, len(held)) else held[:count]
 
 
 def _is_inside(place: Sequence[int], grid: Sequence[int]) -> bool:
@@ -182,14 +200,25 @@ def _agrees(label: TensorTopology, asked: dict[int, int], sizes: dict[int, int])
     return all(asked.get(dim) == _pieces(label, dim) for dim in sizes)
 
 
-def _join_cut(tensor: Tensor, coords: Sequence[MeshCoordinate], dims: Sequence[int]) -> torch.Tensor:
-    if len(dims) > 1:
-        raise OperandError(
-            f"the dims {dims} of the composer are not those that the padded tensor was cut along",
-            label=tensor.tensor_topology(),
-            fix="ttnn.to_torch(x) without a composer",
-        )
-    return torch.cat([cut(tensor, place) for place in coords], dims[0])
+def _join_cut(
+    tensor: Tensor, coords: Sequence[MeshCoordinate], shape: Sequence[int], dims: Sequence[int]
+) -> torch.Tensor:
+    """Parts without their padding, joined axis after axis, the last first."""
+    parts = [cut(tensor, place) for place in coords]
+    for size, dim in reversed(list(zip(shape, dims, strict=True))):
+        rows = [parts[start : start + size] for start in range(0, len(parts), size)]
+        if any(_other_sizes(part, dim) != _other_sizes(row[0], dim) for row in rows for part in row):
+            raise OperandError(
+                f"the dims {list(dims)} of the composer are not those that the padded tensor was cut along",
+                label=tensor.tensor_topology(),
+                fix="ttnn.to_torch(x) without a composer",
+            )
+        parts = [torch.cat(row, dim) for row in rows]
+    return parts[0]
+
+
+def _other_sizes(part: torch.Tensor, dim: int) -> tuple[int, ...]:
+    return (*part.shape[:dim], *part.shape[dim + 1 :])
 
 
 def cut(tensor: Tensor, place: MeshCoordinate) -> torch.Tensor:

@@ -30,8 +30,9 @@ def get_device_tensors(tensor: Tensor) -> list[Tensor]:
         raise ArgumentError(f"ttnn.get_device_tensors takes a ttnn.Tensor, not a {type(tensor).__name__}")
     if tensor.device() is not None:
         return [share(tensor, (place,)) for place in tensor.device_coords()]
+    single: dict[str, Any] = {"grid": (1, 1), "topology": ALONE, "coords": None, "home": None}
     return [
-        tensor._like(tensor.part(place)[(None,) * 2], grid=(1, 1), topology=ALONE, coords=None, home=None)
+        tensor.shared_by(tensor._like(tensor.part(place)[(None,) * 2], **single), place)
         for place in tensor.device_coords()
     ]
 

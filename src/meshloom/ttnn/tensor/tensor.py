@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -36,7 +37,7 @@ from meshloom.ttnn.tensor.memory import (
 )
 from meshloom.ttnn.tensor.parts import Block, part
 from meshloom.ttnn.tensor.specs import StorageType, TensorSpec
-from meshloom.ttnn.tensor.topology import TensorTopology
+from meshloom.ttnn.tensor.topology import REPLICATE, UNKNOWN, TensorTopology
 
 if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
@@ -107,13 +108,14 @@ class Tensor(metaclass=_Making):
     """
 
     __slots__ = (
-        "__weakref__ _block _coords _device _grid _memory _pad _pinned _room _shape _topology dtype home layout "
-        "tensor_id tile"
+        "__weakref__ _block _coords _device _grid _memory _pad _pinned _room _shape _sharers _topology dtype home "
+        "layout tensor_id tile"
     ).split()
 
     _block: Block | None
     _coords: tuple[MeshCoordinate, ...] | None
     _room: Room | None
+    _sharers: dict[int, Sharer] | None
 
     def __init__(
         self,
@@ -135,6 +137,7 @@ class Tensor(metaclass=_Making):
         self._coords = coords  # the devices that hold a part; None means all
         self.home = device or home
         self._pinned = False
+        self._sharers = None
         self.tensor_id = next(_ids)
         self._room = room if room is not None or device is None else self._allocate(device)
         if state.capture is not None and device is not None:
@@ -160,7 +163,8 @@ class Tensor(metaclass=_Making):
         for name in self.__slots__:
             if name != "__weakref__" and hasattr(self, name):
                 setattr(made, name, getattr(self, name))
-        return made
+        made._sharers = None
+        return self.shared_by(made)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         made: Tensor = self._like(self.block.clone())
@@ -174,6 +178,11 @@ class Tensor(metaclass=_Making):
                 fix="ttnn.dump_tensor(file, tensor) keeps it with its placement; ttnn.load_tensor(file, device=mesh)",
             )
         return super().__reduce_ex__(protocol)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """What is kept in a file: all but the other tensors of its memory."""
+        kept = [name for name in self.__slots__ if name != "__weakref__" and hasattr(self, name)]
+        return None, {name: getattr(self, name) for name in kept} | {"_sharers": None}
 
     # shape and format
 
@@ -345,18 +354,72 @@ class Tensor(metaclass=_Making):
         """A trace refers to its array: from now on that stays where it is."""
         self._pinned = True
 
-    def write(self, values: Block) -> None:
-        """Take on other values, in place. An array that held the same for all devices grows where they now differ."""
+    def shared_by(self, view: Tensor, place: Sequence[int] | None = None) -> Tensor:
+        """A view of its parts, or of the part at a coordinate, which will follow it to another array (`grow`)."""
+        block = self.block
+        if block.shape[: len(self._grid)] == self._grid and block.is_contiguous():
+            return view  # it stays where it is
+        sharers = self._sharers
+        if sharers is None:
+            sharers = self._sharers = {}
+            _add_sharer(sharers, self, None)
+        inherited = sharers[id(self)][1]
+        _add_sharer(sharers, view, place if inherited is None else inherited)
+        view._sharers = sharers
+        return view
+
+    def sharers(self) -> list[tuple[Tensor, Sequence[int] | None]]:
+        """The other tensors of its memory that may have to follow it, each with the coordinate of its only part."""
+        if self._sharers is None or self._sharers[id(self)][1] is not None:
+            return []
+        listed = [(ref(), place) for ref, place in self._sharers.values()]
+        return [(each, place) for each, place in listed if each is not None and each is not self]
+
+    def grow(self, block: Block) -> None:
+        """Take on another array, in which more devices have a part of their own. Tensors of its memory follow, and what
+        their labels said was the same along an axis is so no more."""
+        axes, before = len(self._grid), self.block.shape
+        grown = [old < new for old, new in zip(before[:axes], block.shape[:axes], strict=True)]
+        self._block = block
+        for each, place in self.sharers():
+            if each._block is None:
+                continue
+            if place is None:
+                each._block = block.reshape(*block.shape[:axes], *each.shape)
+                each._topology = _tell_apart(each._topology, grown)
+            else:
+                each._block = part(block, place).reshape(each._block.shape)
+
+    def write(self, values: Block, places: Sequence[Sequence[int]] | None = None) -> None:
+        """Take on other values, in place; only on the devices that it lies on, or on some of them. An array that held
+        the same for all devices grows where they now differ."""
+        axes = len(self._grid)
+        if places is None or places == self._coords:
+            places = self._coords
+            is_alone = self._sharers is None and all(size == 1 for size in self.block.shape[:axes])
+            if places is None or is_alone:
+                self._give_parts(values.shape[:axes]).copy_(values)
+                return
+        before, room = self.block, self._give_parts(self._grid)
+        if room is not before:
+            room.copy_(before)
+        for place in places:
+            part(room, place).copy_(part(values, place))
+
+    def _give_parts(self, sizes: Sequence[int]) -> Block:
+        """Its array with at least these mesh axes; a new one, with nothing in it, if it has to grow."""
         room, axes = self.block, len(self._grid)
-        if any(have < need for have, need in zip(room.shape[:axes], values.shape[:axes], strict=True)):
-            if self._pinned and not (state.capture is not None and state.capture.makes(room)):
+        if any(have < need for have, need in zip(room.shape[:axes], sizes, strict=True)):
+            pinned = self._pinned or any(each._pinned for each, _ in self.sharers())
+            if pinned and not (state.capture is not None and state.capture.makes(room)):
                 raise TraceError(
                     "a trace was captured while all devices held the same in this tensor, and now they would differ",
                     fix="make it with ttnn.allocate_tensor_on_device before the capture, or shard it from the start",
                 )
-            lead = tuple(map(max, room.shape[:axes], values.shape[:axes]))
-            self._block = room = torch.empty((*lead, *room.shape[axes:]), dtype=room.dtype)
-        room.copy_(values)
+            lead = tuple(map(max, room.shape[:axes], sizes))
+            room = torch.empty((*lead, *room.shape[axes:]), dtype=room.dtype)
+            self.grow(room)
+        return room
 
     def wait(self) -> None:
         """Return when what was queued on its mesh is done, for the host is about to read it."""
@@ -509,6 +572,23 @@ class Tensor(metaclass=_Making):
 
     def __repr__(self) -> str:
         return str(import_module("meshloom.ttnn.tensor.printing").text(self))
+
+
+Sharer = tuple["weakref.ref[Tensor]", Sequence[int] | None]
+
+
+def _add_sharer(sharers: dict[int, Sharer], tensor: Tensor, place: Sequence[int] | None) -> None:
+    """Keep a tensor among those of one memory for as long as it is there."""
+    number = id(tensor)
+    sharers[number] = weakref.ref(tensor, lambda _: sharers.pop(number, None)), place
+
+
+def _tell_apart(topology: TensorTopology, grown: Sequence[bool]) -> TensorTopology:
+    """A label, after devices along some mesh axes got parts of their own that it does not know of."""
+    placements = topology.placements()
+    axes = grown if len(placements) == len(grown) else [any(grown)] * len(placements)
+    told = zip(placements, axes, strict=True)
+    return topology.with_placements([UNKNOWN if wrong and each == REPLICATE else each for each, wrong in told])
 
 
 def _grow(block: Block, shape: Sequence[int], start: Sequence[int], value: float) -> Block:

@@ -71,7 +71,7 @@ class PlacementReplicate(Replicate):
 
 class PlacementPartial(Partial):
     """The devices along the axis hold terms: the whole is their sum (or maximum, minimum). An op that is none of the
-    reductions ("unknown") says that no whole can be told from them."""
+    reductions ("unknown") says that the global tensor cannot be reconstructed from them."""
 
     __slots__ = ()
 
@@ -91,7 +91,7 @@ class PlacementPartial(Partial):
 
 Placement = PlacementShard | PlacementReplicate | PlacementPartial
 REPLICATE = PlacementReplicate()
-UNKNOWN = PlacementPartial("unknown")  # parts differ along the axis, and no whole can be told from them
+UNKNOWN = PlacementPartial("unknown")  # parts differ along the axis, and the global tensor cannot be reconstructed
 
 
 _known: WeakValueDictionary[Any, TensorTopology] = WeakValueDictionary()

@@ -101,7 +101,7 @@ def to_device(
 
 def share(tensor: Tensor, coords: tuple[MeshCoordinate, ...] | None = None) -> Tensor:
     """Another tensor with the same values, the same memory and the same label, maybe on fewer devices."""
-    return tensor._like(tensor.block, coords=coords or tensor._coords, room=tensor._room)
+    return tensor.shared_by(tensor._like(tensor.block, coords=coords or tensor._coords, room=tensor._room))
 
 
 @op("from_device")
