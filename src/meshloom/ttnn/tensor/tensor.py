@@ -1,8 +1,8 @@
 """The tensor of the per-device view: `shape` is what one device holds.
 
 It has a block (see `parts`), a format, a label that says how the parts make up a whole, and on a device room in memory
-with one address on all devices. A tensor on the host may know the mesh that it is meant for (`home`): the first op on
-it moves it there. Operators and conversions are ops and are looked up in the table by name.
+with one address on all devices. A tensor on the host may know the mesh that it is meant for (`home`): the first op that
+computes with it moves it there. Operators and conversions are ops and are looked up in the table by name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from itertools import count
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from meshloom.engines.private import disable_current_modes
 from meshloom.errors import ArgumentError, BoundsError, OperandError, TraceError
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.runtime.memory import Region
@@ -168,12 +170,8 @@ class Tensor(metaclass=_Making):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.home is not None:
-            raise OperandError(
-                f"a tensor of {self.dtype.name} {list(self.shape)} on {self.home} cannot be pickled: the mesh is here",
-                fix="ttnn.dump_tensor(file, tensor) keeps it with its placement; ttnn.load_tensor(file, device=mesh)",
-            )
-        return super().__reduce_ex__(protocol)
+        """Its parts, format and label, as in a file; the mesh stays here, so it is read back on the host."""
+        return import_module("meshloom.ttnn.tensor.files").pack(self)
 
     # shape and format
 
@@ -336,8 +334,15 @@ class Tensor(metaclass=_Making):
     # moving, for the modules of this room
 
     def settle(self) -> None:
-        """Go from the host to the mesh that it knows: what the first op on it does."""
+        """Go from the host to the mesh that it knows: what the first op that computes with it does.
+
+        It gets memory of its own there, so that tensors of the host that are views of it stay as they are.
+        """
         assert self._device is None and self.home is not None
+        block = self.block
+        is_outside = state.capture is not None and not state.capture.makes(block)  # of a trace: replays must not copy
+        with disable_current_modes() if is_outside else nullcontext():
+            self._block = block.clone(memory_format=torch.contiguous_format)
         self._room = self._allocate(self.home)
         self._device = self.home
 
@@ -371,11 +376,8 @@ class Tensor(metaclass=_Making):
         return found
 
     def to(self, target: Any, mem_config: MemoryConfig | None = None, cq_id: int | None = None) -> Tensor:
-        """On a mesh, or in a layout."""
-        if isinstance(target, Layout):
-            found: Tensor = _op("to_layout")(self, target)
-        else:
-            found = _op("to_device")(self, target, mem_config, queue_id=cq_id)
+        """On a mesh, in a layout, a dtype or a memory config."""
+        found: Tensor = _op("to")(self, target, mem_config, cq_id=cq_id)
         return found
 
     def to_torch(self, mesh_composer: Any = None) -> torch.Tensor:
@@ -482,10 +484,8 @@ class Tensor(metaclass=_Making):
     def reshape(self, *shape: Any) -> Tensor:
         """In another shape with as many elements."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if self.home is not None:
-            found: Tensor = _op("reshape")(self, sizes)
-            return found
-        return self._like(self.block.reshape(*self.block.shape[: len(self._grid)], *sizes))
+        found: Tensor = _op("reshape")(self, sizes)
+        return found
 
     # operators
 
@@ -500,7 +500,8 @@ class Tensor(metaclass=_Making):
     __iter__ = None  # a loop over `[]` would cut it up row by row
 
     def __bool__(self) -> bool:
-        return bool(self.item())
+        """There is one: `if tensor:` asks no more, as in TTNN. `item()` reads the value."""
+        return True
 
     def __getitem__(self, index: Any) -> Tensor:
         starts, ends, steps, gone = _box(index, self.shape)
