@@ -155,7 +155,23 @@ def test_reshape_with_a_padded_shape_says_which_rows_are_padding(mesh, rows):
     assert found.buffer_address() == whole.buffer_address()
     assert torch.equal(found.to_torch(), x[:, :, :rows])
     again = ttnn.reshape(found, logical_shape=(1, 1, 32, 64), padded_shape=(1, 1, 32, 64))
-    assert again.shape == [1, 1, 32, 64] and torch.equal(again.to_torch()[:, :, :rows], x[:, :, :rows])
+    assert again.shape == [1, 1, 32, 64] and torch.equal(again.to_torch(), x)
+    assert again.buffer_address() == whole.buffer_address()
+
+
+@pytest.mark.parametrize("layout", [ttnn.TILE_LAYOUT, ttnn.ROW_MAJOR_LAYOUT])
+def test_what_was_relabelled_shares_memory_with_its_source(mesh, layout):
+    whole = ttnn.from_torch(torch.zeros(1, 1, 32, 64), device=mesh, layout=layout)
+    found = ttnn.reshape(whole, (1, 1, 2, 64), (1, 1, 32, 64))
+    ttnn.add(found, 1.0, output_tensor=found)
+    assert [float(each.sum()) for each in whole.to_torch()[0, 0, :3]] == [64.0, 64.0, 0.0]
+    assert torch.equal(ttnn.reshape(found, (1, 1, 32, 64), (1, 1, 32, 64)).to_torch(), whole.to_torch())
+
+
+def test_padding_that_no_reshape_made_is_what_tiles_are_filled_up_with(mesh):
+    x = ttnn.from_torch(torch.ones(1, 1, 2, 40), device=mesh, layout=ttnn.TILE_LAYOUT)
+    found = ttnn.reshape(x, (1, 1, 3, 41), (1, 1, 32, 64)).to_torch()
+    assert found.sum() == 80 and found[0, 0, 2].sum() == 0 and found[0, 0, :, 40].sum() == 0
 
 
 def test_relabelled_rows_are_those_of_every_device_and_can_be_computed_with(mesh):

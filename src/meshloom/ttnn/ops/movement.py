@@ -188,8 +188,8 @@ def _relabel_padding(
 
     [1, 1, 32, 64] as [1, 1, 5, 64] in [1, 1, 32, 64]: five rows are left, and 27 are padding.
     """
-    (block,) = blocks_of("reshape", tensor)
-    had, height = tuple(tensor.padded_shape), tensor.tile.tile_shape[0]
+    full, height = _with_padding(tensor), tensor.tile.tile_shape[0]
+    lead, had = full.shape[: len(tensor.grid)], tuple(full.shape[len(tensor.grid) :])
     is_cut = tensor.layout is Layout.TILE and padded[-2:-1] != had[-2:-1] and (padded[-2:] or (1,))[0] % height
     fits = len(padded) == len(shape) and all(size <= full for size, full in zip(shape, padded, strict=True))
     if not fits or math.prod(padded) != math.prod(had) or padded[-1:] != had[-1:] or is_cut:
@@ -197,15 +197,25 @@ def _relabel_padding(
             f"Invalid arguments to reshape: {list(had)} in memory cannot be {list(shape)} inside of {list(padded)}",
             fix=f"give a padded shape of {math.prod(had)} elements in rows of {had[-1]}",
         )
-    full = block if tuple(tensor.shape) == had else tensor._pad_tiles(tensor._pad)
-    lead = full.shape[: len(tensor.grid)]
     inside: tuple[Any, ...] = (..., *(slice(size) for size in shape))
-    seen = full.reshape(*lead, *padded)[inside]
+    all_rows = full.reshape(*lead, *padded)
+    seen = all_rows[inside]
     places = {dim: dim for dim in range(len(shape))} if len(tensor.shape) == len(shape) else None
     label = topology_of_reshape(tensor, shape, places)
     if memory is not None and memory != tensor.memory_config():
         return result(fresh(seen), tensor, topology=label, memory_config=memory)
-    return _in_memory_of(tensor, seen, label)
+    made = _in_memory_of(tensor, seen, label)
+    made._relabelled = (seen, all_rows)
+    return made
+
+
+def _with_padding(tensor: Tensor) -> Block:
+    """The block of a tensor with its padding: what a reshape made padding of, else what tiles are filled up with."""
+    (block,) = blocks_of("reshape", tensor)
+    seen, all_rows = getattr(tensor, "_relabelled", (None, None))
+    if seen is block:
+        return all_rows
+    return block if tensor.shape == tensor.padded_shape else tensor._pad_tiles(tensor._pad)
 
 
 def _see_as(

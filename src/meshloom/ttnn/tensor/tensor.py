@@ -109,13 +109,14 @@ class Tensor(metaclass=_Making):
     """
 
     __slots__ = (
-        "__weakref__ _block _coords _device _grid _memory _pad _pinned _room _shape _topology dtype home layout "
-        "tensor_id tile"
+        "__weakref__ _block _coords _device _grid _memory _pad _pinned _relabelled _room _shape _topology dtype home "
+        "layout tensor_id tile"
     ).split()
 
     _block: Block | None
     _coords: tuple[MeshCoordinate, ...] | None
     _room: Room | None
+    _relabelled: tuple[Block, Block]  # by a reshape: the block, and the one with its padding that it is a view of
 
     def __init__(
         self,
