@@ -212,9 +212,8 @@ def _relabel_padding(
 def _with_padding(tensor: Tensor) -> Block:
     """The block of a tensor with its padding: what a reshape made padding of, else what tiles are filled up with."""
     (block,) = blocks_of("reshape", tensor)
-    seen, all_rows = getattr(tensor, "_relabelled", (None, None))
-    if seen is block:
-        return all_rows
+    if hasattr(tensor, "_relabelled") and tensor._relabelled[0] is block:  # and it was not put elsewhere since
+        return tensor._relabelled[1]
     return block if tensor.shape == tensor.padded_shape else tensor._pad_tiles(tensor._pad)
 
 
