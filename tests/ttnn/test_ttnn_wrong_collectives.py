@@ -469,3 +469,21 @@ def test_what_cannot_be_reconstructed_is_said_in_plain_words(meshes: Any) -> Non
     terms = of_block(mesh, torch.ones(2, 4, 2, 2), ttnn.PlacementPartial(), R)
     with pytest.raises(OperandError, match="the global tensor cannot be reconstructed from these shards"):
         ttnn.distributed.softmax(ttnn.gelu(terms))
+
+
+@pytest.mark.parametrize("grows", ["tensor", "relabelled"])
+def test_a_reshape_that_made_rows_padding_follows_when_devices_differ(meshes: Callable[..., Any], grows: str) -> None:
+    values = numbers(1, 1, 32, 64)
+    x = ttnn.from_torch(values, device=meshes(1, 2), layout=ttnn.TILE_LAYOUT, dtype=ttnn.float32)
+    y = ttnn.reshape(x, ttnn.Shape([1, 1, 5, 64]), ttnn.Shape([1, 1, 32, 64]))
+    assert x.block.shape[:2] == (1, 1)  # stored once
+    one = x if grows == "tensor" else y
+    block = one.block.expand(1, 2, *one.block.shape[2:]).clone()
+    block[:, 1] += 1000
+    one.grow(block)
+    rows = 32 if grows == "tensor" else 5
+    moved = torch.cat([values[:, :, :rows] + 1000, values[:, :, rows:]], 2)
+    check_parts(x, [values, moved])
+    check_parts(y, [values[:, :, :5], moved[:, :, :5]])
+    back = ttnn.reshape(y, ttnn.Shape([1, 1, 32, 64]), ttnn.Shape([1, 1, 32, 64]))
+    check_parts(back, [values, moved])

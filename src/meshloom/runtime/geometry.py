@@ -8,11 +8,11 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.errors import MeshError
+from meshloom.errors import ArgumentError, MeshError
 from meshloom.mesh import Coordinate, Mesh
 
 
@@ -23,16 +23,31 @@ def _numbers(what: str, given: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(listed)
 
 
+def _in_order(what: str, given: tuple[Any, ...], named: Mapping[str, Any], letter: str, listed: str) -> tuple[Any, ...]:
+    """Arguments by name behind those by position: `s0=2, s1=4`, or all of them as one sequence, `shape=[2, 4]`."""
+    order = [f"{letter}{place}" for place in range(len(given), len(given) + len(named))]
+    if list(named) == [listed]:
+        order = [listed]
+    if set(order) != set(named) or (order == [listed] and given):
+        raise ArgumentError(
+            f"{what} takes {letter}0, {letter}1... or {listed}, not {', '.join(named)}",
+            fix=f"write {what}(2, 4) or {what}({letter}0=2, {letter}1=4)",
+        )
+    return (*given, *(named[name] for name in order))
+
+
 class MeshShape(tuple[int, ...]):
     """The shape of a mesh.
 
-    >>> MeshShape(2, 4), MeshShape([2, 4]).mesh_size(), MeshShape(2, 4) == (2, 4)
+    >>> MeshShape(2, 4), MeshShape([2, 4]).mesh_size(), MeshShape(s0=2, s1=4) == (2, 4)
     (MeshShape([2, 4]), 8, True)
     """
 
     __slots__ = ()
 
-    def __new__(cls, *sizes: Any) -> MeshShape:
+    def __new__(cls, *sizes: Any, **named: Any) -> MeshShape:
+        if named:
+            sizes = _in_order("MeshShape", sizes, named, "s", "shape")
         made = super().__new__(cls, _numbers("MeshShape", sizes))
         if not made:
             raise MeshError("MeshShape cannot have 0 dimension.", fix="write MeshShape(2, 4)")
@@ -59,7 +74,9 @@ class MeshCoordinate(tuple[int, ...]):
 
     __slots__ = ()
 
-    def __new__(cls, *places: Any) -> MeshCoordinate:
+    def __new__(cls, *places: Any, **named: Any) -> MeshCoordinate:
+        if named:
+            places = _in_order("MeshCoordinate", places, named, "c", "coords")
         return super().__new__(cls, _numbers("MeshCoordinate", places))
 
     def dims(self) -> int:

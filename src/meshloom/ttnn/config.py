@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +19,17 @@ from typing import Any
 import torch
 
 from meshloom import settings
-from meshloom.errors import ArgumentError, UncoveredError, closest
+from meshloom.errors import ArgumentError, OperandError, UncoveredError, closest
 from meshloom.ttnn.ops.calling import AFTER, BEFORE
+from meshloom.ttnn.ops.signatures import FINISH, SPEED
+from meshloom.ttnn.tensor.converting import from_torch
+from meshloom.ttnn.tensor.formats import ttnn_dtype_to_torch_dtype
+from meshloom.ttnn.tensor.tensor import Tensor
 
 __all__ = (
-    "CONFIG Config attach_golden_function get_golden_function load_config_from_dictionary load_config_from_json_file "
-    "manage_config register_post_operation_hook register_pre_operation_hook save_config_to_json_file"
+    "CONFIG CONFIG_OVERRIDES CONFIG_PATH Config attach_golden_function get_fallback_function get_golden_function "
+    "load_config_from_dictionary load_config_from_json_file manage_config register_post_operation_hook "
+    "register_pre_operation_hook save_config_to_json_file"
 ).split()
 
 
@@ -31,9 +37,14 @@ def _cache() -> Path:
     return Path(settings.read("XDG_CACHE_HOME")) / "ttnn"
 
 
-@dataclass
+@dataclass(init=False)
 class Config:
-    """The settings, with the names of TTNN's. Those that only concern reports are kept and have no effect here."""
+    """The settings, with the names of TTNN's: the defaults, or a copy of others. Those that only concern reports are
+    kept and have no effect here.
+
+    >>> Config(CONFIG) == CONFIG, Config(CONFIG) is CONFIG
+    (True, False)
+    """
 
     cache_path: Path = dataclasses.field(default_factory=_cache)
     model_cache_path: Path = dataclasses.field(default_factory=lambda: _cache() / "models")
@@ -53,6 +64,12 @@ class Config:
     report_name: Path | None = None
     strict_ccl_topology: bool = False
     validate_program_args: bool = False
+
+    def __init__(self, config: Config | None = None) -> None:
+        if not isinstance(config, Config | None):
+            raise ArgumentError(f"Config takes another Config, not {config!r}", fix="set what differs afterwards")
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, _default(field) if config is None else getattr(config, field.name))
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, _check_name(name), _fitting(name, value))
@@ -86,6 +103,10 @@ class Config:
         values = {name: getattr(self, name) for name in _KINDS}
         written = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
         Path(path).write_text(json.dumps(written, indent=4))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in dataclasses.fields(Config)}
@@ -137,14 +158,16 @@ def manage_config(name: str, value: object) -> Iterator[None]:
 
 
 def read_environment(environment: Mapping[str, str]) -> None:
-    """Take settings from the file and the JSON that the environment names."""
+    """Take settings from the file and the JSON that the environment names; a file that is not there yet is written."""
     if path := environment.get("TTNN_CONFIG_PATH"):
-        CONFIG.load_from_file(path)
+        (CONFIG.load_from_file if Path(path).exists() else CONFIG.save_to_file)(path)
     if text := environment.get("TTNN_CONFIG_OVERRIDES"):
         CONFIG.apply_json_overrides(text, source="TTNN_CONFIG_OVERRIDES")
 
 
 read_environment(settings.environment())
+CONFIG_PATH: Path | None = Path(settings.read("TTNN_CONFIG_PATH")) if settings.read("TTNN_CONFIG_PATH") else None
+CONFIG_OVERRIDES: str | None = settings.read("TTNN_CONFIG_OVERRIDES") or None
 
 
 # hooks
@@ -195,6 +218,43 @@ def get_golden_function(operation: Any) -> Callable[..., Any]:
         if callable(found):
             return found
     raise UncoveredError(f"{name} has no golden function", fix="ttnn.attach_golden_function(operation, function)")
+
+
+def get_fallback_function(operation: Any) -> Callable[..., Any]:
+    """The torch function behind an operation, on tensors of ttnn: they are read, and the result is put beside them.
+
+    >>> from meshloom import ttnn
+    >>> get_fallback_function(ttnn.relu)(ttnn.Tensor([-1.0, 2.0], [2], ttnn.float32, ttnn.ROW_MAJOR_LAYOUT)).to_list()
+    [0.0, 2.0]
+    """
+    golden = get_golden_function(operation)
+
+    def fall_back(*args: Any, **kwargs: Any) -> Any:
+        told = {name: value for name, value in kwargs.items() if name not in FINISH and name not in SPEED}
+        given = [value for value in (*args, *told.values()) if isinstance(value, Tensor)]
+        found = golden(*map(_read, args), **{name: _read(value) for name, value in told.items()})
+        if not given or not isinstance(found, torch.Tensor):
+            return found
+        like = given[0]
+        dtype, memory = kwargs.get("dtype") or like.dtype, kwargs.get("memory_config") or like.memory_config()
+        return from_torch(found, dtype, layout=like.layout, device=like.device(), memory_config=memory)
+
+    fall_back.__name__ = fall_back.__qualname__ = f"{_name(operation).rpartition('.')[2]}_in_torch"
+    return fall_back
+
+
+def _read(value: Any) -> Any:
+    """What torch computes with: the values of a tensor that all devices hold alike."""
+    if not isinstance(value, Tensor):
+        return value
+    if math.prod(value.block.shape[: len(value.grid)]) > 1:
+        raise OperandError(
+            f"a fallback computes with one torch tensor, and {value.dtype.name} {list(value.shape)} differs between "
+            "devices",
+            fix="ttnn.get_golden_function(op) on the torch tensors, or ttnn.get_device_tensors(x)",
+        )
+    value.wait()
+    return value.part((0,) * len(value.grid)).to(ttnn_dtype_to_torch_dtype(value.dtype))
 
 
 def _name(operation: Any) -> str:

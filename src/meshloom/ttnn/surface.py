@@ -8,16 +8,18 @@ names which are also at the top (`ttnn.types`, `ttnn._ttnn.multi_device`) are an
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module, resources
 from types import ModuleType
 from typing import Any
 
-from meshloom.errors import UncoveredError, closest
+from meshloom.errors import UncoveredError, UnsupportedError, closest
 
 PACKAGE = "meshloom.ttnn"
-APART = frozenset("distributed models pipeline preprocessing model_preprocessing".split())  # their names stay inside
+APART = frozenset(  # their names stay inside
+    "distributed dot_access graph models model_preprocessing pipeline preprocessing tracer".split()
+)
 MIRRORS = frozenset("_ttnn core types cluster operations".split())  # hold names of the top in the original
 
 
@@ -112,3 +114,21 @@ def stand_in(package: str, path: Iterable[str], file: str) -> Callable[[str], An
         return getattr(import_module(f"{package}.{file}"), name)
 
     return find_in_file
+
+
+def refusing(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a module of which some functions only say why they are not here: names by reason."""
+    why = {name: reason for reason, names_of in reasons.items() for name in names_of.split()}
+
+    def find_refusal(name: str) -> Any:
+        if name not in why:
+            raise AttributeError(f"module 'ttnn.{module}' has no attribute {name!r}")
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise UnsupportedError(f"ttnn.{module}.{name} is not here: {why[name]}")
+
+        refuse.__name__ = refuse.__qualname__ = name
+        refuse.__doc__ = f"Not here: {why[name]}."
+        return refuse
+
+    return find_refusal

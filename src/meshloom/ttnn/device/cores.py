@@ -77,18 +77,25 @@ class CoreGrid:
         return f"ttnn.CoreGrid(x={self.x}, y={self.y})"
 
 
+def _core(given: Any) -> Any:
+    """A core where there is a pair of numbers."""
+    return CoreCoord(given) if isinstance(given, (tuple, list)) else given
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class CoreRange:
-    """A rectangle of cores, both corners included.
+    """A rectangle of cores, both corners included. A core may be a pair of numbers, here and in the functions below.
 
-    >>> CoreRange(CoreCoord(0, 0), CoreCoord(3, 1)).grid_size()
-    4-2
+    >>> CoreRange(CoreCoord(0, 0), CoreCoord(3, 1)).grid_size(), CoreRange((0, 0), (3, 1)).end
+    (4-2, 3-1)
     """
 
     start: CoreCoord
     end: CoreCoord
 
     def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            object.__setattr__(self, name, _core(getattr(self, name)))
         if not (isinstance(self.start, CoreCoord) and isinstance(self.end, CoreCoord)):
             raise ArgumentError(f"a range goes from a CoreCoord to a CoreCoord, not {self.start!r} to {self.end!r}")
         if self.end.x < self.start.x or self.end.y < self.start.y:
@@ -218,6 +225,7 @@ def _overlap(a: CoreRange, b: CoreRange) -> bool:
 
 
 def _cells(of: CoreCoord | CoreRange | CoreRangeSet) -> Iterator[Cell]:
+    of = _core(of)
     if isinstance(of, CoreCoord):
         return iter(((of.x, of.y),))
     if isinstance(of, (CoreRange, CoreRangeSet)):
@@ -260,7 +268,7 @@ def grid_to_cores(*args: Any, **kwargs: Any) -> list[CoreCoord]:
     >>> grid_to_cores(3, 2, 2, row_wise=True), grid_to_cores(CoreCoord(0, 0), CoreCoord(1, 1))
     ([0-0, 1-0, 0-1], [0-0, 0-1, 1-0, 1-1])
     """
-    by_corners = "start" in kwargs or (bool(args) and isinstance(args[0], CoreCoord))
+    by_corners = "start" in kwargs or (bool(args) and isinstance(_core(args[0]), CoreCoord))
     return _between(*args, **kwargs) if by_corners else _first(*args, **kwargs)
 
 
@@ -287,7 +295,8 @@ def num_cores_to_corerangeset(target_num_cores: int, grid_size: CoreCoord, row_w
     >>> num_cores_to_corerangeset(10, CoreCoord(8, 8), row_wise=True)
     {[(x=0,y=0) - (x=7,y=0)], [(x=0,y=1) - (x=1,y=1)]}
     """
-    whole = CoreRangeSet([CoreRange(CoreCoord(0, 0), CoreCoord(grid_size.x - 1, grid_size.y - 1))])
+    size = _core(grid_size)
+    whole = CoreRangeSet([CoreRange(CoreCoord(0, 0), CoreCoord(size.x - 1, size.y - 1))])
     return num_cores_to_corerangeset_in_subcoregrids(CoreCoord(0, 0), target_num_cores, whole, row_wise)
 
 
@@ -295,7 +304,7 @@ def num_cores_to_corerangeset_in_subcoregrids(
     start_core: CoreCoord, target_num_cores: int, sub_core_grids: CoreRangeSet, row_wise: bool = False
 ) -> CoreRangeSet:
     """So many cores of a set from a core on, rectangle after rectangle."""
-    cells = list(sub_core_grids.cells(row_wise))
+    start_core, cells = _core(start_core), list(sub_core_grids.cells(row_wise))
     if (start_core.x, start_core.y) not in cells:
         raise OperandError(f"start core {start_core} is not in {sub_core_grids}")
     there = cells[cells.index((start_core.x, start_core.y)) :]
@@ -314,6 +323,7 @@ def split_work_to_cores(
     >>> split_work_to_cores(CoreCoord(2, 2), 6, row_wise=True)
     (4, {[(x=0,y=0) - (x=1,y=1)]}, {[(x=0,y=0) - (x=1,y=0)]}, {[(x=0,y=1) - (x=1,y=1)]}, 2, 1)
     """
+    grid = _core(grid)
     if isinstance(grid, CoreRangeSet):
         cells = list(grid.cells(row_wise))
     else:

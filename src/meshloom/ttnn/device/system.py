@@ -45,8 +45,9 @@ class Arch(Choice):
 class ClusterType(Choice):
     """A product; `CUSTOM` is a grid of virtual devices."""
 
-    INVALID, N150, N300, T3K, GALAXY, P100, P150 = 1, 2, 3, 4, 5, 6, 7
-    P150_X2, P150_X4, P150_X8, CUSTOM = 8, 9, 10, 11
+    INVALID, N150, N300, T3K, GALAXY, TG, P100, P150, P150_X2, P150_X4 = range(10)
+    SIMULATOR_WORMHOLE_B0, SIMULATOR_BLACKHOLE, N300_2x2, P150_X8, P300 = range(10, 15)
+    SIMULATOR_QUASAR, BLACKHOLE_GALAXY, P300_X2, CUSTOM = range(15, 19)
 
 
 @dataclass(frozen=True, slots=True)

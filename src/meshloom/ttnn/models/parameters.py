@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshloom.ttnn.dot_access import DotAccessDict
+
 __all__: list[str] = []  # they are found in `ttnn.model_preprocessing`
 
 
-class ParameterDict(dict[Any, Any]):
-    """A dictionary whose items are read and deleted as attributes; one that is missing is a KeyError, as in TTNN.
+class ParameterDict(DotAccessDict):
+    """A dictionary of parameters whose items are attributes too.
 
     >>> tree = make_parameter_dict({"layer": {"weight": 1}, 0: {"bias": 2}})
     >>> tree.layer.weight, tree[0].bias
     (1, 2)
     """
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copying and notebooks ask every object for
-            raise AttributeError(name)
-        return self[name]
-
-    def __delattr__(self, name: str) -> None:
-        del self[name]
 
     def __repr__(self) -> str:
         return _tree(self)

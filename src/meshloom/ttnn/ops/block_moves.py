@@ -17,8 +17,8 @@ from meshloom.ttnn.tensor.tensor import Tensor
 
 
 def axis_of(name: str, dim: int, rank: int) -> int:
-    """A dim counted from the front."""
-    if not -rank <= dim < max(rank, 1):
+    """A dim counted from the front; a tensor without dims has one that is 0 or -1, as in torch."""
+    if not -max(rank, 1) <= dim < max(rank, 1):
         raise OperandError(
             f"ttnn.{name}: dim {dim} is out of range for a tensor of rank {rank}",
             fix=f"use -{rank} to {rank - 1}" if rank else "the tensor has no dims",

@@ -84,6 +84,7 @@ class Made:
                 memory_config or self.memory_config or like._memory,
                 like.tile,
                 coords=self.coords or like._coords,
+                home=like.home,
             )
             if made._device is not None and made._device.watched:
                 queues.used(made._device, "op", writes=(made,))
@@ -275,6 +276,19 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
     if device.watched or state.capture is not None:
         queues.used(device, name, reads=tensors)
     return device, blocks
+
+
+def blocks_of(name: str, *tensors: Tensor) -> list[Block]:
+    """The blocks of operands whose elements are only moved: on the host if all of them are there, else on a device."""
+    if not tensors or not all(isinstance(each, Tensor) and each._device is None for each in tensors):
+        return operands(name, *tensors)[1]
+    grids = {tensor.grid for tensor in tensors}
+    if len(grids) > 1:
+        raise OperandError(
+            f"ttnn.{name}: tensors of the host are meant for meshes of {' and '.join(map(str, sorted(grids)))}",
+            fix="map them for one mesh: from_torch(x, mesh_mapper=...)",
+        )
+    return [tensor.block for tensor in tensors]
 
 
 def shared_coords(*tensors: Tensor) -> tuple[MeshCoordinate, ...] | None:

@@ -10,7 +10,10 @@ from meshloom.ttnn.ops.activations import Activation
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import TensorMemoryLayout
 
-__all__ = ["Conv1dConfig", "Conv2dConfig", "Conv2dSliceConfig", "Op2DSliceConfig", "PaddingMode"]
+__all__ = (
+    "Conv1dConfig Conv2dConfig Conv2dDRAMSliceHeight Conv2dDRAMSliceWidth Conv2dL1Full Conv2dL1FullSliceConfig "
+    "Conv2dSliceConfig Op2DSliceConfig PaddingMode"
+).split()
 
 
 class PaddingMode(enum.Enum):
@@ -71,3 +74,6 @@ class Op2DSliceConfig:
 Conv2dSliceConfig = Op2DSliceConfig
 for _kind in Op2DSliceConfig.SliceTypeEnum:  # `Conv2dSliceConfig.DRAMSliceWidth` is written without the name between
     setattr(Op2DSliceConfig, _kind.name, _kind)
+
+Conv2dDRAMSliceHeight, Conv2dDRAMSliceWidth, Conv2dL1Full = Op2DSliceConfig.SliceTypeEnum
+Conv2dL1FullSliceConfig = Conv2dSliceConfig(slice_type=Conv2dL1Full)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.block_moves import fresh
-from meshloom.ttnn.ops.calling import op, operands
+from meshloom.ttnn.ops.calling import blocks_of, op, operands
 from meshloom.ttnn.tensor.converting import converted
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.transfers import to_device
+
+__all__ = ["to"]  # not an op of its own: the op that it chooses is
 
 
 def _copy_as(
@@ -22,12 +26,10 @@ def _copy_as(
     pad_value: float | None = None,
 ) -> Tensor:
     """The values of a tensor in one of its own; on the host, or where it is."""
-    if tensor.home is not None or tensor.device() is not None:
-        operands(name, tensor)
+    (block,) = blocks_of(name, tensor)
     kind = dtype or tensor.dtype
-    block = converted(tensor.block, kind, tensor.block) if kind is not tensor.dtype else fresh(tensor.block)
     return Tensor(
-        block,
+        converted(block, kind, block) if kind is not tensor.dtype else fresh(block),
         tensor.grid,
         kind,
         Layout.TILE if kind.is_block_float else layout or tensor.layout,
@@ -37,6 +39,7 @@ def _copy_as(
         tensor.tile,
         tensor._pad if pad_value is None else pad_value,
         tensor._coords,
+        home=tensor.home,
     )
 
 
@@ -93,6 +96,18 @@ def typecast(
     return _copy_as("typecast", input_tensor, wanted, memory_config=memory_config)
 
 
+@op("experimental.typecast")
+def experimental_typecast(
+    input_tensor: Tensor,
+    dtype: DataType,
+    memory_config: MemoryConfig | None = None,
+    optional_output_tensor: Tensor | None = None,
+) -> Tensor:
+    """`typecast` with everything by position."""
+    found: Tensor = typecast(input_tensor, dtype, memory_config=memory_config, output_tensor=optional_output_tensor)
+    return found
+
+
 @op("clone")
 def clone(input: Tensor, *, dtype: DataType | None = None, memory_config: MemoryConfig | None = None) -> Tensor:
     """The same values in a tensor of their own."""
@@ -113,6 +128,35 @@ def to_memory_config(
     if memory_config == tensor.memory_config() and dtype in (None, tensor.dtype):
         return tensor
     return _copy_as("to_memory_config", tensor, dtype, memory_config=memory_config)
+
+
+def to(
+    tensor: Tensor,
+    target: MeshDevice | DataType | Layout | MemoryConfig,
+    memory_config: MemoryConfig | None = None,
+    *,
+    cq_id: int | None = None,
+) -> Tensor:
+    """On a mesh, in a dtype, in a layout or in a memory config, by what is given.
+
+    >>> from meshloom import ttnn
+    >>> ttnn.to(ttnn.ones([2, 2]), ttnn.float32).dtype
+    DataType.FLOAT32
+    """
+    _check("to", tensor)
+    if isinstance(target, MeshDevice):
+        return to_device(tensor, target, memory_config, cq_id=cq_id)
+    if isinstance(target, Layout):
+        return to_layout(tensor, target, memory_config=memory_config)
+    if isinstance(target, MemoryConfig):
+        return to_memory_config(tensor, target)
+    if not isinstance(target, DataType):
+        raise ArgumentError(
+            f"ttnn.to: {target!r} is no mesh, dtype, layout or memory config", fix="ttnn.to(x, ttnn.float32)"
+        )
+    if target is tensor.dtype and memory_config in (None, tensor.memory_config()):
+        return tensor
+    return typecast(tensor, target, memory_config=memory_config)
 
 
 @op("copy")

@@ -1,6 +1,7 @@
 """Ops that give elements another shape or order: reshape, permute, repeat, roll, fold.
 
-`view`, and `reshape` where rows stay whole, share the memory of their operand as in TTNN; all others copy.
+`view`, and `reshape` where rows stay whole, share the memory of their operand as in TTNN; all others copy. What only
+moves elements does so where its operand is: a tensor of the host stays there, and so does the result.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, whole
-from meshloom.ttnn.ops.calling import Made, make, op, operands, result
+from meshloom.ttnn.ops.calling import Made, blocks_of, make, op, operands, result
 from meshloom.ttnn.ops.topologies import moves, same, topology_of, topology_of_reshape
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 
@@ -38,11 +40,20 @@ class TileReshapeMapMode(enum.Enum):
 
 @op("reshape", spelled={"logical_shape": "shape"})
 def reshape(
-    input_tensor: Tensor, shape: Sequence[int] | None = None, *, memory_config: MemoryConfig | None = None
+    input_tensor: Tensor,
+    shape: Sequence[int] | None = None,
+    padded_shape: Sequence[int] | None = None,
+    *,
+    memory_config: MemoryConfig | None = None,
 ) -> Tensor:
-    """The same elements in another shape; one size may be -1. Rows that stay whole stay where they are in memory."""
+    """The same elements in another shape; one size may be -1. Rows that stay whole stay where they are in memory.
+
+    With a padded shape, a shape of fewer or more elements says anew which of them are padding.
+    """
     if shape is None:
         raise ArgumentError("ttnn.reshape: a shape is missing")
+    if padded_shape is not None and -1 not in shape and math.prod(shape) != math.prod(input_tensor.shape):
+        return _relabel_padding(input_tensor, tuple(shape), tuple(padded_shape), memory_config)
     sizes = infer_shape("reshape", tuple(input_tensor.shape), shape)
     return _see_as(input_tensor, sizes, memory=memory_config)
 
@@ -87,8 +98,13 @@ def reshape_on_device(
 def squeeze(input_tensor: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     """Without dims of size 1: all of them, or the named ones that have it."""
     shape, rank = tuple(input_tensor.shape), len(input_tensor.shape)
-    asked = range(rank) if dim is None else [axis_of("squeeze", each, rank) for each in whole(dim, 1)]
-    gone = {each for each in asked if shape[each] == 1}
+    asked = list(range(rank)) if dim is None else [axis_of("squeeze", each, rank) for each in whole(dim, 1)]
+    for each in asked:
+        if asked.count(each) > 1:
+            raise OperandError(
+                f"ttnn.squeeze: dim {each} appears multiple times in the list of dims", fix="name each dim once"
+            )
+    gone = {each for each in asked if rank and shape[each] == 1}
     left = [each for each in range(rank) if each not in gone]
     return _see_as(input_tensor, [shape[each] for each in left], {each: place for place, each in enumerate(left)})
 
@@ -145,10 +161,13 @@ def is_view(tensor: Tensor, shape: tuple[int, ...], memory_config: MemoryConfig 
 
 def view_as(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tensor:
     """A tensor in the memory of another."""
-    if tensor.home is not None or tensor.device() is not None:
-        operands("view", tensor)
-    view = Tensor(
-        tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *shape),
+    (block,) = blocks_of("view", tensor)
+    return tensor.shared_by(_in_memory_of(tensor, block.reshape(*block.shape[: len(tensor.grid)], *shape), label))
+
+
+def _in_memory_of(tensor: Tensor, block: Block, label: TensorTopology) -> Tensor:
+    return Tensor(
+        block,
         tensor.grid,
         tensor.dtype,
         tensor.layout,
@@ -158,8 +177,45 @@ def view_as(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tens
         tensor.tile,
         coords=tensor._coords,
         room=tensor._room,
+        home=tensor.home,
     )
-    return tensor.shared_by(view)
+
+
+def _relabel_padding(
+    tensor: Tensor, shape: tuple[int, ...], padded: tuple[int, ...], memory: MemoryConfig | None
+) -> Tensor:
+    """The memory of a tensor with another logical shape: rows become padding, or padding becomes rows.
+
+    [1, 1, 32, 64] as [1, 1, 5, 64] in [1, 1, 32, 64]: five rows are left, and 27 are padding.
+    """
+    full, height = _with_padding(tensor), tensor.tile.tile_shape[0]
+    lead, had = full.shape[: len(tensor.grid)], tuple(full.shape[len(tensor.grid) :])
+    is_cut = tensor.layout is Layout.TILE and padded[-2:-1] != had[-2:-1] and (padded[-2:] or (1,))[0] % height
+    fits = len(padded) == len(shape) and all(size <= full for size, full in zip(shape, padded, strict=True))
+    if not fits or math.prod(padded) != math.prod(had) or padded[-1:] != had[-1:] or is_cut:
+        raise OperandError(
+            f"Invalid arguments to reshape: {list(had)} in memory cannot be {list(shape)} inside of {list(padded)}",
+            fix=f"give a padded shape of {math.prod(had)} elements in rows of {had[-1]}",
+        )
+    inside: tuple[Any, ...] = (..., *(slice(size) for size in shape))
+    all_rows = full.reshape(*lead, *padded)
+    seen = all_rows[inside]
+    places = {dim: dim for dim in range(len(shape))} if len(tensor.shape) == len(shape) else None
+    label = topology_of_reshape(tensor, shape, places)
+    if memory is not None and memory != tensor.memory_config():
+        return result(fresh(seen), tensor, topology=label, memory_config=memory)
+    made = _in_memory_of(tensor, seen, label)
+    made._relabelled = (seen, all_rows)
+    is_shared = full.untyped_storage().data_ptr() == tensor.block.untyped_storage().data_ptr()
+    return tensor.shared_by(made) if is_shared else made  # padding of tiles was put beside it just now
+
+
+def _with_padding(tensor: Tensor) -> Block:
+    """The block of a tensor with its padding: what a reshape made padding of, else what tiles are filled up with."""
+    (block,) = blocks_of("reshape", tensor)
+    if hasattr(tensor, "_relabelled") and tensor._relabelled[0] is block:  # and it was not put elsewhere since
+        return tensor._relabelled[1]
+    return block if tensor.shape == tensor.padded_shape else tensor._pad_tiles(tensor._pad)
 
 
 def _see_as(
@@ -169,10 +225,9 @@ def _see_as(
     sizes, label = tuple(shape), topology_of_reshape(tensor, shape, places)
     if is_view(tensor, sizes, memory):
         return view_as(tensor, sizes, label)
-    if tensor.home is not None or tensor.device() is not None:
-        operands("reshape", tensor)
-    block = tensor.block.reshape(*tensor.block.shape[: len(tensor.grid)], *sizes)
-    return result(fresh(block), tensor, topology=label, memory_config=memory)
+    (block,) = blocks_of("reshape", tensor)
+    values = block.reshape(*block.shape[: len(tensor.grid)], *sizes)
+    return result(fresh(values), tensor, topology=label, memory_config=memory)
 
 
 # order
@@ -181,7 +236,7 @@ def _see_as(
 @op("permute")
 def permute(input_tensor: Tensor, dims: Sequence[int]) -> Made:
     """The dims in another order."""
-    _, (block,) = operands("permute", input_tensor)
+    (block,) = blocks_of("permute", input_tensor)
     rank, axes = len(input_tensor.shape), len(input_tensor.grid)
     if len(dims) != rank:
         raise OperandError(
@@ -240,7 +295,7 @@ def convert_to_chw(input: Tensor) -> Made:
 @op("repeat")
 def repeat(input_tensor: Tensor, repeat_dims: Sequence[int]) -> Made:
     """The tensor several times along every dim; more numbers than dims put dims in front."""
-    _, (block,) = operands("repeat", input_tensor)
+    (block,) = blocks_of("repeat", input_tensor)
     times, had, axes = tuple(repeat_dims), len(input_tensor.shape), len(input_tensor.grid)
     if len(times) < had or any(each < 0 for each in times):
         raise OperandError(
@@ -255,7 +310,7 @@ def repeat(input_tensor: Tensor, repeat_dims: Sequence[int]) -> Made:
 @op("repeat_interleave")
 def repeat_interleave(input_tensor: Tensor, repeats: int, dim: int) -> Made:
     """Every element several times in a row along a dim."""
-    _, (block,) = operands("repeat_interleave", input_tensor)
+    (block,) = blocks_of("repeat_interleave", input_tensor)
     place = axis_of("repeat_interleave", dim, len(input_tensor.shape))
     axes = len(input_tensor.grid)
     values = block.repeat_interleave(repeats, dim=axes + place)
@@ -265,7 +320,7 @@ def repeat_interleave(input_tensor: Tensor, repeats: int, dim: int) -> Made:
 @op("expand")
 def expand(input_tensor: Tensor, output_shape: Sequence[int]) -> Made:
     """Dims of size 1 made larger; -1 keeps a size, and sizes in front are new dims."""
-    _, (block,) = operands("expand", input_tensor)
+    (block,) = blocks_of("expand", input_tensor)
     had, axes, asked = tuple(input_tensor.shape), len(input_tensor.grid), tuple(output_shape)
     new = len(asked) - len(had)
     sizes = tuple(have if size == -1 else size for size, have in zip(asked, (1,) * new + had, strict=False))
@@ -292,7 +347,7 @@ def broadcast_to(
 @op("roll")
 def roll(input_tensor: Tensor, shifts: int | Sequence[int], dim: int | Sequence[int] | None = None) -> Made:
     """Elements moved along dims, those that fall off put in at the other end; without a dim, along all of them."""
-    _, (block,) = operands("roll", input_tensor)
+    (block,) = blocks_of("roll", input_tensor)
     axes, rank = len(input_tensor.grid), len(input_tensor.shape)
     label = topology_of(moves(same(input_tensor)), input_tensor)
     if dim is None:

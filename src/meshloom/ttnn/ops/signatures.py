@@ -25,6 +25,10 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
+def _are_numbers(value: Any) -> bool:
+    return all(isinstance(each, int) for each in (value if isinstance(value, (list, tuple)) else (value,)))
+
+
 # Arguments with one meaning in all ops, most of them about speed only: what they may be, beside None.
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "memory_config": _is(MemoryConfig),
@@ -50,6 +54,12 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     ),
 }
 
+# Where an op of the original takes something else under such a name: one number of links for every dim.
+OWN_CHECKS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "experimental.neighbor_pad_async": {"num_links": _are_numbers},
+}
+
+
 # What says how a result is kept, unless the function of an op names it itself: the argument of `Made.tensor`.
 FINISH = {
     "memory_config": "memory_config",
@@ -71,7 +81,7 @@ SPEED = frozenset(
     intermediate_tensor keep_l1_aligned mm_N_full_block_wt mm_block_ht mm_block_wt mm_cores_y
     momentum_buffer_out_memory_config multi_device_global_semaphore negative_mask neighbor_semaphore nnz
     num_buffers_per_channel num_links num_out_blocks num_workers_per_link numeric_stable op output_tile
-    overlap_qk_coregrid pad_value padded_shape padding_idx persistent_intermediate_buffer prefetcher_pipes
+    overlap_qk_coregrid pad_value padding_idx persistent_intermediate_buffer prefetcher_pipes
     program_config queue_id ready_semaphore reallocate_halo_output reallocate_output recip_tensor
     reduce_scatter_core_grid_offset reshape_tile_mode rs_global_semaphores skip_padding_fill slice_config
     sparse_grad strategy sub_core_grid sub_core_grids sub_device_id subdevice_id topology use_2d_core_grid
@@ -109,7 +119,19 @@ class Binding:
     A function that has an argument `kind` is told the dtype that was asked for, by itself or by an output.
     """
 
-    __slots__ = ("also", "function", "is_open", "kinded", "more", "names", "order", "plain", "spelled", "takes")
+    __slots__ = (
+        "also",
+        "checks",
+        "function",
+        "is_open",
+        "kinded",
+        "more",
+        "names",
+        "order",
+        "plain",
+        "spelled",
+        "takes",
+    )
 
     def __init__(
         self,
@@ -124,6 +146,7 @@ class Binding:
         self.order: Sequence[str] = ()  # the names of positional arguments
         self.takes: dict[str, str | None] = {}  # "": the function; a key of `Made.tensor`; None: dropped
         self.kinded = self.is_open = False
+        self.checks: Mapping[str, Callable[[Any], bool]] = CHECKS
 
     def bind(
         self, args: tuple[Any, ...], given: dict[str, Any]
@@ -135,9 +158,9 @@ class Binding:
             args, given = self._by_name(args, given)
         own: dict[str, Any] = {}
         rest: dict[str, Any] = {}
-        takes = self.takes
+        takes, checks = self.takes, self.checks
         for argument, value in given.items():
-            fits = CHECKS.get(argument)
+            fits = checks.get(argument)
             if fits is not None and value is not None and not fits(value):
                 raise ArgumentError(f"ttnn.{self.names[0]}: {argument}={value!r} is of the wrong type")
             key = takes.get(argument, _UNKNOWN)
@@ -190,6 +213,8 @@ class Binding:
                 self.order = max(self.order, [*ordered, *at[len(here) :]], key=len)
         same = [a == b for a, b in zip(at, self.order, strict=False)]
         self.takes = takes
+        if self.names[0] in OWN_CHECKS:
+            self.checks = CHECKS | OWN_CHECKS[self.names[0]]
         self.plain = 1 << 30 if inspect.Parameter.VAR_POSITIONAL in kinds else (*same, False).index(False)
 
     def _passed_on(self) -> Sequence[inspect.Parameter]:

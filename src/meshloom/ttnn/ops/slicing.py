@@ -9,7 +9,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import axis_of, copy_parts, fresh, inside, spread, writable_block
-from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, blocks_of, make, op, operands, shared_coords
 from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block
@@ -33,7 +33,7 @@ def slice_(
     num_devices: int | None = None,
 ) -> Made:
     """The elements from start to end of every dim, in steps. Tensors as starts and ends may differ between devices."""
-    _, (block,) = operands("slice", input_tensor)
+    (block,) = blocks_of("slice", input_tensor)
     if isinstance(starts, Tensor) and isinstance(ends, Tensor):
         values = _sliced_by_tensors(input_tensor, starts, ends, steps, slice_dim, num_devices)
         coords = shared_coords(input_tensor, starts)
@@ -148,7 +148,7 @@ def narrow(input_tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
 @op("split")
 def split(input_tensor: Tensor, split_size: int | Sequence[int], dim: int = 0) -> list[Made]:
     """Pieces along a dim, of one size (the last may be smaller) or of the sizes given."""
-    _, (block,) = operands("split", input_tensor)
+    (block,) = blocks_of("split", input_tensor)
     place = axis_of("split", dim, len(input_tensor.shape))
     size = input_tensor.shape[place]
     if not isinstance(split_size, int) and sum(split_size) != size:
@@ -162,7 +162,7 @@ def split(input_tensor: Tensor, split_size: int | Sequence[int], dim: int = 0) -
 @op("chunk")
 def chunk(input_tensor: Tensor, chunks: int, dim: int) -> list[Made]:
     """So many pieces along a dim, or fewer if its size runs out."""
-    _, (block,) = operands("chunk", input_tensor)
+    (block,) = blocks_of("chunk", input_tensor)
     place = axis_of("chunk", dim, len(input_tensor.shape))
     return _pieces(input_tensor, block.chunk(chunks, dim=len(input_tensor.grid) + place))
 
@@ -220,7 +220,7 @@ def _alike(name: str, tensors: Sequence[Tensor], dim: int, more: int) -> tuple[T
     """The first of some tensors that have to be of one dtype, layout and rank, the dim from the front, and blocks."""
     if not tensors:
         raise OperandError(f"ttnn.{name}: need 1 or more tensors", fix="give at least one")
-    _, blocks = operands(name, *tensors)
+    blocks = blocks_of(name, *tensors)
     first = tensors[0]
     for tensor in tensors:
         if tensor.dtype is not first.dtype:
@@ -260,7 +260,7 @@ def pad(
 
     Both of TTNN's forms are taken: `pad(x, [(0, 1), (2, 3)], 0.0)` and `pad(x, shape, start, 0.0)`.
     """
-    _, (block,) = operands("pad", input_tensor)
+    (block,) = blocks_of("pad", input_tensor)
     start: Sequence[int] | None = None
     if isinstance(input_tensor_start, (int, float)):  # the value, third in the form with pairs
         value = input_tensor_start

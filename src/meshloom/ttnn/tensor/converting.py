@@ -1,8 +1,8 @@
 """Between torch and the mesh: `from_torch`, `to_torch`, and the defaults that `distribute` sets for both.
 
-`from_torch` with a mapper and without a device gives a tensor on the host that knows its mesh; the first op on it moves
-it there. `to_torch` without a composer puts the parts together as the label says: sharded dims are joined, terms are
-summed, one of equals is taken, padding of uneven dims is cut off.
+`from_torch` with a mapper and without a device gives a tensor on the host that knows its mesh; the first op that
+computes with it moves it there. `to_torch` without a composer puts the parts together as the label says: sharded dims
+are joined, terms are summed, one of equals is taken, padding of uneven dims is cut off.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy
 import torch
 
 from meshloom.errors import ArgumentError, DTypeError, OperandError
@@ -76,7 +77,7 @@ class ArgumentValueError(ArgumentError, ValueError):
 
 @op("from_torch")
 def from_torch(
-    tensor: torch.Tensor,
+    tensor: torch.Tensor | numpy.ndarray,
     dtype: DataType | None = None,
     *,
     spec: Any = None,
@@ -91,7 +92,7 @@ def from_torch(
     col_tilize: bool = False,
     enable_bfloat_opt: bool = False,
 ) -> Tensor:
-    """A torch tensor as parts of a mesh, or on the host; without a mapper every device gets all of it.
+    """A torch tensor (or numpy array) as parts of a mesh, or on the host; without a mapper every device gets all of it.
 
     >>> from meshloom import ttnn
     >>> mesh = ttnn.open_mesh_device(ttnn.MeshShape(2, 4))
@@ -99,8 +100,10 @@ def from_torch(
     >>> x.shape, x.tensor_topology().placements()
     (Shape([2, 8]), [PlacementShard(0)])
     """
+    if isinstance(tensor, numpy.ndarray):
+        tensor = _from_numpy(tensor)
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(f"ttnn.from_torch takes a torch.Tensor, not a {type(tensor).__name__}")
+        raise ArgumentError(f"ttnn.from_torch takes a torch.Tensor or a numpy array, not a {type(tensor).__name__}")
     if spec is not None:
         given = {"dtype": dtype, "layout": layout, "memory_config": memory_config, "tile": tile}
         for name in [each for each, value in given.items() if value is not None]:
@@ -130,6 +133,15 @@ def from_torch(
         home=mapper.mesh if mapper is not None else None,
     )
     return made if device is None else move_to(made, device, made.memory_config(), cq_id, copies=False)
+
+
+def _from_numpy(array: numpy.ndarray) -> torch.Tensor:
+    """An array as a torch tensor, in the order of bytes and the strides that torch has."""
+    plain = numpy.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+    try:
+        return torch.from_numpy(plain)
+    except TypeError as error:
+        raise DTypeError(f"torch has no counterpart of numpy's {array.dtype}", fix="array.astype('float32')") from error
 
 
 def _infer_dtype(tensor: torch.Tensor) -> DataType:
@@ -193,7 +205,7 @@ def from_data(
         kind = data_type or dtype
         extra = dict(zip(("device", "memory_config", "tile", "pad_value"), rest, strict=False))
     else:  # (array, data_type, device, layout, mem_config, tile)
-        values = torch.as_tensor(data)
+        values = _from_numpy(data) if isinstance(data, numpy.ndarray) else torch.as_tensor(data)
         kind, extra = data_type or shape, {}
         device = device or dtype
         memory_config = memory_config or mem_config or (rest[0] if rest else None)

@@ -252,6 +252,34 @@ def _placement(found: dict[str, Any], rank: int) -> Placement:
     return REPLICATE
 
 
+# as a pickle
+
+
+def pack(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[torch.Tensor, str]]:
+    """What `pickle` and `torch.save` keep of a tensor: its block, and the header that its file would have."""
+    held = from_device(tensor)
+    block = held.block.clone(memory_format=torch.contiguous_format)  # alone, and not the array that it is a view of
+    return restore, (block, json.dumps(_header(held, block)))
+
+
+def restore(block: torch.Tensor, header: str) -> Tensor:
+    """The tensor of a pickle, on the host; `ttnn.to_device(tensor, mesh)` puts it on a mesh again."""
+    try:
+        shape, about = _check_header(json.loads(header))
+    except UNREADABLE as error:
+        raise OperandError(f"a pickled tensor is damaged: {error!s:.200}", fix="save it again") from error
+    if tuple(block.shape) != shape or block.dtype is not about["dtype"].store:
+        raise OperandError(
+            f"a pickled tensor is damaged: it has {list(block.shape)} of {block.dtype}, its header {list(shape)} of "
+            f"{about['dtype']}",
+            fix="save it again",
+        )
+    return Tensor(block, *about.values())
+
+
+torch.serialization.add_safe_globals([restore])  # so that `torch.load` reads it as it reads a dense tensor
+
+
 # the cache of weights
 
 

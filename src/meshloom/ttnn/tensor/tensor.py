@@ -1,8 +1,8 @@
 """The tensor of the per-device view: `shape` is what one device holds.
 
 It has a block (see `parts`), a format, a label that says how the parts make up a whole, and on a device room in memory
-with one address on all devices. A tensor on the host may know the mesh that it is meant for (`home`): the first op on
-it moves it there. Operators and conversions are ops and are looked up in the table by name.
+with one address on all devices. A tensor on the host may know the mesh that it is meant for (`home`): the first op that
+computes with it moves it there. Operators and conversions are ops and are looked up in the table by name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from itertools import count
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from meshloom.engines.private import disable_current_modes
 from meshloom.errors import ArgumentError, BoundsError, OperandError, TraceError
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.runtime.memory import Region
@@ -108,14 +110,15 @@ class Tensor(metaclass=_Making):
     """
 
     __slots__ = (
-        "__weakref__ _block _coords _device _grid _memory _pad _pinned _room _shape _sharers _topology dtype home "
-        "layout tensor_id tile"
+        "__weakref__ _block _coords _device _grid _memory _pad _pinned _relabelled _room _shape _sharers _topology "
+        "dtype home layout tensor_id tile"
     ).split()
 
     _block: Block | None
     _coords: tuple[MeshCoordinate, ...] | None
     _room: Room | None
     _sharers: dict[int, Sharer] | None
+    _relabelled: tuple[Block, Block]  # by a reshape: the block, and the one with its padding that it is a view of
 
     def __init__(
         self,
@@ -172,17 +175,8 @@ class Tensor(metaclass=_Making):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.home is not None:
-            raise OperandError(
-                f"a tensor of {self.dtype.name} {list(self.shape)} on {self.home} cannot be pickled: the mesh is here",
-                fix="ttnn.dump_tensor(file, tensor) keeps it with its placement; ttnn.load_tensor(file, device=mesh)",
-            )
-        return super().__reduce_ex__(protocol)
-
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """What is kept in a file: all but the other tensors of its memory."""
-        kept = [name for name in self.__slots__ if name != "__weakref__" and hasattr(self, name)]
-        return None, {name: getattr(self, name) for name in kept} | {"_sharers": None}
+        """Its parts, format and label, as in a file; the mesh stays here, so it is read back on the host."""
+        return import_module("meshloom.ttnn.tensor.files").pack(self)
 
     # shape and format
 
@@ -345,8 +339,15 @@ class Tensor(metaclass=_Making):
     # moving, for the modules of this room
 
     def settle(self) -> None:
-        """Go from the host to the mesh that it knows: what the first op on it does."""
+        """Go from the host to the mesh that it knows: what the first op that computes with it does.
+
+        It gets memory of its own there, so that tensors of the host that are views of it stay as they are.
+        """
         assert self._device is None and self.home is not None
+        block = self.block
+        is_outside = state.capture is not None and not state.capture.makes(block)  # of a trace: replays must not copy
+        with disable_current_modes() if is_outside else nullcontext():
+            self._block = block.clone(memory_format=torch.contiguous_format)
         self._room = self._allocate(self.home)
         self._device = self.home
 
@@ -380,15 +381,30 @@ class Tensor(metaclass=_Making):
         their labels said was the same along an axis is so no more."""
         axes, before = len(self._grid), self.block.shape
         grown = [old < new for old, new in zip(before[:axes], block.shape[:axes], strict=True)]
-        self._block = block
+        if hasattr(self, "_relabelled") and self._relabelled[0] is self._block:  # with the rows that are padding here
+            rows = self._relabelled[1]
+            whole = rows.expand(*block.shape[:axes], *rows.shape[axes:]).clone()
+            whole[_inside(self.shape)] = block
+            block = whole
+        self._see(block)
         for each, place in self.sharers():
             if each._block is None:
                 continue
             if place is None:
-                each._block = block.reshape(*block.shape[:axes], *each.shape)
+                each._see(block)
                 each._topology = _tell_apart(each._topology, grown)
             else:
                 each._block = part(block, place).reshape(each._block.shape)
+
+    def _see(self, block: Block) -> None:
+        """Be a view of another array: the same elements in its own shape, or those that a reshape made padding of."""
+        lead = block.shape[: len(self._grid)]
+        if hasattr(self, "_relabelled") and self._relabelled[0] is self._block:
+            rows = block.reshape(*lead, *self._relabelled[1].shape[len(lead) :])
+            seen = rows[_inside(self.shape)]
+            self._block, self._relabelled = seen, (seen, rows)
+        else:
+            self._block = block.reshape(*lead, *self.shape)
 
     def write(self, values: Block, places: Sequence[Sequence[int]] | None = None) -> None:
         """Take on other values, in place; only on the devices that it lies on, or on some of them. An array that held
@@ -434,11 +450,8 @@ class Tensor(metaclass=_Making):
         return found
 
     def to(self, target: Any, mem_config: MemoryConfig | None = None, cq_id: int | None = None) -> Tensor:
-        """On a mesh, or in a layout."""
-        if isinstance(target, Layout):
-            found: Tensor = _op("to_layout")(self, target)
-        else:
-            found = _op("to_device")(self, target, mem_config, queue_id=cq_id)
+        """On a mesh, in a layout, a dtype or a memory config."""
+        found: Tensor = _op("to")(self, target, mem_config, cq_id=cq_id)
         return found
 
     def to_torch(self, mesh_composer: Any = None) -> torch.Tensor:
@@ -545,10 +558,8 @@ class Tensor(metaclass=_Making):
     def reshape(self, *shape: Any) -> Tensor:
         """In another shape with as many elements."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if self.home is not None:
-            found: Tensor = _op("reshape")(self, sizes)
-            return found
-        return self._like(self.block.reshape(*self.block.shape[: len(self._grid)], *sizes))
+        found: Tensor = _op("reshape")(self, sizes)
+        return found
 
     # operators
 
@@ -563,7 +574,8 @@ class Tensor(metaclass=_Making):
     __iter__ = None  # a loop over `[]` would cut it up row by row
 
     def __bool__(self) -> bool:
-        return bool(self.item())
+        """There is one: `if tensor:` asks no more, as in TTNN. `item()` reads the value."""
+        return True
 
     def __getitem__(self, index: Any) -> Tensor:
         starts, ends, steps, gone = _box(index, self.shape)
@@ -631,3 +643,8 @@ def _box(index: Any, shape: Shape) -> Box:
         ends.append(end)
         steps.append(step)
     return starts, ends, steps, gone
+
+
+def _inside(shape: Sequence[int]) -> tuple[Any, ...]:
+    """The index of the first elements of the last dims."""
+    return (..., *(slice(size) for size in shape))
