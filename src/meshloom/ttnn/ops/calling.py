@@ -172,30 +172,16 @@ def op(
 
 
 class _Running(threading.local):
-    """The op that the program called, by its name and arguments, while it runs; COUNTED once it has its program."""
+    """The op that a program of the user called, by its name and arguments, while it runs; COUNTED once it is counted.
+
+    An op is one entry of the program cache, whatever it is made of: only the first that asks for operands is counted.
+    """
 
     op: tuple[str, Any, Any] | None = None
 
 
 _running = _Running()
 COUNTED = ("", (), NOTHING)
-
-
-def _count_program(device: MeshDevice, name: str, tensors: Sequence[Tensor]) -> None:
-    """An op has one program, whatever it is made of: it depends on the tensors that the program called it with."""
-    op = _running.op
-    if op is COUNTED:
-        return
-    if op is not None:
-        _running.op = COUNTED
-        name, args, kwargs = op
-        tensors = _tensors_in(args, kwargs) or tensors
-    key: list[Any] = [name]
-    for tensor in tensors:
-        block = tensor._block
-        shape = tensor.shape if block is None else block.shape[len(tensor._grid) :]
-        key += (shape, tensor.dtype._value_, tensor.layout._value_)
-    device.count_program(tuple(key))
 
 
 def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -207,6 +193,14 @@ def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         elif type(given) in (list, tuple):
             found += [each for each in given if isinstance(each, Tensor)]
     return found
+
+
+def _key_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What the program of an op depends on: the parts of the tensors that it was called with."""
+    key: list[Any] = [name]
+    for tensor in _tensors_in(args, kwargs):
+        key += (tuple(tensor.shape), tensor.dtype._value_, tensor.layout._value_)
+    return key
 
 
 def _twins(*names: str) -> list[str]:
@@ -282,6 +276,8 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
     """The device that all operands are on, and their blocks."""
     device: MeshDevice | None = None
     blocks = []
+    called = _running.op
+    key: list[Any] = [name]
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise ArgumentError(f"ttnn.{name}: operand {position} is a {type(tensor).__name__}, not a ttnn.Tensor")
@@ -309,9 +305,15 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
                 fix="deallocate(tensor) only after its last use",
             )
         blocks.append(block)
+        key += (block.shape, tensor.dtype._value_, tensor.layout._value_)
     if device is None:
         raise ArgumentError(f"ttnn.{name} needs a tensor")
-    _count_program(device, name, tensors)
+    if called is not COUNTED:
+        if called is not None:
+            _running.op = COUNTED
+            if called[0] != name:  # a part of another op, which has more operands or others
+                key = _key_of(*called)
+        device.count_program(tuple(key))
     if device.watched or state.capture is not None:
         queues.used(device, name, reads=tensors)
     return device, blocks

@@ -227,17 +227,16 @@ def _convolve(
     convolve: Callable[[Block, Block, int], Block],
 ) -> Block:
     """Flattened results of all devices. `convolve` takes [B, C, H, W], weights and a number of groups."""
-    _, (_, kernels) = operands(name, tensor, weight)
+    _, (_, kernels, *biases) = operands(name, tensor, weight, *([] if bias is None else [bias]))
     axes = len(tensor.grid)
     pictures = channels_first(name, tensor, sizes)
     one = groups == 1 and name != "conv_transpose2d"
     found = fold_devices(pictures.float(), kernels.float(), axes, groups, one, convolve)
     values = flatten_pictures(found, axes)
-    if bias is None:
-        return values
-    _, (_, added) = operands(name, tensor, bias)
-    flat = added.float().flatten(axes)
-    return values + flat.reshape(*flat.shape[:axes], 1, 1, 1, flat.shape[-1])
+    for added in biases:
+        flat = added.float().flatten(axes)
+        values = values + flat.reshape(*flat.shape[:axes], 1, 1, 1, flat.shape[-1])
+    return values
 
 
 def fold_devices(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from meshloom.errors import OperandError
+from meshloom.ttnn.ops.block_moves import spread
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, moves, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
@@ -168,7 +169,7 @@ def topk(
     stable: bool = False,
 ) -> list[Made]:
     """The k largest (or smallest) elements along a dim and where they were; `indices_tensor` names the places anew."""
-    _, (block,) = operands("topk", input_tensor)
+    _, (block, *names) = operands("topk", input_tensor, *([] if indices_tensor is None else [indices_tensor]))
     (at,) = dims_of("topk", input_tensor, dim)
     if not 1 <= k <= input_tensor.shape[at]:
         raise OperandError(f"ttnn.topk: k={k} of a dim of size {input_tensor.shape[at]}", fix="k is 1 to that size")
@@ -178,11 +179,9 @@ def topk(
         values, indices = order.values.narrow(at, 0, k), order.indices.narrow(at, 0, k)
     else:
         values, indices = torch.topk(block, k, at, largest, sorted)
-    if indices_tensor is not None:
-        _, (names,) = operands("topk", indices_tensor)
-        lead = torch.broadcast_shapes(names.shape[: len(input_tensor.grid)], indices.shape[: len(input_tensor.grid)])
-        names, indices = (each.expand(*lead, *each.shape[len(lead) :]) for each in (names, indices))
-        indices = names.gather(at, indices)
+    for each in names:
+        named, indices = spread([each, indices], len(input_tensor.grid))
+        indices = named.gather(at, indices)
     return _two(values, indices, input_tensor, at, output_tensor)
 
 
