@@ -139,7 +139,8 @@ class Decoder:
         for cache, new in ((self.keys, k), (self.values, v)):
             ttnn.experimental.paged_update_cache(cache, new, update_idxs_tensor=at)
         mixed = ttnn.transformer.scaled_dot_product_attention_decode(q, self.keys, self.values, cur_pos_tensor=at)
-        joined = ttnn.experimental.nlp_concat_heads_decode(mixed, num_heads=self.heads)
+        joined = ttnn.experimental.nlp_concat_heads_decode(mixed, num_heads=self.heads)  # of 32 users, there or not
+        joined = joined[:, :, : x_tt.shape[2]]
         x_tt = ttnn.add(x_tt, self._summed(ttnn.linear(joined, self.out)))
         return ttnn.to_torch(self._fed(x_tt))[0, 0]
 

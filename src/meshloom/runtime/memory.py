@@ -242,6 +242,11 @@ class Allocator:
         """Free a region at the next call: what a finalizer may do, wherever it happens to run."""
         self._dropped.append(region)
 
+    def settle(self) -> None:
+        """Free what was dropped."""
+        with self._lock:
+            self._drain()
+
     def usage(self) -> list[Usage]:
         """The memory of every device."""
         with self._lock:

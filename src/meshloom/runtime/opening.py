@@ -43,13 +43,15 @@ def open_mesh_device(
     stress: int | None = None,
     timeout: float | None = TIMEOUT,
     cache: str | os.PathLike[str] | None = None,
+    worker_l1_size: int = 0,
 ) -> MeshDevice:
     """A mesh of cards: `(MeshShape(2, 4))`, `((2, 4), device_ids)`, or `(paths_or_ids, (2, 4))`.
 
     Without ids it takes all visible devices in order; without a shape, all of them in a row. With `memory` (bytes per
     device) or a machine `preset`, tensors on its mesh are accounted for. `check="races"` watches every queue.
     `dispatch="slow"` (or MESHLOOM_DISPATCH) runs every command at once, card by card. `stress` is a seed that shuffles
-    the queues. `timeout` is how many seconds a launch may take; a card that takes longer is lost.
+    the queues. `timeout` is how many seconds a launch may take; a card that takes longer is lost. `worker_l1_size` is
+    how many bytes of L1 every core has for buffers, all of them for 0.
 
     >>> with open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2)) as mesh:
     ...     mesh.get_device_ids()
@@ -75,6 +77,7 @@ def open_mesh_device(
         stress=stress,
         timeout=timeout,
         cache=cache,
+        worker_l1_size=worker_l1_size,
     )
     made = MeshDevice(mesh, range(mesh.size), system, num_command_queues, kind)
     if memory is not None or preset is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from meshloom.errors import ArgumentError, DeviceTimeoutError, closest
 from meshloom.mesh import Coordinate
 from meshloom.runtime.card import Card, Driver
+from meshloom.runtime.chips import Chip
 from meshloom.runtime.compile_cache import CompileCache
 from meshloom.runtime.launches import Launches
 from meshloom.runtime.memory import Allocator
@@ -58,15 +59,17 @@ class System:
         stress: int | None,
         timeout: float | None,
         cache: Any,
+        worker_l1_size: int = 0,
     ) -> None:
         self.driver, self.cards, self.launches = driver, tuple(cards), Launches(timeout)
         self.dispatch = _check_known("dispatch", dispatch, DISPATCH)
         self.races = Races() if check is not None and _check_known("check", check, CHECKS) else None
         chip = cards[0].info().chip
         self.chip = chip
+        l1 = _check_l1(worker_l1_size, chip) or chip.l1
         self.memory = {
             "dram": Allocator("DRAM", chip.dram, chip.banks, len(cards)),
-            "l1": Allocator("L1", chip.l1 * chip.cores.num_cores, chip.cores.num_cores, len(cards)),
+            "l1": Allocator("L1", l1 * chip.cores.num_cores, chip.cores.num_cores, len(cards)),
         }
         self.cache = CompileCache(cache)
         self.counts: Counter[str] = Counter()
@@ -120,6 +123,15 @@ class System:
                 failed.append((place, error))
         if failed:
             raise Failures(failed)
+
+
+def _check_l1(size: int, chip: Chip) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= chip.l1:
+        raise ArgumentError(
+            f"worker_l1_size={size!r} is more than a core of {chip.name} has, or no number of bytes",
+            fix=f"{chip.l1} bytes at most; 0 for all of them",
+        )
+    return size
 
 
 def _check_known(what: str, value: str, known: Sequence[str]) -> str:

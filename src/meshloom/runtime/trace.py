@@ -114,6 +114,7 @@ class Capture:
         self._steps: list[Step | Command] = []
         self._recorder = Recorder(self._steps.append)
         self._wrappers: list[Any] = []
+        self._at_end: list[Callable[[Trace], None]] = []
         if state.capture is not None:
             raise TraceError("a trace is already being captured in this thread", fix="end it first")
         if queue is not None:
@@ -135,6 +136,10 @@ class Capture:
     def keep(self, value: Any) -> None:
         """Hold something for as long as the trace lives."""
         self._wrappers.append(value)
+
+    def at_end(self, act: Callable[[Trace], None]) -> None:
+        """Do something with the trace once it is complete."""
+        self._at_end.append(act)
 
     def makes(self, array: torch.Tensor) -> bool:
         """Whether an array comes of the calls that are being captured, and not from before."""
@@ -171,6 +176,8 @@ class Capture:
                 trace._calls.append(replayable(step))
         trace._kept = [self._steps, self._wrappers]
         trace.buffers = tuple(dict.fromkeys(buffer for each in trace.commands for buffer in each.buffers))
+        for act in self._at_end:
+            act(trace)
 
 
 class _Runner:

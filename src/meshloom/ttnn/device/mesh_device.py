@@ -26,7 +26,8 @@ from meshloom.ttnn.device.system import OPEN, Arch, System, get_system, is_line,
 
 __all__ = (
     "CloseDevice CloseDevices CreateDevice CreateDevices Device GetDefaultDevice MeshDevice ReadDeviceProfiler "
-    "SetDefaultDevice close_device close_mesh_device create_mesh_device is_blackhole is_wormhole_b0 manage_device "
+    "SetDefaultDevice close_device close_mesh_device create_mesh_device "
+    "get_max_worker_l1_unreserved_size is_blackhole is_wormhole_b0 manage_device "
     "open_device open_mesh_device"
 ).split()
 
@@ -360,7 +361,14 @@ def open_mesh_device(
     if not {"driver", "memory", "preset"} & settings.keys():
         settings["driver"] = VirtualDriver(None, system.chip)
     kind = fabric.mesh_type_of(read_mesh_type(mesh_type))
-    made = runtime.open_mesh_device(sizes, chosen, num_command_queues=num_command_queues, mesh_type=kind, **settings)
+    made = runtime.open_mesh_device(
+        sizes,
+        chosen,
+        num_command_queues=num_command_queues,
+        mesh_type=kind,
+        worker_l1_size=options["worker_l1_size"],
+        **settings,
+    )
     return MeshDevice(made, system, options=options)
 
 
@@ -454,6 +462,11 @@ def GetDefaultDevice() -> MeshDevice | None:
     """The device that is taken where none is named."""
     found = None if _default is None else _default()
     return None if found is None or found.runtime.closed else found
+
+
+def get_max_worker_l1_unreserved_size() -> int:
+    """The bytes of L1 that a core of the system has for programs: the most that `worker_l1_size` can be."""
+    return get_system().chip.l1
 
 
 def is_wormhole_b0(device: MeshDevice | None = None) -> bool:

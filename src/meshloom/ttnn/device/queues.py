@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from meshloom.errors import ArgumentError, OperandError, TraceError, where
 from meshloom.runtime import state
@@ -146,7 +146,10 @@ def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Se
     if capture is not None:
         for tensor in (*reads, *writes):
             tensor.pin()
-            capture.keep(tensor._room)
+            note_use(tensor._room)
+        for tensor in reads:
+            if not capture.makes(tensor.block):
+                _memory().read(tensor._room, tensor.block)
     elif device.watched:
         settle(device)
     if device.runtime.system.races is not None:
@@ -305,24 +308,10 @@ def end_trace_capture(mesh_device: MeshDevice, trace_id: int, *, cq_id: int | No
             f"CQ {queue.cq_id} is not being used for tracing tid {int(trace_id)}",
             fix="name the queue and the trace that ttnn.begin_trace_capture was given and gave",
         )
-    kept = list(taken._wrappers)
+    accesses = [each.listed for each in taken._wrappers if isinstance(each, _Accesses)]
     mesh_device.runtime.end_trace_capture(taken.trace)
-    taken.trace.used = [each.listed for each in kept if isinstance(each, _Accesses)]
+    taken.trace.used = accesses
     _traces.setdefault(mesh_device, {})[int(trace_id)] = taken.trace
-    _hold([each for each in kept if hasattr(each, "region")], taken.trace)
-
-
-def _hold(rooms: Sequence[Any], trace: Trace) -> None:
-    """Let rooms outlive whoever frees them; what was freed during the capture is taken again, where nobody is."""
-    for room in rooms:
-        room.traces.append(trace)
-    freed = [room for room in rooms if room.region.freed]
-    for allocator in {room.allocator for room in freed}:
-        for region in [room.region for room in freed if room.allocator is allocator]:
-            for start, end in _free_pieces(allocator, region):
-                size = (end - start) * allocator.banks
-                made = allocator.allocate(size, region.mask, f"trace {trace.id}", trace.where, start)
-                trace._kept.append(type(freed[0])(allocator, made))
 
 
 def _free_pieces(allocator: Allocator, region: Region) -> list[tuple[int, int]]:
@@ -368,33 +357,96 @@ def release_trace(mesh_device: MeshDevice, trace_id: int) -> None:
 # memory of a capture
 
 
+class _Memory:
+    """The memory that a capture uses.
+
+    While it lasts, what the program frees is handed out again as always: addresses are those that the program gets
+    outside of it. Afterwards the trace has all that it writes to, so that nobody else is given it.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: WeakSet[Any] = WeakSet()
+        self._regions: dict[tuple[Allocator, int], Region] = {}  # all that were used, by the number of the region
+        self._inputs: dict[tuple[Allocator, int], Block] = {}  # arrays of before the capture, by their address
+
+    def use(self, room: Any) -> None:
+        """A tensor of the capture is there."""
+        self._rooms.add(room)
+        self._regions[room.allocator, room.region.number] = room.region
+
+    def read(self, room: Any, block: Block) -> None:
+        """An array of before the capture is an input of it."""
+        self._inputs.setdefault((room.allocator, room.region.address), block)
+
+    def found_at(self, room: Any, like: Block, axes: int) -> Block | None:
+        """The input that was where a room is, if its parts have the shape and dtype of another's."""
+        found = self._inputs.get((room.allocator, room.region.address))
+        fits = found is not None and found.dtype == like.dtype and found.shape[axes:] == like.shape[axes:]
+        return found if fits else None
+
+    def hold(self, trace: Trace) -> None:
+        """Let memory outlive whoever frees it; what was freed during the capture is taken again, where nobody is."""
+        rooms = list(self._rooms)
+        for room in rooms:
+            room.traces.append(trace)
+        trace._kept.append(rooms)
+        freed: dict[tuple[Allocator, int], list[Region]] = {}
+        for (allocator, _), region in self._regions.items():
+            allocator.settle()
+            if region.freed:
+                freed.setdefault((allocator, region.mask), []).append(region)
+        for (allocator, mask), regions in freed.items():
+            for start, end in _join(regions):
+                wanted = Region(start, end - start, mask, "", "")
+                for low, high in _free_pieces(allocator, wanted):
+                    size = (high - low) * allocator.banks
+                    made = allocator.allocate(size, mask, f"trace {trace.id}", trace.where, low)
+                    trace._kept.append(_Taken(allocator, made))
+
+
+class _Taken:
+    """Bytes that nobody has but a trace; given back when the trace is released."""
+
+    def __init__(self, allocator: Allocator, region: Region) -> None:
+        self.allocator, self.region = allocator, region
+
+    def __del__(self) -> None:
+        self.allocator.drop(self.region)
+
+
+def _join(regions: Iterable[Region]) -> list[tuple[int, int]]:
+    """The pieces that regions cover, from where to where; those that touch are one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted((region.address, region.end) for region in regions):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+_memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()  # by capture
+
+
+def _memory() -> _Memory:
+    """The memory of the capture that is under way."""
+    found = _memories.get(state.capture)
+    if found is None:
+        found = _memories[state.capture] = _Memory()
+        state.capture.at_end(found.hold)
+    return found
+
+
+def note_use(room: Any) -> None:
+    """During a capture: a tensor is where a replay writes to, so nobody else gets it while the trace lives."""
+    _memory().use(room)
+
+
 def hold(tensor: Tensor) -> None:
     """During a capture: the trace keeps a tensor's memory from now on, also if somebody frees the tensor."""
     assert state.capture is not None and tensor._room is not None
     tensor._room.traces.append(state.capture.trace)
     state.capture.keep(tensor._room)
-
-
-class Left(NamedTuple):
-    """An array of before a capture that was freed during it: whoever is put at its address gets the array."""
-
-    allocator: Allocator
-    address: int
-    block: Block
-
-    def is_at(self, room: Any) -> bool:
-        """Whether it was where a room is."""
-        return self.allocator is room.allocator and self.address == room.region.address
-
-    def has_shape(self, like: Block, axes: int) -> bool:
-        """Whether its parts have the shape and dtype of another's."""
-        return self.block.dtype == like.dtype and self.block.shape[axes:] == like.shape[axes:]
-
-
-def leave(room: Any, block: Block) -> None:
-    """A tensor gives its memory back; during a capture its array is remembered by its address."""
-    if state.capture is not None and not state.capture.makes(block):
-        state.capture.keep(Left(room.allocator, room.region.address, block))
 
 
 def found_at(room: Any, like: Block, axes: int) -> Block | None:
@@ -403,9 +455,4 @@ def found_at(room: Any, like: Block, axes: int) -> Block | None:
     Programs free the input of a trace inside of it and allocate it again at the same address, to write it before each
     replay. On hardware that is the same memory; so it is here.
     """
-    if state.capture is None:
-        return None
-    for each in state.capture._wrappers:
-        if isinstance(each, Left) and each.is_at(room) and each.has_shape(like, axes):
-            return each.block
-    return None
+    return None if state.capture is None else _memory().found_at(room, like, axes)

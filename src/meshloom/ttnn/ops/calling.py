@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, overload
@@ -134,6 +135,9 @@ def op(
                 kwargs = {other.get(argument, argument): value for argument, value in kwargs.items()}
             for hook in tuple(BEFORE):
                 hook(call, args, kwargs)
+            outermost = _running.op is None
+            if outermost:
+                _running.op = (name, args, kwargs)
             try:
                 if kwargs or len(args) > binding.plain:
                     own, passed, rest = binding.bind(args, kwargs)
@@ -150,6 +154,9 @@ def op(
                 if told is None:
                     raise
                 raise told from error
+            finally:
+                if outermost:
+                    _running.op = None
             for hook in tuple(AFTER):
                 hook(call, args, kwargs, output)
             return output
@@ -163,6 +170,38 @@ def op(
         return call
 
     return register
+
+
+class _Running(threading.local):
+    """The op that a program of the user called, by its name and arguments, while it runs; COUNTED once it is counted.
+
+    An op is one entry of the program cache, whatever it is made of: only the first that asks for operands is counted.
+    """
+
+    op: tuple[str, Any, Any] | None = None
+
+
+_running = _Running()
+COUNTED = ("", (), NOTHING)
+
+
+def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among arguments, and in lists that are arguments."""
+    found: list[Tensor] = []
+    for given in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(given, Tensor):
+            found.append(given)
+        elif type(given) in (list, tuple):
+            found += [each for each in given if isinstance(each, Tensor)]
+    return found
+
+
+def _key_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What the program of an op depends on: the parts of the tensors that it was called with."""
+    key: list[Any] = [name]
+    for tensor in _tensors_in(args, kwargs):
+        key += (tuple(tensor.shape), tensor.dtype._value_, tensor.layout._value_)
+    return key
 
 
 def _twins(*names: str) -> list[str]:
@@ -222,10 +261,7 @@ def _translate_error(
     name: str, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> MeshloomError | None:
     """An error from inside of an op on tensors as one of ours; None if it is one, or the call itself is wrong."""
-    flat = [
-        each for given in (*args, *kwargs.values()) for each in (given if type(given) in (list, tuple) else (given,))
-    ]
-    tensors = [each for each in flat if isinstance(each, Tensor)]
+    tensors = _tensors_in(args, kwargs)
     is_inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
     if isinstance(error, MeshloomError) or not tensors or not is_inside:
         return None
@@ -241,7 +277,8 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
     """The device that all operands are on, and their blocks."""
     device: MeshDevice | None = None
     blocks = []
-    program: list[Any] = [name]
+    called = _running.op
+    key: list[Any] = [name]
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise ArgumentError(f"ttnn.{name}: operand {position} is a {type(tensor).__name__}, not a ttnn.Tensor")
@@ -269,10 +306,15 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
                 fix="deallocate(tensor) only after its last use",
             )
         blocks.append(block)
-        program += (block.shape, tensor.dtype._value_, tensor.layout._value_)
+        key += (block.shape, tensor.dtype._value_, tensor.layout._value_)
     if device is None:
         raise ArgumentError(f"ttnn.{name} needs a tensor")
-    device.count_program(tuple(program))
+    if called is not COUNTED:
+        if called is not None:
+            _running.op = COUNTED
+            if called[0] != name:  # a part of another op, which has more operands or others
+                key = _key_of(*called)
+        device.count_program(tuple(key))
     if device.watched or state.capture is not None:
         queues.used(device, name, reads=tensors)
     return device, blocks

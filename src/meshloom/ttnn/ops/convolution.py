@@ -20,12 +20,13 @@ from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.activations import activate
 from meshloom.ttnn.ops.block_moves import whole
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
-from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, PaddingMode
+from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, Op2DSliceConfig, PaddingMode
 from meshloom.ttnn.ops.copies import typecast
+from meshloom.ttnn.ops.picture_memory import memory_of_pictures
 from meshloom.ttnn.ops.sliding import around, channels_first, flatten_pictures, pictures_dim, torch_order, windows
 from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType
-from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig
+from meshloom.ttnn.tensor.memory import BufferType
 from meshloom.ttnn.tensor.parts import Block, lead
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
@@ -61,14 +62,17 @@ def _convolution(
     conv_config: Conv2dConfig | None = None,
     return_output_dim: bool = False,
     return_weights_and_bias: bool = False,
+    slice_config: Op2DSliceConfig | None = None,
+    dram_slice_config: Op2DSliceConfig | None = None,
 ) -> Found:
     """The convolution of pictures of these sizes with weights of this shape; its own results are of `size`."""
     config = conv_config or Conv2dConfig()
     weight, bias = _prepare(weight_tensor, bias_tensor, device, config)
     _check(name, weight, weights)
+    pictures = bring(input_tensor, device, None)
     mode = "replicate" if config.padding_mode is PaddingMode.Replicate else "constant"
-    values = _convolve(name, input_tensor, weight, bias, sizes, groups, lambda x, w, n: convolve(x, w, n, mode))
-    made = _finish(name, values, input_tensor, weight, bias, groups, config)
+    values = _convolve(name, pictures, weight, bias, sizes, groups, lambda x, w, n: convolve(x, w, n, mode))
+    made = _finish(name, values, pictures, weight, bias, groups, config, slice_config or dram_slice_config)
     kept = ((weight, bias),) if return_weights_and_bias else ()
     return (made, *((size,) if return_output_dim else ()), *kept) if return_output_dim or kept else made
 
@@ -194,13 +198,14 @@ def _prepare(
     weight: Tensor, bias: Tensor | None, device: MeshDevice, config: Conv2dConfig
 ) -> tuple[Tensor, Tensor | None]:
     """Weights and bias on the device, in the dtype that the config asks for."""
-    return _there(weight, device, config.weights_dtype), None if bias is None else _there(bias, device, None)
+    return bring(weight, device, config.weights_dtype), None if bias is None else bring(bias, device, None)
 
 
-def _there(tensor: Tensor, device: MeshDevice, dtype: DataType | None) -> Tensor:
-    if tensor.device() is None and tensor.home is device:
+def bring(tensor: Tensor, device: MeshDevice | None, dtype: DataType | None = None) -> Tensor:
+    """A tensor on the device that was named, if it is not on one already; maybe in another dtype."""
+    if device is not None and tensor.device() is None and tensor.home is device:
         tensor.settle()
-    moved = tensor if tensor.device() is not None else to_device(tensor, device)
+    moved = tensor if tensor.device() is not None or device is None else to_device(tensor, device)
     return moved if dtype in (None, moved.dtype) else typecast(moved, dtype)
 
 
@@ -222,23 +227,25 @@ def _convolve(
     convolve: Callable[[Block, Block, int], Block],
 ) -> Block:
     """Flattened results of all devices. `convolve` takes [B, C, H, W], weights and a number of groups."""
-    _, (_, kernels) = operands(name, tensor, weight)
+    _, (_, kernels, *biases) = operands(name, tensor, weight, *([] if bias is None else [bias]))
     axes = len(tensor.grid)
     pictures = channels_first(name, tensor, sizes)
-    one = groups == 1 and name != "conv_transpose2d"  # more weights for one picture are more output channels
-    found = _fold_devices(pictures.float(), kernels.float(), axes, groups, one, convolve)
+    one = groups == 1 and name != "conv_transpose2d"
+    found = fold_devices(pictures.float(), kernels.float(), axes, groups, one, convolve)
     values = flatten_pictures(found, axes)
-    if bias is None:
-        return values
-    _, (_, added) = operands(name, tensor, bias)
-    flat = added.float().flatten(axes)
-    return values + flat.reshape(*flat.shape[:axes], 1, 1, 1, flat.shape[-1])
+    for added in biases:
+        flat = added.float().flatten(axes)
+        values = values + flat.reshape(*flat.shape[:axes], 1, 1, 1, flat.shape[-1])
+    return values
 
 
-def _fold_devices(
+def fold_devices(
     pictures: Block, kernels: Block, axes: int, groups: int, one: bool, convolve: Callable[[Block, Block, int], Block]
 ) -> Block:
-    """[*mesh, N, C, H, W] with [*mesh, ...] weights: axes along which weights differ become groups of channels."""
+    """[*mesh, N, C, ...] with [*mesh, ...] weights: axes along which weights differ become groups of channels.
+
+    If `one`, more weights for one picture are more output channels.
+    """
     sizes = lead([pictures, kernels], axes)
     own = [axis for axis in range(axes) if kernels.shape[axis] > 1]
     alike = [axis for axis in range(axes) if kernels.shape[axis] == 1]
@@ -246,21 +253,28 @@ def _fold_devices(
     shared = one and all(pictures.shape[axis] == 1 for axis in own)
     wide = [pictures.shape[axis] if shared and axis in own else sizes[axis] for axis in range(axes)]
     spread = pictures.expand(*wide, *pictures.shape[axes:])
-    turned = spread.permute(*alike, axes, *own, *range(axes + 1, axes + 4))
+    turned = spread.permute(*alike, axes, *own, *range(axes + 1, pictures.dim()))
     batch = turned.shape[: len(alike) + 1]
-    folded = turned.reshape(math.prod(batch), -1, *pictures.shape[-2:])
+    folded = turned.reshape(math.prod(batch), -1, *pictures.shape[axes + 2 :])
     found = convolve(folded, kernels.reshape(-1, *kernels.shape[axes + 1 :]), groups if shared else groups * copies)
-    apart = found.reshape(*batch, *(sizes[axis] for axis in own), -1, *found.shape[-2:])
+    apart = found.reshape(*batch, *(sizes[axis] for axis in own), -1, *found.shape[2:])
     order = [*alike, axes, *own]  # where each dim of `apart` belongs
     back = [order.index(each) for each in range(axes + 1)]
-    return apart.permute(*back, *range(axes + 1, axes + 4))
+    return apart.permute(*back, *range(axes + 1, apart.dim()))
 
 
 # results
 
 
 def _finish(
-    name: str, values: Block, tensor: Tensor, weight: Tensor, bias: Tensor | None, groups: int, config: Conv2dConfig
+    name: str,
+    values: Block,
+    tensor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    config: Conv2dConfig,
+    slices: Op2DSliceConfig | None,
 ) -> Made:
     if config.activation is not None:
         values = activate(values, config.activation)
@@ -270,15 +284,18 @@ def _finish(
         tensor,
         _topology(name, tensors, values.shape[-2], groups, config.activation is None),
         layout=config.output_layout,
-        memory_config=_out_memory(tensor),
+        memory_config=memory_of_pictures(
+            tensor,
+            (values.shape[-2], values.shape[-1]),
+            config.output_layout,
+            asked=config.shard_layout,
+            cores=config.core_grid if config.override_sharding_config else None,
+            turned=config.transpose_shards,
+            slices=slices,
+        ),
         coords=shared_coords(*tensors),
         frees=tensor if config.deallocate_activation and tensor.memory_config().buffer_type is BufferType.L1 else None,
     )
-
-
-def _out_memory(tensor: Tensor) -> MemoryConfig:
-    """Where pictures were, without a shard shape that was made for other sizes."""
-    return MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
 
 
 def _topology(name: str, tensors: Sequence[Tensor], rows_: int, groups: int, linear: bool) -> TensorTopology:
@@ -310,12 +327,12 @@ def prepare_conv_weights(
     """Weights on the device, as convolutions take them; the sizes of the convolution are known to it anyway."""
     if sizes.get("weights_format", "OIHW") not in ("OIHW", "IOHW"):
         raise OperandError(f"ttnn.prepare_conv_weights: weights_format={sizes['weights_format']!r}", fix="'OIHW'")
-    return _there(weight_tensor, device, (conv_config or Conv2dConfig()).weights_dtype)
+    return bring(weight_tensor, device, (conv_config or Conv2dConfig()).weights_dtype)
 
 
 def prepare_conv_bias(*, bias_tensor: Tensor, device: MeshDevice, **sizes: Any) -> Tensor:
     """A bias on the device."""
-    return _there(bias_tensor, device, None)
+    return bring(bias_tensor, device, None)
 
 
 prepare_conv_transpose2d_weights = prepare_conv_weights

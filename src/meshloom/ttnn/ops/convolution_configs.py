@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from meshloom.ttnn.device.cores import CoreCoord
 from meshloom.ttnn.ops.activations import Activation
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import TensorMemoryLayout
 
 __all__ = (
     "Conv1dConfig Conv2dConfig Conv2dDRAMSliceHeight Conv2dDRAMSliceWidth Conv2dL1Full Conv2dL1FullSliceConfig "
-    "Conv2dSliceConfig Op2DSliceConfig PaddingMode"
+    "Conv2dSliceConfig Conv3dConfig Op2DSliceConfig PaddingMode"
 ).split()
 
 
@@ -54,6 +56,24 @@ class Conv2dConfig:
 
 
 Conv1dConfig = Conv2dConfig
+
+
+@dataclass(kw_only=True)
+class Conv3dConfig:
+    """How a convolution of volumes is done. `C_in_block` is how many input channels of weights stand together,
+    `output_layout` and `dilation` change the result; the rest is about speed."""
+
+    weights_dtype: DataType = DataType.BFLOAT16
+    output_layout: Layout = Layout.ROW_MAJOR
+    T_out_block: int = 1
+    W_out_block: int = 1
+    H_out_block: int = 1
+    C_out_block: int = 0
+    C_in_block: int = 0
+    dilation: Sequence[int] = (1, 1, 1)
+    alignment: int = 32
+    compute_with_storage_grid_size: CoreCoord = field(default_factory=lambda: CoreCoord(1, 1))
+    enable_fp32_operand_split: bool = False
 
 
 @dataclass(kw_only=True)

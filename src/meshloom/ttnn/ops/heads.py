@@ -12,11 +12,18 @@ from typing import Any
 import torch
 
 from meshloom.errors import OperandError
+from meshloom.ttnn.device.cores import (
+    CoreCoord,
+    CoreRangeSet,
+    num_cores_to_corerangeset,
+    num_cores_to_corerangeset_in_subcoregrids,
+)
 from meshloom.ttnn.ops.block_moves import fresh
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register, shared_coords
 from meshloom.ttnn.ops.slicing import slice_
 from meshloom.ttnn.ops.topologies import moves, topology_of
-from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, ShardSpec, TensorMemoryLayout
+from meshloom.ttnn.tensor.padding import real_places
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -200,17 +207,41 @@ def _decode_heads(source: Tensor, block: Block, axes: int, outputs: Outputs, num
     return Made(fresh(made), source, label, output=outputs[number] if outputs else None)
 
 
+USERS = 32  # as many as decoding counts, there or not: the rows of a tile
+
+
 @op("experimental.nlp_concat_heads_decode")
-def nlp_concat_heads_decode(input_tensor: Tensor, *, num_heads: int) -> Made:
-    """[1, B, heads, D] as [1, 1, B, num_heads * D]; heads beyond `num_heads` are padding and left out."""
+def nlp_concat_heads_decode(
+    input_tensor: Tensor, *, num_heads: int, sub_core_grids: CoreRangeSet | None = None
+) -> Made:
+    """[1, B, heads, D] as [1, 1, 32, num_heads * D], with zeros for users that are not there.
+
+    Heads beyond `num_heads` are padding and left out. Of a sharded tensor, a core gets a head of all users.
+    """
     name = "experimental.nlp_concat_heads_decode"
-    _, (block,) = operands(name, input_tensor)
+    device, (block,) = operands(name, input_tensor)
     axes = len(input_tensor.grid)
     if len(input_tensor.shape) != 4 or input_tensor.shape[2] < num_heads:
         raise OperandError(f"ttnn.{name}: {num_heads} heads of {list(input_tensor.shape)}", fix="give [1, B, heads, D]")
-    made = block[..., :num_heads, :].flatten(-2).unsqueeze(axes + 1)
-    scales = num_heads == input_tensor.shape[2]
-    return make(fresh(made), moves((0, 2, 3, None)), input_tensor, scales=scales)
+    joined = block[..., :num_heads, :].flatten(-2).unsqueeze(axes + 1)
+    absent = max(0, USERS - input_tensor.shape[1])
+    made = torch.nn.functional.pad(joined, (0, 0, 0, absent)) if absent else fresh(joined)
+    is_uneven = absent and real_places(input_tensor, [1]) is not None  # zeros are then behind padding
+    scales = num_heads == input_tensor.shape[2] and not is_uneven
+    found = make(made, moves((0, 2, 3, None)), input_tensor, scales=scales)
+    if input_tensor.is_sharded():
+        over = _first_cores(num_heads, device.compute_with_storage_grid_size(), sub_core_grids)
+        spec = ShardSpec(over, (made.shape[-2], input_tensor.shape[-1]))
+        found.memory_config = MemoryConfig(TensorMemoryLayout.WIDTH_SHARDED, BufferType.L1, spec)
+    return found
+
+
+def _first_cores(count: int, grid: CoreCoord, among: CoreRangeSet | None) -> CoreRangeSet:
+    """The first so many cores row by row, of a set if there is one."""
+    if among is None:
+        return num_cores_to_corerangeset(count, grid, row_wise=True)
+    first = CoreCoord(*next(iter(among.cells(True))))
+    return num_cores_to_corerangeset_in_subcoregrids(first, count, among, row_wise=True)
 
 
 # together

@@ -19,6 +19,7 @@ from meshloom.ttnn.ops.reductions import Dims, dims_of, exact, reduce, run
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, einsum, moves, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.padding import fill_padding
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -121,7 +122,8 @@ def _soft(kind: str) -> None:
     name = f"moreh_{kind}"
 
     def call(input_tensor: Tensor, dim: int) -> Made:
-        return run(name, lambda x, at: forward(x.float(), at), input_tensor, dim)
+        identity = "min" if kind == "softmin" else "max"
+        return run(name, lambda x, at: forward(x.float(), at), input_tensor, dim, identity=identity)
 
     def call_backward(output_tensor: Tensor, output_grad_tensor: Tensor, dim: int) -> Made:
         _, (y, grad) = operands(f"{name}_backward", output_tensor, output_grad_tensor)
@@ -129,7 +131,8 @@ def _soft(kind: str) -> None:
         both = (output_grad_tensor, output_tensor)
         _check_alike(f"{name}_backward", both)
         label = topology_of("div", *both)
-        return Made(backward(y.float(), grad.float(), at), output_tensor, label, coords=shared_coords(*both))
+        grad = fill_padding(grad.float(), output_grad_tensor, [at], "sum")
+        return Made(backward(y.float(), grad, at), output_tensor, label, coords=shared_coords(*both))
 
     register(name, f"The {kind} along a dim of every device's part.", call)
     doc = f"The gradient of {kind}, from its result and the gradient of that."

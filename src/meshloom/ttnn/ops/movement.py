@@ -18,7 +18,7 @@ from meshloom.ttnn.ops.block_moves import axis_of, fresh, whole
 from meshloom.ttnn.ops.calling import Made, blocks_of, make, op, operands, result
 from meshloom.ttnn.ops.topologies import moves, same, topology_of, topology_of_reshape
 from meshloom.ttnn.tensor.formats import Layout
-from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.memory import MemoryConfig, ShardSpec, TensorMemoryLayout
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
@@ -268,25 +268,47 @@ def transpose_rm(input: Tensor) -> Tensor:
 
 
 @op("experimental.convert_to_hwc")
-def convert_to_hwc(input: Tensor, *, memory_config: MemoryConfig | None = None) -> Made:
-    """Pictures [1, B, C, HW] with their channels last: [1, 1, B * HW, C]."""
-    turned = transpose(input, -2, -1, memory_config=memory_config)
-    sizes = (1, 1, -1, turned.shape[-1])
-    found = infer_shape("experimental.convert_to_hwc", tuple(turned.shape), sizes)
-    return Made(
-        turned.block.reshape(*turned.block.shape[: len(turned.grid)], *found),
-        turned,
-        topology_of_reshape(turned, found),
-        layout=Layout.ROW_MAJOR,
-    )
+def convert_to_hwc(input: Tensor) -> Made:
+    """Pictures [1, B, C, HW] with their channels last: [1, 1, B * HW, C]. A core that had columns has those rows."""
+    name = "experimental.convert_to_hwc"
+    _, (block,) = operands(name, input)
+    if len(input.shape) != 4 or input.shape[0] != 1:
+        raise OperandError(f"ttnn.{name} takes [1, B, C, HW], not {list(input.shape)}")
+    _, batch, channels, places = input.shape
+    values, sizes = fresh(block.transpose(-2, -1)), (1, 1, batch * places, channels)
+    between = Tensor(values, input.grid, input.dtype, input.layout, topology_of("permute", input, dims=(0, 1, 3, 2)))
+    label = topology_of_reshape(between, sizes)
+    made = Made(values.reshape(*block.shape[: len(input.grid)], *sizes), input, label, layout=Layout.ROW_MAJOR)
+    spec = input.memory_config().shard_spec
+    if spec is not None:
+        aligned = -(-channels // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        height = batch * min(spec.shape[1], places)
+        made.memory_config = _sharded(input, TensorMemoryLayout.HEIGHT_SHARDED, (height, aligned))
+    return made
 
 
 @op("experimental.convert_to_chw")
 def convert_to_chw(input: Tensor) -> Made:
-    """Pictures [1, 1, HW, C] with their channels first: [1, 1, C, HW]."""
-    turned = transpose(input, -2, -1)
-    label = turned.tensor_topology()
-    return Made(turned.block, turned, label, layout=Layout.ROW_MAJOR)
+    """Pictures [1, 1, HW, C] with their channels first: [1, 1, C, HW]. A core that had rows has those columns."""
+    _, (block,) = operands("experimental.convert_to_chw", input)
+    if len(input.shape) != 4:
+        raise OperandError(f"ttnn.experimental.convert_to_chw takes [1, 1, HW, C], not {list(input.shape)}")
+    made = make(fresh(block.transpose(-2, -1)), "permute", input, dims=(0, 1, 3, 2))
+    made.layout, spec = Layout.ROW_MAJOR, input.memory_config().shard_spec
+    if spec is not None:
+        made.memory_config = _sharded(input, TensorMemoryLayout.WIDTH_SHARDED, (input.shape[-1], spec.shape[0]))
+    return made
+
+
+ROW_ALIGNMENT = 8  # elements of a row in L1 of two bytes each: 16 bytes
+
+
+def _sharded(tensor: Tensor, kind: TensorMemoryLayout, part: tuple[int, int]) -> MemoryConfig:
+    """The memory and the cores of a sharded tensor, for shards of another shape."""
+    given = tensor.memory_config()
+    assert given.shard_spec is not None
+    spec = ShardSpec(given.shard_spec.grid, part, given.shard_spec.orientation)
+    return MemoryConfig(kind, given.buffer_type, spec)
 
 
 # repetition

@@ -8,7 +8,7 @@ that the norm is that of the whole row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -17,10 +17,12 @@ from meshloom.ttnn.ops.activations import LossReductionMode
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.reductions import run
-from meshloom.ttnn.ops.topologies import EACH, moves, rows, same, topology_of
+from meshloom.ttnn.ops.topologies import EACH, moves, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.padding import count_of, fill_padding, mean_of, real_places
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import Placement, PlacementShard
 
 STATISTICS = 32  # the columns of a tile that holds the statistics of rows
 
@@ -35,7 +37,7 @@ def _normalise(name: str, tensor: Tensor, function: Callable[[Block], Block], ot
 
 def _softmax(name: str, in_place: bool) -> None:
     def call(input_tensor: Tensor, dim: int = -1) -> Made:
-        made = run(name, lambda x, at: x.float().softmax(at), input_tensor, dim)
+        made = run(name, lambda x, at: x.float().softmax(at), input_tensor, dim, identity="max")
         return made.into(input_tensor if in_place else None)
 
     register(name, f"Softmax along a dim of every device's part{_WRITTEN * in_place}.", call)
@@ -52,7 +54,8 @@ def _masked_softmax(name: str, in_place: bool) -> None:
             if mask is not None:
                 shift = aligned(mask.block.float(), axes, rank)
                 x = x + (shift[..., : x.shape[-2], : x.shape[-1]] if whole else shift)
-            return x.softmax(-1)
+            filled = fill_padding(x, input_tensor, [-1], "max")
+            return fill_padding(filled.softmax(-1), input_tensor, [-1], "sum")
 
         made = _normalise(name, input_tensor, function, () if mask is None else (mask,))
         return made.into(input_tensor if in_place else None)
@@ -85,7 +88,7 @@ def _row(tensor: Tensor | None, width: int, axes: int) -> Block | None:
     return flat
 
 
-def _affine(x: Block, weight: Block | None, bias: Block | None, axes: int, rank: int) -> Block:
+def affine(x: Block, weight: Block | None, bias: Block | None, axes: int, rank: int) -> Block:
     if weight is not None:
         x = x * aligned(weight, axes, rank)
     return x if bias is None else x + aligned(bias, axes, rank)
@@ -109,7 +112,7 @@ def _norm(
     def call(x: Block) -> Block:
         if residual is not None:
             x = x + residual.block.float()
-        return _affine(function(x), gamma, beta, axes, rank)
+        return affine(function(x), gamma, beta, axes, rank)
 
     rows = [_as_row(each) for each in (weight, bias) if each is not None]
     others = (*rows, residual) if residual is not None else tuple(rows)
@@ -129,7 +132,10 @@ def layer_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> M
     """(x - mean) / sqrt(var + epsilon) of every row, times the weight, plus the bias."""
 
     def call(x: Block) -> Block:
-        return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=epsilon)
+        if real_places(input_tensor, [-1]) is None:
+            return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=epsilon)
+        apart = x - mean_of(x, input_tensor, [-1])
+        return apart * torch.rsqrt(mean_of(apart.square(), input_tensor, [-1]) + epsilon)
 
     return _norm("layer_norm", input_tensor, call, **how)
 
@@ -139,7 +145,7 @@ def rms_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Mad
     """x / sqrt(mean of squares + epsilon) of every row, times the weight, plus the bias."""
 
     def call(x: Block) -> Block:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+        return x * torch.rsqrt(mean_of(x.square(), input_tensor, [-1]) + epsilon)
 
     return _norm("rms_norm", input_tensor, call, **how)
 
@@ -148,9 +154,11 @@ def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]],
     """One tile for each sum of a row: the sum in its first column, zeros beside it."""
     others = () if residual is None else (residual,)
     _, (block, *rest) = operands(name, tensor, *others)
-    x = block.float() + rest[0].float() if rest else block.float()
+    x = fill_padding(block.float() + rest[0].float() if rest else block.float(), tensor, [-1], "sum")
     tiles = [torch.nn.functional.pad(each, (0, STATISTICS - 1)) for each in sums(x)]
-    return Made(torch.cat(tiles, -1), tensor, topology_of(EACH, tensor, *others), DataType.BFLOAT16, Layout.TILE)
+    label = topology_of(EACH, tensor, *others)
+    whole = [PlacementShard(each.dim) if _cuts_last(each, tensor) else each for each in label.placements()]
+    return Made(torch.cat(tiles, -1), tensor, label.with_placements(whole), DataType.BFLOAT16, Layout.TILE)
 
 
 def _pre_all_gather(name: str, doc: str, sums: Callable[[Block], list[Block]]) -> None:
@@ -183,7 +191,17 @@ def _gather_sums(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[
     columns = block.float().unflatten(-1, (-1, tiles, STATISTICS))[..., 0]
     devices = columns.shape[-2]
     sums = [columns[..., tile].sum(-1, keepdim=True) for tile in range(tiles)]
-    return sums, devices * tensor.shape[-1]
+    return sums, _width_of(tensor, devices)
+
+
+def _width_of(tensor: Tensor, devices: int) -> int:
+    """The elements of a row that is on so many devices, without the padding of an uneven last dim."""
+    cuts = [each for each in tensor.tensor_topology().placements() if _cuts_last(each, tensor)]
+    return min([devices * tensor.shape[-1], *(cut.size for cut in cuts if cut.size is not None)])
+
+
+def _cuts_last(placement: Placement, tensor: Tensor) -> TypeGuard[PlacementShard]:
+    return isinstance(placement, PlacementShard) and placement.dim % len(tensor.shape) == len(tensor.shape) - 1
 
 
 @op("rms_norm_post_all_gather", more=_norm)
@@ -202,45 +220,6 @@ def layer_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: 
     mean = sums / count
     var = squares / count - mean.square()
     return _norm(name, input_tensor, lambda x: (x - mean) * torch.rsqrt(var + epsilon), **how)
-
-
-@op("group_norm")
-def group_norm(
-    input_tensor: Tensor,
-    *,
-    num_groups: int,
-    epsilon: float = 1e-12,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Made:
-    """The norm of groups of channels of [N, 1, H * W, C]: mean and variance over all places and the group's channels.
-
-    Weight and bias may be padded to tiles, as [1, 1, tiles, 32]: their first C elements count.
-    """
-    channels, axes = input_tensor.shape[-1], len(input_tensor.grid)
-    if channels % num_groups:
-        raise OperandError(f"ttnn.group_norm: {channels} channels are not {num_groups} equal groups")
-    present = [each for each in (input_tensor, weight, bias) if each is not None]
-    operands("group_norm", *present)
-
-    def first(tensor: Tensor | None) -> Block | None:
-        if tensor is None:
-            return None
-        flat = tensor.block.float().reshape(*tensor.block.shape[:axes], -1)
-        return flat[..., :channels]
-
-    def call(x: Block) -> Block:
-        groups = x.unflatten(-1, (num_groups, -1))
-        dims = (*range(axes + 1, groups.dim() - 2), -1)
-        mean = groups.mean(dims, keepdim=True)
-        var = groups.var(dims, correction=0, keepdim=True)
-        normal = ((groups - mean) * torch.rsqrt(var + epsilon)).flatten(-2)
-        return _affine(normal, first(weight), first(bias), axes, len(input_tensor.shape))
-
-    _, (block, *_) = operands("group_norm", input_tensor)
-    last, others = len(input_tensor.shape) - 1, present[1:]
-    cuts = moves(same(input_tensor), *((last,) * len(each.shape) for each in others), linear=False)
-    return make(call(block.float()), (*cuts, *rows(f"S({last}){', R' * len(others)} -> S({last})")), *present)
 
 
 @op("batch_norm")
@@ -273,9 +252,10 @@ def batch_norm(
         raise OperandError(f"ttnn.{name}: running_mean and running_var must be defined in evaluation mode")
     x = block.float()
     if training:
-        mean, var = x.mean((-4, -2, -1), keepdim=True), x.var((-4, -2, -1), correction=0, keepdim=True)
-        count = x.shape[-4] * x.shape[-2] * x.shape[-1]
-        for running, fresh in ((running_mean, mean), (running_var, var * count / max(count - 1, 1))):
+        mean = mean_of(x, input, (-4, -2, -1))
+        var = mean_of((x - mean).square(), input, (-4, -2, -1))
+        count = torch.as_tensor(count_of(input, (-4, -2, -1)))
+        for running, fresh in ((running_mean, mean), (running_var, var * count / (count - 1).clamp(min=1))):
             if running is not None:
                 mixed = (1 - momentum) * running.block.float() + momentum * fresh
                 label = topology_of("var", input, dim=(0, 2, 3), keepdim=True)
@@ -309,8 +289,10 @@ def _loss(name: str, function: Callable[[Block, Block], Block]) -> None:
         each = binary(name, lambda x, y: function(x.float(), y.float()), *both, kind=exact).tensor(exact)
         dims = list(range(-len(each.shape), 0))
         mean = reduction is LossReductionMode.MEAN
-        label = topology_of("mean" if mean else "sum", each, dim=tuple(dims))
-        return Made(each.block.mean(dims) if mean else each.block.sum(dims), each, label, kind or input_reference.dtype)
+        label = topology_of("mean" if mean else "sum", each, filled=True, dim=tuple(dims))
+        block = fill_padding(each.block, each, dims, "sum")
+        found = mean_of(block, each, dims) if mean else block.sum(dims, keepdim=True)
+        return Made(found.flatten(len(each.grid) - 1), each, label, kind or input_reference.dtype)
 
     register(name, f"The {name} of every two elements, or their sum or mean over a device's part.", call)
 

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import spread, whole
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register
+from meshloom.ttnn.ops.convolution_configs import Op2DSliceConfig
+from meshloom.ttnn.ops.picture_memory import memory_of_pictures
 from meshloom.ttnn.ops.sliding import (
     Around,
     around,
@@ -22,7 +24,8 @@ from meshloom.ttnn.ops.sliding import (
 )
 from meshloom.ttnn.ops.topologies import einsum, moves, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.memory import MemoryConfig, TensorMemoryLayout
+from meshloom.ttnn.tensor.padding import mean_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -34,19 +37,32 @@ def _by_picture(pictures: Block, axes: int, function: Callable[[Block], Block]) 
     return found.reshape(*sizes, *found.shape[1:])
 
 
-def _pool(values: Block, tensor: Tensor, name: str, linear: bool, dtype: DataType, frees: bool = False) -> Made:
+def _pool(
+    values: Block,
+    tensor: Tensor,
+    linear: bool,
+    dtype: DataType,
+    *,
+    deallocate_input: bool = False,
+    output_layout: Layout = Layout.ROW_MAJOR,
+    applied_shard_scheme: TensorMemoryLayout | None = None,
+    dram_slice_config: Op2DSliceConfig | None = None,
+) -> Made:
+    """What pools share: flattened results, where they lie, and what is freed."""
     block = flatten_pictures(values, len(tensor.grid))
-    topology = topology_of_pictures(tensor, block.shape[-2], linear)
-    memory = MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
-    made = Made(block, tensor, topology, dtype, Layout.ROW_MAJOR, memory)
-    made.frees = tensor if frees else None
+    size = (block.shape[-2], block.shape[-1])
+    memory = memory_of_pictures(
+        tensor, size, output_layout, asked=applied_shard_scheme, slices=dram_slice_config, keeps_channels=True
+    )
+    made = Made(block, tensor, topology_of_pictures(tensor, size[0], linear), dtype, output_layout, memory)
+    made.frees = tensor if deallocate_input else None
     return made
 
 
 # windows
 
 
-@op("max_pool2d")
+@op("max_pool2d", more=_pool)
 def max_pool2d(
     input_tensor: Tensor,
     batch_size: int,
@@ -59,9 +75,9 @@ def max_pool2d(
     dilation: Sequence[int] = (1, 1),
     ceil_mode: bool = False,
     *,
-    deallocate_input: bool = False,
     return_indices: bool = False,
     dtype: DataType = DataType.BFLOAT16,
+    **how: Any,
 ) -> Any:
     """The largest of every window, [1, 1, N * H' * W', C]; with `return_indices` also where in its picture it was."""
     operands("max_pool2d", input_tensor)
@@ -76,11 +92,11 @@ def max_pool2d(
     )
     found, where = (part[..., : count[0], : count[1]] for part in (found, where))
     if not return_indices:
-        return _pool(found, input_tensor, "max_pool2d", False, dtype, deallocate_input)
+        return _pool(found, input_tensor, False, dtype, **how)
     row, column = where // padded.shape[-1] - edges[0], where % padded.shape[-1] - edges[2]
     index = row.clamp(0, input_h - 1) * input_w + column.clamp(0, input_w - 1)
-    made = _pool(found, input_tensor, "max_pool2d", False, dtype)
-    return [made, _pool(index, input_tensor, "max_pool2d", False, DataType.UINT16, deallocate_input)]
+    made = _pool(found, input_tensor, False, dtype, **{**how, "deallocate_input": False})
+    return [made, _pool(index, input_tensor, False, DataType.UINT16, **how)]
 
 
 def _counts(
@@ -98,7 +114,7 @@ def _counts(
     )
 
 
-@op("avg_pool2d")
+@op("avg_pool2d", more=_pool)
 def avg_pool2d(
     input_tensor: Tensor,
     batch_size: int,
@@ -111,8 +127,7 @@ def avg_pool2d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-    *,
-    deallocate_input: bool = False,
+    **how: Any,
 ) -> Made:
     """The mean of every window, [1, 1, N * H' * W', C], padding counted or not."""
     operands("avg_pool2d", input_tensor)
@@ -128,7 +143,7 @@ def avg_pool2d(
     total = _by_picture(F.pad(pictures, torch_order(edges)), axes, sum_windows)
     inside = F.pad(torch.ones(1, 1, input_h, input_w), torch_order(edges), value=1.0 if count_include_pad else 0.0)
     found = total / (divisor_override or sum_windows(inside))
-    return _pool(found, input_tensor, "avg_pool2d", True, DataType.BFLOAT16, deallocate_input)
+    return _pool(found, input_tensor, True, DataType.BFLOAT16, **how)
 
 
 @op("global_avg_pool2d")
@@ -140,7 +155,7 @@ def global_avg_pool2d(
     if len(input_tensor.shape) != 4:
         raise OperandError(f"ttnn.global_avg_pool2d takes [N, H, W, C], not {list(input_tensor.shape)}")
     return Made(
-        block.float().mean((-3, -2), keepdim=True),
+        mean_of(block.float(), input_tensor, (-3, -2)),
         input_tensor,
         topology_of("mean", input_tensor, dim=(1, 2), keepdim=True),
         dtype=dtype,
@@ -156,16 +171,15 @@ def _adaptive(name: str, function: Callable[..., Block], linear: bool, doc: str)
         input_w: int,
         channels: int,
         output_size: Sequence[int],
-        *,
-        deallocate_input: bool = False,
+        **how: Any,
     ) -> Made:
         operands(name, input_tensor)
         pictures = channels_first(name, input_tensor, (batch_size, input_h, input_w, channels)).float()
         asked = tuple(whole(output_size, 2))
         found = _by_picture(pictures, len(input_tensor.grid), lambda flat: function(flat, asked))
-        return _pool(found, input_tensor, name, linear, input_tensor.dtype, deallocate_input)
+        return _pool(found, input_tensor, linear, input_tensor.dtype, **how)
 
-    register(name, f"{doc} of as many windows as asked for, [1, 1, N * h * w, C].", call)
+    register(name, f"{doc} of as many windows as asked for, [1, 1, N * h * w, C].", call, more=_pool)
 
 
 _adaptive("adaptive_avg_pool2d", F.adaptive_avg_pool2d, True, "The means")

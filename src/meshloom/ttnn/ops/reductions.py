@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from meshloom.errors import OperandError
+from meshloom.ttnn.ops.block_moves import spread
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register
-from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, topology_of
+from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, moves, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.padding import fill_padding
+from meshloom.ttnn.tensor.padding import fill_padding, real_places, reduce_without_padding
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -54,8 +55,14 @@ def reduce(
     """A function over dims of every device's part; `native` is the reduction whose rule says what becomes of cuts."""
     _, (block,) = operands(name, tensor)
     dims = dims_of(name, tensor, dim)
-    block = exact(fill_padding(block, tensor, dims, REDUCED_AS.get(native)))
-    found = function(block, dims, keepdim) if dims else block
+    identity = REDUCED_AS.get(native)
+    block = exact(fill_padding(block, tensor, dims, identity))
+    if not dims:
+        found = block
+    elif identity is None and real_places(tensor, dims) is not None:
+        found = reduce_without_padding(lambda part: function(part, dims, keepdim), block, tensor, dims)
+    else:
+        found = function(block, dims, keepdim)
     if scalar != 1.0:
         found = found * scalar
     return make(found, native, tensor, filled=True, dim=tuple(dims), keepdim=keepdim)
@@ -126,6 +133,7 @@ def argmax(input_tensor: Tensor, dim: int | None = None, keepdim: bool = False) 
     """Where the largest element lies: the first one, in one dim or in the flattened part."""
     _, (block,) = operands("argmax", input_tensor)
     dims, axes = dims_of("argmax", input_tensor, dim), len(input_tensor.grid)
+    block = fill_padding(block, input_tensor, dims, "max")
     if dim is None:
         found = block.flatten(axes).argmax(-1) if len(input_tensor.shape) else torch.zeros_like(block)
         if keepdim:
@@ -142,7 +150,7 @@ def _index_kind(size: int) -> DataType:
 
 def _two(values: Block, indices: Block, tensor: Tensor, dim: int, outputs: Sequence[Tensor] | None) -> list[Made]:
     """Values and where they were, every device for itself: along a sharded dim they stand side by side."""
-    label = topology_of(EACH, tensor)
+    label = topology_of(moves(same(tensor), linear=False), tensor, shape=values.shape[len(tensor.grid) :])
     first, second = outputs if outputs is not None else (None, None)
     kind = second.dtype if second is not None else _index_kind(tensor.shape[dim])
     return [Made(values, tensor, label, output=first), Made(indices, tensor, label, kind, output=second)]
@@ -161,20 +169,19 @@ def topk(
     stable: bool = False,
 ) -> list[Made]:
     """The k largest (or smallest) elements along a dim and where they were; `indices_tensor` names the places anew."""
-    _, (block,) = operands("topk", input_tensor)
+    _, (block, *names) = operands("topk", input_tensor, *([] if indices_tensor is None else [indices_tensor]))
     (at,) = dims_of("topk", input_tensor, dim)
     if not 1 <= k <= input_tensor.shape[at]:
         raise OperandError(f"ttnn.topk: k={k} of a dim of size {input_tensor.shape[at]}", fix="k is 1 to that size")
+    block = fill_padding(block, input_tensor, [at], "max" if largest else "min")
     if stable:
         order = torch.sort(block, dim=at, descending=largest, stable=True)
         values, indices = order.values.narrow(at, 0, k), order.indices.narrow(at, 0, k)
     else:
         values, indices = torch.topk(block, k, at, largest, sorted)
-    if indices_tensor is not None:
-        _, (names,) = operands("topk", indices_tensor)
-        lead = torch.broadcast_shapes(names.shape[: len(input_tensor.grid)], indices.shape[: len(input_tensor.grid)])
-        names, indices = (each.expand(*lead, *each.shape[len(lead) :]) for each in (names, indices))
-        indices = names.gather(at, indices)
+    for each in names:
+        named, indices = spread([each, indices], len(input_tensor.grid))
+        indices = named.gather(at, indices)
     return _two(values, indices, input_tensor, at, output_tensor)
 
 
@@ -190,6 +197,7 @@ def sort(
     """The elements in order along a dim, and where they were."""
     _, (block,) = operands("sort", input_tensor)
     (at,) = dims_of("sort", input_tensor, dim)
+    block = fill_padding(block, input_tensor, [at], "max" if descending else "min")  # padding stays at the end
     values, indices = torch.sort(block, dim=at, descending=descending, stable=stable)
     return _two(values, indices, input_tensor, at, out)
 
@@ -201,13 +209,17 @@ def run(
     dim: int,
     reverse_order: bool = False,
     rule: Named = EACH,
+    identity: str = "sum",
 ) -> Made:
-    """A function along a dim of every device's part, from its start or from its end."""
+    """A function along a dim of every device's part, from its start or from its end.
+
+    Padding of the dim takes the value that changes nothing for the reduction of that name, and is zero in the result.
+    """
     _, (block,) = operands(name, tensor)
     (at,) = dims_of(name, tensor, dim)
-    values = exact(block)
+    values = exact(fill_padding(block, tensor, [at], identity))
     found = function(values.flip(at), at).flip(at) if reverse_order else function(values, at)
-    return make(found, rule, tensor)
+    return make(fill_padding(found, tensor, [at], "sum"), rule, tensor)
 
 
 @op("cumsum")
@@ -219,7 +231,7 @@ def cumsum(input: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
 @op("cumprod")
 def cumprod(input_tensor: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
     """The product of all elements up to each one, or from each one on."""
-    return run("cumprod", torch.cumprod, input_tensor, dim, reverse_order)
+    return run("cumprod", torch.cumprod, input_tensor, dim, reverse_order, identity="prod")
 
 
 @op("ema")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.block_moves import whole
 from meshloom.ttnn.ops.topologies import moves, topology_of
+from meshloom.ttnn.tensor.padding import fill_padding
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
@@ -19,14 +20,14 @@ Around = tuple[int, int, int, int]  # top, bottom, left, right
 
 
 def channels_first(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> Block:
-    """Pictures of every device as [*mesh, N, C, H, W]; sizes are N, H, W, C."""
+    """Pictures of every device as [*mesh, N, C, H, W], zero where channels are padding; sizes are N, H, W, C."""
     if math.prod(tensor.shape) != math.prod(sizes) or tensor.shape[-1] != sizes[-1]:
         batch, height, width, channels = sizes
         raise OperandError(
             f"ttnn.{name}: {batch} pictures {height}x{width} with {channels} channels are not in {list(tensor.shape)}",
             fix=f"[1, 1, {batch * height * width}, {channels}], sizes being those of one device",
         )
-    block = tensor.block
+    block = fill_padding(tensor.block, tensor, [-1], "sum")
     return block.reshape(*block.shape[: len(tensor.grid)], *sizes).movedim(-1, -3)
 
 

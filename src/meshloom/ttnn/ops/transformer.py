@@ -16,6 +16,7 @@ from meshloom.ttnn.ops.attending import attend, attention_topology, mask_of, rea
 from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
 from meshloom.ttnn.ops.heads import join_heads
 from meshloom.ttnn.ops.topologies import EACH
+from meshloom.ttnn.tensor.padding import fill_padding
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -294,4 +295,5 @@ def _softmax(name: str, tensor: Tensor, head_size: int | None, mask: Tensor | No
     logits = scores.float() / (head_size**0.5 if head_size is not None else 1.0)
     for bias in added:
         logits = logits + bias.float()
-    return make(torch.softmax(logits, dim=-1), EACH, *tensors)
+    found = torch.softmax(fill_padding(logits, tensor, [-1], "max"), dim=-1)
+    return make(fill_padding(found, tensor, [-1], "sum"), EACH, *tensors)

@@ -58,7 +58,7 @@ class ShardDistributionStrategy(Choice):
 class Room:
     """Bytes on every device of a mesh; given back when the last that uses them is gone, or by hand."""
 
-    __slots__ = ("allocator", "region", "traces")
+    __slots__ = ("__weakref__", "allocator", "region", "traces")
 
     def __init__(self, allocator: Allocator, region: Region) -> None:
         self.allocator, self.region = allocator, region

@@ -145,7 +145,7 @@ class Tensor(metaclass=_Making):
         self._room = room if room is not None or device is None else self._allocate(device)
         if state.capture is not None and device is not None:
             self._pinned = True
-            state.capture.keep(self._room)  # a replay writes there, so nobody else gets it while the trace lives
+            queues.note_use(self._room)
 
     def _allocate(self, device: MeshDevice) -> Room:
         if device.runtime.lease.driver is not None:
@@ -286,10 +286,9 @@ class Tensor(metaclass=_Making):
         """Give its memory back, at once with `force`, else when the last tensor that shares it is gone."""
         if self._block is None:
             return
-        block, self._shape, self._block = self._block, self.shape, None
+        self._shape, self._block = self.shape, None
         room, self._room = self._room, None
         if force and room is not None:
-            queues.leave(room, block)
             room.free()
 
     def _region(self) -> Region:

@@ -1,0 +1,166 @@
+"""Convolution of volumes, [N, D, H, W, C]: every device its own, in one call.
+
+Weights are [O, I / groups, d, h, w], or prepared: a matrix of d * h * w * I / groups rows, in which blocks of input
+channels come first, then the places of the kernel, then the channels of the block. Input channels of prepared weights
+are filled up with zeros to an alignment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn import functional as F
+
+from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.ops.block_moves import fresh, whole
+from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.convolution import bring, fold_devices
+from meshloom.ttnn.ops.convolution_configs import Conv3dConfig
+from meshloom.ttnn.ops.topologies import moves, rows, topology_of
+from meshloom.ttnn.tensor.formats import Layout
+from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.tensor.padding import fill_padding
+from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import TensorTopology
+
+MODES = {"zeros": "constant", "replicate": "replicate"}  # padding modes, as torch's pad has them
+
+
+@op("experimental.conv3d")
+def conv3d(
+    *,
+    input_tensor: Tensor,
+    weight_tensor: Tensor,
+    device: MeshDevice | None = None,
+    bias_tensor: Tensor | None = None,
+    config: Conv3dConfig | None = None,
+    output_channels: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (1, 1, 1),
+    padding: Sequence[int] = (0, 0, 0),
+    dilation: Sequence[int] = (1, 1, 1),
+    padding_mode: str = "zeros",
+    groups: int = 1,
+    halo_buffer: Tensor | None = None,
+    logical_h_mask: int = 0,
+    logical_w_mask: int = 0,
+    pad_offset_tensor: Tensor | None = None,
+    output_pad_h: int = 0,
+    output_pad_w: int = 0,
+    weight_lo_tensor: Tensor | None = None,
+) -> Made:
+    """A convolution of [N, D, H, W, C]: [N, D', H', W', O]."""
+    name, how = "experimental.conv3d", config or Conv3dConfig()
+    _refuse(
+        name,
+        halo_buffer=halo_buffer,
+        logical_h_mask=logical_h_mask or None,
+        logical_w_mask=logical_w_mask or None,
+        pad_offset_tensor=pad_offset_tensor,
+        output_pad_h=output_pad_h or None,
+        output_pad_w=output_pad_w or None,
+        weight_lo_tensor=weight_lo_tensor,
+    )
+    if padding_mode not in MODES:
+        raise ArgumentError(f"ttnn.{name}: padding_mode={padding_mode!r}", fix=" or ".join(map(repr, MODES)))
+    kernel, steps, edges, holes = (whole(each, 3) for each in (kernel_size, stride, padding, dilation))
+    holes = whole(how.dilation, 3) if holes == (1, 1, 1) else holes
+    tensors = [bring(each, device) for each in (input_tensor, weight_tensor, bias_tensor) if each is not None]
+    tensor, weight = tensors[:2]
+    _, (block, kernels, *biases) = operands(name, *tensors)
+    axes = len(tensor.grid)
+    if len(tensor.shape) != 5:
+        raise OperandError(f"ttnn.{name} takes [N, D, H, W, C], not {list(tensor.shape)}")
+    unpacked = _unpack(name, kernels, weight, kernel, (output_channels, tensor.shape[-1], groups), how.C_in_block)
+
+    def convolve(volumes: Block, weights: Block, several: int) -> Block:
+        around = [edge for each in reversed(edges) for edge in (each, each)]  # of the last dim first, as torch's pad
+        padded = F.pad(volumes, around, mode=MODES[padding_mode]) if any(edges) else volumes
+        return F.conv3d(padded, weights, stride=steps, dilation=holes, groups=several)
+
+    several = tensor.shape[-1] // unpacked.shape[axes + 1]
+    volumes = fill_padding(block, tensor, [-1], "sum").float().movedim(-1, axes + 1)
+    found = fold_devices(volumes, unpacked.float(), axes, several, several == 1, convolve)
+    values = fresh(found.movedim(axes + 1, -1))
+    for bias in biases:
+        values = values + bias.float().flatten(axes).reshape(*bias.shape[:axes], 1, 1, 1, 1, -1)
+    return Made(
+        values,
+        tensor,
+        _topology(tensors, values.shape[axes:], several),
+        layout=how.output_layout,
+        memory_config=MemoryConfig(buffer_type=tensor.memory_config().buffer_type),
+        coords=shared_coords(*tensors),
+    )
+
+
+def _refuse(name: str, **arguments: Any) -> None:
+    for argument, value in arguments.items():
+        if value is not None:
+            raise ArgumentError(f"ttnn.{name}: {argument} is not covered", fix="leave it out")
+
+
+def _unpack(
+    name: str, kernels: Block, weight: Tensor, kernel: Sequence[int], sizes: tuple[int, int, int], block: int
+) -> Block:
+    """Weights of every device as [*mesh, O, I / groups, d, h, w], without channels that are there for alignment."""
+    outs, channels, groups = sizes
+    axes, rank = len(weight.grid), len(weight.shape)
+    if rank == 5 and tuple(weight.shape) == (outs, channels // groups, *kernel):
+        return kernels
+    places = math.prod(kernel)
+    inner = weight.shape[0] // places if rank == 2 else 0
+    if not inner or weight.shape[0] % places or weight.shape[1] != outs or inner % (block or inner):
+        raise OperandError(
+            f"ttnn.{name}: weights are {list(weight.shape)}",
+            fix=f"[{outs}, {channels // groups}, {', '.join(map(str, kernel))}], or what prepare_conv3d_weights makes",
+        )
+    apart = kernels.reshape(*kernels.shape[:axes], -1, *kernel, block or inner, outs)
+    order = (5, 0, 4, 1, 2, 3)  # [blocks, d, h, w, channels, O] as [O, blocks, channels, d, h, w]
+    turned = apart.permute(*range(axes), *(axes + each for each in order)).flatten(axes + 1, axes + 2)
+    return turned.narrow(axes + 1, 0, min(inner, channels // groups))
+
+
+def _topology(tensors: Sequence[Tensor], shape: Sequence[int], groups: int) -> TensorTopology:
+    """Cut at the batch, at the output channels, or (sums over input channels that are cut) terms of a sum."""
+    weight, *biases = tensors[1:]
+    is_packed = len(weight.shape) == 2
+    outer, bias = int(is_packed), ", R" * len(biases)
+    cuts = [f"S(0), R{bias} -> S(0)"]
+    if groups == 1:
+        beside = [f", S({dim})" for dim in range(len(biases[0].shape))] if biases else []
+        cuts += [f"R, S({outer}){end} -> S(4)" for end in (*beside, bias)]
+    terms = bias.replace("R", "P(sum)")
+    if groups == 1 and not is_packed:
+        cuts.append(f"S(4), S(1){terms} -> P(sum)")
+    cuts += [f"P(sum), R{terms} -> P(sum)", f"R, P(sum){terms} -> P(sum)"]
+    return topology_of(rows(*cuts), *tensors, shape=tuple(shape), scales=True, filled=True)
+
+
+@op("experimental.prepare_conv3d_weights")
+def prepare_conv3d_weights(
+    *,
+    weight_tensor: Tensor,
+    groups: int = 1,
+    C_in_block: int = 0,
+    alignment: int = 32,
+    device: MeshDevice | None = None,
+) -> Tensor:
+    """Weights [O, I / groups, d, h, w] as the matrix that `conv3d` takes, on the device if one is named."""
+    tensor = bring(weight_tensor, device)
+    if len(tensor.shape) != 5:
+        raise OperandError(f"weights of conv3d are [O, I / groups, d, h, w], not {list(tensor.shape)}")
+    axes, (outs, channels, *_) = len(tensor.grid), tensor.shape
+    inner = -(-channels // alignment) * alignment
+    if inner % (C_in_block or inner):
+        raise ArgumentError(f"C_in_block={C_in_block} does not divide {inner} channels", fix="a divisor, or 0 for all")
+    padded = F.pad(tensor.block, (0, 0, 0, 0, 0, 0, 0, inner - channels))
+    apart = padded.unflatten(axes + 1, (-1, C_in_block or inner))  # [O, blocks, channels, d, h, w]
+    turned = fresh(apart.permute(*range(axes), *(axes + each for each in (1, 3, 4, 5, 2, 0))))
+    values = turned.reshape(*turned.shape[:axes], -1, outs)
+    label = topology_of(moves((1, None, None, None, None)), tensor, shape=values.shape[axes:])
+    return tensor._like(values, layout=Layout.TILE, topology=label)
