@@ -54,7 +54,8 @@ def group_norm(
     def average(values: Block) -> Block:
         """The mean of its group, for every channel."""
         groups = mean_of(values, input_tensor, places).unflatten(-1, (num_groups, -1))
-        return groups.mean(-1, keepdim=True).expand_as(groups).flatten(-2)
+        result: Block = groups.mean(-1, keepdim=True).expand_as(groups).flatten(-2)
+        return result
 
     def call(x: Block) -> Block:
         apart = x - average(x)
@@ -73,7 +74,8 @@ def _by_channel(tensor: Tensor | None, like: Tensor, core_grid: Any) -> Block | 
     channels, total = like.shape[-1], flat.shape[-1]
     cores = _cores_across(channels, total, like, core_grid)
     wide = TILE_WIDTH * -(-channels // cores // TILE_WIDTH) if cores > 1 else total
-    return flat[..., : cores * wide].unflatten(-1, (cores, wide))[..., : channels // cores].flatten(-2)
+    result: Block | None = flat[..., : cores * wide].unflatten(-1, (cores, wide))[..., : channels // cores].flatten(-2)
+    return result
 
 
 def _cores_across(channels: int, total: int, like: Tensor, core_grid: Any) -> int:
