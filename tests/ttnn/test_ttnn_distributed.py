@@ -373,14 +373,14 @@ def test_explain_prints_the_plan_and_the_result_is_still_given(mesh, capsys):
 
 def test_a_label_that_cuts_like_the_mesh_is_bridged_without_a_copy(mesh):
     x = put(values(16, 32), mesh, [S(0), R()])
-    whole = operations.lifted(x)
+    whole = operations.lift(x)
     assert whole._data.data_ptr() == x.block.data_ptr()
     assert whole.topology.notation == "f32[16, 32](S(0), R)"
 
 
 def test_what_all_devices_cut_row_major_is_nested_left_axis_first(mesh):
     x = put(torch.arange(16).reshape(16, 1).float(), mesh, 0)
-    whole = operations.carried(operations.lifted(x), mesh.runtime.mesh)
+    whole = operations.carry(operations.lift(x), mesh.runtime.mesh)
     assert whole.topology.notation == "f32[16, 1](S(0), S(0))"
     assert [whole.shard_at(place)[0].item() for place in itertools.product(range(2), range(4))] == list(range(0, 16, 2))
 
