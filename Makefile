@@ -5,7 +5,7 @@
 #   make SEED=17 soak              the cases of an earlier long run again
 
 PYTHON ?= python3
-JOBS ?= 4
+JOBS ?= 3
 # Tests start hundreds of processes: sources are compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 CASES ?= 100000
