@@ -31,12 +31,13 @@ from meshloom.ttnn.tensor.mappers import MeshMapperConfig, ReplicateTensorToMesh
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import (
-    REPLICATE,
     UNKNOWN,
     Placement as LabelPlacement,
-    PlacementPartial,
     PlacementShard,
     TensorTopology,
+    join,
+    spell,
+    unspell,
 )
 
 
@@ -98,7 +99,7 @@ def _reading(
         raise _untold(label, held, mesh)
     is_in_order = order == list(range(mesh.size))
     seen = view(mesh if is_in_order else mesh.reordered(order), shape)
-    return Reading(seen, _native(placements, rank), _sizes(placements, rank), is_in_order)
+    return Reading(seen, tuple(unspell(each, rank) for each in placements), _sizes(placements, rank), is_in_order)
 
 
 def _is_first(order: Sequence[int], held: int) -> bool:
@@ -116,18 +117,6 @@ def _untold(label: TensorTopology, held: int, mesh: Mesh) -> OperandError:
         "the global tensor cannot be reconstructed from these shards",
         label=label,
         fix="all_reduce or all_gather it first, or say what it is: x.update_tensor_topology(...)",
-    )
-
-
-def _native(placements: Sequence[Placement], rank: int) -> tuple[Placement, ...]:
-    """Placements of a label as native ones, dims counted from the front if the rank is given."""
-    return tuple(
-        Shard(each.dim % rank if rank else each.dim)
-        if isinstance(each, Shard)
-        else Partial(each.op)
-        if isinstance(each, Partial)
-        else Replicate()
-        for each in placements
     )
 
 
@@ -160,10 +149,8 @@ def _whole(block: Block, reading: Reading) -> Native:
 @lru_cache(maxsize=4096)
 def _topologies(reading: Reading, local: tuple[int, ...], dtype: str) -> tuple[Topology, Topology]:
     """Of all that the devices hold, padding included, and of what counts."""
-    pairs = list(zip(reading.mesh.shape, reading.placements, strict=True))
-    full = tuple(size * math.prod(n for n, p in pairs if p == Shard(dim)) for dim, size in enumerate(local))
-    wanted = tuple(end if size is None else size for size, end in zip(reading.sizes, full, strict=True))
-    even = Topology(reading.mesh, reading.placements, full, dtype)
+    even = join(reading.mesh, reading.placements, local, dtype)
+    wanted = tuple(end if size is None else size for size, end in zip(reading.sizes, even.shape, strict=True))
     return even, Topology(reading.mesh, reading.placements, wanted, dtype)
 
 
@@ -223,7 +210,7 @@ def lower(tensor: Native, grid: Sequence[int]) -> tuple[Block, TensorTopology]:
 
 @lru_cache(maxsize=4096)
 def _label(topology: Topology, grid: tuple[int, ...]) -> TensorTopology:
-    placements = [_make_label(each, topology) for each in topology.placements]
+    placements = [spell(each, topology) for each in topology.placements]
     return TensorTopology(topology.mesh.shape, placements, list(Mesh.of(grid).coordinates()))
 
 
@@ -235,13 +222,6 @@ def _with_padding_at_the_end(tensor: Native) -> Native:
     inner = {axis for dim in topology.padded_dims for axis in cutting(topology, dim)[1:]}
     kept = tuple(Replicate() if axis in inner else each for axis, each in enumerate(topology.placements))
     return redistribute(tensor, kept)
-
-
-def _make_label(placement: Placement, topology: Topology) -> LabelPlacement:
-    if isinstance(placement, Shard):
-        padded = placement.dim in topology.padded_dims
-        return PlacementShard(placement.dim, topology.shape[placement.dim] if padded else None)
-    return PlacementPartial(placement.op) if isinstance(placement, Partial) else REPLICATE
 
 
 # what is asked for
@@ -280,7 +260,7 @@ def _several(output: Any) -> Sequence[Any]:
 
 def _one(placement: Any) -> Placement:
     if isinstance(placement, (Shard, Replicate, Partial)):
-        return _native([placement], 0)[0]
+        return unspell(placement)
     raise ArgumentError(
         f"output={placement!r} is not a placement",
         fix="ttnn.PlacementShard(dim), ttnn.PlacementReplicate(), a list of them, a topology or a mapper config",

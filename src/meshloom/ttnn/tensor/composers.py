@@ -91,7 +91,7 @@ class MeshToTensor:
         sizes = _padded_dims(tensor)
         label = tensor.tensor_topology()
         is_all = len(coords) == len(label.mesh_coords())
-        if sizes and not (is_all and _agrees(label, dict(zip(dims, shape, strict=True)), sizes)):
+        if sizes and not (is_all and _agrees(tensor, dict(zip(dims, shape, strict=True)))):
             return _join_cut(tensor, coords, shape, dims)
         whole = join_axes(in_order(tensor, coords).unflatten(0, shape), dims)
         for dim, size in sizes.items():
@@ -186,18 +186,14 @@ def join_axes(parts: Block, dims: Sequence[int]) -> Block:
 
 def _padded_dims(tensor: Tensor) -> dict[int, int]:
     """The dims whose end is padding, with the size of the whole."""
-    placements = tensor.tensor_topology().placements()
-    return {p.dim: p.size for p in placements if isinstance(p, PlacementShard) and p.size is not None}
+    rank, placements = len(tensor.shape), tensor.tensor_topology().placements()
+    return {p.dim % rank: p.size for p in placements if isinstance(p, PlacementShard) and p.size is not None}
 
 
-def _pieces(label: TensorTopology, dim: int) -> int:
-    pairs = zip(label.distribution_shape(), label.placements(), strict=True)
-    return math.prod(n for n, p in pairs if isinstance(p, PlacementShard) and p.dim == dim)
-
-
-def _agrees(label: TensorTopology, asked: dict[int, int], sizes: dict[int, int]) -> bool:
+def _agrees(tensor: Tensor, asked: dict[int, int]) -> bool:
     """Whether a composer joins the padded dims just as they were cut, so that the padding lies at the end."""
-    return all(asked.get(dim) == _pieces(label, dim) for dim in sizes)
+    joined = tensor.tensor_topology().join(tensor.shape)
+    return all(asked.get(dim) == math.prod(joined.shards[dim]) for dim in _padded_dims(tensor))
 
 
 def _join_cut(
@@ -231,29 +227,13 @@ def cut(tensor: Tensor, place: MeshCoordinate) -> torch.Tensor:
 
 def extents(tensor: Tensor, place: MeshCoordinate) -> list[tuple[int, int]]:
     """From where to where the part of a device goes in the whole, for every dim, as the label says."""
-    found = [(0, size) for size in tensor.shape]
-    label = tensor.tensor_topology()
-    listed = label.mesh_coords()
-    if place not in listed:
-        return found
+    starts = tensor.tensor_topology().offsets(tensor.shape).get(place)
+    if starts is None:
+        return [(0, size) for size in tensor.shape]
     sizes = _padded_dims(tensor)
-    for dim in {each.dim for each in label.placements() if isinstance(each, PlacementShard)}:
-        chunk = tensor.shape[dim]
-        start = piece_of(label, listed.index(place), dim) * chunk
-        end = min(start + chunk, sizes.get(dim, start + chunk))
-        found[dim] = (min(start, end), end)
-    return found
-
-
-def piece_of(label: TensorTopology, place: int, dim: int) -> int:
-    """Which piece of a dim is at a place of a label, both counted row-major."""
-    shape, placements = tuple(label.distribution_shape()), label.placements()
-    index: list[int] = []
-    for size in reversed(shape):
-        place, at = divmod(place, size)
-        index.insert(0, at)
-    cuts = [axis for axis, each in enumerate(placements) if isinstance(each, PlacementShard) and each.dim == dim]
-    return _number([index[axis] for axis in cuts], [shape[axis] for axis in cuts])
+    ends = [start + size for start, size in zip(starts, tensor.shape, strict=True)]
+    ends = [min(end, sizes.get(dim, end)) for dim, end in enumerate(ends)]
+    return [(min(start, end), end) for start, end in zip(starts, ends, strict=True)]
 
 
 # by the label
@@ -290,7 +270,7 @@ def _is_told(tensor: Tensor, label: TensorTopology, placement: Placement) -> boo
     rank = len(tensor.shape)
     if not -rank <= placement.dim < rank:
         return False
-    return placement.size is None or _pieces(label, placement.dim) * tensor.shape[placement.dim] >= placement.size
+    return placement.size is None or label.join(tensor.shape).shape[placement.dim] >= placement.size
 
 
 def _is_along_the_mesh(tensor: Tensor, shape: Sequence[int], coords: Sequence[MeshCoordinate]) -> bool:

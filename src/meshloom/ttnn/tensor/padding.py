@@ -9,17 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 
 from meshloom.engines.reductions import number
 from meshloom.placement import IDENTITY
 from meshloom.runtime import MeshCoordinate
-from meshloom.ttnn.tensor.composers import extents, piece_of
+from meshloom.ttnn.tensor.composers import extents
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import PlacementShard, TensorTopology
+from meshloom.ttnn.tensor.topology import PlacementShard
 
 
 def real_places(tensor: Tensor, dims: Sequence[int]) -> Block | None:
@@ -85,14 +84,8 @@ def reduce_without_padding(
 
 def _real(tensor: Tensor, dim: int, size: int) -> torch.Tensor:
     """Which places along a dim are not padding, for every device."""
-    chunk, rank = tensor.shape[dim], len(tensor.shape)
-    starts = torch.tensor(_pieces(tensor.tensor_topology(), dim, tensor.grid)).reshape(tensor.grid) * chunk
-    real = starts.unsqueeze(-1) + torch.arange(chunk) < size
+    chunk, rank, nowhere = tensor.shape[dim], len(tensor.shape), (0,) * len(tensor.shape)
+    offsets = tensor.tensor_topology().offsets(tensor.shape)
+    starts = torch.tensor([offsets.get(place, nowhere)[dim] for place in itertools.product(*map(range, tensor.grid))])
+    real = starts.reshape(*tensor.grid, 1) + torch.arange(chunk) < size
     return real.reshape(*tensor.grid, *(1,) * dim, chunk, *(1,) * (rank - dim - 1))
-
-
-@lru_cache(maxsize=256)
-def _pieces(label: TensorTopology, dim: int, grid: tuple[int, ...]) -> list[int]:
-    """The number of the piece of a dim that every device of a mesh has, row-major."""
-    found = {tuple(place): piece_of(label, number, dim) for number, place in enumerate(label.mesh_coords())}
-    return [found.get(place, 0) for place in itertools.product(*map(range, grid))]

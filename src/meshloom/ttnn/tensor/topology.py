@@ -3,18 +3,24 @@
 A label says of which whole these parts are the parts. Ops on parts never communicate, so the label has to follow from
 what was done: a reduction drops and renumbers dims, and a contraction over a sharded dim leaves partial sums.
 
+It is the pieces of a native topology that are known before a tensor is: with the shape of a part it becomes one
+(`TensorTopology.join`), and a native topology is spelled as a label by `spell`.
+
 All parts have one shape, so a dim that does not divide is padded at its end. The placement that cuts it then knows the
 size of the whole without the padding, wherever the dim goes (`PlacementShard.at`), and composers cut there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
-from meshloom.placement import Partial, Replicate, Shard
+from meshloom.mesh import Coordinate, Mesh
+from meshloom.placement import Partial, Placement as Native, Replicate, Shard, Topology
 from meshloom.runtime import MeshCoordinate, MeshShape
 
 __all__ = ["PlacementPartial", "PlacementReplicate", "PlacementShard", "TensorTopology"]
@@ -94,6 +100,32 @@ REPLICATE = PlacementReplicate()
 UNKNOWN = PlacementPartial("unknown")  # parts differ along the axis, and the global tensor cannot be reconstructed
 
 
+def spell(placement: Native, topology: Topology) -> Placement:
+    """A placement of a native topology as labels have it: a cut knows the size of a dim whose end is padding."""
+    if isinstance(placement, Shard):
+        padded = placement.dim in topology.padded_dims
+        return PlacementShard(placement.dim, topology.shape[placement.dim] if padded else None)
+    return PlacementPartial(placement.op) if isinstance(placement, Partial) else REPLICATE
+
+
+def unspell(placement: Native, rank: int = 0) -> Native:
+    """A placement of a label as a native one, its dim counted from the front if the rank is given."""
+    if isinstance(placement, Shard):
+        return Shard(placement.dim % rank if rank else placement.dim)
+    return Partial(placement.op) if isinstance(placement, Partial) else Replicate()
+
+
+def join(mesh: Mesh, placements: Sequence[Native], local: Sequence[int], dtype: str = "f32") -> Topology:
+    """The topology of all that devices hold, padding included, if each holds a part of this shape.
+
+    >>> str(join(Mesh(x=2, y=4), (Shard(1), Replicate()), (3, 5)))
+    'f32[3, 10](S(1), R) on Mesh(x=2, y=4)'
+    """
+    pairs = list(zip(mesh.shape, placements, strict=True))
+    full = [size * math.prod(n for n, each in pairs if each == Shard(dim)) for dim, size in enumerate(local)]
+    return Topology(mesh, placements, full, dtype)
+
+
 _known: WeakValueDictionary[Any, TensorTopology] = WeakValueDictionary()
 
 
@@ -138,11 +170,31 @@ class TensorTopology:
         """The same devices with other placements."""
         return TensorTopology(self._shape, placements, self._coords)
 
+    def join(self, local: Sequence[int]) -> Topology:
+        """The native topology of what parts of this shape are cut from, padding included; terms count as equals."""
+        return _join(self, tuple(local))
+
+    def offsets(self, local: Sequence[int]) -> dict[Coordinate, tuple[int, ...]]:
+        """Where the part of every device begins in what the parts are cut from."""
+        return _offsets(self, tuple(local))
+
     def __repr__(self) -> str:
         return (
             f"TensorTopology(distribution_shape={self._shape}, placements={list(self._placements)}, "
             f"mesh_coords={list(self._coords)})"
         )
+
+
+@lru_cache(maxsize=4096)
+def _join(label: TensorTopology, local: tuple[int, ...]) -> Topology:
+    cuts = [unspell(each, len(local)) if isinstance(each, Shard) else Replicate() for each in label._placements]
+    return join(Mesh.of(label._shape), cuts, local)
+
+
+@lru_cache(maxsize=4096)
+def _offsets(label: TensorTopology, local: tuple[int, ...]) -> dict[Coordinate, tuple[int, ...]]:
+    joined = label.join(local)
+    return {place: joined.offset(at) for place, at in zip(label._coords, joined.mesh.coordinates(), strict=False)}
 
 
 ALONE = TensorTopology([1], [REPLICATE], [(0, 0)])
