@@ -10,10 +10,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from meshloom.errors import ArgumentError, MeshError
 from meshloom.mesh import Coordinate, Mesh
+
+Box = TypeVar("Box", bound="MeshCoordinateRange")
 
 
 def _numbers(what: str, given: tuple[Any, ...]) -> tuple[int, ...]:
@@ -134,10 +136,25 @@ class MeshCoordinateRange:
             and all(a <= c <= b for a, c, b in zip(self.start, place, self.end, strict=True))
         )
 
+    def contains(self, other: Sequence[int] | MeshCoordinateRange) -> bool:
+        """Whether a coordinate, or all of a range, is in it."""
+        if isinstance(other, MeshCoordinateRange):
+            return other.start in self and other.end in self
+        return tuple(other) in self
+
     def intersects(self, other: MeshCoordinateRange) -> bool:
         """Whether some coordinate is in both."""
-        pairs = zip(self.start, self.end, other.start, other.end, strict=True)
-        return all(a <= d and c <= b for a, b, c, d in pairs)
+        return self.intersection(other) is not None
+
+    def intersection(self: Box, other: MeshCoordinateRange) -> Box | None:
+        """The box that both have; None where they have none.
+
+        >>> print(MeshCoordinateRange((0, 1), (1, 2)).intersection(MeshCoordinateRange((0, 0), (0, 1))))
+        (0, 1)..(0, 1)
+        """
+        low = [max(pair) for pair in zip(self.start, other.start, strict=True)]
+        high = [min(pair) for pair in zip(self.end, other.end, strict=True)]
+        return type(self)(low, high) if all(a <= b for a, b in zip(low, high, strict=True)) else None
 
     def __str__(self) -> str:
         return f"{self.start}..{self.end}"

@@ -47,19 +47,6 @@ class MeshCoordinateRange(geometry.MeshCoordinateRange):
     def __iter__(self) -> Iterator[MeshCoordinate]:
         return map(MeshCoordinate, super().__iter__())
 
-    def contains(self, other: Sequence[int] | MeshCoordinateRange) -> bool:
-        """Whether a coordinate, or all of a range, is in it."""
-        if isinstance(other, geometry.MeshCoordinateRange):
-            return other.start in self and other.end in self
-        return tuple(other) in self
-
-    def intersection(self, other: MeshCoordinateRange) -> MeshCoordinateRange | None:
-        """The box that both have; None where they have none."""
-        if not self.intersects(other):
-            return None
-        low = [max(a, b) for a, b in zip(self.start, other.start, strict=True)]
-        return MeshCoordinateRange(low, [min(a, b) for a, b in zip(self.end, other.end, strict=True)])
-
     def __repr__(self) -> str:
         return f"MeshCoordinateRange(start={self.start!r}, end={self.end!r})"
 
