@@ -1,0 +1,257 @@
+"""Whole programs as users of TTNN have them, on meshes of several shapes, equal torch in float32.
+
+A Llama that writes text by replaying a trace, a U-Net through a pipeline, a BERT from a torch model, experts.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshloom as loom
+from meshloom import ttnn
+from test_examples import ROOT, run_example
+
+sys.path.append(str(ROOT / "examples"))
+
+import ttnn_bert
+import ttnn_llama
+import ttnn_moe
+import ttnn_unet
+from ttnn_llama import correlation
+
+ENOUGH = 0.999
+
+
+@pytest.fixture
+def mesh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A mesh with two queues; one of 8x4 on a Galaxy, as the environment says."""
+    rows, columns = map(int, request.param.split("x"))
+    if (rows, columns) == (8, 4):
+        monkeypatch.setenv("MESHLOOM_SYSTEM", "Galaxy")
+    if rows * columns > 1:
+        ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)
+    try:
+        with ttnn.create_mesh_device(ttnn.MeshShape(rows, columns), num_command_queues=2) as opened:
+            yield opened
+    finally:
+        ttnn.set_fabric_config(ttnn.FabricConfig.DISABLED)
+
+
+def on(*shapes: str) -> Any:
+    return pytest.mark.parametrize("mesh", shapes, indirect=True)
+
+
+# a Llama
+
+
+CONFIG = ttnn_llama.Config()
+STATE = ttnn_llama.draw_weights(CONFIG)
+
+
+@pytest.mark.parametrize("users", [1, 3])
+@on("1x1", "1x8", "8x4")
+def test_a_llama_reads_prompts_into_pages_and_writes_what_torch_would_by_replaying_a_trace(mesh, users, tmp_path):
+    model = ttnn_llama.Llama(STATE, CONFIG, mesh, users, tmp_path)
+    prompts = ttnn_llama.encode(["A short one", "A text that is longer than a tile, of two pages", "x"], users)
+    texts, logits = ttnn_llama.generate(model, prompts, 4)
+    for prompt, text, found in zip(prompts, texts, logits, strict=True):
+        expected = ttnn_llama.reference(STATE, CONFIG, text[:-1])[len(prompt) - 1 :]
+        assert len(text) == len(prompt) + 5 and found.argmax(-1).tolist() == text[len(prompt) :]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert correlation(ours, theirs) > ENOUGH
+        assert correlation(found[1:], expected[:-1]) < 0.9  # the measure tells another token's logits
+
+
+# Per layer and for the scores: norms gather statistics. A line gathers the width before a product and scatters sums.
+# A grid sums along both axes, and multiplies parts of the hidden dims.
+STEP = {
+    "1x1": {},
+    "1x8": {"all_gather": 2 * 4 + 3, "reduce_scatter": 2 * 2},
+    "8x4": {"all_gather": 2 * 3 + 2, "reduce_scatter": 2 * 2, "all_reduce": 2 * 3 + 1},
+}
+
+
+@on("1x1", "1x8", "8x4")
+def test_a_step_of_a_llama_has_the_collectives_that_its_program_names_and_a_replay_allocates_nothing(mesh, tmp_path):
+    model = ttnn_llama.Llama(STATE, CONFIG, mesh, 1, tmp_path)
+    model.prefill([1, 2, 3], 0)
+    inputs = [ttnn.to_device(each, mesh) for each in model.inputs([4], [3])]
+    with loom.record() as log:
+        model.step(*inputs)
+    assert dict(log.kinds()) == STEP["x".join(map(str, mesh.shape))]
+    model.decode([4], [3])
+
+    def state() -> list[Any]:
+        tensors = (*model.device_inputs, *model.outputs)
+        used = [mesh.memory_usage(kind)[0, 0].used for kind in ("dram", "l1")]
+        return [*(each.buffer_address() for each in tensors), *used]
+
+    before = state()
+    for position in (4, 5):
+        model.decode([position], [position])
+        assert state() == before
+    model.release()
+
+
+@on("1x8")
+def test_a_replay_reads_tokens_positions_and_pages_where_they_were_captured(mesh, tmp_path):
+    tokens = [7, 8, 9, 10, 11]
+    expected = ttnn_llama.reference(STATE, CONFIG, tokens)
+    model = ttnn_llama.Llama(STATE, CONFIG, mesh, 1, tmp_path)
+    model.prefill(tokens[:3], 0)
+    assert correlation(model.decode([10], [3])[0], expected[3]) > ENOUGH
+    for changed in (0, 1, 2):  # tokens, positions, the positions of angles: each of them counts
+        stale = model.inputs([10], [3])
+        fresh = model.inputs([11], [4])
+        for number, device in enumerate(model.device_inputs):
+            ttnn.copy_host_to_device_tensor((stale if number == changed else fresh)[number], device)
+        ttnn.execute_trace(mesh, model.trace, cq_id=0, blocking=True)
+        assert correlation(model.parallel.read_logits(model.outputs[0])[0, 0, 0], expected[4]) < ENOUGH
+    model.decode([10], [3])  # what a stale position had overwritten
+    assert correlation(model.decode([11], [4])[0], expected[4]) > ENOUGH
+    moved = model.inputs([11], [4])
+    moved[3] = model.host(model.pages.flip(1), ttnn.int32)
+    for host, device in zip(moved, model.device_inputs, strict=True):
+        ttnn.copy_host_to_device_tensor(host, device)
+    ttnn.execute_trace(mesh, model.trace, cq_id=0, blocking=True)
+    assert correlation(model.parallel.read_logits(model.outputs[0])[0, 0, 0], expected[4]) < ENOUGH
+
+
+@on("1x8", "8x4")
+def test_weights_come_from_files_if_they_were_made_before(mesh, tmp_path):
+    first = ttnn_llama.Llama(STATE, CONFIG, mesh, 1, tmp_path).prefill([1, 2, 3], 0)
+    files = sorted(tmp_path.rglob("*.tensorbin"))
+    assert len(files) == 2 * 7 + 3
+    nothing = {name: torch.zeros_like(each) for name, each in STATE.items()}
+    again = ttnn_llama.Llama(nothing, CONFIG, mesh, 1, tmp_path).prefill([1, 2, 3], 0)
+    assert torch.equal(first, again)
+    other = ttnn_llama.Llama(nothing, CONFIG, mesh, 1, tmp_path / "other").prefill([1, 2, 3], 0)
+    assert not torch.equal(first, other)
+
+
+# a U-Net
+
+
+@pytest.mark.parametrize("pictures", [1, 2])
+@pytest.mark.parametrize("queues", [1, 2])
+@on("1x1", "1x2")
+def test_a_unet_goes_through_a_traced_pipeline(mesh, queues, pictures):
+    model = ttnn_unet.make_model()
+    batches = ttnn_unet.draw_batches(3, pictures * mesh.get_num_devices(), 32)
+    config = ttnn_unet.PipelineConfig(use_trace=True, num_command_queues=queues)
+    found = list(ttnn_unet.stream(model, batches, mesh, config))
+    with torch.no_grad():
+        expected = [model(each) for each in batches]
+    for number, ours in enumerate(found):
+        assert correlation(ours, expected[number]) > ENOUGH
+        assert correlation(ours, expected[number - 1]) < 0.9  # the measure tells another batch's masks
+
+
+@on("1x2")
+def test_convolutions_of_a_unet_give_the_shards_that_they_are_asked_for(mesh, monkeypatch):
+    seen = []
+    call = ttnn_unet.Convolution.__call__
+
+    def note(self: Any, x: Any, device: Any) -> Any:
+        found = call(self, x, device)
+        seen.append((self.config.shard_layout, found.memory_config()))
+        return found
+
+    monkeypatch.setattr(ttnn_unet.Convolution, "__call__", note)
+    config = ttnn_unet.PipelineConfig(use_trace=False)
+    assert len(list(ttnn_unet.stream(ttnn_unet.make_model(), ttnn_unet.draw_batches(1, 2, 32), mesh, config))) == 1
+    assert len(seen) == 2 * 13  # once when it is compiled
+    for asked, given in seen:
+        assert given.memory_layout is asked and given.buffer_type is ttnn.BufferType.L1
+        assert given.shard_spec.grid.num_cores() > 1
+    assert {asked for asked, _ in seen} == {ttnn_unet.HEIGHT, ttnn_unet.BLOCK}
+
+
+# a BERT
+
+
+@on("1x1", "1x2")
+def test_a_bert_from_a_torch_model_marks_the_answers_that_torch_marks(mesh):
+    config = ttnn_bert.Config()
+    model, batch = ttnn_bert.make_model(config), ttnn_bert.draw_batch(config, 4, 64)
+    with torch.no_grad():
+        expected = model(batch.ids, batch.types, batch.mask)
+        unmasked = model(batch.ids, batch.types, torch.zeros_like(batch.mask))
+    with loom.record() as log:
+        found = ttnn_bert.run(model, config, batch, mesh)
+    assert correlation(found, expected) > ENOUGH and not log.kinds()
+    assert correlation(found, unmasked) < ENOUGH  # the mask counts
+
+
+@on("1x2")
+def test_a_preprocessor_of_a_users_own_replaces_what_it_knows_and_leaves_the_rest(mesh):
+    config = ttnn_bert.Config()
+    parameters = ttnn_bert.load_parameters(ttnn_bert.make_model(config), mesh)
+    layer = parameters.layers[2]
+    assert list(layer.attention) == ["query_key_value"]
+    assert tuple(layer.attention.query_key_value.weight.shape) == (config.width, 3 * config.width)
+    assert tuple(layer.up.weight.shape) == (config.width, config.hidden) and layer.up.weight.device() is mesh
+    assert layer.up.weight.tensor_topology().placements() == [ttnn.PlacementReplicate()]
+
+
+# experts
+
+
+@on("2x4", "4x2")
+def test_tokens_go_to_their_experts_and_come_back_with_what_torch_makes_of_them(mesh):
+    block = ttnn_moe.Block(ttnn_moe.Config())
+    tokens = block.draw_tokens(128)
+    with loom.record() as log:
+        found = ttnn_moe.Experts(block, mesh)(tokens)
+    assert found.shape == tokens.shape and correlation(found, block.reference(tokens)) > ENOUGH
+    assert log.kinds()["reduce_scatter"] == 1
+    for ours, theirs in zip(found, block.reference(tokens), strict=True):
+        assert correlation(ours, theirs) > ENOUGH
+
+
+@on("2x4")
+def test_experts_of_one_column_are_not_enough(mesh, monkeypatch):
+    block = ttnn_moe.Block(ttnn_moe.Config())
+    tokens = block.draw_tokens(64)
+    monkeypatch.setattr(ttnn, "reduce_scatter", lambda x, dim, cluster_axis: ttnn.mesh_partition(x, dim, cluster_axis))
+    assert correlation(ttnn_moe.Experts(block, mesh)(tokens), block.reference(tokens)) < 0.9
+
+
+# the examples as a user runs them
+
+
+TABLE = re.findall(r"`python examples/(ttnn_\w+\.py) (.*?)` \| (\S+) \|", (ROOT / "docs" / "ttnn.md").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arguments", "promised"), TABLE)
+def test_a_program_prints_what_the_guide_says(name, arguments, promised):
+    printed = run_example(name, *arguments.split())
+    found = [float(each) for each in re.findall(r"PCC (\d\.\d+)", printed)]
+    assert min(found) > ENOUGH and min(found) == pytest.approx(float(promised), abs=5e-5)
+    assert f"MeshDevice({arguments.split()[-1]} grid" in printed
+
+
+def test_the_guide_names_every_program():
+    programs = {path.name for path in (ROOT / "examples").glob("ttnn_*.py")}
+    assert {name for name, _, _ in TABLE} == programs and len(TABLE) == 10
+
+
+def test_programs_have_other_options():
+    printed = run_example("ttnn_llama.py", "--mesh", "1x1", "--users", "1", "--prompt", "Hello", "--tokens", "3")
+    assert "3 tokens replayed PCC 0.9999" in printed and "'Hello" in printed
+    assert run_example("ttnn_unet.py", "--queues", "1", "--batches", "2", "--pictures", "2").count("PCC 0.9998") == 2
+
+
+@pytest.mark.parametrize("name", ["ttnn_llama.py", "ttnn_unet.py", "ttnn_bert.py", "ttnn_moe.py"])
+def test_a_program_is_tied_to_meshloom_by_its_imports_alone(name):
+    lines = Path(ROOT / "examples" / name).read_text().splitlines()
+    assert {line.split()[0] for line in lines if "meshloom" in line} == {"from"}
+    assert "--mesh" in run_example(name, "--help")
