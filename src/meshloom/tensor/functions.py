@@ -60,14 +60,15 @@ def on_torch(
         return call_quickly(function, name, args, kwargs or {}, function)
     if function in ASKED and args[0].__class__ is Tensor:
         return function(args[0]._data)
+    name = LISTS.get(function)
+    if name is not None:
+        return run_lists(function, name, args, kwargs or {})
     return _ask(function, args, kwargs or {})
 
 
 def _ask(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that is no op of ours."""
     name = getattr(function, "__name__", str(function))
-    if is_of_lists(name):
-        return run_lists(function, name, args, kwargs)
     if name in _ACCESS:
         return _access(function, name, args)
     if args and isinstance(args[0], Tensor):
@@ -85,6 +86,7 @@ WRITTEN = {
     for function, name in KNOWN.items()
     if is_written(name) and name not in OVERLOADS and name not in INPLACE and hasattr(torch.Tensor, name)
 }
+LISTS = {getattr(torch, name): name for name in dir(torch) if is_of_lists(name)}
 # questions about a tensor that its array answers, which optimizers ask at every step
 ASKED = frozenset((torch.is_complex, torch.is_floating_point))
 _ACCESS = frozenset(("__get__", "__set__", "__delete__"))

@@ -67,7 +67,8 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     key: list[Any] = [name, *kwargs]
     arrays: list[Any] = []
     for each in args:
-        if each.__class__ is list or each.__class__ is tuple:
+        kind = each.__class__
+        if kind is list or kind is tuple:
             kinds = set(map(type, each))
             if kinds == _OURS:
                 key += map(_topology, each)
@@ -78,13 +79,14 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
             else:
                 return None
             key.append(len(each))
-        elif isinstance(each, (float, int)) or (each.__class__ is torch.Tensor and not each.ndim):
-            key.append(each.__class__)
+        elif kind is float or kind is int or (kind is torch.Tensor and not each.ndim):
+            key.append(kind)
             arrays.append(each)
         else:
             return None
-    if any(isinstance(each, (list, tuple, Tensor)) for each in kwargs.values()):
-        return None
+    for each in kwargs.values():
+        if isinstance(each, (list, tuple, Tensor)):
+            return None
     return tuple(key), arrays
 
 
