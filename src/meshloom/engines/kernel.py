@@ -101,8 +101,9 @@ class Kernel:
             return function(*datas)
         ready = self.prepared(datas)
         if self.room is not None and not (torch.is_grad_enabled() and any(data.requires_grad for data in ready)):
-            padded = ready[0].new_zeros(self.room)
-            torch.mm(*ready, out=padded.narrow(0, 0, ready[0].shape[0]))
+            padded, rows = ready[0].new_empty(self.room), ready[0].shape[0]
+            padded.narrow(0, rows, self.room[0] - rows).zero_()
+            torch.mm(*ready, out=padded.narrow(0, 0, rows))
             return padded
         for presence in reversed(self.presence):
             function = self._map(function, presence)
