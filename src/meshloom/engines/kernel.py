@@ -19,7 +19,7 @@ from meshloom.engines import private
 from meshloom.engines.layout import Step, apply, expose, fill, mover
 from meshloom.engines.peers import ALONE, Peers
 from meshloom.engines.torch_engine import FUNCTIONS, PLAIN, Local
-from meshloom.ops import Fill, Ref, find
+from meshloom.ops import OPS, Fill, Ref, find
 from meshloom.placement import Partial, Replicate, Topology
 from meshloom.planner import Plan
 
@@ -154,7 +154,7 @@ def _room(plan: Plan) -> tuple[int, ...] | None:
     It saves the copy that padding the product would be; autograd and autocast have no `out=`.
     """
     call, out = plan.call, plan.outs[0]
-    matrices = call.op in ("matmul", "mm") and all(topology.ndim == 2 for topology in call.operands)
+    matrices = OPS[call.op].takes_out and all(topology.ndim == 2 for topology in call.operands)
     in_order = list(call.arguments.values()) == [Ref(0), Ref(1)]
     rows_alone = out.padded_dims == (0,) and len(out.shards[0]) == 1 and not out.partial_axes
     plain = matrices and in_order and rows_alone and not private.is_any_autocast_enabled()

@@ -124,6 +124,17 @@ def no_fill(call: Call) -> tuple[Fill, ...]:
     return ()
 
 
+# How a result shares its operand's memory.
+VIEWS = {
+    "": "not at all",
+    "elements": "it shows elements of the operand, each at most once",
+    "order": "it shows all elements in their order",
+    "order or copy": "the same, where the operand is contiguous; else it is a copy",
+    "repeated": "it may show an element more than once",
+    "several": "there are several results, each a part",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One line of the op table.
@@ -134,9 +145,12 @@ class Op:
     padding off first and put it back after, for ops whose time grows with it: 16 rows over 128 devices are stored as
     128 and would cost a matmul 7x; taking rows off is a view).
     `fill` says what an operand's padding must hold before the op runs. `result` are the dtypes of the results, in the
-    words of `dtypes.py`. `is_fresh` says that nobody else holds the result or has saved it for backward: its memory may
-    take a sum. `is_cast` says that autocast changes the operator. `surface` says where users meet the name: as `method`
-    and function, as `function` only, or not at all (`inner`). `in_place` says whether a pointwise op has such a form.
+    words of `dtypes.py`. `view` says how the result shares the operand's memory, in a word of `VIEWS`. `is_fresh` says
+    that nobody else holds the result or has saved it for backward: its memory may take a sum. `is_cast` says that
+    autocast changes the operator. `surface` says where users meet the name: as `method` and function, as `function`
+    only, or not at all (`inner`). `in_place` says whether a pointwise op has such a form; `rewrites` that another has
+    one because its result is its first operand with some elements changed. `number` is the keyword argument that is a
+    number even if a tensor is given. `takes_out` says that the function can write its result into a given array.
     """
 
     name: str
@@ -145,13 +159,18 @@ class Op:
     at_zero: str = "zero"
     fill: Callable[[Call], tuple[Fill, ...]] = no_fill
     result: str = "promote"
-    is_view: bool = False
+    view: str = ""
     is_fresh: bool = False
     is_cast: bool = False
     surface: str = "method"
     in_place: bool = True
+    rewrites: bool = False
+    number: str = "alpha"
+    takes_out: bool = False
 
     def __post_init__(self) -> None:
+        if self.view not in VIEWS:
+            raise ValueError(f"view of {self.name} is {self.view!r}: use {', '.join(VIEWS)}")
         if self.at_zero not in ("zero", "finite", "singular", "trimmed"):
             raise ValueError(f"at_zero of {self.name} is {self.at_zero!r}: use zero, finite, singular or trimmed")
 

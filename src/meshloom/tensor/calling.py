@@ -22,6 +22,13 @@ from meshloom.tensor.writing import write, write_out
 
 Overload = Callable[..., Any]
 OVERLOADS: dict[str, Overload] = {}
+PURE: set[str] = set()
+
+
+def pure(overloads: dict[str, Overload]) -> dict[str, Overload]:
+    """Overloads that look at nothing but topologies and arguments: for a call seen before nobody asks them again."""
+    PURE.update(overloads)
+    return overloads
 
 
 def table_call(name: str, *args: Any, output: Any = None, out: Any = None, **kwargs: Any) -> Any:

@@ -150,7 +150,7 @@ class Resolved:
     def _wrap(self, results: Any) -> Any:
         """The results as tensors; those of a view op are tied to its operand."""
         made = self.entry.wrap(results)
-        if self.op.is_view:
+        if self.entry.is_view:
             attach(
                 self.tensors[0], made if made.__class__ is tuple else (made,), self.op.name, self.args[1:], self.kwargs
             )

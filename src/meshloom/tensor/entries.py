@@ -37,7 +37,7 @@ class Entry:
         self.out = decided.outs[0]
         self.direct = direct
         self.op = decided.call.op
-        self.is_view, self.leased = OPS[self.op].is_view, decided.mesh.lease is not None
+        self.is_view, self.leased = bool(OPS[self.op].view), decided.mesh.lease is not None
         self.wrap = _make_wrap(self)  # the results of the kernel as tensors
         self.salt = _salt(decided) if decided.mesh.is_split else 0  # of what this call makes of its operands' numbers
         self._back: Back | None = None

@@ -16,6 +16,7 @@ import torch
 from meshloom.engines import private
 from meshloom.engines.layout import fill, short_name
 from meshloom.errors import UnsupportedError
+from meshloom.ops import OPS
 from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor, maker
@@ -278,7 +279,7 @@ def _call_one(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         limit = _LIMITS[name] if isinstance(args[1], (int, float)) else name
         made = invoke(limit, tuple(args), kwargs)
         return invoke("copy_", (args[0], made), {}) if op.endswith("_") else made  # torch has no maximum_ of one tensor
-    if name in ("addcmul", "addcdiv") and len(args) == 4:
+    if name in OPS and OPS[name].number == "value" and len(args) == 4:
         value = args.pop()
         kwargs = {"value": value.item() if isinstance(value, torch.Tensor) else value, **kwargs}
     return invoke(op, tuple(args), kwargs)

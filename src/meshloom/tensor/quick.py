@@ -21,23 +21,13 @@ from meshloom.processes.divergence import STORY
 from meshloom.runtime import leases, state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS
-from meshloom.tensor.calling import OVERLOADS, invoke
+from meshloom.tensor.calling import OVERLOADS, PURE, invoke
 from meshloom.tensor.dispatch import TRAIL, Resolved
 from meshloom.tensor.entries import CACHES, LIMIT, Entry, identity
 from meshloom.tensor.views import attach, attach_plain
 from meshloom.tensor.writing import note_write
 
 _any_autocast = private.is_any_autocast_enabled
-
-_CASTS = frozenset("to float double half bfloat16 int long short char byte bool".split())
-# Fronts that look at nothing but topologies and arguments.
-PURE = _CASTS | frozenset(
-    "linear softmax log_softmax softmin embedding max min var std getitem __getitem__ view t select narrow cat einsum "
-    "where scaled_dot_product_attention cross_entropy "
-    "nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits "
-    "relu silu gelu mish elu selu celu leaky_relu hardswish hardsigmoid hardtanh relu6 threshold unbind rsub".split()
-)
-
 
 # A call seen before: the given tensors, the arrays and numbers of the call and its keywords to the results, wrapped.
 Repeat = Callable[[list[Tensor], list[Any], dict[str, Any]], Any]
@@ -226,9 +216,7 @@ def _call_first(
         order = _order(found.tensors, tensors)
         if order is not None and (quick := _quick(name, found, result, order, len(args) + len(kwargs))) is not None:
             _remember(QUICK, key, quick)
-    elif (
-        result is args[0] and name in _CASTS and not kwargs and all(each.__class__ is torch.dtype for each in args[1:])
-    ):
+    elif result is args[0] and name in PURE and not kwargs and all(each.__class__ is torch.dtype for each in args[1:]):
         _remember(QUICK, key, _return_itself)
     return result
 

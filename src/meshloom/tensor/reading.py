@@ -13,6 +13,7 @@ from meshloom.engines import private
 from meshloom.engines.layout import short_name
 from meshloom.errors import MeshError
 from meshloom.mesh import Mesh
+from meshloom.ops import OPS
 from meshloom.placement import Replicate, Topology, as_placements
 from meshloom.processes.divergence import is_compared, note_data
 from meshloom.runtime import state
@@ -119,10 +120,8 @@ def follow_to_meta(plain: list[Tensor], tensors: list[Tensor]) -> None:
 
 
 def read_number(op: str, key: str, value: Any) -> Any:
-    """torch takes `alpha=` and `value=` for numbers: a tensor given there is read."""
-    if key == "alpha" or (key == "value" and op in ("addcmul", "addcdiv")):
-        return value.item() if hasattr(value, "item") else value
-    return value
+    """torch takes `alpha=` (and `value=` of some ops) for a number: a tensor given there is read."""
+    return value.item() if key == OPS[op].number and hasattr(value, "item") else value
 
 
 def read_request(wanted: Any, mesh: Mesh) -> tuple[Any, ...]:

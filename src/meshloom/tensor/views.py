@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshloom.engines.layout import tracked_nowhere
+from meshloom.ops import OPS
 from meshloom.placement import Partial
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.lazy import STORED, Lazy, ask
@@ -150,15 +151,20 @@ def _overlaps(name: str, view: Tensor, base: Tensor) -> bool:
     return name in _OVERLAPPING
 
 
-_OVERLAPPING = frozenset(("expand", "unfold"))
-_SEVERAL = frozenset("split chunk unbind tensor_split".split())
+def _names(*kinds: str) -> frozenset[str]:
+    return frozenset(name for name, op in OPS.items() if op.view in kinds)
+
+
+_OVERLAPPING, _SEVERAL = _names("repeated"), _names("several")
+_SOMETIMES_COPIED = _names("order or copy")
+IN_ORDER = _names("order", "order or copy")
 
 
 def tie(view: Tensor, base: Tensor, recipe: Recipe | None) -> None:
     """Tie a view to its base; with a recipe if they do not share memory."""
     if recipe is None:
         view._view = (base, False, None)
-    elif not (recipe.name in ("reshape", "flatten", "ravel") and _is_copied(base, recipe)):
+    elif not (recipe.name in _SOMETIMES_COPIED and _is_copied(base, recipe)):
         view._view = (base, True, None)
         moved, data = MovedView(base, recipe, torch.is_grad_enabled()), view._data
         ask(view, moved)

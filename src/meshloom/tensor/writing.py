@@ -19,7 +19,7 @@ from meshloom.tensor.entries import identity, remember
 from meshloom.tensor.joining import refuse_plain_results
 from meshloom.tensor.moving import carry, same_storage, shadow_of, to_dense
 from meshloom.tensor.reading import as_tensor
-from meshloom.tensor.views import MovedView, is_folded, made_anew, moved_view
+from meshloom.tensor.views import IN_ORDER, MovedView, is_folded, made_anew, moved_view
 
 
 def note_write(tensor: Tensor) -> None:
@@ -201,10 +201,7 @@ def _write_base(view: MovedView, source: Tensor, name: str) -> None:
     recipe, base = view.recipe, view.base
     if recipe.name == "getitem" and not recipe.kwargs:
         write_item(base, recipe.args[0], source)
-    elif (
-        recipe.name in ("reshape", "view", "flatten", "ravel", "squeeze", "unsqueeze", "unflatten")
-        and recipe.function is None
-    ):
+    elif recipe.name in IN_ORDER and recipe.function is None:
         assign(base, call("reshape", (source, base.topology.shape), {}), name)
     elif recipe.name == "transpose" and not recipe.kwargs:
         assign(base, call("transpose", (source, *recipe.args), {}), name)

@@ -13,17 +13,27 @@ LOOKUP: tuple[Op, ...] = (
     Op("index_select", lookup.index_select, "input, dim, index", "trimmed", result="input"),
     Op("index", lookup.index, "input, indices", "trimmed", result="input"),
     Op("index_put", lookup.index_put, "input, indices, values, accumulate=False", "trimmed", result="input"),
-    Op("index_add", lookup.index_add, "input, dim, index, source, *, alpha=1", "trimmed", result="input"),
-    Op("index_copy", lookup.index_write, "input, dim, index, source", "trimmed", result="input"),
-    Op("index_fill", lookup.index_write, "input, dim, index, value", "trimmed", result="input"),
-    Op("scatter", lookup.scatter, "input, dim, index, src=None, *, value=None, reduce=None", "trimmed", result="input"),
-    Op("scatter_add", lookup.scatter_add, "input, dim, index, src", "trimmed", result="input"),
+    Op(
+        "index_add", lookup.index_add, "input, dim, index, source, *, alpha=1", "trimmed", result="input", rewrites=True
+    ),
+    Op("index_copy", lookup.index_write, "input, dim, index, source", "trimmed", result="input", rewrites=True),
+    Op("index_fill", lookup.index_write, "input, dim, index, value", "trimmed", result="input", rewrites=True),
+    Op(
+        "scatter",
+        lookup.scatter,
+        "input, dim, index, src=None, *, value=None, reduce=None",
+        "trimmed",
+        result="input",
+        rewrites=True,
+    ),
+    Op("scatter_add", lookup.scatter_add, "input, dim, index, src", "trimmed", result="input", rewrites=True),
     Op(
         "scatter_reduce",
         lookup.scatter,
         "input, dim, index, src, reduce, *, include_self=True",
         "trimmed",
         result="input",
+        rewrites=True,
     ),
     Op("one_hot", lookup.one_hot, "input, num_classes=-1", "finite", result="i64"),
 )

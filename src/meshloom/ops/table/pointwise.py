@@ -59,8 +59,8 @@ POINTWISE: tuple[Op, ...] = (
     Op("igammac", pointwise(), at_zero="singular"),
     Op("special_zeta", pointwise(), at_zero="singular", result="float"),
     Op("lerp", pointwise()),
-    Op("addcmul", pointwise()),
-    Op("addcdiv", pointwise(), at_zero="singular"),
+    Op("addcmul", pointwise(), number="value"),
+    Op("addcdiv", pointwise(), at_zero="singular", number="value"),
     # comparison and logic
     Op("eq", pointwise(), at_zero="finite", result="bool"),
     Op("ne", pointwise(), result="bool"),

@@ -12,7 +12,7 @@ from meshloom.errors import ShapeError
 from meshloom.ops.labels import normal_dim
 from meshloom.ops.shapes import split_sizes
 from meshloom.runtime import state
-from meshloom.tensor.calling import Overload, table_call
+from meshloom.tensor.calling import Overload, pure, table_call
 from meshloom.tensor.fallback import fallback
 
 
@@ -134,7 +134,7 @@ def _make_flip(name: str, dim: int) -> Overload:
 
 
 ARRANGING: dict[str, Overload] = {
-    "unbind": _unbind,
+    **pure({"unbind": _unbind, "cat": _cat}),
     "repeat_interleave": _repeat_interleave,
     "tensor_split": _tensor_split,
     "hsplit": _split_along("hsplit", 1, 1),
@@ -148,7 +148,6 @@ ARRANGING: dict[str, Overload] = {
     "row_stack": _make_stack(2, 0),
     "dstack": _make_stack(3, 2),
     "column_stack": _make_stack(2, 1, column=True),
-    "cat": _cat,
     "diag": _diag,
     "linalg_diagonal": _matrix_diagonal,
     "fliplr": _make_flip("fliplr", 1),

@@ -9,7 +9,7 @@ import torch
 
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Overload, table_call
+from meshloom.tensor.calling import Overload, pure, table_call
 from meshloom.tensor.creation import checked_device
 from meshloom.tensor.moving import shadow_of
 from meshloom.tensor.views import detach_view
@@ -65,20 +65,16 @@ def _detach(input: Any) -> Any:
     return detach_view(tensor, Tensor(tensor.topology, tensor._data.detach()))
 
 
+DTYPES = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
+    "bool": torch.bool,
+}  # fmt: skip
+
 CASTING: dict[str, Overload] = {
-    "to": cast,
+    **pure({"to": cast, **{name: _cast(dtype) for name, dtype in DTYPES.items()}}),
     "type": _type,
     "type_as": _type_as,
-    "float": _cast(torch.float32),
-    "double": _cast(torch.float64),
-    "half": _cast(torch.float16),
-    "bfloat16": _cast(torch.bfloat16),
-    "int": _cast(torch.int32),
-    "long": _cast(torch.int64),
-    "short": _cast(torch.int16),
-    "char": _cast(torch.int8),
-    "byte": _cast(torch.uint8),
-    "bool": _cast(torch.bool),
     "contiguous": _contiguous,
     "cuda": lambda input, device=None, *args, **kwargs: cast(input, "cuda" if device is None else torch.device(device)),
     "cpu": _same,

@@ -9,18 +9,18 @@ import numpy
 import torch
 
 from meshloom.errors import ArgumentError, GradientError, UnsupportedError
+from meshloom.ops import OPS
 from meshloom.ops.labels import normal_dim
 from meshloom.ops.shapes import spelled_index
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import Overload, invoke, table_call
+from meshloom.tensor.calling import Overload, invoke, pure, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.joining import called_from, notice
 from meshloom.tensor.moving import shadow_of
 from meshloom.tensor.views import turn
 from meshloom.tensor.writing import assign, fill, rewrite, write, write_item, zero
 
-_REWRITING = "scatter scatter_add scatter_reduce index_add index_copy index_fill tril triu".split()
 _TURNING = "t transpose swapdims swapaxes squeeze unsqueeze".split()
 _COUNTING = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -232,23 +232,19 @@ def _as(name: str) -> Callable[..., Any]:
 
 
 INDEXING: dict[str, Overload] = {
-    "getitem": _getitem,
-    "__getitem__": _getitem,
+    **pure({"getitem": _getitem, "__getitem__": _getitem, "select": _select, "narrow": _narrow}),
+    **pure({"t": _transposed_matrix, "view": _view}),
     "__setitem__": _setitem,
-    "t": _transposed_matrix,
-    "view": _view,
     "expand_as": _as("expand"),
     "view_as": _view_as,
     "reshape_as": _as("reshape"),
     "copy_": _copy_,
     "fill_": _fill_,
     "zero_": lambda input: zero(input),
-    "select": _select,
-    "narrow": _narrow,
     "one_hot": _one_hot,
     "index_put": _index_put,
     "index_put_": _index_put_,
-    **{f"{name}_": _rewriting(name) for name in _REWRITING},
+    **{f"{name}_": _rewriting(name) for name, op in OPS.items() if op.rewrites},
     **{f"{name}_": _make_turn_(name) for name in _TURNING},
     "set_": _set_,
     **{name: _fixed_shape(name) for name in ("resize_", "resize_as_", "as_strided_")},

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from meshloom.errors import ArgumentError, DTypeError
 from meshloom.tensor import creation
-from meshloom.tensor.calling import Overload, invoke, table_call
+from meshloom.tensor.calling import Overload, invoke, pure, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.moving import shadow_of
 from meshloom.tensor.writing import write
@@ -107,7 +107,7 @@ def _where(condition: Any, input: Any = None, other: Any = None, **kwargs: Any) 
 
 
 POINTWISE: dict[str, Overload] = {
-    "rsub": _rsub,
+    **pure({"rsub": _rsub, "where": _where, **{name: _activation(name) for name in ACTIVATIONS}}),
     "__rsub__": _reverse("sub"),
     "__rtruediv__": _reverse("div"),
     "__rdiv__": _reverse("div"),
@@ -117,10 +117,8 @@ POINTWISE: dict[str, Overload] = {
     "__rlshift__": _reverse("bitwise_left_shift"),
     "__rrshift__": _reverse("bitwise_right_shift"),
     "__rmatmul__": _swap_operands("matmul"),
-    **{name: _activation(name) for name in ACTIVATIONS},
     "rrelu": _rrelu,
     "dropout": dropout,
     **{f"dropout{dims}d": _channel_dropout(dims) for dims in (1, 2, 3)},
-    "where": _where,
     "_method_where": lambda input, condition, other: _where(condition, input, other),
 }

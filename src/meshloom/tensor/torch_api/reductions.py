@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshloom.tensor.calling import Overload, invoke, table_call
+from meshloom.tensor.calling import Overload, invoke, pure, table_call
 from meshloom.tensor.fallback import fallback
 
 
@@ -119,10 +119,8 @@ def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keep
 
 
 REDUCTIONS: dict[str, Overload] = {
-    "max": _max("max"),
-    "min": _max("min"),
-    "var": _make_variance("var"),
-    "std": _make_variance("std"),
+    **pure({name: _max(name) for name in ("max", "min")}),
+    **pure({name: _make_variance(name) for name in ("var", "std")}),
     "var_mean": _with_mean("var"),
     "std_mean": _with_mean("std"),
     "aminmax": _aminmax,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, ShapeError
 from meshloom.runtime import state
-from meshloom.tensor.calling import Overload, invoke, table_call
+from meshloom.tensor.calling import Overload, invoke, pure, table_call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.reading import as_tensor, find_mesh
 from meshloom.tensor.torch_api.casting import cast
@@ -273,19 +273,15 @@ def _einsum(equation: Any, *operands: Any, output: Any = None) -> Any:
 
 
 WHOLE: dict[str, Overload] = {
-    "embedding": _embedding,
-    **{function.__name__: _loss(function) for function in LOSSES},
+    **pure({function.__name__: _loss(function) for function in LOSSES}),
+    **pure({name: _softmax(name) for name in ("softmax", "log_softmax")}),
+    **pure({"embedding": _embedding, "linear": _linear, "einsum": _einsum, "softmin": _softmin}),
+    **pure({"scaled_dot_product_attention": _attention}),
     **COMPOSED,
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
-    "softmin": _softmin,
     "tensordot": _tensordot,
-    "scaled_dot_product_attention": _attention,
     "multi_head_attention_forward": _multi_head_attention,
-    "einsum": _einsum,
     "grouped_mm": _grouped_mm,
     "_grouped_mm": _grouped_mm,
-    "linear": _linear,
-    "softmax": _softmax("softmax"),
-    "log_softmax": _softmax("log_softmax"),
 }
