@@ -48,6 +48,38 @@ def test_a_replay_gives_what_running_gives_for_every_new_input(shape, rows):
             torch.testing.assert_close(one.to_torch(), other.to_torch())
 
 
+PICTURES = {
+    "pad with copies": lambda x: F.pad(x, (1, 2) * (x.dim() - 2), mode="replicate"),
+    "pad with mirrors": lambda x: F.pad(x, (1, 2) * (x.dim() - 2), mode="reflect"),
+    "pad with zeros": lambda x: F.pad(x, (1, 2) * (x.dim() - 2)),
+    "larger pixels": lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
+    "between pixels": lambda x: F.interpolate(x, scale_factor=2, mode={4: "bilinear", 5: "trilinear"}[x.dim()]),
+    "largest": lambda x: (F.max_pool2d if x.dim() == 4 else F.max_pool3d)(x, 2),
+    "mean": lambda x: (F.avg_pool2d if x.dim() == 4 else F.avg_pool3d)(x, 2),
+    "means of parts": lambda x: (F.adaptive_avg_pool2d if x.dim() == 4 else F.adaptive_avg_pool3d)(x, 3),
+    "largest of parts": lambda x: (F.adaptive_max_pool2d if x.dim() == 4 else F.adaptive_max_pool3d)(x, 3),
+    "convolution": lambda x: (F.conv2d if x.dim() == 4 else F.conv3d)(x, torch.ones(6, 4, *[3] * (x.dim() - 2))),
+    "each": lambda x: F.silu(x * 2),
+    "sum": lambda x: x.sum(1, keepdim=True) + x,
+}
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+@pytest.mark.parametrize("name", PICTURES)
+def test_views_of_what_is_made_of_pictures_with_channels_last_are_right_in_a_replay(name, rank):
+    x = torch.randn(2, *[6] * (rank - 2), 4, generator=torch.Generator().manual_seed(0)).movedim(-1, 1)
+    with capture() as trace:
+        made = PICTURES[name](x)
+        views = made.flatten(0, 1)[1], made.transpose(-1, -2).reshape(-1), made + 1
+    for _ in range(2):
+        trace.replay()
+        wanted = PICTURES[name](x)
+        torch.testing.assert_close(made, wanted)
+        expected = wanted.flatten(0, 1)[1], wanted.transpose(-1, -2).reshape(-1), wanted + 1
+        for found, each in zip(views, expected, strict=True):
+            torch.testing.assert_close(found, each)
+
+
 def test_nothing_is_computed_while_a_trace_is_captured():
     mesh = loom.open_mesh((2,))
     x = loom.ones(4, mesh=mesh)

@@ -188,6 +188,34 @@ def test_nothing_runs_while_a_trace_is_captured_and_each_replay_reads_its_inputs
     ttnn.release_trace(mesh, trace)
 
 
+def test_what_decides_sizes_is_read_when_a_trace_is_captured_and_the_rest_by_every_replay(mesh: Any) -> None:
+    rows = torch.arange(8.0).reshape(1, 1, 8, 1).expand(1, 1, 8, 96).contiguous()
+    everywhere = {"device": mesh, "mesh_mapper": ttnn.ReplicateTensorToMesh(mesh)}
+    x = ttnn.from_torch(rows, layout=ttnn.TILE_LAYOUT, **everywhere)
+
+    def whole(*numbers: int, **options: Any) -> Any:
+        return ttnn.from_torch(torch.tensor(numbers), dtype=ttnn.int32, **options)
+
+    starts, ends, first = (whole(*each, **everywhere) for each in ((0, 0, 1, 0), (1, 1, 3, 96), (1,)))
+    trace = ttnn.begin_trace_capture(mesh)
+    cut = ttnn.slice(x, starts, ends)
+    queries, _, _ = ttnn.experimental.nlp_create_qkv_heads_decode(
+        x, num_heads=1, num_kv_heads=1, batch_offset=first, slice_size=2
+    )
+    with pytest.raises(TraceError, match="needs values"):  # bounds that only a replay has
+        ttnn.slice(x, ttnn.add(starts, 0), ttnn.add(ends, 0))
+    ttnn.end_trace_capture(mesh, trace)
+    for row in (1, 5):
+        for tensor, numbers in ((starts, (0, 0, row, 0)), (ends, (1, 1, row + 2, 96)), (first, (row,))):
+            ttnn.copy_host_to_device_tensor(whole(*numbers, mesh_mapper=everywhere["mesh_mapper"]), tensor)
+        ttnn.execute_trace(mesh, trace, blocking=False)
+        for part in ttnn.get_device_tensors(cut):
+            assert torch.equal(ttnn.to_torch(part), rows[:, :, row : row + 2])
+        for part in ttnn.get_device_tensors(queries):
+            assert torch.equal(ttnn.to_torch(part), rows[0, :, row : row + 2, None, :32])
+    ttnn.release_trace(mesh, trace)
+
+
 def test_a_copy_of_a_traces_output_stays_when_the_trace_runs_again(mesh: Any) -> None:
     x = ones(mesh, device=mesh)
     trace = ttnn.begin_trace_capture(mesh)

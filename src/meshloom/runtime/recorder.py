@@ -223,11 +223,22 @@ def _in_place(step: Step) -> Call:
 
 def _into(step: Step, out: torch.Tensor) -> Call | None:
     """A function whose result goes into an array that is there."""
+    if not _has_channels_last(out) and any(map(_has_channels_last, tree_flatten(step.args)[0])):
+        return None  # kernels of pictures turn `out` as their operand is, under views that were taken of it
     name = step.func._schema.name.partition("::")[2]
     for candidate in (_AS.get(name), getattr(torch, name, None), getattr(private.nn_functions, name, None)):
         if candidate is not None and _accepts(candidate, step.args, {**step.kwargs, "out": out}):
             return partial(candidate, *step.args, **step.kwargs, out=out)
     return None
+
+
+def _has_channels_last(value: Any) -> bool:
+    """Whether it is an array of pictures, or volumes, that has the channels of a place side by side."""
+    order = _CHANNELS_LAST.get(value.dim()) if isinstance(value, torch.Tensor) else None
+    return order is not None and value.is_contiguous(memory_format=order) and not value.is_contiguous()
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _accepts(candidate: Callable[..., Any], args: Any, kwargs: Any) -> bool:

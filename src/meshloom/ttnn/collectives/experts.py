@@ -15,6 +15,7 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.tensor import collectives as native
 from meshloom.ttnn.collectives.groups import Group
 from meshloom.ttnn.collectives.literal import LINKS
+from meshloom.ttnn.ops.block_moves import outside_capture
 from meshloom.ttnn.ops.calling import Made, op, operands
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.parts import Block, each
@@ -192,10 +193,8 @@ def moe_expert_token_remap(
         raise ArgumentError(f"ttnn.{name}: reduction_size={reduction_size}")
     group = Group(name, topk_tensor)
     owned = _owners(name, group, expert_mapping_tensor)
-    counts = set(owned.sum(-1).flatten().tolist())
-    if len(counts) != 1:
-        raise OperandError(f"ttnn.{name}: devices have {sorted(counts)} experts", fix="give all of them equally many")
-    own, (_, (metadata,)) = counts.pop(), operands(name, expert_metadata_tensor)
+    own = _count_own(name, expert_mapping_tensor.block)
+    _, (metadata,) = operands(name, expert_metadata_tensor)
 
     def local(weights: Block, chosen: Block, mine: Block) -> tuple[Block, Block]:
         return _local_weights(weights, chosen, mine, own, reduction_size)
@@ -207,6 +206,15 @@ def moe_expert_token_remap(
         group.make(weights, label, layout=rows, output=optional_output_mapping_tensor),
         group.make(active, label, dtype=DataType.UINT16, layout=rows, output=optional_output_reduced_tensor),
     ]
+
+
+def _count_own(name: str, mapping: Block) -> int:
+    """How many experts a device has. In a capture it is what the mapping says now."""
+    with outside_capture(mapping):
+        counts = set((mapping != 0).sum(-2).flatten().tolist())
+    if len(counts) != 1:
+        raise OperandError(f"ttnn.{name}: devices have {sorted(counts)} experts", fix="give all of them equally many")
+    return int(counts.pop())
 
 
 def _local_weights(weights: Block, chosen: Block, mine: Block, own: int, run: int) -> tuple[Block, Block]:

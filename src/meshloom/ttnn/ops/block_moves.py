@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -114,6 +114,11 @@ def copy_parts(tensor: Tensor, target: Block, values: Block) -> None:
 
 
 def _grow(block: Block, shape: tuple[int, ...]) -> Block:
-    before = state.capture is not None and not state.capture.makes(block)
-    with disable_current_modes() if before else nullcontext():
+    with outside_capture(block):
         return fresh(block.expand(shape))
+
+
+def outside_capture(*blocks: Block) -> AbstractContextManager[object]:
+    """Where arrays of before a capture have values, so that they can be read during it. Without a capture: here."""
+    before = state.capture is not None and not any(map(state.capture.makes, blocks))
+    return disable_current_modes() if before else nullcontext()

@@ -18,10 +18,10 @@ from meshloom.ttnn.device.cores import (
     num_cores_to_corerangeset,
     num_cores_to_corerangeset_in_subcoregrids,
 )
-from meshloom.ttnn.ops.block_moves import fresh
+from meshloom.ttnn.ops.block_moves import fresh, inside
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register, shared_coords
-from meshloom.ttnn.ops.slicing import slice_
-from meshloom.ttnn.ops.topologies import moves, topology_of
+from meshloom.ttnn.ops.slicing import slice_, take_along
+from meshloom.ttnn.ops.topologies import moves, same, topology_of
 from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, ShardSpec, TensorMemoryLayout
 from meshloom.ttnn.tensor.padding import real_places
 from meshloom.ttnn.tensor.parts import Block
@@ -186,18 +186,16 @@ def nlp_create_qkv_heads_decode(
 
 def _some_users(tensor: Tensor, offset: Tensor, count: int) -> Tensor:
     """The users from an offset on that every device knows for itself."""
-    operands("experimental.nlp_create_qkv_heads_decode", tensor, offset)
-    first = offset.block.flatten(len(offset.grid))[..., :1]
-    zeros = torch.zeros_like(first)
-    starts = torch.cat([zeros, zeros, first, zeros], dim=-1)
-    ends = starts + torch.tensor([1, tensor.shape[1], count, tensor.shape[3]])
-    begin, end = (
-        Tensor(each, offset.grid, offset.dtype, offset.layout, offset.tensor_topology(), offset.device())
-        for each in (starts, ends)
-    )
-    if count > tensor.shape[2]:
-        raise OperandError(f"{count} users of {tensor.shape[2]}", fix="a smaller slice_size")
-    return slice_(tensor, begin, end)
+    name = "experimental.nlp_create_qkv_heads_decode"
+    _, (block, first) = operands(name, tensor, offset)
+    axes, users = len(tensor.grid), tensor.shape[2]
+    if count > users:
+        raise OperandError(f"{count} users of {users}", fix="a smaller slice_size")
+    index = first.flatten(axes)[..., :1].long() + torch.arange(count)
+    inside(name, index, users, "user")
+    values = take_along(block, index, axes, 2)
+    label = topology_of(moves(same(tensor), (None,) * len(offset.shape)), tensor, offset, shape=values.shape[axes:])
+    return Made(values, tensor, label, coords=shared_coords(tensor, offset)).tensor()
 
 
 def _decode_heads(source: Tensor, block: Block, axes: int, outputs: Outputs, number: int) -> Made:

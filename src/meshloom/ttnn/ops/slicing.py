@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.block_moves import axis_of, copy_parts, fresh, inside, spread, writable_block
+from meshloom.ttnn.ops.block_moves import axis_of, copy_parts, fresh, inside, outside_capture, spread, writable_block
 from meshloom.ttnn.ops.calling import Made, blocks_of, make, op, operands, shared_coords
 from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import rounded
@@ -93,18 +93,20 @@ def _sliced_by_tensors(
         count = -(-size // step)
         index = first[..., dim, None].long() + torch.arange(count) * step
         inside("slice", index, shape[dim], f"element of dim {dim}")
-        block = _taken_along(block, index, axes, dim)
+        block = take_along(block, index, axes, dim)
     return fresh(block)
 
 
 def _sizes(first: Block, last: Block, axes: int, shape: tuple[int, ...]) -> list[int]:
-    lengths = (last.long() - first.long()).reshape(-1, len(shape)).unique(dim=0)
-    if len(lengths) != 1:
-        raise OperandError("ttnn.slice: devices ask for slices of different sizes", fix="all of one size")
-    return [int(size) for size in lengths[0]]
+    """The size of all slices. In a capture it is that of the bounds as they are now: replays move them, no more."""
+    with outside_capture(first, last):
+        lengths = (last.long() - first.long()).reshape(-1, len(shape)).unique(dim=0)
+        if len(lengths) != 1:
+            raise OperandError("ttnn.slice: devices ask for slices of different sizes", fix="all of one size")
+        return [int(size) for size in lengths[0]]
 
 
-def _taken_along(block: Block, index: Block, axes: int, dim: int) -> Block:
+def take_along(block: Block, index: Block, axes: int, dim: int) -> Block:
     """Elements of one dim by number, the numbers of every device its own: index is [*mesh, n]."""
     rank = block.dim() - axes
     sizes = [max(b, i) for b, i in zip(block.shape[:axes], index.shape[:axes], strict=True)]
