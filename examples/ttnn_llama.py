@@ -128,6 +128,7 @@ class Parallel:
     def __init__(self, mesh: Any) -> None:
         self.mesh, self.shape = mesh, tuple(mesh.shape)
         self.is_grid, self.is_line = self.shape[0] > 1, self.shape[0] == 1 < self.shape[1]
+        self.has_columns = self.is_grid and self.shape[1] > 1
         self.ways = self.shape[0] if self.is_grid else self.shape[1]  # that heads and hidden dims are cut
 
     def mapper(self, rows: int | None = None, columns: int | None = None) -> Any:
@@ -150,7 +151,7 @@ class Parallel:
 
     def sum_first(self, x: Any) -> Any:
         """The first product on a grid is a sum along its columns."""
-        return ttnn.all_reduce(x, cluster_axis=1) if self.is_grid else x
+        return ttnn.all_reduce(x, cluster_axis=1) if self.has_columns else x
 
     def sum_second(self, x: Any) -> Any:
         """The second product is a sum, of which a device keeps its part of the width."""
@@ -334,12 +335,12 @@ class MLP:
 
     def __call__(self, x: Any) -> Any:
         gate, up = ttnn.linear(x, self.w1), ttnn.linear(x, self.w3)
-        if self.parallel.is_grid:  # each column sums a part, multiplies that, and gets the others' parts
+        if self.parallel.has_columns:  # each column sums a part, multiplies that, and gets the others' parts
             gate, up = (ttnn.reduce_scatter(each, dim=3, cluster_axis=1) for each in (gate, up))
         gated = ttnn.multiply(gate, up, input_tensor_a_activations=[ttnn.UnaryOpType.SILU])
         ttnn.deallocate(gate)
         ttnn.deallocate(up)
-        if self.parallel.is_grid:
+        if self.parallel.has_columns:
             gated = ttnn.all_gather(gated, dim=3, cluster_axis=1)
         return self.parallel.sum_second(ttnn.linear(gated, self.w2))
 

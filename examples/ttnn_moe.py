@@ -72,18 +72,22 @@ class Block:
 
 
 class Experts:
-    """A block on a mesh."""
+    """A block on a mesh, for a number of tokens on each row."""
 
-    def __init__(self, block: Block, mesh: Any) -> None:
-        self.config, self.mesh, self.shape = block.config, mesh, tuple(mesh.shape)
+    def __init__(self, block: Block, mesh: Any, tokens: int) -> None:
+        self.config, self.mesh, self.shape, self.tokens = block.config, mesh, tuple(mesh.shape), tokens
         devices = mesh.get_num_devices()
-        if block.config.experts % devices:
-            raise SystemExit(f"{block.config.experts} experts do not divide over {mesh}")
+        if 1 in self.shape or block.config.experts % devices:
+            raise SystemExit(f"{block.config.experts} experts do not divide over rows and columns of {mesh}")
         self.router = self.put(block.router[None, None] / block.config.width**0.5)
         dealt = ttnn.ShardTensorToMesh(mesh, dim=1)
         self.gate, self.up, self.down = (self.put(each[None], dealt) for each in (block.gate, block.up, block.down))
         owners = torch.eye(devices).repeat_interleave(block.config.experts // devices, 0)
         self.owners = self.put(owners[None, None], dtype=ttnn.uint16, layout=ttnn.ROW_MAJOR_LAYOUT)
+        slots = torch.zeros(block.config.chosen, tokens, 1, block.config.width)
+        self.slots = self.put(slots, layout=ttnn.ROW_MAJOR_LAYOUT)
+        everyone = torch.ones(1, tokens * self.shape[0], 1, block.config.experts)
+        self.everyone = self.put(everyone, layout=ttnn.ROW_MAJOR_LAYOUT)
 
     def put(
         self, x: torch.Tensor, mapper: Any = None, dtype: Any = ttnn.bfloat16, layout: Any = ttnn.TILE_LAYOUT
@@ -94,17 +98,25 @@ class Experts:
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """[count, width] to [count, width]."""
+        return self.read(self.forward(ttnn.to_device(self.host(tokens), self.mesh)))
+
+    def host(self, tokens: torch.Tensor) -> Any:
+        """Tokens as the rows of the mesh cut them, [tokens of a row, 1, 1, width], still on the host."""
         rows = ttnn.ShardTensor2dMesh(self.mesh, self.shape, dims=(0, None))
-        x = self.put(tokens[:, None, None], rows, layout=ttnn.ROW_MAJOR_LAYOUT)  # [tokens of a row, 1, 1, width]
+        return ttnn.from_torch(tokens[:, None, None], dtype=ttnn.bfloat16, mesh_mapper=rows)
+
+    def read(self, y: Any) -> torch.Tensor:
+        """[1, tokens of a row, 1, width] of all rows; columns are copies."""
+        composer = ttnn.ConcatMesh2dToTensor(self.mesh, self.shape, dims=(1, 0))
+        return ttnn.to_torch(y, mesh_composer=composer)[0, :, 0]
+
+    def forward(self, x: Any) -> Any:
+        """[tokens of a row, 1, 1, width] to [1, tokens of a row, 1, width]."""
         weights, chosen = self.route(x)
-        zeros = torch.zeros(self.config.chosen, x.shape[0], 1, self.config.width)
-        slots = self.put(zeros, layout=ttnn.ROW_MAJOR_LAYOUT)
         sent, metadata = ttnn.all_to_all_dispatch(x, chosen, self.owners, cluster_axis=0)
         made = self.work(sent, metadata)
-        combined = ttnn.all_to_all_combine(made, metadata, self.owners, cluster_axis=0, output_tensor=slots)
-        y = self.add_up(combined, weights)
-        composer = ttnn.ConcatMesh2dToTensor(self.mesh, self.shape, dims=(1, 0))
-        return ttnn.to_torch(y, mesh_composer=composer)[0, :, 0]  # columns are copies
+        combined = ttnn.all_to_all_combine(made, metadata, self.owners, cluster_axis=0, output_tensor=self.slots)
+        return self.add_up(combined, weights)
 
     def route(self, x: Any) -> tuple[Any, Any]:
         """The experts that tokens choose, and their weights: [tokens, 1, 1, chosen] each."""
@@ -124,8 +136,8 @@ class Experts:
         """
         count, width = sent.shape[1], sent.shape[3]
         runs = count // TILE
-        everyone = self.put(torch.ones(1, count, 1, self.config.experts), layout=ttnn.ROW_MAJOR_LAYOUT)
-        _, chosen = ttnn.moe_expert_token_remap(everyone, self.owners, metadata, reduction_size=TILE)  # [1, 1, runs, e]
+        remapped = ttnn.moe_expert_token_remap(self.everyone, self.owners, metadata, reduction_size=TILE)
+        chosen = remapped[1]  # [1, 1, runs, e]
         own = chosen.shape[3]
         x = ttnn.to_layout(ttnn.reshape(sent, (1, runs, TILE, width)), ttnn.TILE_LAYOUT)
         first = ttnn.reshape(chosen, (1, runs, 1, own))
@@ -189,7 +201,7 @@ def main() -> None:
     ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)
     try:
         with ttnn.create_mesh_device(ttnn.MeshShape(*map(int, options.mesh.split("x")))) as mesh:
-            found = Experts(block, mesh)(tokens)
+            found = Experts(block, mesh, options.tokens // mesh.shape[0])(tokens)
             each = options.experts // mesh.get_num_devices()
             print(f"{mesh}, {each} experts on each device")
             print(f"{len(tokens)} tokens, PCC {correlation(found, block.reference(tokens)):.6f}")

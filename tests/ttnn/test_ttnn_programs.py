@@ -124,6 +124,48 @@ def test_a_replay_reads_tokens_positions_and_pages_where_they_were_captured(mesh
     assert correlation(model.parallel.read_logits(model.outputs[0])[0, 0, 0], expected[4]) < ENOUGH
 
 
+@on("1x1", "1x8", "8x4")
+def test_a_trace_that_writes_its_own_next_inputs_needs_nothing_from_the_host(mesh, tmp_path):
+    users, count = 2, 4
+    model = ttnn_llama.Llama(STATE, CONFIG, mesh, users, tmp_path)
+    prompts = ttnn_llama.encode(ttnn_llama.PROMPTS, users)
+    texts = [[*prompt, int(model.prefill(prompt, user).argmax())] for user, prompt in enumerate(prompts)]
+    given = model.inputs([text[-1] for text in texts], [len(prompt) for prompt in prompts])
+    tokens, positions, places, _ = inputs = [ttnn.to_device(each, mesh) for each in given]
+
+    def step() -> Any:
+        logits, chosen = model.step(*inputs)
+        ttnn.copy(ttnn.reshape(chosen, (1, 32)), tokens)
+        for counter in (positions, places):
+            ttnn.plus_one(counter)
+        return logits
+
+    step()
+    for host, device in zip(given, inputs, strict=True):
+        ttnn.copy_host_to_device_tensor(host, device)
+    trace = ttnn.begin_trace_capture(mesh, cq_id=0)
+    logits = step()
+    ttnn.end_trace_capture(mesh, trace, cq_id=0)
+    found = []
+    for _ in range(count):
+        ttnn.execute_trace(mesh, trace, cq_id=0, blocking=False)
+        found.append(model.parallel.read_logits(logits)[0, 0, :users])
+        for text, token in zip(texts, ttnn.to_torch(ttnn.get_device_tensors(tokens)[0])[0], strict=False):
+            text.append(int(token))
+    ttnn.release_trace(mesh, trace)
+    for user, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        expected = ttnn_llama.reference(STATE, CONFIG, text[:-1])[len(prompt) :]
+        ours = torch.stack([each[user] for each in found])
+        assert correlation(ours, expected) > ENOUGH and text[len(prompt) + 1 :] == ours.argmax(-1).tolist()
+
+
+@on("8x1", "4x2", "2x2")
+def test_a_llama_runs_on_grids_of_other_shapes(mesh, tmp_path):
+    model = ttnn_llama.Llama(STATE, CONFIG, mesh, 1, tmp_path)
+    (text,), (found,) = ttnn_llama.generate(model, [[65, 66, 67]], 2)
+    assert correlation(found, ttnn_llama.reference(STATE, CONFIG, text[:-1])[2:]) > ENOUGH
+
+
 @on("1x8", "8x4")
 def test_weights_come_from_files_if_they_were_made_before(mesh, tmp_path):
     first = ttnn_llama.Llama(STATE, CONFIG, mesh, 1, tmp_path).prefill([1, 2, 3], 0)
@@ -209,7 +251,7 @@ def test_tokens_go_to_their_experts_and_come_back_with_what_torch_makes_of_them(
     block = ttnn_moe.Block(ttnn_moe.Config())
     tokens = block.draw_tokens(128)
     with loom.record() as log:
-        found = ttnn_moe.Experts(block, mesh)(tokens)
+        found = ttnn_moe.Experts(block, mesh, 128 // mesh.shape[0])(tokens)
     assert found.shape == tokens.shape and correlation(found, block.reference(tokens)) > ENOUGH
     assert log.kinds()["reduce_scatter"] == 1
     for ours, theirs in zip(found, block.reference(tokens), strict=True):
@@ -221,7 +263,23 @@ def test_experts_of_one_column_are_not_enough(mesh, monkeypatch):
     block = ttnn_moe.Block(ttnn_moe.Config())
     tokens = block.draw_tokens(64)
     monkeypatch.setattr(ttnn, "reduce_scatter", lambda x, dim, cluster_axis: ttnn.mesh_partition(x, dim, cluster_axis))
-    assert correlation(ttnn_moe.Experts(block, mesh)(tokens), block.reference(tokens)) < 0.9
+    assert correlation(ttnn_moe.Experts(block, mesh, 32)(tokens), block.reference(tokens)) < 0.9
+
+
+@on("2x4")
+def test_experts_are_replayed_with_other_tokens(mesh):
+    block = ttnn_moe.Block(ttnn_moe.Config())
+    tokens, experts = block.draw_tokens(128), ttnn_moe.Experts(block, mesh, 32)
+    x = ttnn.to_device(experts.host(tokens[:64]), mesh)
+    experts.forward(x)
+    trace = ttnn.begin_trace_capture(mesh, cq_id=0)
+    y = experts.forward(x)
+    ttnn.end_trace_capture(mesh, trace, cq_id=0)
+    for given in (tokens[64:], tokens[:64]):
+        ttnn.copy_host_to_device_tensor(experts.host(given), x)
+        ttnn.execute_trace(mesh, trace, cq_id=0, blocking=False)
+        assert correlation(experts.read(y), block.reference(given)) > ENOUGH
+    ttnn.release_trace(mesh, trace)
 
 
 # the examples as a user runs them
