@@ -79,7 +79,9 @@ def originals() -> frozenset[str]:
 def _unknown(path: str) -> UncoveredError:
     known = closest(path, [*table(), *flat()])
     if path in originals() or any(each.startswith(f"{path}.") for each in originals()):
-        return UncoveredError(f"ttnn.{path} is not covered", fix=known)
+        reason = import_module(f"{PACKAGE}.ops.omitted").reason_of(path)
+        facts = {"reason": reason} if reason else {}
+        return UncoveredError(f"ttnn.{path} is not covered", **facts, fix=known)
     return UncoveredError(f"ttnn has no {path}", fix=known)
 
 

@@ -57,6 +57,46 @@ def all_to_all_dispatch(
     ]
 
 
+@op("experimental.all_to_all_dispatch_metadata", also=LINKS + " mode", more=Group)
+def all_to_all_dispatch_metadata(
+    input_tensor: Tensor,
+    expert_indices_tensor: Tensor,
+    expert_scores_tensor: Tensor,
+    expert_mapping_tensor: Tensor,
+    *,
+    shared_expert_ids: Sequence[int] | None = None,
+    output_tensors: Sequence[Tensor] | None = None,
+    **over: Any,
+) -> list[Made]:
+    """`all_to_all_dispatch` with the scores of the experts too: tokens, experts, scores of all tokens of the group.
+
+    Every token goes to the experts of `shared_expert_ids`, whichever it chose.
+    """
+    name, dim = "experimental.all_to_all_dispatch_metadata", 1
+    tokens, chosen, scores = (
+        Group(name, each, **over) for each in (input_tensor, expert_indices_tensor, expert_scores_tensor)
+    )
+    owners = _owners(name, tokens, expert_mapping_tensor)
+    rows, experts, weights = (
+        group.run_on(group.block.transpose(group.at(0), group.at(1)), native.all_gather, group.at(dim))
+        for group in (tokens, chosen, scores)
+    )
+    shared = torch.zeros(owners.shape[-1], dtype=torch.bool)
+    shared[list(shared_expert_ids or ())] = True
+
+    def is_wanted(some: Block, owned: Block) -> Block:
+        return owned[some.long()].any(-1) | (owned & shared).any()
+
+    wanted = each(is_wanted, [experts, owners], tokens.mesh.ndim)
+    kept = torch.where(wanted.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype))
+    outputs = list(output_tensors) if output_tensors is not None else [None] * 3
+    return [
+        tokens.make(kept, tokens.relabel(UNKNOWN), output=outputs[0]),
+        chosen.make(experts, chosen.label_gather(dim), output=outputs[1]),
+        scores.make(weights, scores.label_gather(dim), output=outputs[2]),
+    ]
+
+
 def _row_dim(name: str, dim: int | None, argument: str) -> int:
     if dim not in (1, 2):
         raise OperandError(f"ttnn.{name}: {argument} must be 1 or 2, not {dim!r}")

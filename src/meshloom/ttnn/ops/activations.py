@@ -112,6 +112,12 @@ def _glu(gate: Callable[[Block], Block]) -> Callable[..., Block]:
     return _fine(call)
 
 
+def _xielu(x: Block, alpha_p: float, alpha_n: float) -> Block:
+    """The integral of an exponential unit: alpha_p * x^2 + x / 2, and alpha_n * (e^x - 1 - x) + x / 2 below zero."""
+    below = x.clamp(max=0)
+    return torch.where(x > 0, alpha_p * x.square(), alpha_n * (torch.expm1(below) - below)) + 0.5 * x
+
+
 def divide(x: Block, y: Any, rounding_mode: str | None = None) -> Block:
     """The quotient, as `rounding_mode` asks: None, "trunc" or "floor"."""
     return torch.div(x, y, rounding_mode=rounding_mode)
@@ -176,6 +182,7 @@ _put(
     dim=-1,
     variant=GeluVariant.Accurate,
 )
+_put("xielu", _fine(_xielu), alpha_p=0.8, alpha_n=0.8)
 _put("tril", lambda x, diagonal: x.tril(diagonal), LINEAR, rank=2, diagonal=0)
 _put("triu", lambda x, diagonal: x.triu(diagonal), LINEAR, rank=2, diagonal=0)
 

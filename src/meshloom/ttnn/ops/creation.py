@@ -6,12 +6,13 @@ with a mapper, `uniform` and `bernoulli` draw for every device by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
 from meshloom.ttnn.ops.topologies import EACH, replicated_topology
@@ -19,7 +20,7 @@ from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
-from meshloom.ttnn.tensor.topology import ALONE, REPLICATE, PlacementPartial
+from meshloom.ttnn.tensor.topology import ALONE, REPLICATE, UNKNOWN, PlacementPartial
 
 Shapes = Sequence[int]
 
@@ -212,11 +213,47 @@ def bernoulli(input: Tensor, seed: int = 0) -> Made:
     return make(drawn.float(), EACH, input)
 
 
+@op("experimental.dropout")
+def dropout(
+    input_tensor: Tensor, probability: float, scale: float, seed: int, *, use_per_device_seed: bool = True
+) -> Made:
+    """Zeros with that probability, and the other elements times `scale`: by a seed, or one more for every device."""
+    name = "experimental.dropout"
+    _, (block,) = operands(name, input_tensor)
+    grid, shape = input_tensor.grid, tuple(input_tensor.shape)
+    count = math.prod(grid) if use_per_device_seed else 1
+    drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed + number)) for number in range(count)]
+    luck = torch.stack(drawn).reshape(*(grid if use_per_device_seed else (1,) * len(grid)), *shape)
+    made = make(torch.where(luck < probability, 0, block.float() * scale), EACH, input_tensor)
+    if count > 1:  # what was the same on all devices is so no more
+        pairs = zip(made.topology.placements(), made.topology.distribution_shape(), strict=True)
+        told = [UNKNOWN if each == REPLICATE and size > 1 else each for each, size in pairs]
+        made.topology = made.topology.with_placements(told)
+    return made
+
+
 @op("manual_seed")
 def manual_seed(seeds: int | Tensor = 0, *, device: MeshDevice | None = None) -> None:
     """Let random ops draw the same numbers again."""
     value = int(seeds.block.flatten()[0]) if isinstance(seeds, Tensor) else int(seeds)
     torch.manual_seed(value)
+
+
+@op("from_buffer")
+def from_buffer(
+    buffer: Any,
+    shape: Shapes,
+    dtype: DataType,
+    device: MeshDevice,
+    layout: Layout | None = None,
+    memory_config: MemoryConfig | None = None,
+) -> Tensor:
+    """A list of numbers as a tensor of that shape, the same on every device."""
+    values = torch.as_tensor(buffer, dtype=torch.float64 if dtype.is_float else torch.int64)
+    if values.numel() != math.prod(shape):
+        raise OperandError(f"ttnn.from_buffer: {values.numel()} numbers for a shape of {list(shape)}")
+    how: dict[str, Any] = {"dtype": dtype, "layout": layout, "device": device, "memory_config": memory_config}
+    return make_tensor(values.reshape(tuple(shape)), **how)
 
 
 def _filled_corner(shape: Shapes, ones: Shapes, like: Tensor, high: float, low: float) -> Made:

@@ -34,8 +34,10 @@ from meshloom.ttnn.ops.calling import (
     shared_coords,
     with_arguments,
 )
+from meshloom.ttnn.ops.complex_numbers import ComplexTensor, invert, magnitude
 from meshloom.ttnn.ops.topologies import EACH, Named, rule_of, topology_of
 from meshloom.ttnn.tensor.formats import DataType
+from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -90,8 +92,28 @@ def _unary(
 
 
 for _name, _function in UNARY.items():
-    if _name != "gelu":  # which takes its variant by name, below
+    if _name not in ("abs", "gelu", "reciprocal"):  # which take complex numbers or a variant, below
         unary(_name, _function)
+
+
+@op("abs", also=_KEPT)
+def abs_(input_tensor: Tensor | ComplexTensor, *, kind: DataType | None = None) -> Made:
+    """The absolute value of every element; of complex numbers, their lengths."""
+    if isinstance(input_tensor, ComplexTensor):
+        return magnitude(input_tensor)
+    return _unary("abs", UNARY["abs"], input_tensor, (), kind)
+
+
+@op("reciprocal", also=_KEPT)
+def reciprocal(
+    input_tensor: Tensor | ComplexTensor, *, memory_config: MemoryConfig | None = None, kind: DataType | None = None
+) -> Made | ComplexTensor:
+    """One over every element, complex numbers too."""
+    if isinstance(input_tensor, ComplexTensor):
+        return invert(input_tensor, memory_config)
+    made = _unary("reciprocal", UNARY["reciprocal"], input_tensor, (), kind)
+    made.memory_config = memory_config
+    return made
 
 
 @op("logical_not_")

@@ -16,6 +16,7 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.ops.labels import pointwise
 from meshloom.ttnn.ops.activations import UNARY, GeluVariant, divide
 from meshloom.ttnn.ops.calling import REQUIRED, Made, op, operands, shared_coords, with_arguments
+from meshloom.ttnn.ops.complex_numbers import ComplexTensor, complex_gradients
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, rows, topology_of
 from meshloom.ttnn.tensor.parts import Block, aligned, lead
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -85,10 +86,17 @@ def broadcast_dims(whole: Tensor, like: Tensor) -> list[int]:
 
 
 def summed_topology(whole: Tensor, like: Tensor) -> TensorTopology:
-    """Of a tensor that is summed to the shape of another, over the dims along which that was broadcast."""
+    """Of a tensor that is summed to the shape of another, over the dims along which that was broadcast.
+
+    A dim of which every device has one row was broadcast too, if all devices have the same row of the other.
+    """
     gone, missing = broadcast_dims(whole, like), len(whole.shape) - len(like.shape)
-    cuts = [f"S({dim}) -> " + ("P(sum)" if dim in gone else f"S({dim - missing})") for dim in range(len(whole.shape))]
-    return topology_of(rows(*cuts, "P(sum) -> P(sum)"), whole, shape=tuple(like.shape))
+    cuts = ["P(sum), * -> P(sum)"]
+    for dim in range(len(whole.shape)):
+        if dim not in gone and like.shape[dim - missing] == 1:
+            cuts.append(f"S({dim}), R -> P(sum)")
+        cuts.append(f"S({dim}), * -> " + ("P(sum)" if dim in gone else f"S({dim - missing})"))
+    return topology_of(rows(*cuts, exact=True), whole, like, shape=tuple(like.shape))
 
 
 def backward(
@@ -103,17 +111,26 @@ def backward(
     extra = dict(parameters or {})
     count, grads = len(operand_names), ["input_grad", "other_grad", "third_grad"][: len(operand_names)]
 
-    def call(grad: Tensor, *given: Any) -> Gradients:
+    def call(grad: Any, *given: Any) -> Gradients | list[ComplexTensor]:
         values, numbers = given[:count], given[count : count + len(extra)]
-        required, *outputs = given[count + len(extra) :]
+        required, *outputs, memory_config = given[count + len(extra) :]
+        with_numbers = lambda *blocks: function(*blocks, *numbers)  # noqa: E731
+        if name in _COMPLEX and isinstance(values[0], ComplexTensor):
+            return complex_gradients(f"{name}_bw", with_numbers, grad, *values, memory_config=memory_config)
         flags = (*(False,) * skips, *required) if skips else required
-        made = gradients(f"{name}_bw", lambda *blocks: function(*blocks, *numbers), grad, values, outputs, flags)
-        return made[skips:]
+        made = gradients(f"{name}_bw", with_numbers, grad, values, outputs, flags)[skips:]
+        for each in made:
+            if each is not None:
+                each.memory_config = memory_config
+        return made
 
     takes = {**dict.fromkeys(["grad_tensor", *operand_names], REQUIRED), **extra, "are_required_outputs": ()}
     doc = f"The gradients of the operands of {name}."
-    made = with_arguments(f"{name}_bw", doc, {**takes, **dict.fromkeys(grads)}, call)
-    op(f"{name}_bw", spelled=spelled, also="memory_config")(made)
+    made = with_arguments(f"{name}_bw", doc, {**takes, **dict.fromkeys([*grads, "memory_config"])}, call)
+    op(f"{name}_bw", spelled=spelled)(made)
+
+
+_COMPLEX = frozenset("abs reciprocal add sub mul div".split())  # whose operands may be complex numbers
 
 
 # one operand

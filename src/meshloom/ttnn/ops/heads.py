@@ -47,6 +47,69 @@ def nlp_create_qkv_heads(
     return _split(name, input, input_kv, num_heads, num_kv_heads, transpose_k_heads, kv_tied, output_tensors)
 
 
+@op("experimental.create_qkv_heads")
+def create_qkv_heads(
+    input: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    transpose_k_heads: bool = True,
+    output_tensors: Outputs = None,
+) -> Three:
+    """`nlp_create_qkv_heads` of a width that goes group by group: query heads, then their key and their value head."""
+    name, groups = "experimental.create_qkv_heads", num_kv_heads or num_heads
+    ordered = _by_kind(name, input, groups, (num_heads // groups, 1, 1), num_heads)
+    return _split(name, ordered, None, num_heads, num_kv_heads, transpose_k_heads, outputs=output_tensors)
+
+
+@op("experimental.create_qkv_heads_from_separate_tensors")
+def create_qkv_heads_from_separate_tensors(
+    input: Tensor,
+    input_kv: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    transpose_k_heads: bool = True,
+    output_tensors: Outputs = None,
+) -> Three:
+    """Queries [B, 1, S, q * D], and keys and values [B, 1, T, 2 * k * D] that go group by group."""
+    name, groups = "experimental.create_qkv_heads_from_separate_tensors", num_kv_heads or num_heads
+    ordered = _by_kind(name, input_kv, groups, (1, 1), groups)
+    return _split(name, input, ordered, num_heads, num_kv_heads, transpose_k_heads, outputs=output_tensors)
+
+
+def _by_kind(name: str, tensor: Tensor, groups: int, heads: Sequence[int], count: int) -> Tensor:
+    """A width of groups, each with so many heads of every kind, as all heads of one kind after those of another.
+
+    q0 q1 k0 v0 | q2 q3 k1 v1 becomes q0 q1 q2 q3 | k0 k1 | v0 v1.
+    """
+    _, (block,) = operands(name, tensor)
+    if count % groups or tensor.shape[-1] % (groups * sum(heads)):
+        raise OperandError(
+            f"ttnn.{name}: a width of {tensor.shape[-1]} is not {groups} groups of {sum(heads)} heads",
+            fix=f"{groups * sum(heads)} * the size of a head",
+        )
+    kinds = block.unflatten(-1, (groups, sum(heads), -1)).split(list(heads), -2)
+    ordered = torch.cat([each.flatten(-3) for each in kinds], -1)
+    return make(ordered, moves(tuple(range(len(tensor.shape)))), tensor).tensor()
+
+
+@op("experimental.nlp_create_q_heads_split")
+def nlp_create_q_heads_split(input: Tensor, *, num_heads: int, split_head_dim: int) -> tuple[Made, Made]:
+    """[B, 1, S, heads * D] as [B, heads, S, split_head_dim] and [B, heads, S, D - split_head_dim]."""
+    name = "experimental.nlp_create_q_heads_split"
+    _, (block,) = operands(name, input)
+    size, axes = _head_size(name, input, None, (num_heads,)), len(input.grid)
+    if not 0 < split_head_dim < size:
+        raise OperandError(f"ttnn.{name}: split_head_dim={split_head_dim} of heads of {size}")
+    heads = _with_heads(block, axes, num_heads, size)
+    first, second = (
+        Made(fresh(part), input, _split_label(input, part.shape[axes:], at_end=False))
+        for part in heads.split([split_head_dim, size - split_head_dim], -1)
+    )
+    return first, second
+
+
 @op("experimental.nlp_create_qkv_heads_vit")
 def nlp_create_qkv_heads_vit(input: Tensor, *, output_tensors: Outputs = None) -> Three:
     """Heads of 64, as many for keys and values as for queries."""

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops import (
-    calling,
-    elementwise as _elementwise,  # noqa: F401  it puts multiply into the table
-)
+from meshloom.ttnn.ops import calling
 from meshloom.ttnn.ops.activations import Activation
 from meshloom.ttnn.ops.block_moves import spread
 from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
-from meshloom.ttnn.ops.matmul import linear
-from meshloom.ttnn.ops.slicing import chunk, concat
+from meshloom.ttnn.ops.elementwise import binary
+from meshloom.ttnn.ops.matmul import linear, multiply
+from meshloom.ttnn.ops.movement import transpose
+from meshloom.ttnn.ops.slicing import chunk, concat, slice_
 from meshloom.ttnn.ops.topologies import rows, topology_of
-from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.formats import TILE_SIZE, DataType, Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -135,6 +134,45 @@ def attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
 def group_attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     """Queries [1, H, B, K] times caches [B, G, K, N] whose heads serve groups of query heads: [1, H, B, N]."""
     return _by_user("experimental.group_attn_matmul", input_tensor_a, input_tensor_b)
+
+
+@op("experimental.attn_matmul_from_cache")
+def attn_matmul_from_cache(
+    input_tensor_a: Tensor, input_tensor_b: Tensor, *, num_tokens: int, transpose_hw: bool
+) -> Made:
+    """`attn_matmul` with the first tokens of caches [B, 1, S, D], whole tiles of them; scores if `transpose_hw`.
+
+    Queries [1, H, B, D] give scores [1, H, B, tokens]; weights [1, H, B, tokens] give values [1, H, B, D].
+    """
+    name = "experimental.attn_matmul_from_cache"
+    tokens = -(-num_tokens // TILE_SIZE) * TILE_SIZE
+    if not 0 < tokens <= input_tensor_b.shape[2]:
+        raise OperandError(f"ttnn.{name}: {num_tokens} tokens, {tokens} in whole tiles, of {input_tensor_b.shape[2]}")
+    batch, heads, _, width = input_tensor_b.shape
+    kept = slice_(input_tensor_b, (0, 0, 0, 0), (batch, heads, tokens, width))
+    return _by_user(name, input_tensor_a, transpose(kept, 2, 3) if transpose_hw else kept)
+
+
+@op("experimental.matmul_decode", more=multiply)
+def matmul_decode(
+    input_tensor_a: Tensor,
+    input_tensor_b: Tensor,
+    *,
+    partial_width_sharded: bool = False,
+    **how: Any,
+) -> Made:
+    """`matmul`; how the second operand lies on the cores changes nothing."""
+    return multiply("experimental.matmul_decode", input_tensor_a, input_tensor_b, **how)
+
+
+@op("clamped_silu_glu")
+def clamped_silu_glu(gate: Tensor, up: Tensor, limit: float) -> Made:
+    """silu(gate, at most `limit`) * (up, from -limit to limit)."""
+
+    def gated(x: Block, y: Block) -> Block:
+        return torch.nn.functional.silu(x.float().clamp(max=limit)) * y.float().clamp(-limit, limit)
+
+    return binary("clamped_silu_glu", gated, gate, up)
 
 
 def _by_user(name: str, a: Tensor, b: Tensor) -> Made:

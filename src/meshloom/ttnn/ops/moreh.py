@@ -349,11 +349,11 @@ def moreh_matmul_backward(
         are_required_outputs, operand_pairs, (input_a, input_b), rooms, strict=True
     ):
         whole = matmul(x, y, transpose_a=turn_x, transpose_b=turn_y) if wanted else None
-        found.append(None if whole is None else _summed_to(whole, like).into(room))
+        found.append(None if whole is None else sum_to(whole, like).into(room))
     return found
 
 
-def _summed_to(whole: Tensor, like: Tensor) -> Made:
+def sum_to(whole: Tensor, like: Tensor) -> Made:
     """A gradient summed over the dims that its operand has with size 1, or has not."""
     axes, gone = len(whole.grid), broadcast_dims(whole, like)
     block = exact(whole.block)

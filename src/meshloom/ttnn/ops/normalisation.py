@@ -74,7 +74,7 @@ _masked_softmax("scale_causal_mask_hw_dims_softmax_in_place", in_place=True)
 # norms
 
 
-def _row(tensor: Tensor | None, width: int, axes: int) -> Block | None:
+def weight_row(tensor: Tensor | None, width: int, axes: int) -> Block | None:
     """A weight or bias as one row: TTNN also keeps it as [1, 1, width / 32, 32]."""
     if tensor is None:
         return None
@@ -107,19 +107,19 @@ def _norm(
     axes, rank = len(tensor.grid), len(tensor.shape)
     operands(name, *(each for each in (tensor, weight, bias, residual) if each is not None))
     width = tensor.shape[-1]
-    gamma, beta = _row(weight, width, axes), _row(bias, width, axes)
+    gamma, beta = weight_row(weight, width, axes), weight_row(bias, width, axes)
 
     def call(x: Block) -> Block:
         if residual is not None:
             x = x + residual.block.float()
         return affine(function(x), gamma, beta, axes, rank)
 
-    rows = [_as_row(each) for each in (weight, bias) if each is not None]
+    rows = [as_row(each) for each in (weight, bias) if each is not None]
     others = (*rows, residual) if residual is not None else tuple(rows)
     return _normalise(name, tensor, call, others)
 
 
-def _as_row(tensor: Tensor) -> Tensor:
+def as_row(tensor: Tensor) -> Tensor:
     """A weight seen as one row, for its label: the only dim that can be cut is the last."""
     axes = len(tensor.grid)
     block = tensor.block.reshape(*tensor.block.shape[:axes], -1)
@@ -161,20 +161,22 @@ def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]],
     return Made(torch.cat(tiles, -1), tensor, label.with_placements(whole), DataType.BFLOAT16, Layout.TILE)
 
 
-def _pre_all_gather(name: str, doc: str, sums: Callable[[Block], list[Block]]) -> None:
+def _pre_all_gather(names: str, doc: str, sums: Callable[[Block], list[Block]]) -> None:
+    name = names.split()[0]
+
     def call(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
         return _statistics(name, input_tensor, sums, residual_input_tensor)
 
-    register(name, doc, call)
+    register(names, doc, call)
 
 
 _pre_all_gather(
-    "rms_norm_pre_all_gather",
+    "rms_norm_pre_all_gather experimental.wan_fused_rmsnorm_pre_allgather",
     "The sum of squares of every row of a device's part, as one tile: gather it along the last dim next.",
     lambda x: [x.square().sum(-1, keepdim=True)],
 )
 _pre_all_gather(
-    "layer_norm_pre_all_gather",
+    "layer_norm_pre_all_gather experimental.dit_layernorm_pre_allgather",
     "The sums of squares and of elements of every row of a device's part, as two tiles: gather them next.",
     lambda x: [x.square().sum(-1, keepdim=True), x.sum(-1, keepdim=True)],
 )

@@ -253,3 +253,14 @@ def fast_reduce_nc(input: Tensor, *, dims: Sequence[int] = ()) -> Made:
     """The sum over leading dims, which are kept with size 1."""
     name, over = "experimental.fast_reduce_nc", tuple(dims) or (0, 1)
     return reduce(name, lambda x, named, keep: x.sum(named, keep), "sum", input, over, True)
+
+
+@op("experimental.intimg")
+def intimg(input_tensor: Tensor) -> Made:
+    """The sum of all elements above and to the left of each one, itself included, of pictures [B, H, W, C]."""
+    name = "experimental.intimg"
+    if len(input_tensor.shape) != 4:
+        raise OperandError(f"ttnn.{name} takes pictures [B, H, W, C], not {list(input_tensor.shape)}")
+    _, (block,) = operands(name, input_tensor)
+    found = exact(fill_padding(block, input_tensor, (-3, -2), "sum")).cumsum(-3).cumsum(-2)
+    return make(found, LINEAR, input_tensor)

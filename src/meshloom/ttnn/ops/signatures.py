@@ -62,7 +62,7 @@ OWN_CHECKS: dict[str, dict[str, Callable[[Any], bool]]] = {
 
 # What says how a result is kept, unless the function of an op names it itself: the argument of `Made.tensor`.
 FINISH = {
-    "memory_config": "memory_config",
+    **dict.fromkeys("memory_config output_memory_config output_mem_config".split(), "memory_config"),
     "dtype": "dtype",
     "output_dtype": "dtype",
     "layout": "layout",
@@ -73,20 +73,25 @@ FINISH = {
 # What changes no result here: where and how fast hardware works, and what it needs for that.
 SPEED = frozenset(
     """ag_global_semaphores all_gather_core_grid_offset applied_shard_scheme assume_unique attn_mask_block_map
-    barrier_semaphore barrier_semaphores causal_mask chunk_width_in_mm_blocks chunks_per_sync compute_config
-    compute_kernel_config compute_with_storage_grid_size config config_tensor_in_dram core_grid correction cq_id
-    cross_device_semaphore data_valid_semaphore disable_compensated_sum dram_slice_config embeddings_type
-    enable_secondary_dm fast_and_approximate_mode final_semaphore fp32_dest_acc global_cb grid_size inplace
-    input_mask input_mux_cores intermediate_memory_config intermediate_memory_config_rs intermediate_packet_buffer
-    intermediate_tensor keep_l1_aligned mm_N_full_block_wt mm_block_ht mm_block_wt mm_cores_y
-    momentum_buffer_out_memory_config multi_device_global_semaphore negative_mask neighbor_semaphore nnz
-    num_buffers_per_channel num_links num_out_blocks num_workers_per_link numeric_stable op output_tile
-    overlap_qk_coregrid pad_value padding_idx persistent_intermediate_buffer prefetcher_pipes
-    program_config queue_id ready_semaphore reallocate_halo_output reallocate_output recip_tensor
-    reduce_scatter_core_grid_offset reshape_tile_mode rs_global_semaphores skip_padding_fill slice_config
-    sparse_grad strategy sub_core_grid sub_core_grids sub_device_id subdevice_id topology use_2d_core_grid
-    use_broadcast use_falcon7b_backend use_l1_small_for_semaphores use_legacy use_low_perf use_multicore
-    use_noc1_only use_optimal_ccl_for_llama use_transpose_as_fold use_welford user_ids""".split()
+    barrier_semaphore barrier_semaphores causal_mask ccl_core_grid_offset chunk_width_in_mm_blocks chunks_per_sync
+    compute_config compute_kernel_config compute_with_storage_grid_size config config_tensor_in_dram core_grid
+    correction cq_id cross_device_semaphore data_valid_semaphore disable_compensated_sum dispatch_algorithm
+    drain_sync_tilizer_core dram_slice_config embeddings_type enable_secondary_dm eye fast_and_approximate_mode
+    final_semaphore force_transpose fp32_dest_acc fsdp_multi_device_global_semaphore fsdp_topology global_cb
+    global_semaphore grid_size inplace input_mask input_mux_cores intermediate_memory_config
+    intermediate_memory_config_rs intermediate_packet_buffer intermediate_tensor keep_l1_aligned masks
+    mm_N_full_block_wt mm_block_ht mm_block_wt mm_cores_y mm_credit_counters mm_progress_counters
+    mm_signal_aggregator_mode mm_window_blocks momentum_buffer_out_memory_config multi_device_global_semaphore
+    mux_core_range_set negative_mask neighbor_semaphore nnz num_buffers_per_channel num_links num_out_blocks
+    num_preferred_links num_workers_per_link numeric_stable ones op output_tile overlap_qk_coregrid pad_value
+    padding_idx persistent_intermediate_buffer prefetcher_pipes program_config queue_id read_local_slice_from_input
+    ready_semaphore reallocate_halo_output reallocate_output recip_tensor reciprocals
+    reduce_scatter_core_grid_offset reshape_tile_mode rs_global_semaphores rs_intermediate_mem_config
+    skip_padding_fill slice_config sparse_grad strategy strided_all_gather_core_grid_offset sub_core_grid
+    sub_core_grids sub_device_id subdevice_id topology tril use_2d_core_grid use_broadcast use_column_major_ccl
+    use_falcon7b_backend use_l1_small_for_semaphores use_legacy use_low_perf use_multicore use_noc1_only
+    use_optimal_ccl_for_llama use_transpose_as_fold use_welford user_ids using_persistent_buffers
+    worker_core_range_set worker_mode wy_inverse""".split()
 )
 
 # What the public signature says of arguments that no function names.
