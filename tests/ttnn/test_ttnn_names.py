@@ -165,6 +165,54 @@ def test_a_fallback_function_is_torchs_on_tensors_of_ttnn(mesh):
         ttnn.get_fallback_function(torch.relu)
 
 
+# devices
+
+
+def test_names_of_devices_are_in_their_module_too():
+    for name in "SubDevice SubDeviceId SubDeviceManagerId DispatchCoreType DispatchCoreAxis get_memory_view".split():
+        assert getattr(ttnn.device, name) is getattr(ttnn, name)
+    assert ttnn.device.synchronize_device is ttnn.synchronize_device
+    with pytest.raises(AttributeError, match="no_such_name"):
+        ttnn.device.no_such_name  # noqa: B018
+
+
+def test_memory_reports_are_written_for_new_programs_while_they_are_enabled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    device = ttnn.open_mesh_device(ttnn.MeshShape(1, 2))
+    x = ttnn.ones([32, 32], device=device, layout=ttnn.TILE_LAYOUT)
+    ttnn.relu(x)
+    reports = tmp_path / "generated" / "reports"
+    assert not reports.exists()
+    ttnn.device.EnableMemoryReports()
+    try:
+        before = device.num_program_cache_entries()
+        ttnn.add(x, x)
+        ttnn.add(x, x)
+        written = sorted(path.name for path in reports.iterdir())
+        assert written == [f"program_{before + 1}_memory_{kind}.csv" for kind in ("blocks", "usage_summary")]
+        summary = (reports / written[1]).read_text().splitlines()
+        assert summary[0].startswith("memory,num_banks") and summary[1].startswith("DRAM,")
+    finally:
+        ttnn.device.DisableMemoryReports()
+    ttnn.multiply(x, x)
+    assert len(list(reports.iterdir())) == 2
+    ttnn.close_mesh_device(device)
+
+
+def test_an_open_mesh_of_no_declared_system_takes_any_shape_of_as_many_devices(monkeypatch):
+    monkeypatch.delenv("MESHLOOM_SYSTEM", raising=False)
+    device = ttnn.open_mesh_device(ttnn.MeshShape(2, 4))
+    for shape in ((4, 2), (1, 8), (8, 1), (2, 4)):
+        device.reshape(ttnn.MeshShape(*shape))
+        assert device.shape == ttnn.MeshShape(*shape) and device.get_num_devices() == 8
+        x = torch.arange(16.0).reshape(8, 2)
+        found = ttnn.from_torch(x, device=device, mesh_mapper=ttnn.ShardTensorToMesh(device, dim=0))
+        assert torch.equal(ttnn.to_torch(ttnn.all_gather(found, 0)), x)
+    with pytest.raises(RuntimeError, match="same number of devices"):
+        device.reshape(ttnn.MeshShape(3, 3))
+    ttnn.close_mesh_device(device)
+
+
 # dictionaries
 
 

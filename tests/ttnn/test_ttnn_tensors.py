@@ -468,11 +468,28 @@ def test_the_text_shows_every_part_that_differs(mesh):
     assert "(*, *): [[1.0000, 2.0000]," in repr(ttnn.from_torch(numbers(2, 2), device=mesh))
     ttnn.set_printoptions(precision=1, profile="short")
     try:
-        assert repr(ttnn.from_torch(numbers(9))).startswith("ttnn.Tensor([1.0, 2.0, 3.0, ..., 7.0, 8.0, 9.0], shape=")
+        assert repr(ttnn.from_torch(numbers(9))).startswith("ttnn.Tensor([1.0, 2.0,  ..., 8.0, 9.0], shape=")
     finally:
         ttnn.set_printoptions(precision=4)
     with pytest.raises(TypeError, match="there is no profile"):
         ttnn.set_printoptions(profile="tall")
+
+
+def test_tensors_of_the_host_and_of_one_device_print_as_in_the_original(open_mesh):
+    x = torch.tensor([187, 17, 124, 164, 50])
+    line = (
+        "ttnn.Tensor([  187,    17,  ...,   164,    50], shape=Shape([5]), dtype=DataType::UINT32, layout=Layout::{})"
+    )
+    host = ttnn.from_torch(x, dtype=ttnn.uint32)
+    assert str(host) == line.format("ROW_MAJOR") and str(ttnn.to_layout(host, ttnn.TILE_LAYOUT)) == line.format("TILE")
+    assert str(ttnn.from_torch(x, dtype=ttnn.uint32, device=open_mesh(1, 1))) == line.format("ROW_MAJOR")
+    assert "MeshDevice(1x2" in str(ttnn.from_torch(x, dtype=ttnn.uint32, device=open_mesh(1, 2)))
+    rows = str(ttnn.from_torch(torch.arange(12).int().reshape(6, 1, 2)))
+    assert rows == (
+        "ttnn.Tensor([[[    0,     1]],\n\n             [[    2,     3]],\n\n             ...,\n\n"
+        "             [[    8,     9]],\n\n             [[   10,    11]]], "
+        "shape=Shape([6, 1, 2]), dtype=DataType::INT32, layout=Layout::ROW_MAJOR)"
+    )
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2)])

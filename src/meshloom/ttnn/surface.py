@@ -107,12 +107,16 @@ class Namespace(ModuleType):
 
 
 def stand_in(package: str, path: Iterable[str], file: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a folder whose names are those of one of its files, as in the original's module."""
+    """The `__getattr__` of a folder whose names are those of one of its files, as in the original's module; names that
+    the original has there and ours at the top are found too."""
     files = frozenset(module.name for module in pkgutil.iter_modules(path))
+    inside = package.removeprefix(f"{PACKAGE}.")
 
     def find_in_file(name: str) -> Any:
         if name.startswith("__") or name in files:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if f"{inside}.{name}" in originals() and name in flat():
+            return flat()[name]
         return getattr(import_module(f"{package}.{file}"), name)
 
     return find_in_file

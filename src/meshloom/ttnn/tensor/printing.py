@@ -1,13 +1,15 @@
-"""A tensor as text: every part that differs, with the devices that hold it.
+"""A tensor as text: on the host or on one device as the original prints it, else every part that differs, with the
+devices that hold it.
 
 >>> from meshloom import ttnn
 >>> print(ttnn.Tensor([1.0, 2.0], [2], ttnn.float32, ttnn.ROW_MAJOR_LAYOUT))
-ttnn.Tensor([1.0000, 2.0000], shape=Shape([2]), dtype=DataType.FLOAT32, layout=Layout.ROW_MAJOR)
+ttnn.Tensor([1.0000, 2.0000], shape=Shape([2]), dtype=DataType::FLOAT32, layout=Layout::ROW_MAJOR)
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["set_printoptions"]
 
-PROFILES = {"empty": 0, "short": 3, "full": None}  # elements shown at each end of a dim; None shows all
+PROFILES = {"empty": 0, "short": 2, "full": None}  # elements shown at each end of a dim; None shows all
 PARTS_SHOWN = 8
+WIDTH = 5  # of a whole number
+OPENING = "ttnn.Tensor("
 
 
 @dataclass
@@ -53,18 +57,18 @@ def set_printoptions(
 
 
 def text(tensor: Tensor) -> str:
-    tail = f"shape={tensor.shape}, dtype={tensor.dtype}, layout={tensor.layout}"
+    tail = f"shape={tensor.shape}, dtype=DataType::{tensor.dtype.name}, layout=Layout::{tensor.layout.name}"
     if not tensor.is_allocated():
-        return f"ttnn.Tensor(<deallocated>, {tail})"
+        return f"{OPENING}<deallocated>, {tail})"
     tensor.wait()
     shown = list(itertools.islice(_parts(tensor), PARTS_SHOWN + 1))
-    if len(shown) == 1 and tensor.device() is None:
-        return f"ttnn.Tensor({numbers(shown[0][1], len('ttnn.Tensor('))}, {tail})"
+    if len(shown) == 1 and (tensor.device() is None or math.prod(tensor.grid) == 1):
+        return f"{OPENING}{numbers(shown[0][1], len(OPENING))}, {tail})"
     lines = [f"  {places}: {numbers(values, len(places) + 4)}" for places, values in shown[:PARTS_SHOWN]]
     more = ["  ..."] if len(shown) > PARTS_SHOWN else []
     where = f"{tensor.device()}, " if tensor.device() is not None else ""
     label = tensor.tensor_topology()
-    return "\n".join([f"ttnn.Tensor({where}{tail}, {label.distribution_shape()} {label.placements()})", *lines, *more])
+    return "\n".join([f"{OPENING}{where}{tail}, {label.distribution_shape()} {label.placements()})", *lines, *more])
 
 
 def _parts(tensor: Tensor) -> Iterator[tuple[str, Block]]:
@@ -101,15 +105,17 @@ def _nest(values: Block, ends: int | None, indent: int) -> str:
         listed = [_nest(each, ends, indent + 1) for each in values]
     else:
         first, last = values[:ends], values[-ends:]
-        listed = [*(_nest(e, ends, indent + 1) for e in first), "...", *(_nest(e, ends, indent + 1) for e in last)]
-    between = ", " if values.dim() == 1 else ",\n" + " " * (indent + 1)
+        rest = " ..." if values.dim() == 1 else "..."
+        listed = [*(_nest(e, ends, indent + 1) for e in first), rest, *(_nest(e, ends, indent + 1) for e in last)]
+    lines = min(values.dim() - 1, 2)  # rows are one below the other, and matrices have an empty line between them
+    between = "," + ("\n" * lines + " " * (indent + 1) if lines else " ")
     return f"[{between.join(listed)}]"
 
 
 def _number(value: torch.Tensor) -> str:
     number = value.item()
     if not value.is_floating_point():
-        return str(number)
+        return f"{number:{WIDTH}d}"
     far = number != 0 and abs(number) != float("inf") and not 1e-4 <= abs(number) < 1e8
     scientific = far if options.sci_mode is None else options.sci_mode
     return f"{number:.{options.precision}{'e' if scientific else 'f'}}"
