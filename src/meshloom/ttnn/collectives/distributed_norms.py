@@ -18,7 +18,7 @@ from meshloom.ttnn.ops.activations import Activation, activate
 from meshloom.ttnn.ops.calling import TABLE, Made, op, operands
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.fused_norms import finish, refuse_rows, split_and_turn
-from meshloom.ttnn.ops.group_norm import weight_by_channel
+from meshloom.ttnn.ops.group_norm import _by_channel as weight_by_channel
 from meshloom.ttnn.ops.normalisation import STATISTICS, affine, as_row, weight_row
 from meshloom.ttnn.ops.topologies import EACH, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout

@@ -48,7 +48,7 @@ def group_norm(
         raise OperandError(f"ttnn.group_norm: {channels} channels are not {num_groups} equal groups")
     present = [each for each in (input_tensor, weight, bias) if each is not None]
     _, (block, *_) = operands("group_norm", *present)
-    gamma, beta = (weight_by_channel(each, input_tensor, core_grid) for each in (weight, bias))
+    gamma, beta = (_by_channel(each, input_tensor, core_grid) for each in (weight, bias))
     places = tuple(range(1 - rank, -1))  # all dims but those of pictures and channels
 
     def average(values: Block) -> Block:
@@ -66,7 +66,7 @@ def group_norm(
     return make(call(block.float()), (*cuts, *rows(f"S({last}){', R' * len(others)} -> S({last})")), *present)
 
 
-def weight_by_channel(tensor: Tensor | None, like: Tensor, core_grid: Any) -> Block | None:
+def _by_channel(tensor: Tensor | None, like: Tensor, core_grid: Any) -> Block | None:
     """A weight as one row of channels, without what `create_group_norm_weight_bias_rm` puts behind those of a core."""
     if tensor is None:
         return None
