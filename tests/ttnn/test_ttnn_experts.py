@@ -71,9 +71,27 @@ def inserted(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor, counts: torc
     return found
 
 
-def choices(size: Any, generator: torch.Generator) -> torch.Tensor:
-    """Numbers of experts, no two alike in a row."""
-    return torch.rand(size, generator=generator).argsort(-1).int()
+def starts(size: Any, generator: torch.Generator) -> torch.Tensor:
+    """Regions of four experts that do not meet: at 0, 3, 6 and 7, of three rows at most."""
+    return torch.tensor([0, 3, 6, 7]).int().expand(size).clone()
+
+
+def two_of_four(size: Any, generator: torch.Generator) -> torch.Tensor:
+    """Two different experts: the first or the second, and the last."""
+    first = torch.randint(0, 2, size, generator=generator)
+    first[..., 1] = 3
+    return first.int()
+
+
+def unified(x: torch.Tensor, first: torch.Tensor, many: torch.Tensor, table: torch.Tensor, *w: torch.Tensor) -> Any:
+    found = torch.zeros_like(x)
+    for expert in range(2):
+        gate, up, down = w[3 * expert : 3 * expert + 3]
+        begin = int(first[table[expert]])
+        end = begin + min(3, int(many[table[expert]]))
+        rows = x[:, begin:end]
+        found[:, begin:end] = (F.silu(rows @ gate) * (rows @ up)) @ down
+    return found
 
 
 GATE = {"n_groups": 4, "topk_groups": 2, "n_activated_experts": 3, "route_scale": 2.5}
@@ -168,6 +186,20 @@ WORK = [
         ][:3],
     ),
     Case(
+        "unified_routed_expert_moe",
+        lambda x, first, many, table, *w: PREFILL.unified_routed_expert_moe(
+            x, first, many, table, w[0::3], w[1::3], w[2::3], 3
+        ),
+        unified,
+        [(1, 10, 4), (4,), (4,), (2,), (4, 6), (4, 6), (6, 4), (4, 6), (4, 6), (6, 4)],
+        [
+            "R, R, R, R, S(1), S(1), S(0), S(1), S(1), S(0) -> P(sum)",
+            "R, R, R, R, R, R, R, R, R, R -> R",
+            "S(2), R, R, R, R, R, R, R, R, R -> P(unknown)",
+        ][:2],
+        ["float", starts, 4, two_of_four],
+    ),
+    Case(
         "post_combine_reduce",
         lambda x, w: PREFILL.post_combine_reduce(x, w, expert_dim=2),
         lambda x, w: (x * w[..., None]).sum(2),
@@ -216,6 +248,21 @@ def test_gates_and_work_of_experts_are_torchs(case: Case, grid: tuple[int, ...],
 @pytest.mark.parametrize(("case", "text"), [(case, text) for case in CASES for text in case.cuts], ids=str)
 def test_labels_of_gates_and_work_of_experts_are_true(case: Case, text: str) -> None:
     check_cut(case, text)
+
+
+def test_what_experts_cannot_do_is_told() -> None:
+    x, told = tensor_of(torch.rand(1, 1, 4, 4), (1, 1)), tensor_of(torch.zeros(1, 1, 1).int(), (1, 1), dtype=ttnn.int32)
+    w = [tensor_of(torch.rand(1, 1, 4, 4), (1, 1))]
+    with pytest.raises(UnsupportedError, match="silu without biases"):
+        PREFILL.unified_routed_expert_moe(x, told, told, told, w, w, w, 4, gate_biases=w)
+    with pytest.raises(UnsupportedError, match="silu without biases"):
+        PREFILL.unified_routed_expert_moe(
+            x, told, told, told, w, w, w, 4, activation=ttnn.RoutedExpertActivation.SituGlu
+        )
+    with pytest.raises(OperandError, match="expert 1 of 1"):
+        PREFILL.extract(x, told, told, told, local_expert_id=1, max_dispatched_tokens_per_expert=4)
+    with pytest.raises(UnsupportedError, match="were not sent"):
+        PREFILL.post_combine_reduce(x, x, x)
 
 
 def test_what_a_gate_cannot_do_is_told() -> None:

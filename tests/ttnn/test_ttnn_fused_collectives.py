@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import meshloom as loom
 from meshloom import ttnn
 from meshloom.errors import OperandError, UnsupportedError
 from ttnn_cases import P, R, S, composed, distributed, held, label, mesh, tensor_of
@@ -45,6 +46,55 @@ def placed(found: Any, grid: tuple[int, ...], axis: int, placement: Any) -> None
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 2
+
+
+# what is sent
+
+
+@pytest.mark.parametrize("mode", ["direct", "host", "fabric"])
+def test_what_fused_ops_send_is_recorded_and_the_same_in_every_mode(mode: str) -> None:
+    grid, axis = (1, 4), 1
+    x, w = cut(numbers(1, 1, 4, 8), grid, axis, S(3)), cut(numbers(8, 8, seed=1), grid, axis, R)
+    part = cut(numbers(8, 8, seed=1), grid, axis, S(0))
+    keys = cut(numbers(1, 2, 8, 4), grid, axis, S(2))
+    how = {"multi_device_global_semaphore": [], "cluster_axis": axis}
+    ring = {"logical_n": 8, "cluster_axis": axis, "mesh_device": mesh(grid), "multi_device_global_semaphore": []}
+    calls = {
+        "all_gather": lambda: EXPERIMENTAL.all_gather_minimal_matmul_async(x, w, **how)[0],
+        "reduce_scatter": lambda: EXPERIMENTAL.minimal_matmul_strided_reduce_scatter_async(
+            x, part, 3, [], ttnn.CoreCoord(0, 6), cluster_axis=axis
+        )[1],
+        "all_reduce": lambda: EXPERIMENTAL.dit_fused_distributed_rmsnorm(x, axis, mesh(grid), []),
+        "all_gather twice": lambda: ttnn.transformer.ring_joint_scaled_dot_product_attention(
+            keys, keys, keys, joint_strategy="rear", dim=2, num_links=1, **ring
+        )[0],
+    }
+    for kind, call in calls.items():
+        plain = call()
+        with loom.record() as log, ttnn.collective_mode(mode):
+            found = call()
+        assert dict(log.kinds()) == {kind.split()[0]: 2 if "twice" in kind else 1}
+        torch.testing.assert_close(found.block, plain.block)
+
+
+def test_choices_about_speed_are_accepted_and_change_nothing() -> None:
+    grid, axis = (1, 2), 1
+    x, w = cut(numbers(1, 1, 4, 8), grid, axis, S(3)), cut(numbers(8, 8, seed=1), grid, axis, R)
+    given = (x, w, None, 3, [], ttnn.CoreCoord(0, 6))
+    plain = EXPERIMENTAL.strided_all_gather_minimal_matmul_async(*given, cluster_axis=axis)
+    found = EXPERIMENTAL.strided_all_gather_minimal_matmul_async(
+        *given, cluster_axis=axis, mm_signal_aggregator_mode=ttnn.MMSignalAggregatorMode.On
+    )
+    assert torch.equal(found[1].block, plain[1].block)
+    q, g = cut(numbers(1, 2, 2, 4), grid, axis, R), cut(-numbers(1, 2, 2).abs(), grid, axis, R)
+    rule = ttnn.transformer.chunk_gated_delta_rule
+    configs = [ttnn.ChunkGdnMonoProgramConfig(), ttnn.ChunkGdnPhasedProgramConfig(use_mcast=False)]
+    for config in (*configs, ttnn.ChunkGdnFusedProgramConfig(num_producers=2)):
+        out, _ = rule(q, q, q, g, g, program_config=config, wy_inverse=ttnn.ChunkGdnWyInverse.HORNER)
+        assert torch.equal(out.block, rule(q, q, q, g, g)[0].block)
+    assert str(ttnn.WorkerMode.DIRECT) == "WorkerMode.DIRECT" and ttnn.DispatchAlgorithm.SPARSE_MCAST_SHORTEST_PATH
+    assert ttnn.LayerNormType.RMSNORM is not ttnn.LayerNormType.LAYERNORM
+    assert len(ttnn.DistributedLayerNormStage) == 3
 
 
 # products

@@ -165,6 +165,66 @@ def test_a_fallback_function_is_torchs_on_tensors_of_ttnn(mesh):
         ttnn.get_fallback_function(torch.relu)
 
 
+# cores of group norms
+
+
+@pytest.mark.parametrize("height", [False, True])
+@pytest.mark.parametrize(
+    ("channels", "groups", "rows"), [(320, 32, 4096), (640, 32, 1024), (1280, 32, 96), (96, 3, 50)]
+)
+def test_a_group_norm_is_asked_where_its_input_should_lie_and_runs_there(open_mesh, height, channels, groups, rows):
+    device = open_mesh(1, 1)
+    for row_major in (False, True):
+        memory, grid = ttnn.determine_expected_group_norm_sharded_config_and_grid_size(
+            device=device,
+            num_channels=channels,
+            num_groups=groups,
+            input_nhw=rows,
+            is_height_sharded=height,
+            is_row_major=row_major,
+        )
+        spec = memory.shard_spec
+        across = ttnn.get_group_norm_cores_across_channel(memory.memory_layout, grid, spec.orientation)
+        assert spec.shape[0] % 32 == 0 and spec.shape[1] * across == channels
+        assert spec.shape[1] % (channels // groups) == 0, "a group is on two cores"
+        assert spec.shape[0] * (spec.grid.num_cores() // across) == -(-rows // 32) * 32
+        assert grid.x <= 8 and grid.y <= 8 and spec.grid.num_cores() <= grid.x * grid.y
+    x = torch.randn(1, 1, rows, channels)
+    given = ttnn.to_memory_config(ttnn.from_torch(x, device=device, layout=ttnn.TILE_LAYOUT), memory)
+    found = ttnn.group_norm(given, num_groups=groups, epsilon=1e-5, core_grid=grid)
+    want = torch.nn.functional.group_norm(x[0].transpose(1, 2), groups, eps=1e-5).transpose(1, 2)[None]
+    torch.testing.assert_close(ttnn.to_torch(found), want, rtol=1e-4, atol=1e-4)
+
+
+def test_channels_that_make_no_equal_groups_in_tiles_are_refused(open_mesh):
+    with pytest.raises(RuntimeError, match="equal groups in whole tiles"):
+        ttnn.determine_expected_group_norm_sharded_config_and_grid_size(
+            device=open_mesh(1, 1), num_channels=40, num_groups=4, input_nhw=32, is_height_sharded=False
+        )
+
+
+# marks
+
+
+def test_zones_and_messages_are_seen_by_torchs_profiler(mesh):
+    x = ttnn.from_torch(torch.ones(2, 2), device=mesh)
+    with torch.profiler.profile() as profile:
+        ttnn.start_tracy_zone("model.py", "outer", 1)
+        ttnn.profiler.start_tracy_zone("model.py", "inner", 2)
+        ttnn.relu(x)
+        assert ttnn.stop_tracy_zone() and ttnn.stop_tracy_zone("outer") and not ttnn.stop_tracy_zone()
+        ttnn.tracy_message("half way")
+        ttnn.tracy_frame()
+    events = {event.name: event for event in profile.events()}
+    outer, inner = (events[f"{name} model.py:{line}"].time_range for name, line in (("outer", 1), ("inner", 2)))
+    assert outer.start <= inner.start <= inner.end <= outer.end
+    assert {"half way", "frame"} <= set(events)
+    with pytest.raises(UnsupportedError, match="no hardware measures"):
+        ttnn.profiler.get_latest_programs_perf_data()
+    with pytest.raises(TypeError, match="takes a text"):
+        ttnn.tracy_message(3)
+
+
 # devices
 
 

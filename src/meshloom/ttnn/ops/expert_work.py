@@ -6,11 +6,13 @@ expert of the model where its rows begin and how many they are; the table says w
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import torch
 
 from meshloom.errors import OperandError, UnsupportedError
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.ops.block_moves import spread
 from meshloom.ttnn.ops.calling import Made, make, op, operands
 from meshloom.ttnn.ops.reductions import reduce
@@ -18,6 +20,8 @@ from meshloom.ttnn.ops.topologies import einsum, moves, rows, same
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
+
+__all__ = ["RoutedExpertActivation"]
 
 # rows of a buffer
 
@@ -55,15 +59,14 @@ def extract(
     axes = len(global_tensor.grid)
     first, many = _region(name, local_expert_id, told, axes)
     place = torch.arange(max_dispatched_tokens_per_expert)
-    index = (first.unsqueeze(-1) + place).clamp(max=global_tensor.shape[-2] - 1)
-    found = _take(block, index, axes)
+    found = _take(block, first.unsqueeze(-1) + place, axes)
     kept = (place < many.unsqueeze(-1)).reshape(*many.shape, *(1,) * (len(global_tensor.shape) - 2), -1, 1)
     return make(torch.where(kept, found, 0), rows(*_columns(*given)), *given)
 
 
 def _take(block: Block, index: Block, axes: int) -> Block:
     """Rows of the last but one dim by number, every device its own."""
-    block, index = spread([block, index], axes)
+    block, index = spread([block, index.clamp(max=block.shape[-2] - 1)], axes)
     wide = index.reshape(*index.shape[:axes], *(1,) * (block.dim() - axes - 2), -1, 1)
     return block.gather(-2, wide.expand(*block.shape[:-2], -1, block.shape[-1]))
 
@@ -113,6 +116,67 @@ def routed_expert_ffn(x: Tensor, gate_proj: Tensor, up_proj: Tensor, down_proj: 
 
 def _feed(x: Block, gate: Block, up: Block, down: Block) -> Block:
     return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
+
+
+class RoutedExpertActivation(Choice):
+    """What an expert does with its gate; of the gates with limits we know no description of the limits."""
+
+    Silu = enum.auto()
+    ClampedSiluGlu = enum.auto()
+    SituGlu = enum.auto()
+    SwiGluOai = enum.auto()
+
+
+@op("experimental.deepseek_prefill.unified_routed_expert_moe")
+def unified_routed_expert_moe(
+    dispatched_buffer: Tensor,
+    expert_region_offsets: Tensor,
+    expert_token_counts: Tensor,
+    global_expert_idx_table: Tensor,
+    gate_projs: Sequence[Tensor],
+    up_projs: Sequence[Tensor],
+    down_projs: Sequence[Tensor],
+    max_dispatched_tokens_per_expert: int,
+    *,
+    activation: RoutedExpertActivation = RoutedExpertActivation.Silu,
+    gate_biases: Sequence[Tensor] | None = None,
+    up_biases: Sequence[Tensor] | None = None,
+    down_biases: Sequence[Tensor] | None = None,
+    min_active_tokens: int = 0,
+    max_active_tokens: int = 4294967295,
+) -> Made:
+    """`routed_expert_ffn` of every expert of a device on its own rows of the buffer; zeros in rows of no expert."""
+    name = "experimental.deepseek_prefill.unified_routed_expert_moe"
+    biases = [each for each in (gate_biases, up_biases, down_biases) if each]
+    if activation is not RoutedExpertActivation.Silu or biases or (min_active_tokens, max_active_tokens) != _ANY:
+        raise UnsupportedError(f"ttnn.{name}: silu without biases for any number of tokens is what is covered")
+    told = (expert_region_offsets, expert_token_counts, global_expert_idx_table)
+    weights = list(zip(gate_projs, up_projs, down_projs, strict=True))
+    given = (dispatched_buffer, *told, *(each for three in weights for each in three))
+    _, (block, *blocks) = operands(name, *given)
+    axes, rank, size = len(dispatched_buffer.grid), len(dispatched_buffer.shape), dispatched_buffer.shape[-2]
+    found = block.new_zeros(()).float()
+    for expert in range(len(weights)):
+        first, many = _region(name, expert, blocks[:3], axes)
+        place = torch.arange(size) - first.unsqueeze(-1)
+        mine = (place >= 0) & (place < many.clamp(max=max_dispatched_tokens_per_expert).unsqueeze(-1))
+        rows_of = _take(block.float(), (first.unsqueeze(-1) + _up_to(max_dispatched_tokens_per_expert, size)), axes)
+        three = (aligned(each.float(), axes, rank) for each in blocks[3 + 3 * expert : 6 + 3 * expert])
+        made = _take(_feed(rows_of, *three), place.clamp(0, rows_of.shape[-2] - 1), axes)
+        kept = mine.reshape(*mine.shape[:axes], *(1,) * (rank - 2), -1, 1)
+        found = torch.where(kept, made, found)
+    inner = ", ".join(
+        "S({}), S({}), S({})".format(*(len(each.shape) - at for each, at in zip(three, (1, 1, 2), strict=True)))
+        for three in weights
+    )
+    return make(found, rows(f"R, R, R, R, {inner} -> P(sum)", exact=True), *given)
+
+
+_ANY = (0, 4294967295)
+
+
+def _up_to(count: int, size: int) -> Block:
+    return torch.arange(min(count, size))
 
 
 # sums

@@ -42,7 +42,7 @@ REASONS: Mapping[str, str] = {
         experimental.deepseek_prefill.dispatch_fabric2d experimental.deepseek_prefill.hybrid_routed_expert_moe
         experimental.deepseek_prefill.hybrid_routed_expert_moe_forwarding_buffer
         experimental.deepseek_prefill.moe_fused_swiglu experimental.deepseek_prefill.moe_padding_config
-        experimental.deepseek_prefill.offset_cumsum experimental.deepseek_prefill.unified_routed_expert_moe""",
+        experimental.deepseek_prefill.offset_cumsum""",
     "We know no description of what its operands mean: caches that several devices share": """
         experimental.deepseek_prefill.pack_scaled_fp8_kv_cache experimental.deepseek_prefill.rotary_embedding_indexed
         experimental.deepseek_prefill.update_padded_kv_cache experimental.deepseek_prefill.zero_padded_kv_cache
