@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshloom import ttnn
-from ttnn_cases import P, R, S, check_parts, composed, distributed, each_device, label, tensor_of
+from ttnn_cases import P, R, S, check_parts, composed, distributed, each_device, label, mesh, tensor_of
 
 GRIDS = [(1, 1), (2, 2)]
 DTYPES = [ttnn.float32, ttnn.bfloat16]
@@ -112,3 +112,25 @@ def check_cut(case: Case, text: str) -> None:
             whole = composed(each)
             assert whole is not None
             torch.testing.assert_close(whole.double(), want.double(), rtol=1e-4, atol=1e-4)
+
+
+def check_trace(case: Case, grid: tuple[int, ...] = (2, 2)) -> None:
+    """Raise unless the replay of a captured call gives what torch makes of the operands as they are then."""
+    device = mesh(grid)
+    operands = [case.operand(place, grid, ttnn.float32) for place in range(len(case.shapes))]
+    case.call(*operands, **case.keywords)  # what is made once is made before the capture
+    trace = ttnn.begin_trace_capture(device)
+    try:
+        found = listed(case.call(*operands, **case.keywords))
+    finally:
+        ttnn.end_trace_capture(device, trace)
+    for seed in (2, 3):
+        for place, operand in enumerate(operands):
+            operand.block.copy_(case.values(place, operand.block.shape[: len(grid)], seed))
+        wanted = each_device(lambda *parts: listed(case.torch(*parts, **case.keywords)), *operands)
+        ttnn.execute_trace(device, trace, blocking=True)
+        for number, each in enumerate(found):
+            if each is not None:
+                parts = {place: want[number].to(each.dtype.store) for place, want in wanted.items()}
+                check_parts(each, parts, *case.tolerance)
+    ttnn.release_trace(device, trace)

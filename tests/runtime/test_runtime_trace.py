@@ -80,6 +80,22 @@ def test_views_of_what_is_made_of_pictures_with_channels_last_are_right_in_a_rep
             torch.testing.assert_close(found, each)
 
 
+def test_conjugates_and_their_imaginary_parts_are_right_in_a_replay():
+    x, y = (torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+
+    def run(a, b):
+        z = torch.complex(a, b) * 2
+        return z.conj().clone(), z.conj().imag + 1, z * z.conj(), torch.complex(a, b).conj().resolve_conj().imag
+
+    with capture() as trace:
+        made = run(x, y)
+    for seed in (2, 3):
+        x.copy_(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)))
+        trace.replay()
+        for found, each in zip(made, run(x, y), strict=True):
+            torch.testing.assert_close(found, each)
+
+
 def test_nothing_is_computed_while_a_trace_is_captured():
     mesh = loom.open_mesh((2,))
     x = loom.ones(4, mesh=mesh)

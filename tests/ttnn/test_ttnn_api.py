@@ -59,6 +59,11 @@ def test_most_operations_are_covered(capsys: pytest.CaptureFixture[str]) -> None
     assert len(COVERED) >= LEAST
 
 
+def test_the_guide_gives_the_number_of_covered_operations() -> None:
+    guide = (PAGE.parent / "ttnn.md").read_text(encoding="utf-8")
+    assert f"{len(COVERED)} of the {len(ALL)} operations are covered" in guide
+
+
 def test_every_operation_is_covered_or_has_one_reason_why_not() -> None:
     listed = [name for names in omitted.REASONS.values() for name in names.split()]
     assert len(listed) == len(set(listed)) and not set(listed) & set(COVERED)

@@ -9,7 +9,7 @@ import torch
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError
-from ttnn_op_cases import DTYPES, GRIDS, Case, check_cut, check_values
+from ttnn_op_cases import DTYPES, GRIDS, Case, check_cut, check_trace, check_values
 
 SHAPE = (2, 1, 4, 6)
 
@@ -82,6 +82,11 @@ def test_ops_of_complex_numbers_are_torchs(case: Case, grid: tuple[int, ...], dt
 @pytest.mark.parametrize(("case", "text"), [(case, text) for case in CASES for text in case.cuts], ids=str)
 def test_labels_of_complex_numbers_are_true(case: Case, text: str) -> None:
     check_cut(case, text)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ops_of_complex_numbers_run_in_traces(case: Case) -> None:
+    check_trace(case)
 
 
 def test_numbers_on_the_axes_are_found_and_ones_of_length_zero_have_no_gradient() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from meshloom import ttnn
-from ttnn_op_cases import DTYPES, GRIDS, Case, check_cut, check_values
+from ttnn_op_cases import DTYPES, GRIDS, Case, check_cut, check_trace, check_values
 
 ROWS = (2, 4, 12)
 PLANES = (2, 4, 5, 6)
@@ -215,3 +215,8 @@ def test_spectra_statistics_and_recurrences_are_torchs(case: Case, grid: tuple[i
 @pytest.mark.parametrize(("case", "text"), [(case, text) for case in CASES for text in case.cuts], ids=str)
 def test_labels_of_spectra_statistics_and_recurrences_are_true(case: Case, text: str) -> None:
     check_cut(case, text)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_spectra_statistics_and_recurrences_run_in_traces(case: Case) -> None:
+    check_trace(case)

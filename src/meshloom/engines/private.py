@@ -44,6 +44,8 @@ nn_functions: Any = torch._C._nn
 canonical_mask: Any = F._canonical_mask
 # products of tokens with the experts that they belong to
 grouped_mm: Any = torch._grouped_mm
+# an array seen with the other sign, as imaginary parts of conjugates are
+neg_view: Any = torch._neg_view
 # array calls seen as they are made, or left alone; lists and dictionaries of tensors taken apart
 disable_current_modes: Any = _disable_current_modes
 

@@ -11,19 +11,21 @@ from typing import Any
 
 import torch
 
-from meshloom.engines.private import tree_map_only
+from meshloom.engines.private import neg_view, tree_map_only
 from meshloom.runtime.recorder import Step, memory_of
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """An array by where it lies: which memory, and how it is seen there."""
+    """An array by where it lies: which memory, and how it is seen there, maybe as conjugates or with the other sign."""
 
     memory: int
     dtype: torch.dtype
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
 
 
 class Reuse:
@@ -45,7 +47,8 @@ class Reuse:
                     return array
                 self._first.setdefault(memory, number)
                 self._last[memory] = number
-                return Spot(memory, array.dtype, int(array.storage_offset()), tuple(array.shape), array.stride())
+                place = (array.dtype, int(array.storage_offset()), tuple(array.shape), array.stride())
+                return Spot(memory, *place, array.is_conj(), array.is_neg())
 
             step.args = tree_map_only(torch.Tensor, spot, step.args)
             step.kwargs = tree_map_only(torch.Tensor, spot, step.kwargs)
@@ -58,8 +61,10 @@ class Reuse:
         rooms.update(shared_rooms([(self._first[m], self._last[m], sizes[m], m) for m in inner]))
 
         def array(spot: Spot) -> torch.Tensor:
-            made = torch.empty(0, dtype=spot.dtype)
-            return made.set_(rooms[spot.memory], spot.offset, spot.size, spot.stride)
+            made = torch.empty(0, dtype=spot.dtype).set_(rooms[spot.memory], spot.offset, spot.size, spot.stride)
+            made = made.conj() if spot.is_conj else made
+            seen: torch.Tensor = neg_view(made) if spot.is_neg else made
+            return seen
 
         for _, step in self._steps:
             step.args = tree_map_only(Spot, array, step.args)
