@@ -148,17 +148,20 @@ def all_to_all_combine(
 
 
 def _slots(name: str, group: Group, mapping: Block, held: int) -> Block:
-    """For every expert the row that it has in what a group gathers, -1 if it is outside: parts are [experts]."""
+    """For every expert the row that it has in what a group gathers, -1 if it is outside: parts are [experts].
+
+    Groups may have experts of the same number: of rows that share the experts, each column asks its own.
+    """
     axes, (experts, devices) = group.mesh.ndim, mapping.shape[-2:]
     if devices != group.mesh.size:
         raise OperandError(f"ttnn.{name}: expert_mapping_tensor is for {devices} devices of {group.mesh.size}")
-    table = mapping.reshape(*mapping.shape[:axes], experts, devices) != 0
+    groups = _numbers(group).expand(group.mesh.shape)
+    members = groups.unsqueeze(-1) == groups.flatten()  # of a device's group, [*mesh, devices]
+    table = (mapping.reshape(*mapping.shape[:axes], experts, devices) != 0) & members.unsqueeze(-2)
     owner = table.long().argmax(-1)
     local = (table.long().cumsum(-2) - 1).gather(-1, owner.unsqueeze(-1)).squeeze(-1) if held > 1 else owner * 0
     position = group.position().expand(group.mesh.shape)
-    groups = _numbers(group).expand(group.mesh.shape)
-    here = groups.unsqueeze(-1) == groups.flatten()[owner]
-    return torch.where(here & table.any(-1), position.flatten()[owner] * held + local, torch.tensor(-1))
+    return torch.where(table.any(-1), position.flatten()[owner] * held + local, torch.tensor(-1))
 
 
 def _numbers(group: Group) -> Block:
