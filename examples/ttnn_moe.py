@@ -152,7 +152,6 @@ class Experts:
             self.down,
             sparsity=chosen,
             is_input_a_sparse=True,
-            is_input_b_sparse=False,
             program_config=self.program(width),
         )  # [runs, e, 32, width]
         made = ttnn.to_layout(ttnn.permute(made, (1, 0, 2, 3)), ttnn.ROW_MAJOR_LAYOUT)

@@ -114,9 +114,15 @@ class Convolution:
         self.out_channels = self.weight.shape[1 if self.op is ttnn.conv_transpose2d else 0]
         relu = ttnn.UnaryWithParam(ttnn.UnaryOpType.RELU) if how.pop("relu", True) else None
         self.config = ttnn.Conv2dConfig(
-            weights_dtype=ttnn.bfloat16, activation=relu, shard_layout=layout, deallocate_activation=True
+            weights_dtype=ttnn.bfloat16,
+            activation=relu,
+            shard_layout=layout,
+            reshard_if_not_optimal=True,
+            deallocate_activation=True,
         )
         self.how = {"kernel_size": (3, 3), "stride": (1, 1), "padding": (1, 1), **how}
+        if self.op is ttnn.conv2d:
+            self.how["slice_config"] = ttnn.Conv2dL1FullSliceConfig  # at once, in L1, also if the input is in DRAM
 
     def __call__(self, x: Any, device: Any) -> Any:
         batch, height, width, channels = self.sizes
