@@ -373,6 +373,37 @@ def test_a_replay_uses_what_its_ops_use(watched: Any) -> None:
     assert value_of(y.cpu(cq_id=1)) == 4.0
 
 
+COPIES = {
+    "typecast": lambda x: ttnn.typecast(x, ttnn.bfloat16),
+    "to_layout": lambda x: ttnn.to_layout(x, ttnn.ROW_MAJOR_LAYOUT),
+    "to_memory_config": lambda x: ttnn.to_memory_config(x, ttnn.L1_MEMORY_CONFIG),
+    "clone": ttnn.clone,
+    "move": lambda x: ttnn.move(ttnn.add(x, 0.0)),
+    "copy": lambda x: ttnn.copy(x, ttnn.add(x, 1.0)),
+    "full": lambda x: ttnn.full([1, 1, 32, 32], 1.0, device=x.device(), layout=ttnn.TILE_LAYOUT),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_a_copy_writes_is_used_by_its_queue_and_by_a_replay(watched: Any, name: str) -> None:
+    x = ones(watched, device=watched)
+    ttnn.synchronize_device(watched)
+    y = COPIES[name](x)
+    with pytest.raises(RaceError, match="read of tensor"):
+        y.cpu(cq_id=1)
+    ttnn.synchronize_device(watched)
+    trace = ttnn.begin_trace_capture(watched)
+    for _ in range(2):  # the second is where the first was
+        between = COPIES[name](x)
+        y = ttnn.add(between, 1.0)
+        ttnn.deallocate(between)
+    ttnn.end_trace_capture(watched, trace)
+    ttnn.synchronize_device(watched)
+    for _ in range(2):
+        ttnn.execute_trace(watched, trace, blocking=False)  # nothing to tell: it reads what it wrote
+        assert value_of(y) == 2.0
+
+
 @pytest.mark.parametrize("words", ["races", "races,always"])
 def test_the_check_of_races_goes_with_that_of_processes(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHLOOM_CHECK", words)

@@ -160,6 +160,14 @@ def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Se
             _tell(queue_of(device), f"ttnn.{name} at {where()}", listed)
 
 
+def note_write(tensor: Tensor) -> Tensor:
+    """An op has made a tensor, or written it."""
+    device = tensor.device()
+    if device is not None and (device.watched or state.capture is not None):
+        used(device, "op", writes=(tensor,))
+    return tensor
+
+
 def _check_grid(device: MeshDevice, tensor: Tensor) -> None:
     if tensor._grid != tuple(device.shape):
         raise OperandError(

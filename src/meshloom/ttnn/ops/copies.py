@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.block_moves import fresh
 from meshloom.ttnn.ops.calling import blocks_of, op, operands
@@ -28,7 +29,7 @@ def _copy_as(
     """The values of a tensor in one of its own; on the host, or where it is."""
     (block,) = blocks_of(name, tensor)
     kind = dtype or tensor.dtype
-    return Tensor(
+    made = Tensor(
         converted(block, kind, block) if kind is not tensor.dtype else fresh(block),
         tensor.grid,
         kind,
@@ -41,6 +42,7 @@ def _copy_as(
         tensor._coords,
         home=tensor.home,
     )
+    return queues.note_write(made)
 
 
 def _check(name: str, tensor: Any) -> None:
@@ -169,7 +171,7 @@ def copy(input_a: Tensor, input_b: Tensor) -> Tensor:
         raise OperandError(f"ttnn.copy: shapes differ: {list(input_a.shape)} and {list(input_b.shape)}")
     input_b.write(converted(input_a.block, input_b.dtype) if input_a.dtype is not input_b.dtype else input_a.block)
     input_b.update_tensor_topology(input_a.tensor_topology())
-    return input_b
+    return queues.note_write(input_b)
 
 
 @op("assign", spelled={"input_tensor": "input_a"})
@@ -200,7 +202,8 @@ def _elsewhere(name: str, tensor: Tensor, memory_config: MemoryConfig | None) ->
     grid, label, device, coords = tensor.grid, tensor.tensor_topology(), tensor.device(), tensor._coords
     config = memory_config or tensor.memory_config()
     tensor.deallocate(force=True)
-    return Tensor(block, grid, tensor.dtype, tensor.layout, label, device, config, tensor.tile, tensor._pad, coords)
+    made = Tensor(block, grid, tensor.dtype, tensor.layout, label, device, config, tensor.tile, tensor._pad, coords)
+    return queues.note_write(made)
 
 
 @op("reallocate")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
 from meshloom.ttnn.ops.topologies import EACH, replicated_topology
@@ -50,7 +51,7 @@ def make_tensor(
     grid = tuple(device.shape) if device is not None else (1, 1)
     block = rounded(values, kind).reshape(*(1,) * len(grid), *values.shape)
     label = replicated_topology(grid) if device is not None else ALONE
-    return Tensor(block, grid, kind, order, label, device, memory_config or DRAM_MEMORY_CONFIG)
+    return queues.note_write(Tensor(block, grid, kind, order, label, device, memory_config or DRAM_MEMORY_CONFIG))
 
 
 def _fill_shape(shape: Shapes, value: float, dtype: DataType | None) -> Block:
