@@ -606,23 +606,6 @@ def test_tokens_go_to_the_devices_of_their_experts_and_back(meshes: Any, axis: i
                 torch.testing.assert_close(parts_of(back)[place][k], own * factor.unsqueeze(-1))
 
 
-def test_columns_that_hold_the_same_experts_each_ask_their_own(meshes: Any) -> None:
-    mesh, generator = meshes(2, 3), torch.Generator().manual_seed(0)
-    rows = torch.tensor([0, 1, 1, 0])  # where an expert is, in every column
-    mapping = torch.nn.functional.one_hot(rows, 2).repeat_interleave(3, 1).int().reshape(1, 1, 1, 1, 4, 6)
-    tokens = torch.randn(2, 1, 2, 1, 3, 4, generator=generator)  # columns have copies
-    chosen = torch.rand(2, 1, 2, 1, 3, 4, generator=generator).argsort(-1)[..., :2].int()
-    x, indices, table = (tensor_on(mesh, each) for each in (tokens.expand(2, 3, 2, 1, 3, 4), chosen, mapping))
-    sent, metadata = ttnn.all_to_all_dispatch(x, indices, table, cluster_axis=0)
-    columns = torch.arange(1.0, 4).reshape(1, 3, 1, 1, 1, 1)  # what an expert makes is another in every column
-    made = torch.stack([sent.block * 2 * columns, sent.block * 3 * columns], 2).squeeze(3)
-    back = ttnn.all_to_all_combine(tensor_on(mesh, made), metadata, table, cluster_axis=0)
-    for (row, column), found in parts_of(back).items():
-        own, picked = tokens[row, 0].squeeze(1), chosen[row, 0].squeeze(1).long()
-        factor = torch.tensor([2, 2, 3, 3])[picked].movedim(-1, 0).unsqueeze(-1) * (column + 1)
-        torch.testing.assert_close(found, own * factor)
-
-
 def test_a_local_sum_counts_once_per_device(meshes: Any) -> None:
     mesh = meshes(2, 2)
     tokens, chosen, mapping, owner = experts(mesh, seed=3)

@@ -16,6 +16,7 @@ import torch
 
 import meshloom as loom
 from meshloom import ttnn
+from meshloom.ttnn import doctor
 from test_examples import ROOT, run_example
 
 sys.path.append(str(ROOT / "examples"))
@@ -33,6 +34,7 @@ ENOUGH = 0.999
 def mesh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A mesh with two queues; one of 8x4 on a Galaxy, as the environment says."""
     rows, columns = map(int, request.param.split("x"))
+    monkeypatch.setenv("MESHLOOM_CHECK", "races")  # a program that forgets an event is told
     if (rows, columns) == (8, 4):
         monkeypatch.setenv("MESHLOOM_SYSTEM", "Galaxy")
     if rows * columns > 1:
@@ -266,6 +268,31 @@ def test_experts_of_one_column_are_not_enough(mesh, monkeypatch):
     assert correlation(ttnn_moe.Experts(block, mesh, 32)(tokens), block.reference(tokens)) < 0.9
 
 
+@on("2x3")
+def test_columns_that_hold_the_same_experts_each_ask_their_own(mesh):
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randn(4, 1, 3, 4, generator=draw)  # two on each row, columns have copies
+    chosen = torch.rand(4, 1, 3, 4, generator=draw).argsort(-1)[..., :2]
+    rows = torch.tensor([0, 1, 1, 0])  # where an expert is, in every column
+    owners = torch.nn.functional.one_hot(rows, 2).repeat_interleave(3, 1)[None, None]
+
+    def put(value: torch.Tensor, dtype: Any, row: int | None = None, column: int | None = None) -> Any:
+        mapper = ttnn.ShardTensor2dMesh(mesh, (2, 3), dims=(row, column))
+        return ttnn.from_torch(value, dtype=dtype, device=mesh, mesh_mapper=mapper)
+
+    x, indices, table = put(tokens, ttnn.float32, 0), put(chosen, ttnn.uint16, 0), put(owners, ttnn.uint16)
+    sent, metadata = ttnn.all_to_all_dispatch(x, indices, table, cluster_axis=0)
+    factors = torch.tensor([1.0, 2, 3]).reshape(1, 1, 1, 3)  # what an expert makes is another in every column
+    scaled = ttnn.multiply(sent, put(factors, ttnn.float32, None, 3))
+    made = ttnn.concat([ttnn.multiply(scaled, 2.0), ttnn.multiply(scaled, 3.0)], dim=0)
+    back = ttnn.all_to_all_combine(made, metadata, table, cluster_axis=0)
+    for number, part in enumerate(ttnn.get_device_tensors(back)):
+        row, column = divmod(number, 3)
+        own, picked = tokens[2 * row : 2 * row + 2, 0], chosen[2 * row : 2 * row + 2, 0]
+        factor = torch.tensor([2, 2, 3, 3])[picked].movedim(-1, 0).unsqueeze(-1) * (column + 1)
+        torch.testing.assert_close(ttnn.to_torch(part), own * factor)
+
+
 @on("2x4")
 def test_experts_are_replayed_with_other_tokens(mesh):
     block = ttnn_moe.Block(ttnn_moe.Config())
@@ -313,3 +340,11 @@ def test_a_program_is_tied_to_meshloom_by_its_imports_alone(name):
     lines = Path(ROOT / "examples" / name).read_text().splitlines()
     assert {line.split()[0] for line in lines if "meshloom" in line} == {"from"}
     assert "--mesh" in run_example(name, "--help")
+
+
+@pytest.mark.parametrize("name", ["ttnn_llama.py", "ttnn_unet.py", "ttnn_bert.py", "ttnn_moe.py"])
+def test_the_doctor_finds_nothing_wrong_with_a_program(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name])
+    with doctor.watch() as seen:
+        sys.modules[name.removesuffix(".py")].main()
+    assert [each for each in seen.findings() if not each.holds] == []

@@ -31,7 +31,10 @@ PASSES_ON = frozenset(
     "to_device to_layout to_dtype to_memory_config typecast clone move reallocate reshape view permute transpose "
     "squeeze unsqueeze unsqueeze_to_4D tilize untilize tilize_with_zero_padding pad".split()
 )
-TAKES_WEIGHTS = frozenset("linear matmul embedding layer_norm rms_norm group_norm batch_norm conv1d conv2d".split())
+TAKES_WEIGHTS = frozenset(
+    "linear matmul sparse_matmul experimental.minimal_matmul embedding layer_norm layer_norm_post_all_gather rms_norm "
+    "rms_norm_post_all_gather group_norm batch_norm conv1d conv2d conv_transpose2d experimental.conv3d".split()
+)
 WEIGHTS = frozenset("input_tensor_b weight weight_tensor bias bias_tensor".split())
 SUMS = frozenset("all_reduce all_gather reduce_scatter".split())
 READS = frozenset("to_torch from_device copy_device_to_host_tensor".split())
@@ -57,6 +60,12 @@ class Origin:
     def cuts(self) -> list[PlacementShard]:
         """The placements that cut it."""
         return [each for each in self.label.placements() if isinstance(each, PlacementShard)]
+
+    @property
+    def has_batch_cut(self) -> bool:
+        """Whether devices have other elements of its batch, which is the first dim, or comes after dims of size 1."""
+        dims = (cut.dim % len(self.shape) for cut in self.cuts)
+        return any(all(size == 1 for size in self.shape[:dim]) for dim in dims)
 
     def __str__(self) -> str:
         return f"{list(self.shape)} with {self.label.placements()} from {self.line}"
@@ -128,11 +137,11 @@ class Seen:
 
     def _inputs(self) -> tuple[bool, str]:
         inputs = self._of("input")
-        whole = [each for each in inputs if not any(cut.dim == 0 or cut.dim == -len(each.shape) for cut in each.cuts)]
+        whole = [each for each in inputs if not each.has_batch_cut]
         if not whole:
             return True, f"{len(inputs)} sharded" if inputs else "none on several devices"
         if any(not each.is_replicated for each in self._of("weight")):
-            return True, f"{len(whole)} of {len(inputs)} not sharded at dim 0, beside weights that are sharded"
+            return True, f"{len(whole)} of {len(inputs)} not sharded at the batch, beside weights that are sharded"
         return False, f"every device computes the same: ttnn.ShardTensorToMesh(mesh_device, dim=0) for {whole[0]}"
 
     def _divisible(self) -> tuple[bool, str]:
