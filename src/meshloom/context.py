@@ -73,7 +73,7 @@ class Log:
     pending: list[Event] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)  # for each call, how many events there were before its own
 
-    def note_call(self, call: Any, where: str) -> None:
+    def note_call(self, call: object, where: str) -> None:
         """Write a call down before its events."""
         self.calls.append((call, where))
         self.marks.append(len(self.events))
@@ -156,7 +156,7 @@ class State(threading.local):
         return bool(self.logs) or (self.policy is not None and self.policy.level != "allow")
 
     @contextmanager
-    def changed(self, **values: Any) -> Iterator[None]:
+    def changed(self, **values: object) -> Iterator[None]:
         """The state with other values for the length of a block."""
         before = {name: getattr(self, name) for name in values}
         self._set(values)
@@ -165,7 +165,7 @@ class State(threading.local):
         finally:
             self._set(before)
 
-    def _set(self, values: dict[str, Any]) -> None:
+    def _set(self, values: dict[str, object]) -> None:
         for name, value in values.items():
             setattr(self, name, value)
         special = self.watching or self.shadows is not None or self.output is not None or bool(self.chosen)

@@ -96,7 +96,7 @@ def remove(name: str) -> None:
     forget_all()
 
 
-def check(op: Function, *args: Any, devices: Sequence[int] = (2, 3), **kwargs: Any) -> tuple[str, ...]:
+def check(op: Function, *args: object, devices: Sequence[int] = (2, 3), **kwargs: object) -> tuple[str, ...]:
     """Run every row of an op's rule on separate devices and compare with the whole: values, gradients and padding.
 
     Give it plain torch tensors in which every label has at least two elements. It returns the rows that were run, and
@@ -290,7 +290,7 @@ def _as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
     return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
 
-def _substitute(arguments: dict[str, Any], arrays: Sequence[torch.Tensor]) -> dict[str, Any]:
+def _substitute(arguments: dict[str, object], arrays: Sequence[torch.Tensor]) -> dict[str, object]:
     return {name: arrays[each.index] if isinstance(each, Ref) else each for name, each in arguments.items()}
 
 
@@ -300,7 +300,7 @@ def _substitute(arguments: dict[str, Any], arrays: Sequence[torch.Tensor]) -> di
 class _Trial:
     """A call on sample tensors, run whole and in parts."""
 
-    def __init__(self, op: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, op: Function, args: Sequence[object], kwargs: dict[str, object]) -> None:
         self.name, self.function = op.__name__, op.__wrapped__  # type: ignore[attr-defined]
         self.op = OPS[self.name]
         tensors: list[torch.Tensor] = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from meshloom.errors import NotationError, closest
 
 Shape = tuple[int, ...]
+Dims = int | Sequence[int] | None  # one, several, or all of them
 
 # The short name, the name in torch and numpy, and the bytes of one element.
 _DTYPES = (

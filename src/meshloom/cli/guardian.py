@@ -70,7 +70,7 @@ class Guardian:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
-    def _order(self, **order: Any) -> None:
+    def _order(self, **order: object) -> None:
         with contextlib.suppress(BrokenPipeError):  # it was killed, which its reports tell
             os.write(self._orders, json.dumps(order).encode() + b"\n")
 
@@ -162,7 +162,7 @@ class _Keeper:
             if rank in self._pids:  # not collected: its number is nobody else's
                 kill_group(self._pids[rank], number)
 
-    def _report(self, **facts: Any) -> None:
+    def _report(self, **facts: object) -> None:
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone, which the orders tell
             os.write(self._reports, json.dumps(facts).encode()[:4000] + b"\n")
 

@@ -48,7 +48,7 @@ __all__ = [
 _found: list[Callable[[str], Any]] = []
 
 
-def find_with(find: Callable[[str], Any]) -> None:
+def find_with(find: Callable[[str], object]) -> None:
     """Say how a collective on tensors is found by its name; the package does."""
     _found[:] = [find]
 

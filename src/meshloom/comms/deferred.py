@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ class DeferredGradient:
 class DeferredGradients(list[DeferredGradient]):
     """Those of a leaf, on the leaf; a copy of it, or what is read from a file, has none."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return DeferredGradients, ()
 
 

@@ -36,7 +36,7 @@ class Story:
         self.hash = zlib.crc32(text.encode(), self.hash)
 
 
-def _nobody(*_: Any) -> Any:
+def _nobody(*_: object) -> Any:
     raise PeerLostError(
         "there are no other processes", fix="open a mesh in the processes that share it: loom.open_mesh(...)"
     )
@@ -88,7 +88,7 @@ class Group:
             handles = {ranks: WORLD.connect(ranks) for ranks in self._beside}
             self.use(handles[self.ranks])
 
-    def use(self, handle: Any) -> None:
+    def use(self, handle: object) -> None:
         """Communicate through this group of torch's."""
         object.__setattr__(self, "handle", handle)
         WORLD.connected.append(self)

@@ -33,7 +33,7 @@ def _workers(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(WORKERS, thread_name_prefix="meshloom-collective")
 
 
-def _run_now(work: Callable[[], Any]) -> Future[Any]:
+def _run_now(work: Callable[[], Any]) -> Future[object]:
     """Work that was done here and now; its error, if it has one, is kept for whoever waits."""
     future: Future[Any] = Future()
     try:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -76,7 +75,7 @@ class Operand:
         axes = self.topology.axes_of[dim]
         return math.prod(self.mesh.shape[a] for a in axes if a not in self.axes)
 
-    def parts(self, missing: Any = 0) -> torch.Tensor:
+    def parts(self, missing: object = 0) -> torch.Tensor:
         """What each member holds; an element that some lack is `missing` there, one that all lack is zero."""
         topology, data = self.topology, self._with_summed_gradient()
         lacking = tuple(d for d in topology.padded_dims if any(a in self.axes for a in topology.axes_of[d]))

@@ -146,7 +146,7 @@ def _through_the_host(method: Callable[..., torch.Tensor]) -> Callable[..., torc
     """The method, counted with its bytes and seconds when it is done."""
 
     @wraps(method)
-    def run(self: HostMode, *arguments: Any) -> torch.Tensor:
+    def run(self: HostMode, *arguments: object) -> torch.Tensor:
         start = time.perf_counter()
         found = method(self, *arguments)
         _count_host(self.moved, time.perf_counter() - start)
@@ -373,7 +373,7 @@ class SendAll(Node):
         return send(parts.detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
         with torch.enable_grad():
             parts = ctx.saved_tensors[0].detach().requires_grad_()
             (found,) = torch.autograd.grad(ctx.same(parts), parts, gradient)

@@ -111,7 +111,7 @@ def _share(step: Sequence[Send], places: dict[Any, tuple[int, int]], here: int) 
 
 
 def _writes(
-    received: Sequence[Send], numbers: dict[Send, list[int]], places: dict[Any, tuple[int, int]]
+    received: Sequence[Send], numbers: dict[Send, list[int]], places: dict[object, tuple[int, int]]
 ) -> Iterator[Write]:
     for wave in waves(received):
         for reduce in (True, False):

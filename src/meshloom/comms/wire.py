@@ -20,7 +20,7 @@ _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
 def perform(
-    kind: str, group: Group, sent: torch.Tensor, start: Callable[[], Any], combine: Callable[[torch.Tensor], None]
+    kind: str, group: Group, sent: torch.Tensor, start: Callable[[], object], combine: Callable[[torch.Tensor], None]
 ) -> None:
     """Run one collective to its end, as the processes have agreed to when they met (`processes.divergence`).
 

@@ -50,7 +50,7 @@ class Engine(ABC):
         """The names of the ops that this engine has, in order."""
         return tuple(sorted(self.functions))
 
-    def run(self, op: str, *args: Any, **kwargs: Any) -> Any:
+    def run(self, op: str, *args: object, **kwargs: object) -> Any:
         """The result of an op of the table; dtypes may be given by name."""
         entry = find(op)
         function = self._function(entry.name)
@@ -86,7 +86,7 @@ class Engine(ABC):
             )
         return value
 
-    def _call(self, op: str, positional: Sequence[Any], named: dict[str, Any]) -> Call:
+    def _call(self, op: str, positional: Sequence[object], named: dict[str, object]) -> Call:
         """The call without data, as rules read it: every array lies whole on one worker."""
         arrays: list[Any] = []
         leaves = tuple(refer(each, arrays, self.kind) for each in positional)

@@ -174,12 +174,12 @@ def _takes_first(function: Function, lead: int, names: list[str]) -> bool:
         return True
 
 
-def _has_ref(values: tuple[Any, ...]) -> bool:
+def _has_ref(values: tuple[object, ...]) -> bool:
     return any(isinstance(each, Ref) for each in values)
 
 
-def _substitute(arguments: dict[str, Any], datas: Sequence[torch.Tensor]) -> dict[str, Any]:
-    def value(each: Any) -> Any:
+def _substitute(arguments: dict[str, object], datas: Sequence[torch.Tensor]) -> dict[str, object]:
+    def value(each: object) -> Any:
         if isinstance(each, Ref):
             return datas[each.index]
         if isinstance(each, tuple) and _has_ref(each):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -138,7 +137,7 @@ def mask_of(topology: Topology, device: torch.device, dims: tuple[int, ...] | No
     return _valid(topology, topology.padded_dims if dims is None else dims, str(device))
 
 
-def fill(data: torch.Tensor, topology: Topology, value: Any, dims: tuple[int, ...] | None = None) -> torch.Tensor:
+def fill(data: torch.Tensor, topology: Topology, value: object, dims: tuple[int, ...] | None = None) -> torch.Tensor:
     """The array with its padding (along some dims) set to a value."""
     mask = mask_of(topology, data.device, dims)
     if mask is None:

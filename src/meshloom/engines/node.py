@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,4 +13,4 @@ class Node(torch.autograd.Function):
     if TYPE_CHECKING:
 
         @classmethod
-        def apply(cls, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+        def apply(cls, *args: object, **kwargs: object) -> torch.Tensor: ...

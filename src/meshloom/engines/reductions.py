@@ -98,7 +98,7 @@ def nothing_like(data: torch.Tensor, shape: Shape | None = None) -> torch.Tensor
     return data.new_zeros(data.shape if shape is None else shape).neg_()
 
 
-def number(identity: Any, dtype: torch.dtype) -> Any:
+def number(identity: object, dtype: torch.dtype) -> Any:
     """An identity as a number of a dtype: "lowest" and "highest" are the ends of its range.
 
     >>> number("lowest", torch.int8), number("highest", torch.float32), number(1, torch.bool)

@@ -30,7 +30,7 @@ class Document:
         self._values = dict(_flat(_parse(text, file)))
         self._lines = _lines(text)
 
-    def take(self, key: str, read: Callable[[Any], _T], default: _T | None = None) -> _T:
+    def take(self, key: str, read: Callable[[object], _T], default: _T | None = None) -> _T:
         """The value of a key as `read` gives it; `read` raises ValueError with what it wants instead."""
         if key not in self._values:
             if default is not None:
@@ -42,7 +42,7 @@ class Document:
         except ValueError as error:
             raise self.refusal(key, f"is {value!r}", fix=f"give {error}") from None
 
-    def section(self, prefix: str, read: Callable[[Any], _T]) -> dict[str, _T]:
+    def section(self, prefix: str, read: Callable[[object], _T]) -> dict[str, _T]:
         """All values under a key, by the rest of their key."""
         keys = [key for key in self._values if key.startswith(f"{prefix}.")]
         if not keys:
@@ -65,7 +65,7 @@ class Document:
         return self._lines.get(key)
 
 
-def _parse(text: str, file: str) -> dict[str, Any]:
+def _parse(text: str, file: str) -> dict[str, object]:
     toml: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         values: dict[str, Any] = toml.loads(text)
@@ -76,7 +76,7 @@ def _parse(text: str, file: str) -> dict[str, Any]:
     return values
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
@@ -101,52 +101,52 @@ def _bare(key: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in key.split("."))
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """A text, or ValueError."""
     if not isinstance(value, str) or not value:
         raise ValueError("a text")
     return value
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     """A number above 0, or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError("a number above 0")
     return float(value)
 
 
-def share(value: Any) -> float:
+def share(value: object) -> float:
     """A number above 0 and up to 1, or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError("a number above 0 and up to 1")
     return float(value)
 
 
-def whole(value: Any) -> int:
+def whole(value: object) -> int:
     """A whole number of at least 1, or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError("a whole number of at least 1")
     return value
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """A kind of axis, or ValueError."""
     if value not in KINDS:
         raise ValueError(f"one of {', '.join(KINDS)}")
     return str(value)
 
 
-def sizes(value: Any) -> tuple[int, ...]:
+def sizes(value: object) -> tuple[int, ...]:
     """A shape, or ValueError."""
     if not isinstance(value, list) or not value:
         raise ValueError("a list of whole numbers, such as [2, 4]")
     return tuple(whole(each) for each in value)
 
 
-def per_axis(read: Callable[[Any], _T], axes: int) -> Callable[[Any], tuple[_T, ...]]:
+def per_axis(read: Callable[[object], _T], axes: int) -> Callable[[object], tuple[_T, ...]]:
     """A reader of one value for all axes, or of a list with one for each."""
 
-    def read_all(value: Any) -> tuple[_T, ...]:
+    def read_all(value: object) -> tuple[_T, ...]:
         values = value if isinstance(value, list) else [value] * axes
         if len(values) != axes:
             raise ValueError(f"one value, or a list of {axes}: one per axis")
@@ -158,7 +158,7 @@ def per_axis(read: Callable[[Any], _T], axes: int) -> Callable[[Any], tuple[_T, 
 def pairs(axes: int) -> Callable[[Any], tuple[Pair, ...]]:
     """A reader of a list of pairs of coordinates."""
 
-    def read(value: Any) -> tuple[Pair, ...]:
+    def read(value: object) -> tuple[Pair, ...]:
         if not isinstance(value, list):
             raise ValueError("a list of pairs of coordinates")
         return tuple(_pair(each, axes) for each in value)
@@ -166,10 +166,10 @@ def pairs(axes: int) -> Callable[[Any], tuple[Pair, ...]]:
     return read
 
 
-def joins(axes: int) -> Callable[[Any], tuple[Pair | Link, ...]]:
+def joins(axes: int) -> Callable[[object], tuple[Pair | Link, ...]]:
     """A reader of a list of pairs, or of directed links with figures of their own."""
 
-    def read(value: Any) -> tuple[Pair | Link, ...]:
+    def read(value: object) -> tuple[Pair | Link, ...]:
         if not isinstance(value, list):
             raise ValueError("a list of pairs of coordinates, or of tables with from, to, latency and bandwidth")
         return tuple(_link(each, axes) if isinstance(each, dict) else _pair(each, axes) for each in value)
@@ -177,20 +177,20 @@ def joins(axes: int) -> Callable[[Any], tuple[Pair | Link, ...]]:
     return read
 
 
-def _link(value: dict[str, Any], axes: int) -> Link:
+def _link(value: dict[str, object], axes: int) -> Link:
     if value.keys() != {"from", "to", "latency", "bandwidth"}:
         raise ValueError("tables with from, to, latency and bandwidth")
     source, destination = _pair([value["from"], value["to"]], axes)
     return Link(source, destination, number(value["latency"]), number(value["bandwidth"]))
 
 
-def _pair(value: Any, axes: int) -> Pair:
+def _pair(value: object, axes: int) -> Pair:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError(f"pairs of coordinates, such as [{[0] * axes}, {[1] * axes}]")
     return _coordinate(value[0], axes), _coordinate(value[1], axes)
 
 
-def _coordinate(value: Any, axes: int) -> Coordinate:
+def _coordinate(value: object, axes: int) -> Coordinate:
     if not isinstance(value, list) or len(value) != axes or any(type(at) is not int or at < 0 for at in value):
         raise ValueError(f"coordinates of {axes} whole numbers from 0")
     return tuple(value)

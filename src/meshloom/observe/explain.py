@@ -70,7 +70,7 @@ class Explanation:
         return "\n".join([*lines, f"{count} collective{'' if count == 1 else 's'}, {self.bytes} B per device"])
 
 
-def explain(program: Callable[[], Any]) -> Explanation:
+def explain(program: Callable[[], object]) -> Explanation:
     """What a program would do: rows considered, chosen, collectives, bytes, cost, why.
 
     >>> import meshloom as loom

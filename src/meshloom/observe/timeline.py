@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +66,7 @@ def write_trace(spans: Spans, path: str | PathLike[str]) -> None:
         file.write("\n]}\n")
 
 
-def trace_events(spans: Spans) -> Iterator[dict[str, Any]]:
+def trace_events(spans: Spans) -> Iterator[dict[str, object]]:
     """Names of processes and tracks, then every span."""
     rows = list(spans.rows())
     lanes, count = _lanes(spans, rows)
@@ -85,7 +84,7 @@ def _first_threads(spans: Spans, count: Sequence[int]) -> list[int]:
     return [1 + before for part in (links, devices) for before in [0, *itertools.accumulate(part)][:-1]]
 
 
-def _titles(spans: Spans, count: Sequence[int], first: Sequence[int]) -> Iterator[dict[str, Any]]:
+def _titles(spans: Spans, count: Sequence[int], first: Sequence[int]) -> Iterator[dict[str, object]]:
     for process, title in ((DEVICES, "devices"), (LINKS, "links")):
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}}
     for track, title in enumerate(spans.tracks):

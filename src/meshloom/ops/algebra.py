@@ -87,7 +87,7 @@ def _has_sums(placements: tuple[object, ...]) -> bool:
     return any(isinstance(each, Partial) and each.op not in ("max", "min") for each in placements)
 
 
-def _numbers(call: Call) -> list[Any]:
+def _numbers(call: Call) -> list[object]:
     scales = (call.arguments.get(name) for name in ("alpha", "beta"))
     return [each for each in (*call.leaves, *scales) if type(each) in _KINDS]
 
@@ -98,7 +98,7 @@ def _may_scale(row: Row, number: Any) -> bool:
     return not isinstance(number, complex) and (-_LARGEST if cut else _SMALLEST) <= number <= _LARGEST
 
 
-def _keeps_dtype(op: Op, call: Call, row: Row, numbers: list[Any]) -> bool:
+def _keeps_dtype(op: Op, call: Call, row: Row, numbers: list[object]) -> bool:
     sums = _partial_dtypes(call, row)
     kept, asked = sums[0], call.arguments.get("dtype")
     if asked is not None and short_dtype(str(asked)) != kept:

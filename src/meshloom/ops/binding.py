@@ -54,7 +54,7 @@ def _parameter(written: ast.arg, kind: Any, default: ast.expr | None) -> inspect
     return inspect.Parameter(written.arg, kind, default=value)
 
 
-def bind(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind(op: Op, args: Sequence[object], kwargs: dict[str, object]) -> dict[str, Any]:
     """The arguments by name, defaults filled in; `*shape` may come as numbers, as a tuple or by name."""
     if op.signature is None:
         return dict(kwargs)

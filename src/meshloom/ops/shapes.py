@@ -246,7 +246,7 @@ def narrow(call: Call) -> Choices:
     return carried(call, [shape[:dim] + (length,) + shape[dim + 1 :]], kept)
 
 
-def spelled_index(index: Any, ndim: int) -> tuple[Any, ...]:
+def spelled_index(index: object, ndim: int) -> tuple[Any, ...]:
     """An index with its ellipsis written out: one entry per dim (an int or a slice), and None for new dims."""
     given = index if isinstance(index, tuple) else (index,)
     used = sum(1 for each in given if each is not None and each is not Ellipsis)
@@ -261,7 +261,7 @@ def spelled_index(index: Any, ndim: int) -> tuple[Any, ...]:
     return given[:place] + fill + given[place + 1 :]
 
 
-def indexed_dims(index: Any, shape: Shape) -> Iterator[tuple[Any, int | None]]:
+def indexed_dims(index: object, shape: Shape) -> Iterator[tuple[Any, int | None]]:
     """Each entry of an index, checked, with the dim that it takes from; a None takes from no dim.
 
     >>> list(indexed_dims((..., None, -1), (4, 3)))
@@ -287,7 +287,7 @@ def bounds(index: slice, size: int) -> range:
     return range(size)[index]
 
 
-def is_whole(index: Any, size: int) -> bool:
+def is_whole(index: object, size: int) -> bool:
     """Whether an entry of an index takes all of a dim in order."""
     return isinstance(index, slice) and bounds(index, size) == range(size)
 

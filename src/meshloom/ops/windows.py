@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from meshloom.errors import ArgumentError, ShapeError
 from meshloom.ops.labels import SUM
@@ -27,7 +26,7 @@ def slid_dims(op: str) -> int:
     return int(op[-2])
 
 
-def spread(value: Any, count: int, name: str) -> tuple[int, ...]:
+def spread(value: object, count: int, name: str) -> tuple[int, ...]:
     """One number per dim.
 
     >>> spread(3, 2, "stride"), spread((1, 2), 2, "stride")

@@ -135,7 +135,7 @@ class Frame:
 
 
 def perform(
-    kind: str, group: Group, sent: torch.Tensor, start: Callable[[], Any], combine: Callable[[torch.Tensor], None]
+    kind: str, group: Group, sent: torch.Tensor, start: Callable[[], object], combine: Callable[[torch.Tensor], None]
 ) -> None:
     """Run one collective to its end, or raise with the story of all processes.
 

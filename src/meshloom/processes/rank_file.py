@@ -86,7 +86,7 @@ def write_bindings(bindings: Bindings, path: str | Path) -> None:
     Path(path).write_text(bindings_to(bindings), encoding="utf-8")
 
 
-def _plain(row: Binding) -> dict[str, Any]:
+def _plain(row: Binding) -> dict[str, object]:
     return {
         "rank": row.rank,
         "mesh_id": row.mesh_id,
@@ -97,7 +97,7 @@ def _plain(row: Binding) -> dict[str, Any]:
     }
 
 
-def _row(node: Any, graph: str | None) -> tuple[Any, dict[str, Any]]:
+def _row(node: object, graph: str | None) -> tuple[object, dict[str, object]]:
     """One rank's line and values."""
     found = _fields(node, KEYS, "a rank")
     _need(found, "rank", "a rank", node)
@@ -160,7 +160,7 @@ def _fields(node: Any, known: tuple[str, ...] | None, what: str) -> dict[str, An
     return found
 
 
-def _need(found: Mapping[str, Any], key: str, what: str, node: Any) -> Any:
+def _need(found: Mapping[str, object], key: str, what: str, node: object) -> Any:
     if key not in found:
         raise BindingError(f"{what} has no {key!r}", line=_line(node), missing=key)
     return found[key]
@@ -178,7 +178,7 @@ def _text(node: Any) -> str:
     return str(node.value)
 
 
-def _number(node: Any) -> int:
+def _number(node: object) -> int:
     text = _text(node)
     if not text.isdecimal():
         raise BindingError(f"{text!r} is not a number", line=_line(node), fix="write 0, 1, 2 and so on")
@@ -193,7 +193,7 @@ def _devices(node: Any) -> tuple[int, ...]:
         raise error.locate(line=_line(node)) from None
 
 
-def _overrides(node: Any) -> dict[str, str]:
+def _overrides(node: object) -> dict[str, str]:
     return {name: _text(value) for name, value in _fields(node, None, "env_overrides").items()}
 
 

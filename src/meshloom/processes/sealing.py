@@ -23,7 +23,7 @@ class Seal:
 
     secret: bytes
 
-    def wrap(self, name: str, value: Any) -> str:
+    def wrap(self, name: str, value: object) -> str:
         """A value as text, which is good under this name only.
 
         >>> Seal(b"").wrap("status 0", {"beats": 1})

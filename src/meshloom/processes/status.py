@@ -26,7 +26,7 @@ SHOWN = 4  # processes that a headline names
 _HEAD = ("rank", "place", "host", "call", "number", "line", "state")
 
 
-def is_status(note: Any) -> bool:
+def is_status(note: object) -> bool:
     """Whether a note is a status; without a secret anybody may have written it.
 
     >>> is_status(LEFT), is_status({"beats": 1}), is_status(7)

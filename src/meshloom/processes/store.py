@@ -63,7 +63,7 @@ class UnwrittenError(RuntimeError):
 class Board:
     """Notes by name, on the store through which the processes met; what others write there is not a note."""
 
-    def __init__(self, notes: Any) -> None:
+    def __init__(self, notes: object) -> None:
         self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
         self._is_silent = False
         self._lost: str | None = None
@@ -77,11 +77,11 @@ class Board:
         folder = folder_of_run()
         return cls(FolderNotes(folder / "notes") if folder else dist.PrefixStore("meshloom", store.clone()))
 
-    def write(self, name: str, value: Any, seconds: float) -> None:
+    def write(self, name: str, value: object, seconds: float) -> None:
         """Put a note up."""
         self._ask(seconds, "set", name, self._seal.wrap(name, value))
 
-    def write_first(self, name: str, value: Any, seconds: float) -> Any:
+    def write_first(self, name: str, value: object, seconds: float) -> Any:
         """Put a note up unless there is one; the note that is there."""
         own, expected = self._seal.wrap(name, value), b""
         for _ in range(3):  # a stranger may write between
@@ -105,7 +105,7 @@ class Board:
         """Whether something is written there."""
         return bool(self._ask(seconds, "check", [name]))
 
-    def _ask(self, seconds: float, method: str, *arguments: Any) -> Any:
+    def _ask(self, seconds: float, method: str, *arguments: object) -> Any:
         """A RuntimeError if there is no answer in time; once silent, nobody waits until there is one again."""
         if self._lost is not None:
             raise RuntimeError(self._lost)

@@ -173,7 +173,7 @@ class MeshBuffer:
         return f"MeshBuffer({self.name}: {self.layout}, {state} in {self.buffer_type})"
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int)
 
 
@@ -187,7 +187,7 @@ def create_mesh_buffer(
     global_shape: Sequence[int] | None = None,
     shard_shape: Sequence[int] | None = None,
     *,
-    dtype: Any = None,
+    dtype: object = None,
     orientation: str = "row_major",
     global_size: int | None = None,
     buffer_type: str = "dram",

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -119,7 +119,7 @@ class Write(Command):
 
     captured = "writes from the host are not captured"
 
-    def __init__(self, buffer: MeshBuffer, value: torch.Tensor, place: Coordinate | None, index: Any) -> None:
+    def __init__(self, buffer: MeshBuffer, value: torch.Tensor, place: Coordinate | None, index: object) -> None:
         super().__init__(f"write {buffer.name}" + ("" if place is None else f" at {place}"))
         self.buffers = (buffer,)
         self._value, self._place, self._index = value, place, index
@@ -141,7 +141,7 @@ class Read(Command):
 
     captured = "reads to the host are not captured"
 
-    def __init__(self, buffer: MeshBuffer, place: Coordinate | None, index: Any, out: torch.Tensor | None) -> None:
+    def __init__(self, buffer: MeshBuffer, place: Coordinate | None, index: object, out: torch.Tensor | None) -> None:
         super().__init__(f"read {buffer.name}" + ("" if place is None else f" at {place}"))
         self.buffers = (buffer,)
         self._place, self._index, self._out = place, index, out

@@ -56,13 +56,13 @@ def print_it(x: object) -> None:
     print(x)
 
 
-def _describe_code(code: types.CodeType) -> tuple[Any, ...]:
+def _describe_code(code: types.CodeType) -> tuple[object, ...]:
     constants = tuple(_constant(each) for each in code.co_consts)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return code.co_code, constants, names, code.co_flags, code.co_argcount, code.co_kwonlyargcount
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: object) -> Any:
     if isinstance(value, types.CodeType):
         return _describe_code(value)
     if isinstance(value, frozenset):  # its order differs between processes

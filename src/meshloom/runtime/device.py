@@ -128,7 +128,7 @@ class MeshDevice:
         kinds = (self.mesh_type or MeshType.Mesh).kinds(self.mesh.shape)
         return Fabric.grid(self.mesh.shape, kinds, VIRTUAL.latency, VIRTUAL.bandwidth, name="virtual")
 
-    def reshape(self, *shape: Any, axes: Sequence[str] | None = None, order: Sequence[int] | None = None) -> None:
+    def reshape(self, *shape: object, axes: Sequence[str] | None = None, order: Sequence[int] | None = None) -> None:
         """The same devices in another shape or order; each keeps its id and its home. Buffers must be freed before."""
         self.check_open()
         sizes = MeshShape(*shape)
@@ -349,7 +349,7 @@ class MeshDevice:
     def __enter__(self) -> MeshDevice:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self.close()
         else:  # what went wrong inside is what matters

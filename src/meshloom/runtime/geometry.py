@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from meshloom.errors import ArgumentError, MeshError
 from meshloom.mesh import Coordinate, Mesh
@@ -18,14 +18,16 @@ from meshloom.mesh import Coordinate, Mesh
 Box = TypeVar("Box", bound="MeshCoordinateRange")
 
 
-def _numbers(what: str, given: tuple[Any, ...]) -> tuple[int, ...]:
+def _numbers(what: str, given: tuple[object, ...]) -> tuple[int, ...]:
     listed = given[0] if len(given) == 1 and isinstance(given[0], Sequence) else given
     if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in listed):
         raise MeshError(f"{what} takes whole numbers, not {given!r}", fix=f"write {what}(2, 4) or {what}([2, 4])")
     return tuple(listed)
 
 
-def _in_order(what: str, given: tuple[Any, ...], named: Mapping[str, Any], letter: str, listed: str) -> tuple[Any, ...]:
+def _in_order(
+    what: str, given: tuple[object, ...], named: Mapping[str, object], letter: str, listed: str
+) -> tuple[object, ...]:
     """Arguments by name behind those by position: `s0=2, s1=4`, or all of them as one sequence, `shape=[2, 4]`."""
     order = [f"{letter}{place}" for place in range(len(given), len(given) + len(named))]
     if list(named) == [listed]:
@@ -47,7 +49,7 @@ class MeshShape(tuple[int, ...]):
 
     __slots__ = ()
 
-    def __new__(cls, *sizes: Any, **named: Any) -> MeshShape:
+    def __new__(cls, *sizes: object, **named: object) -> MeshShape:
         if named:
             sizes = _in_order("MeshShape", sizes, named, "s", "shape")
         made = super().__new__(cls, _numbers("MeshShape", sizes))
@@ -76,7 +78,7 @@ class MeshCoordinate(tuple[int, ...]):
 
     __slots__ = ()
 
-    def __new__(cls, *places: Any, **named: Any) -> MeshCoordinate:
+    def __new__(cls, *places: object, **named: object) -> MeshCoordinate:
         if named:
             places = _in_order("MeshCoordinate", places, named, "c", "coords")
         return super().__new__(cls, _numbers("MeshCoordinate", places))
@@ -160,7 +162,7 @@ class MeshCoordinateRange:
         return f"{self.start}..{self.end}"
 
 
-def range_of(given: Any) -> MeshCoordinateRange:
+def range_of(given: object) -> MeshCoordinateRange:
     """A range from a range, one coordinate or a pair of corners.
 
     >>> print(range_of((0, 1)), range_of([(0, 1), (1, 3)]))

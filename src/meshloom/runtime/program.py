@@ -51,7 +51,7 @@ class Program:
         reads: Sequence[MeshBuffer] = (),
         writes: Sequence[MeshBuffer] = (),
         updates: Sequence[MeshBuffer] = (),
-        args: Mapping[str, Any] | None = None,
+        args: Mapping[str, object] | None = None,
         *,
         name: str | None = None,
         vectorised: bool | None = None,
@@ -72,7 +72,7 @@ class Program:
         self._loaded: dict[int, Any] = {}
         self._detected: dict[Any, bool] = {}
 
-    def check_args(self, args: Mapping[str, Any]) -> None:
+    def check_args(self, args: Mapping[str, object]) -> None:
         """An error unless the kernel takes its buffers and these arguments."""
         place = {COORDINATE: ()} if self.wants_coordinate and COORDINATE not in args else {}
         try:
@@ -104,8 +104,8 @@ class Launch:
         self,
         where: MeshCoordinateRange,
         program: Program,
-        args: Mapping[str, Any],
-        at: Mapping[Coordinate, Mapping[str, Any]],
+        args: Mapping[str, object],
+        at: Mapping[Coordinate, Mapping[str, object]],
     ) -> None:
         self.where, self.program, self.args = where, program, {**program.args, **args}
         self.at = {place: given for place, given in at.items() if place in where}
@@ -148,12 +148,12 @@ class Launch:
             program._detected[key] = len(self.where) > 1 and _works(batched, program.buffers)
         return batched if program._detected[key] else None
 
-    def run_on_block(self, function: Callable[..., Any]) -> None:
+    def run_on_block(self, function: Callable[..., object]) -> None:
         """Run the kernel once for all devices of the range."""
         function(*(buffer.storage.box(self.where) for buffer in self.program.buffers))  # type: ignore[union-attr]
 
 
-def _map_over_mesh(kernel: Kernel, args: Mapping[str, Any], buffers: Sequence[MeshBuffer]) -> Callable[..., Any]:
+def _map_over_mesh(kernel: Kernel, args: Mapping[str, object], buffers: Sequence[MeshBuffer]) -> Callable[..., Any]:
     """The kernel mapped over the mesh axes; an axis that no buffer has is taken off."""
     axes = buffers[0].device.mesh.ndim
 
@@ -173,7 +173,7 @@ def _map_over_mesh(kernel: Kernel, args: Mapping[str, Any], buffers: Sequence[Me
     return run
 
 
-def _works(batched: Callable[..., Any], buffers: Sequence[MeshBuffer]) -> bool:
+def _works(batched: Callable[..., object], buffers: Sequence[MeshBuffer]) -> bool:
     """Whether vmap can carry the kernel over, tried on shapes."""
     blocks = [torch.empty_like(buffer.storage.block, device="meta") for buffer in buffers]  # type: ignore[union-attr]
     try:

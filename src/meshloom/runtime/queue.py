@@ -74,10 +74,10 @@ class MeshCommandQueue:
     def enqueue_write(
         self,
         buffer: MeshBuffer,
-        data: Any,
+        data: object,
         *,
         coordinate: Sequence[int] | None = None,
-        index: Any = ...,
+        index: object = ...,
         blocking: bool = False,
     ) -> None:
         """Write host data: all of the buffer, or one coordinate's part, or the piece of it that an index names."""
@@ -96,7 +96,7 @@ class MeshCommandQueue:
         buffer: MeshBuffer,
         *,
         coordinate: Sequence[int] | None = None,
-        index: Any = ...,
+        index: object = ...,
         out: torch.Tensor | None = None,
         blocking: bool = True,
     ) -> Any:
@@ -266,7 +266,7 @@ class MeshCommandQueue:
         if place is not None and buffer.layout.part(place) is None:
             raise MeshError(f"{buffer.name} has no shard at {place}", buffer=buffer)
 
-    def _check_index(self, place: Any, index: Any) -> None:
+    def _check_index(self, place: object, index: object) -> None:
         if place is None and index is not ...:
             raise MeshError("index= names a piece of one device's part", fix="give coordinate= as well")
 
@@ -274,6 +274,6 @@ class MeshCommandQueue:
         return f"MeshCommandQueue({self.cq_id} of {self.device})"
 
 
-def _error_line(place: Any, error: BaseException) -> str:
+def _error_line(place: object, error: BaseException) -> str:
     first = str(error).partition("\n")[0]
     return f"{place if place is not None else '-'}: {type(error).__name__}: {first}"

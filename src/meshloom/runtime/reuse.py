@@ -31,7 +31,7 @@ class Spot:
 class Reuse:
     """Takes the arrays out of steps, sees which memory somebody outside still holds, and puts arrays in again."""
 
-    def __init__(self, steps: Sequence[Any], made: dict[int, weakref.ref[Any]]) -> None:
+    def __init__(self, steps: Sequence[object], made: dict[int, weakref.ref[object]]) -> None:
         self._steps = [(number, step) for number, step in enumerate(steps) if isinstance(step, Step)]
         self._made = made
         self._first: dict[int, int] = {}

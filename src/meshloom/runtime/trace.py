@@ -133,7 +133,7 @@ class Capture:
         command.queue = self.queue
         self._steps.append(command)
 
-    def keep(self, value: Any) -> None:
+    def keep(self, value: object) -> None:
         """Hold something for as long as the trace lives."""
         self._wrappers.append(value)
 

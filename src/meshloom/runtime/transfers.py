@@ -16,7 +16,7 @@ from meshloom.runtime.layouts import need_topology
 from meshloom.runtime.storage import Block
 
 
-def host_value(data: Any, shape: tuple[int, ...], dtype: str, what: str) -> torch.Tensor:
+def host_value(data: object, shape: tuple[int, ...], dtype: str, what: str) -> torch.Tensor:
     """Host data of exactly that shape and dtype, with memory of its own: the caller may change his at once."""
     with disable_current_modes():  # while a trace is captured on one queue, others go on
         try:
@@ -111,7 +111,7 @@ def _put_together(buffer: MeshBuffer, parts: dict[Coordinate, torch.Tensor]) -> 
     return whole
 
 
-def write_at(buffer: MeshBuffer, place: Coordinate, value: torch.Tensor, index: Any, queue: int) -> None:
+def write_at(buffer: MeshBuffer, place: Coordinate, value: torch.Tensor, index: object, queue: int) -> None:
     """Write what one device holds, or a part of it."""
     system = buffer.device.system
     if isinstance(buffer.storage, Block):
@@ -124,7 +124,7 @@ def write_at(buffer: MeshBuffer, place: Coordinate, value: torch.Tensor, index: 
     system.each([(place, buffer.device.card(place))], write)
 
 
-def read_at(buffer: MeshBuffer, place: Coordinate, index: Any, queue: int) -> torch.Tensor:
+def read_at(buffer: MeshBuffer, place: Coordinate, index: object, queue: int) -> torch.Tensor:
     """What one device holds, or a part of it."""
     system, found = buffer.device.system, []
 

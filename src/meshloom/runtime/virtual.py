@@ -127,7 +127,7 @@ class VirtualCard:
     def load(self, binary: bytes, kernel: Kernel) -> Kernel:
         return link(binary, kernel)
 
-    def launch(self, loaded: Kernel, handles: Sequence[torch.Tensor], args: Mapping[str, Any]) -> Ticket:
+    def launch(self, loaded: Kernel, handles: Sequence[torch.Tensor], args: Mapping[str, object]) -> Ticket:
         ends = self._begin("launch")
         if not self.hangs:
             loaded(*handles, **args)

@@ -33,7 +33,7 @@ class MeshWorkload:
         self._at: dict[Coordinate, dict[str, Any]] = {}
         self._device: weakref.ref[MeshDevice] | None = None
 
-    def add_program(self, where: Any, program: Program) -> None:
+    def add_program(self, where: object, program: Program) -> None:
         """Run a program on a range: a `MeshCoordinateRange`, one coordinate, a pair of corners, or None for all."""
         if self._device is not None:
             raise ClosedError("a workload that was enqueued cannot change", fix="make another MeshWorkload")
@@ -44,7 +44,7 @@ class MeshWorkload:
             _check_apart(placed, other)
         self.programs.append((placed, program))
 
-    def set_args(self, coordinate: Sequence[int] | None = None, /, **args: Any) -> None:
+    def set_args(self, coordinate: Sequence[int] | None = None, /, **args: object) -> None:
         """Runtime arguments for every device, or for one; they hold from the next enqueue on."""
         given = self._args if coordinate is None else self._at.setdefault(tuple(coordinate), {})
         given.update(args)

@@ -218,7 +218,7 @@ class Tensor(torch.Tensor):
                 "the step; to drop the parts: p.grad = None",
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         """A copy; of a parameter without its gradient, as in torch."""
         self.topology.check_open()
         if not self._is_param:
@@ -237,7 +237,7 @@ class Tensor(torch.Tensor):
             return rebuild(*self._value())
         return Tensor(self.topology, self._data)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         refuse_part(self.topology)
         return (rebuild, self._value()) if self._is_param else (Tensor, (self.topology, self._data))
 
@@ -247,7 +247,7 @@ class Tensor(torch.Tensor):
     __create_write_items__ = property(refuse_checkpoint)
     __create_chunk_list__ = property(refuse_checkpoint)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         name = "Parameter containing:\nTensor" if self._is_param else "Tensor"
         if self.topology.is_closed:
             return f"{name} {self.topology}"

@@ -13,7 +13,7 @@ class Unhashable(Exception):
     """An argument that no cache key can hold; such a call goes through the fallback."""
 
 
-def freeze_number(value: Any) -> tuple[Any, ...]:
+def freeze_number(value: object) -> tuple[object, ...]:
     """A number with its kind. 0.0 equals -0.0 and nan not even itself: these, and complex numbers, go by their text.
 
     >>> freeze_number(0.0) == freeze_number(-0.0), freeze_number(1) == freeze_number(1.0)

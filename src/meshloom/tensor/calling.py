@@ -31,7 +31,7 @@ def pure(overloads: dict[str, Overload]) -> dict[str, Overload]:
     return overloads
 
 
-def table_call(name: str, *args: Any, output: Any = None, out: Any = None, **kwargs: Any) -> Any:
+def table_call(name: str, *args: object, output: object = None, out: object = None, **kwargs: object) -> Any:
     """An op of the table by name, with `output=` placements and torch's `out=`."""
     result = call(ALIASES.get(name, name), args, kwargs, output)
     return result if out is None else write_out(result, out)
@@ -75,7 +75,7 @@ def is_written(name: str) -> bool:
 _SPACES = {"special": torch.special, "linalg": torch.linalg}
 
 
-def spellings(name: str) -> list[tuple[Any, str]]:
+def spellings(name: str) -> list[tuple[object, str]]:
     """Where torch may have a function of that name; `special_ndtr` is `torch.special.ndtr`."""
     space, _, bare = name.partition("_")
     plain = [(torch.Tensor, name), (torch, name), (F, name), (torch.special, name)]

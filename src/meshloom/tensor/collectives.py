@@ -28,31 +28,31 @@ from meshloom.tensor.views import moved_view
 __all__ = ["MODES", "Axis"]
 
 
-def _tensor(x: Any) -> Tensor:
+def _tensor(x: object) -> Tensor:
     tensor = x
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"a collective takes a meshloom tensor, not {type(x).__name__}", fix="loom.distribute it")
     return tensor
 
 
-def _check(x: Any, mode: str, op: str | None = None) -> Tensor:
+def _check(x: torch.Tensor, mode: str, op: str | None = None) -> Tensor:
     tensor = _tensor(x)
     check_mode(mode, op, tensor.topology)
     return shadow_of(tensor)
 
 
-def _call(kind: str, x: Any, axis: Axis, mode: str, op: str | None = None, **options: Any) -> Call:
+def _call(kind: str, x: torch.Tensor, axis: Axis, mode: str, op: str | None = None, **options: Any) -> Call:
     """One collective call on a tensor, checked and told to whoever watches."""
     tensor = _check(x, mode, op)
     return Call(kind, tensor.topology, tensor._data, axis, mode, op=op or "sum", number=tensor._number, **options)
 
 
-def _operand(x: Any, axis: Axis, mode: str) -> Operand:
+def _operand(x: torch.Tensor, axis: Axis, mode: str) -> Operand:
     tensor = _check(x, mode)
     return Operand(tensor.topology, tensor._data, axis)
 
 
-def _dim(x: Any, dim: int) -> int:
+def _dim(x: torch.Tensor, dim: int) -> int:
     tensor = _tensor(x)
     if not tensor.topology.shape:
         raise ShapeError("a 0-d tensor has no dim to gather or cut along", tensor=tensor.topology, fix="unsqueeze it")
@@ -60,7 +60,7 @@ def _dim(x: Any, dim: int) -> int:
 
 
 def all_reduce(
-    x: Any,
+    x: torch.Tensor,
     axis: Axis = None,
     op: str = "sum",
     mode: str = "direct",
@@ -87,7 +87,7 @@ def all_reduce(
     return out
 
 
-def _room(out: Any, target: Topology, call: Call) -> torch.Tensor:
+def _room(out: object, target: Topology, call: Call) -> torch.Tensor:
     """The array of `out=`, if it is a tensor that holds just such a result and no gradient would be lost."""
     tensor = _tensor(out)
     if tensor.topology != target:
@@ -110,7 +110,7 @@ def _room(out: Any, target: Topology, call: Call) -> torch.Tensor:
 
 
 def all_gather(
-    x: Any,
+    x: torch.Tensor,
     dim: int,
     axis: Axis = None,
     mode: str = "direct",
@@ -144,7 +144,7 @@ def _make_own(found: Placed, call: Call) -> Tensor:
 
 
 def reduce_scatter(
-    x: Any,
+    x: torch.Tensor,
     dim: int,
     axis: Axis = None,
     op: str = "sum",
@@ -167,7 +167,7 @@ def reduce_scatter(
 
 
 def scatter(
-    x: Any, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
+    x: torch.Tensor, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
     """Each member holds its chunk, along `dim`, of what member `root` holds."""
     place = _dim(x, dim)
@@ -176,7 +176,13 @@ def scatter(
 
 
 def all_to_all(
-    x: Any, split_dim: int, concat_dim: int, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
+    x: torch.Tensor,
+    split_dim: int,
+    concat_dim: int,
+    axis: Axis = None,
+    mode: str = "direct",
+    *,
+    algorithm: str | None = None,
 ) -> Tensor:
     """Each member cuts what it holds along `split_dim`, sends a piece to each, and joins what it gets.
 
@@ -196,7 +202,7 @@ def all_to_all(
 
 
 def broadcast(
-    x: Any, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
+    x: torch.Tensor, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
     """Every member of each group holds what its member number `root` holds.
 
@@ -209,7 +215,7 @@ def broadcast(
 
 
 def reduce(
-    x: Any,
+    x: torch.Tensor,
     root: int = 0,
     axis: Axis = None,
     op: str = "sum",
@@ -224,7 +230,7 @@ def reduce(
 
 
 def gather(
-    x: Any, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
+    x: torch.Tensor, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
     """Member `root` of each group holds what all of them hold along `dim`, the others hold zero: P(sum)."""
     place = _dim(x, dim)
@@ -232,7 +238,7 @@ def gather(
     return Tensor(*call.at_root(call.gather(place)))
 
 
-def send_recv(x: Any, source: int, destination: int, axis: Axis = None, mode: str = "direct") -> Tensor:
+def send_recv(x: torch.Tensor, source: int, destination: int, axis: Axis = None, mode: str = "direct") -> Tensor:
     """Member `destination` of each group holds what member `source` holds; the others keep what they have.
 
     >>> import meshloom as loom
@@ -247,7 +253,7 @@ def send_recv(x: Any, source: int, destination: int, axis: Axis = None, mode: st
     return _rearrange("send_recv", x, axis, mode, order)
 
 
-def shift(x: Any, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: str = "direct") -> Tensor:
+def shift(x: torch.Tensor, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: str = "direct") -> Tensor:
     """Each member holds what the member `offset` places before it holds; without `wrap` the first ones hold zero.
 
     >>> import meshloom as loom
@@ -262,7 +268,7 @@ def shift(x: Any, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: s
     return _rearrange("shift", x, axis, mode, [o if 0 <= o < size else None for o in order])
 
 
-def _rearrange(kind: str, x: Any, axis: Axis, mode: str, order: Sequence[int | None]) -> Tensor:
+def _rearrange(kind: str, x: torch.Tensor, axis: Axis, mode: str, order: Sequence[int | None]) -> Tensor:
     """Each member's part replaced by another's: the placements stay, so the parts must have room for each other."""
     operand = _operand(x, axis, mode)
     topology = operand.topology
@@ -301,7 +307,7 @@ def barrier(mesh: Mesh) -> None:
 # started, and waited for later
 
 
-def start(name: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
+def start(name: str, x: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
     """Start a collective; it is checked, and told to whoever watches, here and now."""
     function: Callable[..., Tensor] = globals()[name]
     stressed = kwargs.pop("stress", None)
@@ -320,13 +326,15 @@ def start(name: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> H
     return Handle(name, topology, work, at_once=_leaves_the_process(function, x, args, kwargs))
 
 
-def _leaves_the_process(function: Callable[..., Tensor], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _leaves_the_process(
+    function: Callable[..., Tensor], x: Any, args: tuple[object, ...], kwargs: dict[str, object]
+) -> bool:
     given = signature(function).bind(x, *args, **kwargs).arguments
     return Operand(x.topology, x._data, given.get("axis")).group.crosses
 
 
 def _asynchronous(name: str) -> Callable[..., Handle]:
-    def function(x: Any, *args: Any, **kwargs: Any) -> Handle:
+    def function(x: torch.Tensor, *args: object, **kwargs: object) -> Handle:
         return start(name, x, args, kwargs)
 
     function.__name__ = function.__qualname__ = f"{name}_async"

@@ -209,7 +209,7 @@ def _allocating(size: Shape, dtype: torch.dtype) -> Iterator[None]:
         ) from None
 
 
-def _dense(value: Any) -> torch.Tensor:
+def _dense(value: object) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -268,7 +268,7 @@ def _by_coordinate(parts: Parts, mesh: Mesh) -> dict[Coordinate, torch.Tensor]:
     return {c: held[c] for c in here}
 
 
-def _part(value: Any) -> torch.Tensor:
+def _part(value: object) -> torch.Tensor:
     return _check_plain(value) if isinstance(value, torch.Tensor) else _dense(value)
 
 
@@ -360,7 +360,7 @@ def checked_device(device: Any) -> torch.device:
     return found
 
 
-def _device(device: Any) -> Any:
+def _device(device: torch.device | str | int | None) -> Any:
     if state.shadows is not None:
         return "meta"
     return None if device is None else checked_device(device)
@@ -373,7 +373,7 @@ def full(
     mesh: Mesh | None = None,
     placements: Placements | None = None,
     dtype: torch.dtype | str | None = None,
-    device: Any = None,
+    device: torch.device | str | int | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
     """A tensor with one value everywhere.
@@ -419,7 +419,7 @@ def arange(
     mesh: Mesh | None = None,
     placements: Placements | None = None,
     dtype: torch.dtype | str | None = None,
-    device: Any = None,
+    device: torch.device | str | int | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
     """The numbers from start to end by step, as `torch.arange`.
@@ -444,7 +444,7 @@ def _draw(
     mesh: Mesh | None = None,
     placements: Placements | None = None,
     dtype: torch.dtype | str | None = None,
-    device: Any = None,
+    device: torch.device | str | int | None = None,
     requires_grad: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -479,7 +479,7 @@ def rand(*size: Any, **options: Any) -> Tensor:
     return _draw(_sizes(size), random.uniform, **options)
 
 
-def like(tensor: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+def like(tensor: Tensor, options: dict[str, object]) -> dict[str, Any]:
     """Options that make a tensor like another: its mesh, its placements (partial ones reduced), its dtype."""
     expect("input", tensor, Tensor, fix="the _like functions take a tensor on a mesh")
     kept = {key: value for key, value in options.items() if key not in ("memory_format", "layout", "pin_memory")}
@@ -490,12 +490,12 @@ def like(tensor: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _made_like(make: Callable[..., Tensor], tensor: Tensor, options: dict[str, Any]) -> Tensor:
+def _made_like(make: Callable[..., Tensor], tensor: Tensor, options: dict[str, object]) -> Tensor:
     kept = like(tensor, options)
     return make(tensor.topology.shape, **kept)
 
 
-def zeros_like(input: Tensor, **options: Any) -> Tensor:
+def zeros_like(input: Tensor, **options: object) -> Tensor:
     """Zeros with the shape, dtype, mesh and placements of a tensor.
 
     >>> zeros_like(arange(6, mesh=open_mesh((2,)), placements="S(0)")).topology.notation
@@ -514,17 +514,17 @@ def full_like(input: Tensor, fill_value: Any, **options: Any) -> Tensor:
     return _made_like(lambda size, **kept: full(size, fill_value, **kept), input, options)
 
 
-def empty_like(input: Tensor, **options: Any) -> Tensor:
+def empty_like(input: Tensor, **options: object) -> Tensor:
     """A tensor like another whose values do not matter; zeros, since padding must be zero anyway."""
     return zeros_like(input, **options)
 
 
-def randn_like(input: Tensor, **options: Any) -> Tensor:
+def randn_like(input: Tensor, **options: object) -> Tensor:
     """Standard normal values like a tensor."""
     return _made_like(randn, input, options)
 
 
-def rand_like(input: Tensor, **options: Any) -> Tensor:
+def rand_like(input: Tensor, **options: object) -> Tensor:
     """Uniform values like a tensor."""
     return _made_like(rand, input, options)
 

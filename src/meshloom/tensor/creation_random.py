@@ -6,7 +6,7 @@ chances are on a mesh stay where these are: a batch that is sharded is drawn fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def _make(
     mesh: Mesh | None = None,
     placements: Placements | None = None,
     dtype: torch.dtype | str | None = None,
-    device: Any = None,
+    device: torch.device | str | int | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
     """A dense tensor, made with a dtype and a device, on a mesh."""
@@ -103,13 +103,13 @@ def randint(*bounds: Any, size: Any = None, generator: torch.Generator | None = 
     def draw(out: torch.Tensor, tile: torch.Generator) -> torch.Tensor:
         return out.random_(low, high, generator=tile)
 
-    def dense(dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+    def dense(dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
         return _draw_tiles(shape, dtype or torch.int64, device, draw, generator)
 
     return _make(dense, **options)
 
 
-def randint_like(input: Tensor, *bounds: int, **options: Any) -> Tensor:
+def randint_like(input: Tensor, *bounds: int, **options: object) -> Tensor:
     """Whole numbers with the shape, dtype, mesh and placements of a tensor.
 
     >>> randint_like(creation.zeros(4, mesh=creation.open_mesh((2,))), 3).topology.notation
@@ -125,7 +125,7 @@ def randperm(n: int, *, generator: torch.Generator | None = None, **options: Any
     [0, 1, 2, 3, 4]
     """
 
-    def dense(dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+    def dense(dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
         kind = dtype or torch.int64
         if str(device) == "meta":
             return torch.empty(n, dtype=kind, device="meta")
@@ -135,13 +135,22 @@ def randperm(n: int, *, generator: torch.Generator | None = None, **options: Any
     return _make(dense, **options)
 
 
-def _noise(like: Tensor, make: Callable[..., Tensor], generator: Any, dtype: torch.dtype | None = None) -> Tensor:
+def _noise(
+    like: Tensor, make: Callable[..., Tensor], generator: torch.Generator | None, dtype: torch.dtype | None = None
+) -> Tensor:
     """Random values placed as a tensor is."""
     kept = creation.like(like, {"generator": generator, "dtype": dtype})
     return make(like.topology.shape, **kept)
 
 
-def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, **options: Any) -> Tensor:
+def normal(
+    mean: torch.Tensor | float,
+    std: torch.Tensor | float = 1.0,
+    size: Sequence[int] | None = None,
+    *,
+    generator: torch.Generator | None = None,
+    **options: object,
+) -> Tensor:
     """Normal values; mean and std may be tensors, and then the values lie as these do.
 
     >>> normal(2.0, 0.0, (3,), mesh=creation.open_mesh((2,))).tolist()
@@ -155,7 +164,7 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None
     return result
 
 
-def _broadcast_pair(mean: Any, std: Any) -> Tensor:
+def _broadcast_pair(mean: object, std: object) -> Tensor:
     """A tensor with the shape that mean and std broadcast to."""
     tensors: list[Any] = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
     if not tensors:
@@ -163,7 +172,7 @@ def _broadcast_pair(mean: Any, std: Any) -> Tensor:
     return shadow_of(tensors[0] if len(tensors) == 1 else table_call("mul", *tensors))
 
 
-def bernoulli(input: Any, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:
+def bernoulli(input: Any, p: torch.Tensor | float | None = None, *, generator: torch.Generator | None = None) -> Tensor:
     """1 with the chance that each element says, else 0; placed as the chances are.
 
     >>> bernoulli(creation.ones(3, mesh=creation.open_mesh((2,)))).tolist()
@@ -176,7 +185,9 @@ def bernoulli(input: Any, p: Any = None, *, generator: torch.Generator | None = 
     return result
 
 
-def multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Tensor:
+def multinomial(
+    input: Any, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
+) -> Tensor:
     """Indices drawn with the chances that each line says; a sharded batch is drawn from without communication.
 
     >>> chances = creation.distribute([[0.0, 1.0], [3.0, 0.0]], creation.open_mesh((2,)))
@@ -214,7 +225,7 @@ def _exponential(size: Any, **options: Any) -> Tensor:
     return _make(lambda dtype, device: _draw_tiles(size, dtype or torch.float32, device, kept, generator), **options)
 
 
-def _drawn_again(chances: Tensor, count: int, generator: Any) -> Tensor:
+def _drawn_again(chances: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
     """With replacement: where a number below the total falls among the running sums."""
     sums = table_call("cumsum", table_call("to", chances, torch.float64), -1)
     last = len(chances.topology.shape) - 1

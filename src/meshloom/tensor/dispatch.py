@@ -34,7 +34,7 @@ _BESIDES = object()  # no argument is equal to it
 _ARRAY = object()  # stands among arguments for an array that is given later
 
 
-def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any = None) -> Any:
+def call(name: str, args: Sequence[object], kwargs: dict[str, object], output: object = None) -> Any:
     """Run an op of the table on any mix of operands and return the wrapped result."""
     found = Resolved(name, args, kwargs, output)
     result = found.perform()
@@ -62,7 +62,12 @@ class Resolved:
     __slots__ = ("args", "entry", "key", "known", "kwargs", "op", "request", "tensors")
 
     def __init__(
-        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any, kept: tuple[Any, ...] | None = None
+        self,
+        name: str,
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        output: object,
+        kept: tuple[object, ...] | None = None,
     ) -> None:
         self.op = OPS[name]
         reader = Reader(name, args, kwargs, self.op.signature is not None)
@@ -96,7 +101,7 @@ class Resolved:
         self.known = entry is not None
         self.entry = entry if entry is not None else self._decide(self.request)
 
-    def _decide(self, request: Any) -> Entry:
+    def _decide(self, request: object) -> Entry:
         operands = tuple(tensor.topology for tensor in self.tensors)
         try:
             seen: list[Any] = []
@@ -147,7 +152,7 @@ class Resolved:
             results = self.entry.follow(results, self.tensors)
         return self._wrap(results)
 
-    def _wrap(self, results: Any) -> Any:
+    def _wrap(self, results: object) -> Any:
         """The results as tensors; those of a view op are tied to its operand."""
         made = self.entry.wrap(results)
         if self.entry.is_view:

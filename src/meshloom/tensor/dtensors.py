@@ -49,7 +49,7 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     return mesh
 
 
-def _check_ranks(device_mesh: Any) -> None:
+def _check_ranks(device_mesh: object) -> None:
     ranks = getattr(device_mesh, "mesh", None)
     if not isinstance(ranks, torch.Tensor):
         raise ArgumentError(f"{device_mesh!r:.80} is not a DeviceMesh", fix="loom.open_mesh((2, 4)) opens a mesh")

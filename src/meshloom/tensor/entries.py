@@ -86,7 +86,7 @@ def _salt(decided: Plan) -> int:
     return zlib.crc32(f"{call.op} {call.operands} {plain} {call.leaves}".encode()) or 1
 
 
-def identity(salt: int, tensors: Iterable[Tensor], arguments: Iterable[Any] = ()) -> int:
+def identity(salt: int, tensors: Iterable[Tensor], arguments: Iterable[object] = ()) -> int:
     """What a call makes of its operands: which tensors it works on, as a number that is the same in every process."""
     for tensor in tensors:
         salt = (salt * 1000003 + tensor._number) & _MASK
@@ -103,7 +103,7 @@ _LEASED: dict[Lease | None, set[Any]] = {}  # the keys of calls on meshes that e
 _LOCK = threading.Lock()
 
 
-def remember(key: Any, entry: Entry) -> None:
+def remember(key: object, entry: Entry) -> None:
     """Keep an entry; the oldest goes when the cache is full."""
     with _LOCK:
         if len(CACHE) >= LIMIT:

@@ -80,14 +80,19 @@ class Gathered:
     """The operands of one fallback call: what they were, what they became, and what must be written back."""
 
     def __init__(
-        self, name: str, mesh: Mesh | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        mesh: Mesh | None,
+        function: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
         self.name, self.mesh, self.where = name, mesh, where()
         self.function, self.given, self.named = function, args, kwargs
         self.operands: list[Operand] = []
         self.plain: list[torch.Tensor] = []
 
-    def take(self, value: Any) -> Any:
+    def take(self, value: object) -> Any:
         """The argument with every tensor of ours gathered."""
         if isinstance(value, Tensor):
             return self._gather(value, value)
@@ -104,7 +109,7 @@ class Gathered:
             return slice(self.take(value.start), self.take(value.stop), self.take(value.step))
         return value
 
-    def _gather(self, tensor: Tensor, given: Any) -> torch.Tensor:
+    def _gather(self, tensor: Tensor, given: object) -> torch.Tensor:
         tensor = shadow_of(tensor)
         writes = self.name.endswith("_") or self.name == "setitem"
         is_written = writes and self.given and given is self.given[0]
@@ -124,7 +129,7 @@ class Gathered:
         self.operands.append(Operand(tensor, given, data, data._version, moved))
         return data
 
-    def _gather_base(self, tensor: Tensor, given: Any) -> torch.Tensor:
+    def _gather_base(self, tensor: Tensor, given: object) -> torch.Tensor:
         """A view of which several elements lie in one place, as a view of its dense base."""
         base, recipes = path_of(tensor)
         detached = any(recipe.is_detached for recipe in recipes)
@@ -174,7 +179,7 @@ class Gathered:
             )
             _said.add((self.name, self.where))
 
-    def give(self, result: Any) -> Any:
+    def give(self, result: object) -> Any:
         """The result with every tensor on the mesh."""
         if isinstance(result, torch.Tensor):
             return self._place(result)

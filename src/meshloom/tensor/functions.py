@@ -18,7 +18,7 @@ from meshloom.tensor.quick import call_quickly, write_quickly
 from meshloom.tensor.torch_api import OVERLOADS
 
 
-def _known_functions() -> dict[Any, str]:
+def _known_functions() -> dict[object, str]:
     names = {*OPS, *ALIASES, *OVERLOADS, *(name + "_" for name in OPS if is_written(name + "_")), *INPLACE}
     found: dict[Any, str] = {}
     for name in names:
@@ -46,10 +46,10 @@ KNOWN = _known_functions()
 
 def on_torch(
     cls: type,
-    function: Callable[..., Any],
-    types: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    function: Callable[..., object],
+    types: object,
+    args: tuple[object, ...] = (),
+    kwargs: dict[str, object] | None = None,
 ) -> Any:
     """What `__torch_function__` does: the table if we know the function, else a plain question, else the fallback."""
     name = KNOWN.get(function)
@@ -66,7 +66,7 @@ def on_torch(
     return _ask(function, args, kwargs or {})
 
 
-def _ask(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ask(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """A function that is no op of ours."""
     name = getattr(function, "__name__", str(function))
     if name in _ACCESS:

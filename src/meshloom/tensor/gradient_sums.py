@@ -152,7 +152,7 @@ def watch_backward(roots: Iterable[torch.Tensor]) -> Iterator[None]:
         _remove(handles)
 
 
-def _hook(nodes: list[Any]) -> list[Any]:
+def _hook(nodes: list[Any]) -> list[object]:
     """The notes at all nodes behind these become hooks."""
     handles: list[Any] = []
     known: set[Any] = set()
@@ -218,7 +218,7 @@ def defer(leaf: Tensor, events: Sequence[Event]) -> None:
     at_end_of_backward(finish)
 
 
-def _add(told: dict[Any, Event], events: Sequence[Event]) -> dict[Any, Event]:
+def _add(told: dict[Any, Event], events: Sequence[Event]) -> dict[object, Event]:
     """Several uses of a leaf that communicate the same add up before they do: the first is told."""
     for event in events:
         told.setdefault((event.kind, event.axis, event.bytes), event)

@@ -93,7 +93,7 @@ def is_noticed(tensor: Tensor) -> bool:
     return tensor.__class__ is Lazy and vars(tensor)["_finder"] is FROM_TORCH
 
 
-def _join(node: Any) -> None:
+def _join(node: object) -> None:
     """Give all living results of a node arrays whose graph leads through the node."""
     results = [each for each in (ref() for ref in _here.recent) if each is not None and is_noticed(each)]
     results = [each for each in results if native(each, "grad_fn") is node]
@@ -163,7 +163,7 @@ class Piece:
             for each, held in zip(found, self.held, strict=True)
         ]
 
-    def _run(self, starts: tuple[Any, ...], gradients: tuple[Any, ...]) -> Sequence[Any]:
+    def _run(self, starts: tuple[object, ...], gradients: tuple[object, ...]) -> Sequence[Any]:
         """Torch's own backward through the piece. A reentrant checkpoint wants one that accumulates."""
         graph = torch.is_grad_enabled()
         # a result that backward unpacks is joined once more: then two nodes run one
@@ -179,7 +179,7 @@ class Piece:
         return [_take_gradient(getattr(edge.node, "variable")) for edge in self.ends]  # noqa: B009
 
 
-def _take_gradient(leaf: Any) -> Any:
+def _take_gradient(leaf: object) -> Any:
     """The gradient that torch left at a tensor of ours, taken away; a plain leaf keeps its own."""
     if not isinstance(leaf, Tensor):
         return None
@@ -221,7 +221,7 @@ class Join(torch.autograd.Function):
         return tuple(array.detach() for array in piece.arrays)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """The gradients of the leaves' arrays."""
         return None, *ctx.piece.run(gradients)
 
@@ -278,7 +278,7 @@ def _guard(tensor: Tensor) -> None:
     topology = tensor.topology
     tensor._guarded = True
 
-    def refuse(gradient: Any) -> None:
+    def refuse(gradient: torch.Tensor) -> None:
         if not _here.running:
             raise GradientError(
                 "an autograd.Function took a tensor on a mesh and gave a plain one: its gradient would be lost",

@@ -120,7 +120,7 @@ def _wrap_like(data: torch.Tensor, like: Any) -> Any:
     return made
 
 
-def _note_writes(name: str, args: tuple[Any, ...], is_padded: bool) -> None:
+def _note_writes(name: str, args: tuple[object, ...], is_padded: bool) -> None:
     """After a write into the tensors of lists: the padding is zero again, and torch knows of it."""
     lists = [each for each in (args if name.startswith("_fused_") else args[:1]) if isinstance(each, (list, tuple))]
     written = [*chain.from_iterable(each for each in lists if each and each[0].__class__ is Tensor)]
@@ -157,7 +157,7 @@ def _run(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
     return _run_each(function, name, args, kwargs), False
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, (tuple, list)) and any(isinstance(each, torch.Tensor) for each in value)
 
 
@@ -170,7 +170,7 @@ def _is_plain(topology: Topology | None) -> bool:
     return topology is None or (topology.is_whole and not topology.padded)
 
 
-def _common(lists: Sequence[Sequence[Any]]) -> list[Topology | None] | None:
+def _common(lists: Sequence[Sequence[object]]) -> list[Topology | None] | None:
     """The topology at each place of the lists, if all tensors there lie alike and none is partial."""
     found: list[Topology | None] = []
     for place in range(max(map(len, lists), default=0)):
@@ -183,14 +183,14 @@ def _common(lists: Sequence[Sequence[Any]]) -> list[Topology | None] | None:
     return found
 
 
-def _array(value: Any) -> Any:
+def _array(value: object) -> Any:
     """An argument as the arrays' function takes it."""
     if isinstance(value, Tensor):
         return shadow_of(value)._data
     return [_array(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
-def _single(value: Any) -> Any:
+def _single(value: object) -> Any:
     """An argument that is no list; a number on the mesh is wanted whole."""
     if isinstance(value, Tensor):
         return redistribute(value, value.topology.replicated.placements)._data
@@ -198,7 +198,7 @@ def _single(value: Any) -> Any:
 
 
 def _run_arrays(
-    function: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], topologies: Sequence[Topology | None]
+    function: Callable[..., object], name: str, args: Any, kwargs: dict[str, Any], topologies: Sequence[Topology | None]
 ) -> Any:
     arrays = [_array(each) if _is_list(each) else _single(each) for each in args]
     named = {key: _array(each) if _is_list(each) else _single(each) for key, each in kwargs.items()}
@@ -227,7 +227,7 @@ def _wrap(name: str, results: Any, topologies: Sequence[Topology | None]) -> Any
     return type(results)(wrap(data, topology) for data, topology in zip(results, topologies, strict=True))
 
 
-def _run_each(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_each(function: Callable[..., object], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function of one tensor, on each; plain ones among them are torch's."""
     op = name.removeprefix("_foreach_")
     count = max(len(each) for each in (*args, *kwargs.values()) if _is_list(each))
@@ -239,8 +239,10 @@ def _run_each(function: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     return None if name.endswith("_") else tuple(results)
 
 
-def _at(place: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    def take(value: Any) -> Any:
+def _at(
+    place: int, count: int, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[list[Any], dict[str, Any]]:
+    def take(value: object) -> Any:
         if isinstance(value, torch.Tensor) and value.ndim == 1:  # numbers, one for each
             return value[place].item()
         return value[place] if isinstance(value, (tuple, list)) and len(value) == count else value
@@ -248,7 +250,7 @@ def _at(place: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [take(each) for each in args], {key: take(each) for key, each in kwargs.items()}
 
 
-def _is_ours(args: list[Any], kwargs: dict[str, Any]) -> bool:
+def _is_ours(args: list[object], kwargs: dict[str, object]) -> bool:
     return any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
 
 
@@ -257,7 +259,7 @@ def _call_plain(
 ) -> Any:
     """The function on lists of one, of which none is ours."""
 
-    def take(value: Any) -> Any:
+    def take(value: object) -> Any:
         if isinstance(value, torch.Tensor) and value.ndim == 1:
             return value[place : place + 1]
         return value[place : place + 1] if isinstance(value, (tuple, list)) and len(value) == count else value
@@ -266,7 +268,7 @@ def _call_plain(
     return None if results is None else results[0]
 
 
-def _call_one(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _call_one(op: str, args: list[object], kwargs: dict[str, object]) -> Any:
     name = op.rstrip("_")
     if name == "norm":
         return invoke("linalg_vector_norm", tuple(args[:1]), {"ord": (args[1:] or [2])[0], **kwargs})

@@ -53,7 +53,7 @@ _any_autocast = private.is_any_autocast_enabled
 def _binary(name: str) -> Callable[[Any, Any], Any]:
     get, is_cast = CACHE.get, OPS[name].is_cast
 
-    def operator(self: Tensor, other: Any) -> Any:
+    def operator(self: Tensor, other: object) -> Any:
         if other.__class__ is Tensor and state.plain and not (is_cast and _any_autocast()):
             entry = get((name, self.topology, other.topology))
             if entry is not None:
@@ -113,8 +113,8 @@ _OPERANDS = (torch.Tensor, numpy.ndarray, numpy.generic, int, float, bool, compl
 _NUMBERS = frozenset((int, float))
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    def operator(self: Tensor, other: Any) -> Any:
+def _operator(name: str) -> Callable[..., object]:
+    def operator(self: Tensor, other: object) -> Any:
         if not isinstance(other, _OPERANDS):
             return NotImplemented
         return invoke(name, (self, other), {})
@@ -122,10 +122,10 @@ def _operator(name: str) -> Callable[..., Any]:
     return operator
 
 
-def _method(name: str) -> Callable[..., Any]:
+def _method(name: str) -> Callable[..., object]:
     head = name if name in OVERLOADS else ALIASES.get(name, name)
 
-    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Tensor, *args: object, **kwargs: object) -> Any:
         return call_quickly(head, name, (self, *args), kwargs)
 
     method.__name__ = name
@@ -133,11 +133,11 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-def _writing_method(name: str) -> Callable[..., Any]:
+def _writing_method(name: str) -> Callable[..., object]:
     """An in-place form of a pointwise op."""
     function = getattr(torch.Tensor, name, None)
 
-    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Tensor, *args: object, **kwargs: object) -> Any:
         return write_quickly(name, function, (self, *args), kwargs)
 
     method.__name__ = name
@@ -149,7 +149,7 @@ def _unary(name: str) -> Callable[..., Any]:
     """A pointwise op of the table: without further arguments it has a short way too."""
     get = CACHE.get
 
-    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Tensor, *args: object, **kwargs: object) -> Any:
         if not args and not kwargs and state.plain and not _any_autocast():
             entry = get((name, self.topology))
             if entry is not None and entry.direct is not None:
@@ -195,7 +195,7 @@ def _item(self: Tensor) -> Any:
     return read(self, "item").item()
 
 
-def _numpy(self: Tensor, **_: Any) -> numpy.ndarray:
+def _numpy(self: Tensor, **_: object) -> numpy.ndarray:
     found = read(self, "numpy")
     return (found.clone() if same_storage(found, self._data) else found).numpy()
 
@@ -214,7 +214,7 @@ def _len(self: Tensor) -> int:
     return self.topology.shape[0]
 
 
-def _item_at(self: Tensor, index: Any) -> Any:
+def _item_at(self: Tensor, index: object) -> Any:
     """Indexing, and iteration too: with `__iter__` a tensor would pass for a list in `Optimizer.load_state_dict`."""
     if not self.topology.shape and isinstance(index, int):
         raise ArgumentError("a 0-d tensor has nothing to index or iterate over", fix="use x.item()")
@@ -294,7 +294,7 @@ def _place_like(value: Any, like: Topology) -> Tensor:
     return place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, like.mesh, like.placements)
 
 
-def set_gradient(tensor: Tensor, value: Any) -> None:
+def set_gradient(tensor: Tensor, value: object) -> None:
     """Replace a leaf's gradient; None takes it away."""
     tensor = shadow_of(tensor)
     discard(tensor)
@@ -304,7 +304,7 @@ def set_gradient(tensor: Tensor, value: Any) -> None:
     tensor._data.grad = _place_like(value, tensor.topology.reduced)._data
 
 
-def _register_hook(self: Tensor, hook: Callable[[Tensor | None], Any]) -> Any:
+def _register_hook(self: Tensor, hook: Callable[[Tensor | None], object]) -> Any:
     # not the tensor, which would keep itself and its graph for ever
     topology, shape = self.topology, tuple(self._data.shape)
 
@@ -332,11 +332,11 @@ def _detach_(self: Tensor) -> Tensor:
     return self
 
 
-def _transpose_all(self: Tensor) -> Any:
+def _transpose_all(self: Tensor) -> torch.Tensor:
     return self.permute(tuple(reversed(range(self.ndim))))
 
 
-def _matrix_transposed(self: Tensor) -> Any:
+def _matrix_transposed(self: Tensor) -> torch.Tensor:
     return self.transpose(-2, -1)
 
 
@@ -361,7 +361,7 @@ def _as_it_is(value: Any, mesh: Any) -> Tensor:
     return value if on_mesh else place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, mesh, {})
 
 
-def _torch_dispatch(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _torch_dispatch(cls: type, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
     """What C++ calls by itself: a question about a result that it records, or a function on our tensors."""
     if function is torch.ops.prim.layout.default:
         notice(args[0])

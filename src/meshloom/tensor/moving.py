@@ -70,7 +70,7 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
     return made
 
 
-def _is_hashable(key: Any) -> bool:
+def _is_hashable(key: object) -> bool:
     """Whether what was asked for makes a key; a list does not."""
     try:
         hash(key)
@@ -82,7 +82,7 @@ def _is_hashable(key: Any) -> bool:
 _TARGETS: dict[Any, Topology] = {}  # where redistributions led that were asked for in these words
 
 
-def _keep_target(key: Any, target: Topology) -> None:
+def _keep_target(key: object, target: Topology) -> None:
     if len(_TARGETS) >= 1 << 12:
         _TARGETS.clear()
     _TARGETS[key] = target

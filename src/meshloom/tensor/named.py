@@ -17,7 +17,7 @@ def find_named(name: str) -> Callable[..., Any]:
 
     head = "loom", name
 
-    def function(*args: Any, output: Any = None, **kwargs: Any) -> Any:
+    def function(*args: object, output: object = None, **kwargs: object) -> Any:
         if output is None:
             return call_quickly(head, name, args, kwargs)
         with state.changed(output=output):

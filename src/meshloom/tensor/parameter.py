@@ -17,7 +17,7 @@ from meshloom.tensor.refusals import refuse_partial_leaf
 
 
 class _ParameterMeta(type(torch.nn.Parameter)):  # type: ignore[misc]
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, Tensor) and bool(instance._is_param)
 
 

@@ -33,7 +33,7 @@ _any_autocast = private.is_any_autocast_enabled
 Repeat = Callable[[list[Tensor], list[Any], dict[str, Any]], Any]
 
 
-def _repeat_call(found: Resolved, order: tuple[int, ...] | None, result: Any) -> Repeat:
+def _repeat_call(found: Resolved, order: tuple[int, ...] | None, result: object) -> Repeat:
     """The next call like one that led to an entry; `order` says which of the given tensors are its operands."""
     entry = found.entry
     run: Any = found.function() if found.op.signature is not None or order is not None else found.shortest()
@@ -46,7 +46,7 @@ def _repeat_simple(found: Resolved, run: Any) -> Repeat:
     entry, wrap = found.entry, found.entry.wrap
     is_view, name, args, named = entry.is_view, *_describe_call(found)
 
-    def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+    def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, object]) -> Any:
         result = run(*datas)
         if entry.communicates_back and result.requires_grad:
             result = entry.follow(result, tensors, False, 5)
@@ -63,7 +63,7 @@ def _repeat_any(found: Resolved, run: Any, order: tuple[int, ...] | None) -> Rep
     entry, kernel = found.entry, None if found.entry.kernel.simple else found.entry.kernel
     name, args, named = _describe_call(found)
 
-    def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+    def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, object]) -> Any:
         if order is not None:
             tensors, datas = [tensors[i] for i in order], [datas[i] for i in order]
         if entry.salt:
@@ -98,7 +98,7 @@ def _repeat_with_numbers(found: Resolved) -> Repeat:
     entry = found.entry
     direct: Any = entry.direct
 
-    def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Any:
+    def repeat(tensors: list[Tensor], datas: list[object], kwargs: dict[str, object]) -> Any:
         result = direct(*datas, **kwargs)
         if entry.communicates_back and result.requires_grad:
             result = entry.follow(result, tensors, False, 5)
@@ -110,7 +110,7 @@ def _repeat_with_numbers(found: Resolved) -> Repeat:
     return repeat
 
 
-def _return_itself(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, Any]) -> Tensor:
+def _return_itself(tensors: list[Tensor], datas: list[object], kwargs: dict[str, object]) -> Tensor:
     """Of a cast to the dtype that the tensor has."""
     return tensors[0]
 
@@ -169,7 +169,7 @@ _NUMBERS = frozenset((int, float))
 _BOUND = frozenset((int, type(None)))
 
 
-def add_part(key: list[Any], tensors: list[Tensor], datas: list[Any], value: Any, kind: Any) -> bool:
+def add_part(key: list[Any], tensors: list[Tensor], datas: list[object], value: Any, kind: Any) -> bool:
     """Add a list, a tuple, a shape or a slice to a key; False for what no key can hold."""
     if kind is slice:
         start, stop, step = value.start, value.stop, value.step
@@ -197,7 +197,7 @@ def add_part(key: list[Any], tensors: list[Tensor], datas: list[Any], value: Any
 
 
 def _call_first(
-    key: Any, tensors: list[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any
+    key: object, tensors: list[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any
 ) -> Any:
     """A call in the general way; what it led to is remembered."""
     if name in OVERLOADS:
@@ -221,7 +221,7 @@ def _call_first(
     return result
 
 
-def _quick(name: str, found: Resolved, result: Any, order: tuple[int, ...], arguments: int) -> Repeat | None:
+def _quick(name: str, found: Resolved, result: object, order: tuple[int, ...], arguments: int) -> Repeat | None:
     """What the next call like this one needs; None where that would be no shorter."""
     in_order = None if order == tuple(range(len(order))) else order
     if name not in POINTWISE or arguments == len(order):
@@ -295,7 +295,7 @@ def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[
 _increment_version = private.increment_version
 
 
-def _write_first(key: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _write_first(key: object, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """A call in place in the general way; if torch's own on the arrays did it, it is remembered."""
     before, TRAIL.written = TRAIL.written, []
     try:

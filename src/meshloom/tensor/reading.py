@@ -34,7 +34,7 @@ class Reader:
 
     __slots__ = ("_given", "_mesh", "key", "numbers", "plain", "shadows", "tensors")
 
-    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], numbers_matter: bool) -> None:
+    def __init__(self, name: str, args: Sequence[object], kwargs: dict[str, object], numbers_matter: bool) -> None:
         self._given = (name, args, kwargs)
         self._mesh: Mesh | None = None
         self.numbers = numbers_matter
@@ -119,7 +119,7 @@ def follow_to_meta(plain: list[Tensor], tensors: list[Tensor]) -> None:
             tensor._replace(tensor._data.to("meta"))
 
 
-def read_number(op: str, key: str, value: Any) -> Any:
+def read_number(op: str, key: str, value: object) -> Any:
     """torch takes `alpha=` (and `value=` of some ops) for a number: a tensor given there is read."""
     return value.item() if key == OPS[op].number and hasattr(value, "item") else value
 

@@ -65,7 +65,7 @@ class Untouched(TorchFunctionMode):
     def __init__(self) -> None:
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         target: Any = args[0] if args else None
         is_written = name == "__setitem__" or (name.endswith("_") and (name[:3] == "__i" or name[-2:] != "__"))
@@ -73,14 +73,14 @@ class Untouched(TorchFunctionMode):
             self.kept[id(target)] = (target, target.detach().clone())
         return function(*args, **(kwargs or {}))
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for target, value in self.kept.values():
                 target.copy_(value)
 
 
-def _is_dense(value: Any) -> bool:
+def _is_dense(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, Tensor) and not value.is_meta
 
 
@@ -89,7 +89,7 @@ def optimizers_kept() -> Iterator[None]:
     """Optimizers that step meanwhile are afterwards as before, without new averages."""
     kept: dict[Optimizer, dict[Any, dict[str, Any]]] = {}
 
-    def keep(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def keep(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if optimizer not in kept:
             kept[optimizer] = {parameter: dict(table) for parameter, table in optimizer.state.items()}
 

@@ -18,7 +18,7 @@ _STUB = Path(__file__).parents[1] / "__init__.pyi"
 _Parameter = inspect.Parameter
 
 
-def describe(function: Callable[..., Any]) -> Callable[..., Any]:
+def describe(function: Callable[..., object]) -> Callable[..., object]:
     """The function of an op with the signature and the text of torch's function of that name.
 
     >>> import meshloom as loom

@@ -113,7 +113,9 @@ def moved_view(tensor: Tensor) -> MovedView | None:
     return found if isinstance(found, MovedView) else None
 
 
-def attach(base: Tensor, views: Sequence[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def attach(
+    base: Tensor, views: Sequence[Tensor], name: str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
     """Tie results of a view op to their base."""
     data, has_moved = base._data, moved_view(base) is not None
     for i, view in enumerate(views):
@@ -126,7 +128,7 @@ def attach(base: Tensor, views: Sequence[Tensor], name: str, args: tuple[Any, ..
             view._recipe = Recipe(*made)
 
 
-def attach_plain(base: Tensor, view: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def attach_plain(base: Tensor, view: Tensor, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """`attach`, for the one result of a call seen before: nearly always a view of the memory that its base has."""
     data = base._data
     root = data._base

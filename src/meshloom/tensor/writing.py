@@ -55,7 +55,9 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     return target
 
 
-def _write_view(name: str, target: Tensor, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _write_view(
+    name: str, target: Tensor, tensor: Tensor, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Tensor:
     """An op in place on a view that does not share its base's memory: the base is written."""
     result = call(name, (made_anew(tensor), *args), kwargs, tensor.topology.reduced.placements)
     _check_fit(f"{name}_", result.topology, tensor.topology)
@@ -74,7 +76,7 @@ def _check_fit(name: str, result: Topology, target: Topology) -> None:
         raise DTypeError(f"{name} gives {result.dtype}, which {target.dtype} cannot hold")
 
 
-def rewrite(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def rewrite(name: str, target: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
     """An op of the table that changes some elements of its first operand, in place: `scatter_`, `index_put_`."""
     tensor = shadow_of(target)
     if tensor._recipe is not None:  # all of it is written back, and what stays would overwrite what changed
@@ -125,7 +127,7 @@ def _is_direct(found: Resolved) -> bool:
     )
 
 
-def assign(target: Tensor, value: Any, name: str = "copy_") -> Tensor:
+def assign(target: Tensor, value: object, name: str = "copy_") -> Tensor:
     """Copy a value (broadcast, cast, moved as needed) into a tensor."""
     tensor = shadow_of(target)
     if tensor._recipe is not None:
@@ -169,7 +171,7 @@ def _overwrite(tensor: Tensor, source: Tensor, name: str) -> None:
     note_write(tensor)
 
 
-def _write_shared(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _write_shared(name: str, target: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
     """A write into a view of which several elements lie in one place: torch does it, on the dense base."""
     from meshloom.tensor.fallback import fallback
 
@@ -244,7 +246,7 @@ def zero(target: Tensor) -> Tensor:
     return target
 
 
-def write_item(target: Tensor, index: Any, value: Any) -> None:
+def write_item(target: Tensor, index: object, value: object) -> None:
     """`x[index] = value` for ints, slices, None and an ellipsis."""
     tensor = shadow_of(target)
     topology = tensor.topology
@@ -283,7 +285,7 @@ def _put(array: torch.Tensor, where: tuple[Any, ...], content: Any, topology: To
         ) from None
 
 
-def _stored_index(index: Any, topology: Topology) -> tuple[Any, ...]:
+def _stored_index(index: object, topology: Topology) -> tuple[Any, ...]:
     """The index in the stored array; padding of a dim sharded by one axis is at its end, so positions agree."""
     shape = topology.shape
     return tuple(None if dim is None else _position(each, shape[dim]) for each, dim in indexed_dims(index, shape))

@@ -39,7 +39,7 @@ class NumpyEngine(Engine):
     kind = np.ndarray
     functions = FUNCTIONS
 
-    def run(self, op: str, *args: Any, **kwargs: Any) -> Any:
+    def run(self, op: str, *args: object, **kwargs: object) -> Any:
         """The result of an op of the table; inf and nan come without a warning, as in torch."""
         with np.errstate(all="ignore"):
             result = super().run(op, *args, **kwargs)

@@ -19,7 +19,7 @@ Formula = Callable[..., Array]
 def _binary(function: Formula) -> Function:
     """On two operands in their common dtype, which the result has."""
 
-    def apply(input: Any, other: Any) -> Array:
+    def apply(input: Array | complex, other: Array | complex) -> Array:
         left, right = together(input, other)
         return function(left, right).astype(left.dtype, copy=False)
 
@@ -43,7 +43,7 @@ def _comparison(function: Function) -> Function:
 
 
 def _bitwise(function: Formula) -> Function:
-    def apply(input: Any, other: Any) -> Array:
+    def apply(input: Array | complex, other: Array | complex) -> Array:
         left, right = together(input, other)
         if is_float(left.dtype):
             raise DTypeError("bitwise ops have no meaning for floating-point numbers", fix="use integers or bools")
@@ -72,26 +72,26 @@ def _rounding(op: str, function: Function) -> Function:
     return _number(op, lambda input: function(input) if is_float(input.dtype) else input.copy())
 
 
-def _add(input: Any, other: Any, *, alpha: Any = 1) -> Array:
+def _add(input: Array | complex, other: Array | complex, *, alpha: complex = 1) -> Array:
     left, right = together(input, other)
     return left + right if alpha == 1 else _scale(left, right, alpha)
 
 
-def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Array:
+def _sub(input: Array | complex, other: Array | complex, *, alpha: complex = 1) -> Array:
     for each in (input, other):
         need_number("sub", np.asarray(each))
     left, right = together(input, other)
     return left - right if alpha == 1 else _scale(left, right, -alpha)
 
 
-def _scale(left: Array, right: Array, factor: Any) -> Array:
+def _scale(left: Array, right: Array, factor: object) -> Array:
     if isinstance(factor, float) and not is_float(left.dtype):
         raise ArgumentError(f"alpha {factor} is not whole, and the operands are {left.dtype}")
     found: Array = (left + right * np.asarray(factor).astype(left.dtype)).astype(left.dtype, copy=False)
     return found
 
 
-def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
+def _div(input: Array | complex, other: Array | complex, *, rounding_mode: str | None = None) -> Array:
     left, right = together(input, other)
     if rounding_mode == "floor":
         found: Array = _FLOOR_DIVIDE(left, right)
@@ -128,7 +128,7 @@ def _division(op: str, function: Formula) -> Function:
 _FLOOR_DIVIDE = _division("floor_divide", np.floor_divide)
 
 
-def _pow(input: Any, exponent: Any) -> Array:
+def _pow(input: Array | complex, exponent: object) -> Array:
     base, power = together(input, exponent)
     need_number("pow", base)
     if not is_float(base.dtype) and (power < 0).any():
@@ -147,7 +147,7 @@ def _sign(input: Array) -> Array:
     return input.copy() if input.dtype == bool else np.where(input != input, 0, np.sign(input)).astype(input.dtype)
 
 
-def _lerp(input: Array, end: Array, weight: Any) -> Array:
+def _lerp(input: Array, end: Array, weight: Array | complex) -> Array:
     need_float("lerp", input, end, weight)
     start, stop, share = together(input, end, weight)
     # from the nearer end, so that both ends are met exactly
@@ -155,28 +155,28 @@ def _lerp(input: Array, end: Array, weight: Any) -> Array:
     return found
 
 
-def _addcmul(input: Array, tensor1: Array, tensor2: Array, *, value: Any = 1) -> Array:
+def _addcmul(input: Array, tensor1: Array, tensor2: Array, *, value: complex = 1) -> Array:
     base, first, second = together(input, tensor1, tensor2)
     found: Array = (base + np.asarray(value).astype(base.dtype) * first * second).astype(base.dtype, copy=False)
     return found
 
 
-def _addcdiv(input: Array, tensor1: Array, tensor2: Array, *, value: Any = 1) -> Array:
+def _addcdiv(input: Array, tensor1: Array, tensor2: Array, *, value: complex = 1) -> Array:
     need_float("addcdiv", input, tensor1, tensor2)
     base, first, second = together(input, tensor1, tensor2)
     found: Array = (base + np.asarray(value).astype(base.dtype) * first / second).astype(base.dtype, copy=False)
     return found
 
 
-def _where(condition: Array, input: Any, other: Any) -> Array:
+def _where(condition: Array, input: Array | complex, other: Array | complex) -> Array:
     return np.where(condition.astype(bool), *together(input, other))
 
 
-def _masked_fill(input: Array, mask: Array, value: Any) -> Array:
+def _masked_fill(input: Array, mask: Array, value: object) -> Array:
     return np.where(mask, np.asarray(value).astype(input.dtype), input)
 
 
-def _clamp(input: Array, min: Any = None, max: Any = None) -> Array:
+def _clamp(input: Array, min: object = None, max: object = None) -> Array:
     if min is None and max is None:
         raise ArgumentError("clamp needs min, max or both")
     found, *bounds = together(input, *(each for each in (min, max) if each is not None))

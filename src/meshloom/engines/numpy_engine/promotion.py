@@ -30,7 +30,7 @@ def promoted(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
     return np.result_type(*(floats or dtypes))
 
 
-def common_dtype(values: Sequence[Any]) -> np.dtype[Any]:
+def common_dtype(values: Sequence[object]) -> np.dtype[Any]:
     """The dtype in which an op computes on arrays and numbers together.
 
     >>> common_dtype([np.zeros(3, "int64"), 2.5]), common_dtype([np.zeros(3, "f4"), np.zeros((), "f8")])
@@ -50,7 +50,7 @@ def common_dtype(values: Sequence[Any]) -> np.dtype[Any]:
     return found
 
 
-def number_dtype(value: Any) -> np.dtype[Any]:
+def number_dtype(value: object) -> np.dtype[Any]:
     """The dtype that a Python number stands for."""
     if type(value) not in _NUMBERS:
         raise DTypeError(f"the numpy engine takes arrays and Python's numbers, not {value!r}")
@@ -64,7 +64,7 @@ def _over(high: np.dtype[Any] | None, low: np.dtype[Any]) -> np.dtype[Any]:
     return low if _LEVEL[low.kind] > _LEVEL[high.kind] else high
 
 
-def together(*values: Any) -> list[np.ndarray[Any, Any]]:
+def together(*values: object) -> list[np.ndarray[Any, Any]]:
     """Arrays and numbers as arrays of their common dtype."""
     dtype = common_dtype(values)
     return [np.asarray(each).astype(dtype, copy=False) for each in values]
@@ -75,7 +75,7 @@ def as_float(input: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return input if is_float(input.dtype) else input.astype(FLOAT)
 
 
-def need_float(op: str, *arrays: Any) -> None:
+def need_float(op: str, *arrays: object) -> None:
     """Refuse integers and bools where the op has no meaning for them."""
     for each in arrays:
         if isinstance(each, np.ndarray) and not is_float(each.dtype):

@@ -10,26 +10,27 @@ import numpy as np
 from meshloom.engines.engine import Function
 from meshloom.engines.numpy_engine.promotion import is_float, need_float, need_number
 from meshloom.ops.labels import normal_dim, normal_dims
+from meshloom.types import Dims
 
 Array = np.ndarray[Any, Any]
 
 
-def _axes(input: Array, dim: Any) -> tuple[int, ...]:
+def _axes(input: Array, dim: Dims) -> tuple[int, ...]:
     return normal_dims(dim, input.ndim)
 
 
-def _sum_dtype(input: Array, dtype: Any) -> Any:
+def _sum_dtype(input: Array, dtype: object) -> Any:
     """The dtype in which torch adds up and multiplies."""
     return dtype or (input.dtype if is_float(input.dtype) else np.dtype("int64"))
 
 
-def _sum(input: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
+def _sum(input: Array, dim: Dims, keepdim: bool, dtype: object) -> Array:
     kind = _sum_dtype(input, dtype)
     found: Array = np.sum(input.astype(kind, copy=False), axis=_axes(input, dim), keepdims=keepdim, dtype=kind)
     return found
 
 
-def _mean(input: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
+def _mean(input: Array, dim: Dims, keepdim: bool, dtype: Any) -> Array:
     found = input if dtype is None else input.astype(dtype, copy=False)
     need_float("mean", found)
     axes = _axes(found, dim)
@@ -41,7 +42,7 @@ def _count(input: Array, axes: tuple[int, ...]) -> int:
     return math.prod(input.shape[axis] for axis in axes)
 
 
-def _prod(input: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
+def _prod(input: Array, dim: Dims, keepdim: bool, dtype: object) -> Array:
     kind = _sum_dtype(input, dtype)
     keep = keepdim and dim is not None
     found: Array = np.prod(input.astype(kind, copy=False), axis=_axes(input, dim), keepdims=keep, dtype=kind)
@@ -55,14 +56,14 @@ def _extreme(function: Function) -> Function:
 def _truth(function: Function) -> Function:
     """bool, except that uint8 stays uint8, as in torch."""
 
-    def reduce(input: Array, dim: Any, keepdim: bool) -> Array:
+    def reduce(input: Array, dim: Dims, keepdim: bool) -> Array:
         kind = input.dtype if input.dtype == np.uint8 else bool
         return np.asarray(function(input, axis=_axes(input, dim), keepdims=keepdim)).astype(kind)
 
     return reduce
 
 
-def _var(input: Array, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> Array:
+def _var(input: Array, dim: Dims, unbiased: Any, keepdim: bool, correction: Any) -> Array:
     need_float("var", input)
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)

@@ -18,17 +18,17 @@ Formula = Callable[..., Array]
 
 
 @aware
-def _reshape(known: Known, input: Array, **_: Any) -> Array:
+def _reshape(known: Known, input: Array, **_: object) -> Array:
     return input.reshape(known.shapes[0])
 
 
 @aware
-def _squeeze(known: Known, input: Array, **_: Any) -> Array:
+def _squeeze(known: Known, input: Array, **_: object) -> Array:
     return np.squeeze(input, squeezed_dims(known.call))
 
 
 @aware
-def _expand(known: Known, input: Array, **_: Any) -> Array:
+def _expand(known: Known, input: Array, **_: object) -> Array:
     return np.broadcast_to(input, known.shapes[0])
 
 
@@ -43,7 +43,7 @@ def _narrow(input: Array, dim: int, start: int, length: int) -> Array:
 
 
 @aware
-def _split(known: Known, input: Array, **_: Any) -> tuple[Array, ...]:
+def _split(known: Known, input: Array, **_: object) -> tuple[Array, ...]:
     axis, sizes = section_sizes(known.call)
     ends = np.cumsum(sizes)
     return tuple(

@@ -48,7 +48,9 @@ def _along(op: str, function: Formula) -> Function:
 
 
 @aware
-def _layer_norm(known: Known, input: Array, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Array:
+def _layer_norm(
+    known: Known, input: Array, normalized_shape: object, weight: Array | None, bias: Array | None, eps: float
+) -> Array:
     need_float("layer_norm", input, weight, bias)
     axes = tuple(range(input.ndim - normalised(known.call), input.ndim))
     count = math.prod(input.shape[axis] for axis in axes)
@@ -60,7 +62,7 @@ def _layer_norm(known: Known, input: Array, normalized_shape: Any, weight: Any, 
 
 
 def _cross_entropy(
-    input: Array, target: Array, weight: Array | None, size_average: Any, ignore_index: int, reduce: Any,
+    input: Array, target: Array, weight: Array | None, size_average: object, ignore_index: int, reduce: object,
     reduction: str, label_smoothing: float,
 ) -> Array:  # fmt: skip
     need_float("cross_entropy", input, weight)

@@ -146,7 +146,7 @@ class RingAttention(Node):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
         if torch.is_grad_enabled():  # torch's own fused attention refuses create_graph too
             raise GradientError(
                 "attention over a sequence that several processes hold has no second derivative",

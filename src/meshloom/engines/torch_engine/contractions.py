@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -11,7 +9,9 @@ from meshloom.engines import private
 from meshloom.engines.torch_engine.local import Function, Local, shared
 
 
-def _bilinear(input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+def _bilinear(
+    input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """As a contraction, which can be mapped over devices."""
     found = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return found if bias is None else found + bias

@@ -36,7 +36,7 @@ class Local:
     peers: Peers = ALONE
     memo: dict[Any, Any] = field(default_factory=dict, compare=False)
 
-    def once(self, name: Any, work: Callable[[], Any]) -> Any:
+    def once(self, name: object, work: Callable[[], object]) -> Any:
         """Work that depends on the call alone, done on its first run."""
         if name not in self.memo:
             self.memo[name] = work()
@@ -102,7 +102,7 @@ class Local:
         return pad(data, dim if place is None else place, topology.shape[dim], topology.shards[dim])
 
 
-def dims_of(input: torch.Tensor, dim: Any) -> tuple[int, ...]:
+def dims_of(input: torch.Tensor, dim: object) -> tuple[int, ...]:
     """Dims counted from the front; None means all."""
     return normal_dims(dim, input.dim())
 

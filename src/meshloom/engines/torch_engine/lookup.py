@@ -129,7 +129,7 @@ def _scatter(input: Any, dim: int, index: Any, src: Any, value: Any, reduce: str
     return torch.scatter(input, dim, index, content, reduce=reduce)
 
 
-def _indexed_dims(indices: tuple[Any, ...]) -> list[int]:
+def _indexed_dims(indices: tuple[object, ...]) -> list[int]:
     return [dim for dim, each in enumerate(indices) if each is not None]
 
 
@@ -156,7 +156,7 @@ def _index(local: Local, input: torch.Tensor, indices: tuple[Any, ...]) -> torch
 
 @shared
 def _index_put(
-    local: Local, input: torch.Tensor, indices: tuple[Any, ...], values: torch.Tensor, accumulate: bool
+    local: Local, input: torch.Tensor, indices: tuple[object, ...], values: torch.Tensor, accumulate: bool
 ) -> torch.Tensor:
     put: Callable[..., torch.Tensor] = torch.ops.aten.index_put
     if local.peers.alone:

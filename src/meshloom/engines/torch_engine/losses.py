@@ -35,7 +35,9 @@ def _element_loss(function: Callable[..., torch.Tensor]) -> Function:
     """torch's own where all elements are here, else the sum of those that are."""
 
     @aware
-    def loss(local: Local, reduction: str, size_average: Any = None, reduce: Any = None, **given: Any) -> torch.Tensor:
+    def loss(
+        local: Local, reduction: str, size_average: object = None, reduce: object = None, **given: object
+    ) -> torch.Tensor:
         here = broadcast([tuple(each.shape) for each in given.values() if isinstance(each, torch.Tensor)])
         if here == _whole(local):
             return function(**given, reduction=reduction)
@@ -48,7 +50,9 @@ def _formula_loss(formula: Callable[..., torch.Tensor]) -> Function:
     """A loss that torch cannot map over devices, by its formula."""
 
     @aware
-    def loss(local: Local, reduction: str, size_average: Any = None, reduce: Any = None, **given: Any) -> torch.Tensor:
+    def loss(
+        local: Local, reduction: str, size_average: object = None, reduce: object = None, **given: object
+    ) -> torch.Tensor:
         return _reduce_elements(local, formula(**given), reduction)
 
     return loss
@@ -70,7 +74,7 @@ def _class_loss(function: Callable[..., torch.Tensor]) -> Function:
     @shared
     def loss(
         local: Local, input: Any, target: Any, weight: Any, ignore_index: int, reduction: str,
-        size_average: Any = None, reduce: Any = None, **smoothing: float,
+        size_average: object = None, reduce: object = None, **smoothing: float,
     ) -> torch.Tensor:  # fmt: skip
         dim = 1 if input.dim() > 1 else 0  # of the classes
         peers, topology = local.peers, local.topology("input")

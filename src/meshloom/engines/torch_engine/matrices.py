@@ -27,7 +27,7 @@ def _each(function: Function) -> Function:
     """A function of one matrix."""
 
     @aware
-    def run(local: Local, input: torch.Tensor, **options: Any) -> Any:
+    def run(local: Local, input: torch.Tensor, **options: object) -> Any:
         return function(_regular(local, input), **options)
 
     return run
@@ -37,7 +37,7 @@ def _pair(function: Function) -> Function:
     """A function of a matrix and a right side."""
 
     @aware
-    def run(local: Local, input: torch.Tensor, other: torch.Tensor, **options: Any) -> Any:
+    def run(local: Local, input: torch.Tensor, other: torch.Tensor, **options: object) -> Any:
         return function(_regular(local, input), other, **options)
 
     return run

@@ -24,7 +24,9 @@ def _wide(local: Local, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 def _softmax(function: Callable[..., torch.Tensor]) -> Function:
     @shared
-    def run(local: Local, input: torch.Tensor, dim: int, dtype: Any, _stacklevel: Any) -> torch.Tensor:
+    def run(
+        local: Local, input: torch.Tensor, dim: int, dtype: torch.dtype | None, _stacklevel: object
+    ) -> torch.Tensor:
         if local.peers.alone:
             return function(input, dim, dtype=dtype)
         dim, kept = softmax_dim(local.call), dtype or input.dtype
@@ -75,7 +77,7 @@ def _inverse_root(squares: torch.Tensor, lines: torch.Tensor | None) -> torch.Te
     return torch.rsqrt(squares if lines is None else torch.where(lines, squares, 1))
 
 
-def _affine(input: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+def _affine(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     input = input if weight is None else input * weight
     return input if bias is None else input + bias
 
@@ -88,7 +90,12 @@ def _per_channel(input: torch.Tensor, *each: Any) -> torch.Tensor:
 
 @shared
 def _layer_norm(
-    local: Local, input: torch.Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float
+    local: Local,
+    input: torch.Tensor,
+    normalized_shape: object,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
 ) -> torch.Tensor:
     dims = _trailing(local, input)
     if _is_plain(local, input, dims, eps):
@@ -99,7 +106,9 @@ def _layer_norm(
 
 
 @shared
-def _rms_norm(local: Local, input: torch.Tensor, normalized_shape: Any, weight: Any, eps: float | None) -> torch.Tensor:
+def _rms_norm(
+    local: Local, input: torch.Tensor, normalized_shape: object, weight: torch.Tensor | None, eps: float | None
+) -> torch.Tensor:
     """Padding, which is zero, adds nothing."""
     dims = _trailing(local, input)
     if _is_plain(local, input, dims, 1 if eps is None else eps):
@@ -111,7 +120,14 @@ def _rms_norm(local: Local, input: torch.Tensor, normalized_shape: Any, weight: 
 
 
 @shared
-def _group_norm(local: Local, input: torch.Tensor, num_groups: int, weight: Any, bias: Any, eps: float) -> torch.Tensor:
+def _group_norm(
+    local: Local,
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
     """The norm of the groups that are here, by the channels that one has."""
     width, spatial = local.call.shape("input")[1] // num_groups, tuple(range(2, input.dim()))
     if _is_plain(local, input, spatial, eps):
@@ -128,9 +144,10 @@ def _group_norm(local: Local, input: torch.Tensor, num_groups: int, weight: Any,
 
 @shared
 def _batch_norm(
-    local: Local, input: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool,
+    local: Local, input: torch.Tensor, running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, training: bool,
     momentum: float, eps: float,
-) -> Any:  # fmt: skip
+) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
     """In training, which alone has statistics to share, the batch's mean and unbiased variance come out too."""
     if not training:
         return torch.batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, False)

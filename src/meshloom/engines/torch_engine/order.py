@@ -9,20 +9,20 @@ import torch
 from meshloom.engines.torch_engine.local import Function, Local, shared
 
 
-def _in_one_piece(value: Any) -> Any:
+def _in_one_piece(value: object) -> Any:
     """torch warns about arrays that it has to copy; one without its padding may be such."""
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 @shared
-def _searchsorted(local: Local, sorted_sequence: torch.Tensor, input: Any, **options: Any) -> torch.Tensor:
+def _searchsorted(local: Local, sorted_sequence: torch.Tensor, input: object, **options: Any) -> torch.Tensor:
     """How many elements come before. Of those that are here only, such numbers add up."""
     line = local.whole("sorted_sequence", sorted_sequence, sorted_sequence.dim() - 1)
     return torch.searchsorted(_in_one_piece(line), _in_one_piece(input), **options)
 
 
 @shared
-def _bucketize(local: Local, input: Any, boundaries: torch.Tensor, **options: Any) -> torch.Tensor:
+def _bucketize(local: Local, input: object, boundaries: torch.Tensor, **options: Any) -> torch.Tensor:
     return torch.bucketize(_in_one_piece(input), _in_one_piece(local.whole("boundaries", boundaries, 0)), **options)
 
 

@@ -11,15 +11,16 @@ import torch
 from meshloom.engines.node import Node
 from meshloom.engines.peers import Peers
 from meshloom.engines.torch_engine.local import Function, Local, aware, dims_of, shared, wide_dtype
+from meshloom.types import Dims
 
 
-def _sum(input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+def _sum(input: torch.Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
     dims = dims_of(input, dim)
     return torch.sum(input, dims, keepdim, dtype=dtype) if dims else torch.sum(input, dtype=dtype)
 
 
 @aware
-def _mean(local: Local, input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+def _mean(local: Local, input: torch.Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
     dims = dims_of(input, dim)
     kind = dtype or input.dtype
     if tuple(input.shape) == local.call.shape("input") or not (kind.is_floating_point or kind.is_complex):
@@ -32,7 +33,7 @@ def _prod(input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Ten
 
 
 def _over_dims(function: Callable[..., torch.Tensor]) -> Function:
-    def reduce(input: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
+    def reduce(input: torch.Tensor, dim: Dims, keepdim: bool) -> torch.Tensor:
         dims = dims_of(input, dim)
         return function(input, dims, keepdim) if dims else function(input)
 
@@ -67,7 +68,7 @@ class _Variance(Node):
         return _variance(local, middle, dims, freedom)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
         input, middle = ctx.saved_tensors
         gradient = ctx.local.peers.share(gradient)
         if torch.is_grad_enabled():
@@ -80,7 +81,9 @@ def _spread(function: Callable[..., torch.Tensor]) -> Function:
     """var or std: torch's own where all is here and nothing is padded. Where the variance is zero std has no slope."""
 
     @shared
-    def run(local: Local, input: torch.Tensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> torch.Tensor:
+    def run(
+        local: Local, input: torch.Tensor, dim: Dims, unbiased: Any, keepdim: bool, correction: Any
+    ) -> torch.Tensor:
         dims, alone = dims_of(input, dim), local.peers.alone
         if correction is None:
             correction = 1 if unbiased is None else int(unbiased)
@@ -100,7 +103,7 @@ def _spread(function: Callable[..., torch.Tensor]) -> Function:
 
 
 @shared
-def _nanmean(local: Local, input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+def _nanmean(local: Local, input: torch.Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
     dims, kind, peers = dims_of(input, dim), dtype or input.dtype, local.peers
     mask = local.mask(input, dims)
     if (mask is None and peers.alone) or not input.is_floating_point():
@@ -126,7 +129,9 @@ def _logsumexp(local: Local, input: torch.Tensor, dim: Any, keepdim: bool) -> to
 
 
 @shared
-def _vector_norm(local: Local, input: torch.Tensor, ord: float, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+def _vector_norm(
+    local: Local, input: torch.Tensor, ord: float, dim: Dims, keepdim: bool, dtype: torch.dtype | None
+) -> torch.Tensor:
     dims, kind = dims_of(input, dim), dtype or input.dtype
     norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm
     is_empty = math.isfinite(ord) and (input.numel() == 0 or not (kind.is_floating_point or kind.is_complex))
@@ -152,7 +157,7 @@ class _Norm(Node):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
         """sgn(x) (|x| / norm)^(ord - 1), and nothing where there is no norm."""
         input, found = ctx.saved_tensors
         none = found == 0
@@ -175,7 +180,7 @@ class _Extreme(Node):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
         input, found = ctx.saved_tensors
         equal = input == found if ctx.mask is None else (input == found) & ctx.mask
         count = ctx.peers.sum(equal.sum(ctx.dims, keepdim=True).to(gradient.dtype))
@@ -184,7 +189,7 @@ class _Extreme(Node):
 
 def _extreme(function: Callable[..., torch.Tensor], op: str) -> Function:
     @shared
-    def run(local: Local, input: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
+    def run(local: Local, input: torch.Tensor, dim: Dims, keepdim: bool) -> torch.Tensor:
         dims = dims_of(input, dim)
         if local.peers.alone:
             return function(input, dims, keepdim) if dims else function(input)
@@ -198,7 +203,7 @@ def _extreme_index(function: Function, largest: bool, has_values: bool = False) 
     """Where the largest or smallest element is, by its global index, and which it is."""
 
     @shared
-    def run(local: Local, input: torch.Tensor, dim: Any, keepdim: bool) -> Any:
+    def run(local: Local, input: torch.Tensor, dim: Dims, keepdim: bool) -> Any:
         if local.peers.alone:
             return function(input, dim, keepdim)
         dims = dims_of(input, dim)
@@ -227,7 +232,7 @@ class _Shown(Node):
         return best.view_as(best)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
         (mine,) = ctx.saved_tensors
         return torch.where(mine, ctx.peers.share(gradient), 0), None, None, None
 
@@ -251,11 +256,11 @@ def _best(value: torch.Tensor, index: torch.Tensor, peers: Peers, largest: bool)
     return best, torch.where(equal, indices, torch.iinfo(torch.int64).max).amin(0)
 
 
-def _count_nonzero(input: torch.Tensor, dim: Any) -> torch.Tensor:
+def _count_nonzero(input: torch.Tensor, dim: Dims) -> torch.Tensor:
     return torch.count_nonzero(input, dims_of(input, dim) or None)
 
 
-def _nansum(input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+def _nansum(input: torch.Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.nansum(input, dims_of(input, dim) or None, keepdim, dtype=dtype)
 
 

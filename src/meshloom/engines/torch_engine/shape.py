@@ -15,18 +15,18 @@ from meshloom.types import Shape
 
 
 @aware
-def _reshape(local: Local, input: torch.Tensor, **_: Any) -> torch.Tensor:
+def _reshape(local: Local, input: torch.Tensor, **_: object) -> torch.Tensor:
     return input.reshape(local.shapes[0])
 
 
 @aware
-def _squeeze(local: Local, input: torch.Tensor, **_: Any) -> torch.Tensor:
+def _squeeze(local: Local, input: torch.Tensor, **_: object) -> torch.Tensor:
     dims = squeezed_dims(local.call)
     return input.squeeze(dims) if dims else input.view(input.shape)
 
 
 @aware
-def _expand(local: Local, input: torch.Tensor, **_: Any) -> torch.Tensor:
+def _expand(local: Local, input: torch.Tensor, **_: object) -> torch.Tensor:
     return input.expand(local.shapes[0])
 
 
@@ -38,11 +38,11 @@ def _narrow(local: Local, input: torch.Tensor, dim: int, start: int, length: int
 
 
 @aware
-def _getitem(local: Local, input: torch.Tensor, index: Any) -> torch.Tensor:
+def _getitem(local: Local, input: torch.Tensor, index: object) -> torch.Tensor:
     return input[local.once("index", lambda: _padded_index(local.call.shape("input"), index))]
 
 
-def _padded_index(shape: Shape, index: Any) -> tuple[Any, ...]:
+def _padded_index(shape: Shape, index: object) -> tuple[Any, ...]:
     """The index with whole dims taken whole, padding included."""
     return tuple(
         slice(None) if dim is not None and is_whole(each, shape[dim]) else each
@@ -51,13 +51,13 @@ def _padded_index(shape: Shape, index: Any) -> tuple[Any, ...]:
 
 
 @aware
-def _split(local: Local, input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+def _split(local: Local, input: torch.Tensor, **_: object) -> tuple[torch.Tensor, ...]:
     dim, sizes = section_sizes(local.call)
     return torch.split(input, list(sizes), dim)
 
 
 @aware
-def _cut(local: Local, input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+def _cut(local: Local, input: torch.Tensor, **_: object) -> tuple[torch.Tensor, ...]:
     """As `split`, in pieces that torch writes to: it refuses to write to one of several results of one call."""
     dim, sizes = section_sizes(local.call)
     ends = accumulate(sizes)

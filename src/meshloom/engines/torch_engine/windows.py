@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ def _conv(function: Callable[..., torch.Tensor]) -> Function:
     """A convolution of what is there: with sharded groups a device has its share of them."""
 
     @aware
-    def run(local: Local, input: torch.Tensor, weight: torch.Tensor, groups: int, **others: Any) -> torch.Tensor:
+    def run(local: Local, input: torch.Tensor, weight: torch.Tensor, groups: int, **others: object) -> torch.Tensor:
         place = -1 - slid_dims(local.call.op)
         own = groups if groups == 1 else groups * input.shape[place] // local.call.shape("input")[place]
         return function(input, weight, groups=own, **others)
@@ -34,7 +33,7 @@ def _adaptive(function: Callable[..., torch.Tensor]) -> Function:
     """The result's size where windows slide: a device's own, if they are sharded."""
 
     @aware
-    def run(local: Local, input: torch.Tensor, output_size: Any) -> torch.Tensor:
+    def run(local: Local, input: torch.Tensor, output_size: object) -> torch.Tensor:
         return function(input, local.shapes[0][-slid_dims(local.call.op) :])
 
     return run

@@ -16,12 +16,12 @@ from meshloom.tensor.calling import Overload, pure, table_call
 from meshloom.tensor.fallback import fallback
 
 
-def _unbind(input: Any, dim: int = 0) -> Any:
+def _unbind(input: torch.Tensor, dim: int = 0) -> Any:
     shape = input.shape
     return () if shape and not shape[normal_dim(dim, len(shape))] else table_call("unbind", input, dim)
 
 
-def _repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, **kwargs: Any) -> Any:
+def _repeat_interleave(input: torch.Tensor, repeats: object = None, dim: int | None = None, **kwargs: object) -> Any:
     """Repeats given by a tensor make a shape that depends on values: no rule."""
     if isinstance(repeats, torch.Tensor) or repeats is None:
         given = () if repeats is None else (repeats, dim)
@@ -42,7 +42,7 @@ def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **k
 def _split_along(name: str, dim: int, least: int) -> Overload:
     """hsplit, vsplit, dsplit: equal sections or indices, along a fixed dim."""
 
-    def overload(input: Any, indices_or_sections: Any = None, **kwargs: Any) -> Any:
+    def overload(input: torch.Tensor, indices_or_sections: object = None, **kwargs: object) -> Any:
         asked = kwargs.get("indices", kwargs.get("sections", indices_or_sections))
         shape = input.shape
         if len(shape) < least:
@@ -58,7 +58,7 @@ def _split_along(name: str, dim: int, least: int) -> Overload:
 def _at_least(ndim: int) -> Overload:
     """atleast_1d and its kind: new dims as numpy puts them."""
 
-    def overload(*tensors: Any) -> Any:
+    def overload(*tensors: object) -> Any:
         if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
             tensors = tuple(tensors[0])
         found = tuple(_raise_rank(each, ndim) for each in tensors)
@@ -81,7 +81,7 @@ def _raise_rank(input: Any, ndim: int) -> Any:
 def _make_stack(ndim: int, dim: int, column: bool = False) -> Overload:
     """hstack and its kind: raise to `ndim` dims, then join; what was asked of the result concerns the joining."""
 
-    def overload(tensors: Sequence[Any], **kwargs: Any) -> Any:
+    def overload(tensors: Sequence[object], **kwargs: object) -> Any:
         with state.changed(output=None):
             raised = [_column(each) if column else _raise_rank(each, ndim) for each in tensors]
         place = 0 if dim == 1 and raised[0].ndim == 1 else dim
@@ -90,7 +90,7 @@ def _make_stack(ndim: int, dim: int, column: bool = False) -> Overload:
     return overload
 
 
-def _cat(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def _cat(tensors: object, *args: object, **kwargs: object) -> Any:
     """torch joins a tensor of shape [0] with tensors of any number of dims, for programs of its first years."""
     given = tensors if isinstance(tensors, (tuple, list)) else ()
     shapes = [tuple(each.shape) for each in given]
@@ -109,7 +109,7 @@ def _column(input: Any) -> Any:
     return input if len(shape) > 1 else table_call("reshape", input, (*(shape or (1,)), 1))
 
 
-def _diag(input: Any, diagonal: int = 0, **kwargs: Any) -> Any:
+def _diag(input: torch.Tensor, diagonal: int = 0, **kwargs: object) -> Any:
     """A matrix of a line, or the line of a matrix; a copy, as in torch."""
     if input.ndim == 1:
         return table_call("diag_embed", input, diagonal, **kwargs)
@@ -120,12 +120,12 @@ def _diag(input: Any, diagonal: int = 0, **kwargs: Any) -> Any:
     return table_call("clone", line, **kwargs)
 
 
-def _matrix_diagonal(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+def _matrix_diagonal(A: torch.Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     return table_call("diagonal", A, offset, dim1, dim2)
 
 
 def _make_flip(name: str, dim: int) -> Overload:
-    def overload(input: Any) -> Any:
+    def overload(input: torch.Tensor) -> Any:
         if input.ndim <= dim:
             raise ShapeError(f"{name} needs {dim + 1} dims or more and got {list(input.shape)}")
         return table_call("flip", input, dim)

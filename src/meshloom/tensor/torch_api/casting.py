@@ -15,7 +15,7 @@ from meshloom.tensor.moving import shadow_of
 from meshloom.tensor.views import detach_view
 
 
-def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
+def cast(input: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`to(dtype)`, `to(device)`, `to(other)`, with torch's keywords."""
     tensor = shadow_of(input)
     target = args[0] if args else kwargs.get("other", kwargs.get("dtype", kwargs.get("device")))
@@ -36,31 +36,31 @@ def cast(input: Any, *args: Any, **kwargs: Any) -> Any:
     return input if tensor is input else tensor
 
 
-def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+def _cast(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     return lambda input, *args, **kwargs: cast(input, dtype)
 
 
-def _type(input: Any, dtype: Any = None, **kwargs: Any) -> Any:
+def _type(input: torch.Tensor, dtype: torch.dtype | str | None = None, **kwargs: object) -> Any:
     if dtype is None:
         return torch.empty(0, dtype=input.dtype).type()
     return cast(input, dtype)
 
 
-def _type_as(input: Any, other: Any) -> Any:
+def _type_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return cast(input, other.dtype)
 
 
-def _same(input: Any, *args: Any, **kwargs: Any) -> Any:
+def _same(input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return input
 
 
-def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Any:
+def _contiguous(input: Any, *args: object, **kwargs: object) -> torch.Tensor:
     """The tensor itself; a view with other strides is copied, as in torch, so that writes do not reach its base."""
     tensor = shadow_of(input)
     return input if tensor._view is None or tensor._data.is_contiguous() else tensor.clone()
 
 
-def _detach(input: Any) -> Any:
+def _detach(input: Any) -> torch.Tensor:
     tensor = shadow_of(input)
     return detach_view(tensor, Tensor(tensor.topology, tensor._data.detach()))
 

@@ -20,7 +20,9 @@ def _reduce(loss: Any, reduction: str) -> Any:
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-def _local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
+def _local_response_norm(
+    input: torch.Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Any:
     """Each channel divided by what its neighbours are: the mean square over a window of channels."""
     if input.dim() < 3:
         raise ArgumentError(f"Expected 3D or higher dimensionality input (got {input.dim()} dimensions)")
@@ -71,7 +73,12 @@ def _gaussian_nll_loss(
 
 
 def _multilabel_soft_margin_loss(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+    input: Any,
+    target: Any,
+    weight: torch.Tensor | None = None,
+    size_average: object = None,
+    reduce: object = None,
+    reduction: str = "mean",
 ) -> Any:
     """The mean over classes of the two-class cross entropy of each."""
     if size_average is not None or reduce is not None:
@@ -110,7 +117,7 @@ def _triplet_margin_with_distance_loss(
     return _reduce((margin + near - far).clamp_min(0), reduction)
 
 
-def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
+def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> torch.Tensor:
     """Softmax of logits with noise; `hard` gives its largest element as one, with the gradient of the softmax."""
     noise = -torch.log(-torch.log1p(-torch.rand_like(logits).clamp_min(torch.finfo(logits.dtype).tiny)))
     soft = F.softmax((logits + noise) / tau, dim)

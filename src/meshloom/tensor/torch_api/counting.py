@@ -11,7 +11,7 @@ from meshloom.tensor.calling import Overload
 from meshloom.tensor.fallback import fallback
 
 
-def _add_up(size: int, places: Any, values: Any) -> Any:
+def _add_up(size: int, places: Any, values: Any) -> torch.Tensor:
     """Values added up by their places in a line: sharded ones are partial sums."""
     start = torch.zeros(size, *values.shape[1:], dtype=values.dtype, device=values.device)
     return torch.index_add(start, 0, places, values)
@@ -28,7 +28,7 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     return _add_up(max(minlength, int(held.max()) + 1), held.to(torch.int64), values)
 
 
-def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+def _histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Bins of equal width; without bounds they go from the least element to the largest, which are read."""
     held = input
     if held.dtype not in (torch.float32, torch.float64) or not held.numel() or held.is_meta or min > max or bins < 1:
@@ -71,7 +71,7 @@ def _embedding_bag(
     return _bags(found, offsets[:-1] if include_last_offset else offsets, mode)
 
 
-def _bags(rows: Any, offsets: Any, mode: str) -> Any:
+def _bags(rows: Any, offsets: Any, mode: str) -> torch.Tensor:
     """Rows added up by the bag in which they lie: the last one that begins before or at them."""
     places = torch.arange(rows.shape[0], device=rows.device)
     bags = torch.searchsorted(offsets, places.to(offsets.dtype), right=True) - 1

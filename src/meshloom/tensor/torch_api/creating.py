@@ -12,11 +12,11 @@ from meshloom.tensor.calling import Overload
 from meshloom.tensor.moving import shadow_of
 
 
-def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
+def _like(make: Callable[..., Tensor]) -> Callable[..., object]:
     return lambda input, *args, **kwargs: make(shadow_of(input), *args, **kwargs)
 
 
-def _new(name: str) -> Callable[..., Any]:
+def _new(name: str) -> Callable[..., object]:
     """new_zeros and the like: replicated, since the shape says nothing about placement."""
 
     def overload(input: Any, size: Any, *args: Any, **kwargs: Any) -> Any:

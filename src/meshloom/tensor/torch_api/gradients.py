@@ -16,13 +16,15 @@ from meshloom.tensor.joining import gradient_tensor
 from meshloom.tensor.moving import shadow_of
 
 
-def _autograd_grad(*args: Any, **kwargs: Any) -> Any:
+def _autograd_grad(*args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
     """`torch.autograd.grad` for our tensors: gradients have the placements of their values."""
     with asking():
         return _grad(*args, **kwargs)
 
 
-def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _grad(
+    outputs: object, inputs: object, grad_outputs: object = None, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, ...]:
     ins = _as_list(inputs)
     start, seeded = _starts(outputs, grad_outputs)
     held = [_array_of(each) for each in ins]
@@ -47,18 +49,18 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
     return tuple(_dual(value, each) for value, each in zip(ins, sums, strict=True))
 
 
-def _give_all(inputs: list[Any]) -> None:
+def _give_all(inputs: list[object]) -> None:
     """The sums of the gradients that are given are carried out now."""
     for value in inputs:
         if isinstance(value, Tensor):
             give(shadow_of(value))
 
 
-def _as_list(values: Any) -> list[Any]:
+def _as_list(values: object) -> list[object]:
     return list(values) if isinstance(values, (tuple, list)) else [values]
 
 
-def _dual(value: Any, gradient: torch.Tensor | None) -> Any:
+def _dual(value: object, gradient: torch.Tensor | None) -> Any:
     if gradient is None or not isinstance(value, Tensor):
         return gradient
     return gradient_tensor(gradient, value.topology)
@@ -83,7 +85,7 @@ def _seed(seed: Any, out: Any) -> torch.Tensor:
     return creation.place(seed, tensor.mesh, tensor.topology.reduced.placements)._data
 
 
-def _start(value: Any, seed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _start(value: object, seed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where backward starts from, and with what; a number starts with 1."""
     root = _root(value)
     if not isinstance(value, Tensor):
@@ -99,7 +101,7 @@ def _start(value: Any, seed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return root, None if seed is None else _seed(seed, value)
 
 
-def _starts(outputs: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+def _starts(outputs: object, seeds: object) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     outs = _as_list(outputs)
     given = [None] * len(outs) if seeds is None else _as_list(seeds)
     pairs = [_start(out, seed) for out, seed in zip(outs, given, strict=True)]
@@ -107,19 +109,23 @@ def _starts(outputs: Any, seeds: Any) -> tuple[list[torch.Tensor], list[torch.Te
 
 
 def backward(
-    self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    self: object,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: object = None,
 ) -> None:
     """Accumulate gradients in the leaves that this tensor was computed from."""
     _autograd_backward([self], [gradient], retain_graph, create_graph, inputs=inputs)
 
 
 def _autograd_backward(
-    tensors: Any,
-    grad_tensors: Any = None,
+    tensors: object,
+    grad_tensors: object = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
+    grad_variables: object = None,
+    inputs: object = None,
 ) -> None:
     roots, seeds = _starts(tensors, grad_tensors)
     leaves = None if inputs is None else [_array_of(each) for each in _as_list(inputs)]

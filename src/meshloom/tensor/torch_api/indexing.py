@@ -25,7 +25,7 @@ _TURNING = "t transpose swapdims swapaxes squeeze unsqueeze".split()
 _COUNTING = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def _getitem(input: Any, index: Any) -> Any:
+def _getitem(input: torch.Tensor, index: object) -> Any:
     if _is_basic(index):
         return table_call("getitem", input, index)
     found = _by_tensors(index, input.ndim)
@@ -35,13 +35,13 @@ def _getitem(input: Any, index: Any) -> Any:
     return table_call("index", input if basic is None else _cut(input, basic), indices)
 
 
-def _cut(input: Any, basic: tuple[Any, ...]) -> Any:
+def _cut(input: torch.Tensor, basic: tuple[object, ...]) -> Any:
     """The basic part of an index, which torch takes first; what was asked of the result does not concern it."""
     with state.changed(output=None):
         return table_call("getitem", input, basic)
 
 
-def _by_tensors(index: Any, ndim: int) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | None:
+def _by_tensors(index: object, ndim: int) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | None:
     """An index with tensors of whole numbers as its basic part (None: takes everything) and one entry per dim left.
 
     None for what has no rule: boolean masks, whose result depends on values, and 0-d tensors among others.
@@ -60,30 +60,30 @@ def _by_tensors(index: Any, ndim: int) -> tuple[tuple[Any, ...] | None, tuple[An
     return (None if all(each == slice(None) for each in basic) else basic), tuple(indices)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _as_index(value: Any) -> Any:
+def _as_index(value: object) -> Any:
     """A list of whole numbers or an array counts as a tensor."""
     if isinstance(value, numpy.ndarray) or (isinstance(value, list) and value and all(map(_is_int, value))):
         return torch.as_tensor(value)
     return value
 
 
-def _copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
+def _copy_(input: torch.Tensor, src: object, non_blocking: bool = False) -> Any:
     if isinstance(input, Tensor):
         return assign(input, src)
     return fallback(torch.Tensor.copy_, (input, src), {}, "copy_")
 
 
-def _fill_(input: Any, value: Any) -> Any:
+def _fill_(input: torch.Tensor, value: object) -> Any:
     if isinstance(input, Tensor):
         return fill(input, value)
     return fallback(torch.Tensor.fill_, (input, value), {}, "fill_")
 
 
-def _setitem(input: Any, index: Any, value: Any) -> None:
+def _setitem(input: torch.Tensor, index: Any, value: Any) -> None:
     target = input
     if not isinstance(target, Tensor):
         fallback(torch.Tensor.__setitem__, (input, index, value), {}, "setitem")
@@ -96,7 +96,7 @@ def _setitem(input: Any, index: Any, value: Any) -> None:
         _set_by_tensors(target, index, value)
 
 
-def _set_by_tensors(target: Tensor, index: Any, value: Any) -> None:
+def _set_by_tensors(target: Tensor, index: object, value: Any) -> None:
     found = _by_tensors(index, target.ndim)
     if found is None or found[0] is not None or not (_is_tensor(value) or _is_held(value, target.dtype)):
         fallback(torch.Tensor.__setitem__, (target, index, value), {}, "setitem")
@@ -111,7 +111,7 @@ def _is_mask(index: Any, target: Tensor) -> bool:
     return _is_tensor(mask) and mask.dtype == torch.bool and mask.ndim > 0 and mask.shape == target.shape[: mask.ndim]
 
 
-def _is_held(value: Any, dtype: torch.dtype) -> bool:
+def _is_held(value: object, dtype: torch.dtype) -> bool:
     """Whether a dtype holds a number as it is."""
     return (type(value) is int and dtype != torch.bool) or (type(value) is float and dtype.is_floating_point)
 
@@ -119,7 +119,7 @@ def _is_held(value: Any, dtype: torch.dtype) -> bool:
 def _rewriting(name: str) -> Overload:
     """The in-place form of an op that changes some elements."""
 
-    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+    def overload(input: torch.Tensor, *args: object, **kwargs: object) -> Any:
         target = input
         if not isinstance(target, Tensor):
             return fallback(getattr(torch.Tensor, f"{name}_"), (input, *args), kwargs, f"{name}_")
@@ -128,46 +128,46 @@ def _rewriting(name: str) -> Overload:
     return overload
 
 
-def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False, **kwargs: Any) -> Any:
+def _index_put(input: torch.Tensor, indices: Any, values: object, accumulate: bool = False, **kwargs: object) -> Any:
     """Boolean masks have no rule: how many values they take depends on theirs."""
     if any(each is not None and each.dtype not in _COUNTING for each in indices):
         return fallback(torch.index_put, (input, indices, values, accumulate), {}, "index_put")
     return table_call("index_put", input, indices, values, accumulate, **kwargs)
 
 
-def _index_put_(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+def _index_put_(input: torch.Tensor, indices: Any, values: object, accumulate: bool = False) -> Any:
     if not isinstance(input, Tensor) or any(each.dtype not in _COUNTING for each in indices):
         return fallback(torch.Tensor.index_put_, (input, indices, values, accumulate), {}, "index_put_")
     return rewrite("index_put", input, (indices, values, accumulate), {})
 
 
-def _one_hot(tensor: Any, num_classes: int = -1, **kwargs: Any) -> Any:
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1, **kwargs: object) -> Any:
     """Without a number of classes the largest value says it: one small reduction, and a read."""
     if num_classes == -1 and tensor.numel():
         num_classes = int(invoke("amax", (tensor,), {})) + 1
     return table_call("one_hot", tensor, num_classes, **kwargs)
 
 
-def _select(input: Any, dim: int, index: int) -> Any:
+def _select(input: torch.Tensor, dim: int, index: int) -> Any:
     place = normal_dim(dim, input.ndim)
     return table_call("getitem", input, (slice(None),) * place + (index,))
 
 
-def _is_basic(index: Any) -> bool:
+def _is_basic(index: object) -> bool:
     """Whether an index is made of ints, slices of ints, None and an ellipsis only."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(each is None or each is Ellipsis or _is_int(each) or _is_plain_slice(each) for each in parts)
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_plain_slice(value: Any) -> bool:
+def _is_plain_slice(value: object) -> bool:
     return isinstance(value, slice) and all(p is None or _is_int(p) for p in (value.start, value.stop, value.step))
 
 
-def _transposed_matrix(input: Any) -> Any:
+def _transposed_matrix(input: torch.Tensor) -> Any:
     if input.ndim > 2:
         raise ArgumentError(f"t() takes a tensor of at most 2 dims, not {input.ndim}", fix="use transpose or mT")
     return table_call("transpose", input, 0, 1) if input.ndim == 2 else input
@@ -192,7 +192,7 @@ def _make_turn_(name: str) -> Overload:
 def _fixed_shape(name: str) -> Overload:
     """What gives a tensor other memory or another shape: a topology does not change behind its tensor."""
 
-    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+    def overload(input: Any, *args: object, **kwargs: object) -> Any:
         raise UnsupportedError(
             f"{name} is not for tensors on a mesh",
             tensor=input.topology,
@@ -202,7 +202,7 @@ def _fixed_shape(name: str) -> Overload:
     return overload
 
 
-def _set_(input: Any, source: Any = None, *rest: Any, **kwargs: Any) -> Any:
+def _set_(input: torch.Tensor, source: object = None, *rest: object, **kwargs: object) -> Any:
     """The memory of another tensor, as `x.data = source`; of storages and offsets a mesh knows nothing."""
     if rest or kwargs or not isinstance(source, Tensor) or source.dtype != input.dtype:
         return _fixed_shape("set_")(input)
@@ -210,13 +210,13 @@ def _set_(input: Any, source: Any = None, *rest: Any, **kwargs: Any) -> Any:
     return input
 
 
-def _view(input: Any, *shape: Any, **kwargs: Any) -> Any:
+def _view(input: torch.Tensor, *shape: object, **kwargs: object) -> Any:
     if (shape and isinstance(shape[0], torch.dtype)) or isinstance(kwargs.get("dtype"), torch.dtype):
         return fallback(torch.Tensor.view, (input, *shape), kwargs, "view")
     return table_call("view", input, *shape, **kwargs)
 
 
-def _narrow(input: Any, dim: int, start: Any, length: int) -> Any:
+def _narrow(input: torch.Tensor, dim: int, start: torch.Tensor | int, length: int) -> Any:
     return table_call("narrow", input, dim, int(start) if _is_tensor(start) else start, length)
 
 

@@ -11,21 +11,21 @@ from meshloom.tensor.calling import Overload, table_call
 from meshloom.tensor.fallback import fallback
 
 
-def _cholesky(input: Any, upper: bool = False, **kwargs: Any) -> Any:
+def _cholesky(input: torch.Tensor, upper: bool = False, **kwargs: object) -> Any:
     return table_call("linalg_cholesky", input, upper=upper, **kwargs)
 
 
-def _linalg_qr(A: Any, mode: str = "reduced", **kwargs: Any) -> Any:
+def _linalg_qr(A: torch.Tensor, mode: str = "reduced", **kwargs: object) -> Any:
     if mode == "r":  # Q is a single empty tensor, whatever the batch
         return fallback(torch.linalg.qr, (A, mode), kwargs, "linalg_qr")
     return table_call("linalg_qr", A, mode, **kwargs)
 
 
-def _qr(input: Any, some: bool = True) -> Any:
+def _qr(input: torch.Tensor, some: bool = True) -> tuple[torch.Tensor, ...]:
     return torch.return_types.qr(tuple(table_call("linalg_qr", input, "reduced" if some else "complete")))
 
 
-def _svd(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
+def _svd(input: torch.Tensor, some: bool = True, compute_uv: bool = True) -> Any:
     """torch.svd gives V and not its transpose."""
     if not compute_uv:
         return fallback(torch.svd, (input, some, compute_uv), {}, "svd")
@@ -33,11 +33,11 @@ def _svd(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
     return torch.return_types.svd((u, s, table_call("transpose", vh, -2, -1)))
 
 
-def _pinverse(input: Any, rcond: float = 1e-15) -> Any:
+def _pinverse(input: torch.Tensor, rcond: float = 1e-15) -> Any:
     return table_call("linalg_pinv", input, rtol=rcond, atol=0.0)
 
 
-def _cross(input: Any, other: Any, dim: int | None = None, **kwargs: Any) -> Any:
+def _cross(input: torch.Tensor, other: object, dim: int | None = None, **kwargs: object) -> Any:
     """Without a dim: the first of size 3."""
     if dim is None:
         sizes = list(input.shape)

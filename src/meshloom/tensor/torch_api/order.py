@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from meshloom.tensor.calling import Overload, table_call
 
 
-def _msort(input: Any) -> Any:
+def _msort(input: torch.Tensor) -> Any:
     return table_call("sort", input, 0).values
 
 

@@ -18,16 +18,16 @@ from meshloom.tensor.writing import write
 ACTIVATIONS = "relu silu mish elu celu selu relu6 leaky_relu hardtanh hardsigmoid hardswish threshold".split()
 
 
-def _swap_operands(name: str) -> Callable[..., Any]:
+def _swap_operands(name: str) -> Callable[..., object]:
     return lambda input, other, **kwargs: table_call(name, other, input, **kwargs)
 
 
-def _rsub(input: Any, other: Any, alpha: Any = 1) -> Any:
+def _rsub(input: torch.Tensor, other: object, alpha: complex = 1) -> Any:
     scaled = input if alpha == 1 else table_call("mul", input, alpha)
     return _reflect("sub", scaled, other)
 
 
-def _reflect(name: str, input: Any, other: Any) -> Any:
+def _reflect(name: str, input: torch.Tensor, other: Any) -> Any:
     """`other op input` where `other` may be a number: torch wants a tensor first."""
     if isinstance(other, torch.Tensor):
         return table_call(name, other, input)
@@ -43,14 +43,14 @@ def _reflect(name: str, input: Any, other: Any) -> Any:
     return table_call(name, torch.as_tensor(other, dtype=widest).to(dtype), input)
 
 
-def _reverse(name: str) -> Callable[..., Any]:
+def _reverse(name: str) -> Callable[..., object]:
     return lambda input, other: _reflect(name, input, other)
 
 
-def _activation(name: str) -> Callable[..., Any]:
+def _activation(name: str) -> Callable[..., object]:
     """An activation of `torch.nn.functional`, where `inplace` comes last."""
 
-    def overload(input: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
+    def overload(input: torch.Tensor, *args: object, inplace: bool = False, **kwargs: object) -> Any:
         if args and isinstance(args[-1], bool):
             inplace, args = args[-1], args[:-1]
         if inplace:
@@ -61,7 +61,7 @@ def _activation(name: str) -> Callable[..., Any]:
 
 
 def _rrelu(
-    input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+    input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> Any:
     """Random slopes belong to training; without it their middle is the slope."""
     if training:
@@ -85,7 +85,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     return write("mul", input, (mask,), {}) if inplace else table_call("mul", tensor, mask)
 
 
-def _channel_dropout(dims: int) -> Callable[..., Any]:
+def _channel_dropout(dims: int) -> Callable[..., object]:
     """`dropout2d` and its kind: one choice for each channel of a batch."""
 
     def overload(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -100,7 +100,7 @@ def _channel_dropout(dims: int) -> Callable[..., Any]:
     return overload
 
 
-def _where(condition: Any, input: Any = None, other: Any = None, **kwargs: Any) -> Any:
+def _where(condition: object, input: torch.Tensor | None = None, other: object = None, **kwargs: object) -> Any:
     if input is None:
         return fallback(torch.where, (condition,), {}, "where")
     return table_call("where", condition, input, other, **kwargs)

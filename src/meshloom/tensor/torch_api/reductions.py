@@ -9,13 +9,14 @@ import torch
 
 from meshloom.tensor.calling import Overload, invoke, pure, table_call
 from meshloom.tensor.fallback import fallback
+from meshloom.types import Dims
 
 
 def _max(name: str) -> Callable[..., Any]:
     """max and min: all elements, along a dim, or of two tensors."""
     amax, pair = {"max": ("amax", "maximum"), "min": ("amin", "minimum")}[name]
 
-    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+    def overload(input: torch.Tensor, *args: object, **kwargs: object) -> Any:
         other = args[0] if args else kwargs.get("other")
         if isinstance(other, torch.Tensor):
             return table_call(pair, input, other, **{k: v for k, v in kwargs.items() if k != "other"})
@@ -29,7 +30,7 @@ def _max(name: str) -> Callable[..., Any]:
 def _make_variance(name: str) -> Overload:
     """var and std, whose second argument may be `unbiased`."""
 
-    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+    def overload(input: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if args and isinstance(args[0], bool):
             args = (None, *args)
         return table_call(name, input, *args, **kwargs)
@@ -40,7 +41,7 @@ def _make_variance(name: str) -> Overload:
 def _with_mean(name: str) -> Overload:
     """var_mean and std_mean: two ops over the same dims."""
 
-    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+    def overload(input: torch.Tensor, *args: object, **kwargs: object) -> Any:
         dim = kwargs.get("dim", args[0] if args and not isinstance(args[0], bool) else None)
         keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
         return invoke(name, (input, *args), kwargs), table_call("mean", input, dim, keepdim)
@@ -48,7 +49,7 @@ def _with_mean(name: str) -> Overload:
     return overload
 
 
-def _aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+def _aminmax(input: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     found = (table_call(name, input, dim, keepdim) for name in ("amin", "amax"))
     return torch.return_types.aminmax(tuple(found))
 
@@ -56,7 +57,7 @@ def _aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> An
 def _along_one_dim(name: str) -> Overload:
     """median of all elements shares its gradient between equal ones, as only torch's own does."""
 
-    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+    def overload(input: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if args or kwargs:
             return table_call(name, input, *args, **kwargs)
         return fallback(getattr(torch, name), (input,), {}, name)
@@ -65,7 +66,12 @@ def _along_one_dim(name: str) -> Overload:
 
 
 def _norm(
-    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+    input: torch.Tensor,
+    p: float | str | None = "fro",
+    dim: Dims = None,
+    keepdim: bool = False,
+    out: object = None,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """torch.norm: the p-norm of the elements, over some dims or all."""
     if p == "nuc":
@@ -75,7 +81,13 @@ def _norm(
 
 
 def _linalg_norm(
-    A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
+    A: torch.Tensor,
+    ord: float | str | None = None,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    out: object = None,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """torch.linalg.norm: of a vector, or of a matrix where that is the norm of its elements."""
     dims = (dim,) if isinstance(dim, int) else dim if dim is not None else tuple(range(A.ndim))
@@ -87,7 +99,13 @@ def _linalg_norm(
 
 
 def _matrix_norm(
-    A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, out: Any = None, dtype: Any = None
+    A: torch.Tensor,
+    ord: float | str = "fro",
+    dim: Dims = (-2, -1),
+    keepdim: bool = False,
+    *,
+    out: object = None,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     if ord != "fro":
         return fallback(
@@ -96,16 +114,16 @@ def _matrix_norm(
     return table_call("linalg_vector_norm", A, 2, dim, keepdim, dtype=dtype, out=out)
 
 
-def _dist(input: Any, other: Any, p: float = 2) -> Any:
+def _dist(input: torch.Tensor, other: object, p: float = 2) -> Any:
     return table_call("linalg_vector_norm", table_call("sub", input, other), p)
 
 
-def _normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+def _normalize(input: torch.Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: object = None) -> Any:
     size = table_call("linalg_vector_norm", input, p, dim, True)
     return table_call("div", input, table_call("clamp_min", size, eps), out=out)
 
 
-def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
     if x1.shape != x2.shape:  # a dim of size 1 counts as often as it is read
         shape = torch.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = (table_call("expand", each, *shape) for each in (x1, x2))
@@ -113,7 +131,9 @@ def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any
     return table_call("sum", product, dim)
 
 
-def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+def _pairwise_distance(
+    x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Any:
     apart = table_call("add", table_call("sub", x1, x2), eps)
     return table_call("linalg_vector_norm", apart, p, -1, keepdim)
 

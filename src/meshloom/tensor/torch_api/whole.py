@@ -27,10 +27,10 @@ LOSSES = (
 )  # fmt: skip
 
 
-def _softmax(name: str) -> Callable[..., Any]:
+def _softmax(name: str) -> Callable[..., object]:
     """`dtype=` is cast to first: an integer cannot hold the -inf that padding needs."""
 
-    def overload(input: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    def overload(input: torch.Tensor, *args: object, dtype: torch.dtype | None = None, **kwargs: object) -> Any:
         wanted = dtype or next((each for each in args if isinstance(each, torch.dtype)), None)
         given = input if wanted is None else cast(input, wanted)
         return table_call(name, given, *args[:1], **kwargs)
@@ -39,14 +39,14 @@ def _softmax(name: str) -> Callable[..., Any]:
 
 
 def _embedding(
-    input: Any,
-    weight: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-    output: Any = None,
+    output: object = None,
 ) -> Any:
     if max_norm is not None or scale_grad_by_freq or sparse:
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -54,11 +54,11 @@ def _embedding(
     return table_call("embedding", input, weight, padding_idx, output=output)
 
 
-def _loss(function: Callable[..., Any]) -> Overload:
+def _loss(function: Callable[..., object]) -> Overload:
     """A loss of `torch.nn.functional`; its old arguments `size_average` and `reduce` are left to torch."""
     name, signature = function.__name__, inspect.signature(function)
 
-    def overload(*args: Any, output: Any = None, **kwargs: Any) -> Any:
+    def overload(*args: object, output: object = None, **kwargs: object) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         if any(given.get(each) is not None for each in ("size_average", "reduce")):
             return fallback(function, args, kwargs, name)
@@ -69,7 +69,7 @@ def _loss(function: Callable[..., Any]) -> Overload:
     return overload
 
 
-def _widen(value: Any) -> Any:
+def _widen(value: object) -> Any:
     """Under autocast losses are computed in float32; torch casts inside its own functions, and ours may have others."""
     held = value
     if not isinstance(held, torch.Tensor) or held.dtype not in (torch.float16, torch.bfloat16):
@@ -78,11 +78,11 @@ def _widen(value: Any) -> Any:
 
 
 def _batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
@@ -108,7 +108,7 @@ def _batch_norm(
     return out if state.output is None else table_call("clone", out)
 
 
-def _norm_of_nothing(input: Any, weight: Any, bias: Any) -> Any:
+def _norm_of_nothing(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
     """An empty batch is normalised as torch does it: running statistics stay, parameters have gradients of zeros."""
     out = table_call("clone", input)
     for name, each in (("mul", weight), ("add", bias)):
@@ -117,11 +117,11 @@ def _norm_of_nothing(input: Any, weight: Any, bias: Any) -> Any:
 
 
 def _instance_norm(
-    input: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
@@ -135,11 +135,13 @@ def _instance_norm(
     return fallback(F.instance_norm, given, {}, "instance_norm")
 
 
-def _softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+def _softmin(
+    input: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
     return invoke("softmax", (table_call("neg", input), dim), {"dtype": dtype})
 
 
-def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> Any:
+def _tensordot(a: Any, b: Any, dims: Any = 2, out: object = None) -> Any:
     """Pairs of dims that broadcast are left to torch."""
     dims = dims.tolist() if isinstance(dims, torch.Tensor) else dims
     if not isinstance(dims, int):
@@ -153,13 +155,13 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> Any:
 def _attention(
     query: Any,
     key: Any,
-    value: Any,
+    value: object,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    output: Any = None,
+    output: object = None,
 ) -> Any:
     if not dropout_p:
         options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
@@ -182,13 +184,13 @@ def _attention(
     return invoke("matmul", (weights, value), {})
 
 
-def _on_one_mesh(*operands: Any) -> list[Any]:
+def _on_one_mesh(*operands: Any) -> list[object]:
     """Plain tensors among operands are taken as replicated, as in a call of the table."""
     mesh = find_mesh(operands)
     return [each if each is None or mesh is None else as_tensor(each, mesh) for each in operands]
 
 
-def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+def _multi_head_attention(*args: object, **kwargs: object) -> Any:
     """`nn.MultiheadAttention`, batch and heads as dims of their own: torch merges them, which gathers a sharded one."""
     bound = _HEADS.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -228,7 +230,7 @@ def _project(given: Any) -> list[Any]:
     return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
 
 
-def _heads(x: Any, count: int, alone: bool) -> Any:
+def _heads(x: torch.Tensor, count: int, alone: bool) -> Any:
     """(length, batch, width) as (batch, head, length, width of a head)."""
     return (x.unsqueeze(1) if alone else x).unflatten(-1, (count, -1)).permute(1, 2, 0, 3)
 
@@ -248,7 +250,7 @@ def _merged_masks(given: Any, batch: int) -> Any:
     return keys if scores is None else scores if keys is None else scores + keys
 
 
-def _linear(input: Any, weight: Any, bias: Any = None, **kwargs: Any) -> Any:
+def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, **kwargs: object) -> Any:
     if weight.ndim == 1:
         return fallback(F.linear, (input, weight, bias), kwargs, "linear")
     return table_call("linear", input, weight, bias, **kwargs)
@@ -265,7 +267,7 @@ def _grouped_mm(*args: Any, offs: Any = None, bias: Any = None, out_dtype: Any =
     return table_call("grouped_mm", tokens, experts, offs, output=output)
 
 
-def _einsum(equation: Any, *operands: Any, output: Any = None) -> Any:
+def _einsum(equation: object, *operands: object, output: object = None) -> Any:
     if not isinstance(equation, str):
         return fallback(torch.einsum, (equation, *operands), {}, "einsum")
     listed = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands

@@ -11,7 +11,7 @@ from meshloom.tensor.fallback import fallback
 
 
 def _max_pool(name: str) -> Overload:
-    def overload(input: Any, *args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
+    def overload(input: object, *args: object, return_indices: bool = False, **kwargs: object) -> Any:
         if return_indices:
             return fallback(getattr(F, name), (input, *args), {**kwargs, "return_indices": True}, name)
         return table_call(name, input, *args, **kwargs)
