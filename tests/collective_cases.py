@@ -26,7 +26,7 @@ from meshloom.engines.layout import from_block, mask_of, short_name, to_block, t
 from meshloom.fabric import Fabric
 from meshloom.mesh import HERE
 from meshloom.processes import join
-from oracle import draw_placements, draw_values
+from oracle import assert_within, draw_placements, draw_values
 from process_cases import Seeded, grids
 from samples import Operand
 
@@ -147,15 +147,7 @@ def check_same(wanted: torch.Tensor, found: torch.Tensor, what: str, exact: bool
     close = {torch.bfloat16: (0.04, 0.04), torch.float32: (1e-5, 1e-5)}.get(wanted.dtype, (1e-12, 1e-12))
     rtol, atol = (0.0, 0.0) if exact else close
     scale = 1.0 if exact or not wanted.numel() else max(1.0, float(wanted.double().abs().nan_to_num(0, 0, 0).max()))
-    torch.testing.assert_close(
-        found,
-        wanted,
-        rtol=rtol,
-        atol=atol * scale,
-        equal_nan=True,
-        check_stride=False,
-        msg=lambda text: f"{what}: {text}",
-    )
+    assert_within(found, wanted, rtol, atol * scale, what)
 
 
 def check_out(name: str, pair: Pair, given: dict[str, Any], many: Tensor, what: str) -> None:

@@ -146,19 +146,24 @@ def _from_parts(operand: Operand, seed: int, topology: Topology) -> tuple[torch.
     return dense, Tensor(topology, move(parts, whole, topology).clone())
 
 
-def check_close(ours: torch.Tensor, dense: torch.Tensor, what: str) -> None:
-    """Equal within rounding; shape and dtype exactly."""
-    rtol, atol = TOLERANCE.get(dense.dtype, (0, 0))
-    scale = max(1.0, float(dense.detach().abs().nan_to_num(0, 0, 0).max()) if dense.numel() and rtol else 1.0)
+def assert_within(found: torch.Tensor, wanted: torch.Tensor, rtol: float, atol: float, what: str) -> None:
+    """Equal within tolerances; shape and dtype exactly, strides not at all."""
     torch.testing.assert_close(
-        ours,
-        dense,
+        found,
+        wanted,
         rtol=rtol,
-        atol=atol * scale,
+        atol=atol,
         equal_nan=True,
         check_stride=False,
         msg=lambda text: f"{what}: {text}",
     )
+
+
+def check_close(ours: torch.Tensor, dense: torch.Tensor, what: str) -> None:
+    """Equal within rounding; shape and dtype exactly."""
+    rtol, atol = TOLERANCE.get(dense.dtype, (0, 0))
+    scale = max(1.0, float(dense.detach().abs().nan_to_num(0, 0, 0).max()) if dense.numel() and rtol else 1.0)
+    assert_within(ours, dense, rtol, atol * scale, what)
 
 
 def check_padding(tensor: Tensor, what: str) -> None:

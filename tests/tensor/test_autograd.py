@@ -13,20 +13,13 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import meshloom as loom
+from layouts import layouts
 
 # mesh, placements of a (6, 5) tensor
-LAYOUTS = [
-    ((1,), "S(0)"),
-    ((4,), "R"),
-    ((2,), "S(0)"),
-    ((4,), "S(0)"),
-    ((8,), "S(1)"),
-    ((2, 2), "S(0), S(0)"),
-    ((2, 4), "S(0), S(0)"),
-    ((2, 4), "S(1), S(0)"),
-    ((2, 2, 2), "S(0), R, S(0)"),
-    ((2, 1, 3), "S(1), R, S(0)"),
-]
+LAYOUTS = layouts(
+    "1 S(0)", "4 R", "2 S(0)", "4 S(0)", "8 S(1)", "2x2 S(0), S(0)", "2x4 S(0), S(0)", "2x4 S(1), S(0)",
+    "2x2x2 S(0), R, S(0)", "2x1x3 S(1), R, S(0)",
+)  # fmt: skip
 SHAPE = (6, 5)
 
 

@@ -12,19 +12,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import meshloom as loom
+from layouts import layouts
 
-LAYOUTS = [
-    ((4,), "R"),
-    ((2,), "S(0)"),
-    ((4,), "S(0)"),
-    ((8,), "S(1)"),
-    ((2, 2), "S(0), S(0)"),
-    ((2, 4), "S(1), S(0)"),
-    ((2, 4), "R, S(1)"),
-    ((3,), "P(sum)"),
-    ((2, 2), "P(mean), S(1)"),
-    ((2, 2), "S(0), P(max)"),
-]
+LAYOUTS = layouts(
+    "4 R", "2 S(0)", "4 S(0)", "8 S(1)", "2x2 S(0), S(0)", "2x4 S(1), S(0)", "2x4 R, S(1)", "3 P(sum)",
+    "2x2 P(mean), S(1)", "2x2 S(0), P(max)",
+)  # fmt: skip
 SHAPE = (6, 5)
 
 

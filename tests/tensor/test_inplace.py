@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,27 +12,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import meshloom as loom
+from layouts import layouts
 from meshloom.ops import OPS
 from meshloom.tensor.calling import is_written
 
 # mesh, placements of a (6, 5) tensor: 6 over 2 is even, over 4 uneven, over (2, 2) has padding inside
-TARGETS = [
-    ((1,), "S(0)"),
-    ((4,), "R"),
-    ((2,), "S(0)"),
-    ((4,), "S(0)"),
-    ((8,), "S(1)"),
-    ((2, 2), "S(0), S(0)"),
-    ((2, 4), "S(1), S(0)"),
-    ((2,), "P(sum)"),
-    ((3,), "P(max)"),
-    ((3,), "P(min)"),
-    ((2, 2), "P(sum), S(0)"),
-    ((2, 2), "P(mean), S(1)"),
-    ((2, 2), "P(prod), R"),
-    ((2, 2, 2), "S(0), R, S(0)"),
-    ((2, 2, 2), "S(1), P(sum), S(0)"),
-]
+TARGETS = layouts(
+    "1 S(0)", "4 R", "2 S(0)", "4 S(0)", "8 S(1)", "2x2 S(0), S(0)", "2x4 S(1), S(0)", "2 P(sum)", "3 P(max)",
+    "3 P(min)", "2x2 P(sum), S(0)", "2x2 P(mean), S(1)", "2x2 P(prod), R", "2x2x2 S(0), R, S(0)",
+    "2x2x2 S(1), P(sum), S(0)",
+)  # fmt: skip
 SHAPE = (6, 5)
 
 
@@ -334,12 +323,17 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def viewed(view: str) -> Iterator[tuple[Any, torch.Tensor, Any, torch.Tensor]]:
+    """On every target a tensor, the same dense, and that view of both."""
+    for shape, placements in TARGETS:
+        dense, mine = drawn(), placed(drawn(), shape, placements)
+        yield mine, dense, VIEWS[view](mine), VIEWS[view](dense)
+
+
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_to_a_view_reaches_its_base(view: str, write: str) -> None:
-    for shape, placements in TARGETS:
-        dense, mine = drawn(), placed(drawn(), shape, placements)
-        seen, expected = VIEWS[view](mine), VIEWS[view](dense)
+    for mine, dense, seen, expected in viewed(view):
         WRITES[write](seen)
         WRITES[write](expected)
         check_same(mine, dense)
@@ -349,9 +343,7 @@ def test_a_write_to_a_view_reaches_its_base(view: str, write: str) -> None:
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_view_sees_what_is_written_into_its_base(view: str, write: str) -> None:
-    for shape, placements in TARGETS:
-        dense, mine = drawn(), placed(drawn(), shape, placements)
-        seen, expected = VIEWS[view](mine), VIEWS[view](dense)
+    for mine, dense, seen, expected in viewed(view):
         WRITES[write](mine)
         WRITES[write](dense)
         check_same(seen, expected)

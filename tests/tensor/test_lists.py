@@ -99,17 +99,22 @@ def check_state(ours: torch.optim.Optimizer, dense: torch.optim.Optimizer) -> No
                 torch.testing.assert_close(value, expected[name])
 
 
+def train(optimizers: Sequence[Any], parameters: Sequence[Any], steps: range) -> None:
+    """Steps of every optimizer on its own parameters."""
+    for step in steps:
+        for optimizer, own in zip(optimizers, parameters, strict=True):
+            optimizer.zero_grad()
+            backward(own, step)
+            optimizer.step()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
 def test_optimizers_of_lists_are_those_of_dense(name, flag, layout):
     for options in OPTIONS.get(name, [{}]):
         dense, ours = pair(layout)
         made = [OPTIMIZERS[name](each, **{flag: True}, **options) for each in (dense, ours)]
-        for step in range(5):
-            for optimizer, parameters in zip(made, (dense, ours), strict=True):
-                optimizer.zero_grad()
-                backward(parameters, step)
-                optimizer.step()
+        train(made, (dense, ours), range(5))
         check_close(ours, dense)
         check_state(made[1], made[0])
 
@@ -118,11 +123,7 @@ def test_optimizers_of_lists_are_those_of_dense(name, flag, layout):
 def test_fused_optimizers_take_their_rate_as_a_tensor_where_those_of_dense_do(name):
     dense, ours = pair("all kinds")
     made = [OPTIMIZERS[name](each, lr=torch.tensor(0.02), fused=True) for each in (dense, ours)]
-    for step in range(3):
-        for optimizer, parameters in zip(made, (dense, ours), strict=True):
-            optimizer.zero_grad()
-            backward(parameters, step)
-            optimizer.step()
+    train(made, (dense, ours), range(3))
     check_close(ours, dense)
 
 
@@ -132,11 +133,7 @@ def test_fused_optimizers_take_their_rate_as_a_tensor_where_those_of_dense_do(na
 def test_optimizers_of_lists_go_on_with_loaded_state(name, flag, layout, source):
     dense, ours = pair(layout)
     made = [OPTIMIZERS[name](each, **{flag: True}) for each in (dense, ours)]
-    for step in range(2):
-        for optimizer, parameters in zip(made, (dense, ours), strict=True):
-            optimizer.zero_grad()
-            backward(parameters, step)
-            optimizer.step()
+    train(made, (dense, ours), range(2))
     states = [each.state_dict() for each in made]
     made = [OPTIMIZERS[name](each, **{flag: True}) for each in (dense, ours)]
     made[0].load_state_dict(copy.deepcopy(states[0]))
@@ -146,11 +143,7 @@ def test_optimizers_of_lists_go_on_with_loaded_state(name, flag, layout, source)
         with pytest.raises(loom.UnsupportedError, match="lie alike"):
             made[1].step()
         return
-    for step in range(2, 5):
-        for optimizer, parameters in zip(made, (dense, ours), strict=True):
-            optimizer.zero_grad()
-            backward(parameters, step)
-            optimizer.step()
+    train(made, (dense, ours), range(2, 5))
     check_close(ours, dense)
 
 

@@ -13,20 +13,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import meshloom as loom
+from layouts import layouts
 from meshloom.tensor import random
 from meshloom.tensor.random import TILE
 
-LAYOUTS = [
-    ((1,), "R"),
-    ((3,), "R"),
-    ((2,), "S(0)"),
-    ((4,), "S(0)"),
-    ((16,), "S(1)"),
-    ((2, 4), "S(0), S(0)"),
-    ((2, 4), "S(1), S(0)"),
-    ((2, 3, 2), "S(0), R, S(1)"),
-    ((128,), "S(0)"),
-]
+LAYOUTS = layouts(
+    "1 R", "3 R", "2 S(0)", "4 S(0)", "16 S(1)", "2x4 S(0), S(0)", "2x4 S(1), S(0)", "2x3x2 S(0), R, S(1)",
+    "128 S(0)",
+)  # fmt: skip
 DRAWS: dict[str, Callable[..., Any]] = {
     "randn": lambda shape, mesh, at: loom.randn(*shape, mesh=mesh, placements=at),
     "rand": lambda shape, mesh, at: loom.rand(*shape, mesh=mesh, placements=at),
