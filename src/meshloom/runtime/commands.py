@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -114,19 +114,30 @@ def _places_of(buffer: MeshBuffer) -> list[Coordinate]:
     return [place for place in buffer.device.coordinates() if buffer.layout.part(place) is not None]
 
 
-class Write(Command):
-    """Host data into a buffer, all of it or at one coordinate."""
+class _Transfer(Command):
+    """Between the host and a buffer: all of it, or the part at one coordinate."""
 
-    captured = "writes from the host are not captured"
+    verb: ClassVar[str]
 
-    def __init__(self, buffer: MeshBuffer, value: torch.Tensor, place: Coordinate | None, index: object) -> None:
-        super().__init__(f"write {buffer.name}" + ("" if place is None else f" at {place}"))
+    def __init__(self, buffer: MeshBuffer, place: Coordinate | None, index: object) -> None:
+        super().__init__(f"{self.verb} {buffer.name}" + ("" if place is None else f" at {place}"))
         self.buffers = (buffer,)
-        self._value, self._place, self._index = value, place, index
+        self._place, self._index = place, index
 
     def accesses(self) -> Iterable[Access]:
         (buffer,) = self.buffers
-        return (_access(buffer, _places_of(buffer) if self._place is None else (self._place,), True),)
+        places = _places_of(buffer) if self._place is None else (self._place,)
+        return (_access(buffer, places, self.verb == "write"),)
+
+
+class Write(_Transfer):
+    """Host data into a buffer."""
+
+    verb, captured = "write", "writes from the host are not captured"
+
+    def __init__(self, buffer: MeshBuffer, value: torch.Tensor, place: Coordinate | None, index: object) -> None:
+        super().__init__(buffer, place, index)
+        self._value = value
 
     def run(self, queue: int) -> None:
         (buffer,) = self.buffers
@@ -136,20 +147,15 @@ class Write(Command):
             transfers.write_at(buffer, self._place, self._value, self._index, queue)
 
 
-class Read(Command):
-    """A buffer to the host, all of it or one coordinate's part."""
+class Read(_Transfer):
+    """A buffer to the host."""
 
-    captured = "reads to the host are not captured"
+    verb, captured = "read", "reads to the host are not captured"
 
     def __init__(self, buffer: MeshBuffer, place: Coordinate | None, index: object, out: torch.Tensor | None) -> None:
-        super().__init__(f"read {buffer.name}" + ("" if place is None else f" at {place}"))
-        self.buffers = (buffer,)
-        self._place, self._index, self._out = place, index, out
+        super().__init__(buffer, place, index)
+        self._out = out
         self.result: torch.Tensor | None = None
-
-    def accesses(self) -> Iterable[Access]:
-        (buffer,) = self.buffers
-        return (_access(buffer, _places_of(buffer) if self._place is None else (self._place,), False),)
 
     def run(self, queue: int) -> None:
         (buffer,) = self.buffers

@@ -122,15 +122,19 @@ def _operator(name: str) -> Callable[..., object]:
     return operator
 
 
+def _describe(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    method.__name__ = name
+    method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
+    return method
+
+
 def _method(name: str) -> Callable[..., object]:
     head = name if name in OVERLOADS else ALIASES.get(name, name)
 
     def method(self: Tensor, *args: object, **kwargs: object) -> Any:
         return call_quickly(head, name, (self, *args), kwargs)
 
-    method.__name__ = name
-    method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
-    return method
+    return _describe(method, name)
 
 
 def _writing_method(name: str) -> Callable[..., object]:
@@ -140,9 +144,7 @@ def _writing_method(name: str) -> Callable[..., object]:
     def method(self: Tensor, *args: object, **kwargs: object) -> Any:
         return write_quickly(name, function, (self, *args), kwargs)
 
-    method.__name__ = name
-    method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
-    return method
+    return _describe(method, name)
 
 
 def _unary(name: str) -> Callable[..., Any]:
@@ -159,9 +161,7 @@ def _unary(name: str) -> Callable[..., Any]:
                 return made
         return call_quickly(name, name, (self, *args), kwargs)
 
-    method.__name__ = name
-    method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
-    return method
+    return _describe(method, name)
 
 
 def _attach() -> None:

@@ -119,35 +119,26 @@ def _mid(group: Group, fabric: Fabric) -> Coordinate:
 _A = Algorithm
 _BI, _HD, _BT, _ST = "bidirectional_ring", "halving_doubling", "binary_tree", "spanning_tree"
 
+
+def _along(name: str, needs: str, tree: trees.Growth, steps: cost.Count) -> tuple[Algorithm, ...]:
+    """Every collective along one kind of tree, from all members or from the root."""
+    return (
+        _A("all_gather", name, needs, all_gather(tree), cost.pieces(steps)),
+        _A("reduce_scatter", name, needs, reduce_scatter(tree), cost.pieces(steps)),
+        _A("all_reduce", name, needs, all_reduce(tree), cost.pieces(twice(steps))),
+        _A("all_to_all", name, needs, all_to_all(tree), cost.bundles(steps)),
+        _A("broadcast", name, needs, broadcast(tree), cost.whole(steps)),
+        _A("reduce", name, needs, reduce(tree), cost.whole(steps)),
+        _A("gather", name, needs, gather(tree), cost.pieces(steps)),
+        _A("scatter", name, needs, scatter(tree), cost.pieces(steps)),
+    )
+
+
 # fmt: off
 ALGORITHMS: dict[tuple[str, str], Algorithm] = _table(
-    # once round the ring
-    _A("all_gather",     "ring", "ring", all_gather(trees.ring),     cost.pieces(around)),
-    _A("reduce_scatter", "ring", "ring", reduce_scatter(trees.ring), cost.pieces(around)),
-    _A("all_reduce",     "ring", "ring", all_reduce(trees.ring),     cost.pieces(twice(around))),
-    _A("all_to_all",     "ring", "ring", all_to_all(trees.ring),     cost.bundles(around)),
-    _A("broadcast",      "ring", "ring", broadcast(trees.ring),      cost.whole(around)),
-    _A("reduce",         "ring", "ring", reduce(trees.ring),         cost.whole(around)),
-    _A("gather",         "ring", "ring", gather(trees.ring),         cost.pieces(around)),
-    _A("scatter",        "ring", "ring", scatter(trees.ring),        cost.pieces(around)),
-    # both ways round the ring: half the steps, and each link half the bytes
-    _A("all_gather",     _BI, "ring", all_gather(trees.both_ways),     cost.pieces(half)),
-    _A("reduce_scatter", _BI, "ring", reduce_scatter(trees.both_ways), cost.pieces(half)),
-    _A("all_reduce",     _BI, "ring", all_reduce(trees.both_ways),     cost.pieces(twice(half))),
-    _A("all_to_all",     _BI, "ring", all_to_all(trees.both_ways),     cost.bundles(half)),
-    _A("broadcast",      _BI, "ring", broadcast(trees.both_ways),      cost.whole(half)),
-    _A("reduce",         _BI, "ring", reduce(trees.both_ways),         cost.whole(half)),
-    _A("gather",         _BI, "ring", gather(trees.both_ways),         cost.pieces(half)),
-    _A("scatter",        _BI, "ring", scatter(trees.both_ways),        cost.pieces(half)),
-    # to both ends of a line
-    _A("all_gather",     "line", "line", all_gather(trees.line),     cost.pieces(around)),
-    _A("reduce_scatter", "line", "line", reduce_scatter(trees.line), cost.pieces(around)),
-    _A("all_reduce",     "line", "line", all_reduce(trees.line),     cost.pieces(twice(around))),
-    _A("all_to_all",     "line", "line", all_to_all(trees.line),     cost.bundles(around)),
-    _A("broadcast",      "line", "line", broadcast(trees.line),      cost.whole(around)),
-    _A("reduce",         "line", "line", reduce(trees.line),         cost.whole(around)),
-    _A("gather",         "line", "line", gather(trees.line),         cost.pieces(around)),
-    _A("scatter",        "line", "line", scatter(trees.line),        cost.pieces(around)),
+    *_along("ring", "ring", trees.ring,      around),  # once round the ring
+    *_along(_BI,    "ring", trees.both_ways, half),    # both ways round it: half the steps, each link half the bytes
+    *_along("line", "line", trees.line,      around),  # to both ends of a line
     # along a line in segments that follow each other
     _A("broadcast",  "pipeline", "line", broadcast(trees.line, _pipe),              cost.pipeline(around, _pipe)),
     _A("reduce",     "pipeline", "line", reduce(trees.line, _pipe),                 cost.pipeline(around, _pipe)),
