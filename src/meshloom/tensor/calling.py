@@ -31,10 +31,22 @@ def pure(overloads: dict[str, Overload]) -> dict[str, Overload]:
     return overloads
 
 
-def table_call(name: str, *args: object, output: object = None, out: object = None, **kwargs: object) -> Any:
-    """An op of the table by name, with `output=` placements and torch's `out=`."""
-    result = call(ALIASES.get(name, name), args, kwargs, output)
-    return result if out is None else write_out(result, out)
+def table_call(name: str, *args: object, output: object = None, out: object = None, **kwargs: object) -> Tensor:
+    """An op of the table by name that has one result, with `output=` placements and torch's `out=`."""
+    result: Tensor = call(ALIASES.get(name, name), args, kwargs, output)
+    if out is not None:
+        result = write_out(result, out)
+    return result
+
+
+def table_results(
+    name: str, *args: object, output: object = None, out: object = None, **kwargs: object
+) -> tuple[Tensor, ...]:
+    """The same of an op that has several results."""
+    results: tuple[Tensor, ...] = call(ALIASES.get(name, name), args, kwargs, output)
+    if out is not None:
+        results = write_out(results, out)
+    return results
 
 
 def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any] | None = None) -> Any:

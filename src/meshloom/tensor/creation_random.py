@@ -18,7 +18,7 @@ from meshloom.placement import Placements, Replicate, Shard
 from meshloom.runtime import state
 from meshloom.tensor import creation, random
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import table_call
+from meshloom.tensor.calling import table_call, table_results
 from meshloom.tensor.moving import shadow_of
 
 Dense = Callable[[torch.dtype | None, Any], torch.Tensor]
@@ -200,7 +200,7 @@ def multinomial(
         return _drawn_again(chances, num_samples, generator)
     # the first to arrive: p / exponential is largest with chance p / sum(p)
     waits = _noise(chances, _exponential, generator, torch.float32)
-    result: Tensor = table_call("topk", table_call("div", chances, waits), num_samples, -1)[1]
+    result: Tensor = table_results("topk", table_call("div", chances, waits), num_samples, -1)[1]
     return result
 
 

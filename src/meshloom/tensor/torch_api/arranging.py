@@ -12,13 +12,13 @@ from meshloom.errors import ShapeError
 from meshloom.ops.labels import normal_dim
 from meshloom.ops.shapes import split_sizes
 from meshloom.runtime import state
-from meshloom.tensor.calling import Overload, pure, table_call
+from meshloom.tensor.calling import Overload, pure, table_call, table_results
 from meshloom.tensor.fallback import fallback
 
 
 def _unbind(input: torch.Tensor, dim: int = 0) -> Any:
     shape = input.shape
-    return () if shape and not shape[normal_dim(dim, len(shape))] else table_call("unbind", input, dim)
+    return () if shape and not shape[normal_dim(dim, len(shape))] else table_results("unbind", input, dim)
 
 
 def _repeat_interleave(input: torch.Tensor, repeats: object = None, dim: int | None = None, **kwargs: object) -> Any:
@@ -36,7 +36,7 @@ def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **k
     whole = isinstance(asked, (int, tuple, list)) and bool(shape)
     if not whole or split_sizes(shape[place], asked) is None:
         return fallback(torch.tensor_split, (input, asked), {"dim": dim}, "tensor_split")
-    return table_call("tensor_split", input, asked, place)
+    return table_results("tensor_split", input, asked, place)
 
 
 def _split_along(name: str, dim: int, least: int) -> Overload:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ShapeError
-from meshloom.tensor.calling import Overload, table_call
+from meshloom.tensor.calling import Overload, table_call, table_results
 from meshloom.tensor.fallback import fallback
 
 
@@ -18,18 +18,19 @@ def _cholesky(input: torch.Tensor, upper: bool = False, **kwargs: object) -> Any
 def _linalg_qr(A: torch.Tensor, mode: str = "reduced", **kwargs: object) -> Any:
     if mode == "r":  # Q is a single empty tensor, whatever the batch
         return fallback(torch.linalg.qr, (A, mode), kwargs, "linalg_qr")
-    return table_call("linalg_qr", A, mode, **kwargs)
+    return table_results("linalg_qr", A, mode, **kwargs)
 
 
 def _qr(input: torch.Tensor, some: bool = True) -> tuple[torch.Tensor, ...]:
-    return torch.return_types.qr(tuple(table_call("linalg_qr", input, "reduced" if some else "complete")))
+    q, r = table_results("linalg_qr", input, "reduced" if some else "complete")
+    return torch.return_types.qr((q, r))
 
 
 def _svd(input: torch.Tensor, some: bool = True, compute_uv: bool = True) -> Any:
     """torch.svd gives V and not its transpose."""
     if not compute_uv:
         return fallback(torch.svd, (input, some, compute_uv), {}, "svd")
-    u, s, vh = table_call("linalg_svd", input, not some)
+    u, s, vh = table_results("linalg_svd", input, not some)
     return torch.return_types.svd((u, s, table_call("transpose", vh, -2, -1)))
 
 

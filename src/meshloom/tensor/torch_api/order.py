@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from meshloom.tensor.calling import Overload, table_call
+from meshloom.tensor.calling import Overload, table_results
 
 
 def _msort(input: torch.Tensor) -> Any:
-    return table_call("sort", input, 0).values
+    return table_results("sort", input, 0)[0]
 
 
 ORDER: dict[str, Overload] = {"msort": _msort}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshloom.tensor.calling import Overload, invoke, pure, table_call
+from meshloom.tensor.calling import Overload, invoke, pure, table_call, table_results
 from meshloom.tensor.fallback import fallback
 from meshloom.types import Dims
 
@@ -21,7 +21,7 @@ def _max(name: str) -> Callable[..., Any]:
         if isinstance(other, torch.Tensor):
             return table_call(pair, input, other, **{k: v for k, v in kwargs.items() if k != "other"})
         if args or "dim" in kwargs or "axis" in kwargs:
-            return table_call(f"{name}_dim", input, *args, **kwargs)
+            return table_results(f"{name}_dim", input, *args, **kwargs)
         return table_call(amax, input, **kwargs)
 
     return overload
@@ -50,8 +50,8 @@ def _with_mean(name: str) -> Overload:
 
 
 def _aminmax(input: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    found = (table_call(name, input, dim, keepdim) for name in ("amin", "amax"))
-    return torch.return_types.aminmax(tuple(found))
+    low, high = (table_call(name, input, dim, keepdim) for name in ("amin", "amax"))
+    return torch.return_types.aminmax((low, high))
 
 
 def _along_one_dim(name: str) -> Overload:
@@ -59,7 +59,7 @@ def _along_one_dim(name: str) -> Overload:
 
     def overload(input: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if args or kwargs:
-            return table_call(name, input, *args, **kwargs)
+            return table_results(name, input, *args, **kwargs)
         return fallback(getattr(torch, name), (input,), {}, name)
 
     return overload

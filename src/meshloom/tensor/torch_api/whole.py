@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, ShapeError
 from meshloom.runtime import state
-from meshloom.tensor.calling import Overload, invoke, pure, table_call
+from meshloom.tensor.calling import Overload, invoke, pure, table_call, table_results
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.reading import as_tensor, find_mesh
 from meshloom.tensor.torch_api.casting import cast
@@ -100,7 +100,7 @@ def _batch_norm(
             fix="give it a larger batch, or call eval() on the module",
         )
     with state.changed(output=None):  # what was asked for is asked of the normalised input alone
-        out, mean, spread = table_call("batch_norm", input, None, None, *options)
+        out, mean, spread = table_results("batch_norm", input, None, None, *options)
     with torch.no_grad(), state.changed(output=None):
         for running, now in ((running_mean, mean), (running_var, spread)):
             if running is not None:
