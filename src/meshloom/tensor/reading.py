@@ -82,7 +82,7 @@ class Reader:
         return value
 
 
-def as_tensor(value: torch.Tensor, mesh: Mesh) -> Any:
+def as_tensor(value: torch.Tensor, mesh: Mesh) -> Tensor:
     """A torch tensor as one of ours: a parameter's own, or a replicated one."""
     if isinstance(value, Tensor):
         return state.shadows.of(value) if state.shadows is not None else value

@@ -16,7 +16,7 @@ from meshloom.tensor.calling import Overload, pure, table_call, table_results
 from meshloom.tensor.fallback import fallback
 
 
-def _unbind(input: torch.Tensor, dim: int = 0) -> Any:
+def _unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
     shape = input.shape
     return () if shape and not shape[normal_dim(dim, len(shape))] else table_results("unbind", input, dim)
 
@@ -104,12 +104,12 @@ def _cat(tensors: object, *args: object, **kwargs: object) -> Any:
     return found if found.dtype == dtype else table_call("to", found, dtype)
 
 
-def _column(input: Any) -> Any:
+def _column(input: Any) -> torch.Tensor:
     shape = tuple(input.shape)
     return input if len(shape) > 1 else table_call("reshape", input, (*(shape or (1,)), 1))
 
 
-def _diag(input: torch.Tensor, diagonal: int = 0, **kwargs: object) -> Any:
+def _diag(input: torch.Tensor, diagonal: int = 0, **kwargs: object) -> torch.Tensor:
     """A matrix of a line, or the line of a matrix; a copy, as in torch."""
     if input.ndim == 1:
         return table_call("diag_embed", input, diagonal, **kwargs)
@@ -120,12 +120,12 @@ def _diag(input: torch.Tensor, diagonal: int = 0, **kwargs: object) -> Any:
     return table_call("clone", line, **kwargs)
 
 
-def _matrix_diagonal(A: torch.Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+def _matrix_diagonal(A: torch.Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> torch.Tensor:
     return table_call("diagonal", A, offset, dim1, dim2)
 
 
 def _make_flip(name: str, dim: int) -> Overload:
-    def overload(input: torch.Tensor) -> Any:
+    def overload(input: torch.Tensor) -> torch.Tensor:
         if input.ndim <= dim:
             raise ShapeError(f"{name} needs {dim + 1} dims or more and got {list(input.shape)}")
         return table_call("flip", input, dim)

@@ -35,7 +35,7 @@ def _getitem(input: torch.Tensor, index: object) -> Any:
     return table_call("index", input if basic is None else _cut(input, basic), indices)
 
 
-def _cut(input: torch.Tensor, basic: tuple[object, ...]) -> Any:
+def _cut(input: torch.Tensor, basic: tuple[object, ...]) -> Tensor:
     """The basic part of an index, which torch takes first; what was asked of the result does not concern it."""
     with state.changed(output=None):
         return table_call("getitem", input, basic)
@@ -141,14 +141,14 @@ def _index_put_(input: torch.Tensor, indices: Any, values: object, accumulate: b
     return rewrite("index_put", input, (indices, values, accumulate), {})
 
 
-def _one_hot(tensor: torch.Tensor, num_classes: int = -1, **kwargs: object) -> Any:
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1, **kwargs: object) -> Tensor:
     """Without a number of classes the largest value says it: one small reduction, and a read."""
     if num_classes == -1 and tensor.numel():
         num_classes = int(invoke("amax", (tensor,), {})) + 1
     return table_call("one_hot", tensor, num_classes, **kwargs)
 
 
-def _select(input: torch.Tensor, dim: int, index: int) -> Any:
+def _select(input: torch.Tensor, dim: int, index: int) -> Tensor:
     place = normal_dim(dim, input.ndim)
     return table_call("getitem", input, (slice(None),) * place + (index,))
 
@@ -192,7 +192,7 @@ def _make_turn_(name: str) -> Overload:
 def _fixed_shape(name: str) -> Overload:
     """What gives a tensor other memory or another shape: a topology does not change behind its tensor."""
 
-    def overload(input: Any, *args: object, **kwargs: object) -> Any:
+    def overload(input: Any, *args: object, **kwargs: object) -> Tensor:
         raise UnsupportedError(
             f"{name} is not for tensors on a mesh",
             tensor=input.topology,
@@ -216,11 +216,11 @@ def _view(input: torch.Tensor, *shape: object, **kwargs: object) -> Any:
     return table_call("view", input, *shape, **kwargs)
 
 
-def _narrow(input: torch.Tensor, dim: int, start: torch.Tensor | int, length: int) -> Any:
+def _narrow(input: torch.Tensor, dim: int, start: torch.Tensor | int, length: int) -> Tensor:
     return table_call("narrow", input, dim, int(start) if _is_tensor(start) else start, length)
 
 
-def _view_as(input: Any, other: Any) -> Any:
+def _view_as(input: Any, other: Any) -> Tensor:
     """`Function.apply` makes a view of an operand that is given back as a result, and records its node there."""
     if input is other and called_from() == "torch.autograd.function":
         return notice(Tensor(input.topology, input._data.detach()))

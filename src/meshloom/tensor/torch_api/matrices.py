@@ -11,7 +11,7 @@ from meshloom.tensor.calling import Overload, table_call, table_results
 from meshloom.tensor.fallback import fallback
 
 
-def _cholesky(input: torch.Tensor, upper: bool = False, **kwargs: object) -> Any:
+def _cholesky(input: torch.Tensor, upper: bool = False, **kwargs: object) -> torch.Tensor:
     return table_call("linalg_cholesky", input, upper=upper, **kwargs)
 
 
@@ -34,11 +34,11 @@ def _svd(input: torch.Tensor, some: bool = True, compute_uv: bool = True) -> Any
     return torch.return_types.svd((u, s, table_call("transpose", vh, -2, -1)))
 
 
-def _pinverse(input: torch.Tensor, rcond: float = 1e-15) -> Any:
+def _pinverse(input: torch.Tensor, rcond: float = 1e-15) -> torch.Tensor:
     return table_call("linalg_pinv", input, rtol=rcond, atol=0.0)
 
 
-def _cross(input: torch.Tensor, other: object, dim: int | None = None, **kwargs: object) -> Any:
+def _cross(input: torch.Tensor, other: object, dim: int | None = None, **kwargs: object) -> torch.Tensor:
     """Without a dim: the first of size 3."""
     if dim is None:
         sizes = list(input.shape)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from meshloom.tensor.calling import Overload, table_results
 
 
-def _msort(input: torch.Tensor) -> Any:
+def _msort(input: torch.Tensor) -> torch.Tensor:
     return table_results("sort", input, 0)[0]
 
 

@@ -22,12 +22,12 @@ def _swap_operands(name: str) -> Callable[..., object]:
     return lambda input, other, **kwargs: table_call(name, other, input, **kwargs)
 
 
-def _rsub(input: torch.Tensor, other: object, alpha: complex = 1) -> Any:
+def _rsub(input: torch.Tensor, other: object, alpha: complex = 1) -> torch.Tensor:
     scaled = input if alpha == 1 else table_call("mul", input, alpha)
     return _reflect("sub", scaled, other)
 
 
-def _reflect(name: str, input: torch.Tensor, other: Any) -> Any:
+def _reflect(name: str, input: torch.Tensor, other: Any) -> torch.Tensor:
     """`other op input` where `other` may be a number: torch wants a tensor first."""
     if isinstance(other, torch.Tensor):
         return table_call(name, other, input)

@@ -30,7 +30,7 @@ def _max(name: str) -> Callable[..., Any]:
 def _make_variance(name: str) -> Overload:
     """var and std, whose second argument may be `unbiased`."""
 
-    def overload(input: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def overload(input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if args and isinstance(args[0], bool):
             args = (None, *args)
         return table_call(name, input, *args, **kwargs)
@@ -49,7 +49,7 @@ def _with_mean(name: str) -> Overload:
     return overload
 
 
-def _aminmax(input: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+def _aminmax(input: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[torch.Tensor, ...]:
     low, high = (table_call(name, input, dim, keepdim) for name in ("amin", "amax"))
     return torch.return_types.aminmax((low, high))
 
@@ -114,16 +114,18 @@ def _matrix_norm(
     return table_call("linalg_vector_norm", A, 2, dim, keepdim, dtype=dtype, out=out)
 
 
-def _dist(input: torch.Tensor, other: object, p: float = 2) -> Any:
+def _dist(input: torch.Tensor, other: object, p: float = 2) -> torch.Tensor:
     return table_call("linalg_vector_norm", table_call("sub", input, other), p)
 
 
-def _normalize(input: torch.Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: object = None) -> Any:
+def _normalize(
+    input: torch.Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: object = None
+) -> torch.Tensor:
     size = table_call("linalg_vector_norm", input, p, dim, True)
     return table_call("div", input, table_call("clamp_min", size, eps), out=out)
 
 
-def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
     if x1.shape != x2.shape:  # a dim of size 1 counts as often as it is read
         shape = torch.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = (table_call("expand", each, *shape) for each in (x1, x2))
@@ -133,7 +135,7 @@ def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: fl
 
 def _pairwise_distance(
     x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
-) -> Any:
+) -> torch.Tensor:
     apart = table_call("add", table_call("sub", x1, x2), eps)
     return table_call("linalg_vector_norm", apart, p, -1, keepdim)
 

@@ -30,7 +30,9 @@ LOSSES = (
 def _softmax(name: str) -> Callable[..., object]:
     """`dtype=` is cast to first: an integer cannot hold the -inf that padding needs."""
 
-    def overload(input: torch.Tensor, *args: object, dtype: torch.dtype | None = None, **kwargs: object) -> Any:
+    def overload(
+        input: torch.Tensor, *args: object, dtype: torch.dtype | None = None, **kwargs: object
+    ) -> torch.Tensor:
         wanted = dtype or next((each for each in args if isinstance(each, torch.dtype)), None)
         given = input if wanted is None else cast(input, wanted)
         return table_call(name, given, *args[:1], **kwargs)
@@ -86,7 +88,7 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Any:
+) -> torch.Tensor:
     """Training takes the statistics of the global batch, and moves the running ones towards them."""
     options = (weight, bias, training, momentum, eps)
     if not math.prod(input.shape):
@@ -108,7 +110,7 @@ def _batch_norm(
     return out if state.output is None else table_call("clone", out)
 
 
-def _norm_of_nothing(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
+def _norm_of_nothing(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     """An empty batch is normalised as torch does it: running statistics stay, parameters have gradients of zeros."""
     out = table_call("clone", input)
     for name, each in (("mul", weight), ("add", bias)):
