@@ -29,7 +29,7 @@ def _node(name: str, run: Run, back: str) -> type[Node]:
         ctx.group, ctx.call, ctx.more = group, WORLD.watch.call, (None,) * len(how)
         return run(data, group, *how)
 
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         WORLD.watch.call = ctx.call if ctx.call.endswith(" backward") else f"{ctx.call} backward"
         return NODES[back].apply(gradient, ctx.group), None, *ctx.more
 
@@ -110,7 +110,7 @@ class Extreme(Node):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         parts, found = ctx.saved_tensors
         mask = parts.detach() == found.detach()
         count = wire.all_reduce(mask.sum(0), ctx.group, own=True)
@@ -127,7 +127,7 @@ class Broadcast(Node):
         return wire.broadcast(data, group, group.places[root][0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return AtRoot.apply(gradient, ctx.group, ctx.root), None, None
 
 
@@ -143,7 +143,7 @@ class AtRoot(Node):
         return parts
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return Broadcast.apply(gradient, ctx.group, ctx.root), None, None
 
 
@@ -198,7 +198,7 @@ class SendRows(Node):
         return _send(rows, group, routes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return SendRows.apply(gradient, ctx.group, ctx.routes.back()), None, None
 
 
@@ -213,7 +213,7 @@ class GatherAtRoot(Node):
         return _send(parts, group, Routes(routes, group.count, group.size))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return slice_own(gradient, ctx.group), None, None
 
 

@@ -373,7 +373,7 @@ class SendAll(Node):
         return send(parts.detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.enable_grad():
             parts = ctx.saved_tensors[0].detach().requires_grad_()
             (found,) = torch.autograd.grad(ctx.same(parts), parts, gradient)

@@ -205,7 +205,7 @@ class Watch:
         if self.failure is None:
             self.failure = told
 
-    def _uncaught(self, kind: Any, error: Any, trace: Any) -> None:
+    def _uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
         own = None if isinstance(error, (PeerLostError, DivergenceError)) else self._describe_error(kind, error, trace)
         if own is not None and self.failure is None:
             self._tell(*own)
@@ -224,7 +224,7 @@ class Watch:
             self._uncaught(args.exc_type, args.exc_value, args.exc_traceback)
         self._thread_hook(args)
 
-    def _describe_error(self, kind: Any, error: Any, trace: Any) -> tuple[str, str]:
+    def _describe_error(self, kind: Any, error: BaseException, trace: Any) -> tuple[str, str]:
         """The headline and the cause of an exception of the program."""
         line = where_raised(trace)
         text = "".join(traceback.format_exception_only(kind, error)).strip()

@@ -67,7 +67,9 @@ class Step:
 
     __slots__ = ("args", "constant", "func", "kwargs", "results", "written")
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, results: Any, written: Sequence[int], constant: bool) -> None:
+    def __init__(
+        self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor], written: Sequence[int], constant: bool
+    ) -> None:
         self.func, self.args, self.kwargs, self.results = func, args, kwargs, results
         self.written, self.constant = written, constant
 

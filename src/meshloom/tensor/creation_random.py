@@ -172,7 +172,9 @@ def _broadcast_pair(mean: object, std: object) -> Tensor:
     return shadow_of(tensors[0] if len(tensors) == 1 else table_call("mul", *tensors))
 
 
-def bernoulli(input: Any, p: torch.Tensor | float | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+def bernoulli(
+    input: Tensor, p: torch.Tensor | float | None = None, *, generator: torch.Generator | None = None
+) -> Tensor:
     """1 with the chance that each element says, else 0; placed as the chances are.
 
     >>> bernoulli(creation.ones(3, mesh=creation.open_mesh((2,)))).tolist()
@@ -186,7 +188,7 @@ def bernoulli(input: Any, p: torch.Tensor | float | None = None, *, generator: t
 
 
 def multinomial(
-    input: Any, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
+    input: Tensor, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
 ) -> Tensor:
     """Indices drawn with the chances that each line says; a sharded batch is drawn from without communication.
 

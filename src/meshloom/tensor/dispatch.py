@@ -215,7 +215,7 @@ def locate(error: MeshloomError, name: str, operands: Sequence[Topology]) -> Mes
     return error.locate(call=f"{name}({', '.join(topology.notation for topology in operands)})", mesh=mesh)
 
 
-def _with_dtypes(entry: Entry, results: Any) -> Entry:
+def _with_dtypes(entry: Entry, results: torch.Tensor | tuple[torch.Tensor, ...]) -> Entry:
     """The entry with the dtypes that the engine gave; the table says which, but for autocast and the default dtype."""
     listed = (results,) if isinstance(results, torch.Tensor) else results
     dtypes = tuple([short_name(result.dtype) for result in listed])

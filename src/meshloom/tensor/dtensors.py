@@ -118,7 +118,7 @@ def _mesh_of(device_mesh: Any) -> Mesh:
     return found if found is not None else from_device_mesh(device_mesh)
 
 
-def _ours(placement: Any) -> Placement:
+def _ours(placement: Placement) -> Placement:
     """A placement of torch as one of ours; ours stay as they are."""
     if isinstance(placement, (Shard, Replicate, Partial)):
         return placement

@@ -52,7 +52,13 @@ class Entry:
             self.communicates_back = bool(self._back)
         return self._back
 
-    def follow(self, results: Any, tensors: Sequence[Tensor], is_written: bool = False, depth: int = 3) -> Any:
+    def follow(
+        self,
+        results: torch.Tensor | tuple[torch.Tensor, ...],
+        tensors: Sequence[Tensor],
+        is_written: bool = False,
+        depth: int = 3,
+    ) -> Any:
         """The results; if they have a backward that communicates, it is seen. `depth` is that of the program."""
         tracked = results.requires_grad if isinstance(results, torch.Tensor) else any(r.requires_grad for r in results)
         if tracked:
@@ -67,7 +73,7 @@ def _make_wrap(entry: Entry) -> Callable[[Any], Any]:
     free, tracked = maker(out, dtype, False), maker(out, dtype, True)
     outs, pack = entry.outs, getattr(torch.return_types, entry.op.removesuffix("_dim"), tuple)  # torch's max_dim is max
 
-    def wrap(results: Any) -> Any:
+    def wrap(results: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         if results.__class__ is torch.Tensor and results.is_cpu and not leased:
             made = tracked() if results.requires_grad else free()
             made._data, made.topology = results, out

@@ -66,7 +66,7 @@ class Note:
     def __init__(self, call: str, back: Back, place: tuple[str, int], sources: list[tuple[int, Any]]) -> None:
         self.call, self.back, self.place, self.sources, self.task = call, back, place, sources, -1
 
-    def __call__(self, gradients: Any) -> None:
+    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
         task = private.current_graph_task_id()
         if task == self.task:
             return
@@ -94,7 +94,7 @@ def _is_wanted(source: Any) -> bool:
     return any(_is_executed(node) for node in nodes)
 
 
-def _is_executed(node: Any) -> bool:
+def _is_executed(node: torch.autograd.graph.Node) -> bool:
     try:
         result: bool = private.will_execute(node)
         return result
@@ -106,7 +106,12 @@ _KEY = "meshloom"
 
 
 def follow(
-    call: str, back: Back, results: Any, tensors: Sequence[Tensor], is_written: bool = False, depth: int = 2
+    call: str,
+    back: Back,
+    results: torch.Tensor | tuple[torch.Tensor, ...],
+    tensors: Sequence[Tensor],
+    is_written: bool = False,
+    depth: int = 2,
 ) -> Any:
     """The results of a call whose backward communicates, so that it is seen; `is_written` of a call in place.
 
@@ -174,7 +179,7 @@ def watch_dense(data: torch.Tensor) -> torch.Tensor:
     if node is not None:
         own, behind = node.metadata.get(_KEY), [each for each, _ in node.next_functions]
 
-        def arrive(gradients: Any) -> None:
+        def arrive(gradients: Sequence[torch.Tensor | None]) -> None:
             if _is_seen():
                 if own is not None:
                     own(gradients)

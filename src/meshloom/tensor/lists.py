@@ -96,7 +96,7 @@ _OURS = {Tensor}
 _NUMBERS = {torch.Tensor, float, int}
 
 
-def _remember(key: Any, results: Any) -> None:
+def _remember(key: Any, results: Sequence[torch.Tensor]) -> None:
     topologies = [each for each in key if isinstance(each, Topology)]
     if any(each.mesh.lease is not None for each in topologies):
         return  # a mesh that may be closed
@@ -109,7 +109,7 @@ def _remember(key: Any, results: Any) -> None:
     _ALIKE[key] = _Alike(likes, any(each.padded for each in topologies))
 
 
-def _wrap_like(data: torch.Tensor, like: Any) -> Any:
+def _wrap_like(data: torch.Tensor, like: Tensor) -> Any:
     if like is None:
         return data
     topology, make = like

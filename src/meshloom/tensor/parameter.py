@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from meshloom.errors import ArgumentError, GradientError, MeshError
@@ -39,7 +37,7 @@ class Parameter(Tensor, torch.nn.Parameter, metaclass=_ParameterMeta):
 
     def __new__(  # type: ignore[misc]
         cls,
-        data: Any,
+        data: torch.Tensor,
         mesh: Mesh | None = None,
         placements: Placements | None = None,
         requires_grad: bool = True,

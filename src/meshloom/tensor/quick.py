@@ -197,7 +197,12 @@ def add_part(key: list[Any], tensors: list[Tensor], datas: list[object], value: 
 
 
 def _call_first(
-    key: object, tensors: list[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any
+    key: object,
+    tensors: list[Tensor],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    function: Callable[..., object],
 ) -> Any:
     """A call in the general way; what it led to is remembered."""
     if name in OVERLOADS:

@@ -51,7 +51,7 @@ class Recipe:
         result: torch.Tensor = self._pick((self.function or torch_function(name))(base, *self.args, **self.kwargs))
         return result
 
-    def _pick(self, results: Any) -> Any:
+    def _pick(self, results: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         return results if self.result is None else results[self.result]
 
 

@@ -25,7 +25,13 @@ LARGE = 1 << 18  # elements from which blocks are passed on one by one
 
 @shared
 def attention(
-    local: Local, query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, **options: Any
+    local: Local,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    **options: Any,
 ) -> torch.Tensor:
     """Padded keys must not weigh, and a causal mask counts queries: both are taken off, and queries put back after.
 
@@ -146,7 +152,7 @@ class RingAttention(Node):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # torch's own fused attention refuses create_graph too
             raise GradientError(
                 "attention over a sequence that several processes hold has no second derivative",

@@ -38,7 +38,7 @@ def _places(local: Local, index: torch.Tensor, dim: int, name: str = "input", lo
 
 
 @shared
-def _embedding(local: Local, input: Any, weight: Any, padding_idx: int | None) -> torch.Tensor:
+def _embedding(local: Local, input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
     if local.peers.alone:
         if padding_idx is not None and padding_idx < 0:
             padding_idx += local.call.shape("weight")[0]
@@ -122,7 +122,9 @@ def _roomy(input: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([input, input.new_zeros(line)], dim)
 
 
-def _scatter(input: Any, dim: int, index: Any, src: Any, value: Any, reduce: str | None) -> torch.Tensor:
+def _scatter(
+    input: torch.Tensor, dim: int, index: Any, src: torch.Tensor | None, value: Any, reduce: str | None
+) -> torch.Tensor:
     content = value if src is None else src
     if reduce is None:
         return torch.scatter(input, dim, index, content)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,8 +72,8 @@ def _class_loss(function: Callable[..., torch.Tensor]) -> Function:
 
     @shared
     def loss(
-        local: Local, input: Any, target: Any, weight: Any, ignore_index: int, reduction: str,
-        size_average: object = None, reduce: object = None, **smoothing: float,
+        local: Local, input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int,
+        reduction: str, size_average: object = None, reduce: object = None, **smoothing: float,
     ) -> torch.Tensor:  # fmt: skip
         dim = 1 if input.dim() > 1 else 0  # of the classes
         peers, topology = local.peers, local.topology("input")
@@ -94,7 +93,9 @@ def _class_loss(function: Callable[..., torch.Tensor]) -> Function:
     return loss
 
 
-def _count_samples(each: torch.Tensor, target: Any, weight: Any, ignore_index: int) -> torch.Tensor:
+def _count_samples(
+    each: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int
+) -> torch.Tensor:
     """What each sample counts in a mean."""
     if target.is_floating_point():
         return torch.ones_like(each)
@@ -104,7 +105,7 @@ def _count_samples(each: torch.Tensor, target: Any, weight: Any, ignore_index: i
 
 
 def _reduce_batch(
-    local: Local, reduction: str, input: Any, classes: int, each: torch.Tensor, counted: torch.Tensor
+    local: Local, reduction: str, input: torch.Tensor, classes: int, each: torch.Tensor, counted: torch.Tensor
 ) -> torch.Tensor:
     """The losses of samples as the call wants them; a mean is over the samples of all peers."""
     if reduction == "none":

@@ -68,7 +68,7 @@ class _Variance(Node):
         return _variance(local, middle, dims, freedom)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, middle = ctx.saved_tensors
         gradient = ctx.local.peers.share(gradient)
         if torch.is_grad_enabled():
@@ -157,7 +157,7 @@ class _Norm(Node):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """sgn(x) (|x| / norm)^(ord - 1), and nothing where there is no norm."""
         input, found = ctx.saved_tensors
         none = found == 0
@@ -180,7 +180,7 @@ class _Extreme(Node):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, found = ctx.saved_tensors
         equal = input == found if ctx.mask is None else (input == found) & ctx.mask
         count = ctx.peers.sum(equal.sum(ctx.dims, keepdim=True).to(gradient.dtype))
@@ -232,7 +232,7 @@ class _Shown(Node):
         return best.view_as(best)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (mine,) = ctx.saved_tensors
         return torch.where(mine, ctx.peers.share(gradient), 0), None, None, None
 

@@ -29,7 +29,7 @@ def _repeat_interleave(input: torch.Tensor, repeats: object = None, dim: int | N
     return table_call("repeat_interleave", input, repeats, dim, **kwargs)
 
 
-def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+def _tensor_split(input: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
     asked = kwargs.get("indices", kwargs.get("sections", indices_or_sections))
     shape = input.shape
     place = normal_dim(dim, len(shape))

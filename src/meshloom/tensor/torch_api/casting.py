@@ -54,13 +54,13 @@ def _same(input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return input
 
 
-def _contiguous(input: Any, *args: object, **kwargs: object) -> torch.Tensor:
+def _contiguous(input: Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """The tensor itself; a view with other strides is copied, as in torch, so that writes do not reach its base."""
     tensor = shadow_of(input)
     return input if tensor._view is None or tensor._data.is_contiguous() else tensor.clone()
 
 
-def _detach(input: Any) -> torch.Tensor:
+def _detach(input: Tensor) -> torch.Tensor:
     tensor = shadow_of(input)
     return detach_view(tensor, Tensor(tensor.topology, tensor._data.detach()))
 

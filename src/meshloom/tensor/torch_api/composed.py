@@ -14,7 +14,7 @@ from meshloom.tensor.calling import Overload
 from meshloom.tensor.fallback import fallback
 
 
-def _reduce(loss: Any, reduction: str) -> Any:
+def _reduce(loss: torch.Tensor, reduction: str) -> Any:
     if reduction not in ("none", "mean", "sum"):
         raise ArgumentError(f"{reduction} is not a valid value for reduction", fix="none, mean or sum")
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
@@ -38,7 +38,9 @@ def _local_response_norm(
 def _lp_pool(dims: int, average: Callable[..., Any]) -> Overload:
     """The p-norm of each window: (mean of the powers * size of the window) ** (1 / p)."""
 
-    def overload(input: Any, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
+    def overload(
+        input: torch.Tensor, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
+    ) -> Any:
         p = float(norm_type)
         means = average(input.pow(p), kernel_size, stride, 0, ceil_mode)
         count = kernel_size**dims if isinstance(kernel_size, int) else math.prod(kernel_size)
@@ -48,7 +50,7 @@ def _lp_pool(dims: int, average: Callable[..., Any]) -> Overload:
 
 
 def _gaussian_nll_loss(
-    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    input: torch.Tensor, target: torch.Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Any:
     """(log var + (input - target)^2 / var) / 2, a variance below eps taken for eps and without its gradient."""
     if isinstance(var, float):
@@ -73,8 +75,8 @@ def _gaussian_nll_loss(
 
 
 def _multilabel_soft_margin_loss(
-    input: Any,
-    target: Any,
+    input: torch.Tensor,
+    target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: object = None,
     reduce: object = None,
@@ -117,7 +119,9 @@ def _triplet_margin_with_distance_loss(
     return _reduce((margin + near - far).clamp_min(0), reduction)
 
 
-def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> torch.Tensor:
+def _gumbel_softmax(
+    logits: torch.Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> torch.Tensor:
     """Softmax of logits with noise; `hard` gives its largest element as one, with the gradient of the softmax."""
     noise = -torch.log(-torch.log1p(-torch.rand_like(logits).clamp_min(torch.finfo(logits.dtype).tiny)))
     soft = F.softmax((logits + noise) / tau, dim)

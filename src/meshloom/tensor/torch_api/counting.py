@@ -11,13 +11,13 @@ from meshloom.tensor.calling import Overload
 from meshloom.tensor.fallback import fallback
 
 
-def _add_up(size: int, places: Any, values: Any) -> torch.Tensor:
+def _add_up(size: int, places: torch.Tensor, values: Any) -> torch.Tensor:
     """Values added up by their places in a line: sharded ones are partial sums."""
     start = torch.zeros(size, *values.shape[1:], dtype=values.dtype, device=values.device)
     return torch.index_add(start, 0, places, values)
 
 
-def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+def _bincount(input: torch.Tensor, weights: Any = None, minlength: int = 0) -> Any:
     """The number of places follows from the largest value, which is read."""
     held = input
     if held.ndim != 1 or held.dtype.is_floating_point or not held.numel() or held.is_meta or int(held.min()) < 0:
@@ -45,8 +45,8 @@ def _histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0)
 
 
 def _embedding_bag(
-    input: Any,
-    weight: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor,
     offsets: Any = None,
     max_norm: Any = None,
     norm_type: float = 2,

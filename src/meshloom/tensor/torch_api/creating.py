@@ -19,7 +19,7 @@ def _like(make: Callable[..., Tensor]) -> Callable[..., object]:
 def _new(name: str) -> Callable[..., object]:
     """new_zeros and the like: replicated, since the shape says nothing about placement."""
 
-    def overload(input: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+    def overload(input: Tensor, size: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = input
         sizes = (size,) if isinstance(size, int) and name != "full" else size
         if isinstance(size, int) and args and name != "full":

@@ -176,7 +176,7 @@ def _transposed_matrix(input: torch.Tensor) -> Any:
 def _make_turn_(name: str) -> Overload:
     """`t_` and its kind: the tensor becomes a view of what it was."""
 
-    def overload(input: Any, *args: Any, **kwargs: Any) -> Any:
+    def overload(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         target = input
         tensor = shadow_of(target)
         if torch.is_grad_enabled() and tensor._data.requires_grad and tensor._data.is_leaf:
@@ -192,7 +192,7 @@ def _make_turn_(name: str) -> Overload:
 def _fixed_shape(name: str) -> Overload:
     """What gives a tensor other memory or another shape: a topology does not change behind its tensor."""
 
-    def overload(input: Any, *args: object, **kwargs: object) -> Tensor:
+    def overload(input: Tensor, *args: object, **kwargs: object) -> Tensor:
         raise UnsupportedError(
             f"{name} is not for tensors on a mesh",
             tensor=input.topology,
@@ -220,7 +220,7 @@ def _narrow(input: torch.Tensor, dim: int, start: torch.Tensor | int, length: in
     return table_call("narrow", input, dim, int(start) if _is_tensor(start) else start, length)
 
 
-def _view_as(input: Any, other: Any) -> Tensor:
+def _view_as(input: Tensor, other: torch.Tensor) -> Tensor:
     """`Function.apply` makes a view of an operand that is given back as a result, and records its node there."""
     if input is other and called_from() == "torch.autograd.function":
         return notice(Tensor(input.topology, input._data.detach()))

@@ -252,7 +252,7 @@ def _merged_masks(given: Any, batch: int) -> Any:
     return keys if scores is None else scores if keys is None else scores + keys
 
 
-def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, **kwargs: object) -> Any:
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: object) -> Any:
     if weight.ndim == 1:
         return fallback(F.linear, (input, weight, bias), kwargs, "linear")
     return table_call("linear", input, weight, bias, **kwargs)
