@@ -7,49 +7,52 @@ tests have run. Attributes of arrays that are used beside these: `_base`, `_vers
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 # a tensor of a class of one's own, without storage: torch documents the class method for authors of such classes only
-make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
 # torch's own attributes and methods of a tensor, below those of our class
 TensorBase: Any = torch._C.TensorBase
 # inside, our class is not asked for what torch calls
-DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass
+DisableTorchFunctionSubclass: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
 # one question for all devices; the public one costs five times as much
-is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # what `torch.autograd.graph.increment_version` calls, without the checks of its argument
-increment_version: Any = torch._C._increment_version
+increment_version: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
 # which pass of backward is under way, and whether it keeps its graph
-current_graph_task_id: Any = torch._C._current_graph_task_id
-keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 # whether the pass that is under way computes a node
-will_execute: Any = torch._C._will_engine_execute_node
+will_execute: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_execute_node
 # a pass of backward without the checks for our class, and calls at its end
 engine: Any = torch.autograd.Variable._execution_engine
 # whether a reentrant checkpoint may run in this pass
-is_checkpoint_valid: Any = torch.autograd._is_checkpoint_valid
+is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 # whether a torch.func transform made a tensor
-is_functorch_wrapped_tensor: Any = torch._C._functorch.is_functorch_wrapped_tensor
+is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 # what torch calls for lists of tensors, and functions of `torch.nn.functional` that are in C++
 variable_functions: Any = torch._C._VariableFunctions
 nn_functions: Any = torch._C._nn
 # a mask of attention as numbers to add
-canonical_mask: Any = F._canonical_mask
+canonical_mask: Callable[..., torch.Tensor | None] = F._canonical_mask
 # products of tokens with the experts that they belong to
-grouped_mm: Any = torch._grouped_mm
+grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 # an array seen with the other sign, as imaginary parts of conjugates are
-neg_view: Any = torch._neg_view
-# array calls seen as they are made, or left alone; lists and dictionaries of tensors taken apart
-disable_current_modes: Any = _disable_current_modes
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+# array calls seen as they are made, by their operator, or left alone; lists and dictionaries of tensors taken apart
+disable_current_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 
-__all__ = ["TorchDispatchMode", "tree_flatten", "tree_map_only"]
+__all__ = ["OpOverload", "TorchDispatchMode", "tree_flatten", "tree_map_only"]
 
 
 def default_store() -> Any:

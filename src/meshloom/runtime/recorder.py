@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meshloom.engines import private
-from meshloom.engines.private import TorchDispatchMode, tree_flatten, tree_map_only
+from meshloom.engines.private import OpOverload, TorchDispatchMode, tree_flatten, tree_map_only
 from meshloom.errors import TraceError
 
 Call = Callable[[], Any]
@@ -35,7 +35,7 @@ _AS: dict[str, Callable[..., Any]] = {
 
 
 @lru_cache(maxsize=4096)
-def _kind(func: Any) -> str:
+def _kind(func: OpOverload) -> str:
     """What sort of call it is: view, alike, shape (changes an operand's metadata), write, index, value or function."""
     name = func._schema.name.partition("::")[2]
     if not func._schema.name.startswith(("aten::", "prims::")):
@@ -68,7 +68,13 @@ class Step:
     __slots__ = ("args", "constant", "func", "kwargs", "results", "written")
 
     def __init__(
-        self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor], written: Sequence[int], constant: bool
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        results: Sequence[torch.Tensor],
+        written: Sequence[int],
+        constant: bool,
     ) -> None:
         self.func, self.args, self.kwargs, self.results = func, args, kwargs, results
         self.written, self.constant = written, constant
@@ -86,7 +92,9 @@ class Recorder(TorchDispatchMode):
         self.made: dict[int, weakref.ref[Any]] = {}  # memory of results, and how large it is
         self.sizes: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
         kind = _kind(func)
@@ -106,14 +114,14 @@ class Recorder(TorchDispatchMode):
             return self._write(func, args, kwargs, constant)
         return self._constant(func, args, kwargs) if constant else self._function(func, args, kwargs)
 
-    def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _constant(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         results = func(*args, **kwargs)
         made = [each for each in tree_flatten(results)[0] if isinstance(each, torch.Tensor) and not each.is_meta]
         self._constants.update(map(memory_of, made))
         self._add(func, args, kwargs, results, [memory_of(each) for each in made], True)
         return results
 
-    def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _function(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         results = tree_map_only(torch.Tensor, self._allocate_noted, _on_meta(func, args, kwargs))
         self._add(func, args, kwargs, results, [], False)
         return results
@@ -133,7 +141,7 @@ class Recorder(TorchDispatchMode):
         """Let go of the steps: the capture is over."""
         self._kept.clear()
 
-    def _write(self, func: Any, args: Any, kwargs: Any, constant: bool) -> Any:
+    def _write(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], constant: bool) -> Any:
         targets = [memory_of(each) for each in _targets(func, args, kwargs)]
         if constant:
             results = func(*args, **kwargs)
@@ -145,13 +153,21 @@ class Recorder(TorchDispatchMode):
         self._add(func, args, kwargs, fresh, targets, False)
         return results
 
-    def _add(self, func: Any, args: Any, kwargs: Any, results: Any, written: Sequence[int], constant: bool) -> None:
+    def _add(
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        results: Any,
+        written: Sequence[int],
+        constant: bool,
+    ) -> None:
         step = Step(func, args, kwargs, results, written, constant)
         self._kept.append(step)
         self._note(step)
 
 
-def _targets(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def _targets(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
     """The operands that a call writes into."""
     found: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
@@ -161,7 +177,7 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-def _what_returns(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _what_returns(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
     """What a call that writes returns, without making it: its targets, and new arrays beside them if there are any."""
     targets = iter(_targets(func, args, kwargs))
     returns = func._schema.returns
@@ -183,7 +199,7 @@ def _allocate(shape: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
 
 
-def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+def _on_meta(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What a call gives, as shapes."""
     there = {
         key: torch.device("meta") if key == "device" and value is not None else value for key, value in kwargs.items()
@@ -194,7 +210,7 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         raise TraceError(f"{func} cannot be captured: its shapes are not known without running it") from error
 
 
-def _to_shapes(values: Any) -> Any:
+def _to_shapes(values: object) -> Any:
     return tree_map_only(torch.Tensor, _shape_only, values)
 
 
@@ -234,7 +250,7 @@ def _into(step: Step, out: torch.Tensor) -> Call | None:
     return None
 
 
-def _has_channels_last(value: Any) -> bool:
+def _has_channels_last(value: object) -> bool:
     """Whether it is an array of pictures, or volumes, that has the channels of a place side by side."""
     order = _CHANNELS_LAST.get(value.dim()) if isinstance(value, torch.Tensor) else None
     return order is not None and value.is_contiguous(memory_format=order) and not value.is_contiguous()
@@ -243,7 +259,7 @@ def _has_channels_last(value: Any) -> bool:
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _accepts(candidate: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+def _accepts(candidate: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether a function takes these arguments as they are, tried on shapes."""
     shapes = _to_shapes(kwargs)
     try:
