@@ -104,7 +104,7 @@ class NumpyEngine(Engine):
         raise _alone("reduce_scatter")
 
 
-def _check_dtype(dtype: np.dtype[Any]) -> None:
+def _check_dtype(dtype: np.dtype[np.generic]) -> None:
     if dtype not in DTYPES:
         raise _unknown_dtype(str(dtype))
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from meshloom.engines.engine import Function
+from meshloom.engines.numpy_engine.local import Array
 from meshloom.engines.numpy_engine.promotion import need_number
 from meshloom.errors import DTypeError
-
-Array = np.ndarray[Any, Any]
 
 
 def _alike(op: str, *operands: Array) -> None:

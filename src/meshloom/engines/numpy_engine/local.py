@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from meshloom.ops import Call
 from meshloom.types import Shape
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from meshloom.engines.engine import Function
+from meshloom.engines.numpy_engine.local import Array
 from meshloom.errors import BoundsError, DTypeError
-
-Array = np.ndarray[Any, Any]
 
 
 def check_indices(name: str, indices: Array, size: int) -> None:

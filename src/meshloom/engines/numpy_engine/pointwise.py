@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from meshloom.engines.engine import Function
+from meshloom.engines.numpy_engine.local import Array
 from meshloom.engines.numpy_engine.promotion import as_float, is_float, need_float, need_number, together
 from meshloom.errors import ArgumentError, DTypeError
 
-Array = np.ndarray[Any, Any]
 Formula = Callable[..., Array]
 
 

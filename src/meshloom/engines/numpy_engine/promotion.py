@@ -7,10 +7,10 @@ over Python's numbers: float32[3] + float64[] is float32, int64[3] + 2.5 is floa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from meshloom.engines.numpy_engine.local import Array
 from meshloom.errors import DTypeError
 
 DTYPES = tuple(np.dtype(name) for name in "bool uint8 int8 int16 int32 int64 float32 float64".split())
@@ -19,18 +19,18 @@ _LEVEL = {"b": 0, "u": 1, "i": 1, "f": 2}
 _NUMBERS = {bool: np.dtype("bool"), int: np.dtype("int64"), float: FLOAT}
 
 
-def is_float(dtype: np.dtype[Any]) -> bool:
+def is_float(dtype: np.dtype[np.generic]) -> bool:
     """Whether the dtype holds floating-point numbers."""
     return dtype.kind == "f"
 
 
-def promoted(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
+def promoted(*dtypes: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """The dtype of arrays of equal rank together: a float beside integers keeps its width."""
     floats = [each for each in dtypes if is_float(each)]
     return np.result_type(*(floats or dtypes))
 
 
-def common_dtype(values: Sequence[object]) -> np.dtype[Any]:
+def common_dtype(values: Sequence[object]) -> np.dtype[np.generic]:
     """The dtype in which an op computes on arrays and numbers together.
 
     >>> common_dtype([np.zeros(3, "int64"), 2.5]), common_dtype([np.zeros(3, "f4"), np.zeros((), "f8")])
@@ -42,7 +42,7 @@ def common_dtype(values: Sequence[object]) -> np.dtype[Any]:
         [each.dtype for each in arrays if not each.ndim],
         [number_dtype(each) for each in values if not isinstance(each, np.ndarray)],
     )
-    found: np.dtype[Any] | None = None
+    found: np.dtype[np.generic] | None = None
     for dtypes in ranks:
         if dtypes:
             found = _over(found, promoted(*dtypes))
@@ -50,27 +50,27 @@ def common_dtype(values: Sequence[object]) -> np.dtype[Any]:
     return found
 
 
-def number_dtype(value: object) -> np.dtype[Any]:
+def number_dtype(value: object) -> np.dtype[np.generic]:
     """The dtype that a Python number stands for."""
     if type(value) not in _NUMBERS:
         raise DTypeError(f"the numpy engine takes arrays and Python's numbers, not {value!r}")
     return _NUMBERS[type(value)]
 
 
-def _over(high: np.dtype[Any] | None, low: np.dtype[Any]) -> np.dtype[Any]:
+def _over(high: np.dtype[np.generic] | None, low: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """The dtype of a higher rank, unless the lower rank is of a higher kind."""
     if high is None:
         return low
     return low if _LEVEL[low.kind] > _LEVEL[high.kind] else high
 
 
-def together(*values: object) -> list[np.ndarray[Any, Any]]:
+def together(*values: object) -> list[Array]:
     """Arrays and numbers as arrays of their common dtype."""
     dtype = common_dtype(values)
     return [np.asarray(each).astype(dtype, copy=False) for each in values]
 
 
-def as_float(input: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def as_float(input: Array) -> Array:
     """The array in floating point: integers and bools become float32."""
     return input if is_float(input.dtype) else input.astype(FLOAT)
 
@@ -84,7 +84,7 @@ def need_float(op: str, *arrays: object) -> None:
             )
 
 
-def need_number(op: str, input: np.ndarray[Any, Any]) -> None:
+def need_number(op: str, input: Array) -> None:
     """Refuse bools where the op has no meaning for them."""
     if input.dtype == bool:
         raise DTypeError(f"{op} has no meaning for bool", fix='convert it with run("to", x, "int64") first')

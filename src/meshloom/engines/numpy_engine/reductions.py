@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from meshloom.engines.engine import Function
+from meshloom.engines.numpy_engine.local import Array
 from meshloom.engines.numpy_engine.promotion import is_float, need_float, need_number
 from meshloom.ops.labels import normal_dim, normal_dims
 from meshloom.types import Dims
-
-Array = np.ndarray[Any, Any]
 
 
 def _axes(input: Array, dim: Dims) -> tuple[int, ...]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from meshloom.engines.engine import Function, aware
-from meshloom.engines.numpy_engine.local import Known
+from meshloom.engines.numpy_engine.local import Array, Known
 from meshloom.engines.numpy_engine.promotion import together
 from meshloom.ops.labels import normal_dim
 from meshloom.ops.shapes import section_sizes, squeezed_dims
 
-Array = np.ndarray[Any, Any]
 Formula = Callable[..., Array]
 
 

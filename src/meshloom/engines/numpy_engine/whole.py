@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from meshloom.engines.engine import Function, aware
-from meshloom.engines.numpy_engine.local import Known
+from meshloom.engines.numpy_engine.local import Array, Known
 from meshloom.engines.numpy_engine.lookup import check_indices
 from meshloom.engines.numpy_engine.promotion import is_float, need_float
 from meshloom.errors import ArgumentError, UnsupportedError
 from meshloom.ops.labels import normal_dim
 from meshloom.ops.normalisation import normalised
 
-Array = np.ndarray[Any, Any]
 Formula = Callable[..., Array]
 
 

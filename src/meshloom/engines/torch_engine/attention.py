@@ -55,7 +55,8 @@ def attention(
 
 
 def _attend(
-    local: Local, peers: Peers, query: Any, key: Any, value: Any, mask: Any, rows: torch.Tensor | None,
+    local: Local, peers: Peers, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    rows: torch.Tensor | None,
     scale: float | None, enable_gqa: bool, dropout_p: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """What each query of this process gets, by its row where attention is causal: one block of scores at a time."""

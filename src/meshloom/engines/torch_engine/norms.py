@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +81,7 @@ def _affine(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor
     return input if bias is None else input + bias
 
 
-def _per_channel(input: torch.Tensor, *each: Any) -> torch.Tensor:
+def _per_channel(input: torch.Tensor, *each: torch.Tensor | None) -> torch.Tensor:
     """Scale and shift, one of each per channel."""
     line = (-1,) + (1,) * (input.dim() - 2)
     return _affine(input, *(None if x is None else x.view(line) for x in each))

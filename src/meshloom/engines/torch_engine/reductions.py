@@ -28,7 +28,7 @@ def _mean(local: Local, input: torch.Tensor, dim: Dims, keepdim: bool, dtype: to
     return (torch.sum(input, dims, keepdim, dtype=wide_dtype(kind)) / local.count(dims)).to(kind)
 
 
-def _prod(input: torch.Tensor, dim: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+def _prod(input: torch.Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.prod(input, dtype=dtype) if dim is None else torch.prod(input, dim, keepdim, dtype=dtype)
 
 
@@ -116,7 +116,7 @@ def _nanmean(local: Local, input: torch.Tensor, dim: Dims, keepdim: bool, dtype:
 
 
 @shared
-def _logsumexp(local: Local, input: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
+def _logsumexp(local: Local, input: torch.Tensor, dim: int | tuple[int, ...], keepdim: bool) -> torch.Tensor:
     if local.peers.alone or input.numel() == 0:
         return torch.logsumexp(input, dim, keepdim)
     dims = dims_of(input, dim)

@@ -70,7 +70,7 @@ def _scan(function: Callable[..., torch.Tensor], nothing: float, combine: Callab
     return run
 
 
-def _logcumsumexp(input: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
+def _logcumsumexp(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.logcumsumexp(input, dim)
 
 
@@ -80,7 +80,9 @@ def _logaddexp(own: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
     return torch.where(none, own, torch.logaddexp(own, torch.where(none, 0, past)))
 
 
-def _extreme_scan(function: Callable[..., Any], better: Callable[..., torch.Tensor]) -> Function:
+def _extreme_scan(
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor]], better: Callable[..., torch.Tensor]
+) -> Function:
     """Of equal elements the last one counts, and nan beats all. An index counts elements, so padding is taken off."""
 
     @shared
@@ -111,7 +113,13 @@ def _extreme_scan(function: Callable[..., Any], better: Callable[..., torch.Tens
     return run
 
 
-def _past(chunks: Chunks, best: Any, where: Any, function: Any, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _past(
+    chunks: Chunks,
+    best: torch.Tensor,
+    where: torch.Tensor,
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The best value before each chunk, and its index."""
     spots: list[torch.Tensor] = []
 
