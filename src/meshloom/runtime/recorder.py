@@ -252,7 +252,9 @@ def _into(step: Step, out: torch.Tensor) -> Call | None:
 
 def _has_channels_last(value: object) -> bool:
     """Whether it is an array of pictures, or volumes, that has the channels of a place side by side."""
-    order = _CHANNELS_LAST.get(value.dim()) if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return False
+    order = _CHANNELS_LAST.get(value.dim())
     return order is not None and value.is_contiguous(memory_format=order) and not value.is_contiguous()
 
 
