@@ -11,9 +11,10 @@ import time
 import pytest
 
 from meshloom import Machine, Mesh, Partial, Placement, Replicate, Shard, Topology
-from meshloom.collectives import Collective, price
+from meshloom.collectives import Collective
+from meshloom.cost import price
 from meshloom.fabric import VIRTUAL
-from meshloom.ops import Call, Ref
+from meshloom.ops import Call, Ref, Row
 from meshloom.planner import paths, plan, route, stations
 from meshloom.planner.paths import SMALL, Paths
 from meshloom.planner.pricing import Pricing, is_possible
@@ -154,6 +155,22 @@ def decide_plainly(call: Call, machine: Machine) -> tuple[object, ...]:
     for rows in itertools.product(*candidates):
         if is_possible(call, rows) and (cost := pricing.held_against(rows)) < best[0] * (1 - 1e-9):
             best = (cost, rows)
+    return reconsider_plainly(pricing, best[1], candidates)
+
+
+def reconsider_plainly(pricing: Pricing, rows: tuple[Row, ...], candidates: list[tuple[Row, ...]]) -> tuple[Row, ...]:
+    """Price in full every product of all rows on the axes that are reduced; the first that costs less than half."""
+    module, axes = plan.__globals__, range(len(rows))
+    reduced = [axis for axis in axes if module["_is_reduced"](pricing, rows[axis], axis)]
+    if not reduced or not pricing.moves_many_bytes(rows):
+        return rows
+    wide = [module["_all_rows"](pricing, axis) if axis in reduced else (rows[axis],) for axis in axes]
+    if math.prod(map(len, wide)) > module["SEARCHED"]:
+        wide = [candidates[axis] if axis in reduced else (rows[axis],) for axis in axes]
+    best = (pricing.full(rows) / 2, rows)
+    for each in itertools.product(*wide):
+        if is_possible(pricing.call, each) and (cost := pricing.full(each)) < best[0] * (1 - 1e-9):
+            best = (cost, each)
     return best[1]
 
 

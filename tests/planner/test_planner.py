@@ -151,9 +151,27 @@ def test_replicated_operands_give_replicated_results_and_no_communication(name, 
 
 
 def test_aligned_inner_shards_are_reduced_and_not_gathered():
-    for sizes in [(4, 4096, 4096), (4096, 4, 4096), (4096, 4096, 4), (1, 8, 1)]:
+    for sizes in [(4, 4096, 4096), (64, 4, 64), (4096, 4096, 4), (1, 8, 1)]:
         decided = matmul(Mesh(tp=4), "S(1)", "S(0)", sizes)
         assert labels(decided) == ("k",) and [step.kind for step in decided.forward] == ["all_reduce"]
+
+
+def test_aligned_inner_shards_are_moved_where_their_reduction_costs_more_than_twice_as_much():
+    for sizes in [(8192, 64, 8192), (4096, 4, 4096)]:
+        decided = matmul(Mesh(tp=8), "S(1)", "S(0)", sizes)
+        assert labels(decided) == ("m",) and [step.kind for step in decided.forward] == ["all_to_all", "all_gather"]
+        reduced = matmul(Mesh(tp=8), "S(1)", "S(0)", sizes, chosen={"tp": "k"})
+        assert labels(reduced) == ("k",) and decided.cost < reduced.cost / 20
+        line = next(line for line in consider(decided) if line.row.label == "k")
+        assert (line.cost, line.reason) == (reduced.cost, "more expensive")
+
+
+def test_a_head_on_a_weight_sharded_by_hidden_moves_the_weight_and_not_the_logits():
+    decided = matmul(Mesh(tp=8), "R", "S(0)", (4096, 4096, 32000))
+    assert labels(decided) == ("n",) and [step.kind for step in decided.forward] == ["all_to_all"]
+    assert decided.bytes < 4096 * 32000 * 4 / 8
+    line = next(line for line in consider(decided) if line.row.label == "k")
+    assert line.cost > 2 * decided.cost and line.reason == "what it communicates costs too much"
 
 
 # output= and with_output

@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "meshloom"
 ORDER = (
-    "errors types settings mesh placement fabric collectives context ops planner engines comms processes runtime "
+    "errors types settings mesh placement fabric collectives context ops cost planner engines comms processes runtime "
     "tensor checkpoint observe nn ttnn distributed extend cli"
 ).split()
 PURE = (*ORDER[: ORDER.index("planner") + 1], "observe")

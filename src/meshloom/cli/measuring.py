@@ -21,8 +21,8 @@ from meshloom.collectives import (
     Collective,
     all_gather as gather,  # on tensors
     all_reduce as reduce,
-    price,
 )
+from meshloom.cost import price
 from meshloom.fabric import Machine, Preset
 from meshloom.mesh import Mesh
 from meshloom.tensor.base import Tensor

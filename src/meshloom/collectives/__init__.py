@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from meshloom.collectives.kinds import KINDS, Collective, Kind
-from meshloom.collectives.prices import fastest, price, price_of
 from meshloom.collectives.schedule import Schedule, Send, Step
 
 ON_TENSORS = (
@@ -38,9 +37,6 @@ __all__ = [
     "Schedule",
     "Send",
     "Step",
-    "fastest",
-    "price",
-    "price_of",
     *ON_TENSORS,
 ]
 

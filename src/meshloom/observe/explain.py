@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.collectives import fastest
+from meshloom.cost import fastest
 from meshloom.errors import ArgumentError
 from meshloom.planner import Plan, consider
 from meshloom.runtime import Event, Log, state

@@ -20,6 +20,7 @@ import numpy as np
 from meshloom.collectives import Collective
 from meshloom.collectives.algorithms import choose
 from meshloom.collectives.schedule import Schedule, Send
+from meshloom.cost import load_of
 from meshloom.errors import ArgumentError, FabricError, MeshError
 from meshloom.fabric import Fabric, Machine
 from meshloom.mesh import Coordinate, Mesh
@@ -29,7 +30,7 @@ from meshloom.observe.timeline import Span, Spans, write_trace
 from meshloom.ops import find
 from meshloom.planner import Plan, route
 from meshloom.runtime import Event, Log
-from meshloom.types import Shape, itemsize, numel
+from meshloom.types import Shape
 
 SHOWN = 8  # links that a printed simulation lists
 
@@ -265,10 +266,9 @@ def _to_the_next(kind: str, group: tuple[Coordinate, ...], fabric: Fabric) -> Sc
 
 
 def compute_time(plan: Plan, machine: Machine) -> float:
-    """Seconds that each device computes: its share of arithmetic and operands, as the planner prices it."""
-    parts = math.prod(n for n, row in zip(plan.mesh.shape, plan.rows, strict=True) if row.label != "none")
-    size = sum(numel(each.shape) * itemsize(each.dtype) for each in plan.call.operands)
-    return machine.compute(find(plan.call.op).rule(plan.call).flops / parts, size / parts)
+    """Seconds that the fullest device computes, as the planner prices it."""
+    dtypes = [each.dtype for each in plan.raw]
+    return load_of(plan.call, find(plan.call.op).rule(plan.call), plan.rows, dtypes).seconds(machine)
 
 
 After = dict[int, tuple[int, ...]]  # for each device the jobs that something waits for

@@ -17,7 +17,8 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from meshloom.collectives import KINDS, price_of
+from meshloom.collectives import KINDS
+from meshloom.cost import price_of
 from meshloom.fabric import Machine
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
 from meshloom.types import itemsize, numel

@@ -3,7 +3,9 @@
 `pricing.py` says what a choice costs. Three rules keep it predictable:
 
 - Where the operands already line up with a row, what the op communicates by itself (the reduction that the row leaves,
-  the statistics inside) is not held against it: S(k) x S(k) is reduced, not gathered.
+  the statistics inside) is not held against it: S(k) x S(k) is reduced, not gathered. The exception is a reduction of
+  so many bytes that another plan costs less than half in all: [8192, 64] S(1) @ [64, 8192] S(0) would reduce 256 MB
+  where moving the operands takes 4.
 - A partial operand is reduced before the op, unless the caller asked for a partial result: sum(a) / 0 is inf, while
   sum(a / 0) is nan.
 - A replicated operand is not sharded for its own sake: a row that shards nothing which was sharded before is only
@@ -39,6 +41,7 @@ from meshloom.planner.redistribution import route
 from meshloom.types import is_floating
 
 SEARCHED = 512  # combinations of rows that are priced together; beyond that, axis by axis
+FORGIVEN = 2.0  # times the price of any other plan that what an op causes may cost where its operands line up
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,30 @@ def plan(
     candidates = [_candidates(call, choices, axis, wanted[axis], chosen or {}) for axis in range(mesh.ndim)]
     pricing = Pricing(call, choices, wanted, machine)
     rows = _search(pricing, candidates)
-    return _assemble(pricing, rows)
+    return _assemble(pricing, _reconsider(pricing, rows, candidates, chosen or {}))
+
+
+def _reconsider(pricing: Pricing, rows: Rows, candidates: list[Rows], chosen: dict[str, str]) -> Rows:
+    """Other rows where operands line up with these, if the reduction that they leave makes those too expensive."""
+    names = pricing.mesh.axes
+    axes = [axis for axis, row in enumerate(rows) if names[axis] not in chosen and _is_reduced(pricing, row, axis)]
+    if not axes or not pricing.moves_many_bytes(rows):
+        return rows
+    wide = [_all_rows(pricing, axis) if axis in axes else (row,) for axis, row in enumerate(rows)]
+    if math.prod(map(len, wide)) > SEARCHED:
+        wide = [candidates[axis] if axis in axes else (row,) for axis, row in enumerate(rows)]
+    return pricing.cheapest_in_full(wide, pricing.full(rows) / FORGIVEN) or rows
+
+
+def _is_reduced(pricing: Pricing, row: Row, axis: int) -> bool:
+    """Whether a row is taken for its operands' sake, and leaves a result that is to be reduced."""
+    leaves = any(isinstance(out, Partial) for out in row.outs)
+    return leaves and pricing.mesh.shape[axis] > 1 and pricing.is_free(row, axis)
+
+
+def _all_rows(pricing: Pricing, axis: int) -> Rows:
+    call = pricing.call
+    return tuple(row for row in pricing.choices.rows if _can_be_taken(row, call, axis) and not _carries(row))
 
 
 def _read_request(request: Request | None, mesh: Mesh, ndim: int) -> Request:
@@ -147,10 +173,13 @@ def _candidates(
         return _chosen_row(call, choices, chosen[name], name)
     now = [topology.placements[axis] for topology in call.operands]
     open_ended = wanted is not None and not isinstance(wanted, Replicate)
-    crosses = call.operands[0].mesh.processes[axis] > 1
     rows = (row for row in choices.rows if open_ended or _is_called_for(row, now))
-    rows = (row for row in rows if row.across or not crosses)
-    return tuple(row for row in rows if _fits(row, call) and (isinstance(wanted, Partial) or not _carries(row)))
+    rows = (row for row in rows if _can_be_taken(row, call, axis))
+    return tuple(row for row in rows if isinstance(wanted, Partial) or not _carries(row))
+
+
+def _can_be_taken(row: Row, call: Call, axis: int) -> bool:
+    return (row.across or call.operands[0].mesh.processes[axis] == 1) and _fits(row, call)
 
 
 def _carries(row: Row) -> bool:
@@ -296,7 +325,9 @@ def _consider(decided: Plan, pricing: Pricing, axis: int, name: str, row: Row, n
         return Considered(name, row, cost, False, "no operand is placed so; ask with output=")
     taken, this = (pricing.held_against(each) for each in (rows, combination))
     if this < taken * (1 - ROUNDING):
-        return Considered(name, row, cost, False, "cheaper, but another row was chosen")
+        heavy = cost > decided.cost * FORGIVEN
+        why = "what it communicates costs too much" if heavy else "cheaper, but another row was chosen"
+        return Considered(name, row, cost, False, why)
     if this > taken and cost < decided.cost:
         return Considered(name, row, cost, False, "would move operands that line up")
     return Considered(name, row, cost, False, "more expensive" if this > taken else "same price, stands later")

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
-from meshloom.collectives import KINDS, Collective, price, price_of
+from meshloom.collectives import KINDS, Collective
+from meshloom.cost import load_of, price, price_of
+from meshloom.cost.compute import chunk, cut_of
 from meshloom.fabric import Machine
 from meshloom.ops import Call, Choices, Inner, Row, find, result_dtypes
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, reduce_together
@@ -35,7 +38,6 @@ class Pricing:
         self.call, self.choices, self.wanted, self.machine = call, choices, wanted, machine
         self.mesh = call.operands[0].mesh
         self.paths = [paths_from(topology, machine) for topology in call.operands]
-        self._size = sum(numel(topology.shape) * itemsize(topology.dtype) for topology in call.operands)
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
@@ -52,10 +54,27 @@ class Pricing:
 
         Infinite if it is above a limit, which takes less time to find out.
         """
-        free = frozenset(axis for axis, row in enumerate(rows) if self.is_free(row, axis))
+        return self._price(rows, frozenset(axis for axis, row in enumerate(rows) if self.is_free(row, axis)), limit)
+
+    def _price(self, rows: Rows, free: frozenset[int], limit: float) -> float:
         beside = self._beside(rows, free)
         stops = [self._stop(i, rows) for i in range(len(self.paths))]
         return beside + self._moving(stops, limit - beside) if beside <= limit else math.inf
+
+    def moves_many_bytes(self, rows: Rows) -> bool:
+        """Whether bytes, and not the latency of their steps, decide what the reductions of a choice cost."""
+        bytes_alone = sum(
+            self._reduced_bytes(i, rows, axis) / self.machine.bandwidth
+            for axis, row in enumerate(rows)
+            for i, out in enumerate(row.outs)
+            if self._is_reduced(out, axis)
+        )
+        return bytes_alone > (self.full(rows) - self.held_against(rows)) / 2
+
+    def _reduced_bytes(self, result: int, rows: Rows, axis: int) -> int:
+        placements = [row.outs[result] for row in rows]
+        held = numel(chunk(self.choices.shapes[result], placements, self.mesh.shape)) * itemsize(self.dtypes[result])
+        return KINDS["all_reduce"].size(held, held, self.mesh.shape[axis])
 
     def _moving(self, stops: list[Station], limit: float) -> float:
         """Seconds that bring the operands where the rows want them; infinite if that is above a limit."""
@@ -76,21 +95,30 @@ class Pricing:
 
     def cheapest(self, candidates: Sequence[Rows]) -> Rows | None:
         """The choice with the lowest price; of equal ones that which comes first. None if no choice is possible."""
+        return self._lowest(candidates, self.held_against, math.inf)
+
+    def cheapest_in_full(self, candidates: Sequence[Rows], limit: float) -> Rows | None:
+        """The choice with the lowest full price, all that the op causes counted; None if none is below a limit."""
+        return self._lowest(candidates, lambda rows, most: self._price(rows, frozenset(), most), limit)
+
+    def _lowest(
+        self, candidates: Sequence[Rows], price_of: Callable[[Rows, float], float], limit: float
+    ) -> Rows | None:
         bounds = self._bounds(candidates)
-        lowest, priced = math.inf, []
+        lowest, priced = limit, []
         for place in sorted(range(len(bounds)), key=bounds.__getitem__):
-            limit = lowest * (1 + ROUNDING)
-            if bounds[place] > limit:
+            most = lowest * (1 + ROUNDING)
+            if bounds[place] > most:
                 break
             rows = _pick(candidates, place)
-            if is_possible(self.call, rows) and (cost := self.held_against(rows, limit)) < math.inf:
+            if is_possible(self.call, rows) and (cost := price_of(rows, most)) < math.inf:
                 priced.append((place, cost, rows))
                 lowest = min(lowest, cost)
         return _first_of_the_lowest(priced)
 
     def _beside(self, rows: Rows, free: frozenset[int], cost_of: _Cost = Paths.cost) -> float:
         """All but the moves of operands: the statistics inside, the way of the results, the compute."""
-        cost = self._compute(math.prod(self._parts(row, axis) for axis, row in enumerate(rows)))
+        cost = load_of(self.call, self.choices, rows, self.dtypes).seconds(self.machine)
         if any(row.inner for row in rows):
             ins = move(self.call, rows)
             for axis, row in enumerate(rows):
@@ -110,24 +138,39 @@ class Pricing:
         paths = paths_from(Topology(self.mesh, start, self.choices.shapes[result], self.dtypes[result]), self.machine)
         return cost_of(paths, paths.encode(stop))
 
-    def _parts(self, row: Row, axis: int) -> int:
-        return 1 if row.label == "none" else self.mesh.shape[axis]
-
-    def _compute(self, parts: int) -> float:
-        return self.machine.compute(self.choices.flops / parts, self._size / parts)
-
     def _bounds(self, candidates: Sequence[Rows]) -> list[float]:
         """What each choice costs at least, in the order of their product."""
-        parts, left = [1], [0.0]
+        found = [0.0]
         for axis, rows in enumerate(candidates):
-            split, owed = [self._parts(row, axis) for row in rows], [self._least_settling(row, axis) for row in rows]
-            parts = [before * each for before in parts for each in split]
-            left = [before + each for before in left for each in owed]
-        compute = {each: self._compute(each) for each in set(parts)}
-        found = [compute[each] + owed for each, owed in zip(parts, left, strict=True)]
-        for i in range(len(self.paths)):
-            found = [before + each for before, each in zip(found, self._least_moves(i, candidates), strict=True)]
-        return [each * (1 - ROUNDING) for each in found]
+            owed = [self._least_settling(row, axis) for row in rows]
+            found = [before + each for before in found for each in owed]
+        parts = [self._least_compute(candidates), *(self._least_moves(i, candidates) for i in range(len(self.paths)))]
+        return [sum(each) * (1 - ROUNDING) for each in zip(found, *parts, strict=True)]
+
+    def _least_compute(self, candidates: Sequence[Rows]) -> list[float]:
+        """What a device computes at least: as if every sharded dim were divided evenly."""
+        if find(self.call.op).is_view:
+            return [0.0] * math.prod(map(len, candidates))
+        flops = self._divide(self.choices.flops, candidates, lambda row: cut_of(row) is not None)
+        traffic = [0.0] * len(flops)
+        for size, is_sharded in self._tensors():
+            traffic = list(map(operator.add, traffic, self._divide(size, candidates, is_sharded)))
+        return list(map(self.machine.compute, flops, traffic))
+
+    def _tensors(self) -> Iterator[tuple[int, Callable[[Row], bool]]]:
+        """The bytes of every operand and result, and what tells whether a row shards it."""
+        for i, topology in enumerate(self.call.operands):
+            yield numel(topology.shape) * itemsize(topology.dtype), lambda row, i=i: row.ins[i].__class__ is Shard  # type: ignore[misc]
+        for i, shape in enumerate(self.choices.shapes):
+            yield numel(shape) * itemsize(self.dtypes[i]), lambda row, i=i: row.outs[i].__class__ is Shard  # type: ignore[misc]
+
+    def _divide(self, whole: float, candidates: Sequence[Rows], is_cut: Callable[[Row], bool]) -> list[float]:
+        """A figure over the devices of the axes on which a row cuts it, for each choice."""
+        found = [float(whole)]
+        for devices, rows in zip(self.mesh.shape, candidates, strict=True):
+            parts = [devices if is_cut(row) else 1 for row in rows]
+            found = [before / each for before in found for each in parts]
+        return found
 
     def _least_moves(self, operand: int, candidates: Sequence[Rows]) -> list[float]:
         paths = self.paths[operand]
