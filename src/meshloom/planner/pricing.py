@@ -63,13 +63,14 @@ class Pricing:
 
     def moves_many_bytes(self, rows: Rows) -> bool:
         """Whether bytes, and not the latency of their steps, decide what the reductions of a choice cost."""
-        bytes_alone = sum(
-            self._reduced_bytes(i, rows, axis) / self.machine.bandwidth
-            for axis, row in enumerate(rows)
-            for i, out in enumerate(row.outs)
-            if self._is_reduced(out, axis)
-        )
-        return bytes_alone > (self.full(rows) - self.held_against(rows)) / 2
+        bytes_alone = in_all = 0.0
+        for axis, row in enumerate(rows):
+            for i, out in enumerate(row.outs):
+                if self._is_reduced(out, axis):
+                    size = self._reduced_bytes(i, rows, axis)
+                    bytes_alone += size / self.machine.bandwidth
+                    in_all += price_of("all_reduce", self.mesh.shape[axis], size, self.machine)
+        return bytes_alone > in_all / 2
 
     def _reduced_bytes(self, result: int, rows: Rows, axis: int) -> int:
         placements = [row.outs[result] for row in rows]
