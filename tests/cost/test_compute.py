@@ -42,7 +42,7 @@ def test_a_partial_operand_is_as_large_as_the_whole():
 
 def test_a_view_costs_nothing():
     call = call_of("transpose", "f32[64, 64](R)", dim0=0, dim1=1)
-    assert find("transpose").is_view
+    assert find("transpose").view
     assert load(call, "none") == Load(0.0, 0.0)
 
 

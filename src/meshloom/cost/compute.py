@@ -52,7 +52,7 @@ def load_of(call: Call, choices: Choices, rows: Sequence[Row], dtypes: Sequence[
     >>> load_of(call, choices, [rows["none"]], ["f32"])
     Load(flops=360.0, bytes=404)
     """
-    if find(call.op).is_view:
+    if find(call.op).view:
         return NOTHING
     sizes = call.operands[0].mesh.shape
     traffic = 0

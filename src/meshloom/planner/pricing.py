@@ -150,7 +150,7 @@ class Pricing:
 
     def _least_compute(self, candidates: Sequence[Rows]) -> list[float]:
         """What a device computes at least: as if every sharded dim were divided evenly."""
-        if find(self.call.op).is_view:
+        if find(self.call.op).view:
             return [0.0] * math.prod(map(len, candidates))
         flops = self._divide(self.choices.flops, candidates, lambda row: cut_of(row) is not None)
         traffic = [0.0] * len(flops)
