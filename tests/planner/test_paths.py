@@ -32,10 +32,13 @@ Placements = tuple[Placement, ...]
 
 
 def _plain_options(source: Topology, stop: Placements) -> list[tuple[Placement, ...]]:
-    anything = (Replicate(), *(Shard(dim) for dim in range(source.ndim)))
-    small = len(anything) ** source.mesh.ndim <= SMALL
+    wide = [Shard(dim) for dim, size in enumerate(source.shape) if size > 1]
+    small = (1 + len(wide)) ** source.mesh.ndim <= SMALL
+    shards = [Shard(dim) for dim in range(source.ndim)]
     return [
-        anything if small and now != Replicate() else tuple(dict.fromkeys((wanted, Replicate())))
+        (Replicate(), *(each for each in shards if each in wide or each == wanted))
+        if small and now != Replicate()
+        else tuple(dict.fromkeys((wanted, Replicate())))
         for now, wanted in zip(source.placements, stop, strict=True)
     ]
 
@@ -137,6 +140,20 @@ def test_prices_that_are_kept_are_bounded(monkeypatch):
     for size in range(1, 30):
         Paths(Topology(Mesh(a=2), (Shard(0),), (size,), "f32"), MACHINES[1]).cost((-1,))
         assert 0 < len(prices) <= 8
+
+
+def test_a_dim_of_one_makes_no_redistribution_more_expensive():
+    mesh, draw = Mesh(a=4, b=4, c=4), random.Random(5)
+    places = [Replicate(), *(Shard(dim) for dim in range(3))]
+    pairs = [tuple(tuple(draw.choice(places) for _ in range(3)) for _ in range(2)) for _ in range(150)]
+    worse, found = [], 0
+    for source, target in pairs:
+        plain, with_one = (
+            route(Topology(mesh, source, shape, "f32"), target, VIRTUAL)[1] for shape in ((64, 64, 64), (64, 64, 64, 1))
+        )
+        found += plain > 0
+        worse += [(source, target)] if with_one > plain * (1 + 1e-9) else []
+    assert found > 100 and not worse
 
 
 # plans

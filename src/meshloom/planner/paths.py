@@ -71,13 +71,15 @@ class Paths:
         "small",
         "source",
         "start",
+        "wide",
     )
 
     def __init__(self, source: Topology, machine: Machine) -> None:
         self.source, self.machine = source, machine
         self.sizes = source.mesh.shape
         self.start: Station = tuple(encode(each, each) for each in source.placements)
-        self.small = (1 + source.ndim) ** len(self.sizes) <= SMALL
+        self.wide = tuple(dim for dim, size in enumerate(source.shape) if size > 1)  # the others are not worth a detour
+        self.small = (1 + len(self.wide)) ** len(self.sizes) <= SMALL
         self._bytes: dict[Station, int] = {}
         self._prices = prices_on(machine)
         self._count, self._width = numel(source.shape), itemsize(source.dtype)
@@ -155,7 +157,7 @@ class Paths:
 
         It may take detours over what another target wants, which the search for one target does not.
         """
-        anything = range(self.source.ndim) if self.small else ()
+        anything = self.wide if self.small else ()
         options = [
             tuple(dict.fromkeys((WHOLE, *each, *(anything if now != WHOLE else ()))))
             for each, now in zip(open_to, self.start, strict=True)
@@ -195,9 +197,8 @@ class Paths:
         A replicated axis only becomes what the target wants: nothing is sharded for its own sake.
         """
         if self.small:
-            anything = (WHOLE, *range(self.source.ndim))
             return tuple(
-                anything if now != WHOLE else _between(now, wanted)
+                _between(now, wanted) if now == WHOLE else tuple(sorted({WHOLE, *self.wide, max(wanted, WHOLE)}))
                 for now, wanted in zip(self.start, stop, strict=True)
             )
         return tuple(

@@ -66,7 +66,7 @@ class Pricing:
         bytes_alone = in_all = 0.0
         for axis, row in enumerate(rows):
             for i, out in enumerate(row.outs):
-                if self._is_reduced(out, axis):
+                if self.mesh.shape[axis] > 1 and self._is_reduced(out, axis):
                     size = self._reduced_bytes(i, rows, axis)
                     bytes_alone += size / self.machine.bandwidth
                     in_all += price_of("all_reduce", self.mesh.shape[axis], size, self.machine)
