@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +41,7 @@ def test_both_names_of_the_script_lead_to_main():
 def test_calibrate_says_what_it_takes():
     done = run("calibrate", "--help")
     assert done.returncode == 0
-    for option in ("--out", "--shape", "--quick"):
+    for option in ("--out", "--shape", "--quick", "--busy"):
         assert option in done.stdout
 
 
@@ -56,6 +58,37 @@ def test_calibrate_writes_a_preset_that_can_be_loaded_and_prints_it(tmp_path, sh
     assert "One small op on a block" in done.stdout and f"axis {len(found.shape) - 1}: all_gather" in done.stdout
     steps = [line for line in done.stderr.splitlines() if line.startswith("[")]
     assert len(steps) == 4 + len(found.shape) and steps[0] == f"[1/{len(steps)}] memory copy"
+
+
+def test_calibrate_refuses_a_busy_machine_and_writes_nothing_unless_it_is_told_to(tmp_path, monkeypatch, capsys):
+    from meshloom.cli import measuring
+
+    monkeypatch.setattr(measuring, "FULL", measuring.QUICK)
+    path = tmp_path / "machine.toml"
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        assert main(["calibrate", "--out", str(path)]) == 1
+        assert not path.exists()
+        told = capsys.readouterr().err
+        assert re.search(r"meshloom calibrate: other work took [1-9]\d% of the cores", told) and "--busy" in told
+        assert main(["calibrate", "--busy", "--out", str(path)]) == 0
+    finally:
+        for each in spinning:
+            each.kill()
+            each.wait()
+    assert re.search(r"# Other work took [1-9]\d% of the cores meanwhile", path.read_text())
+
+
+def test_the_time_of_this_process_is_no_other_work():
+    from meshloom.cli.measuring import Clock
+
+    before = Clock(wall=10.0, own=3.0, busy=100.0)
+    now = Clock(wall=12.0, own=5.0, busy=102.0 + 0.4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Clock, "read", classmethod(lambda cls: now))
+        patch.setattr(os, "cpu_count", lambda: 2)
+        assert before.others() == pytest.approx(0.1)
+        assert Clock(wall=10.0, own=3.0, busy=None).others() is None
 
 
 @pytest.mark.parametrize("shape", ["0", "1x4", "2y4", "", "-2"])

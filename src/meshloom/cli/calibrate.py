@@ -6,7 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from meshloom.errors import MeshloomError
 from meshloom.fabric.catalogue import THIS_MACHINE
+
+BUSY = 0.1  # the part of the cores that other work may take
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", type=shape, default=(8,), help="the mesh of virtual devices, as 8 or 2x4 (default 8)"
     )
+    parser.add_argument("--busy", action="store_true", help="write the figures also if other work took the cores")
     parser.add_argument("--quick", action="store_true", help="small sizes, a second in all: not a measurement")
 
 
@@ -36,6 +40,11 @@ def run(options: argparse.Namespace) -> None:
 
     options.out.parent.mkdir(parents=True, exist_ok=True)
     found = measure(options.shape, QUICK if options.quick else FULL, tell=_tell)
+    if found.others is not None and found.others > BUSY and not (options.quick or options.busy):
+        raise MeshloomError(
+            f"other work took {found.others:.0%} of the cores: figures measured beside it are too slow",
+            fix="end the other work and measure again, or keep the figures with --busy; nothing was written",
+        )
     options.out.write_text(found.to_toml(), encoding="utf-8")
     print(found.to_toml(), end="")
     print(f"\n{found.preset}\nwritten to {options.out}", file=sys.stderr)

@@ -72,6 +72,7 @@ class Found:
     preset: Preset
     op: float
     points: tuple[tuple[Point, ...], ...]
+    others: float | None  # the part of all cores that other work took meanwhile; None where nobody can tell
 
     def to_toml(self) -> str:
         """The preset as TOML; comments say where its figures come from."""
@@ -80,6 +81,7 @@ class Found:
             "# links: least squares of collectives on the block, per mesh axis; device: its share of a memory copy",
             "# (bytes read and written) and of a square matmul.",
             f"# One small op on a block of all devices takes {self.op * 1e6:.2f} us.",
+            f"# Other work took {_percent(self.others)} of the cores meanwhile.",
         ]
         lines += [
             f"# axis {axis}: {point.kind} of {point.size} B over {point.devices} took {point.seconds * 1e6:.1f} us"
@@ -92,7 +94,7 @@ class Found:
 def measure(shape: tuple[int, ...], effort: Effort = FULL, tell: Tell = lambda what, number, total: None) -> Found:
     """Every figure of a preset for a mesh of virtual devices on this machine."""
     total = 2 + len(DTYPES) + len(shape)
-    devices, mesh = math.prod(shape), open_mesh(shape)
+    devices, mesh, clock = math.prod(shape), open_mesh(shape), Clock.read()
     tell("memory copy", 1, total)
     copied = memory_bandwidth(effort)
     tell(f"an op on a block of {devices} devices", 2, total)
@@ -119,7 +121,39 @@ def measure(shape: tuple[int, ...], effort: Effort = FULL, tell: Tell = lambda w
         memory_bandwidth=copied / devices,
         flops=tuple(flops),
     )
-    return Found(made, op, tuple(points))
+    return Found(made, op, tuple(points), clock.others())
+
+
+def _percent(part: float | None) -> str:
+    return "an unknown part" if part is None else f"{part:.0%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds since some time: of the wall, of this process on all its threads, and of all work on all cores."""
+
+    wall: float
+    own: float
+    busy: float | None
+
+    @classmethod
+    def read(cls) -> Clock:
+        """Now; the cores' time is Linux's, in ticks of user, nice, system, idle, waiting, interrupts and stolen."""
+        try:
+            with open("/proc/stat", encoding="ascii") as file:
+                user, nice, system, _, _, *rest = map(int, file.readline().split()[1:9])
+            busy = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+        except OSError:
+            busy = None
+        return cls(time.perf_counter(), time.process_time(), busy)
+
+    def others(self) -> float | None:
+        """The part of all cores that other work took since then."""
+        now = Clock.read()
+        if self.busy is None or now.busy is None or now.wall <= self.wall:
+            return None
+        taken = now.busy - self.busy - (now.own - self.own)
+        return max(0.0, taken / (now.wall - self.wall) / (os.cpu_count() or 1))
 
 
 def best_of(work: Callable[[], object], seconds: float) -> float:
