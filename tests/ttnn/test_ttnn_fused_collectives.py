@@ -77,6 +77,38 @@ def test_what_fused_ops_send_is_recorded_and_the_same_in_every_mode(mode: str) -
         torch.testing.assert_close(found.block, plain.block)
 
 
+def test_fused_ops_run_in_traces() -> None:
+    grid, axis = (2, 2), 1
+    x, w = numbers(1, 1, 4, 8), numbers(8, 8, seed=1)
+    given, weight = cut(x, grid, axis, S(3)), cut(w, grid, axis, R)
+    keys = cut(numbers(1, 2, 8, 4), grid, axis, S(2))
+    ring = {"logical_n": 8, "cluster_axis": axis, "mesh_device": mesh(grid), "multi_device_global_semaphore": []}
+    gather = {"multi_device_global_semaphore": [], "cluster_axis": axis}
+
+    def run() -> list[Any]:
+        made = ttnn.transformer.ring_joint_scaled_dot_product_attention(
+            keys, keys, keys, joint_strategy="rear", dim=2, num_links=1, is_causal=True, **ring
+        )
+        shared = ttnn.transformer.ring_distributed_scaled_dot_product_attention(
+            weight_heads, weight_heads, weight_heads, 2
+        )
+        norm = EXPERIMENTAL.dit_fused_distributed_layernorm(given, axis, mesh(grid), [])
+        return [made[0], made[2], shared, norm, *EXPERIMENTAL.all_gather_minimal_matmul_async(given, weight, **gather)]
+
+    weight_heads = cut(numbers(1, 2, 8, 4, seed=5), grid, axis, R)
+    trace = ttnn.begin_trace_capture(mesh(grid))
+    captured = run()
+    ttnn.end_trace_capture(mesh(grid), trace)
+    for seed in (7, 8):
+        for tensor in (given, keys, weight_heads):
+            tensor.block.copy_(torch.randn(tensor.block.shape, generator=torch.Generator().manual_seed(seed)))
+        ttnn.execute_trace(mesh(grid), trace, blocking=True)
+        found = [each.block.clone() for each in captured]
+        for each, want in zip(found, run(), strict=True):
+            torch.testing.assert_close(each, want.block)
+    ttnn.release_trace(mesh(grid), trace)
+
+
 def test_choices_about_speed_are_accepted_and_change_nothing() -> None:
     grid, axis = (1, 2), 1
     x, w = cut(numbers(1, 1, 4, 8), grid, axis, S(3)), cut(numbers(8, 8, seed=1), grid, axis, R)

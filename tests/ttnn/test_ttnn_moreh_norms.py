@@ -239,3 +239,24 @@ def test_losses_leave_padding_out_and_say_what_they_divided_by() -> None:
     with pytest.raises(OperandError, match="normalized_dims=3"):
         ttnn.moreh_layer_norm(given[0], 3)
     ttnn.close_mesh_device(mesh)
+
+
+def test_norms_and_statistics_of_planes_leave_the_padding_of_uneven_shards_out() -> None:
+    mesh = ttnn.open_mesh_device(ttnn.MeshShape(1, 2))
+    x = torch.randn(2, 4, 3, 5)
+    how = {"device": mesh, "layout": ttnn.TILE_LAYOUT, "mesh_mapper": ttnn.ShardTensorToMesh(mesh, dim=3)}
+    given = ttnn.from_torch(x, **how)
+    halves = x.split([3, 2], 3)
+    calls = {
+        "group norm": (lambda t: ttnn.moreh_group_norm(t, 2)[0], lambda p: F.group_norm(p, 2)),
+        "layer norm": (lambda t: ttnn.moreh_layer_norm(t, 2)[0], lambda p: F.layer_norm(p, p.shape[-2:])),
+        "planes": (ttnn.normalize_hw, lambda p: (p - p.mean((2, 3), True)) / p.std((2, 3), correction=0, keepdim=True)),
+        "variance": (ttnn.var_hw, lambda p: p.var((2, 3), correction=0, keepdim=True)),
+        "all": (ttnn.normalize_global, lambda p: (p - p.mean()) / p.std(correction=0)),
+    }
+    for name, (call, reference) in calls.items():
+        parts = [ttnn.to_torch(part) for part in ttnn.get_device_tensors(call(given))]
+        for part, half in zip(parts, halves, strict=True):
+            want = reference(half)
+            torch.testing.assert_close(part[..., : want.shape[-1]], want, rtol=1e-4, atol=1e-5, msg=name)
+    ttnn.close_mesh_device(mesh)

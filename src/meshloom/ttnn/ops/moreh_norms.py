@@ -135,19 +135,19 @@ def moreh_group_norm(
     """The norm of groups of channels of [N, C, H, W]; mean and one over the deviation are [1, 1, N, groups]."""
     name, given = "moreh_group_norm", [each for each in (gamma, beta) if each is not None]
     _, (block, *_) = operands(name, input, *given)
-    axes, groups = len(input.grid), _groups(name, input, num_groups)
-    x = block.float().reshape(*block.shape[:axes], *groups)
-    average = x.mean((-3, -2, -1), keepdim=True)
-    scale = torch.rsqrt((x - average).square().mean((-3, -2, -1), keepdim=True) + eps)
-    normal = ((x - average) * scale).reshape(block.shape)
-    found = _by_channel(normal, gamma, beta, axes)
+    _check_groups(name, input, num_groups)
+    x, axes = block.float(), len(input.grid)
+    average = _group_mean(x, input, num_groups)
+    scale = torch.rsqrt(_group_mean((x - average).square(), input, num_groups) + eps)
+    found = _by_channel((x - average) * scale, gamma, beta, axes)
     channels = [_channel_places(each) for each in given]
     wide = moves(same(input), *channels, linear=False)
     made: Gradients = [make(found, wide, input, *given).into(output)]
     made[0].memory_config = memory_config  # type: ignore[union-attr]
     rooms = ((average, mean, mean_memory_config), (scale, rstd, rstd_memory_config))
     for values, room, memory in rooms:
-        kept = values.reshape(*values.shape[:axes], 1, 1, input.shape[0], num_groups)
+        kept = values.unflatten(axes + 1, (num_groups, -1))[..., 0, :, :]
+        kept = kept.reshape(*kept.shape[:axes], 1, 1, input.shape[0], num_groups)
         each = make(kept, moves((2, 3, None, None), linear=False), input).into(room)
         each.memory_config = memory
         made.append(each)
@@ -161,12 +161,22 @@ def _required(made: Gradients, required: Sequence[bool], rooms: Sequence[Tensor 
     ]
 
 
-def _groups(name: str, tensor: Tensor, groups: int) -> tuple[int, ...]:
-    """[N, groups, channels of a group, H, W] of [N, C, H, W]."""
+def _check_groups(name: str, tensor: Tensor, groups: int) -> None:
     if len(tensor.shape) != 4 or tensor.shape[1] % groups:
         raise OperandError(f"ttnn.{name}: {groups} groups of the channels of {list(tensor.shape)}", fix="[N, C, H, W]")
-    batch, channels, high, wide = tensor.shape
-    return batch, groups, channels // groups, high, wide
+
+
+def _group_mean(values: Block, tensor: Tensor, groups: int) -> Block:
+    """The mean of its group for every channel of [N, C, H, W], without padding: [N, C, 1, 1]."""
+    planes = mean_of(values, tensor, (-2, -1)).unflatten(-3, (groups, -1))
+    found: Block = planes.mean(-3, keepdim=True).expand_as(planes).flatten(-4, -3)
+    return found
+
+
+def _by_group(stats: Block, tensor: Tensor, groups: int) -> Block:
+    """Statistics [1, 1, N, groups] as [N, C, 1, 1]."""
+    axes, (batch, channels) = len(tensor.grid), tensor.shape[:2]
+    return stats.reshape(*stats.shape[:axes], batch, groups, 1, 1).repeat_interleave(channels // groups, axes + 1)
 
 
 def _by_channel(x: Block, gamma: Tensor | None, beta: Tensor | None, axes: int) -> Block:
@@ -203,15 +213,13 @@ def moreh_group_norm_backward(
     """The gradients of the input of a group norm, of its weight and of its bias; those are [1, 1, 1, C]."""
     name, given = "moreh_group_norm_backward", [] if gamma is None else [gamma]
     _, blocks = operands(name, output_grad, input, mean, rstd, *given)
-    axes, groups = len(input.grid), _groups(name, input, num_groups)
-    grad, x = blocks[0].float(), blocks[1].float()
-    average, scale = (each.float().reshape(*each.shape[:axes], *groups[:2], 1, 1, 1) for each in blocks[2:4])
-    normal = (x.reshape(*x.shape[:axes], *groups) - average) * scale
+    _check_groups(name, input, num_groups)
+    grad, x, axes = blocks[0].float(), blocks[1].float(), len(input.grid)
+    average, scale = (_by_group(each.float(), input, num_groups) for each in blocks[2:4])
+    normal = (x - average) * scale
     flow = _by_channel(grad, gamma, None, axes)
-    wide = flow.reshape(*flow.shape[:axes], *groups)
-    over = (-3, -2, -1)
-    apart = wide - wide.mean(over, keepdim=True) - normal * (wide * normal).mean(over, keepdim=True)
-    whole = (scale * apart).flatten(axes + 1, axes + 2)
+    along = normal * _group_mean(flow * normal, input, num_groups)
+    whole = scale * (flow - _group_mean(flow, input, num_groups) - along)
     tensors = (output_grad, input, mean, rstd)
     picture: Places = (0, 1, 2, 3)
     stats: Places = (None, None, 0, 1)
@@ -224,7 +232,7 @@ def moreh_group_norm_backward(
         *(f"S({d}), S({d}), R, R -> P(sum)" for d in (2, 3)),
     ]
     made: Gradients = [found]
-    for values in (grad * normal.flatten(axes + 1, axes + 2), grad):
+    for values in (grad * normal, grad):
         block = fill_padding(values, input, (-4, -2, -1), "sum").sum((-4, -2, -1))
         label = topology_of(rows(*cuts), *tensors, shape=(1, 1, 1, block.shape[-1]), filled=True)
         column = block.reshape(*block.shape[:axes], 1, 1, 1, -1)
