@@ -260,3 +260,11 @@ def test_norms_and_statistics_of_planes_leave_the_padding_of_uneven_shards_out()
             want = reference(half)
             torch.testing.assert_close(part[..., : want.shape[-1]], want, rtol=1e-4, atol=1e-5, msg=name)
     ttnn.close_mesh_device(mesh)
+
+
+def test_a_range_of_moreh_begins_at_zero_unless_told() -> None:
+    mesh = ttnn.open_mesh_device(ttnn.MeshShape(1, 2))
+    assert ttnn.moreh_arange(end=4, device=mesh).to_list() == ttnn.moreh_arange(0, 4, 1, mesh).to_list() == [0, 1, 2, 3]
+    with pytest.raises(ArgumentError, match="needs an end and a device"):
+        ttnn.moreh_arange(3)
+    ttnn.close_mesh_device(mesh)

@@ -125,16 +125,18 @@ def arange(start: int | None = None, end: int | None = None, step: int = 1, **ho
 
 @op("moreh_arange", more=make_tensor)
 def moreh_arange(
-    start: float,
-    end: float,
-    step: float,
-    device: MeshDevice,
+    start: float = 0,
+    end: float | None = None,
+    step: float = 1,
+    device: MeshDevice | None = None,
     *,
     output: Tensor | None = None,
     untilize_out: bool = False,
     **how: Any,
 ) -> Tensor:
     """The numbers from `start` up to but without `end`."""
+    if end is None or device is None:
+        raise ArgumentError("ttnn.moreh_arange needs an end and a device", fix="moreh_arange(end=..., device=...)")
     layout = Layout.ROW_MAJOR if untilize_out else Layout.TILE
     return make_tensor(torch.arange(start, end, step), layout=layout, device=device, optional_tensor=output, **how)
 
