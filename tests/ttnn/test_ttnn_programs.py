@@ -6,6 +6,7 @@ A Llama that writes text by replaying a trace, a U-Net through a pipeline, a BER
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import meshloom as loom
 from meshloom import ttnn
 from meshloom.ttnn import doctor
-from test_examples import ROOT, run_example
+from test_examples import ENVIRONMENT, ROOT, run_example
 
 sys.path.append(str(ROOT / "examples"))
 
@@ -342,8 +343,30 @@ def test_a_program_is_tied_to_meshloom_by_its_imports_alone(name):
     assert "--mesh" in run_example(name, "--help")
 
 
+ORIGINAL = {  # the imports of a program for hardware, by ours
+    "from meshloom import ttnn\n": "import ttnn\n",
+    "from meshloom.ttnn.pipeline import": "from models.tt_cnn.tt.pipeline import",
+    "from meshloom.ttnn.model_preprocessing import": "from ttnn.model_preprocessing import",
+}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ttnn_llama.py", "ttnn_unet.py", "ttnn_bert.py", "ttnn_moe.py"])
-def test_the_doctor_finds_nothing_wrong_with_a_program(name, monkeypatch, capsys):
+def test_a_program_with_the_imports_of_the_original_runs_as_it_is(name, tmp_path):
+    text = Path(ROOT / "examples" / name).read_text()
+    for ours, theirs in ORIGINAL.items():
+        text = text.replace(ours, theirs)
+    assert "meshloom" not in text
+    script = tmp_path / name
+    script.write_text(text)
+    command = [sys.executable, "-c", "from meshloom.cli import main; raise SystemExit(main())", "doctor", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all 7 items hold" in done.stdout and "PCC 0.999" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["ttnn_llama.py", "ttnn_unet.py", "ttnn_bert.py", "ttnn_moe.py"])
+def test_the_doctor_finds_nothing_wrong_with_a_program(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name])
     with doctor.watch() as seen:
         sys.modules[name.removesuffix(".py")].main()
