@@ -40,7 +40,6 @@ def strategy_of(decided: Plan, axis: str) -> int | None:
     A reduction follows strategy 2 only if the sharded dim is one that it reduces.
     """
     row = decided.rows[decided.mesh.axis(axis)]
-    if decided.call.op in ("sum", "mean") and any(isinstance(out, Shard) for out in row.outs):
-        return None
     lines = (line for line in STRATEGIES if line.op == decided.call.op and line.row == row.label)
-    return next((line.number for line in lines), None)
+    number = next((line.number for line in lines), None)
+    return None if number == 2 and any(isinstance(out, Shard) for out in row.outs) else number

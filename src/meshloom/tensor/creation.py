@@ -346,7 +346,7 @@ def _finish(made: Tensor, requires_grad: bool) -> Tensor:
     return made
 
 
-def checked_device(device: Any) -> torch.device:
+def checked_device(device: torch.device | str | int) -> torch.device:
     """A device of torch that is there."""
     try:
         found = torch.device(device)
@@ -360,7 +360,7 @@ def checked_device(device: Any) -> torch.device:
     return found
 
 
-def _device(device: torch.device | str | int | None) -> Any:
+def _device(device: torch.device | str | int | None) -> torch.device | str | None:
     if state.shadows is not None:
         return "meta"
     return None if device is None else checked_device(device)
@@ -368,7 +368,7 @@ def _device(device: torch.device | str | int | None) -> Any:
 
 def full(
     size: Sequence[int],
-    fill_value: Any,
+    fill_value: complex | torch.Tensor,
     *,
     mesh: Mesh | None = None,
     placements: Placements | None = None,
@@ -396,7 +396,7 @@ def _make_own(made: Tensor) -> Tensor:
     return made
 
 
-def zeros(*size: Any, dtype: torch.dtype | str | None = None, **options: Any) -> Tensor:
+def zeros(*size: int | Sequence[int], dtype: torch.dtype | str | None = None, **options: Any) -> Tensor:
     """A tensor of zeros.
 
     >>> zeros(13, 4, mesh=open_mesh((4,))).topology.local_shape
@@ -405,7 +405,7 @@ def zeros(*size: Any, dtype: torch.dtype | str | None = None, **options: Any) ->
     return full(_sizes(size), 0, dtype=_dtype(dtype), **options)
 
 
-def ones(*size: Any, dtype: torch.dtype | str | None = None, **options: Any) -> Tensor:
+def ones(*size: int | Sequence[int], dtype: torch.dtype | str | None = None, **options: Any) -> Tensor:
     """A tensor of ones.
 
     >>> ones(3, mesh=open_mesh((2,)), placements="R").topology.notation
@@ -415,7 +415,7 @@ def ones(*size: Any, dtype: torch.dtype | str | None = None, **options: Any) -> 
 
 
 def arange(
-    *bounds: Any,
+    *bounds: float,
     mesh: Mesh | None = None,
     placements: Placements | None = None,
     dtype: torch.dtype | str | None = None,
@@ -461,7 +461,7 @@ def _draw(
     return _finish(place(dense.to(device or "cpu"), mesh, placements), requires_grad)
 
 
-def randn(*size: Any, **options: Any) -> Tensor:
+def randn(*size: int | Sequence[int], **options: Any) -> Tensor:
     """Standard normal values; the same for any placements, mesh and number of devices.
 
     >>> _ = torch.manual_seed(0)
@@ -474,7 +474,7 @@ def randn(*size: Any, **options: Any) -> Tensor:
     return _draw(_sizes(size), random.normal, **options)
 
 
-def rand(*size: Any, **options: Any) -> Tensor:
+def rand(*size: int | Sequence[int], **options: Any) -> Tensor:
     """Uniform values in [0, 1); the same for any placements, mesh and number of devices."""
     return _draw(_sizes(size), random.uniform, **options)
 
@@ -509,7 +509,7 @@ def ones_like(input: Tensor, **options: Any) -> Tensor:
     return _made_like(ones, input, options)
 
 
-def full_like(input: Tensor, fill_value: Any, **options: Any) -> Tensor:
+def full_like(input: Tensor, fill_value: complex | torch.Tensor, **options: Any) -> Tensor:
     """One value with the shape, dtype, mesh and placements of a tensor."""
     return _made_like(lambda size, **kept: full(size, fill_value, **kept), input, options)
 

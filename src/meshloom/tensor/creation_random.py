@@ -40,7 +40,7 @@ def _make(
     return made
 
 
-def empty(*size: Any, **options: Any) -> Tensor:
+def empty(*size: int | Sequence[int], **options: Any) -> Tensor:
     """A tensor whose values do not matter; zeros, since padding must be zero anyway.
 
     >>> empty(3, 2, mesh=creation.open_mesh((2,))).topology.notation
@@ -60,7 +60,7 @@ def eye(n: int, m: int | None = None, **options: Any) -> Tensor:
     return _make(lambda dtype, device: torch.eye(n, columns, dtype=dtype, device=device), **options)
 
 
-def linspace(start: Any, end: Any, steps: int, **options: Any) -> Tensor:
+def linspace(start: torch.Tensor | float, end: torch.Tensor | float, steps: int, **options: Any) -> Tensor:
     """Evenly spaced numbers, both ends included.
 
     >>> linspace(0, 1, 3, mesh=creation.open_mesh((2,))).to_torch()
@@ -69,7 +69,9 @@ def linspace(start: Any, end: Any, steps: int, **options: Any) -> Tensor:
     return _make(lambda dtype, device: torch.linspace(start, end, steps, dtype=dtype, device=device), **options)
 
 
-def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: Any) -> Tensor:
+def logspace(
+    start: torch.Tensor | float, end: torch.Tensor | float, steps: int, base: float = 10.0, **options: Any
+) -> Tensor:
     """Powers of a base, evenly spaced in the exponent.
 
     >>> logspace(0, 2, 3, mesh=creation.open_mesh((2,))).to_torch()
@@ -78,7 +80,9 @@ def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: An
     return _make(lambda dtype, device: torch.logspace(start, end, steps, base, dtype=dtype, device=device), **options)
 
 
-def _draw_tiles(size: Any, dtype: torch.dtype, device: Any, draw: random.Draw, generator: Any) -> torch.Tensor:
+def _draw_tiles(
+    size: Sequence[int], dtype: torch.dtype, device: Any, draw: random.Draw, generator: torch.Generator | None
+) -> torch.Tensor:
     if str(device) == "meta":
         return torch.empty(tuple(size), dtype=dtype, device="meta")
     return random.fill_tiles(tuple(size), dtype, draw, random.draw_key(generator)).to(device or "cpu")
@@ -221,7 +225,7 @@ def _check_chances(chances: Tensor, count: int, replacement: bool) -> None:
         raise ArgumentError("chances must be finite, not negative, and some of each line above zero")
 
 
-def _exponential(size: Any, **options: Any) -> Tensor:
+def _exponential(size: Sequence[int], **options: Any) -> Tensor:
     generator = options.pop("generator")
     kept = random.exponential
     return _make(lambda dtype, device: _draw_tiles(size, dtype or torch.float32, device, kept, generator), **options)

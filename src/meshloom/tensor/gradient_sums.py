@@ -160,7 +160,7 @@ def watch_backward(roots: Iterable[torch.Tensor]) -> Iterator[None]:
 def _hook(nodes: list[Any]) -> list[object]:
     """The notes at all nodes behind these become hooks."""
     handles: list[Any] = []
-    known: set[Any] = set()
+    known: set[object] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in known:
@@ -208,7 +208,7 @@ class Waiting(NamedTuple):
     """A leaf with sums that are told and not carried out."""
 
     leaf: Tensor
-    told: dict[Any, Event]
+    told: dict[object, Event]
 
 
 def defer(leaf: Tensor, events: Sequence[Event]) -> None:
@@ -223,7 +223,7 @@ def defer(leaf: Tensor, events: Sequence[Event]) -> None:
     at_end_of_backward(finish)
 
 
-def _add(told: dict[Any, Event], events: Sequence[Event]) -> dict[object, Event]:
+def _add(told: dict[object, Event], events: Sequence[Event]) -> dict[object, Event]:
     """Several uses of a leaf that communicate the same add up before they do: the first is told."""
     for event in events:
         told.setdefault((event.kind, event.axis, event.bytes), event)
@@ -296,7 +296,7 @@ def accumulate() -> Iterator[None]:
         yield
 
 
-def synchronize(parameters: Any = None) -> None:
+def synchronize(parameters: Iterable[torch.Tensor] | None = None) -> None:
     """Carry out the sums of gradients that wait: of these parameters, or of all.
 
     >>> import meshloom as loom

@@ -60,12 +60,12 @@ class _Alike(NamedTuple):
     is_padded: bool
 
 
-_ALIKE: dict[Any, _Alike] = {}
+_ALIKE: dict[object, _Alike] = {}
 
 
 def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]] | None:
     """What a call is known by, and its arrays; None for one that is not known by topologies and kinds of numbers."""
-    key: list[Any] = [name, *kwargs]
+    key: list[object] = [name, *kwargs]
     arrays: list[Any] = []
     for each in args:
         kind = each.__class__

@@ -50,7 +50,7 @@ from meshloom.tensor.refusals import refuse_partial_leaf, transforms_refused
 _any_autocast = private.is_any_autocast_enabled
 
 
-def _binary(name: str) -> Callable[[Any, Any], Any]:
+def _binary(name: str) -> Callable[[Tensor, object], Any]:
     get, is_cast = CACHE.get, OPS[name].is_cast
 
     def operator(self: Tensor, other: object) -> Any:
@@ -122,7 +122,7 @@ def _operator(name: str) -> Callable[..., object]:
     return operator
 
 
-def _describe(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _describe(method: Callable[..., object], name: str) -> Callable[..., object]:
     method.__name__ = name
     method.__doc__ = f"As `torch.Tensor.{name}`, on a mesh."
     return method
@@ -147,7 +147,7 @@ def _writing_method(name: str) -> Callable[..., object]:
     return _describe(method, name)
 
 
-def _unary(name: str) -> Callable[..., Any]:
+def _unary(name: str) -> Callable[..., object]:
     """A pointwise op of the table: without further arguments it has a short way too."""
     get = CACHE.get
 
@@ -200,7 +200,7 @@ def _numpy(self: Tensor, **_: object) -> numpy.ndarray:
     return (found.clone() if same_storage(found, self._data) else found).numpy()
 
 
-def _array(self: Tensor, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
+def _array(self: Tensor, dtype: numpy.dtype | None = None, copy: bool | None = None) -> numpy.ndarray:
     found = read(self, "numpy").numpy()
     return found.astype(dtype) if dtype is not None else numpy.array(found)
 

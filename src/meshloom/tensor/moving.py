@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -79,7 +78,7 @@ def _is_hashable(key: object) -> bool:
     return True
 
 
-_TARGETS: dict[Any, Topology] = {}  # where redistributions led that were asked for in these words
+_TARGETS: dict[object, Topology] = {}  # where redistributions led that were asked for in these words
 
 
 def _keep_target(key: object, target: Topology) -> None:

@@ -41,7 +41,7 @@ def _repeat_call(found: Resolved, order: tuple[int, ...] | None, result: object)
     return _repeat_simple(found, run) if is_short and order is None else _repeat_any(found, run, order)
 
 
-def _repeat_simple(found: Resolved, run: Any) -> Repeat:
+def _repeat_simple(found: Resolved, run: Callable[..., torch.Tensor]) -> Repeat:
     """Of a call that is one of torch's on the arrays as they are."""
     entry, wrap = found.entry, found.entry.wrap
     is_view, name, args, named = entry.is_view, *_describe_call(found)
@@ -115,17 +115,17 @@ def _return_itself(tensors: list[Tensor], datas: list[object], kwargs: dict[str,
     return tensors[0]
 
 
-QUICK: dict[Any, Repeat] = {}
+QUICK: dict[object, Repeat] = {}
 POINTWISE = frozenset(
     name for name in (*OPS, *ALIASES) if OPS[ALIASES.get(name, name)].signature is None and name not in OVERLOADS
 )
 
 
-def call_quickly(head: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any = None) -> Any:
+def call_quickly(head: object, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any = None) -> Any:
     """A call of `name`, under the key that `head` and the arguments make."""
     if not state.plain or _any_autocast():
         return invoke(name, args, kwargs, function)
-    key: list[Any] = [head]
+    key: list[object] = [head]
     tensors: list[Tensor] = []
     datas: list[Any] = []
     is_pointwise = name in POINTWISE
@@ -169,7 +169,7 @@ _NUMBERS = frozenset((int, float))
 _BOUND = frozenset((int, type(None)))
 
 
-def add_part(key: list[Any], tensors: list[Tensor], datas: list[object], value: Any, kind: Any) -> bool:
+def add_part(key: list[object], tensors: list[Tensor], datas: list[object], value: Any, kind: type) -> bool:
     """Add a list, a tuple, a shape or a slice to a key; False for what no key can hold."""
     if kind is slice:
         start, stop, step = value.start, value.stop, value.step
@@ -250,7 +250,7 @@ def _order(operands: list[Tensor], given: list[Tensor]) -> tuple[int, ...] | Non
 # Calls in place
 
 
-WRITES: dict[Any, Entry] = {}
+WRITES: dict[object, Entry] = {}
 
 
 def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -258,7 +258,7 @@ def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[
     target = args[0]
     if target.__class__ is not Tensor or target._recipe is not None or not state.plain:  # autocast leaves writes alone
         return invoke(name, args, kwargs)
-    key: list[Any] = [name]
+    key: list[object] = [name]
     datas: list[Any] = []
     for each in args:
         kind = each.__class__

@@ -41,7 +41,7 @@ class Reader:
         self.shadows = state.shadows
         self.tensors: list[Tensor] = []
         self.plain: list[Tensor] = []
-        self.key: list[Any] = [name]
+        self.key: list[object] = [name]
 
     @property
     def mesh(self) -> Mesh:

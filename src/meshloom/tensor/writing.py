@@ -11,7 +11,7 @@ from meshloom.engines.layout import torch_dtype
 from meshloom.errors import DTypeError, MeshloomError, ShapeError, ViewError
 from meshloom.ops import OPS
 from meshloom.ops.shapes import bounds, indexed_dims
-from meshloom.placement import Topology
+from meshloom.placement import Placement, Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.dispatch import TRAIL, Resolved, call
@@ -214,7 +214,7 @@ def _write_base(view: MovedView, source: Tensor, name: str) -> None:
         assign(base, Tensor(base.topology.replicated, whole), name)
 
 
-def _settle_placements(topology: Topology, dtype: str) -> tuple[Any, ...]:
+def _settle_placements(topology: Topology, dtype: str) -> tuple[Placement, ...]:
     """The target's placements if the source's dtype can be partial that way, else reduced ones."""
     same = dtype == topology.dtype or not topology.partial_axes
     return topology.placements if same else topology.reduced.placements

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from meshloom.errors import ArgumentError
 from meshloom.tensor.calling import Overload
 from meshloom.tensor.fallback import fallback
+from meshloom.types import Dims
 
 
 def _reduce(loss: torch.Tensor, reduction: str) -> Any:
@@ -35,11 +36,15 @@ def _local_response_norm(
     return input / (means * alpha + k) ** beta
 
 
-def _lp_pool(dims: int, average: Callable[..., Any]) -> Overload:
+def _lp_pool(dims: int, average: Callable[..., torch.Tensor]) -> Overload:
     """The p-norm of each window: (mean of the powers * size of the window) ** (1 / p)."""
 
     def overload(
-        input: torch.Tensor, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
+        input: torch.Tensor,
+        norm_type: float,
+        kernel_size: int | Sequence[int],
+        stride: Dims = None,
+        ceil_mode: bool = False,
     ) -> Any:
         p = float(norm_type)
         means = average(input.pow(p), kernel_size, stride, 0, ceil_mode)
@@ -50,7 +55,12 @@ def _lp_pool(dims: int, average: Callable[..., Any]) -> Overload:
 
 
 def _gaussian_nll_loss(
-    input: torch.Tensor, target: torch.Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
 ) -> Any:
     """(log var + (input - target)^2 / var) / 2, a variance below eps taken for eps and without its gradient."""
     if isinstance(var, float):
@@ -93,11 +103,11 @@ def _multilabel_soft_margin_loss(
 
 
 def _triplet_margin_with_distance_loss(
-    anchor: Any,
-    positive: Any,
-    negative: Any,
+    anchor: torch.Tensor,
+    positive: torch.Tensor,
+    negative: torch.Tensor,
     *,
-    distance_function: Callable[..., Any] | None = None,
+    distance_function: Callable[..., torch.Tensor] | None = None,
     margin: float = 1.0,
     swap: bool = False,
     reduction: str = "mean",

@@ -11,13 +11,13 @@ from meshloom.tensor.calling import Overload
 from meshloom.tensor.fallback import fallback
 
 
-def _add_up(size: int, places: torch.Tensor, values: Any) -> torch.Tensor:
+def _add_up(size: int, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Values added up by their places in a line: sharded ones are partial sums."""
     start = torch.zeros(size, *values.shape[1:], dtype=values.dtype, device=values.device)
     return torch.index_add(start, 0, places, values)
 
 
-def _bincount(input: torch.Tensor, weights: Any = None, minlength: int = 0) -> Any:
+def _bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
     """The number of places follows from the largest value, which is read."""
     held = input
     if held.ndim != 1 or held.dtype.is_floating_point or not held.numel() or held.is_meta or int(held.min()) < 0:
@@ -48,14 +48,14 @@ def _embedding_bag(
     input: torch.Tensor,
     weight: torch.Tensor,
     offsets: Any = None,
-    max_norm: Any = None,
+    max_norm: float | None = None,
     norm_type: float = 2,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
     sparse: bool = False,
-    per_sample_weights: Any = None,
+    per_sample_weights: torch.Tensor | None = None,
     include_last_offset: bool = False,
-    padding_idx: Any = None,
+    padding_idx: int | None = None,
 ) -> Any:
     """Sums and means of looked-up rows; what changes the weight or its gradient is left to torch."""
     ids = input
@@ -71,7 +71,7 @@ def _embedding_bag(
     return _bags(found, offsets[:-1] if include_last_offset else offsets, mode)
 
 
-def _bags(rows: Any, offsets: Any, mode: str) -> torch.Tensor:
+def _bags(rows: torch.Tensor, offsets: torch.Tensor, mode: str) -> torch.Tensor:
     """Rows added up by the bag in which they lie: the last one that begins before or at them."""
     places = torch.arange(rows.shape[0], device=rows.device)
     bags = torch.searchsorted(offsets, places.to(offsets.dtype), right=True) - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -128,14 +128,16 @@ def _rewriting(name: str) -> Overload:
     return overload
 
 
-def _index_put(input: torch.Tensor, indices: Any, values: object, accumulate: bool = False, **kwargs: object) -> Any:
+def _index_put(
+    input: torch.Tensor, indices: Sequence[Any], values: object, accumulate: bool = False, **kwargs: object
+) -> Any:
     """Boolean masks have no rule: how many values they take depends on theirs."""
     if any(each is not None and each.dtype not in _COUNTING for each in indices):
         return fallback(torch.index_put, (input, indices, values, accumulate), {}, "index_put")
     return table_call("index_put", input, indices, values, accumulate, **kwargs)
 
 
-def _index_put_(input: torch.Tensor, indices: Any, values: object, accumulate: bool = False) -> Any:
+def _index_put_(input: torch.Tensor, indices: Sequence[Any], values: object, accumulate: bool = False) -> Any:
     if not isinstance(input, Tensor) or any(each.dtype not in _COUNTING for each in indices):
         return fallback(torch.Tensor.index_put_, (input, indices, values, accumulate), {}, "index_put_")
     return rewrite("index_put", input, (indices, values, accumulate), {})
@@ -227,7 +229,7 @@ def _view_as(input: Tensor, other: torch.Tensor) -> Tensor:
     return table_call("view", input, *other.shape)
 
 
-def _as(name: str) -> Callable[..., Any]:
+def _as(name: str) -> Callable[..., Tensor]:
     return lambda input, other: table_call(name, input, *other.shape)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from meshloom.tensor.fallback import fallback
 from meshloom.types import Dims
 
 
-def _max(name: str) -> Callable[..., Any]:
+def _max(name: str) -> Overload:
     """max and min: all elements, along a dim, or of two tensors."""
     amax, pair = {"max": ("amax", "maximum"), "min": ("amin", "minimum")}[name]
 

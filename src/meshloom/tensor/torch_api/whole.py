@@ -143,7 +143,7 @@ def _softmin(
     return invoke("softmax", (table_call("neg", input), dim), {"dtype": dtype})
 
 
-def _tensordot(a: Any, b: Any, dims: Any = 2, out: object = None) -> Any:
+def _tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: object = None) -> Any:
     """Pairs of dims that broadcast are left to torch."""
     dims = dims.tolist() if isinstance(dims, torch.Tensor) else dims
     if not isinstance(dims, int):
