@@ -123,7 +123,7 @@ def fold_batch_norm2d_into_conv2d(conv: torch.nn.Conv2d, bn: torch.nn.BatchNorm2
     return weight.detach(), bias.detach().reshape(1, 1, 1, -1)
 
 
-def preprocess_conv2d(weight: torch.Tensor, bias: torch.Tensor | None, args: Mapping[str, Any]) -> dict[str, Any]:
+def preprocess_conv2d(weight: torch.Tensor, bias: torch.Tensor | None, args: Mapping[str, object]) -> dict[str, Any]:
     """Weight and bias of a convolution as `ttnn.conv2d` takes them."""
     found = {"weight": convert(weight, args.get("weights_dtype", DataType.BFLOAT16))}
     if bias is not None:
@@ -188,7 +188,7 @@ def convert_torch_model_to_ttnn_model(
     )
 
 
-def _check_all_converted(model: torch.nn.Module, found: Mapping[str, Any]) -> None:
+def _check_all_converted(model: torch.nn.Module, found: Mapping[str, object]) -> None:
     if len(found) != len(list(model.named_children())) + len(_own_parameters(model)):
         raise OperandError(
             "Not all children or parameters were converted using default_preprocessor_parameters!",
@@ -329,7 +329,7 @@ def preprocess_model_parameters(
     return found if device is None else move_to_device(found, device)
 
 
-def preprocess_model(*, reader_patterns_cache: dict[Any, Any] | None = None, **options: Any) -> Any:
+def preprocess_model(*, reader_patterns_cache: dict[object, object] | None = None, **options: Any) -> Any:
     """As `preprocess_model_parameters`."""
     return preprocess_model_parameters(**options)
 
@@ -352,7 +352,7 @@ def _with_modules(parameters: Any, args: Args) -> Any:
     return make_parameter_dict(found)
 
 
-def tensors_of(parameters: Any) -> Iterator[Tensor]:
+def tensors_of(parameters: object) -> Iterator[Tensor]:
     """Every ttnn tensor of a tree of parameters."""
     if isinstance(parameters, Tensor):
         yield parameters

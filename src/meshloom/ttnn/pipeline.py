@@ -105,7 +105,7 @@ class Pipeline:
         if self.preallocated_output_tensors and count > len(self._slots):
             raise ArgumentValueError(f"{count} inputs for {len(self._slots)} preallocated output tensors")
 
-    def _read(self, output: Any, number: int) -> Any:
+    def _read(self, output: object, number: int) -> Any:
         queue = self.executor.get_read_cq()
         found = tensors_in(output)
         if not self.preallocated_output_tensors:
@@ -133,7 +133,7 @@ def _check_host(tensors: Sequence[Tensor]) -> None:
             raise ArgumentValueError("Input tensors must be on host: ttnn.from_torch without device=, or tensor.cpu()")
 
 
-def _schema(outputs: Any) -> Any:
+def _schema(outputs: object) -> Any:
     """How outputs are nested: lists, tuples and dictionaries, None in the place of a tensor."""
     if isinstance(outputs, dict):
         return {key: _schema(each) for key, each in outputs.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.fabric import preset
@@ -237,7 +237,7 @@ class GlobalSemaphore:
         return f"GlobalSemaphore(value={self.value}, address={self.address})"
 
 
-def _check_count(value: Any) -> int:
+def _check_count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 32:
         raise ArgumentError(f"a semaphore counts from 0 to 2^32 - 1, not {value!r}")
     return value
@@ -262,7 +262,9 @@ def reset_global_semaphore_value(global_semaphore: GlobalSemaphore, reset_value:
     global_semaphore.value = _check_count(reset_value)
 
 
-def apply_device_delay(mesh_device: MeshDevice, delays: Sequence[Sequence[int]], *, subdevice_id: Any = None) -> None:
+def apply_device_delay(
+    mesh_device: MeshDevice, delays: Sequence[Sequence[int]], *, subdevice_id: object = None
+) -> None:
     """Make devices late by so many cycles each. Values do not depend on it, so that it is checked and nothing waits."""
     mesh_device.runtime.check_open()
     shape = tuple(mesh_device.shape)

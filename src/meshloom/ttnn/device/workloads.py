@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshloom import runtime
 from meshloom.runtime import MeshBuffer, MeshWorkload, Program
 from meshloom.ttnn.device.mesh_device import MeshDevice
@@ -11,7 +9,7 @@ from meshloom.ttnn.device.mesh_device import MeshDevice
 __all__ = ["MeshBuffer", "MeshWorkload", "Program", "create_mesh_buffer", "enqueue_mesh_workload"]
 
 
-def create_mesh_buffer(mesh: MeshDevice, *args: Any, **kwargs: Any) -> MeshBuffer:
+def create_mesh_buffer(mesh: MeshDevice, *args: object, **kwargs: object) -> MeshBuffer:
     """A buffer on every device of a mesh, as `runtime.create_mesh_buffer` makes it.
 
     >>> from meshloom import ttnn

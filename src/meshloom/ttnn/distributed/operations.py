@@ -155,25 +155,25 @@ def _kind_at(name: str, place: int, kind: DataType, of: Native) -> DataType:
     return DataType.UINT16 if name in ("sort", "topk") and place == 1 else kind
 
 
-def _check_tiles(name: str, given: Iterable[Any]) -> None:
+def _check_tiles(name: str, given: Iterable[object]) -> None:
     if any(isinstance(each, Tensor) and each.layout is not Layout.TILE for each in given):
         raise OperandError(
             f"ttnn.distributed.{name}: Inputs to matmul must be tilized", fix="ttnn.to_layout(tensor, ttnn.TILE_LAYOUT)"
         )
 
 
-def _as_list(value: Any) -> Sequence[Any]:
+def _as_list(value: object) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _replace(value: Any, natives: Iterator[Native]) -> Any:
+def _replace(value: object, natives: Iterator[Native]) -> Any:
     """An argument with the next native tensor in the place of each of its tensors."""
     if isinstance(value, (list, tuple)):
         return [_replace(each, natives) for each in value]
     return next(natives) if isinstance(value, Tensor) else value
 
 
-def _meeting(mesh: Mesh, wholes: Sequence[Native], wanted: tuple[Mesh, Any] | None, strategy: Strategy) -> Mesh:
+def _meeting(mesh: Mesh, wholes: Sequence[Native], wanted: tuple[Mesh, object] | None, strategy: Strategy) -> Mesh:
     """The view that operands meet on: the one that all of them have and that is asked for, else the mesh itself."""
     views = {whole.mesh for whole in wholes if any(not isinstance(each, Replicate) for each in whole.placements)}
     if wanted is not None:
@@ -246,7 +246,7 @@ def _plainly(name: str) -> Compute:
 _function = cache(find_named)
 
 
-def native(name: str, *args: Any, **options: Any) -> Native:
+def native(name: str, *args: object, **options: object) -> Native:
     """What the native op of that name gives."""
     found: Native = _function(name)(*args, **options)
     return found
@@ -328,7 +328,12 @@ def _outer(*, output: Output, input_tensor_a: Native, input_tensor_b: Native) ->
 
 
 def _pad(
-    *, output: Output, input_tensor: Native, padding: Sequence[Any], input_tensor_start: Any = 0.0, value: float = 0.0
+    *,
+    output: Output,
+    input_tensor: Native,
+    padding: Sequence[Any],
+    input_tensor_start: object = 0.0,
+    value: float = 0.0,
 ) -> Native:
     if padding and not isinstance(padding[0], (tuple, list)):  # the shape of the result, and where the tensor starts
         starts = _as_list(input_tensor_start) if input_tensor_start else (0,) * input_tensor.ndim
@@ -401,7 +406,7 @@ OWN: dict[str, Compute] = {
 
 @op("distributed.to_topology")
 def to_topology(
-    input_tensor: Tensor, output: Any, *, explain: bool = False, memory_config: MemoryConfig | None = None
+    input_tensor: Tensor, output: object, *, explain: bool = False, memory_config: MemoryConfig | None = None
 ) -> Tensor:
     """The same whole placed otherwise: any topology to any; the tensor itself where nothing is to be done.
 

@@ -33,7 +33,7 @@ def tensors_in(outputs: Any) -> list[Tensor]:
     return [tensor for each in outputs for tensor in tensors_in(each)]
 
 
-def free(outputs: Any) -> None:
+def free(outputs: object) -> None:
     """Give the memory of what a model returned back."""
     for tensor in tensors_in(outputs):
         tensor.deallocate(force=True)

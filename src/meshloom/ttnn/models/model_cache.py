@@ -36,7 +36,7 @@ def _folder_of(model_name: str) -> str:
     return name
 
 
-def _file_of(name: Any, folder: Path) -> Path:
+def _file_of(name: object, folder: Path) -> Path:
     """A file of the index, in the folder of its model and nowhere else."""
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a file in the folder")
@@ -72,7 +72,7 @@ class ModelCache:
         told = self._folder / VERSION
         return (self._folder / INDEX).exists() and told.exists() and told.read_bytes() == version.encode()
 
-    def _save(self, parameters: Any, version: str) -> None:
+    def _save(self, parameters: object, version: str) -> None:
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / INDEX).unlink(missing_ok=True)
@@ -111,7 +111,7 @@ class _Saver:
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
 
-    def save(self, value: Any) -> Any:
+    def save(self, value: object) -> Any:
         if isinstance(value, ParameterDict):
             return {"dict": [[key, self.save(each)] for key, each in value.items()]}
         if isinstance(value, ParameterList):
@@ -151,8 +151,8 @@ def _plain(args: Any) -> dict[str, Any]:
     return {key: {"dtype": value.name} if isinstance(value, DataType) else value for key, value in args.items()}
 
 
-def _args(found: dict[str, Any]) -> dict[str, Any]:
-    def one(value: Any) -> Any:
+def _args(found: dict[str, object]) -> dict[str, Any]:
+    def one(value: object) -> Any:
         if isinstance(value, dict):
             return DataType[value["dtype"]]
         return tuple(value) if isinstance(value, list) else value

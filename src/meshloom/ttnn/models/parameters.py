@@ -50,6 +50,6 @@ def _tree(parameters: Any, depth: int = 0) -> str:
     return "\n".join(lines) if lines else f"{'  ' * depth}{{}}"
 
 
-def _leaf(value: Any) -> str:
+def _leaf(value: object) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return repr(value) if shape is None else f"{type(value).__module__.partition('.')[0]}.Tensor {list(shape)} {dtype}"

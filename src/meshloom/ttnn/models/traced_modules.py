@@ -77,13 +77,13 @@ _KINDS: dict[type[torch.nn.Module], Callable[[Any, torch.Size], ModuleArgs]] = {
 
 
 def infer_ttnn_module_args(
-    *, model: torch.nn.Module, run_model: Callable[[torch.nn.Module], Any], device: MeshDevice | None = None
+    *, model: torch.nn.Module, run_model: Callable[[torch.nn.Module], object], device: MeshDevice | None = None
 ) -> ModuleArgs:
     """What a run of the model shows of its convolutions and poolings: a tree with the names of its modules."""
     seen: dict[str, ModuleArgs] = {}
 
     def watch(name: str, read: Callable[[Any, torch.Size], ModuleArgs]) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        def hook(module: torch.nn.Module, inputs: tuple[Any, ...], output: object) -> None:
             seen.setdefault(name, read(module, inputs[0].shape))
 
         return hook

@@ -322,7 +322,7 @@ def _topology(name: str, tensors: Sequence[Tensor], rows_: int, groups: int, lin
 
 
 def prepare_conv_weights(
-    *, weight_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: Any
+    *, weight_tensor: Tensor, device: MeshDevice, conv_config: Conv2dConfig | None = None, **sizes: object
 ) -> Tensor:
     """Weights on the device, as convolutions take them; the sizes of the convolution are known to it anyway."""
     if sizes.get("weights_format", "OIHW") not in ("OIHW", "IOHW"):
@@ -330,7 +330,7 @@ def prepare_conv_weights(
     return bring(weight_tensor, device, (conv_config or Conv2dConfig()).weights_dtype)
 
 
-def prepare_conv_bias(*, bias_tensor: Tensor, device: MeshDevice, **sizes: Any) -> Tensor:
+def prepare_conv_bias(*, bias_tensor: Tensor, device: MeshDevice, **sizes: object) -> Tensor:
     """A bias on the device."""
     return bring(bias_tensor, device, None)
 

@@ -152,7 +152,7 @@ def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig) -> Made:
 @op("interleaved_to_sharded_partial")
 def interleaved_to_sharded_partial(
     input_tensor: Tensor,
-    grid: Any,
+    grid: object,
     shard_shape: Sequence[int],
     num_slices: int,
     slice_index: int,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from torch.nn import functional as F
 
@@ -98,7 +97,7 @@ def conv3d(
     )
 
 
-def _refuse(name: str, **arguments: Any) -> None:
+def _refuse(name: str, **arguments: object) -> None:
     for argument, value in arguments.items():
         if value is not None:
             raise ArgumentError(f"ttnn.{name}: {argument} is not covered", fix="leave it out")
