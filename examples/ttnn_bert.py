@@ -245,6 +245,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="texts for each device (default 4)")
     parser.add_argument("--length", type=int, default=64, help="words of a text, a multiple of 32 (default 64)")
     options = parser.parse_args()
+    if options.length % 32:
+        parser.error(f"--length {options.length} is no multiple of 32")
     config = Config(longest=max(options.length, Config.longest))
     model = make_model(config)
     with ttnn.create_mesh_device(ttnn.MeshShape(*map(int, options.mesh.split("x")))) as mesh:

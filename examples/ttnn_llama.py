@@ -492,6 +492,11 @@ def run(options: argparse.Namespace, mesh: Any, cache: Path) -> None:
     state = draw_weights(config)
     prompts = encode([options.prompt] if options.prompt else PROMPTS, options.users)
     model = Llama(state, config, mesh, options.users, cache)
+    longest = max(map(len, prompts)) + 1 + options.tokens
+    if longest > config.longest:
+        raise SystemExit(
+            f"a text of {longest} tokens is longer than {config.longest}: a shorter --prompt, or fewer --tokens"
+        )
     texts, logits = generate(model, prompts, options.tokens)
     for user, (text, found) in enumerate(zip(texts, logits, strict=True)):
         expected = reference(state, config, text[:-1])[-len(found) :]

@@ -79,6 +79,8 @@ class Experts:
         devices = mesh.get_num_devices()
         if 1 in self.shape or block.config.experts % devices:
             raise SystemExit(f"{block.config.experts} experts do not divide over rows and columns of {mesh}")
+        if tokens % TILE:
+            raise SystemExit(f"{tokens} tokens on each row of {mesh} are no multiple of {TILE}")
         self.router = self.put(block.router[None, None] / block.config.width**0.5)
         dealt = ttnn.ShardTensorToMesh(mesh, dim=1)
         self.gate, self.up, self.down = (self.put(each[None], dealt) for each in (block.gate, block.up, block.down))

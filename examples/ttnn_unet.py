@@ -274,6 +274,8 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=1, help="pictures of a batch for each device (default 1)")
     parser.add_argument("--size", type=int, default=32, help="their height and width, a multiple of 32 (default 32)")
     options = parser.parse_args()
+    if options.size % 32:
+        parser.error(f"--size {options.size} is no multiple of 32")
     model = make_model()
     config = PipelineConfig(use_trace=True, num_command_queues=options.queues)
     shape = ttnn.MeshShape(*map(int, options.mesh.split("x")))

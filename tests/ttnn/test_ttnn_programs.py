@@ -330,6 +330,25 @@ def test_the_guide_names_every_program():
     assert {name for name, _, _ in TABLE} == programs and len(TABLE) == 10
 
 
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("ttnn_llama.py --mesh 1x3", "8 heads of keys do not divide"),
+        ("ttnn_llama.py --mesh 1x1 --tokens 200", "is longer than 128"),
+        ("ttnn_unet.py --size 20", "no multiple of 32"),
+        ("ttnn_bert.py --length 20", "no multiple of 32"),
+        ("ttnn_moe.py --mesh 1x8", "do not divide over rows and columns"),
+        ("ttnn_moe.py --tokens 40", "20 tokens on each row"),
+    ],
+)
+def test_a_program_says_what_it_cannot_do(command, reason, monkeypatch, capsys):
+    name, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as told:
+        sys.modules[name.removesuffix(".py")].main()
+    assert reason in f"{told.value} {capsys.readouterr().err}"
+
+
 def test_programs_have_other_options():
     printed = run_example("ttnn_llama.py", "--mesh", "1x1", "--users", "1", "--prompt", "Hello", "--tokens", "3")
     assert "3 tokens replayed PCC 0.9999" in printed and "'Hello" in printed
