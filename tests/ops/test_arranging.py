@@ -151,3 +151,10 @@ def test_what_does_not_fit_is_refused_in_our_words() -> None:
         tensor[0].tril()
     with pytest.raises(loom.ShapeError, match="repeats"):
         tensor.repeat(2)
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 0, 2), (0, 3, 2), (3, 0, 2), (5, 2)])
+def test_complex_numbers_of_pairs_that_three_devices_share_are_also_made_of_none(shape: tuple[int, ...]) -> None:
+    pairs, mesh = dense(*shape), Mesh(x=3)
+    ours = torch.view_as_complex(loom.distribute(pairs, mesh, [loom.Shard(len(shape) - 1)]))
+    check_same(ours, torch.view_as_complex(pairs))

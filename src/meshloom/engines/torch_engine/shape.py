@@ -93,7 +93,9 @@ def _interleave(input: torch.Tensor, repeats: int, dim: int | None, output_size:
 def _as_complex(input: torch.Tensor) -> torch.Tensor:
     """torch wants both parts of a number side by side, which the stored array need not have."""
     *strides, last = input.stride()
-    return torch.view_as_complex(input if last == 1 and not any(s % 2 for s in strides) else input.contiguous())
+    fits = last == 1 and not any(s % 2 for s in strides)
+    # of nothing, any strides count as contiguous
+    return torch.view_as_complex(input if fits else input.clone(memory_format=torch.contiguous_format))
 
 
 SHAPE: dict[str, Function] = {
