@@ -28,6 +28,7 @@ Request = tuple[Placement | None, ...]
 Rows = tuple[Row, ...]
 _Cost = Callable[[Paths, Station], float]
 ROUNDING = 1e-9  # prices that differ by less are equal: then the row that stands first is taken
+MANY = 10.0  # times its latency that a collective takes which is decided by its bytes
 SURVEYED = 16  # choices from which on one search over all of their placements pays
 
 
@@ -63,14 +64,14 @@ class Pricing:
 
     def moves_many_bytes(self, rows: Rows) -> bool:
         """Whether bytes, and not the latency of their steps, decide what the reductions of a choice cost."""
-        bytes_alone = in_all = 0.0
+        latency = in_all = 0.0
         for axis, row in enumerate(rows):
             for i, out in enumerate(row.outs):
-                if self.mesh.shape[axis] > 1 and self._is_reduced(out, axis):
-                    size = self._reduced_bytes(i, rows, axis)
-                    bytes_alone += size / self.machine.bandwidth
-                    in_all += price_of("all_reduce", self.mesh.shape[axis], size, self.machine)
-        return bytes_alone > in_all / 2
+                devices = self.mesh.shape[axis]
+                if devices > 1 and self._is_reduced(out, axis):
+                    latency += price_of("all_reduce", devices, 0, self.machine)
+                    in_all += price_of("all_reduce", devices, self._reduced_bytes(i, rows, axis), self.machine)
+        return in_all > MANY * latency
 
     def _reduced_bytes(self, result: int, rows: Rows, axis: int) -> int:
         placements = [row.outs[result] for row in rows]
