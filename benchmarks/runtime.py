@@ -12,7 +12,7 @@ import meshloom as loom
 from benchmarks.goals import Goal
 from benchmarks.timing import Work
 from benchmarks.works import Pair, Spec
-from meshloom.runtime import MeshWorkload, Program, capture, create_mesh_buffer, open_mesh_device
+from meshloom.runtime import MeshDevice, MeshWorkload, Program, capture, create_mesh_buffer, open_mesh_device
 
 LAYERS = 10
 ROWS, WIDTH = 32, 64  # per device
@@ -90,12 +90,18 @@ def eager(devices: int) -> Sides:
     return lambda: layers(*placed), lambda: layers(*dense)
 
 
+def _nothing_on(devices: int) -> tuple[MeshDevice, MeshWorkload]:
+    """A mesh, and a workload on it that does nothing."""
+    mesh = open_mesh_device((devices,))
+    workload = MeshWorkload()
+    updated = create_mesh_buffer(mesh, global_shape=(1,))
+    workload.add_program(None, Program(nothing, updates=[updated], vectorised=True))
+    return mesh, workload
+
+
 def commands(devices: int) -> Sides:
     """A trace of ten workloads beside enqueuing and finishing them."""
-    mesh = open_mesh_device((devices,))
-    x = create_mesh_buffer(mesh, global_shape=(1,))
-    workload = MeshWorkload()
-    workload.add_program(None, Program(nothing, updates=[x], vectorised=True))
+    mesh, workload = _nothing_on(devices)
     queue = mesh.queue()
     with mesh.capture() as trace:
         for _ in range(LAYERS):
@@ -125,10 +131,7 @@ def bulk_read(devices: int) -> Sides:
 
 def empty_workload(devices: int) -> Sides:
     """Enqueue of a workload that does nothing, and its finish, beside a Python call that does nothing."""
-    mesh = open_mesh_device((devices,))
-    x = create_mesh_buffer(mesh, global_shape=(1,))
-    workload = MeshWorkload()
-    workload.add_program(None, Program(nothing, updates=[x], vectorised=True))
+    mesh, workload = _nothing_on(devices)
     queue = mesh.queue()
 
     def run() -> None:

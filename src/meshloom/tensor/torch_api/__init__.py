@@ -10,13 +10,12 @@ from meshloom.tensor.torch_api.creating import CREATING
 from meshloom.tensor.torch_api.gradients import GRADIENTS
 from meshloom.tensor.torch_api.indexing import INDEXING
 from meshloom.tensor.torch_api.matrices import MATRICES
-from meshloom.tensor.torch_api.order import ORDER
 from meshloom.tensor.torch_api.pointwise import POINTWISE
 from meshloom.tensor.torch_api.reductions import REDUCTIONS
 from meshloom.tensor.torch_api.whole import WHOLE
 from meshloom.tensor.torch_api.windows import WINDOWS
 
-OVERLOADS.update({**ARRANGING, **MATRICES, **ORDER, **WINDOWS})
+OVERLOADS.update({**ARRANGING, **MATRICES, **WINDOWS})
 OVERLOADS.update({**CASTING, **CREATING, **GRADIENTS, **INDEXING, **POINTWISE, **REDUCTIONS, **WHOLE, **COUNTING})
 
 __all__ = ["OVERLOADS"]

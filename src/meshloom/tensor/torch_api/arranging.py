@@ -133,6 +133,10 @@ def _make_flip(name: str, dim: int) -> Overload:
     return overload
 
 
+def _msort(input: torch.Tensor) -> torch.Tensor:
+    return table_results("sort", input, 0)[0]
+
+
 ARRANGING: dict[str, Overload] = {
     **pure({"unbind": _unbind, "cat": _cat}),
     "repeat_interleave": _repeat_interleave,
@@ -152,4 +156,5 @@ ARRANGING: dict[str, Overload] = {
     "linalg_diagonal": _matrix_diagonal,
     "fliplr": _make_flip("fliplr", 1),
     "flipud": _make_flip("flipud", 0),
+    "msort": _msort,
 }
