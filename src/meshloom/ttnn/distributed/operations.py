@@ -42,9 +42,11 @@ Strategy = str | Sequence[str] | None
 Compute = Callable[..., Any]
 Output = tuple[Placement, ...] | None
 
-# Native names that mean something else in `ttnn`: images and groups of channels lie flat there.
+# Native names that mean something else in `ttnn`: images and groups of channels lie flat there, an angle is that of a
+# ComplexTensor.
 APART = frozenset(
-    "conv1d conv2d conv_transpose2d avg_pool2d max_pool2d adaptive_avg_pool2d adaptive_max_pool2d group_norm".split()
+    "conv1d conv2d conv_transpose2d avg_pool2d max_pool2d adaptive_avg_pool2d adaptive_max_pool2d group_norm "
+    "angle".split()
 )
 NATIVE = {"max": "amax", "min": "amin"}  # native ops by another name
 BEHIND = {"scaled_dot_product_attention": "transformer.scaled_dot_product_attention"}  # names behind a dot
