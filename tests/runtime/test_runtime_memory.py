@@ -314,7 +314,8 @@ def test_memory_that_is_handed_on_lies_where_first_fit_would_put_it(seed):
             freed.release(early)
         else:
             size, mask = draw.choice([64, 64, 64, 128, 256]), draw.choice([0b111, 0b111, 0b001, 0b110])
-            pair = noted.allocate(size, mask, "late"), freed.allocate(size, mask, "early")
+            top = draw.random() < 0.4
+            pair = tuple(each.allocate(size, mask, "x", from_top=top) for each in (noted, freed))
             assert pair[0].address == pair[1].address
             live.append(pair)
     assert [usage.used for usage in noted.usage()] == [usage.used for usage in freed.usage()]

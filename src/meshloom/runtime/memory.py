@@ -11,30 +11,35 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import count, takewhile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
 import numpy
 
-from meshloom.errors import ArgumentError, OutOfMemoryError
+from meshloom.errors import ArgumentError, OutOfMemoryError, place_name
 from meshloom.runtime.chips import ALIGNMENT
 
 LISTED = 5  # how many owners an error names
 _numbers = count()
+Where = str | tuple[str, int]  # a line as text, or its file and number: a text only when somebody reads it
 
 
-@dataclass(slots=True, eq=False)
 class Region:
     """Bytes that somebody has: `size` in each bank from `address` on, on the devices of `mask`."""
 
-    address: int
-    size: int
-    mask: int
-    owner: str
-    where: str
-    number: int = field(default_factory=_numbers.__next__)
-    freed: bool = False
+    __slots__ = ("_where", "address", "freed", "mask", "number", "owner", "size")
+
+    def __init__(self, address: int, size: int, mask: int, owner: Any, where: Where) -> None:
+        self.address, self.size, self.mask, self.owner, self._where = address, size, mask, owner, where
+        self.number = next(_numbers)
+        self.freed = False
+
+    @property
+    def where(self) -> str:
+        """The line that it was allocated on; empty if nobody knows."""
+        return line_text(self._where)
 
     @property
     def end(self) -> int:
@@ -65,6 +70,15 @@ class Usage:
     def __str__(self) -> str:
         used, free, peak, largest = map(size_text, (self.used, self.free, self.peak, self.largest_free))
         return f"{used} used, {free} free, {peak} at most, largest free piece {largest}"
+
+
+def line_text(where: Where) -> str:
+    """A line for people.
+
+    >>> line_text(("project/train.py", 12)), line_text("train.py:12")
+    ('train.py:12', 'train.py:12')
+    """
+    return where if isinstance(where, str) else place_name(where) or "unknown line"
 
 
 def size_text(size: float) -> str:
@@ -110,10 +124,6 @@ class Gaps:
             if end - start >= size:
                 return end - size if from_top else start
         return None
-
-    def before(self, address: int) -> Iterator[tuple[int, int]]:
-        """The pieces that lie in front of an address."""
-        return takewhile(lambda piece: piece[0] < address, self.pieces)
 
     def holds(self, start: int, end: int) -> bool:
         """Whether all of a piece is free."""
@@ -173,21 +183,16 @@ class Allocator:
         self,
         nbytes: int,
         mask: int,
-        owner: str,
-        where: str = "",
+        owner: Any,
+        where: Where = "",
         address: int | None = None,
         *,
         from_top: bool = False,
     ) -> Region:
         """Room for `nbytes` on every device of the mask: lowest address, highest, or the one that was asked for."""
-        size = align(-(-nbytes // self.banks))
+        size = max(1, -(-nbytes // (self.banks * ALIGNMENT))) * ALIGNMENT  # align(-(-nbytes // self.banks))
         with self._lock:
-            if (
-                len(self._dropped) == 1
-                and address is None
-                and not from_top
-                and self._is_next(self._dropped[0], size, mask)
-            ):
+            if len(self._dropped) == 1 and address is None and self._is_next(self._dropped[0], size, mask, from_top):
                 return self._handed_on(self._dropped.popleft(), owner, where)
             self._drain()
             gaps = self._gaps_of(mask)
@@ -198,17 +203,20 @@ class Allocator:
                 raise self._full(nbytes, mask, owner, where, gaps)
             return self._put(Region(found, size, mask, owner, where))
 
-    def _is_next(self, region: Region, size: int, mask: int) -> bool:
+    def _is_next(self, region: Region, size: int, mask: int, from_top: bool) -> bool:
         """Whether a region that was just dropped is what first fit would find once it is free."""
         gaps = self._gaps.get(mask)
-        return (
-            not region.freed
-            and (region.size, region.mask) == (size, mask)
-            and gaps is not None
-            and all(end - start < size and end != region.address for start, end in gaps.before(region.address))
-        )
+        if region.freed or region.size != size or region.mask != mask or gaps is None:
+            return False
+        low, high = region.address, region.address + size
+        for start, end in reversed(gaps.pieces) if from_top else gaps.pieces:
+            if end < high if from_top else start > low:
+                break  # this one and all that follow come after it
+            if end - start >= size or (start == high if from_top else end == low):
+                return False
+        return True
 
-    def _handed_on(self, region: Region, owner: str, where: str) -> Region:
+    def _handed_on(self, region: Region, owner: Any, where: Where) -> Region:
         """The bytes of a dropped region for the next owner: what is free and what is used stays as it is."""
         region.freed = True
         del self._regions[region.number]
@@ -324,7 +332,7 @@ class Allocator:
             found = self._members[mask] = numpy.array(listed, dtype=numpy.intp)
         return found
 
-    def _check_address(self, address: int, size: int, mask: int, owner: str, gaps: Gaps) -> int:
+    def _check_address(self, address: int, size: int, mask: int, owner: Any, gaps: Gaps) -> int:
         if address < 0 or address % ALIGNMENT or address + size > self.bank_size:
             raise ArgumentError(
                 f"address {address:#x} is not one of {self.kind}",
@@ -340,7 +348,7 @@ class Allocator:
             )
         return address
 
-    def _full(self, nbytes: int, mask: int, owner: str, where: str, gaps: Gaps) -> OutOfMemoryError:
+    def _full(self, nbytes: int, mask: int, owner: Any, where: Where, gaps: Gaps) -> OutOfMemoryError:
         held = sorted(self._on(mask), key=lambda region: (-region.size, region.address))
         used = int(self._used[self._members_of(mask)].max()) + self._common
         total = self.bank_size * self.banks
@@ -348,7 +356,7 @@ class Allocator:
         more = [f"{'':>10}  and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
         return OutOfMemoryError(
             f"{owner} of {size_text(nbytes)} does not fit into {self.kind} of {size_text(total)} per device",
-            where=where or None,
+            where=line_text(where) or None,
             memory=f"{size_text(used)} in use, {size_text(total - used)} free, "
             f"largest free piece {size_text(gaps.largest * self.banks)}",
             owners="\n".join([*lines[:LISTED], *more]) or "nobody holds any of it",

@@ -11,6 +11,7 @@ class Choice(enum.Enum):
     """One of several, printed with its name alone: `Layout.TILE`."""
 
     __repr__ = enum.Enum.__str__
+    __hash__ = object.__hash__  # each is one object; an Enum's own goes by its name, and takes a Python call
 
 
 class Number(int):

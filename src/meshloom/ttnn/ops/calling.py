@@ -20,6 +20,7 @@ from meshloom.ops.rule import Rule
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.ops.repeats import FOREIGN, SEEN, kind_of, remember, write_into
 from meshloom.ttnn.ops.signatures import Binding, forms
 from meshloom.ttnn.ops.topologies import Rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
@@ -53,6 +54,9 @@ class Made:
     output: Tensor | None = None
     coords: tuple[MeshCoordinate, ...] | None = None
     frees: Tensor | None = None  # an operand that is given back once the result is there
+    kernel: Callable[..., Block] | None = None  # what made the block of those of `given`: `compute` tells of it
+    given: Sequence[Tensor] = ()
+    is_rounded: bool = False  # the kernel gives more than the dtype can say
 
     def into(self, output: Tensor | None) -> Made:
         """The same, to be written into a tensor if there is one."""
@@ -71,9 +75,10 @@ class Made:
         like = self.like
         kind = dtype or self.dtype or (output.dtype if output is not None else like.dtype)
         number = kind._value_
-        values = self.block if self.block.dtype is _EXACT[number] else rounded(self.block, kind)
+        self.is_rounded = self.block.dtype is not _EXACT[number]
+        values = rounded(self.block, kind) if self.is_rounded else self.block
         if output is not None:
-            made = _write_into(values, output, like, self.topology, self.coords or like._coords)
+            made = write_into(values, output, like, self.topology, self.coords or like._coords)
         else:
             made = Tensor(
                 values,
@@ -131,11 +136,18 @@ def op(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            running, kind = _running.op, None
+            outermost = running is None
+            if (outermost or running is COUNTED) and not (BEFORE or AFTER):
+                kind = kind_of(name, args, kwargs, binding.takes)
+                if kind is not None and (seen := SEEN.get(kind[0])) is not None:
+                    found = seen.run(kind, outermost)
+                    if found is not NotImplemented:
+                        return found
             if other and kwargs:
                 kwargs = {other.get(argument, argument): value for argument, value in kwargs.items()}
             for hook in tuple(BEFORE):
                 hook(call, args, kwargs)
-            outermost = _running.op is None
             if outermost:
                 _running.op = (name, args, kwargs)
             try:
@@ -146,9 +158,14 @@ def op(
                     rest = NOTHING
                     output = function(*args)
                 if type(output) is Made:
-                    output = output.tensor(**rest)
+                    made, output = output, output.tensor(**rest)
+                    if kind is not None and made.kernel is not None:
+                        remember(kind, _running.program if outermost else None, [made], [output], None)
                 elif type(output) in (list, tuple):
-                    output = type(output)(each.tensor(**rest) if type(each) is Made else each for each in output)
+                    several = output
+                    output = type(several)(each.tensor(**rest) if type(each) is Made else each for each in several)
+                    if kind is not None and all(type(each) is Made for each in several):
+                        remember(kind, _running.program if outermost else None, several, output, type(several))
             except FOREIGN as error:
                 told = _translate_error(name, error, args, kwargs)
                 if told is None:
@@ -179,6 +196,7 @@ class _Running(threading.local):
     """
 
     op: tuple[str, Any, Any] | None = None
+    program: tuple[Any, ...] = ()  # the key that it was counted under
 
 
 _running = _Running()
@@ -253,10 +271,6 @@ def with_arguments(name: str, doc: str, takes: Mapping[str, Any], function: Func
     return call
 
 
-# What torch and Python say about operands that an op did not check itself.
-FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
 def _translate_error(
     name: str, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> MeshloomError | None:
@@ -314,7 +328,8 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
             _running.op = COUNTED
             if called[0] != name:  # a part of another op, which has more operands or others
                 key = _key_of(*called)
-        device.count_program(tuple(key))
+        _running.program = tuple(key)
+        device.count_program(_running.program)
     if device.watched or state.capture is not None:
         queues.used(device, name, reads=tensors)
     return device, blocks
@@ -337,6 +352,24 @@ def shared_coords(*tensors: Tensor) -> tuple[MeshCoordinate, ...] | None:
     """The devices that hold a part of every operand; None means all."""
     told = [tensor._coords for tensor in tensors if tensor._coords is not None]
     return tuple(place for place in told[0] if all(place in each for each in told)) if told else None
+
+
+def compute(
+    kernel: Callable[..., Block],
+    tensors: Sequence[Tensor],
+    topology: TensorTopology,
+    *,
+    like: Tensor | None = None,
+    **how: Any,
+) -> Made:
+    """What a kernel makes of the blocks of tensors, which `operands` has checked; like the first in all else.
+
+    The next call of the kind (see `repeats`) runs the kernel alone. So it may depend on arguments, and on what tensors
+    are like, but hold no tensor and no block.
+    """
+    block = kernel(*[tensor.block for tensor in tensors])
+    how.setdefault("coords", shared_coords(*tensors))
+    return Made(block, tensors[0] if like is None else like, topology, kernel=kernel, given=tensors, **how)
 
 
 def make(
@@ -362,24 +395,3 @@ def result(
 ) -> Tensor:
     """A block as a tensor: format, label and memory as its first operand's, unless said otherwise."""
     return Made(block, like, topology, dtype, layout, memory_config, output_tensor, coords).tensor()
-
-
-def _write_into(
-    values: Block, output: Tensor, like: Tensor, topology: TensorTopology, coords: tuple[MeshCoordinate, ...] | None
-) -> Tensor:
-    axes = len(output.grid)
-    if output._device is not like._device:
-        raise OperandError(
-            f"output_tensor is on {output._device or 'the host'}, the operands are on {like._device or 'the host'}",
-            fix="give one on the same mesh",
-        )
-    if values.shape[axes:] != output.block.shape[axes:]:
-        raise OperandError(
-            f"output_tensor has shape {list(output.shape)}, the result {list(values.shape[axes:])}",
-            fix="give one of the shape of the result",
-        )
-    output.write(values, coords)
-    if output._device is not None and (output._device.watched or state.capture is not None):
-        queues.used(output._device, "op", writes=(output,))
-    output.update_tensor_topology(topology)
-    return output

@@ -27,11 +27,11 @@ from meshloom.ttnn.ops.block_moves import axis_of
 from meshloom.ttnn.ops.calling import (
     REQUIRED,
     Made,
+    compute,
     op,
     operands,
     register,
     result,
-    shared_coords,
     with_arguments,
 )
 from meshloom.ttnn.ops.complex_numbers import ComplexTensor, invert, magnitude
@@ -86,9 +86,15 @@ def _unary(
     _, (block,) = operands(name, tensor)
     if len(tensor.shape) < function.rank:
         raise OperandError(f"ttnn.{name} needs a tensor of at least rank {function.rank}, not {list(tensor.shape)}")
-    if block.dtype is torch.bfloat16 and (kind or tensor.dtype) is not DataType.BFLOAT16:
-        block = block.float()
-    return Made(function.call(block, *values), tensor, topology_of(function.rule, tensor))
+    call = function.call
+    is_fine = block.dtype is torch.bfloat16 and (kind or tensor.dtype) is not DataType.BFLOAT16
+    if is_fine or values:
+        call = functools.partial(_apply, call, is_fine, tuple(values))
+    return compute(call, (tensor,), topology_of(function.rule, tensor))
+
+
+def _apply(call: Callable[..., Block], is_fine: bool, values: tuple[Any, ...], block: Block) -> Block:
+    return call(block.float() if is_fine else block, *values)
 
 
 for _name, _function in UNARY.items():
@@ -167,27 +173,25 @@ def _shapes_of(name: str, a: Tensor, b: Tensor) -> int:
     return rank
 
 
-def pair_operands(
-    name: str, a: Operand, b: Operand, kind: DataType | None
-) -> tuple[Tensor, Any, Any, tuple[Tensor, ...]]:
-    """The first tensor of two operands, what to compute with, and the tensors among them."""
+def _pair_kernel(
+    name: str, function: Callable[[Any, Any], Block], a: Operand, b: Operand, kind: DataType | None
+) -> tuple[Callable[..., Block], tuple[Tensor, ...]]:
+    """What a function of two operands computes from the blocks of the tensors among them, and these tensors."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         _, (x, y) = operands(name, a, b)
         kind = kind or a.dtype
-        axes = len(a._grid)
-        if x.shape != y.shape:
-            rank = _shapes_of(name, a, b)
-            x, y = aligned(x, axes, rank), aligned(y, axes, rank)
-        return a, fine(x, kind), fine(y, kind), (a, b)
-    tensor: Any
-    scalar: Any
+        axes, rank = len(a._grid), 0 if x.shape == y.shape else _shapes_of(name, a, b)
+        if aligned(x, axes, rank) is x and aligned(y, axes, rank) is y and fine(x, kind) is x and fine(y, kind) is y:
+            return function, (a, b)
+        return lambda x, y: function(fine(aligned(x, axes, rank), kind), fine(aligned(y, axes, rank), kind)), (a, b)
     tensor, scalar = (a, b) if isinstance(a, Tensor) else (b, a)
     if not isinstance(tensor, Tensor) or not isinstance(scalar, (int, float)):
         raise ArgumentError(f"ttnn.{name} takes tensors and numbers, not {type(a).__name__} and {type(b).__name__}")
-    _, (block,) = operands(name, tensor)
-    block = fine(block, kind or tensor.dtype)
-    both = (block, scalar) if tensor is a else (scalar, block)
-    return tensor, *both, (tensor,)
+    operands(name, tensor)
+    asked = kind or tensor.dtype
+    if tensor is a:
+        return lambda x: function(fine(x, asked), scalar), (tensor,)
+    return lambda y: function(scalar, fine(y, asked)), (tensor,)
 
 
 def binary(
@@ -204,14 +208,19 @@ def binary(
     kind: DataType | None = None,
 ) -> Made:
     """A function of two operands of which one may be a number, with activations fused before and after it."""
-    first, x, y, tensors = pair_operands(name, a, b, kind if output is None else output.dtype)
-    if input_tensor_a_activations or input_tensor_b_activations:
-        x, y, rule = _fuse(x, input_tensor_a_activations), _fuse(y, input_tensor_b_activations), EACH
-    block = function(x, y)
-    if activations:
-        block, rule = activate(block, activations), EACH
-    alone = first._coords is None and tensors[-1]._coords is None
-    return Made(block, first, topology_of(rule, a, b), output=output, coords=None if alone else shared_coords(*tensors))
+    before = (input_tensor_a_activations, input_tensor_b_activations)
+    if activations or any(before):
+        function, rule = _fused(function, before, activations), EACH
+    kernel, tensors = _pair_kernel(name, function, a, b, kind if output is None else output.dtype)
+    return compute(kernel, tensors, topology_of(rule, a, b), output=output)
+
+
+def _fused(
+    function: Callable[[Any, Any], Block], before: Sequence[Sequence[Activation]], after: Sequence[Activation]
+) -> Callable[[Any, Any], Block]:
+    """A function with activations of its operands and of its result."""
+    first, second = before
+    return lambda x, y: activate(function(_fuse(x, first), _fuse(y, second)), after)
 
 
 def _fuse(value: Any, activations: Sequence[Activation]) -> Any:
@@ -390,10 +399,18 @@ def several(name: str, function: Callable[..., Block], values: Sequence[Operand]
     operands(name, *tensors)
     for each in tensors[1:]:
         _shapes_of(name, tensors[0], each)
-    rank, axes, like = max(len(each.shape) for each in tensors), len(tensors[0].grid), tensors[0]
-    dtype = kind or like.dtype
-    blocks = [fine(aligned(v.block, axes, rank), dtype) if isinstance(v, Tensor) else v for v in values]
-    return Made(function(*blocks), like, topology_of(EACH, *tensors), coords=shared_coords(*tensors))
+    rank, axes = max(len(each.shape) for each in tensors), len(tensors[0].grid)
+    dtype = kind or tensors[0].dtype
+    numbers = [_HERE if isinstance(each, Tensor) else each for each in values]
+
+    def kernel(*blocks: Block) -> Block:
+        given = iter(blocks)
+        return function(*(fine(aligned(next(given), axes, rank), dtype) if n is _HERE else n for n in numbers))
+
+    return compute(kernel, tensors, topology_of(EACH, *tensors))
+
+
+_HERE = object()  # where a tensor stands among numbers
 
 
 @op("where")
@@ -401,9 +418,11 @@ def where(predicate: Tensor, true_value: Operand, false_value: Operand, *, outpu
     """The second operand where the first is not zero, else the third."""
     like = next((each for each in (true_value, false_value) if isinstance(each, Tensor)), predicate)
 
+    store = like.dtype.store
+
     def choose(condition: Block, yes: Any, no: Any) -> Block:
         found = torch.where(condition != 0, yes, no)
-        return found if found.dtype is like.dtype.store or found.dtype.is_floating_point else found.to(like.dtype.store)
+        return found if found.dtype is store or found.dtype.is_floating_point else found.to(store)
 
     values = (predicate, true_value, false_value)
     if like is predicate or like.dtype is predicate.dtype or output_tensor is not None:
@@ -467,11 +486,12 @@ def _clamp(name: str) -> None:
         input_tensor: Tensor, min: Operand | None = None, max: Operand | None = None, *, kind: DataType | None = None
     ) -> Made:
         limits = [(each, how) for each, how in ((min, torch.maximum), (max, torch.minimum)) if each is not None]
+        hows = [how for _, how in limits]
         if not limits:
             raise OperandError(f"ttnn.{name}: Only one of 'min' or 'max' can be None. Please provide at least one")
 
         def limit(x: Block, *given: Any) -> Block:
-            for value, (_, how) in zip(given, limits, strict=True):
+            for value, how in zip(given, hows, strict=True):
                 x = how(x, value if isinstance(value, torch.Tensor) else torch.full_like(x, value))
             return x
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import enum
+import itertools
 import json
 import math
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meshloom.errors import ArgumentError, OperandError, where
+from meshloom.errors import ArgumentError, OperandError, place_of
 from meshloom.runtime.memory import Allocator, Region
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid, CoreRange, CoreRangeSet
@@ -78,7 +81,8 @@ def room_on(device: MeshDevice, kind: BufferType, size: int, owner: Any, per_ban
     runtime, is_l1 = device.runtime, kind is not BufferType.DRAM
     allocator = runtime.system.memory["l1" if is_l1 else "dram"]
     size = size * allocator.banks if per_bank else size
-    return Room(allocator, allocator.allocate(size, runtime.mask, owner, where(), from_top=is_l1))
+    place = place_of(sys._getframe(1))
+    return Room(allocator, allocator.allocate(size, runtime.mask, owner, place, from_top=is_l1))
 
 
 Grids = CoreGrid | CoreCoord | CoreRange | CoreRangeSet | Sequence[Any]
@@ -181,6 +185,7 @@ class MemoryConfig:
     buffer_type: BufferType
     shard_spec: ShardSpec | None
     nd_shard_spec: NdShardSpec | None
+    token: int = field(compare=False)  # the same in equal configs: what stands for one in a key
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         by_dims = "nd_shard_spec" in kwargs or (bool(args) and isinstance(args[0], BufferType))
@@ -188,7 +193,8 @@ class MemoryConfig:
         for name, value, kind in zip(_FIELDS, found, _KINDS, strict=True):
             if not isinstance(value, kind):
                 raise ArgumentError(f"MemoryConfig: {name}={value!r} is a {type(value).__name__}")
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, _copy_of(value))
+        object.__setattr__(self, "token", _token_of(self))
 
     @property
     def interleaved(self) -> bool:
@@ -218,6 +224,24 @@ class MemoryConfig:
     def __repr__(self) -> str:
         specs = "".join(f", {name}={spec!r}" for name, spec in self._specs() if spec is not None)
         return f"MemoryConfig(memory_layout={self.memory_layout}, buffer_type={self.buffer_type}{specs})"
+
+
+def _copy_of(value: Any) -> Any:
+    """A spec of the config's own: programs change theirs and use them again."""
+    if isinstance(value, ShardSpec):
+        return ShardSpec(value.grid, value.shape, value.orientation)
+    return copy.copy(value) if isinstance(value, NdShardSpec) else value
+
+
+_tokens: dict[MemoryConfig, int] = {}
+_numbers = itertools.count()
+TOKENS = 4096  # configs that are known at once; one that is forgotten gets another token
+
+
+def _token_of(config: MemoryConfig) -> int:
+    if len(_tokens) >= TOKENS:
+        _tokens.clear()
+    return _tokens.setdefault(config, next(_numbers))
 
 
 _FIELDS = ("memory_layout", "buffer_type", "shard_spec", "nd_shard_spec")

@@ -91,6 +91,17 @@ def _bytes(shape: tuple[int, ...], dtype: DataType, layout: Layout, tile: Tile) 
     return found
 
 
+def bytes_on(
+    memory: MemoryConfig, shape: tuple[int, ...], dtype: DataType, layout: Layout, tile: Tile
+) -> tuple[int, bool]:
+    """The bytes that a device needs for its part in a memory, and whether it needs them in every bank."""
+    if memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
+        share = share_of_bank(memory, padded_shape(shape, layout, tile))
+        if share is not None:
+            return bytes_of(share, dtype), True
+    return _bytes(shape, dtype, layout, tile), False
+
+
 class _Making(type):
     """Ops make tensors from a block and its grid; people from data, as TTNN's constructors take it."""
 
@@ -151,12 +162,8 @@ class Tensor(metaclass=_Making):
         if device.runtime.lease.driver is not None:
             device.runtime.lease.check_tensors()
         shape = self._block.shape[len(self._grid) :]  # type: ignore[union-attr]
-        size, share = _bytes(shape, self.dtype, self.layout, self.tile), None
-        if self._memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
-            share = share_of_bank(self._memory, padded_shape(shape, self.layout, self.tile))
-            size = size if share is None else bytes_of(share, self.dtype)
-        owner = Owner(self.dtype, shape)
-        made = room_on(device, self._memory.buffer_type, size, owner, per_bank=share is not None)
+        size, per_bank = bytes_on(self._memory, shape, self.dtype, self.layout, self.tile)
+        made = room_on(device, self._memory.buffer_type, size, Owner(self.dtype, shape), per_bank)
         queues.note_allocation(device, made.region)
         return made
 
@@ -584,6 +591,20 @@ class Tensor(metaclass=_Making):
     def __repr__(self) -> str:
         return str(import_module("meshloom.ttnn.tensor.printing").text(self))
 
+
+def make_tensor(kind: Any, block: Block, grid: tuple[int, ...], device: MeshDevice, room: Room) -> Tensor:
+    """A tensor of a kind that was seen before, outside of a capture: the dtype, layout, topology, memory and coords of
+    `kind`, with the usual tile."""
+    made: Tensor = _blank(Tensor)
+    made._block, made._grid, made._device, made._room = block, grid, device, room
+    made.dtype, made.layout, made.tile, made.home = kind.dtype, kind.layout, TILE, device
+    made._topology, made._memory, made._coords = kind.topology, kind.memory, kind.coords
+    made._pad, made._pinned, made._sharers = 0.0, False, None
+    made.tensor_id = next(_ids)
+    return made
+
+
+_blank = object.__new__
 
 Sharer = tuple["weakref.ref[Tensor]", Sequence[int] | None]
 

@@ -1,0 +1,317 @@
+"""A call of a kind that was seen before is the kernel alone, and sees all that changes from call to call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flows
+from meshloom import ttnn
+from meshloom.errors import ClosedError, OperandError, OutOfMemoryError
+from meshloom.ttnn.ops import repeats
+from ttnn_cases import label
+
+
+@pytest.fixture
+def device() -> Iterator[Any]:
+    repeats.forget()
+    with ttnn.create_mesh_device(ttnn.MeshShape(2, 4)) as opened:
+        yield opened
+
+
+def put(device: Any, *shape: int, dim: int | None = None, dtype: Any = ttnn.float32, seed: int = 0) -> Any:
+    mapper = None if dim is None else ttnn.ShardTensorToMesh(device, dim=dim)
+    values = torch.randn(shape or (64, 32), generator=torch.Generator().manual_seed(seed))
+    return ttnn.from_torch(values, dtype=dtype, layout=ttnn.TILE_LAYOUT, device=device, mesh_mapper=mapper)
+
+
+def read(tensor: Any) -> torch.Tensor:
+    return ttnn.to_torch(tensor)
+
+
+# the most functions of ours that a call seen before enters
+FRAMES: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
+    "add": (12, lambda x, y: ttnn.add(x, y)),
+    "operator": (13, lambda x, y: x + y),
+    "in other memory": (13, lambda x, y: ttnn.multiply(x, y, memory_config=ttnn.L1_MEMORY_CONFIG)),
+    "with a number": (14, lambda x, y: ttnn.multiply(x, 2.0)),
+    "unary": (12, lambda x, y: ttnn.exp(x)),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_call_seen_before_enters_few_functions_of_ours(name: str, device: Any) -> None:
+    most, act = FRAMES[name]
+    x, y = put(device, dim=0), put(device, dim=0, seed=1)
+    assert len(flows.trace(lambda: act(x, y))) > 2 * most  # the first time all is decided
+    found = flows.trace_again(lambda: act(x, y))
+    assert 5 < len(found) <= most, flows.drawing(found)
+
+
+def test_a_call_seen_before_gives_the_values_and_the_metadata_of_the_first(device: Any) -> None:
+    calls: dict[str, Callable[[Any, Any], Any]] = {
+        "add": lambda x, y: ttnn.add(x, y),
+        "add to itself": lambda x, y: ttnn.add(x, x),
+        "other dtype": lambda x, y: ttnn.add(x, y, dtype=ttnn.bfloat16),
+        "other memory": lambda x, y: ttnn.add(x, y, memory_config=ttnn.L1_MEMORY_CONFIG),
+        "block floats": lambda x, y: ttnn.subtract(x, y, dtype=ttnn.bfloat8_b),
+        "a number": lambda x, y: ttnn.multiply(x, 0.5),
+        "a number first": lambda x, y: ttnn.rsub(x, 2),
+        "activations": lambda x, y: ttnn.add(x, y, activations=[ttnn.UnaryOpType.RELU]),
+        "unary": lambda x, y: ttnn.elu(x, alpha=0.25),
+        "three": lambda x, y: ttnn.where(ttnn.gt(x, 0.0), x, y),
+        "clamp": lambda x, y: ttnn.clamp(x, -0.5, 0.25),
+    }
+    for call in calls.values():
+        first = call(put(device, dim=0), put(device, dim=0, seed=1))
+        for seed in (0, 7):
+            x, y = put(device, dim=0, seed=seed), put(device, dim=0, seed=seed + 1)
+            found = call(x, y)
+            repeats.forget()
+            expected = call(x, y)
+            assert torch.equal(read(found), read(expected))
+            for each in (found, first):
+                assert (each.shape, each.dtype, each.layout) == (expected.shape, expected.dtype, expected.layout)
+                assert (each.memory_config(), label(each)) == (expected.memory_config(), label(expected))
+                assert each.tile == expected.tile and each.device() is device
+
+
+def test_one_tensor_twice_and_two_tensors_are_told_apart(device: Any) -> None:
+    x, y = put(device, dim=0), put(device, dim=0, seed=1)
+    for a, b in ((x, x), (x, y), (y, x), (y, y)):
+        torch.testing.assert_close(read(ttnn.subtract(a, b)), read(a) - read(b))
+
+
+def test_numbers_that_are_equal_and_not_the_same_are_told_apart(device: Any) -> None:
+    x = put(device, dim=0)
+    for _ in range(2):
+        for zero in (0.0, -0.0):
+            assert read(ttnn.div(x, zero)).sign().equal((read(x) / zero).sign())
+        for power in (2, 2.0, True):
+            torch.testing.assert_close(read(ttnn.pow(x, power)), read(x) ** power)
+
+
+def test_labels_dtypes_layouts_memories_and_shapes_are_kinds_of_their_own(device: Any) -> None:
+    plain = put(device, 64, 32, dim=0)
+    others = [
+        put(device, 64, 32, dim=1),
+        put(device, 64, 32),
+        put(device, 128, 32, dim=0),
+        put(device, 64, 32, dim=0, dtype=ttnn.bfloat16),
+        ttnn.to_layout(plain, ttnn.ROW_MAJOR_LAYOUT),
+        ttnn.to_memory_config(plain, ttnn.L1_MEMORY_CONFIG),
+    ]
+    for x in (plain, *others, plain):
+        found = ttnn.relu(x)
+        assert (found.shape, found.dtype, found.layout, label(found)) == (x.shape, x.dtype, x.layout, label(x))
+        assert found.memory_config() == x.memory_config()
+        assert torch.equal(read(found), read(x).relu())
+
+
+def test_a_label_that_is_changed_by_hand_counts_from_then_on(device: Any) -> None:
+    x = put(device, dim=0)
+    ttnn.relu(x)
+    unknown = x.tensor_topology().with_placements([ttnn.PlacementPartial("sum")])
+    x.update_tensor_topology(unknown)
+    assert label(ttnn.neg(x)) == [ttnn.PlacementPartial("sum")]
+    assert label(ttnn.relu(x)) == [ttnn.PlacementPartial("unknown")]
+
+
+def test_a_deallocated_operand_is_refused_as_the_first_time(device: Any) -> None:
+    x, y = put(device, dim=0), put(device, dim=0)
+    ttnn.add(x, y)
+    for force in (True, False):
+        gone = put(device, dim=0)
+        ttnn.deallocate(gone, force=force)
+        with pytest.raises(OperandError, match="Input Tensor B is not allocated"):
+            ttnn.add(x, gone)
+    shared = ttnn.reshape(y, (1, *y.shape))
+    ttnn.add(shared, shared)
+    ttnn.deallocate(y, force=True)
+    with pytest.raises(OperandError, match="is not allocated"):
+        ttnn.add(shared, shared)
+
+
+def test_a_closed_mesh_is_refused_as_the_first_time() -> None:
+    device = ttnn.open_mesh_device(ttnn.MeshShape(1, 2))
+    x = put(device)
+    ttnn.relu(x)
+    ttnn.relu(x)
+    ttnn.close_mesh_device(device)
+    with pytest.raises(ClosedError, match="has been closed"):
+        ttnn.relu(x)
+
+
+def test_a_kind_that_was_seen_on_one_mesh_gives_results_on_another(device: Any) -> None:
+    ttnn.relu(put(device))
+    with ttnn.create_mesh_device(ttnn.MeshShape(2, 4)) as other:
+        x = put(other)
+        found = ttnn.relu(x)
+        assert found.device() is other
+        with pytest.raises(OperandError, match="need to be on the same device"):
+            ttnn.add(found, put(device))
+
+
+def test_programs_are_counted_for_every_call(device: Any) -> None:
+    x = put(device, dim=0)
+    for _ in range(3):
+        ttnn.relu(x)
+    assert device.num_program_cache_entries() == 1
+    device.clear_program_cache()
+    assert device.num_program_cache_entries() == 0
+    ttnn.relu(x)
+    assert device.num_program_cache_entries() == 1
+    device.clear_program_cache()
+    device.set_program_cache_misses_allowed(False)
+    with pytest.raises(OperandError, match="program cache miss occurred"):
+        ttnn.relu(x)
+    device.set_program_cache_misses_allowed(True)
+    device.disable_and_clear_program_cache()
+    ttnn.relu(x)
+    assert device.num_program_cache_entries() == 0
+
+
+def test_a_part_of_another_op_is_no_program_of_its_own_until_it_is_called(device: Any) -> None:
+    x = put(device, dim=0)
+    ttnn.sqrt(x)
+    count = device.num_program_cache_entries()
+    ttnn.sqrt(put(device, 64, 64, dim=0))
+    assert device.num_program_cache_entries() == count + 1
+
+
+def test_hooks_see_calls_that_were_seen_before(device: Any) -> None:
+    x = put(device, dim=0)
+    ttnn.relu(x)
+    seen: list[str] = []
+    with (
+        ttnn.register_pre_operation_hook(lambda operation, args, kwargs: seen.append("before")),
+        ttnn.register_post_operation_hook(lambda operation, args, kwargs, output: seen.append("after")),
+    ):
+        ttnn.relu(x)
+    ttnn.relu(x)
+    assert seen == ["before", "after"]
+
+
+def test_a_capture_takes_calls_that_were_seen_before(device: Any) -> None:
+    x, y = put(device, dim=0), put(device, dim=0, seed=1)
+    ttnn.add(x, y)
+    trace = ttnn.begin_trace_capture(device, cq_id=0)
+    found = ttnn.add(x, y)
+    ttnn.end_trace_capture(device, trace, cq_id=0)
+    host = ttnn.from_torch(
+        torch.full((64, 32), 3.0), layout=ttnn.TILE_LAYOUT, mesh_mapper=ttnn.ShardTensorToMesh(device, 0)
+    )
+    ttnn.copy_host_to_device_tensor(host, x)
+    ttnn.execute_trace(device, trace, cq_id=0)
+    torch.testing.assert_close(read(found), 3.0 + read(y))
+    ttnn.execute_trace(device, trace, cq_id=0, blocking=False)
+    torch.testing.assert_close(read(ttnn.add(found, y)), 3.0 + 2 * read(y))  # it waits for the replay
+    ttnn.release_trace(device, trace)
+
+
+def test_results_are_allocated_in_lockstep_and_given_back(device: Any) -> None:
+    x = put(device, dim=0)
+    used = [each.used for each in device.memory_usage().values()]
+    one, two = ttnn.relu(x), ttnn.relu(x)
+    assert one.buffer_address() != two.buffer_address()
+    address = one.buffer_address()
+    del one
+    assert ttnn.relu(x).buffer_address() == address
+    ttnn.deallocate(two, force=True)
+    del two
+    gc.collect()
+    assert [each.used for each in device.memory_usage().values()] == used
+    again = ttnn.relu(x, memory_config=ttnn.L1_MEMORY_CONFIG), ttnn.relu(x, memory_config=ttnn.L1_MEMORY_CONFIG)
+    assert again[0].memory_config() == again[1].memory_config() == ttnn.L1_MEMORY_CONFIG
+    assert again[0].buffer_address() > again[1].buffer_address()  # L1 is given out from the top
+
+
+def test_memory_that_is_full_names_the_line_of_a_call_that_was_seen_before() -> None:
+    with ttnn.create_mesh_device(ttnn.MeshShape(1, 2), memory=1 << 20) as device:
+        x = put(device, 256, 256)
+        kept = [ttnn.relu(x)]
+        with pytest.raises(OutOfMemoryError, match=r"since test_ttnn_repeats.py:\d+"):
+            for _ in range(20):
+                kept.append(ttnn.relu(x))
+
+
+def test_a_result_that_is_written_into_a_tensor_is_written_every_time(device: Any) -> None:
+    out = put(device, dim=0, seed=9)
+    address = out.buffer_address()
+    for seed in range(3):
+        x, y = put(device, dim=0, seed=seed), put(device, dim=0, seed=seed + 1)
+        assert ttnn.add(x, y, output_tensor=out) is out
+        torch.testing.assert_close(read(out), read(x) + read(y))
+        expected = read(x) * read(y)
+        assert ttnn.multiply_(x, y) is x
+        torch.testing.assert_close(read(x), expected)
+    assert out.buffer_address() == address
+    with pytest.raises(OperandError, match="output_tensor has shape"):
+        ttnn.add(x, y, output_tensor=put(device, 128, 32, dim=0))
+
+
+def test_a_tensor_that_all_devices_shared_is_another_kind_when_they_differ(device: Any) -> None:
+    x, y = put(device), put(device, dim=0)
+    shared = ttnn.relu(x)
+    assert shared.block.shape[:2] == (1, 1)
+    ttnn.relu(shared)
+    ttnn.copy(ttnn.relu(put(device, 512, 32, dim=0)), shared)
+    assert shared.block.shape[:2] == (2, 4)
+    assert torch.equal(ttnn.relu(shared).block, shared.block.relu())
+    assert y.block.shape[:2] == (2, 4)
+
+
+def test_an_error_of_torch_is_told_as_the_first_time(device: Any) -> None:
+    x, y = put(device, dim=0), put(device, dim=0)
+    ttnn.add(x, y)
+    broken = put(device, dim=0)
+    broken._block = broken.block.to(torch.complex64).to(torch.bool)  # bools cannot be subtracted
+    for _ in range(2):
+        with pytest.raises(OperandError, match=r"ttnn\.subtract cannot take these operands"):
+            ttnn.subtract(broken, broken)
+
+
+def test_what_is_remembered_is_bounded_and_can_be_forgotten(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "LIMIT", 8)
+    x = put(device, dim=0)
+    for number in range(40):
+        torch.testing.assert_close(read(ttnn.add(x, float(number))), read(x) + number)
+    assert len(repeats.SEEN) == 8
+    repeats.forget()
+    assert not repeats.SEEN
+
+
+def test_nothing_that_is_remembered_keeps_a_tensor_alive(device: Any) -> None:
+    x, y = put(device, dim=0), put(device, dim=0)
+    results = [ttnn.add(x, y), ttnn.where(x, x, y), ttnn.clamp(x, y, 1.0), ttnn.addcmul(x, y, y), ttnn.multiply_(y, x)]
+    assert repeats.SEEN
+    for each in repeats.SEEN.values():
+        for result in each._results:
+            assert not repeats.holds_tensor(result.kernel)
+    gone = [weakref.ref(each) for each in (x, y, *results)]
+    del x, y, results
+    gc.collect()
+    assert [each() for each in gone] == [None] * len(gone)
+
+
+def test_a_kernel_that_keeps_a_block_is_not_remembered(device: Any) -> None:
+    kept = torch.ones(2)
+    assert repeats.holds_tensor(lambda x: x + kept)
+    assert not repeats.holds_tensor(torch.add)
+
+
+def test_a_memory_config_does_not_change_with_the_spec_that_it_was_made_of() -> None:
+    grid = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(1, 0))])
+    spec = ttnn.ShardSpec(grid, (32, 64))
+    layout, kind = ttnn.TensorMemoryLayout.HEIGHT_SHARDED, ttnn.BufferType.L1
+    config = ttnn.MemoryConfig(layout, kind, spec)
+    same = ttnn.MemoryConfig(layout, kind, ttnn.ShardSpec(grid, (32, 64)))
+    assert config.token == same.token and config == same
+    spec.shape = [64, 64]
+    assert config.shard_spec.shape == [32, 64]
+    assert ttnn.MemoryConfig(layout, kind, spec).token != config.token
