@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 from meshloom.collectives import KINDS, Collective
 from meshloom.collectives.algorithms import algorithm as named
 from meshloom.comms.deferred import sum_gradient
-from meshloom.comms.group import WORLD, group_of, members_of
+from meshloom.comms.group import WORLD, Group, group_of, members_of
 from meshloom.comms.modes import DirectMode, FabricMode, HostMode
 from meshloom.context import Event, state
 from meshloom.engines.layout import fill, from_block, mask_of, pad, to_block, unpad
@@ -31,6 +32,7 @@ from meshloom.placement import IDENTITY, PARTIAL_OPS, Partial, Placement, Replic
 from meshloom.types import Shape
 
 MODES = ("direct", "host", "fabric")
+REPLICATE = Replicate()
 Axis = str | Sequence[str] | None
 Placed = tuple[Topology, torch.Tensor]  # a tensor as its topology and its stored array
 
@@ -46,8 +48,7 @@ class Operand:
     def __init__(self, topology: Topology, data: torch.Tensor, axis: Axis) -> None:
         self.topology, self.data = topology, data
         self.mesh = topology.mesh
-        self.axes = group_axes(self.mesh, axis)
-        self.group = members_of(self.mesh, self.axes)
+        self.axes, self.group = _members(topology, tuple(axis) if isinstance(axis, list) else axis)
         self.sizes, self.size = self.group.sizes, self.group.size
 
     @property
@@ -57,23 +58,15 @@ class Operand:
 
     def place(self, placement: Placement, shape: Shape) -> Topology:
         """A tensor of this shape placed so along the group, and as before on the other axes."""
-        placements = tuple(placement if a in self.axes else p for a, p in enumerate(self.topology.placements))
-        return Topology(self.mesh, placements, shape, self.topology.dtype)
+        return _place(self.topology, self.axes, placement, shape)
 
     def held_shape(self) -> Shape:
         """The shape of what one member of each group holds, seen over the other axes."""
-        return tuple([self._held_size(dim) for dim in range(self.topology.ndim)])
-
-    def _held_size(self, dim: int) -> int:
-        topology = self.topology
-        if not any(a in self.axes for a in topology.axes_of[dim]):
-            return topology.shape[dim]
-        return topology.local_shape[dim] * self.others(dim)
+        return _held_shape(self.topology, self.axes)
 
     def others(self, dim: int) -> int:
         """How many places on the other axes cut a dim."""
-        axes = self.topology.axes_of[dim]
-        return math.prod(self.mesh.shape[a] for a in axes if a not in self.axes)
+        return _others(self.topology, self.axes, dim)
 
     def parts(self, missing: object = 0) -> torch.Tensor:
         """What each member holds; an element that some lack is `missing` there, one that all lack is zero."""
@@ -128,13 +121,42 @@ class Operand:
         """The tensor of which every member holds `part`."""
         for axis in self.axes:
             part = part.unsqueeze(axis)
-        target = self.place(Replicate(), shape)
+        target = self.place(REPLICATE, shape)
         return target, from_block(part, target)
 
     def each(self, parts: torch.Tensor, target: Topology) -> Placed:
         """The tensor of which member i holds `parts[i]`; no axis of the group is replicated."""
         block = parts.unflatten(0, self.group.held).movedim(tuple(range(len(self.axes))), self.axes)
         return target, from_block(block, target)
+
+
+# What follows from a topology and the axes of a group alone: worked out once.
+
+
+@lru_cache(maxsize=4096)
+def _members(topology: Topology, axis: Axis) -> tuple[tuple[int, ...], Group]:
+    axes = group_axes(topology.mesh, axis)
+    return axes, members_of(topology.mesh, axes)
+
+
+@lru_cache(maxsize=4096)
+def _place(topology: Topology, axes: tuple[int, ...], placement: Placement, shape: Shape) -> Topology:
+    placements = tuple(placement if a in axes else p for a, p in enumerate(topology.placements))
+    return Topology(topology.mesh, placements, shape, topology.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _held_shape(topology: Topology, axes: tuple[int, ...]) -> Shape:
+    sizes = []
+    for dim, size in enumerate(topology.shape):
+        is_cut = any(a in axes for a in topology.axes_of[dim])
+        sizes.append(topology.local_shape[dim] * _others(topology, axes, dim) if is_cut else size)
+    return tuple(sizes)
+
+
+@lru_cache(maxsize=4096)
+def _others(topology: Topology, axes: tuple[int, ...], dim: int) -> int:
+    return math.prod(topology.mesh.shape[a] for a in topology.axes_of[dim] if a not in axes)
 
 
 def group_axes(mesh: Mesh, axis: Axis) -> tuple[int, ...]:
@@ -232,7 +254,7 @@ class Call:
 
     def target(self) -> Topology:
         """Where a reduction would lie."""
-        return self.operand.place(Replicate(), self.operand.held_shape())
+        return self.operand.place(REPLICATE, self.operand.held_shape())
 
     def reduce_into(self, out: torch.Tensor) -> None:
         """The reduction, written to a stored array of that topology."""

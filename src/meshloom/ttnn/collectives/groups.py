@@ -20,16 +20,18 @@ from typing import Any
 
 import torch
 
-from meshloom.engines.layout import from_block, short_name
+from meshloom.comms.literal import Call, check_mode
+from meshloom.engines.layout import from_block, short_name, to_block
 from meshloom.errors import ArgumentError, ModeError, OperandError, closest
 from meshloom.mesh import Mesh
 from meshloom.placement import Replicate, Shard, Topology
 from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
 from meshloom.tensor.base import Tensor as Native
+from meshloom.tensor.moving import same_storage
 from meshloom.ttnn.config import CONFIG
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.calling import Made, operands
+from meshloom.ttnn.ops.calling import Made, compute, operands
 from meshloom.ttnn.ops.topologies import by_axis
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -77,7 +79,8 @@ class Group:
         if mesh_device is not None and mesh_device is not device:
             raise ArgumentError(f"ttnn.{name}: mesh_device is {mesh_device}, the tensor is on {device}")
         self.name, self.tensor, self.mesh = name, tensor, device.runtime.mesh
-        self.mode = _check_mode(mode) if mode is not None else _mode.get()
+        self.asked = None if mode is None else _check_mode(mode)
+        self.mode = self.asked or _mode.get()
         self.axes = _axes(name, self.mesh, cluster_axis)
         self.places: tuple[MeshCoordinate, ...] | None = None  # the devices, if they are not all of the mesh
         if tensor._coords is not None and len(tensor._coords) < self.mesh.size:
@@ -178,6 +181,32 @@ class Group:
         """A native collective over the group on another block that lies as the tensor's does."""
         given = to_native(block, self.mesh, self.axes if own else ())
         return from_native(function(given, *args, axis=self.names, mode=self.mode, **options))
+
+    def collective(
+        self, kind: str, act: str, label: Label, *dims: int, size: int | None = None, **options: Any
+    ) -> Made:
+        """What a method of a native `Call` makes of the tensor, which lies on the whole mesh: `act` is its name, `dims`
+        are dims of ours that it takes. `size` cuts the first of them, whose end is padding.
+
+        A label that says nothing of some axis is checked every time (`CONFIG.strict_ccl_topology`).
+        """
+        asked, places = self.asked, [self.at(dim) for dim in dims]
+        axes = None if len(self.axes) == self.mesh.ndim else self.axes
+
+        def kernel(mesh: Mesh, block: Block) -> Block:
+            topology, data = lie_down(block, mesh)
+            names = None if axes is None else tuple([mesh.axes[axis] for axis in axes])
+            call = Call(kind, topology, data, names, asked or _mode.get(), **options)
+            found = stand_up(*getattr(call, act)(*places))
+            if same_storage(found, block):
+                found = found.clone()
+            return found if size is None else found.narrow(places[0], 0, size)
+
+        check_mode(self.mode, options.get("op"), lie_down(self.block, self.mesh)[0])
+        made = compute(kernel, (self.tensor,), label, mesh=self.mesh)
+        if UNKNOWN in label._placements:
+            made.kernel = None
+        return made
 
     def at(self, dim: int) -> int:
         """The number of a dim in the native tensor, behind the mesh axes."""
@@ -360,21 +389,33 @@ def to_native(block: Block, mesh: Mesh, own: Sequence[int] = ()) -> Native:
     if own:
         lead = [mesh.local_shape[axis] if axis in own else size for axis, size in enumerate(block.shape[:axes])]
         block = block.expand(*lead, *block.shape[axes:])
-    topology = _lying(mesh, tuple(block.shape), short_name(block.dtype))
-    return Native(topology, from_block(block[(slice(None),) * axes + (None,) * axes], topology))
+    return Native(*lie_down(block, mesh))
+
+
+def lie_down(block: Block, mesh: Mesh) -> tuple[Topology, torch.Tensor]:
+    """A block as the topology and the stored array of a native tensor."""
+    topology, index = _lying(mesh, block.shape, block.dtype)
+    return topology, from_block(block[index], topology)
+
+
+def stand_up(topology: Topology, data: torch.Tensor) -> Block:
+    """The block of what `lie_down` gave, or of what a collective made of it."""
+    block, axes = to_block(data, topology), len(topology.placements)
+    return block.reshape(block.shape[:axes] + block.shape[2 * axes :])
 
 
 @functools.lru_cache(maxsize=4096)
-def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Topology:
-    """How a block of that shape lies: mesh axes cut dims of their own, those of size 1 are replicated."""
+def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Topology, tuple[slice | None, ...]]:
+    """How a block of that shape lies: mesh axes cut dims of their own, those of size 1 are replicated. And the index
+    that makes room for these dims."""
     lead, dims = shape[: mesh.ndim], shape[mesh.ndim :]
     alike = [size == 1 and mesh.shape[axis] > 1 for axis, size in enumerate(lead)]
     placements = [Replicate() if same else Shard(axis) for axis, same in enumerate(alike)]
     front = [1 if same else mesh.shape[axis] for axis, same in enumerate(alike)]
-    return Topology(mesh, placements, (*front, *dims), dtype)
+    index = (slice(None),) * mesh.ndim + (None,) * mesh.ndim
+    return Topology(mesh, placements, (*front, *dims), short_name(dtype)), index
 
 
 def from_native(tensor: Native) -> Block:
     """The block of a native tensor that `to_native` made, or that a collective made of one."""
-    axes, block = tensor.mesh.ndim, tensor.block
-    return block.reshape(*block.shape[:axes], *block.shape[2 * axes :])
+    return stand_up(tensor.topology, tensor._data)

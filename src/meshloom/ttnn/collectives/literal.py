@@ -64,12 +64,10 @@ def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Mad
 def gather_along(group: Group, dim: int | None = None) -> Made:
     """The all-gather of a group's tensor; the padding at the end of a dim that only the group cuts is left out."""
     place = group.sharded_dim() if dim is None else group.dim(dim)
-    found = group.run(native.all_gather, group.at(place))
-    if group.places is not None:
-        found = group.spread_members(found, place)
-    else:
-        found = cut_padding(group, found, place)
-    return group.make(found, group.label_gather(place))
+    label = group.label_gather(place)
+    if group.places is None:
+        return group.collective("all_gather", "gather", label, place, size=group.whole_size(place), grows="more")
+    return group.make(group.spread_members(group.run(native.all_gather, group.at(place)), place), label)
 
 
 def cut_padding(group: Group, block: Block, dim: int) -> Block:
@@ -94,8 +92,10 @@ def all_reduce(input_tensor: Tensor, **over: Any) -> Made:
 
 def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The all-reduce of a group's tensor."""
-    found = group.run(native.all_reduce, op=reduction(group.name, math_op), precise=True)
-    return group.make(found, group.relabel(REPLICATE))
+    how: dict[str, Any] = {"op": reduction(group.name, math_op), "precise": True}
+    if group.places is None:
+        return group.collective("all_reduce", "reduce", group.relabel(REPLICATE), **how)
+    return group.make(group.run(native.all_reduce, **how), group.relabel(REPLICATE))
 
 
 def reduction(name: str, math_op: ReduceType | None) -> str:
@@ -116,8 +116,11 @@ def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) 
     """The reduce-scatter of a group's tensor."""
     place = group.dim(dim, "scatter")
     group.chunk_size(place)
-    found = group.run(native.reduce_scatter, group.at(place), op=reduction(group.name, math_op), precise=True)
-    return group.make(found, group.label_scatter(place))
+    how: dict[str, Any] = {"op": reduction(group.name, math_op), "precise": True}
+    label = group.label_scatter(place)
+    if group.places is None:
+        return group.collective("reduce_scatter", "scatter", label, place, **how)
+    return group.make(group.run(native.reduce_scatter, group.at(place), **how), label)
 
 
 @op("mesh_partition")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, overload
 
 from meshloom.errors import ArgumentError, MeshloomError, OperandError
+from meshloom.mesh import Mesh
 from meshloom.ops.rule import Rule
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.ttnn.device import queues
@@ -56,6 +57,7 @@ class Made:
     frees: Tensor | None = None  # an operand that is given back once the result is there
     kernel: Callable[..., Block] | None = None  # what made the block of those of `given`: `compute` tells of it
     given: Sequence[Tensor] = ()
+    takes_mesh: bool = False  # the kernel takes the mesh first
     is_rounded: bool = False  # the kernel gives more than the dtype can say
 
     def into(self, output: Tensor | None) -> Made:
@@ -359,17 +361,19 @@ def compute(
     tensors: Sequence[Tensor],
     topology: TensorTopology,
     *,
-    like: Tensor | None = None,
+    mesh: Mesh | None = None,
     **how: Any,
 ) -> Made:
     """What a kernel makes of the blocks of tensors, which `operands` has checked; like the first in all else.
 
     The next call of the kind (see `repeats`) runs the kernel alone. So it may depend on arguments, and on what tensors
-    are like, but hold no tensor and no block.
+    are like, but hold no tensor and no block, nor the mesh: if it needs that, it is given it first.
     """
-    block = kernel(*[tensor.block for tensor in tensors])
+    blocks = [tensor.block for tensor in tensors]
+    block = kernel(*blocks) if mesh is None else kernel(mesh, *blocks)
     how.setdefault("coords", shared_coords(*tensors))
-    return Made(block, tensors[0] if like is None else like, topology, kernel=kernel, given=tensors, **how)
+    takes_mesh = mesh is not None
+    return Made(block, tensors[0], topology, kernel=kernel, given=tensors, takes_mesh=takes_mesh, **how)
 
 
 def make(

@@ -122,12 +122,12 @@ class Result:
 
     __slots__ = (
         "coords", "dtype", "into", "is_l1", "is_rounded", "kernel", "layout", "memory", "operands", "owner", "per_bank",
-        "size", "topology",
+        "size", "takes_mesh", "topology",
     )  # fmt: skip
 
     def __init__(self, made: Made, tensor: Tensor, operands: Sequence[int] | None, into: int | None) -> None:
         assert made.kernel is not None
-        self.kernel, self.is_rounded = made.kernel, made.is_rounded
+        self.kernel, self.takes_mesh, self.is_rounded = made.kernel, made.takes_mesh, made.is_rounded
         self.operands = operands  # their places among the tensors of a call; None: all of them, in their order
         self.into = into  # the place of the tensor that it is written into, if it is
         self.dtype, self.layout, self.memory = tensor.dtype, tensor.layout, tensor._memory
@@ -137,11 +137,12 @@ class Result:
         self.is_l1 = self.memory.buffer_type is not BufferType.DRAM
         self.owner = Owner(self.dtype, shape)
 
-    def compute(self, tensors: Sequence[Tensor]) -> Block:
+    def compute(self, tensors: Sequence[Tensor], device: MeshDevice) -> Block:
         """The block of the result."""
         places = self.operands
         given = tensors if places is None else [tensors[place] for place in places]
-        values = self.kernel(*map(_block, given))
+        blocks = map(_block, given)
+        values = self.kernel(device.runtime.mesh, *blocks) if self.takes_mesh else self.kernel(*blocks)
         return rounded(values, self.dtype) if self.is_rounded else values
 
     def keep(self, values: Block, tensors: Sequence[Tensor], device: MeshDevice, place: tuple[str, int]) -> Tensor:
@@ -180,7 +181,11 @@ class Repeat:
             self._counted = device._programs if self._program in device._programs else None
         results, pack = self._results, self._pack
         try:
-            blocks: Any = results[0].compute(tensors) if pack is None else [each.compute(tensors) for each in results]
+            blocks: Any = (
+                results[0].compute(tensors, device)
+                if pack is None
+                else [each.compute(tensors, device) for each in results]
+            )
         except FOREIGN:
             return NotImplemented
         place = place_of(sys._getframe(2))
