@@ -273,9 +273,19 @@ def activate(block: Block, activations: Sequence[Activation] | Activation | None
     >>> activate(torch.tensor([-1.0, 2.0]), [UnaryOpType.RELU, UnaryWithParam(UnaryOpType.ADD_UNARY_SFPU, 1.0)])
     tensor([1., 3.])
     """
-    for each in chain(activations):
-        block = _function(each.op_type)(block, *each.params)
-    return block
+    return activator(activations)(block)
+
+
+def activator(activations: Sequence[Activation] | Activation | None) -> Callable[[Block], Block]:
+    """One activation or several as one function: their names are read once."""
+    functions = [(_function(each.op_type), each.params) for each in chain(activations)]
+
+    def call(block: Block) -> Block:
+        for function, params in functions:
+            block = function(block, *params)
+        return block
+
+    return call
 
 
 def chain(activations: Sequence[Activation] | Activation | None) -> list[UnaryWithParam]:

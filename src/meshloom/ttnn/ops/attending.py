@@ -88,17 +88,14 @@ def mask_of(tensor: Tensor | None) -> Block | None:
     return None if tensor is None else tensor.block.float()
 
 
-def sink_of(name: str, tensor: Tensor | None, heads: int) -> Block | None:
+def sink_of(name: str, block: Block, axes: int, heads: int) -> Block:
     """One logit per head, [*mesh, 1, H, 1, 1]: of [1, H, 1, 1], [H] or rows of a tile whose first column counts."""
-    if tensor is None:
-        return None
-    axes = len(tensor.grid)
-    flat = tensor.block.flatten(axes)
+    flat = block.flatten(axes)
     if flat.shape[-1] != heads:
-        rows = tensor.block.reshape(*tensor.block.shape[:axes], -1, tensor.shape[-1])[..., 0]
+        rows = block.reshape(*block.shape[:axes], -1, block.shape[-1])[..., 0]
         if rows.shape[-1] < heads:
             raise OperandError(
-                f"ttnn.{name}: attention_sink {list(tensor.shape)} for {heads} heads", fix="[1, H, 1, 1]"
+                f"ttnn.{name}: attention_sink {list(block.shape[axes:])} for {heads} heads", fix="[1, H, 1, 1]"
             )
         flat = rows[..., :heads]
     return flat.reshape(*flat.shape[:-1], 1, heads, 1, 1)
@@ -142,12 +139,16 @@ def regroup(cache: Block, axes: int, block_size: int, heads: int) -> Block:
     return cache.reshape(*cache.shape[:axes], -1, count, size, cache.shape[-1])
 
 
-def positions_of(name: str, listed: Sequence[int], tensor: Tensor | None, axes: int, users: int) -> Block:
-    """The position of every user, [*mesh, B]."""
-    if tensor is not None:
-        return tensor.block.flatten(axes)[..., :users].long()
-    if len(listed) != users:
+def check_positions(name: str, listed: Sequence[int], tensor: Tensor | None, users: int) -> None:
+    """An error unless every user has a position, in a list or in a tensor."""
+    if tensor is None and len(listed) != users:
         raise OperandError(f"ttnn.{name}: {len(listed)} positions for {users} users", fix="one position for each")
+
+
+def positions_of(listed: Sequence[int], block: Block | None, axes: int, users: int) -> Block:
+    """The position of every user, [*mesh, B]."""
+    if block is not None:
+        return block.flatten(axes)[..., :users].long()
     return torch.tensor(list(listed)).reshape(*(1,) * axes, users)
 
 

@@ -68,7 +68,7 @@ def inside(name: str, index: Block, size: int, what: str, lowest: int = 0) -> No
     """An error if numbers are outside of what they count; while a trace is captured there are no values to look at."""
     if state.capture is not None or not index.numel():
         return
-    low, high = int(index.min()), int(index.max())
+    low, high = map(int, torch.aminmax(index))
     if low < lowest or high >= size:
         raise OperandError(
             f"ttnn.{name}: {what} {low if low < lowest else high} is out of range, there are {size}",

@@ -6,6 +6,7 @@ page of number -1 are skipped. Positions and pages outside of the cache are refu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.placement import Shard
-from meshloom.ttnn.ops.attending import positions_of, regroup
+from meshloom.runtime import state
+from meshloom.ttnn.ops.attending import check_positions, positions_of, regroup
 from meshloom.ttnn.ops.block_moves import copy_parts, inside, row_offsets, spread, writable_block
 from meshloom.ttnn.ops.calling import op, operands
-from meshloom.ttnn.ops.topologies import Frame, rows, topology_of
+from meshloom.ttnn.ops.topologies import Frame, Rows, rows, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block, lead
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -101,7 +103,9 @@ def paged_update_cache(
     others = [tensor for tensor in (update_idxs_tensor, page_table) if tensor is not None]
     blocks = operands(name, cache_tensor, input_tensor, *others)[1]
     axes, users = len(cache_tensor.grid), input_tensor.shape[1]
-    position = positions_of(name, update_idxs, update_idxs_tensor, axes, users)
+    check_positions(name, update_idxs, update_idxs_tensor, users)
+    told = None if update_idxs_tensor is None else update_idxs_tensor.block
+    position = positions_of(update_idxs, told, axes, users)
     if cache_position_modulo is not None:
         position = torch.where(position < 0, position, position % cache_position_modulo)
     seen = regroup(blocks[0], axes, block_size or 0, num_kv_heads or 0)
@@ -111,10 +115,12 @@ def paged_update_cache(
         row, position, skipped = _in_pages(name, page_table.block, position, skipped, axes, length, batch_offset)
     else:
         inside(name, position, length, "position", lowest=-1)
-        row = torch.zeros_like(position) if share_cache else torch.arange(users).expand_as(position) + batch_offset
-        if not share_cache and batch_offset + users > pages:
+        row = torch.zeros_like(position) if share_cache else torch.arange(batch_offset, batch_offset + users)
+        row = row.expand_as(position)
+        if not share_cache and not 0 <= batch_offset <= pages - users:
             raise OperandError(f"ttnn.{name}: {users} users and a cache of {pages}", fix="a cache for every user")
-    inside(name, torch.where(skipped, torch.zeros_like(row), row), pages, "page")
+    if page_table is not None:
+        inside(name, row.masked_fill(skipped, 0), pages, "page")
     values = blocks[1].flatten(axes, axes + 1)[..., :heads, :]  # [*mesh, B, H, D]; heads beyond are padding
     if values.shape[-2] != heads:
         raise OperandError(f"ttnn.{name}: {input_tensor.shape[2]} heads into a cache of {heads}")
@@ -239,10 +245,14 @@ def _put(
     the first that is not, or writes what is there if all are skipped.
     """
     axes, count = len(cache.grid), values.shape[len(cache.grid)]
-    told = spread([page, position, skipped], axes)
-    room = regroup(writable_block(cache, lead([values, *told], axes)), axes, *geometry)
+    room = regroup(writable_block(cache, lead([values, page, position, skipped], axes)), axes, *geometry)
     sizes = room.shape[:axes]
-    page, position, skipped = (each.expand(*sizes, count) for each in told)
+    if state.capture is None and not bool(skipped.any()):
+        flat, offsets = room.view(-1, *room.shape[axes + 1 :]), row_offsets(room, axes, room.shape[axes], 1)
+        row, column = (page + offsets).expand(*sizes, count).flatten(), position.expand(*sizes, count).flatten()
+        flat[row, :, column] = rounded(values, cache.dtype).expand(*sizes, count, *whole).flatten(0, axes)
+        return
+    page, position, skipped = (each.expand(*sizes, count) for each in (page, position, skipped))
     source = torch.where(skipped, skipped.to(torch.int8).argmin(-1, keepdim=True), torch.arange(count))
     none = skipped.all(-1).reshape(*sizes, 1, 1, 1)
     at = [torch.where(none[..., 0, 0], torch.zeros_like(each), each.gather(-1, source)) for each in (page, position)]
@@ -265,7 +275,16 @@ def _update_label(
     A cache that one axis cuts and tokens that only another one cuts are shards of unlike global tensors: 2 x H heads
     and 4 x H on a mesh of 2x4. There is no global tensor of the result.
     """
-    every, beside, alike = range(len(cache.shape)), ", *" * len(others), ", R" * len(others)
+    label = topology_of(_update_rows(len(cache.shape), tuple(dims), tuple(places), len(others)), cache, source, *others)
+    if label is not cache.tensor_topology():
+        label = _without_strangers(label, Frame([cache, source, *others]))
+    cache.update_tensor_topology(label)
+    return cache
+
+
+@functools.cache
+def _update_rows(rank: int, dims: tuple[int, ...], places: tuple[int, ...], others: int) -> Rows:
+    every, beside, alike = range(rank), ", *" * others, ", R" * others
     cuts = [
         f"{now}, S({dim}){beside} -> S({place})"
         for dim, place in zip(dims, places, strict=True)
@@ -275,11 +294,7 @@ def _update_label(
     kept = ["R", "P(unknown)", *(f"S({dim})" for dim in every if dim not in dims)]
     cuts += [f"S({dim}), {new}{beside} -> S({dim})" for dim in every for new in kept]
     cuts += [f"{each}, {each}{alike} -> {each}" for each in ("R", "P(sum)", "P(mean)")]
-    label = topology_of(rows(*cuts, exact=True), cache, source, *others)
-    if label is not cache.tensor_topology():
-        label = _without_strangers(label, Frame([cache, source, *others]))
-    cache.update_tensor_topology(label)
-    return cache
+    return rows(*cuts, exact=True)
 
 
 def _without_strangers(label: TensorTopology, frame: Frame) -> TensorTopology:

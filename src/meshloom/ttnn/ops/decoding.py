@@ -12,9 +12,17 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.attending import attend, mask_of, positions_of, read_pages, sink_of, within
-from meshloom.ttnn.ops.calling import Made, op, operands
-from meshloom.ttnn.ops.transformer import PagedCacheGeometryOverride, check, out, present
+from meshloom.ttnn.ops.attending import (
+    attend,
+    attention_topology,
+    check_positions,
+    positions_of,
+    read_pages,
+    sink_of,
+    within,
+)
+from meshloom.ttnn.ops.calling import Made, compute, op, operands
+from meshloom.ttnn.ops.transformer import PagedCacheGeometryOverride, check, present
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -23,7 +31,7 @@ def _decode(
     name: str,
     three: Sequence[Tensor],
     caches: Callable[[Sequence[Block], int], list[Block]],
-    others: Sequence[Tensor] = (),
+    table: Tensor | None = None,
     *,
     is_causal: bool = True,
     attn_mask: Tensor | None = None,
@@ -35,38 +43,48 @@ def _decode(
     cache_position_modulo: int | None = None,
     head_dim_v: int | None = None,
 ) -> Made:
-    """Query heads that share a key head are the rows of one product, so that keys are not repeated."""
-    tensors = present(*three, *others, attn_mask, cur_pos_tensor, attention_sink)
-    blocks = operands(name, *tensors)[1]
-    axes, heads = len(three[0].grid), three[0].shape[2]
-    k, v = caches(blocks[1:3], axes)
-    groups = (k.shape[-3], heads // k.shape[-3])
-    q = blocks[0].flatten(axes, axes + 1).unflatten(-2, groups)  # [*mesh, B, K, H / K, D]
-    seen = bias = None
+    """Query heads that share a key head are the rows of one product, so that keys are not repeated.
+
+    `caches` makes keys and values of the blocks of (k, v) and, if there is one, of the table of pages.
+    """
+    others = (table, attn_mask, cur_pos_tensor, attention_sink)
+    tensors, is_there = present(*three, *others), [each is not None for each in others]
+    operands(name, *tensors)
+    axes, heads, users = len(three[0].grid), three[0].shape[2], three[0].shape[1]
     if is_causal:
-        last = positions_of(name, cur_pos, cur_pos_tensor, axes, three[0].shape[1])
-        places = torch.arange(k.shape[-2])
-        seen = within(places, last[..., None], sliding_window_size, cache_position_modulo)[..., None, None, :]
-    if attn_mask is not None:
-        bias = _by_groups(mask_of(attn_mask), axes, heads, groups)
-    column = sink_of(name, attention_sink, heads)
-    found = attend(
-        q,
-        k,
-        v[..., :head_dim_v],
-        axes,
-        scale=scale,
-        seen=seen,
-        bias=bias,
-        sink=None if column is None else column.reshape(*column.shape[: axes + 1], *groups, 1),
-    )
-    values = found.flatten(-3, -2).unsqueeze(axes)
-    return out(values, tensors, name, q_dims=(1, 2))
+        check_positions(name, cur_pos, cur_pos_tensor, users)
+    listed = tuple(cur_pos)
+
+    def kernel(queries: Block, keys: Block, values: Block, *rest: Block) -> Block:
+        told = iter(rest)
+        pages, mask, positions, logits = (next(told) if there else None for there in is_there)
+        k, v = caches((keys, values) if pages is None else (keys, values, pages), axes)
+        groups = (k.shape[-3], heads // k.shape[-3])
+        q = queries.reshape(*queries.shape[:axes], users, *groups, queries.shape[-1])  # [*mesh, B, K, H / K, D]
+        seen = None
+        if is_causal:
+            last = positions_of(listed, positions, axes, users).unsqueeze(-1)
+            keys_at = torch.arange(k.shape[-2])
+            seen = within(keys_at, last, sliding_window_size, cache_position_modulo).unsqueeze(-2).unsqueeze(-2)
+        column = None if logits is None else sink_of(name, logits, axes, heads)
+        found = attend(
+            q,
+            k,
+            v if head_dim_v is None else v[..., :head_dim_v],
+            axes,
+            scale=scale,
+            seen=seen,
+            bias=None if mask is None else _by_groups(mask.float(), axes, heads, groups),
+            sink=None if column is None else column.reshape(*column.shape[: axes + 1], *groups, 1),
+        )
+        return found.flatten(-3, -2).unsqueeze(axes)
+
+    return compute(kernel, tensors, attention_topology(tensors, (1, 2)))
 
 
-def _by_groups(mask: Block | None, axes: int, heads: int, groups: tuple[int, int]) -> Block | None:
+def _by_groups(mask: Block, axes: int, heads: int, groups: tuple[int, int]) -> Block:
     """A mask [B, 1, H or 1, T] as [B, K, H / K, T]; rows beyond the heads are padding."""
-    if mask is None or mask.shape[-2] == 1:
+    if mask.shape[-2] == 1:
         return mask
     flat = mask[..., :heads, :].flatten(axes + 1, axes + 2)
     return flat.reshape(*flat.shape[: axes + 1], *groups, flat.shape[-1])
@@ -78,9 +96,10 @@ def _paged_decode(
     sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
 
     def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
-        return [read_pages(block, table.block, axes, *sizes) for block in blocks]
+        *both, pages = blocks
+        return [read_pages(block, pages, axes, *sizes) for block in both]
 
-    return _decode(name, three, caches, (table,), **how)
+    return _decode(name, three, caches, table, **how)
 
 
 @op("transformer.scaled_dot_product_attention_decode", more=_decode)
@@ -142,8 +161,10 @@ def flash_multi_latent_attention_decode(
 ) -> Made:
     """`scaled_dot_product_attention_decode` whose values are the first `head_dim_v` elements of its keys."""
 
+    users = input_tensor_q.shape[1]
+
     def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
-        return [block.narrow(axes, 0, input_tensor_q.shape[1]) for block in blocks]
+        return [block.narrow(axes, 0, users) for block in blocks]
 
     three = (input_tensor_q, input_tensor_k, input_tensor_v if input_tensor_v is not None else input_tensor_k)
     return _decode("transformer.flash_multi_latent_attention_decode", three, caches, **how)

@@ -20,7 +20,7 @@ from meshloom.ttnn.ops.activations import (
     BcastOpMath,
     Function,
     GeluVariant,
-    activate,
+    activator,
     divide,
 )
 from meshloom.ttnn.ops.block_moves import axis_of
@@ -138,7 +138,7 @@ def gelu(input_tensor: Tensor, *, variant: GeluVariant = GeluVariant.Accurate, k
 @op("unary_chain")
 def unary_chain(input_tensor: Tensor, ops_chain: Sequence[Activation], *, kind: DataType | None = None) -> Made:
     """One activation after the other."""
-    return _unary("unary_chain", Function(lambda x: activate(x, ops_chain), {}), input_tensor, (), kind)
+    return _unary("unary_chain", Function(activator(ops_chain), {}), input_tensor, (), kind)
 
 
 @op("polyval")
@@ -219,15 +219,17 @@ def _fused(
     function: Callable[[Any, Any], Block], before: Sequence[Sequence[Activation]], after: Sequence[Activation]
 ) -> Callable[[Any, Any], Block]:
     """A function with activations of its operands and of its result."""
-    first, second = before
-    return lambda x, y: activate(function(_fuse(x, first), _fuse(y, second)), after)
+    first, second = map(_fuse, before)
+    last = activator(after)
+    return lambda x, y: last(function(first(x), second(y)))
 
 
-def _fuse(value: Any, activations: Sequence[Activation]) -> Any:
+def _fuse(activations: Sequence[Activation]) -> Callable[[Any], Any]:
+    """Activations of an operand, which may be a number."""
+    act = activator(activations)
     if not activations:
-        return value
-    block = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
-    return activate(block, activations)
+        return act
+    return lambda value: act(value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32))
 
 
 _SPELLED = {"input_a": "input_tensor_a", "input_b": "input_tensor_b"}

@@ -6,6 +6,7 @@ hidden width so become parts that are cut at the heads, and back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from meshloom.ttnn.device.cores import (
     num_cores_to_corerangeset_in_subcoregrids,
 )
 from meshloom.ttnn.ops.block_moves import fresh, inside
-from meshloom.ttnn.ops.calling import Made, make, op, operands, register, shared_coords
+from meshloom.ttnn.ops.calling import Made, compute, make, op, operands, register, shared_coords
 from meshloom.ttnn.ops.slicing import slice_, take_along
 from meshloom.ttnn.ops.topologies import moves, same, topology_of
 from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, ShardSpec, TensorMemoryLayout
@@ -239,12 +240,23 @@ def nlp_create_qkv_heads_decode(
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     counts = (num_heads, kv_heads, kv_heads)
     size, axes = _head_size(name, users, None, counts), len(users.grid)
-    parts = block.split([count * size for count in counts], dim=-1)
+    lead, starts = block.shape[:axes], (0, num_heads, num_heads + kv_heads)
+    shapes = [(users.shape[0] * users.shape[1], users.shape[2], count, size) for count in counts]
     found = [
-        _decode_heads(users, part.unflatten(-1, (count, size)), axes, output_tensors, number)
-        for number, (part, count) in enumerate(zip(parts, counts, strict=True))
+        compute(
+            functools.partial(_take_heads, start * size, count * size, (*lead, *shape)),
+            (users,),
+            topology_of(moves((0, None, 1, 2)), users, shape=shape),
+            output=output_tensors[number] if output_tensors else None,
+        )
+        for number, (start, count, shape) in enumerate(zip(starts, counts, shapes, strict=True))
     ]
     return found[0], found[1], found[2]
+
+
+def _take_heads(start: int, width: int, shape: Sequence[int], block: Block) -> Block:
+    """Some columns of a block, in another shape."""
+    return fresh(block.narrow(-1, start, width)).view(shape)
 
 
 def _some_users(tensor: Tensor, offset: Tensor, count: int) -> Tensor:
@@ -259,13 +271,6 @@ def _some_users(tensor: Tensor, offset: Tensor, count: int) -> Tensor:
     values = take_along(block, index, axes, 2)
     label = topology_of(moves(same(tensor), (None,) * len(offset.shape)), tensor, offset, shape=values.shape[axes:])
     return Made(values, tensor, label, coords=shared_coords(tensor, offset)).tensor()
-
-
-def _decode_heads(source: Tensor, block: Block, axes: int, outputs: Outputs, number: int) -> Made:
-    """[1, 1, B, heads, D] of a device as [1, B, heads, D]."""
-    made = block.flatten(axes, axes + 1)
-    label = topology_of(moves((0, None, 1, 2)), source, shape=made.shape[axes:])
-    return Made(fresh(made), source, label, output=outputs[number] if outputs else None)
 
 
 USERS = 32  # as many as decoding counts, there or not: the rows of a tile
@@ -284,15 +289,23 @@ def nlp_concat_heads_decode(
     axes = len(input_tensor.grid)
     if len(input_tensor.shape) != 4 or input_tensor.shape[2] < num_heads:
         raise OperandError(f"ttnn.{name}: {num_heads} heads of {list(input_tensor.shape)}", fix="give [1, B, heads, D]")
-    joined = block[..., :num_heads, :].flatten(-2).unsqueeze(axes + 1)
-    absent = max(0, USERS - input_tensor.shape[1])
-    made = torch.nn.functional.pad(joined, (0, 0, 0, absent)) if absent else fresh(joined)
+    one, users, _, size = input_tensor.shape
+    absent = max(0, USERS - users)
+    shape = (*block.shape[:axes], one, 1, users, num_heads * size)
+
+    def kernel(x: Block) -> Block:
+        heads = x.narrow(-2, 0, num_heads).reshape(shape)
+        return torch.nn.functional.pad(heads, (0, 0, 0, absent)) if absent else fresh(heads)
+
     is_uneven = absent and real_places(input_tensor, [1]) is not None  # zeros are then behind padding
     scales = num_heads == input_tensor.shape[2] and not is_uneven
-    found = make(made, moves((0, 2, 3, None)), input_tensor, scales=scales)
+    part = (one, 1, users + absent, num_heads * size)
+    found = compute(
+        kernel, (input_tensor,), topology_of(moves((0, 2, 3, None)), input_tensor, shape=part, scales=scales)
+    )
     if input_tensor.is_sharded():
         over = _first_cores(num_heads, device.compute_with_storage_grid_size(), sub_core_grids)
-        spec = ShardSpec(over, (made.shape[-2], input_tensor.shape[-1]))
+        spec = ShardSpec(over, (part[-2], size))
         found.memory_config = MemoryConfig(TensorMemoryLayout.WIDTH_SHARDED, BufferType.L1, spec)
     return found
 

@@ -7,19 +7,19 @@ are folded into the rows or columns of one large product (`multiply_blocks`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ops.rule import Rule
-from meshloom.ttnn.ops.activations import Activation, activate
-from meshloom.ttnn.ops.calling import Made, make, op, operands, result, shared_coords
+from meshloom.ttnn.ops.activations import Activation, activator
+from meshloom.ttnn.ops.calling import Made, compute, make, op, operands, result, shared_coords
 from meshloom.ttnn.ops.elementwise import fine
 from meshloom.ttnn.ops.topologies import LINEAR, contraction, einsum, rows, topology_of, without_terms
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.padding import fill_padding
+from meshloom.ttnn.tensor.padding import real_places
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -50,21 +50,30 @@ def _check(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool
             )
 
 
-def product(name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool, kind: DataType) -> Block:
-    """The block of a product of matrices."""
-    _, (x, y) = operands(name, a, b)
+def product(
+    name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool, kind: DataType
+) -> Callable[[Block, Block], Block]:
+    """What makes the block of a product of those of two tensors."""
+    operands(name, a, b)
     _check(name, a, b, transpose_a, transpose_b)
-    x = fill_padding(x, a, [-2 if transpose_a and len(a.shape) > 1 else -1], "sum")
-    y = fill_padding(y, b, [-1 if transpose_b or len(b.shape) == 1 else -2], "sum")
-    x, y = _alike(fine(x, kind), fine(y, kind))
-    if transpose_a and len(a.shape) > 1:
-        x = x.transpose(-1, -2)
-    if transpose_b and len(b.shape) > 1:
-        y = y.transpose(-1, -2)
-    if len(a.shape) == 1 or len(b.shape) == 1:
-        return _with_vector(x, y, len(a.shape), len(b.shape), len(a.grid))
-    rank, axes = max(len(a.shape), len(b.shape)), len(a.grid)
-    return multiply_blocks(aligned(x, axes, rank), aligned(y, axes, rank))
+    ranks, axes = (len(a.shape), len(b.shape)), len(a.grid)
+    is_turned = (transpose_a and ranks[0] > 1, transpose_b and ranks[1] > 1)
+    real = (real_places(a, [-2 if is_turned[0] else -1]), real_places(b, [-1 if is_turned[1] or ranks[1] == 1 else -2]))
+    rank = max(ranks)
+
+    def kernel(x: Block, y: Block) -> Block:
+        x, y = _alike(fine(_without(x, real[0]), kind), fine(_without(y, real[1]), kind))
+        x, y = x.transpose(-1, -2) if is_turned[0] else x, y.transpose(-1, -2) if is_turned[1] else y
+        if 1 in ranks:
+            return _with_vector(x, y, *ranks, axes)
+        return multiply_blocks(aligned(x, axes, rank), aligned(y, axes, rank))
+
+    return kernel
+
+
+def _without(block: Block, real: Block | None) -> Block:
+    """A block whose padding adds nothing to a sum."""
+    return block if real is None else torch.where(real, block, torch.zeros((), dtype=block.dtype))
 
 
 def _alike(x: Block, y: Block) -> tuple[Block, Block]:
@@ -83,10 +92,12 @@ def multiply_blocks(x: Block, y: Block) -> Block:
     >>> multiply_blocks(torch.ones(2, 1, 3, 5), torch.ones(1, 4, 5, 7)).shape  # (2 * 3, 5) @ (5, 4 * 7)
     torch.Size([2, 4, 3, 7])
     """
-    if any(1 not in pair for pair in zip(x.shape[:-2], y.shape[:-2], strict=True)):
-        return x @ y
     (m, k), n = x.shape[-2:], y.shape[-1]
     count = math.prod(y.shape[:-2])
+    if count == 1:
+        return x @ y.view(k, n) if y.is_contiguous() else x @ y[(0,) * (y.dim() - 2)]
+    if any(1 not in pair for pair in zip(x.shape[:-2], y.shape[:-2], strict=True)):
+        return x @ y
     rows, columns = x.reshape(math.prod(x.shape[:-1]), k), y.reshape(count, k, n).transpose(0, 1)
     if not columns.is_contiguous() and (rows.shape[0] < MANY_ROWS or n >= FEW_COLUMNS):
         return x @ y
@@ -119,17 +130,23 @@ def multiply(
     """A product of matrices, plus a bias, then an activation."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         raise ArgumentError(f"ttnn.{name} multiplies two tensors, not {type(a).__name__} and {type(b).__name__}")
-    kind = kind or a.dtype
-    block = product(name, a, b, transpose_a, transpose_b, kind)
-    rank = block.dim() - len(a.grid)
+    kind, axes = kind or a.dtype, len(a.grid)
+    multiplied = product(name, a, b, transpose_a, transpose_b, kind)
     made_by = (a, b) if bias is None else (a, b, bias)
     label = topology_of(_rule(a, b, transpose_a, transpose_b), *made_by, filled=True)
     if bias is not None:
         operands(name, a, bias)
-        block = block + aligned(fine(bias.block, kind), len(a.grid), rank)
     if activation is not None:
-        block, label = activate(block, activation), without_terms(label)
-    return Made(block, a, label, coords=shared_coords(*made_by))
+        label = without_terms(label)
+    after = None if activation is None else activator(activation)
+
+    def kernel(x: Block, y: Block, *added: Block) -> Block:
+        found = multiplied(x, y)
+        for each in added:
+            found = found + aligned(fine(each, kind), axes, found.dim() - axes)
+        return found if after is None else after(found)
+
+    return compute(kernel, made_by, label)
 
 
 def _rule(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Rule:
@@ -173,7 +190,8 @@ def addmm(
     """beta * input + alpha * (mat1 @ mat2)."""
     exact = DataType.FLOAT32
     operands("addmm", input_tensor, mat1_tensor, mat2_tensor)
-    block = alpha * product("addmm", mat1_tensor, mat2_tensor, False, False, exact)
+    multiplied = product("addmm", mat1_tensor, mat2_tensor, False, False, exact)
+    block = alpha * multiplied(mat1_tensor.block, mat2_tensor.block)
     rank, axes = block.dim() - len(mat1_tensor.grid), len(mat1_tensor.grid)
     summed = (mat1_tensor, mat2_tensor, input_tensor) if beta != 0 else (mat1_tensor, mat2_tensor)
     label = topology_of(_rule(mat1_tensor, mat2_tensor, False, False), *summed, filled=True)

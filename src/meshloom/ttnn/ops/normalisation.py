@@ -7,6 +7,7 @@ that the norm is that of the whole row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -14,7 +15,7 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.activations import LossReductionMode
-from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
+from meshloom.ttnn.ops.calling import Made, compute, make, op, operands, register, result, shared_coords
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.reductions import run
 from meshloom.ttnn.ops.topologies import EACH, moves, topology_of
@@ -75,17 +76,24 @@ _masked_softmax("scale_causal_mask_hw_dims_softmax_in_place", in_place=True)
 
 
 def weight_row(tensor: Tensor | None, width: int, axes: int) -> Block | None:
-    """A weight or bias as one row: TTNN also keeps it as [1, 1, width / 32, 32]."""
+    """A weight or bias as one row, if it has an element for every column."""
     if tensor is None:
         return None
-    block = tensor.block.float()
-    flat = block.reshape(*block.shape[:axes], -1)
-    if flat.shape[-1] != width:
+    _check_row(tensor, width)
+    return _row(tensor.block, axes)
+
+
+def _check_row(tensor: Tensor, width: int) -> None:
+    if tensor.logical_volume() != width:
         raise OperandError(
-            f"gamma or beta has {flat.shape[-1]} elements, the last dim of the input {width}",
+            f"gamma or beta has {tensor.logical_volume()} elements, the last dim of the input {width}",
             fix="give one element for every column",
         )
-    return flat
+
+
+def _row(block: Block | None, axes: int) -> Block | None:
+    """A weight or bias as one row: TTNN also keeps it as [1, 1, width / 32, 32]."""
+    return None if block is None else block.float().reshape(*block.shape[:axes], -1)
 
 
 def affine(x: Block, weight: Block | None, bias: Block | None, axes: int, rank: int) -> Block:
@@ -97,26 +105,34 @@ def affine(x: Block, weight: Block | None, bias: Block | None, axes: int, rank: 
 def _norm(
     name: str,
     tensor: Tensor,
-    function: Callable[[Block], Block],
+    function: Callable[..., Block],
     *,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     residual_input_tensor: Tensor | None = None,
+    statistics: Tensor | None = None,
 ) -> Made:
+    """A norm of float32 values, and of the block of statistics if there are some; times a weight, plus a bias."""
     residual = residual_input_tensor
-    axes, rank = len(tensor.grid), len(tensor.shape)
-    operands(name, *(each for each in (tensor, weight, bias, residual) if each is not None))
-    width = tensor.shape[-1]
-    gamma, beta = weight_row(weight, width, axes), weight_row(bias, width, axes)
+    given = (tensor, weight, bias, residual, statistics)
+    axes, rank, is_there = len(tensor.grid), len(tensor.shape), [each is not None for each in given]
+    tensors = tuple(each for each in given if each is not None)
+    operands(name, *tensors[: len(tensors) - is_there[4]])
+    weights = [each for each in (weight, bias) if each is not None]
+    for each in weights:
+        _check_row(each, tensor.shape[-1])
 
-    def call(x: Block) -> Block:
-        if residual is not None:
-            x = x + residual.block.float()
-        return affine(function(x), gamma, beta, axes, rank)
+    def kernel(*blocks: Block) -> Block:
+        told = iter(blocks)
+        x, gamma, beta, added, sums = (next(told) if there else None for there in is_there)
+        assert x is not None
+        x = x.float() if added is None else x.float() + added.float()
+        found = function(x) if sums is None else function(x, sums)
+        return affine(found, _row(gamma, axes), _row(beta, axes), axes, rank)
 
-    rows = [as_row(each) for each in (weight, bias) if each is not None]
-    others = (*rows, residual) if residual is not None else tuple(rows)
-    return _normalise(name, tensor, call, others)
+    rows = tuple(map(as_row, weights))
+    others = (*rows, residual) if residual is not None else rows
+    return compute(kernel, tensors, topology_of(EACH, tensor, *others), coords=shared_coords(tensor, *others))
 
 
 def as_row(tensor: Tensor) -> Tensor:
@@ -130,10 +146,12 @@ def as_row(tensor: Tensor) -> Tensor:
 @op("layer_norm", more=_norm)
 def layer_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """(x - mean) / sqrt(var + epsilon) of every row, times the weight, plus the bias."""
+    if real_places(input_tensor, [-1]) is None:
+        width = input_tensor.shape[-1:]
+        plain = functools.partial(torch.nn.functional.layer_norm, normalized_shape=width, eps=epsilon)
+        return _norm("layer_norm", input_tensor, plain, **how)
 
     def call(x: Block) -> Block:
-        if real_places(input_tensor, [-1]) is None:
-            return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=epsilon)
         apart = x - mean_of(x, input_tensor, [-1])
         return apart * torch.rsqrt(mean_of(apart.square(), input_tensor, [-1]) + epsilon)
 
@@ -143,6 +161,8 @@ def layer_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> M
 @op("rms_norm", more=_norm)
 def rms_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """x / sqrt(mean of squares + epsilon) of every row, times the weight, plus the bias."""
+    if real_places(input_tensor, [-1]) is None:
+        return _norm("rms_norm", input_tensor, lambda x: _rms_norm(x, epsilon), **how)
 
     def call(x: Block) -> Block:
         return x * torch.rsqrt(mean_of(x.square(), input_tensor, [-1]) + epsilon)
@@ -150,15 +170,24 @@ def rms_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Mad
     return _norm("rms_norm", input_tensor, call, **how)
 
 
+def _rms_norm(x: Block, epsilon: float) -> Block:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+
+
 def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]], residual: Tensor | None) -> Made:
     """One tile for each sum of a row: the sum in its first column, zeros beside it."""
     others = () if residual is None else (residual,)
-    _, (block, *rest) = operands(name, tensor, *others)
-    x = fill_padding(block.float() + rest[0].float() if rest else block.float(), tensor, [-1], "sum")
-    tiles = [torch.nn.functional.pad(each, (0, STATISTICS - 1)) for each in sums(x)]
+    operands(name, tensor, *others)
+    real = real_places(tensor, [-1])
+
+    def kernel(block: Block, *rest: Block) -> Block:
+        x = block.float() + rest[0].float() if rest else block.float()
+        x = x if real is None else torch.where(real, x, torch.zeros(()))
+        return torch.cat([torch.nn.functional.pad(each, (0, STATISTICS - 1)) for each in sums(x)], -1)
+
     label = topology_of(EACH, tensor, *others)
     whole = [PlacementShard(each.dim) if _cuts_last(each, tensor) else each for each in label.placements()]
-    return Made(torch.cat(tiles, -1), tensor, label.with_placements(whole), DataType.BFLOAT16, Layout.TILE)
+    return compute(kernel, (tensor, *others), label.with_placements(whole), dtype=DataType.BFLOAT16, layout=Layout.TILE)
 
 
 def _pre_all_gather(names: str, doc: str, sums: Callable[[Block], list[Block]]) -> None:
@@ -182,18 +211,21 @@ _pre_all_gather(
 )
 
 
-def _gather_sums(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> tuple[list[Block], int]:
-    """The sums over the whole row, and how many elements it has."""
-    _, (_, block) = operands(name, tensor, stats)
+def _check_statistics(name: str, tensor: Tensor, stats: Tensor, tiles: int) -> int:
+    """An error unless statistics are whole tiles; how many elements the whole row has."""
+    operands(name, tensor, stats)
     if stats.shape[-1] % (tiles * STATISTICS) or not stats.shape[-1]:
         raise OperandError(
             f"ttnn.{name}: statistics of width {stats.shape[-1]} are not whole tiles of {tiles * STATISTICS}",
             fix="all_gather what pre_all_gather gave, along its last dim",
         )
-    columns = block.float().unflatten(-1, (-1, tiles, STATISTICS))[..., 0]
-    devices = columns.shape[-2]
-    sums = [columns[..., tile].sum(-1, keepdim=True) for tile in range(tiles)]
-    return sums, _width_of(tensor, devices)
+    return _width_of(tensor, stats.shape[-1] // (tiles * STATISTICS))
+
+
+def _gather_sums(stats: Block, tiles: int) -> list[Block]:
+    """The sums over the whole row."""
+    columns = stats.float().unflatten(-1, (-1, tiles, STATISTICS))[..., 0]
+    return [columns[..., tile].sum(-1, keepdim=True) for tile in range(tiles)]
 
 
 def _width_of(tensor: Tensor, devices: int) -> int:
@@ -210,18 +242,28 @@ def _cuts_last(placement: Placement, tensor: Tensor) -> TypeGuard[PlacementShard
 def rms_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "rms_norm_post_all_gather"
-    (squares,), count = _gather_sums(name, input_tensor, stats, 1)
-    return _norm(name, input_tensor, lambda x: x * torch.rsqrt(squares / count + epsilon), **how)
+    count = _check_statistics(name, input_tensor, stats, 1)
+
+    def call(x: Block, gathered: Block) -> Block:
+        (squares,) = _gather_sums(gathered, 1)
+        return x * torch.rsqrt(squares / count + epsilon)
+
+    return _norm(name, input_tensor, call, statistics=stats, **how)
 
 
 @op("layer_norm_post_all_gather", more=_norm)
 def layer_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "layer_norm_post_all_gather"
-    (squares, sums), count = _gather_sums(name, input_tensor, stats, 2)
-    mean = sums / count
-    var = squares / count - mean.square()
-    return _norm(name, input_tensor, lambda x: (x - mean) * torch.rsqrt(var + epsilon), **how)
+    count = _check_statistics(name, input_tensor, stats, 2)
+
+    def call(x: Block, gathered: Block) -> Block:
+        squares, sums = _gather_sums(gathered, 2)
+        mean = sums / count
+        var = squares / count - mean.square()
+        return (x - mean) * torch.rsqrt(var + epsilon)
+
+    return _norm(name, input_tensor, call, statistics=stats, **how)
 
 
 @op("batch_norm")

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops.calling import Made, make, op, operands, result, shared_coords
+from meshloom.ttnn.ops.calling import Made, compute, make, op, operands, result, shared_coords
+from meshloom.ttnn.ops.matmul import multiply_blocks
 from meshloom.ttnn.ops.topologies import LINEAR, rows, topology_of
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -92,13 +93,16 @@ def rotary_embedding_llama(
 
 
 def _rotate(name: str, tensors: Sequence[Tensor], by_user: bool) -> Made:
-    x, cos, sin, *matrix = operands(name, *tensors)[1]
-    turned = _turned_by(x, matrix[0], len(tensors[0].grid)) if matrix else turned_halves(x)
-    count = 1 if by_user else tensors[0].shape[-2]
-    if cos.shape[-2] < count:
-        raise OperandError(f"{count} positions and a cache of {cos.shape[-2]}", fix="a longer cache")
-    values = _turn(x, turned, cos[..., :count, :], sin[..., :count, :])
-    return Made(values, tensors[0], _label(tensors, not by_user), coords=shared_coords(*tensors))
+    operands(name, *tensors)
+    axes, count = len(tensors[0].grid), 1 if by_user else tensors[0].shape[-2]
+    if tensors[1].shape[-2] < count:
+        raise OperandError(f"{count} positions and a cache of {tensors[1].shape[-2]}", fix="a longer cache")
+
+    def kernel(x: Block, cos: Block, sin: Block, *matrix: Block) -> Block:
+        turned = _turned_by(x, matrix[0], axes) if matrix else turned_halves(x)
+        return _turn(x, turned, cos.narrow(-2, 0, count), sin.narrow(-2, 0, count))
+
+    return compute(kernel, tensors, _label(tensors, not by_user))
 
 
 @op("experimental.rotary_embedding_llama_fused_qk")
@@ -123,6 +127,6 @@ def _turned_by(x: Block, matrix: Block, axes: int) -> Block:
     side = matrix.shape[-1]
     if x.shape[-1] % side:
         raise OperandError(f"a head of {x.shape[-1]} does not divide into pieces of {side}, the matrix's width")
-    pieces = x.float().unflatten(-1, (-1, side))
-    one = aligned(matrix[..., :side, :].float(), axes, pieces.dim() - axes)
-    return torch.matmul(pieces, one).flatten(-2)
+    pieces = x.float().reshape(*x.shape[:-1], -1, side)
+    one = aligned(matrix.narrow(-2, 0, side).float(), axes, pieces.dim() - axes)
+    return multiply_blocks(pieces, one).reshape(x.shape)

@@ -115,7 +115,7 @@ def scaled_dot_product_attention(
         causal=causal,
         seen=seen,
         bias=mask_of(attn_mask),
-        sink=sink_of(name, attention_sink, input_tensor_q.shape[1]),
+        sink=None if attention_sink is None else sink_of(name, attention_sink.block, axes, input_tensor_q.shape[1]),
     )
     placed = causal or seen is not None
     made = out(values, tensors, name, placed=placed)
@@ -209,7 +209,7 @@ def _chunk(
         axes,
         scale=scale,
         seen=seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:]),
-        sink=sink_of(name, attention_sink, three[0].shape[1]),
+        sink=None if attention_sink is None else sink_of(name, attention_sink.block, axes, three[0].shape[1]),
     )
     return out(found, tensors, name, placed=True)
 
