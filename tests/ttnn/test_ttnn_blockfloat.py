@@ -182,6 +182,22 @@ def test_rounding_twice_changes_nothing_and_the_result_is_exact_in_bfloat16() ->
         assert blockfloat.round_blocks(once, bits, torch.bfloat16).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_function_of_elements_is_rounded_in_pieces_as_it_is_at_once(bits: int, dtype: torch.dtype) -> None:
+    count = 3 * 16 * blockfloat.CHUNK + 16 * 40  # the last piece is smaller
+    x, y = (hostile(count, seed=seed).to(dtype) for seed in (bits, bits + 20))
+    before = x.clone(), y.clone()
+    for act in (torch.add, lambda a, b: a, lambda a, b: a > b):  # one of them gives its operand back
+        found = blockfloat.round_pointwise(act, bits, x, y)
+        assert found.dtype is torch.bfloat16
+        check_same(found.float(), blockfloat.round_blocks(act(x.float(), y.float()).float(), bits))
+    check_same(x, before[0])
+    check_same(y, before[1])
+    turned = blockfloat.round_pointwise(torch.add, bits, x.reshape(2, -1).T, y.reshape(2, -1).T)  # not in one piece
+    check_same(turned.float(), blockfloat.round_blocks(x.reshape(2, -1).T.float() + y.reshape(2, -1).T.float(), bits))
+
+
 def test_bytes_that_are_no_tiles_are_refused() -> None:
     with pytest.raises(ArgumentError, match="are not the tiles of shape"):
         blockfloat.unpack(torch.zeros(1087, dtype=torch.uint8), (32, 32), 7)

@@ -280,6 +280,19 @@ def test_an_error_of_torch_is_told_as_the_first_time(device: Any) -> None:
             ttnn.subtract(broken, broken)
 
 
+@pytest.mark.parametrize("dtype", [ttnn.bfloat8_b, ttnn.bfloat4_b], ids=str)
+def test_block_floats_of_many_elements_are_the_same_in_every_call(dtype: Any, device: Any) -> None:
+    shape = (8 * 512, 1024)
+    x, y = (put(device, *shape, dim=0, dtype=dtype, seed=seed) for seed in range(2))
+    for call in (lambda: ttnn.add(x, y), lambda: ttnn.multiply(x, 0.3), lambda: ttnn.tril(x), lambda: ttnn.exp(x)):
+        repeats.forget()
+        first, second = call(), call()
+        assert first.dtype is second.dtype is dtype
+        assert torch.equal(first.block, second.block)
+    expected = ttnn.from_torch(read(x).float() + read(y).float(), dtype=dtype, layout=ttnn.TILE_LAYOUT)
+    assert torch.equal(read(ttnn.add(x, y)), read(expected))
+
+
 # collectives
 
 

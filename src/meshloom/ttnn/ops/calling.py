@@ -58,6 +58,7 @@ class Made:
     kernel: Callable[..., Block] | None = None  # what made the block of those of `given`: `compute` tells of it
     given: Sequence[Tensor] = ()
     takes_mesh: bool = False  # the kernel takes the mesh first
+    is_pointwise: bool = False  # it works element by element, and may be given pieces of blocks of one shape
     is_rounded: bool = False  # the kernel gives more than the dtype can say
 
     def into(self, output: Tensor | None) -> Made:

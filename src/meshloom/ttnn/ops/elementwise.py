@@ -90,7 +90,7 @@ def _unary(
     is_fine = block.dtype is torch.bfloat16 and (kind or tensor.dtype) is not DataType.BFLOAT16
     if is_fine or values:
         call = functools.partial(_apply, call, is_fine, tuple(values))
-    return compute(call, (tensor,), topology_of(function.rule, tensor))
+    return compute(call, (tensor,), topology_of(function.rule, tensor), is_pointwise=function.rank == 0)
 
 
 def _apply(call: Callable[..., Block], is_fine: bool, values: tuple[Any, ...], block: Block) -> Block:
@@ -212,7 +212,7 @@ def binary(
     if activations or any(before):
         function, rule = _fused(function, before, activations), EACH
     kernel, tensors = _pair_kernel(name, function, a, b, kind if output is None else output.dtype)
-    return compute(kernel, tensors, topology_of(rule, a, b), output=output)
+    return compute(kernel, tensors, topology_of(rule, a, b), output=output, is_pointwise=True)
 
 
 def _fused(

@@ -27,7 +27,8 @@ from meshloom.runtime import MeshCoordinate, state
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.configs import DeviceComputeKernelConfig, ProgramConfig
-from meshloom.ttnn.tensor.formats import Shape, rounded
+from meshloom.ttnn.tensor.blockfloat import round_pointwise
+from meshloom.ttnn.tensor.formats import BITS, Shape, rounded
 from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, Room
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import TILE, Owner, Tensor, bytes_on, make_tensor
@@ -132,6 +133,8 @@ class Result:
         self.into = into  # the place of the tensor that it is written into, if it is
         self.dtype, self.layout, self.memory = tensor.dtype, tensor.layout, tensor._memory
         self.topology, self.coords = made.topology, made.coords or made.like._coords
+        if made.is_pointwise and self.dtype in BITS:
+            self.kernel, self.is_rounded = partial(round_pointwise, made.kernel, BITS[self.dtype]), False
         shape = tuple(tensor.shape)
         self.size, self.per_bank = bytes_on(self.memory, shape, self.dtype, self.layout, TILE)
         self.is_l1 = self.memory.buffer_type is not BufferType.DRAM

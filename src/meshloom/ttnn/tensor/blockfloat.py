@@ -23,10 +23,11 @@ from meshloom.runtime.tiles import FACE, TILE, tilize, untilize
 
 BLOCK = FACE
 ROWS = TILE * TILE // BLOCK  # blocks of a tile
-CHUNK = 1 << 13  # blocks that fit into a cache together with what is made of them
+CHUNK = 1 << 14  # blocks that fit into a cache together with what is made of them
 LOW = 32  # exponents below are scaled up first, so that all scales are normal numbers
 LIFT = 64
 SPECIAL = 255
+ONE_MORE = (277 << 23) - (1 << 32)  # of which an exponent is taken: int32 wraps
 SMALLEST = 2.0**-126  # below are denormals
 ZERO = torch.zeros(())
 
@@ -96,17 +97,69 @@ def round_blocks(values: torch.Tensor, bits: int, dtype: torch.dtype = torch.flo
         return values.to(dtype)
     width = values.shape[-1] if values.dim() else 1
     missing = -width % BLOCK
-    data = values.float()
-    if missing:
-        data = torch.nn.functional.pad(data.reshape(-1, width), [0, missing])
+    data = torch.nn.functional.pad(values.reshape(-1, width), [0, missing]) if missing else values
     blocks = data.reshape(-1, BLOCK)
-    if len(blocks) <= CHUNK:
-        found = values_of(*levels(blocks, bits), bits).to(dtype)
+    if state.capture is not None:
+        found = values_of(*levels(blocks.float(), bits), bits).to(dtype)
     else:
-        found = torch.empty(blocks.shape, dtype=dtype)
-        for part, into in zip(torch.split(blocks, CHUNK), torch.split(found, CHUNK), strict=True):
-            into.copy_(values_of(*levels(part, bits), bits))
+        found = _round_all(None, [blocks], bits, dtype)
     return found.reshape(-1, width + missing)[:, :width].reshape(values.shape) if missing else found.view(values.shape)
+
+
+def round_pointwise(function: Callable[..., torch.Tensor], bits: int, *blocks: torch.Tensor) -> torch.Tensor:
+    """What a function makes of arrays element by element, as block floats in bfloat16; it is given bfloat16 as float32.
+    Where all have one shape, it is worked out piece by piece, so that what comes in between never leaves the cache.
+
+    >>> round_pointwise(torch.add, 7, torch.tensor([200.0, 1.0]), torch.tensor([55.0, 0.0]))
+    tensor([254.,   0.], dtype=torch.bfloat16)
+    """
+    first = blocks[0]
+    is_even = first.dim() > 0 and first.shape[-1] % BLOCK == 0 and first.numel() > BLOCK * CHUNK
+    if not is_even or any(each.shape != first.shape or not each.is_contiguous() for each in blocks):
+        fine = [each.float() if each.dtype is torch.bfloat16 else each for each in blocks]
+        return round_blocks(function(*fine), bits, torch.bfloat16)
+    flat = [each.view(-1, BLOCK) for each in blocks]
+    return _round_all(function, flat, bits, torch.bfloat16).view(first.shape)
+
+
+def _round_all(
+    function: Callable[..., torch.Tensor] | None, blocks: Sequence[torch.Tensor], bits: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What a function makes of blocks of 16, or the blocks themselves, rounded piece by piece in float32."""
+    found, size = torch.empty(blocks[0].shape, dtype=dtype), min(CHUNK, len(blocks[0]))
+    work, whole = torch.empty(size, BLOCK), torch.empty(size, BLOCK, dtype=torch.int32)
+    fine = [torch.empty(size, BLOCK) if each.dtype is torch.bfloat16 else None for each in blocks]
+    for start in range(0, len(found), size):
+        into = found[start : start + size]
+        count = len(into)
+        parts = [each[start : start + count] for each in blocks]
+        given = [part if room is None else room[:count].copy_(part) for part, room in zip(parts, fine, strict=True)]
+        made = given[0] if function is None else function(*given)
+        _round_into(into, made if made.dtype is torch.float32 else made.float(), bits, work[:count], whole[:count])
+    return found
+
+
+def _round_into(into: torch.Tensor, blocks: torch.Tensor, bits: int, work: torch.Tensor, whole: torch.Tensor) -> None:
+    """Blocks rounded as `values_of(*levels(...))` does, in as few passes as torch has for it.
+
+    A whole number that goes through int32 is truncated. Adding what is so large that a float of that size has no finer
+    bits, and taking it away again, rounds to the nearest of those that are kept, ties to even, and leaves no -0.
+    """
+    top = torch.abs(blocks, out=work).view(torch.int32).amax(-1, keepdim=True)
+    exponent = top.bitwise_and_(SPECIAL << 23)
+    calm = exponent.clamp(min=LOW << 23)
+    torch.mul(blocks, (ONE_MORE - calm).view(torch.float32), out=work)  # times 2^(150 - exponent)
+    work.copy_(whole.copy_(work))
+    limit = (2**bits - 1) * 2 ** (24 - bits) + 2 ** (23 - bits) - 1  # the largest that is not rounded up to 2^bits
+    coarse = 1.5 * 2.0 ** (47 - bits)
+    torch.nn.functional.hardtanh_(work, -limit, limit).add_(coarse).sub_(coarse)
+    into.copy_(work.mul_((calm - (23 << 23)).view(torch.float32)))  # times 2^(exponent - 150)
+    low, high = (int(each) >> 23 for each in torch.aminmax(exponent))
+    if low < LOW or high == SPECIAL:
+        exponent = exponent >> 23
+        rows = ((exponent > 0) & (exponent < LOW) | (exponent == SPECIAL)).squeeze(-1)
+        if bool(rows.any()):
+            into[rows] = values_of(*levels(blocks[rows], bits), bits).to(into.dtype)
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:

@@ -97,6 +97,7 @@ _FORMATS: dict[DataType, tuple[torch.dtype, torch.dtype, int | None]] = {
     DataType.FP8_E4M3: (torch.bfloat16, torch.float32, 1),
     DataType.INT8: (torch.int8, torch.int8, 1),
 }
+BITS = {DataType.BFLOAT8_B: 7, DataType.BFLOAT4_B: 3}  # of the mantissa of block floats
 _STORE = {kind: store for kind, (store, _, _) in _FORMATS.items()}
 _BYTES = {kind: size for kind, (_, _, size) in _FORMATS.items() if size is not None}
 
@@ -244,8 +245,8 @@ def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int,
 
 def rounded(values: torch.Tensor, dtype: DataType) -> torch.Tensor:
     """Values as a dtype can say them, in its `store`: block floats share exponents along rows, integers wrap."""
-    if dtype is DataType.BFLOAT8_B or dtype is DataType.BFLOAT4_B:
-        return blockfloat.round_blocks(values, 7 if dtype is DataType.BFLOAT8_B else 3, torch.bfloat16)
+    if dtype in BITS:
+        return blockfloat.round_blocks(values, BITS[dtype], torch.bfloat16)
     if dtype is DataType.FP8_E4M3:
         return values.to(torch.float8_e4m3fn).to(dtype.store)
     if dtype is DataType.UINT32:
