@@ -27,6 +27,7 @@ from benchmarks import (
     report,
     results,
     runtime,
+    ttnn_calls,
 )
 from benchmarks.results import OURS, Row, figures, verdict
 from benchmarks.timing import duel
@@ -95,7 +96,7 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
 
 
 def _specs(devices: Sequence[int]) -> list[Spec]:
-    beside = (gpt, runtime, blockfloat, first_calls, optimizers)
+    beside = (gpt, runtime, blockfloat, first_calls, optimizers, ttnn_calls)
     return [*all_works(devices), *(spec for module in beside for spec in module.works(devices))]
 
 

@@ -21,7 +21,8 @@ BLOCK_FLOAT = Goal("ratio", 3.0)
 DECODE = Goal("ratio", 2.5)
 ELEMENTS = 8 << 20
 
-LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, USERS, LONGEST = 2, 1024, 16, 8, 64, 2048, 32, 128
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, LONGEST = 2, 1024, 16, 8, 64, 2048, 128
+USERS = (1, 32)
 DECODES_ON = {1: (1, 1), 8: (1, 8), 32: (8, 4)}
 EPSILON = 1e-5
 
@@ -37,9 +38,7 @@ def works(devices: Sequence[int]) -> list[Spec]:
                 for name, act in _COLLECTIVES.items()
             ]
         if count in DECODES_ON:
-            make = partial(_decode, DECODES_ON[count])
-            detail = f"{LAYERS}-layer Llama, {USERS} users"
-            found.append(Spec("ttnn decode", detail, DECODES_ON[count], make, DECODE, seconds=3.0))
+            found += [_decode_spec(DECODES_ON[count], users) for users in USERS]
         if count == 1:
             make = partial(_block_float, count)
             found.append(Spec("ttnn bfloat8_b", "add of 8M, to bfloat16", (count,), make, BLOCK_FLOAT, seconds=3.0))
@@ -98,10 +97,15 @@ def _block_float(devices: int) -> Pair:
 # a Llama that decodes one token of every user
 
 
-def _decode(shape: tuple[int, int]) -> Pair:
+def _decode_spec(shape: tuple[int, int], users: int) -> Spec:
+    detail = f"{LAYERS}-layer Llama, {users} user{'s' * (users > 1)}"
+    return Spec("ttnn decode", detail, shape, partial(_decode, shape, users), DECODE, seconds=3.0)
+
+
+def _decode(shape: tuple[int, int], users: int) -> Pair:
     weights, angles = _draw_weights(), _angles()
-    x = torch.randn(USERS, WIDTH).bfloat16()
-    caches = [torch.randn(USERS, KV_HEADS, LONGEST, HEAD).bfloat16() for _ in range(2 * LAYERS)]
+    x = torch.randn(users, WIDTH).bfloat16()
+    caches = [torch.randn(users, KV_HEADS, LONGEST, HEAD).bfloat16() for _ in range(2 * LAYERS)]
     mesh = ttnn.open_mesh_device(ttnn.MeshShape(*shape))
     ours, step = _Decoder(mesh, weights, angles, caches, x), _torch_decoder(weights, angles, caches, x)
     found, expected = ours.read(ours.step()), step()
@@ -137,15 +141,15 @@ def _angles() -> tuple[torch.Tensor, torch.Tensor]:
     return turn.cos().bfloat16(), turn.sin().bfloat16()
 
 
-def _positions() -> torch.Tensor:
-    return torch.arange(USERS) * 2 + 40
+def _positions(users: int) -> torch.Tensor:
+    return torch.arange(users) * 2 + 40
 
 
 def _torch_decoder(
     weights: Weights, angles: tuple[torch.Tensor, torch.Tensor], caches: list[torch.Tensor], x: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """The step as one writes it in torch, in bfloat16."""
-    position, users = _positions(), torch.arange(USERS)
+    position, users = _positions(len(x)), torch.arange(len(x))
     cos, sin = (each[position].unsqueeze(1) for each in angles)
     seen = (torch.arange(LONGEST) <= position[:, None])[:, None, None]
     caches = [each.clone() for each in caches]
@@ -164,7 +168,7 @@ def _torch_decoder(
             keys[users, :, position], values[users, :, position] = turn(k), v
             q = turn(q).unflatten(1, (KV_HEADS, -1))
             mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
-            y = y + mixed.reshape(USERS, -1) @ w["o"]
+            y = y + mixed.reshape(len(x), -1) @ w["o"]
             h = F.rms_norm(y, (WIDTH,), w["norm"], EPSILON)
             y = y + (F.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
         return y
@@ -188,7 +192,8 @@ class _Decoder:
         self.ways = self.shape[self.heads_on]
         self.layers = [self._put_layer(each) for each in weights]
         self.caches = [self._map(each, heads=1) for each in caches]
-        position = _positions()
+        self.users = len(x)
+        position = _positions(self.users)
         self.position = ttnn.from_torch(
             position.int(), dtype=ttnn.int32, device=mesh, mesh_mapper=ttnn.ReplicateTensorToMesh(mesh)
         )
@@ -236,7 +241,9 @@ class _Decoder:
         )
         joined = ttnn.experimental.nlp_concat_heads_decode(mixed, num_heads=HEADS // self.ways)
         width = joined.shape[3]
-        joined = ttnn.reshape(joined, (1, 1, USERS, width), (1, 1, SIDE, width))  # rows beyond the users are padding
+        joined = ttnn.reshape(
+            joined, (1, 1, self.users, width), (1, 1, SIDE, width)
+        )  # rows beyond the users are padding
         return self._sum(ttnn.linear(joined, w["o"]))
 
     def _sum(self, x: Any) -> Any:

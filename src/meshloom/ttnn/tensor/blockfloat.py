@@ -19,10 +19,9 @@ import torch
 
 from meshloom.errors import ArgumentError
 from meshloom.runtime import state
-from meshloom.runtime.tiles import FACE, TILE, tilize, untilize
+from meshloom.runtime.tiles import FACE, SQUARE, tilize, untilize
 
 BLOCK = FACE
-ROWS = TILE * TILE // BLOCK  # blocks of a tile
 CHUNK = 1 << 14  # blocks that fit into a cache together with what is made of them
 LOW = 32  # exponents below are scaled up first, so that all scales are normal numbers
 LIFT = 64
@@ -162,11 +161,11 @@ def _round_into(into: torch.Tensor, blocks: torch.Tensor, bits: int, work: torch
             into[rows] = values_of(*levels(blocks[rows], bits), bits).to(into.dtype)
 
 
-def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+def pack(values: torch.Tensor, bits: int, tile: Sequence[int] = SQUARE) -> torch.Tensor:
     """The bytes of tiles: for each 64 exponents, then 1024 signs and mantissas, in the order of faces.
 
-    Sides that are no multiple of 32 are padded with zeros. The last dim of the result is a tile, the one before it
-    counts the tiles of a matrix. With `bits=3`, the first of two elements is in the lower half of their byte.
+    Sides that are no multiple of a tile's are padded with zeros. The last dim of the result is a tile, the one before
+    it counts the tiles of a matrix. With `bits=3`, the first of two elements is in the lower half of their byte.
 
     >>> pack(torch.ones(2, 40, 32), 7).shape, pack(torch.ones(32, 32), 3).shape
     (torch.Size([2, 2, 1088]), torch.Size([1, 576]))
@@ -175,16 +174,16 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """
     _check_bits(bits)
     matrix = values.reshape((1,) * (2 - values.dim()) + tuple(values.shape))
-    tiles = tilize(matrix.float(), pad=True)
+    tiles = tilize(matrix.float(), pad=True, tile=tile)
     blocks = tiles.reshape(-1, BLOCK)
-    size = BLOCK if bits == 7 else BLOCK // 2
-    found = torch.empty(len(blocks) // ROWS, ROWS * (1 + size), dtype=torch.uint8)
-    per_chunk = CHUNK // ROWS
+    rows, size = math.prod(tile) // BLOCK, BLOCK if bits == 7 else BLOCK // 2
+    found = torch.empty(len(blocks) // rows, rows * (1 + size), dtype=torch.uint8)
+    per_chunk = CHUNK // rows
     for part, into in zip(torch.split(blocks, CHUNK), torch.split(found, per_chunk), strict=True):
         numbers, exponent = levels(part, bits)
-        into[:, :ROWS] = exponent.view(-1, ROWS)
-        into[:, ROWS:] = _bytes(numbers, bits).view(-1, ROWS * size)
-    return found.view(*tiles.shape[:-1], -1, ROWS * (1 + size))
+        into[:, :rows] = exponent.view(-1, rows)
+        into[:, rows:] = _bytes(numbers, bits).view(-1, rows * size)
+    return found.view(*tiles.shape[:-1], -1, rows * (1 + size))
 
 
 def _bytes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -193,30 +192,30 @@ def _bytes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return signed if bits == 7 else signed[:, ::2] | signed[:, 1::2] << 4
 
 
-def unpack(tiles: torch.Tensor, shape: Sequence[int], bits: int) -> torch.Tensor:
+def unpack(tiles: torch.Tensor, shape: Sequence[int], bits: int, tile: Sequence[int] = SQUARE) -> torch.Tensor:
     """The float32 values of the bytes of tiles, as a tensor of that shape: the inverse of `pack` up to rounding.
 
     >>> unpack(pack(torch.full((3, 5), 1 / 3), 7), (3, 5), 7)[0, 0]
     tensor(0.3320)
     """
     _check_bits(bits)
-    size = BLOCK if bits == 7 else BLOCK // 2
+    rows, size = math.prod(tile) // BLOCK, BLOCK if bits == 7 else BLOCK // 2
     sizes = (1,) * (2 - len(shape)) + tuple(shape)
-    room = math.prod(sizes[:-2]) * math.prod(-(-side // TILE) for side in sizes[-2:])
-    if tiles.dtype != torch.uint8 or tiles.numel() != room * ROWS * (1 + size):
+    room = math.prod(sizes[:-2]) * math.prod(-(-side // part) for side, part in zip(sizes[-2:], tile, strict=True))
+    if tiles.dtype != torch.uint8 or tiles.numel() != room * rows * (1 + size):
         raise ArgumentError(
             f"{tiles.numel()} elements of {tiles.dtype} are not the tiles of shape {list(shape)}",
-            fix=f"{room} tiles of {ROWS * (1 + size)} bytes, torch.uint8",
+            fix=f"{room} tiles of {rows * (1 + size)} bytes, torch.uint8",
         )
-    data = tiles.reshape(-1, ROWS * (1 + size))
-    exponent = data[:, :ROWS].reshape(-1, 1).to(torch.int32)
-    signed = data[:, ROWS:].reshape(-1, size)
+    data = tiles.reshape(-1, rows * (1 + size))
+    exponent = data[:, :rows].reshape(-1, 1).to(torch.int32)
+    signed = data[:, rows:].reshape(-1, size)
     if bits == 3:
         signed = torch.stack((signed & 0xF, signed >> 4), -1).reshape(-1, BLOCK)
     size_only = (signed & (1 << bits) - 1).float()
     numbers = torch.where((signed >> bits).bool(), -size_only, size_only)
     values = values_of(numbers, exponent, bits)
-    return untilize(values.reshape(*sizes[:-2], -1), sizes).reshape(tuple(shape))
+    return untilize(values.reshape(*sizes[:-2], -1), sizes, tile).reshape(tuple(shape))
 
 
 def _check_bits(bits: int) -> None:

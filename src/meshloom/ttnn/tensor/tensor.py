@@ -487,6 +487,11 @@ class Tensor(metaclass=_Making):
             raise OperandError("the devices hold different values", fix="ttnn.get_device_tensors(x)[i].item()")
         return values[0].item()
 
+    def device_bytes(self, coordinate: Sequence[int] | None = None) -> bytes:
+        """What a device keeps for its part, byte by byte: rows, or tiles face by face, block floats packed."""
+        found: bytes = import_module("meshloom.ttnn.tensor.device_bytes").read(self, coordinate)
+        return found
+
     def host_buffer(self) -> DistributedHostBuffer:
         """The parts of a tensor on the host, by coordinate."""
         if self._device is not None:
