@@ -63,7 +63,7 @@ def kind_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], takes: Map
     if not tensors or state.capture is not None:
         return None
     device = tensors[0]._device
-    if device is None or device.watched or device.runtime.lease.driver is not None:
+    if device is None or device.watched:
         return None
     for tensor in tensors:
         room = tensor._room
