@@ -53,6 +53,7 @@ class World:
     check: str = "sample"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: Group | None = None
+    bindings: list[Any] = field(default_factory=list)  # mesh id, host rank and visible devices of every process
     watch: Any = None
     story: Story = field(default_factory=Story)
     connect: Callable[[tuple[int, ...]], Any] = _nobody

@@ -231,7 +231,7 @@ class Call:
         if mode == "fabric":
             others = self.operand.other_places() if group.mesh.is_split else None
             return FabricMode(group, name, precise, others)
-        return (HostMode if mode == "host" else DirectMode)(group)
+        return HostMode(group) if mode == "host" else DirectMode(group, precise)
 
     def _tell(self, kind: str, mode: str, op: str | None, grows: str) -> None:
         operand, topology = self.operand, self.operand.topology

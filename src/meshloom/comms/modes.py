@@ -56,14 +56,16 @@ class HostTrafficWarning(UserWarning):
 class DirectMode:
     """Array operations on the members of this process, and one collective between processes if there are others."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, precise: bool = False) -> None:
+        self.group, self.precise = group, precise
 
     def reduce(self, kind: str, parts: torch.Tensor, op: str, root: int) -> torch.Tensor:
         """What the members hold, reduced."""
         group = self.group
         if not group.crosses:
             return REDUCTIONS[op].quickly(parts)
+        if self.precise and parts.dtype in _LOW:  # rounded once, as in one process
+            return self.reduce(kind, parts.float(), op, root).to(parts.dtype)
         if op in ("sum", "mean"):
             total = AllReduce.apply(reduce_local(parts, "sum"), group, len(parts) > 1)
             return total / group.size if op == "mean" else total
@@ -113,6 +115,8 @@ class DirectMode:
             routes = tuple(((source, member), place) for member, place in enumerate(group.places))
             rows = pieces[row if source == group.index else 0]
             return SendRows.apply(rows, group, Routes(routes, group.size, group.count))
+        if self.precise and pieces.dtype in _LOW:
+            return self.scatter(kind, pieces.float(), op, root).to(pieces.dtype)
         if op in ("sum", "mean"):
             total = ReduceScatter.apply(group.apart(reduce_local(pieces, "sum")), group)
             return total / group.size if op == "mean" else total
@@ -230,9 +234,9 @@ class FabricMode(DirectMode):
     """
 
     def __init__(self, group: Group, name: str | None, precise: bool, others: Sequence[tuple[int, int]] | None) -> None:
-        super().__init__(group)
+        super().__init__(group, precise)
         self.fabric = fabric_of(group.mesh)
-        self.algorithm, self.precise, self.others = name, precise, others
+        self.algorithm, self.others = name, others
         self.size = group.size
         self.direct = DirectMode(group)
 

@@ -190,6 +190,19 @@ def from_environment(environment: Environment | None = None) -> Binding:
     """
     given = settings.environment() if environment is None else environment
     rank, world_size, local_rank = _read_ranks(given)
+    return Binding(rank, local_rank, socket.gethostname(), *read_place(given), (), world_size)
+
+
+Place = tuple[int | None, int | None, tuple[int, ...] | None]
+
+
+def read_place(environment: Environment | None = None) -> Place:
+    """The mesh of this process, its place among the processes of that mesh, and the devices that it sees.
+
+    >>> read_place({"TT_MESH_ID": "0", "TT_MESH_HOST_RANK": "1"})
+    (0, 1, None)
+    """
+    given = settings.environment() if environment is None else environment
     mesh_id, host_rank = _number(given, MESH_ID), _number(given, HOST_RANK)
     if host_rank is not None and mesh_id is None:
         name = next(name for name in HOST_RANK if name in given)
@@ -198,7 +211,7 @@ def from_environment(environment: Environment | None = None) -> Binding:
             missing=" or ".join(MESH_ID),
             fix=f"set both, as in {MESH_ID[0]}=0 {HOST_RANK[0]}={host_rank}, or neither",
         )
-    return Binding(rank, local_rank, socket.gethostname(), mesh_id, host_rank, visible_devices(given), (), world_size)
+    return mesh_id, host_rank, visible_devices(given)
 
 
 def process() -> Process:

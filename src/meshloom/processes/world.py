@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from meshloom import settings
 from meshloom.comms.group import WORLD, Group, World
+from meshloom.context import state
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, PeerLostError, closest, where
 from meshloom.mesh import HERE, Mesh
-from meshloom.processes.bindings import process
+from meshloom.processes.bindings import process, read_place
 from meshloom.processes.divergence import compare_at_end, perform
 from meshloom.processes.health import Watch
 from meshloom.processes.store import MARGIN, Board, bounded, meet
@@ -37,6 +38,8 @@ def join(timeout: float | None = None, check: str | None = None) -> World:
         WORLD.check = _check(check if check is not None else _asked_for())
     if not WORLD.is_joined and (dist.is_initialized() or process().count > 1):
         _meet()
+    if WORLD.is_joined:
+        state._set({"checked": WORLD.check == "always"})
     return WORLD
 
 
@@ -82,9 +85,11 @@ def _meet() -> None:
     private.set_group_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     if HERE.rank == 0:
         board.write("random", [torch.initial_seed(), bytes(torch.get_rng_state().tolist()).hex()], WORLD.timeout)
+    board.write(f"binding {HERE.rank}", read_place(), WORLD.timeout)
     control = Group(Mesh.of((HERE.count,), processes=(HERE.count,)), (0,))
     control.use(_new_handle(ranks, backend="gloo"))
     WORLD.control = control
+    WORLD.bindings = board.read_all([f"binding {rank}" for rank in ranks], WORLD.timeout)  # written by all who are here
     _share_random(board)
 
 

@@ -13,6 +13,8 @@ from meshloom.errors import ArgumentError, MeshError, closest, expect, expect_se
 from meshloom.fabric.catalogue import Preset
 from meshloom.mesh import Mesh
 from meshloom.processes.discovery import discover
+from meshloom.processes.splitting import split_bound
+from meshloom.processes.world import join
 from meshloom.runtime import accounts
 from meshloom.runtime.card import Driver
 from meshloom.runtime.chips import chip_of
@@ -44,6 +46,7 @@ def open_mesh_device(
     timeout: float | None = TIMEOUT,
     cache: str | os.PathLike[str] | None = None,
     worker_l1_size: int = 0,
+    processes: Sequence[int] | None = None,
 ) -> MeshDevice:
     """A mesh of cards: `(MeshShape(2, 4))`, `((2, 4), device_ids)`, or `(paths_or_ids, (2, 4))`.
 
@@ -58,6 +61,7 @@ def open_mesh_device(
     [3, 1]
     """
     shape, ids = sorted_out(mesh_shape, device_ids)
+    join()
     kind = read_mesh_type(mesh_type)
     expect_seconds("timeout", timeout, least=1e-9)
     if stress is not None:
@@ -68,7 +72,7 @@ def open_mesh_device(
     sizes, chosen = _fit(shape, ids, rack)
     if isinstance(num_command_queues, bool) or not isinstance(num_command_queues, int) or num_command_queues < 1:
         raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="give 1 or more")
-    mesh = Mesh.of(sizes, axes, chosen, physical)
+    mesh = split_bound(Mesh.of(sizes, axes, chosen, physical, processes), processes)
     system = System(
         rack,
         [rack.open(index) for index in chosen],

@@ -71,7 +71,8 @@ def all_reduce(
 ) -> Tensor:
     """Every member of each group holds the reduction of what its members hold.
 
-    `algorithm` names a schedule for `mode="fabric"`; `precise` lets it add low precision in float32.
+    `algorithm` names a schedule for `mode="fabric"`; `precise` adds low precision in float32 where it goes from device
+    to device, or from process to process.
     `out` is a tensor with the shape and placements of the result, to be written.
 
     >>> import meshloom as loom

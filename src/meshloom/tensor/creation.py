@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +18,13 @@ import torch
 from meshloom.comms import WORLD, move
 from meshloom.engines.layout import from_block, short_name, torch_dtype
 from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, expect
-from meshloom.mesh import HERE, Coordinate, Mesh
-from meshloom.mesh.process import counts
+from meshloom.mesh import Coordinate, Mesh
 from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
 from meshloom.processes import join
 from meshloom.processes.discovery import visible_mesh
 from meshloom.processes.divergence import is_compared, note_data
 from meshloom.processes.parts import Part, described
+from meshloom.processes.splitting import split_mesh
 from meshloom.runtime import state
 from meshloom.tensor import random
 from meshloom.tensor.base import Tensor
@@ -65,31 +64,9 @@ def open_mesh(
             f"shape={shape!r} is of type {type(shape).__name__}", fix="give a size per axis, such as (2, 4)"
         )
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if join(timeout, check).is_joined:
-        state._set({"checked": WORLD.check == "always"})
-    mesh = Mesh.of(sizes, axes, device_ids, physical, processes)
-    _opened[:] = [_split(mesh, processes)]
+    join(timeout, check)
+    _opened[:] = [split_mesh(Mesh.of(sizes, axes, device_ids, physical, processes), processes)]
     return _opened[0]
-
-
-def _split(mesh: Mesh, processes: Sequence[int] | None) -> Mesh:
-    if processes is not None and math.prod(processes) not in (1, HERE.count):
-        raise MeshError(
-            f"a grid of {tuple(processes)} processes needs {math.prod(processes)} of them and there are {HERE.count}",
-            mesh=mesh,
-            fix="start as many with torchrun or `meshloom run --nproc`, or leave processes= out",
-        )
-    if processes is not None or HERE.count == 1:
-        return mesh
-    split = mesh.split(HERE.count)
-    if not split.is_split:
-        fitting = ", ".join(map(str, counts(mesh.shape)))
-        warnings.warn(
-            f"{HERE.count} processes cannot split {mesh} into equal boxes, so each of them computes all of it; "
-            f"these numbers of processes would split it: {fitting}",
-            stacklevel=3,
-        )
-    return split
 
 
 def current_mesh() -> Mesh:

@@ -226,7 +226,7 @@ def _rooms(group: Group, dim: int) -> list[Tensor]:
 
 
 def _scratch(group: Group, shape: Sequence[int]) -> Tensor:
-    block = group.block.new_zeros(*group.mesh.shape, *shape)
+    block = group.block.new_zeros(*group.mesh.local_shape, *shape)
     return group.make(block, group.tensor.tensor_topology()).tensor()
 
 
@@ -327,7 +327,8 @@ def _neighbours(group: Group, block: Block, dim: int, left: int, right: int, pad
     if max(left, right) > size:
         raise OperandError(f"ttnn.{group.name}: {max(left, right)} rows of a neighbour that has {size}")
     axis = group.axes[0]
-    full = [group.mesh.shape[axis] if each == axis else n for each, n in enumerate(block.shape[: group.mesh.ndim])]
+    held = group.mesh.local_shape
+    full = [held[axis] if each == axis else n for each, n in enumerate(block.shape[: group.mesh.ndim])]
     block = block.expand(*full, *block.shape[group.mesh.ndim :])
     pieces = [block]
     if left:
@@ -344,7 +345,7 @@ def _edge(group: Group, block: Block, place: int, start: int, count: int, offset
         return found
     row = 0 if offset > 0 else block.shape[place] - 1
     own = block.narrow(place, row, 1).expand(found.shape)
-    outer = group.position() == (0 if offset > 0 else group.size - 1)
+    outer = group.here(group.position()) == (0 if offset > 0 else group.size - 1)
     return torch.where(outer.reshape(*outer.shape, *(1,) * (found.dim() - outer.dim())), own, found)
 
 

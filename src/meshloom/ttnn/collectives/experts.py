@@ -110,9 +110,9 @@ def _owners(name: str, group: Group, mapping: Tensor) -> Block:
     if devices != group.mesh.size:
         raise OperandError(f"ttnn.{name}: expert_mapping_tensor is for {devices} devices of {group.mesh.size}")
     table = block.reshape(*block.shape[:axes], experts, devices)
-    numbers = torch.arange(group.mesh.size).reshape(*group.mesh.shape, 1, 1)
-    full = table.expand(*group.mesh.shape, experts, devices)
-    return full.gather(-1, numbers.expand(*group.mesh.shape, experts, 1)).squeeze(-1) != 0
+    held = group.mesh.local_shape
+    numbers = group.here(torch.arange(group.mesh.size).reshape(*group.mesh.shape, 1, 1))
+    return table.expand(*held, experts, devices).gather(-1, numbers.expand(*held, experts, 1)).squeeze(-1) != 0
 
 
 @op("all_to_all_combine", also=LINKS + " mode", more=Group)
@@ -138,7 +138,7 @@ def all_to_all_combine(
     axes = group.mesh.ndim
     gathered = group.run(native.all_gather, group.at(0))
     where = _slots(name, group, mapping, 1 if local_reduce else input_tensor.shape[0])
-    position = group.position().expand(group.mesh.shape)
+    position = group.here(group.position()).expand(group.mesh.local_shape)
 
     def combine(rows: Block, chosen: Block, table: Block, place: Block) -> Block:
         return _combine(rows, chosen, table, place, group.size, dim, local_reduce)
@@ -210,7 +210,8 @@ def moe_routing_remap(
         raise OperandError(f"ttnn.{name}: {non_zero_weight_size} weights do not divide over {expert_parallel_size}")
     share = non_zero_weight_size // expert_parallel_size
     number = (group.block != 0).long().cumsum(-1) - 1  # of the non-zero weight, from 0 on
-    first = group.position().reshape(*group.position().shape, *(1,) * group.rank) * share
+    position = group.here(group.position())
+    first = position.reshape(*position.shape, *(1,) * group.rank) * share
     mine = (group.block != 0) & (number >= first) & (number < first + share)
     found = torch.where(mine, group.block, torch.zeros((), dtype=group.block.dtype))
     # each has some of the weights, zero for the others

@@ -21,11 +21,9 @@ from typing import Any
 import torch
 
 from meshloom.comms.literal import Call, check_mode
-from meshloom.engines.layout import from_block, short_name, to_block
-from meshloom.errors import ArgumentError, ModeError, OperandError, closest
+from meshloom.errors import ArgumentError, ModeError, OperandError, TraceError, closest
 from meshloom.mesh import Mesh
-from meshloom.placement import Replicate, Shard, Topology
-from meshloom.runtime import MeshCoordinate
+from meshloom.runtime import MeshCoordinate, state
 from meshloom.tensor import collectives as native
 from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import same_storage
@@ -33,6 +31,7 @@ from meshloom.ttnn.config import CONFIG
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import Made, compute, operands
 from meshloom.ttnn.ops.topologies import by_axis
+from meshloom.ttnn.tensor.boxes import from_native, grid_of, lie_down, place_here, stand_up, take_box, to_native
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import REPLICATE, UNKNOWN, Placement, PlacementShard, TensorTopology as Label
@@ -79,12 +78,15 @@ class Group:
         if mesh_device is not None and mesh_device is not device:
             raise ArgumentError(f"ttnn.{name}: mesh_device is {mesh_device}, the tensor is on {device}")
         self.name, self.tensor, self.mesh = name, tensor, device.runtime.mesh
+        self.split: Mesh | None = None  # the mesh as processes split it, if the group works on parts of all of them
         self.asked = None if mode is None else _check_mode(mode)
         self.mode = self.asked or _mode.get()
         self.axes = _axes(name, self.mesh, cluster_axis)
         self.places: tuple[MeshCoordinate, ...] | None = None  # the devices, if they are not all of the mesh
         if tensor._coords is not None and len(tensor._coords) < self.mesh.size:
             self.places = tuple(sorted(tensor._coords))
+            if self.mesh.is_split:  # boxes of a part of a mesh are no equal boxes: every process works on all of it
+                self.split, self.mesh = self.mesh, self.mesh.split(1)
             self.mesh = _part_of(name, self.mesh, self.places, cluster_axis)
             self.block = self.take(self.block)
         self.sizes = tuple(self.mesh.shape[axis] for axis in self.axes)
@@ -125,6 +127,8 @@ class Group:
     def take(self, block: Block) -> Block:
         """Of a block on the whole mesh, what the devices of the groups hold."""
         grid = self.tensor._grid
+        if self.split is not None:
+            block = to_native(block, self.split).to_torch()
         if self.places is None or all(size == 1 for size in block.shape[: len(grid)]):
             return block
         every = block.expand(*grid, *block.shape[len(grid) :]).flatten(0, len(grid) - 1)
@@ -138,6 +142,8 @@ class Group:
             every = block.new_zeros(math.prod(grid), *dims)
             every[_numbers(grid, self.places)] = block.expand(*self.mesh.shape, *dims).flatten(0, len(grid) - 1)
             block = torch.unflatten(every, 0, grid)
+        if self.split is not None:
+            block = take_box(block, grid)
         return Made(block, self.tensor, label, **how)
 
     def local(self, place: Sequence[int], argument: str) -> tuple[int, ...]:
@@ -179,8 +185,17 @@ class Group:
         self, block: Block, function: Callable[..., Native], *args: Any, own: bool = False, **options: Any
     ) -> Block:
         """A native collective over the group on another block that lies as the tensor's does."""
+        self._check_capture()
         given = to_native(block, self.mesh, self.axes if own else ())
         return from_native(function(given, *args, axis=self.names, mode=self.mode, **options))
+
+    def _check_capture(self) -> None:
+        if self.mesh.is_split and state.capture is not None:
+            raise TraceError(
+                f"ttnn.{self.name}: a trace cannot hold a collective on a mesh that several processes split",
+                mesh=self.mesh,
+                fix="capture what lies between the collectives, or run the program in one process",
+            )
 
     def collective(
         self, kind: str, act: str, label: Label, *dims: int, size: int | None = None, **options: Any
@@ -190,6 +205,7 @@ class Group:
 
         A label that says nothing of some axis is checked every time (`CONFIG.strict_ccl_topology`).
         """
+        self._check_capture()
         asked, places = self.asked, [self.at(dim) for dim in dims]
         axes = None if len(self.axes) == self.mesh.ndim else self.axes
 
@@ -212,8 +228,27 @@ class Group:
         """The number of a dim in the native tensor, behind the mesh axes."""
         return self.mesh.ndim + dim
 
+    def here(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values for every device, with the mesh axes as dims in front, those of the devices of this process."""
+        if not self.mesh.is_split:
+            return values
+        for axis, (start, size) in enumerate(zip(self.mesh.local_offset, self.mesh.local_shape, strict=True)):
+            if values.shape[axis] > 1:
+                values = values.narrow(axis, start, size)
+        return values
+
+    def place_here(self, place: Sequence[int]) -> tuple[int, ...] | None:
+        """A coordinate in the box of this process; None if another process holds it."""
+        return place_here(grid_of(self.mesh), place)
+
+    def are_alike(self) -> bool:
+        """Whether the members of every group hold the same; if processes split the mesh, as far as the label says."""
+        if self.mesh.is_split:
+            return all(self.mesh.shape[axis] == 1 or self.known[axis] == REPLICATE for axis in self.axes)
+        return all(self.block.shape[axis] == 1 for axis in self.axes)
+
     def position(self) -> torch.Tensor:
-        """Every device's number in its group, with the mesh axes as dims."""
+        """Every device's number in its group, with the mesh axes as dims; `here` of it are those of this process."""
         numbers = torch.arange(self.size).reshape(self.sizes)
         shape = [self.mesh.shape[axis] if axis in self.axes else 1 for axis in range(self.mesh.ndim)]
         return numbers.reshape(shape)
@@ -225,6 +260,8 @@ class Group:
             place = axes + dim
             size = self.mesh.shape[axis]
             cut = torch.unflatten(block, place, (size, block.shape[place] // size))
+            if self.mesh.is_split:
+                cut = cut.narrow(place, self.mesh.local_offset[axis], self.mesh.local_shape[axis])
             if cut.shape[axis] == 1:  # all hold the same: the chunks become the members
                 block = cut.movedim(place, axis).squeeze(axis + 1)
             else:
@@ -381,41 +418,3 @@ def _axes(name: str, mesh: Mesh, cluster_axis: int | None) -> tuple[int, ...]:
             fix=f"axes go from 0 to {mesh.ndim - 1}; None is all devices",
         )
     return (cluster_axis,)
-
-
-def to_native(block: Block, mesh: Mesh, own: Sequence[int] = ()) -> Native:
-    """A block as a native tensor: mesh axes as dims in front. On the axes of `own` every device gets its own part."""
-    axes = mesh.ndim
-    if own:
-        lead = [mesh.local_shape[axis] if axis in own else size for axis, size in enumerate(block.shape[:axes])]
-        block = block.expand(*lead, *block.shape[axes:])
-    return Native(*lie_down(block, mesh))
-
-
-def lie_down(block: Block, mesh: Mesh) -> tuple[Topology, torch.Tensor]:
-    """A block as the topology and the stored array of a native tensor."""
-    topology, index = _lying(mesh, block.shape, block.dtype)
-    return topology, from_block(block[index], topology)
-
-
-def stand_up(topology: Topology, data: torch.Tensor) -> Block:
-    """The block of what `lie_down` gave, or of what a collective made of it."""
-    block, axes = to_block(data, topology), len(topology.placements)
-    return block.reshape(block.shape[:axes] + block.shape[2 * axes :])
-
-
-@functools.lru_cache(maxsize=4096)
-def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Topology, tuple[slice | None, ...]]:
-    """How a block of that shape lies: mesh axes cut dims of their own, those of size 1 are replicated. And the index
-    that makes room for these dims."""
-    lead, dims = shape[: mesh.ndim], shape[mesh.ndim :]
-    alike = [size == 1 and mesh.shape[axis] > 1 for axis, size in enumerate(lead)]
-    placements = [Replicate() if same else Shard(axis) for axis, same in enumerate(alike)]
-    front = [1 if same else mesh.shape[axis] for axis, same in enumerate(alike)]
-    index = (slice(None),) * mesh.ndim + (None,) * mesh.ndim
-    return Topology(mesh, placements, (*front, *dims), short_name(dtype)), index
-
-
-def from_native(tensor: Native) -> Block:
-    """The block of a native tensor that `to_native` made, or that a collective made of one."""
-    return stand_up(tensor.topology, tensor._data)

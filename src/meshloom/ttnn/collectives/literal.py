@@ -159,11 +159,12 @@ def broadcast(input_tensor: Tensor, sender_coord: MeshCoordinate, **over: Any) -
     place = coordinate(group, sender_coord, "sender_coord")
     root = int(group.position()[tuple(c if axis in group.axes else 0 for axis, c in enumerate(place))])
     found = group.run(native.broadcast, root)
-    if group.size == group.mesh.size or group.block.shape == found.shape:  # one group, or members that hold the same
+    if group.size == group.mesh.size or group.are_alike():  # one group, or members that hold the same
         return group.make(found, group.relabel(REPLICATE))
-    kept = _each(group).clone()
-    box = tuple(slice(None) if axis in group.axes else c for axis, c in enumerate(place))
-    kept[box] = part(found, place)
+    is_sent = torch.zeros(group.mesh.shape, dtype=torch.bool)
+    is_sent[tuple(slice(None) if axis in group.axes else c for axis, c in enumerate(place))] = True
+    is_sent = group.here(is_sent)
+    kept = torch.where(is_sent.reshape(*is_sent.shape, *(1,) * group.rank), found, _each(group))
     others = [axis for axis in range(group.mesh.ndim) if axis not in group.axes]
     return group.make(kept, group.apart(others))
 
@@ -181,7 +182,7 @@ def coordinate(group: Group, place: Sequence[int], name: str) -> tuple[int, ...]
 def _each(group: Group, block: Block | None = None) -> Block:
     """The block with a part for every device."""
     given = group.block if block is None else block
-    return given.expand(*group.mesh.shape, *given.shape[group.mesh.ndim :])
+    return given.expand(*group.mesh.local_shape, *given.shape[group.mesh.ndim :])
 
 
 @op("all_broadcast", also=LINKS + " mode", more=Group)
@@ -230,7 +231,9 @@ def point_to_point(
     numbers = group.position()
     found = group.run(native.send_recv, int(numbers[source]), int(numbers[target]), own=True)
     blank = torch.zeros_like(found) if output_tensor is None else _each(group, group.take(output_tensor.block)).clone()
-    blank[target] = part(found, target)
+    here = group.place_here(target)
+    if here is not None:
+        blank[here] = part(found, here)
     return group.make(blank, group.apart(group.axes), output=output_tensor)
 
 
@@ -257,17 +260,20 @@ def reduce_to_root(
     place = coordinate(groups[0], root_coord, "root_coord")
     root = int(groups[0].position()[place])
     stacked = [group.run_on(group.block.unsqueeze(group.at(0)), native.gather, group.at(0), root) for group in groups]
-    found = _merge([part(each, place) for each in stacked], scale_fp32)
+    here = groups[0].place_here(place)
+    found = _merge([part(each, here or (0,) * len(place)) for each in stacked], scale_fp32)
     outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
     return [
-        group.make(_alone(group, values, place), group.apart(group.axes), output=out)
+        group.make(_alone(group, values, here), group.apart(group.axes), output=out)
         for group, values, out in zip(groups, found, outputs, strict=True)
     ]
 
 
-def _alone(group: Group, values: Block, place: tuple[int, ...]) -> Block:
-    block = values.new_zeros(*group.mesh.shape, *values.shape)
-    block[place] = values
+def _alone(group: Group, values: Block, here: tuple[int, ...] | None) -> Block:
+    """Values on one device, if this process holds it, and zeros on the others."""
+    block = values.new_zeros(*group.mesh.local_shape, *values.shape)
+    if here is not None:
+        block[here] = values
     return block
 
 

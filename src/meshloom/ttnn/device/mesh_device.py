@@ -23,6 +23,7 @@ from meshloom.ttnn.device.fabric import FabricNodeId, MeshId
 from meshloom.ttnn.device.geometry import MeshDeviceView
 from meshloom.ttnn.device.subdevices import DispatchCoreConfig, SubDevices
 from meshloom.ttnn.device.system import OPEN, Arch, System, get_system, is_line, snake, tell
+from meshloom.ttnn.tensor.boxes import grid_of
 
 __all__ = (
     "CloseDevice CloseDevices CreateDevice CreateDevices Device GetDefaultDevice MeshDevice ReadDeviceProfiler "
@@ -72,6 +73,11 @@ class MeshDevice(SubDevices):
     @property
     def shape(self) -> MeshShape:
         return self.runtime.shape
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape as tensors on it have it: where processes split the mesh, it knows how."""
+        return grid_of(self.runtime.mesh)
 
     @property
     def mesh_type(self) -> MeshType | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshloom.errors import ArgumentError, OperandError, where
+from meshloom.errors import ArgumentError, OperandError, UnsupportedError, where
 from meshloom.runtime import MeshCoordinate
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.collectives.groups import Group
@@ -97,6 +97,11 @@ class MeshSocket:
     """One end of a socket."""
 
     def __init__(self, device: MeshDevice, config: SocketConfig) -> None:
+        if device.runtime.mesh.is_split:
+            raise UnsupportedError(
+                f"a socket on {device}, which several processes split, is not supported",
+                fix="give every process a mesh of its own (TT_MESH_ID), or use ttnn.point_to_point",
+            )
         self._device, self._config = device, config
         apart = config.sender_rank is not None or config.receiver_rank is not None
         self._peer: int | None = None  # the rank of the other end, if that is in another process

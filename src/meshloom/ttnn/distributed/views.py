@@ -26,6 +26,7 @@ from meshloom.runtime import MeshCoordinate
 from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import redistribute
 from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.tensor.boxes import are_runs, gather_parts, grid_of, see_in, take_box
 from meshloom.ttnn.tensor.composers import in_order
 from meshloom.ttnn.tensor.mappers import MeshMapperConfig, ReplicateTensorToMeshWrapper, TensorToMesh
 from meshloom.ttnn.tensor.parts import Block
@@ -68,10 +69,11 @@ def lift(tensor: Tensor, block: Block | None = None) -> Native:
     """The whole of a tensor as its label describes it, or of a block that lies as the tensor's does (a cast of it)."""
     values, reading = tensor.block if block is None else block, _read(tensor)
     if not reading.is_in_order:
-        values = in_order(tensor, tensor.tensor_topology().mesh_coords()).to(values.dtype)
-        values = values.reshape(*reading.mesh.shape, *tensor.shape)
+        every = gather_parts(tensor)
+        values = in_order(every, tensor.tensor_topology().mesh_coords()).to(values.dtype)
+        values = take_box(values.reshape(*reading.mesh.shape, *tensor.shape), grid_of(reading.mesh))
     elif reading.mesh.shape != tensor.grid:
-        values = values.expand(*tensor.grid, *tensor.shape).reshape(*reading.mesh.shape, *tensor.shape)
+        values = see_in(values, tensor.grid, grid_of(reading.mesh))
     return _whole(values, reading)
 
 
@@ -129,7 +131,7 @@ def _sizes(placements: Sequence[LabelPlacement], rank: int) -> tuple[int | None,
 def _whole(block: Block, reading: Reading) -> Native:
     """The native tensor of a block with the axes of that view. Padding is zero there, so it is made zero."""
     axes = reading.mesh.ndim
-    for axis, (size, each) in enumerate(zip(reading.mesh.shape, reading.placements, strict=True)):
+    for axis, (size, each) in enumerate(zip(reading.mesh.local_shape, reading.placements, strict=True)):
         if isinstance(each, Replicate):
             block = block.narrow(axis, 0, 1) if block.shape[axis] > 1 else block
         elif block.shape[axis] != size:  # all hold the same part or term, and it is stored once
@@ -172,10 +174,12 @@ def carry(tensor: Native, mesh: Mesh) -> Native:
     if tensor.mesh == mesh:
         return tensor
     target = _alike(tensor.topology, mesh)
-    if target is None:
-        tensor = redistribute(tensor, tensor.topology.replicated.placements)
-        target = Topology(mesh, (Replicate(),) * mesh.ndim, tensor.topology.shape, tensor.topology.dtype)
-    return Native(target, tensor._data.reshape(target.stored_shape))
+    if target is not None and (not mesh.is_split or (are_runs(grid_of(tensor.mesh)) and are_runs(grid_of(mesh)))):
+        return Native(target, tensor._data.reshape(target.stored_shape))
+    tensor = redistribute(tensor, tensor.topology.replicated.placements)
+    alike = Topology(mesh, (Replicate(),) * mesh.ndim, tensor.topology.shape, tensor.topology.dtype)
+    made = Native(alike, tensor._data.reshape(alike.stored_shape))
+    return made if target is None else redistribute(made, target.placements)  # boxes are other devices there
 
 
 def _alike(here: Topology, mesh: Mesh) -> Topology | None:
@@ -193,18 +197,14 @@ def _alike(here: Topology, mesh: Mesh) -> Topology | None:
 # from a topology to a label
 
 
-def lower(tensor: Native, grid: Sequence[int]) -> tuple[Block, TensorTopology]:
+def lower(tensor: Native, grid: tuple[int, ...]) -> tuple[Block, TensorTopology]:
     """What every device of a grid holds of a tensor, and the label that says so."""
     tensor = _with_padding_at_the_end(tensor)
     topology, mesh = tensor.topology, tensor.mesh
     block, local = tensor.block, tensor.topology.local_shape
     if mesh.shape != tuple(grid):
-        alike = all(size == 1 for size in block.shape[: mesh.ndim])
-        block = (
-            block.reshape(*(1,) * len(grid), *local)
-            if alike
-            else block.expand(*mesh.shape, *local).reshape(*grid, *local)
-        )
+        alike = all(isinstance(each, Replicate) for each in topology.placements)
+        block = block.reshape(*(1,) * len(grid), *local) if alike else see_in(block, grid_of(mesh), grid)
     return block, _label(topology, tuple(grid))
 
 

@@ -12,6 +12,7 @@ from meshloom.engines.private import disable_current_modes
 from meshloom.errors import OperandError
 from meshloom.runtime import state
 from meshloom.ttnn.device import queues
+from meshloom.ttnn.tensor.boxes import held_shape, place_here
 from meshloom.ttnn.tensor.parts import Block, lead, part
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -97,7 +98,7 @@ def writable_block(tensor: Tensor, sizes: Sequence[int]) -> Block:
         queues.used(device, "op", writes=(tensor,))
     block, axes = tensor.block, len(tensor.grid)
     if tensor._coords is not None and tensor._sharers is not None:  # others of its memory lie on more devices
-        sizes = tensor.grid
+        sizes = held_shape(tensor.grid)
     wanted = tuple(max(have, need) for have, need in zip(block.shape[:axes], sizes, strict=True))
     if wanted != tuple(block.shape[:axes]) or not block.is_contiguous():
         tensor.grow(_grow(block, (*wanted, *block.shape[axes:])))
@@ -110,7 +111,9 @@ def copy_parts(tensor: Tensor, target: Block, values: Block) -> None:
         target.copy_(values)
         return
     for place in tensor._coords:
-        part(target, place).copy_(part(values, place))
+        here = place_here(tensor.grid, place)
+        if here is not None:
+            part(target, here).copy_(part(values, here))
 
 
 def _grow(block: Block, shape: tuple[int, ...]) -> Block:

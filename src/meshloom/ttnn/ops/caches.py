@@ -19,6 +19,7 @@ from meshloom.ttnn.ops.attending import check_positions, positions_of, regroup
 from meshloom.ttnn.ops.block_moves import copy_parts, inside, row_offsets, spread, writable_block
 from meshloom.ttnn.ops.calling import op, operands
 from meshloom.ttnn.ops.topologies import Frame, Rows, rows, topology_of
+from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block, lead
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -227,7 +228,8 @@ def _elsewhere(skipped: Block, cache: Tensor, coords: Coords) -> Block:
     here = torch.zeros(cache.grid, dtype=torch.bool)
     for place in coords:
         here[tuple(place)] = True
-    return skipped | ~here.reshape(*cache.grid, *(1,) * (skipped.dim() - len(cache.grid)))
+    here = take_box(here, cache.grid)
+    return skipped | ~here.reshape(*here.shape, *(1,) * (skipped.dim() - here.dim()))
 
 
 def _put(

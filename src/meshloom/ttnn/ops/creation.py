@@ -17,6 +17,7 @@ from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
 from meshloom.ttnn.ops.topologies import EACH, replicated_topology
+from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
@@ -48,7 +49,7 @@ def make_tensor(
         )
     kind = dtype or DataType.BFLOAT16
     order = Layout.TILE if kind.is_block_float else layout or Layout.ROW_MAJOR
-    grid = tuple(device.shape) if device is not None else (1, 1)
+    grid = device.grid if device is not None else (1, 1)
     block = rounded(values, kind).reshape(*(1,) * len(grid), *values.shape)
     label = replicated_topology(grid) if device is not None else ALONE
     return queues.note_write(Tensor(block, grid, kind, order, label, device, memory_config or DRAM_MEMORY_CONFIG))
@@ -196,8 +197,8 @@ def randn(
 
 def _draw(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> Block:
     """Numbers for every device: with a seed all draw the same, as each one's generator starts there."""
-    own = tensor.block.shape if seed else (*tensor.grid, *tensor.shape)
-    return draw(torch.empty(own, dtype=torch.float32))
+    grid = (1,) * len(tensor.grid) if seed else tensor.grid
+    return take_box(draw(torch.empty((*grid, *tensor.shape), dtype=torch.float32)), tensor.grid)
 
 
 @op("uniform", spelled={"from": "low", "to": "high"})

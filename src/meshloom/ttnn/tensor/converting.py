@@ -19,6 +19,7 @@ from meshloom.errors import ArgumentError, DTypeError, OperandError
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
+from meshloom.ttnn.tensor.boxes import gather_parts
 from meshloom.ttnn.tensor.composers import ListMeshToTensor, MeshToTensor, whole
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile, rounded, ttnn_dtype_to_torch_dtype
 from meshloom.ttnn.tensor.mappers import ReplicateTensorToMeshWrapper, TensorToMesh, mapper_of
@@ -253,13 +254,14 @@ def to_torch(
     if tensor.device() is not None:
         queues.transfer(tensor, cq_id, writes=False)
     composer = mesh_composer if mesh_composer is not None else _composer.get()
-    found = composer.compose(tensor) if composer is not None else whole(tensor)
+    parts = gather_parts(tensor, by_label=composer is None)
+    found = composer.compose(parts) if composer is not None else whole(parts)
     if torch_dtype is not None and not isinstance(torch_dtype, torch.dtype):
         raise ArgumentError(f"ttnn.to_torch: dtype={torch_dtype!r} is not a torch.dtype")
     kind = torch_dtype or ttnn_dtype_to_torch_dtype(tensor.dtype)
     if isinstance(found, list):
-        return [_hand_back(each, kind, torch_rank, tensor) for each in found]
-    return _hand_back(found, kind, torch_rank, tensor)
+        return [_hand_back(each, kind, torch_rank, parts) for each in found]
+    return _hand_back(found, kind, torch_rank, parts)
 
 
 def _hand_back(values: torch.Tensor, kind: torch.dtype, rank: int | None, source: Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from meshloom.runtime import MeshCoordinate
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
+from meshloom.ttnn.tensor.boxes import agree, gather_parts
 from meshloom.ttnn.tensor.converting import from_torch
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile
 from meshloom.ttnn.tensor.mappers import TensorToMesh, mapper_of
@@ -71,7 +72,7 @@ def dump_tensor(
     path = _path(file_name)
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"ttnn.dump_tensor takes a ttnn.Tensor, not a {type(tensor).__name__}")
-    held = from_device(tensor)
+    held = gather_parts(from_device(tensor))
     block = held.block.contiguous()
     header = json.dumps(_header(held, block)).encode()
     raw = block.reshape(-1).view(torch.uint8).numpy().data
@@ -257,7 +258,7 @@ def _placement(found: dict[str, Any], rank: int) -> Placement:
 
 def pack(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[torch.Tensor, str]]:
     """What `pickle` and `torch.save` keep of a tensor: its block, and the header that its file would have."""
-    held = from_device(tensor)
+    held = gather_parts(from_device(tensor))
     block = held.block.clone(memory_format=torch.contiguous_format)  # alone, and not the array that it is a view of
     return restore, (block, json.dumps(_header(held, block)))
 
@@ -330,6 +331,8 @@ def as_tensor(
     else:
         path = cache_path(cache_file_name, dtype, layout)
         cached = _load_cached(path, kept, tensor)
+        if kept is not None and not agree(kept.grid, cached is not None):  # all processes make it together, or none
+            cached = None
         found = cached if cached is not None else _fill_cache(path, make(), cache_dump_mode)
     if device is not None:
         return move_to(found, device, memory_config or found.memory_config(), copies=False)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from meshloom.errors import BoundsError
 from meshloom.runtime import MeshCoordinate, MeshCoordinateRange, MeshShape
+from meshloom.ttnn.tensor.boxes import place_here
 from meshloom.ttnn.tensor.parts import Block, part
 
 __all__ = ["DistributedHostBuffer"]
@@ -14,17 +15,16 @@ __all__ = ["DistributedHostBuffer"]
 class DistributedHostBuffer:
     """A view of a tensor's block: one part for each coordinate, None where there is none."""
 
-    def __init__(self, block: Block, grid: Sequence[int], coords: Sequence[MeshCoordinate] | None) -> None:
-        self._block, self._shape = block, MeshShape(list(grid))
+    def __init__(self, block: Block, grid: tuple[int, ...], coords: Sequence[MeshCoordinate] | None) -> None:
+        self._block, self._grid, self._shape = block, grid, MeshShape(list(grid))
         self._coords = None if coords is None else frozenset(coords)
 
     def shape(self) -> MeshShape:
         return self._shape
 
     def is_local(self, coord: Sequence[int]) -> bool:
-        """Whether this process has the part: one process has them all."""
-        self._check(coord)
-        return True
+        """Whether this process has the part."""
+        return place_here(self._grid, self._check(coord)) is not None
 
     def shard_coords(self) -> Iterator[MeshCoordinate]:
         """The coordinates that have a part, row-major."""
@@ -32,11 +32,12 @@ class DistributedHostBuffer:
         return (place for place in every if self._coords is None or place in self._coords)
 
     def get_shard(self, coord: Sequence[int]) -> Block | None:
-        """The part of a coordinate, a view; None where there is none."""
+        """The part of a coordinate, a view; None where there is none, or where another process has it."""
         place = self._check(coord)
-        if self._coords is not None and place not in self._coords:
+        here = place_here(self._grid, place)
+        if here is None or (self._coords is not None and place not in self._coords):
             return None
-        return part(self._block, place)
+        return part(self._block, here)
 
     def _check(self, coord: Sequence[int]) -> MeshCoordinate:
         place = MeshCoordinate(list(coord))

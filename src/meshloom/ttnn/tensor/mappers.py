@@ -20,6 +20,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError, expect
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.topology import (
     REPLICATE,
@@ -168,7 +169,7 @@ class TensorToMesh:
     def __init__(self, mesh: MeshDevice, config: MeshMapperConfig, uneven: bool = False) -> None:
         check_mesh(mesh)
         self.mesh, self._config, self.uneven = mesh, config, uneven
-        self.grid = tuple(mesh.shape)
+        self.grid = mesh.grid
         self.shape = tuple(config.mesh_shape_override or self.grid)
         compute_distribution_to_mesh_mapping(self.shape, self.grid)
         if len(self.shape) != len(config.placements):
@@ -193,7 +194,10 @@ class TensorToMesh:
         return all(isinstance(each, PlacementReplicate) for each in self._config.placements)
 
     def map(self, whole: torch.Tensor) -> tuple[Block, TensorTopology, Coords | None]:
-        """The block of a tensor, its label, and the devices that hold a part (None: all). It may share memory."""
+        """What this process holds of a tensor, its label, and the devices that hold a part (None: all).
+
+        The block may share memory with the tensor.
+        """
         placements = self._count_dims(whole.dim())
         shape = list(self.shape)
         parts = whole
@@ -212,7 +216,8 @@ class TensorToMesh:
                 parts = parts.unsqueeze(0)
         coords = compute_distribution_to_mesh_mapping(shape, self.grid, self._config.mesh_offset_override)
         held = None if len(coords) == math.prod(self.grid) else tuple(coords)
-        return _deal(parts, shape, self.grid, coords[0]), TensorTopology(shape, placements, coords), held
+        block = take_box(_deal(parts, shape, self.grid, coords[0]), self.grid)
+        return block, TensorTopology(shape, placements, coords), held
 
     def _count_dims(self, rank: int) -> list[Placement]:
         given = self._config.placements

@@ -15,6 +15,7 @@ import torch
 from meshloom.engines.reductions import number
 from meshloom.placement import IDENTITY
 from meshloom.runtime import MeshCoordinate
+from meshloom.ttnn.tensor.boxes import held_offset, held_shape, take_box
 from meshloom.ttnn.tensor.composers import extents
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -48,7 +49,7 @@ def count_of(tensor: Tensor, dims: Sequence[int]) -> int | Block:
     real = real_places(tensor, dims)
     if real is None:
         return math.prod(tensor.shape[dim] for dim in dims)
-    return real.expand(*tensor.grid, *tensor.shape).sum(tuple(dims), keepdim=True)
+    return real.expand(*held_shape(tensor.grid), *tensor.shape).sum(tuple(dims), keepdim=True)
 
 
 def mean_of(values: Block, tensor: Tensor, dims: Sequence[int]) -> Block:
@@ -69,17 +70,20 @@ def reduce_without_padding(
 
     A device that has nothing but padding gets zeros.
     """
-    axes = len(tensor.grid)
-    full, found = block.expand(*tensor.grid, *tensor.shape), []
-    for place in itertools.product(*map(range, tensor.grid)):
+    axes, held, offset = len(tensor.grid), held_shape(tensor.grid), held_offset(tensor.grid)
+    full, found = block.expand(*held, *tensor.shape), []
+    for place in itertools.product(*map(range, held)):
         part = full[tuple(slice(at, at + 1) for at in place)]
-        sizes = [end - start for start, end in extents(tensor, MeshCoordinate(place))]
+        global_place = MeshCoordinate([at + start for at, start in zip(place, offset, strict=True)])
+        sizes = [end - start for start, end in extents(tensor, global_place)]
         for dim in dims:
             part = part.narrow(dim, 0, sizes[dim])
         found.append(function(part) if part.numel() else None)
-    like = next(each for each in found if each is not None)
+    like = next((each for each in found if each is not None), None)
+    if like is None:  # every device here has nothing but padding
+        like = torch.zeros_like(function(torch.ones_like(full[(slice(0, 1),) * axes])))
     whole = torch.cat([torch.zeros_like(like) if each is None else each for each in found])
-    return whole.reshape(*tensor.grid, *like.shape[axes:])
+    return whole.reshape(*held, *like.shape[axes:])
 
 
 def _real(tensor: Tensor, dim: int, size: int) -> torch.Tensor:
@@ -87,5 +91,5 @@ def _real(tensor: Tensor, dim: int, size: int) -> torch.Tensor:
     chunk, rank, nowhere = tensor.shape[dim], len(tensor.shape), (0,) * len(tensor.shape)
     offsets = tensor.tensor_topology().offsets(tensor.shape)
     starts = torch.tensor([offsets.get(place, nowhere)[dim] for place in itertools.product(*map(range, tensor.grid))])
-    real = starts.reshape(*tensor.grid, 1) + torch.arange(chunk) < size
-    return real.reshape(*tensor.grid, *(1,) * dim, chunk, *(1,) * (rank - dim - 1))
+    real = take_box(starts.reshape(tensor.grid), tensor.grid).unsqueeze(-1) + torch.arange(chunk) < size
+    return real.reshape(*held_shape(tensor.grid), *(1,) * dim, chunk, *(1,) * (rank - dim - 1))

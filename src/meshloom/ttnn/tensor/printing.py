@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshloom.errors import ArgumentError, closest
+from meshloom.ttnn.tensor.boxes import gather_parts
 from meshloom.ttnn.tensor.parts import Block, part
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def text(tensor: Tensor) -> str:
     if not tensor.is_allocated():
         return f"{OPENING}<deallocated>, {tail})"
     tensor.wait()
-    shown = list(itertools.islice(_parts(tensor), PARTS_SHOWN + 1))
+    shown = list(itertools.islice(_parts(gather_parts(tensor, by_label=True)), PARTS_SHOWN + 1))
     if len(shown) == 1 and (tensor.device() is None or math.prod(tensor.grid) == 1):
         return f"{OPENING}{numbers(shown[0][1], len(OPENING))}, {tail})"
     lines = [f"  {places}: {numbers(values, len(places) + 4)}" for places, values in shown[:PARTS_SHOWN]]

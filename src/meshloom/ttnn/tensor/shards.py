@@ -12,6 +12,7 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
+from meshloom.ttnn.tensor.boxes import gather_parts, held_shape, place_here
 from meshloom.ttnn.tensor.composers import MeshToTensor
 from meshloom.ttnn.tensor.converting import converted, host
 from meshloom.ttnn.tensor.mappers import TensorToMesh
@@ -31,10 +32,8 @@ def get_device_tensors(tensor: Tensor) -> list[Tensor]:
     if tensor.device() is not None:
         return [share(tensor, (place,)) for place in tensor.device_coords()]
     single: dict[str, Any] = {"grid": (1, 1), "topology": ALONE, "coords": None, "home": None}
-    return [
-        tensor.shared_by(tensor._like(tensor.part(place)[(None,) * 2], **single), place)
-        for place in tensor.device_coords()
-    ]
+    places, every = tensor.device_coords(), gather_parts(tensor)  # copies, if some parts are on other processes
+    return [every.shared_by(every._like(every.part(place)[(None,) * 2], **single), place) for place in places]
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:
@@ -71,7 +70,7 @@ def from_host_shards(tensors: Sequence[Tensor], mesh_shape: Sequence[int]) -> Te
     if any(len(held) != 1 for held in places):
         raise OperandError("from_host_shards takes single parts", fix="ttnn.get_device_tensors(x)")
     first = tensors[0]
-    parts = [each.part(held[0]) for each, held in zip(tensors, places, strict=True)]
+    parts = [gather_parts(each).part(held[0]) for each, held in zip(tensors, places, strict=True)]
     block = torch.unflatten(torch.stack(parts), 0, grid)
     label = TensorTopology([len(tensors)], [PlacementShard(0)], coordinates(grid))
     return first._like(block, grid=grid, topology=label, coords=None, home=None)
@@ -102,9 +101,11 @@ def _combine(
         made = share(first)
         made._coords = coords
         return made
-    block = first.block.new_zeros(*first.grid, *first.shape)
+    block = first.block.new_zeros(*held_shape(first.grid), *first.shape)
     for place, each in placed:
-        block[tuple(place)] = each.part(place)
+        here = place_here(first.grid, place)
+        if here is not None:
+            block[here] = each.part(place)
     return first._like(block, coords=coords)
 
 
@@ -117,7 +118,7 @@ def distribute_tensor(tensor: Tensor, mapper: TensorToMesh, mesh_device: MeshDev
         raise OperandError(
             "TensorToMesh only supports host tensors; got storage type: StorageType::DEVICE", fix="tensor.cpu()"
         )
-    whole = tensor.part(tensor.device_coords()[0])
+    whole = gather_parts(tensor).part(tensor.device_coords()[0])
     block, label, coords = mapper.map(whole)
     values = converted(block, tensor.dtype, tensor.block)
     made = tensor._like(values, grid=mapper.grid, topology=label, coords=coords, home=mapper.mesh)
@@ -130,5 +131,5 @@ def aggregate_tensor(tensor: Tensor, composer: MeshToTensor) -> Tensor:
     if not isinstance(composer, MeshToTensor):
         raise ArgumentError(f"{composer!r} is not a MeshToTensor", fix="ttnn.ConcatMeshToTensor(mesh_device, dim=0)")
     tensor.wait()
-    values: Any = composer.compose(tensor)
+    values: Any = composer.compose(gather_parts(tensor))
     return host(values.clone(), tensor)

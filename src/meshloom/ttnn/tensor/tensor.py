@@ -26,6 +26,7 @@ from meshloom.runtime import MeshCoordinate, state
 from meshloom.runtime.memory import Region
 from meshloom.ttnn import surface
 from meshloom.ttnn.device import queues
+from meshloom.ttnn.tensor.boxes import gather_parts, held_shape, place_here
 from meshloom.ttnn.tensor.formats import DataType, Layout, Shape, Tile, bytes_of, padded_shape
 from meshloom.ttnn.tensor.hostbuffer import DistributedHostBuffer
 from meshloom.ttnn.tensor.memory import (
@@ -146,7 +147,8 @@ class Tensor(metaclass=_Making):
         room: Room | None = None,
         home: MeshDevice | None = None,
     ) -> None:
-        self._block, self._grid, self.dtype, self.layout, self.tile = block, tuple(grid), dtype, layout, tile
+        self._block, self.dtype, self.layout, self.tile = block, dtype, layout, tile
+        self._grid = grid if isinstance(grid, tuple) else tuple(grid)
         self._topology, self._device, self._memory, self._pad = topology, device, memory_config, pad_value
         self._coords = coords  # the devices that hold a part; None means all
         self.home = device or home
@@ -210,7 +212,7 @@ class Tensor(metaclass=_Making):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The shape of the mesh that the parts lie on."""
+        """The shape of the mesh that the parts lie on, those of other processes included (see `boxes`)."""
         return self._grid
 
     @property
@@ -364,7 +366,7 @@ class Tensor(metaclass=_Making):
     def shared_by(self, view: Tensor, place: Sequence[int] | None = None) -> Tensor:
         """A view of its parts, or of the part at a coordinate, which will follow it to another array (`grow`)."""
         block = self.block
-        if block.shape[: len(self._grid)] == self._grid and block.is_contiguous():
+        if block.shape[: len(self._grid)] == held_shape(self._grid) and block.is_contiguous():
             return view  # it stays where it is
         sharers = self._sharers
         if sharers is None:
@@ -422,11 +424,13 @@ class Tensor(metaclass=_Making):
             if places is None or is_alone:
                 self._give_parts(values.shape[:axes]).copy_(values)
                 return
-        before, room = self.block, self._give_parts(self._grid)
+        before, room = self.block, self._give_parts(held_shape(self._grid))
         if room is not before:
             room.copy_(before)
         for place in places:
-            part(room, place).copy_(part(values, place))
+            here = place_here(self._grid, place)
+            if here is not None:
+                part(room, here).copy_(part(values, here))
 
     def _give_parts(self, sizes: Sequence[int]) -> Block:
         """Its array with at least these mesh axes; a new one, with nothing in it, if it has to grow."""
@@ -479,10 +483,11 @@ class Tensor(metaclass=_Making):
 
     def item(self) -> Any:
         """The value of a tensor with one element that all devices agree on."""
-        values = self.block.reshape(-1)
+        self.block  # noqa: B018  an error if it is gone
         if self.logical_volume() != 1:
             raise OperandError(f"a tensor of shape {list(self.shape)} has no single item", fix="index it first")
         self.wait()
+        values = gather_parts(self).block.reshape(-1)
         if values.numel() > 1 and not bool((values == values[0]).all()):
             raise OperandError("the devices hold different values", fix="ttnn.get_device_tensors(x)[i].item()")
         return values[0].item()
@@ -500,7 +505,13 @@ class Tensor(metaclass=_Making):
 
     def part(self, place: Sequence[int]) -> Block:
         """What the device at a coordinate holds, a view."""
-        return part(self.block, place)
+        here = place_here(self._grid, place)
+        if here is None:
+            raise OperandError(
+                f"another process holds the device at {tuple(place)}",
+                fix="ttnn.to_torch(x), which gathers, or ttnn.get_device_tensors(x) on all processes",
+            )
+        return part(self.block, here)
 
     def extract_shard(self, core: Any) -> Tensor:
         """What a core holds of the part of its device, on the host: by coordinate of the core or its number."""

@@ -18,6 +18,7 @@ from meshloom.runtime import MeshCoordinate
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
+from meshloom.ttnn.tensor.boxes import box_for, gather_parts, held_shape, take_box
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
@@ -41,10 +42,10 @@ def coordinates(grid: Sequence[int]) -> list[MeshCoordinate]:
 
 def lying(tensor: Tensor, device: MeshDevice) -> Lying:
     """How a tensor's parts lie on a mesh: its block, label and devices there. May share memory."""
-    grid, block = tuple(device.shape), tensor.block
+    grid, block = device.grid, tensor.block
     is_single = math.prod(tensor.grid) == 1
     if tensor.grid == grid and not (is_single and tensor.tensor_topology() == ALONE):
-        return block, tensor.tensor_topology(), tensor._coords
+        return box_for(tensor, grid), tensor.tensor_topology(), tensor._coords
     if is_single:
         return block.reshape(*(1,) * len(grid), *tensor.shape), replicated(device), None
     places = tensor.device_coords()
@@ -56,10 +57,10 @@ def lying(tensor: Tensor, device: MeshDevice) -> Lying:
                 fix="map it for this mesh: from_torch(x, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim))",
             )
     box = tuple(slice(0, min(a, b)) for a, b in zip(tensor.grid, grid, strict=True))
-    full = block.expand(*tensor.grid, *tensor.shape)
+    full = gather_parts(tensor).block.expand(*tensor.grid, *tensor.shape)
     there = block.new_zeros(*grid, *tensor.shape)
     there[box] = full[box]
-    return there, tensor.tensor_topology(), tuple(places)
+    return take_box(there, grid), tensor.tensor_topology(), tuple(places)
 
 
 def move_to(
@@ -71,7 +72,7 @@ def move_to(
     block, label, coords = lying(tensor, device)
     made = tensor._like(
         block.clone() if copies else block,
-        grid=tuple(device.shape),
+        grid=device.grid,
         topology=label,
         device=device,
         memory_config=memory_config,
@@ -149,10 +150,10 @@ def copy_device_to_host_tensor(
             fix="ttnn.allocate_tensor_on_host(device_tensor.spec, mesh_device)",
         )
     queues.transfer(device_tensor, cq_id, writes=False)
-    block = device_tensor.block
+    block = box_for(device_tensor, host_tensor.grid)
     if host_tensor.grid != device_tensor.grid:
-        block = block.expand(*device_tensor.grid, *device_tensor.shape)
-        block = block.reshape(*host_tensor.grid, *host_tensor.shape)
+        block = gather_parts(device_tensor).block.expand(*device_tensor.grid, *device_tensor.shape)
+        block = take_box(block.reshape(*host_tensor.grid, *host_tensor.shape), host_tensor.grid)
     host_tensor.write(block)
     host_tensor.update_tensor_topology(device_tensor.tensor_topology())
 
@@ -188,8 +189,8 @@ def allocate_tensor_on_device(*args: Any, **kwargs: Any) -> Tensor:
     Every device has a part of its own in it from the start, so that any values can be written into it in place.
     """
     shape, dtype, layout, device, config, tile = _read_form("allocate_tensor_on_device", *args, **kwargs)
-    grid = tuple(device.shape)
-    block = torch.zeros(*grid, *shape, dtype=dtype.store)
+    grid = device.grid
+    block = torch.zeros(*held_shape(grid), *shape, dtype=dtype.store)
     label = TensorTopology(grid, [REPLICATE] * len(grid), coordinates(grid))
     made = Tensor(block, grid, dtype, layout, label, device, config, tile)
     found = queues.found_at(made._room, block, len(grid))
@@ -202,8 +203,8 @@ def allocate_tensor_on_device(*args: Any, **kwargs: Any) -> Tensor:
 def allocate_tensor_on_host(*args: Any, **kwargs: Any) -> Tensor:
     """A tensor of the host with a part for every device: arguments as for `allocate_tensor_on_device`."""
     shape, dtype, layout, device, config, tile = _read_form("allocate_tensor_on_host", *args, **kwargs)
-    grid = tuple(device.shape)
-    block = torch.zeros(*grid, *shape, dtype=dtype.store)
+    grid = device.grid
+    block = torch.zeros(*held_shape(grid), *shape, dtype=dtype.store)
     return Tensor(block, grid, dtype, layout, ALONE, None, config, tile)
 
 
