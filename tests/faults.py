@@ -37,15 +37,15 @@ class Ended:
     text: str
 
 
-def line(tag: str) -> str:
-    """The tagged line of the program as reports show it.
+def line(tag: str, program: Path = PROGRAM) -> str:
+    """The tagged line of a program as reports show it.
 
     >>> line("sleep").startswith("fault_program.py:")
     True
     """
-    found = [n for n, text in enumerate(PROGRAM.read_text().splitlines(), 1) if text.endswith(f"# @{tag}")]
+    found = [n for n, text in enumerate(program.read_text().splitlines(), 1) if text.endswith(f"# @{tag}")]
     assert len(found) == 1, f"{tag} is the tag of {len(found)} lines"
-    return f"{PROGRAM.name}:{found[0]}"
+    return f"{program.name}:{found[0]}"
 
 
 def errors(text: str) -> str:
@@ -63,6 +63,7 @@ def run(
     absent: Sequence[int] = (),
     meanwhile: Callable[[], None] | None = None,
     fresh: bool = False,
+    program: Path = PROGRAM,
     **environment: str,
 ) -> list[Ended]:
     """Start the ranks but those that are absent, wait for all of them, and see that nothing is left.
@@ -78,7 +79,7 @@ def run(
         **environment,
     }
     start = _start if fresh else Forked
-    command = [sys.executable, str(PROGRAM), case, str(folder)]
+    command = [sys.executable, str(program), case, str(folder)]
     started = {
         rank: start(command, folder / f"rank-{rank}", {**shared, "RANK": str(rank)})
         for rank in range(count)
@@ -99,24 +100,26 @@ def run(
     return told(case, ended)
 
 
-def torchrun(case: str, folder: Path, count: int = 2, **environment: str) -> list[Ended]:
+def torchrun(case: str, folder: Path, count: int = 2, program: Path = PROGRAM, **environment: str) -> list[Ended]:
     """The same under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--redirects", "3"]
-    command += ["--log-dir", str(folder / "logs"), str(PROGRAM), case, str(folder)]
+    command += ["--log-dir", str(folder / "logs"), str(program), case, str(folder)]
     process = _start(command, folder / "launcher", {**clean(), **environment})
     end = wait_for([process], folder)[0]
     return told(case, [Ended(rank, None, end, _logged(folder, f"{rank}/*.log")) for rank in range(count)])
 
 
-def start_meshloom_run(case: str, folder: Path, count: int = 2, **environment: str) -> subprocess.Popen[bytes]:
+def start_meshloom_run(
+    case: str, folder: Path, count: int = 2, program: Path = PROGRAM, **environment: str
+) -> subprocess.Popen[bytes]:
     """`meshloom run`, not waited for."""
     command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), "--log-dir", str(folder / "logs")]
-    return _start([*command, str(PROGRAM), case, str(folder)], folder / "launcher", {**clean(), **environment})
+    return _start([*command, str(program), case, str(folder)], folder / "launcher", {**clean(), **environment})
 
 
-def meshloom_run(case: str, folder: Path, count: int = 2, **environment: str) -> list[Ended]:
+def meshloom_run(case: str, folder: Path, count: int = 2, program: Path = PROGRAM, **environment: str) -> list[Ended]:
     """The same under `meshloom run`."""
-    end = wait_for([start_meshloom_run(case, folder, count, **environment)], folder)[0]
+    end = wait_for([start_meshloom_run(case, folder, count, program, **environment)], folder)[0]
     return told(case, logged_ranks(folder, count, end))
 
 

@@ -7,6 +7,7 @@ it, and must give the same: values to the bit where nothing is summed between pr
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -424,6 +425,32 @@ def _recorded(mesh: Any) -> list[str]:
         ttnn.all_gather(x, dim=0)
         ttnn.add(x, x)
     return sorted(log.kinds().elements())
+
+
+def bound(bindings: Sequence[dict[str, str]], shape: tuple[int, ...] = (2, 4)) -> Any:
+    """What a rank with these variables says of a mesh, or the first line of the error."""
+    os.environ.update(bindings[int(os.environ["RANK"])])
+    try:
+        system = ttnn.SystemMeshDescriptor()
+        mesh = ttnn.open_mesh_device(ttnn.MeshShape(*shape))
+    except (RuntimeError, ValueError) as error:
+        print(error)
+        return str(error).splitlines()[0]
+    view, every = mesh.get_view(), list(itertools.product(*map(range, shape)))
+    x = ttnn.from_torch(numbers(24, 24), device=mesh, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0))
+    found = {
+        "ids": (mesh.get_device_ids(), mesh.get_device_ids("local")),
+        "shapes": (tuple(view.shape()), tuple(view.shape("local")), view.num_devices(), view.num_devices("local")),
+        "offset": tuple(view.local_offset()),
+        "range": [tuple(place) for place in view.coord_range("local")],
+        "system": (tuple(system.shape()), tuple(system.local_shape()), system.all_local()),
+        "here": [view.is_local(ttnn.MeshCoordinate(place)) for place in every],
+        "in the buffer": [x.cpu().host_buffer().is_local(ttnn.MeshCoordinate(place)) for place in every],
+        "held": [x.cpu().host_buffer().get_shard(ttnn.MeshCoordinate(place)) is not None for place in every],
+        "sum": ttnn.to_torch(ttnn.all_reduce(x)).sum().item(),
+    }
+    ttnn.close_mesh_device(mesh)
+    return found
 
 
 def refusals() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import sys
 from functools import cache
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import faults
+import namespaces
 import ranks
 import ttnn_rank_cases
 
@@ -113,3 +117,119 @@ def test_what_a_split_mesh_cannot_do_is_refused_in_plain_words() -> None:
             "a socket on MeshDevice(2x4 grid, 8 devices), which several processes split, is not supported",
             f"another process holds the device at {(1 - rank, 0)}",
         ]
+
+
+# what the environment binds
+
+
+def bind(host_ranks: tuple[int, ...] = (0, 1), **more: tuple[str, str]) -> list[dict[str, str]]:
+    """The variables of two ranks of one mesh."""
+    return [
+        {"TT_MESH_ID": "0", "TT_MESH_HOST_RANK": str(host), **{name: texts[rank] for name, texts in more.items()}}
+        for rank, host in enumerate(host_ranks)
+    ]
+
+
+VISIBLE = [
+    (("0,1,2,3", "4,5,6,7"), [0, 1, 2, 3, 4, 5, 6, 7]),
+    (("5,4,7,6", "0,1,2,3"), [5, 4, 7, 6, 0, 1, 2, 3]),
+    (("0,1,2,3", "0,1,2,3"), [0, 1, 2, 3, 4, 5, 6, 7]),  # of two hosts: counted through
+]
+
+
+@pytest.mark.parametrize(("visible", "ids"), VISIBLE)
+def test_the_devices_of_a_box_are_those_that_its_process_sees(visible: tuple[str, str], ids: list[int]) -> None:
+    for rank, found in enumerate(ranks.run(2, "ttnn_rank_cases:bound", bind(TT_VISIBLE_DEVICES=visible))):
+        mine = [(rank, column) for column in range(4)]
+        here = [rank == 0] * 4 + [rank == 1] * 4
+        assert found["ids"] == (ids, ids[4 * rank : 4 * rank + 4])
+        assert found["shapes"] == ((2, 4), (1, 4), 8, 4)
+        assert (found["offset"], found["range"]) == ((rank, 0), mine)
+        assert found["system"] == ((1, 8), (1, 4), False)
+        assert found["here"] == found["in the buffer"] == found["held"] == here
+        assert found["sum"] == pytest.approx(float(ttnn_rank_cases.numbers(24, 24).sum()), abs=1e-3)
+
+
+def test_the_devices_of_columns_are_those_of_the_process_that_holds_the_columns() -> None:
+    variables = bind(TT_VISIBLE_DEVICES=("0,1,2,3,4,5", "6,7,8,9,10,11"))
+    for rank, found in enumerate(ranks.run(2, "ttnn_rank_cases:bound", variables, (3, 4))):
+        assert found["ids"][0] == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+        assert found["ids"][1] == [list(range(6)), list(range(6, 12))][rank]
+        assert found["offset"] == (0, 2 * rank)
+
+
+IMPOSSIBLE = [
+    (bind((0, 2)), (None, "host rank 2 is out of range for 2 processes (2x1)")),
+    (
+        bind((1, 0)),
+        (
+            "MESHLOOM_HOST_RANK=1 says place (1, 0), but rank 0 holds place (0, 0)",
+            "MESHLOOM_HOST_RANK=0 says place (0, 0), but rank 1 holds place (1, 0)",
+        ),
+    ),
+    (
+        bind(TT_VISIBLE_DEVICES=("0,1,2,3,4,5", "0,1")),
+        ("needs 4 devices of each of 2 processes, and rank 1 sees 2",) * 2,
+    ),
+    ([{"TT_MESH_ID": "0"}, {}], ("rank 1 has no mesh id while others do",) * 2),
+    ([{"TT_VISIBLE_DEVICES": "0"}, {}], ("rank 1 does not name the devices that it sees, while others do",) * 2),
+    ([{"TT_MESH_ID": "0"}, {"TT_MESH_HOST_RANK": "1"}], (None, "TT_MESH_HOST_RANK=1 is set without a mesh id")),
+]
+
+
+@pytest.mark.parametrize(("variables", "wanted"), IMPOSSIBLE)
+def test_what_cannot_be_bound_is_refused(variables: list[dict[str, str]], wanted: tuple[str | None, ...]) -> None:
+    """None: a rank that is well itself, and is told that the other one failed."""
+    try:
+        told = ranks.run(2, "ttnn_rank_cases:bound", variables, environment={"MESHLOOM_TIMEOUT": "8"})
+    except AssertionError as error:
+        told = [str(error)] * 2
+    for found, text in zip(told, wanted, strict=True):
+        assert text is None or text in str(found)
+
+
+def test_a_host_rank_that_no_process_has_is_refused_alone() -> None:
+    (told,) = ranks.run(1, "ttnn_rank_cases:bound", [{"TT_MESH_ID": "0", "TT_MESH_HOST_RANK": "1"}])
+    assert told == "host rank 1 is out of range for 1 processes (1x1)"
+
+
+# two hosts
+
+BINDINGS = """
+rank_bindings:
+  - {rank: 0, mesh_id: 0, mesh_host_rank: 0, host: a, visible_devices: [0, 1, 2, 3]}
+  - {rank: 1, mesh_id: 0, mesh_host_rank: 1, host: b, visible_devices: [0, 1, 2, 3]}
+"""
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_a_rank_binding_file_starts_the_same_program_on_two_hosts(tmp_path: Path) -> None:
+    (tmp_path / "ranks.yaml").write_text(BINDINGS)
+    paths = [str(TESTS), str(TESTS.parent / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**faults.clean(), "MESHLOOM_SECRET": "0123456789abcdef", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [
+        sys.executable,
+        "-m",
+        "meshloom",
+        "run",
+        "--hosts",
+        "a:1,b:1",
+        "--bindings",
+        str(tmp_path / "ranks.yaml"),
+    ]
+    program = [str(TESTS / "ttnn_host_program.py"), str(tmp_path), "decoder", "experts"]
+    with namespaces.pair() as hosts:
+        command += ["--rdzv-endpoint", f"{hosts[0].address}:{namespaces.PORT}", "--start-timeout", "60"]
+        started = [
+            host.start([*command, "--node-rank", str(node), *program], tmp_path / f"host-{node}", environment)
+            for node, host in enumerate(hosts)
+        ]
+        faults.wait_for(started, tmp_path)
+        said = "".join((tmp_path / f"host-{node}").read_text() for node in range(2))
+        assert [each.returncode for each in started] == [0, 0], said
+    for rank in range(2):
+        found = pickle.loads((tmp_path / f"found-{rank}").read_bytes())
+        assert found["scopes"]["here"] == [(rank, column) for column in range(4)]
+        for name in ("decoder", "experts"):
+            check_same(found[name], alone(name, (2, 4)), f"{name} on host {rank}")

@@ -104,13 +104,13 @@ class Control:
 
     def mesh_shape(self, scope: Scope = "global") -> tuple[int, ...]:
         """The shape of the whole mesh, or of the box that this process holds."""
-        if _check(scope) == "global":
+        if check_scope(scope) == "global":
             return self.shape
         return tuple(size // parts for size, parts in zip(self.shape, self.processes, strict=True))
 
     def mesh_range(self, scope: Scope = "global") -> tuple[range, ...]:
         """The coordinates along every axis, of the whole mesh or of this process's box."""
-        starts = self.mesh_offset if _check(scope) == "local" else (0,) * len(self.shape)
+        starts = self.mesh_offset if check_scope(scope) == "local" else (0,) * len(self.shape)
         return tuple(range(at, at + size) for at, size in zip(starts, self.mesh_shape(scope), strict=True))
 
     @property
@@ -201,7 +201,8 @@ def _gpus() -> list[Device]:
     return [Device("cuda", number) for number in range(count)]
 
 
-def _check(scope: str) -> str:
+def check_scope(scope: str) -> str:
+    """The scope, or an error if there is none of that name."""
     if scope not in SCOPES:
         raise MeshError(f"{scope!r} is not a scope", fix=closest(scope, SCOPES))
     return scope

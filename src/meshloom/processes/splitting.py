@@ -78,9 +78,10 @@ def is_alone() -> bool:
 
 
 def visible_ids() -> list[int] | None:
-    """The ids of all devices that the processes of this mesh see, in the order of ranks; None where nothing binds them.
+    """The ids of all devices that the processes of this mesh see, in the order of ranks.
 
-    Processes of several hosts may give their devices the same ids: then the devices are counted through.
+    Processes of several hosts may give their devices the same ids: then the devices are counted through. None where
+    nothing binds them, or one process has all of them: `discover` then knows.
     """
     seen = _seen_by_each()
     if seen is None:
@@ -95,7 +96,7 @@ def bound_ids(shape: Sequence[int]) -> list[int] | None:
     None where nothing binds them, or one process has all of them.
     """
     seen, grid = _seen_by_each(), divide(shape, HERE.count)
-    if seen is None or len(seen) == 1 or grid is None:
+    if seen is None or grid is None:
         return None
     each = math.prod(shape) // len(seen)
     short = next((rank for rank, ids in enumerate(seen) if len(ids) < each), None)
@@ -116,10 +117,10 @@ def bound_ids(shape: Sequence[int]) -> list[int] | None:
 
 
 def _seen_by_each() -> list[tuple[int, ...]] | None:
-    """The ids that every process of this mesh sees, in the order of ranks; None where nothing restricts them."""
+    """The ids that every process of this mesh sees, in the order of ranks; None where nothing restricts them, or one
+    process has all of it."""
     if HERE.count == 1 or is_alone():
-        mine = read_place()[2]
-        return None if mine is None else [mine]
+        return None
     seen = [None if ids is None else tuple(ids) for *_, ids in WORLD.bindings]
     if None in seen and any(each is not None for each in seen):
         raise BindingError(

@@ -12,6 +12,7 @@ from meshloom.context import state
 from meshloom.errors import ArgumentError, DeviceTimeoutError, MeshError, TraceError, closest, expect
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
+from meshloom.processes.discovery import Scope, check_scope
 from meshloom.runtime import accounts
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.card import Card
@@ -106,9 +107,11 @@ class MeshDevice:
         """The id of the device at a coordinate."""
         return self.mesh.device_id(place)
 
-    def get_device_ids(self) -> list[int]:
-        """The ids of the devices, row-major."""
-        return list(self.mesh.device_ids)
+    def get_device_ids(self, scope: Scope = "global") -> list[int]:
+        """The ids of the devices, row-major: of all, or with `scope="local"` of those that this process holds."""
+        if check_scope(scope) == "global":
+            return list(self.mesh.device_ids)
+        return [self.mesh.device_id(place) for place in self.mesh.local_coordinates()]
 
     def virtual_to_physical(self, place: Sequence[int]) -> tuple[Coordinate, int]:
         """Where the device at a coordinate really is; the answer survives a reshape."""

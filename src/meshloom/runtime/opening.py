@@ -13,7 +13,7 @@ from meshloom.errors import ArgumentError, MeshError, closest, expect, expect_se
 from meshloom.fabric.catalogue import Preset
 from meshloom.mesh import Mesh
 from meshloom.processes.discovery import discover
-from meshloom.processes.splitting import split_bound
+from meshloom.processes.splitting import bound_ids, split_bound, visible_ids
 from meshloom.processes.world import join
 from meshloom.runtime import accounts
 from meshloom.runtime.card import Driver
@@ -69,6 +69,8 @@ def open_mesh_device(
     _check_driver(driver)
     chip = chip_of(preset, memory)
     rack = driver if driver is not None else VirtualDriver(_declared_ids(), chip)
+    if ids is None and shape is not None and driver is None:
+        ids = bound_ids(shape)
     sizes, chosen = _fit(shape, ids, rack)
     if isinstance(num_command_queues, bool) or not isinstance(num_command_queues, int) or num_command_queues < 1:
         raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="give 1 or more")
@@ -108,7 +110,7 @@ def _check_driver(driver: Any) -> None:
 
 def _declared_ids() -> list[int] | None:
     """The ids of the virtual devices that the control plane sees; None if nobody declared any."""
-    return [device.id for device in discover() if device.kind == "virtual"] or None
+    return visible_ids() or [device.id for device in discover() if device.kind == "virtual"] or None
 
 
 def sorted_out(first: Any, second: Any) -> tuple[tuple[int, ...] | None, list[int] | None]:

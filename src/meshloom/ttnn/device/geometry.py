@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshloom.errors import OperandError
+from meshloom.processes.discovery import Control, Scope
 from meshloom.runtime import geometry
 from meshloom.runtime.geometry import MeshCoordinate, MeshShape, MeshType
 
@@ -106,11 +108,25 @@ class MeshDeviceView:
     def __init__(self, device: MeshDevice) -> None:
         self._device = device
 
-    def shape(self) -> MeshShape:
-        return self._device.shape
+    def shape(self, scope: Scope = "global") -> MeshShape:
+        """Of the whole mesh, or of the box that this process holds."""
+        return MeshShape(*self._control().mesh_shape(scope))
 
-    def num_devices(self) -> int:
-        return self._device.get_num_devices()
+    def num_devices(self, scope: Scope = "global") -> int:
+        return math.prod(self.shape(scope))
+
+    def coord_range(self, scope: Scope = "global") -> MeshCoordinateRange:
+        """The coordinates of the whole mesh, or of the box that this process holds."""
+        spans = self._control().mesh_range(scope)
+        return MeshCoordinateRange([span.start for span in spans], [span.stop - 1 for span in spans])
+
+    def local_offset(self) -> MeshCoordinate:
+        """The first coordinate that this process holds."""
+        return MeshCoordinate(list(self._control().mesh_offset))
+
+    def _control(self) -> Control:
+        mesh = self._device.runtime.mesh
+        return Control(mesh.shape, mesh.processes, mesh.place)
 
     def is_local(self, coord: Sequence[int]) -> bool:
         """Whether this process holds the device at a coordinate."""

@@ -11,6 +11,9 @@ from typing import Any
 
 from meshloom import runtime
 from meshloom.errors import ArgumentError, OperandError, TraceError, expect
+from meshloom.processes import join
+from meshloom.processes.discovery import Scope
+from meshloom.processes.splitting import bound_ids
 from meshloom.runtime.device import MeshDevice as RuntimeDevice
 from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.memory import Usage
@@ -22,7 +25,7 @@ from meshloom.ttnn.device.cores import CoreCoord, CoreGrid
 from meshloom.ttnn.device.fabric import FabricNodeId, MeshId
 from meshloom.ttnn.device.geometry import MeshDeviceView
 from meshloom.ttnn.device.subdevices import DispatchCoreConfig, SubDevices
-from meshloom.ttnn.device.system import OPEN, Arch, System, get_system, is_line, snake, tell
+from meshloom.ttnn.device.system import OPEN, Arch, System, get_system, is_bound, is_line, snake, tell
 from meshloom.ttnn.tensor.boxes import grid_of
 
 __all__ = (
@@ -64,9 +67,15 @@ class MeshDevice(SubDevices):
         self._programs: set[Hashable] | frozenset[Hashable] = set()
         self._caches = self._misses_allowed = True
         self.reshaped = False  # tensors may be older than its shape
-        self.watched = device.system.races is not None  # ops say what they use, or wait for a trace: `queues.used`
+        self.watched = self.is_watched()  # ops say what they use, or wait for a trace: `queues.used`
         OPEN.add(self)
         tell("opened", self)
+
+    def is_watched(self) -> bool:
+        """Whether ops say what they use: its shape has changed, races are looked for, or every call is compared with
+        those of the other processes."""
+        is_compared = self.runtime.mesh.is_split and runtime.state.checked
+        return self.reshaped or is_compared or self.runtime.system.races is not None
 
     # the grid
 
@@ -91,8 +100,9 @@ class MeshDevice(SubDevices):
     def get_num_devices(self) -> int:
         return self.runtime.num_devices
 
-    def get_device_ids(self) -> list[int]:
-        return self.runtime.get_device_ids()
+    def get_device_ids(self, scope: Scope = "global") -> list[int]:
+        """The ids of its devices, row-major: of all, or with `scope="local"` of those that this process holds."""
+        return self.runtime.get_device_ids(scope)
 
     def get_device_id(self, coord: Sequence[int]) -> int:
         """The id of the device at a coordinate."""
@@ -361,6 +371,7 @@ def open_mesh_device(
     }
     if isinstance(num_command_queues, bool) or num_command_queues not in range(1, MAXIMUM_QUEUES + 1):
         raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="1 or 2")
+    join()
     system, sizes, chosen = _choose_devices(sizes, list(physical_device_ids) or ids, offset)
     fabric.check_opening(system, chosen)
     settings.setdefault("check", "races" if "races" in read_setting(RACES).split(",") else None)
@@ -394,7 +405,8 @@ def _choose_devices(
         return system, tuple(sizes), list(ids)
     sizes = system.shape if sizes is None else tuple(sizes)
     system = system.around(sizes, offset)
-    return system, sizes, system.devices(sizes, offset)
+    bound = bound_ids(sizes) if is_bound(system) else None
+    return system, sizes, system.devices(sizes, offset) if bound is None else bound
 
 
 def _size(name: str, given: Any) -> int:

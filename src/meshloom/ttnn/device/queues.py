@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from meshloom.errors import ArgumentError, OperandError, TraceError, where
+from meshloom.processes.divergence import note
 from meshloom.runtime import state
 from meshloom.runtime.commands import Replay
 from meshloom.runtime.events import MeshEvent as Event
@@ -108,7 +109,7 @@ def queue_of(device: MeshDevice, cq_id: int | None = None) -> MeshCommandQueue:
 
 def settle(device: MeshDevice) -> None:
     """Wait for what is under way on a mesh. The race detector is not told: the program did not wait."""
-    device.watched = device.reshaped or device.runtime.system.races is not None
+    device.watched = device.is_watched()
     for queue in device.runtime.queues:
         queue.settle(queue._last)
 
@@ -142,6 +143,8 @@ def used(device: MeshDevice, name: str, reads: Sequence[Tensor] = (), writes: Se
     if device.reshaped:
         for tensor in reads:
             _check_grid(device, tensor)
+    if reads and state.checked and device.runtime.mesh.is_split:
+        note(f"ttnn.{name}({', '.join(f'{each.dtype.name} {list(each.shape)}' for each in reads)})", where())
     capture = state.capture
     if capture is not None:
         for tensor in (*reads, *writes):

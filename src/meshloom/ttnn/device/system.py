@@ -20,8 +20,11 @@ from typing import Any
 
 from meshloom import settings
 from meshloom.errors import ArgumentError, OperandError, closest
-from meshloom.mesh import Coordinate
+from meshloom.mesh import Coordinate, Mesh
+from meshloom.processes import join
+from meshloom.processes.bindings import process, visible_devices
 from meshloom.processes.discovery import discover
+from meshloom.processes.splitting import is_alone, visible_ids
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.runtime.chips import BLACKHOLE, WORMHOLE, Chip, Grid
 from meshloom.ttnn.choices import Choice
@@ -227,8 +230,17 @@ def get_system(given: str | int | Sequence[int] | System | None = None) -> Syste
     named = settings.read(VARIABLE)
     if named:
         return _read(named)
-    declared = [device.id for device in discover() if device.kind == "virtual"]
+    if process().count > 1 and visible_devices() is not None:
+        join()  # the devices of the others belong to the system too
+    declared = visible_ids()
+    if declared is None:
+        declared = [device.id for device in discover() if device.kind == "virtual"]
     return _system_of(len(declared), declared) if declared else ANY
+
+
+def is_bound(system: System) -> bool:
+    """Whether its devices are those that the environment lets processes see: nobody chose another system."""
+    return _chosen is None and not settings.read(VARIABLE) and system.count is not None
 
 
 def set_system(system: str | int | Sequence[int] | System | None) -> System:
@@ -272,14 +284,16 @@ class SystemMeshDescriptor:
     """
 
     def __init__(self) -> None:
+        join()
         self._system = get_system()
+        self._mesh = Mesh.of(self._system.shape).split(1 if is_alone() else process().count)
 
     def shape(self) -> MeshShape:
         return MeshShape(*self._system.shape)
 
     def local_shape(self) -> MeshShape:
-        """The shape of those in this process: all of them."""
-        return self.shape()
+        """The shape of those in this process."""
+        return MeshShape(*self._mesh.local_shape)
 
     def get_device_id(self, coord: Sequence[int]) -> int:
         return self._system.ids[self._place(coord)]
@@ -287,10 +301,11 @@ class SystemMeshDescriptor:
     def is_local(self, coord: Sequence[int]) -> bool:
         """Whether the device at a coordinate is in this process."""
         self._place(coord)
-        return True
+        return not self._mesh.is_split or self._mesh.owner(tuple(coord)) == process().rank
 
     def all_local(self) -> bool:
-        return True
+        """Whether all of them are in this process."""
+        return not self._mesh.is_split
 
     def _place(self, coord: Sequence[int]) -> int:
         places = list(itertools.product(*map(range, self._system.shape)))

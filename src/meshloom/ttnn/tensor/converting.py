@@ -16,10 +16,11 @@ import numpy
 import torch
 
 from meshloom.errors import ArgumentError, DTypeError, OperandError
+from meshloom.processes.divergence import is_compared, note_data
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
-from meshloom.ttnn.tensor.boxes import gather_parts
+from meshloom.ttnn.tensor.boxes import Grid, gather_parts
 from meshloom.ttnn.tensor.composers import ListMeshToTensor, MeshToTensor, whole
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile, rounded, ttnn_dtype_to_torch_dtype
 from meshloom.ttnn.tensor.mappers import ReplicateTensorToMeshWrapper, TensorToMesh, mapper_of
@@ -119,6 +120,8 @@ def from_torch(
             "ttnn.from_torch takes a dense tensor", got=tensor.layout, fix="x.to_dense(), x.dequantize()"
         )
     mapper = mapper_of(mesh_mapper, device) or _mapper.get()
+    if isinstance(mapper.grid if mapper is not None else device and device.grid, Grid) and is_compared():
+        note_data("given to ttnn.from_torch", values)
     block, label, coords = mapper.map(values) if mapper is not None else (values[(None,) * 2], ALONE, None)
     made = Tensor(
         converted(block, kind, values),
