@@ -90,6 +90,11 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
     return found / group.processes if op == "mean" else found
 
 
+def barrier(group: Group) -> None:
+    """Return when every process of the group is here."""
+    all_reduce(torch.zeros(1), group, own=True)
+
+
 def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
     """What processes sent, reduced as torch.distributed does: a mean is divided afterwards."""
     return REDUCTIONS["sum" if op == "mean" else op].along(parts, 0)

@@ -89,14 +89,14 @@ def _meet() -> None:
     control = Group(Mesh.of((HERE.count,), processes=(HERE.count,)), (0,))
     control.use(_new_handle(ranks, backend="gloo"))
     WORLD.control = control
-    WORLD.bindings = board.read_all([f"binding {rank}" for rank in ranks], WORLD.timeout)  # written by all who are here
-    _share_random(board)
+    names = ["random", *(f"binding {rank}" for rank in ranks)]  # written before the processes made their first group
+    random, *WORLD.bindings = board.read_all(names, WORLD.timeout)
+    _share_random(*random)
 
 
-def _share_random(board: Board) -> None:
+def _share_random(seed: int, state: str) -> None:
     """Random numbers are the same on every process: where seeds differ, as of processes that nobody seeded, the first
     one's state holds."""
-    seed, state = board.read("random", WORLD.timeout)  # written before the processes made their first group
     if seed != torch.initial_seed():
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8))
 

@@ -66,7 +66,7 @@ class MeshBuffer:
         self.storage: Block | Scattered = (
             Block(self.layout, system.races is not None)
             if system.driver.shares_memory
-            else Scattered(self.layout, device.cards, self.region.address)
+            else Scattered(self.layout, [card for _, card in device.members()], self.region.address)
         )
         device.adopt(self)
 
@@ -122,7 +122,9 @@ class MeshBuffer:
     def handle(self, *place: Any) -> Any:
         """What the card at a coordinate calls its part: `handle(r, c)`."""
         self.check()
-        return self.storage.at(self.device.mesh.check(place[0] if len(place) == 1 and not _is_int(place[0]) else place))
+        found = self.device.mesh.check(place[0] if len(place) == 1 and not _is_int(place[0]) else place)
+        self.device.card(found)  # an error if another process holds it
+        return self.storage.at(found)
 
     def check(self) -> None:
         """An error if it has been freed or its mesh closed."""

@@ -156,6 +156,7 @@ class Read(_Transfer):
         super().__init__(buffer, place, index)
         self._out = out
         self.result: torch.Tensor | None = None
+        self._is_gathered = False
 
     def run(self, queue: int) -> None:
         (buffer,) = self.buffers
@@ -163,7 +164,16 @@ class Read(_Transfer):
             found = transfers.read_all(buffer, queue)
         else:
             found = transfers.read_at(buffer, self._place, self._index, queue)
-        self.result = found if self._out is None else self._out.copy_(found)
+        self.result = found if self._out is None or buffer.device.mesh.is_split else self._out.copy_(found)
+
+    def gather(self) -> torch.Tensor | None:
+        """The result, with what other processes have of it; called once, where the program waits for it."""
+        (buffer,) = self.buffers
+        if self.result is None or self._is_gathered or not buffer.device.mesh.is_split:
+            return self.result
+        found = transfers.gather_whole(buffer, self.result, self._place)
+        self.result, self._is_gathered = found if self._out is None else self._out.copy_(found), True
+        return self.result
 
 
 class Run(Command):
@@ -185,8 +195,10 @@ class Run(Command):
     def run(self, queue: int) -> None:
         system, left = self._system, []
         for launch in self.launches:
-            if self._launch_all(launch):
-                system.tell("launch", launch.where, 0, queue, total([launch]))
+            if launch.here is None:
+                launch.prepare_elsewhere()
+            elif self._launch_all(launch):
+                system.tell("launch", launch.here or (), 0, queue, total([launch]))
             else:
                 launch.prepare(system, per_card=True)
                 left.append(launch)
@@ -195,7 +207,7 @@ class Run(Command):
 
     def _launch_all(self, launch: Launch) -> bool:
         """Run a kernel once for all devices of its range; False if it must run on each."""
-        under_way = self._begin(launch.where)
+        under_way = self._begin(launch.here or launch.where)
         try:
             launch.prepare(self._system, per_card=False)
             function = launch.block_function(self._system)  # tries the kernel on shapes

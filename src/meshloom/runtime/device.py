@@ -87,16 +87,23 @@ class MeshDevice:
 
     @property
     def cards(self) -> list[Card]:
-        """The cards, row-major."""
-        return [self.system.cards[number] for number in self.numbers]
+        """The cards of this process, row-major."""
+        return [card for _, card in self.members()]
 
     def card(self, place: Coordinate) -> Card:
-        """The card at a coordinate."""
-        return self.system.cards[self.numbers[self.mesh.index(place)]]
+        """The card at a coordinate of this process."""
+        number = self.numbers[self.mesh.index(place)]
+        if self.mesh.is_split and not self.mesh.is_here(place):
+            raise MeshError(
+                f"rank {self.mesh.owner(place)} holds the device at {tuple(place)}",
+                mesh=self.mesh,
+                fix="name a coordinate of mesh.local_coordinates(); reads of a whole buffer gather from all processes",
+            )
+        return self.system.cards[number]
 
     def members(self) -> Iterator[tuple[Coordinate, Card]]:
-        """Every coordinate with its card, row-major."""
-        return zip(self.coordinates(), self.cards, strict=True)
+        """Every coordinate that this process holds, with its card, row-major."""
+        return ((place, self.card(place)) for place in self.mesh.local_coordinates())
 
     def get_device(self, *place: Any) -> Card:
         """The card at a coordinate: `get_device(0, 1)` or `get_device((0, 1))`."""

@@ -179,6 +179,16 @@ def range_of(given: object) -> MeshCoordinateRange:
     return MeshCoordinateRange(*corners) if pair else MeshCoordinateRange(corners, corners)
 
 
+def range_here(where: MeshCoordinateRange, mesh: Mesh) -> MeshCoordinateRange | None:
+    """What this process holds of a range; None if that is nothing."""
+    if not mesh.is_split:
+        return where
+    start = tuple(map(max, where.start, mesh.local_offset))
+    box = zip(mesh.local_offset, mesh.local_shape, strict=True)
+    end = tuple(map(min, where.end, (first + size - 1 for first, size in box)))
+    return MeshCoordinateRange(start, end) if all(a <= b for a, b in zip(start, end, strict=True)) else None
+
+
 def check_range(given: MeshCoordinateRange | None, mesh: Mesh) -> MeshCoordinateRange:
     """A range on a mesh, all of it for None; an error for coordinates that the mesh does not have."""
     if given is None:

@@ -134,6 +134,11 @@ class Layout:
         return self.shape == self.local_shape
 
     @property
+    def held(self) -> Shape:
+        """The mesh axes of the block that this process holds."""
+        return tuple(1 if size == 1 else here for size, here in zip(self.lead, self.mesh.local_shape, strict=True))
+
+    @property
     def local_bytes(self) -> int:
         """What one device holds, in bytes."""
         return numel(self.local_shape) * itemsize(self.dtype)

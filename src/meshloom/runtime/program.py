@@ -12,7 +12,6 @@ carry over runs device by device. A kernel with side effects in Python should sa
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,8 +105,10 @@ class Launch:
         program: Program,
         args: Mapping[str, object],
         at: Mapping[Coordinate, Mapping[str, object]],
+        here: MeshCoordinateRange | None,
     ) -> None:
         self.where, self.program, self.args = where, program, {**program.args, **args}
+        self.here = here  # what this process holds of the range; None if that is nothing
         self.at = {place: given for place, given in at.items() if place in where}
         program.check_args(self.args if not self.at else {**self.args, **next(iter(self.at.values()))})
 
@@ -122,6 +123,12 @@ class Launch:
             shared = isinstance(buffer.storage, Block) and buffer.storage.is_shared
             if shared and (per_card or self._differs(buffer)):
                 buffer.storage.unshare()  # type: ignore[union-attr]
+
+    def prepare_elsewhere(self) -> None:
+        """Where other processes launch and this one does not, what all hold alike is so no more."""
+        for buffer in (*self.program.writes, *self.program.updates):
+            if isinstance(buffer.storage, Block) and buffer.storage.is_shared:
+                buffer.storage.unshare()
 
     def _differs(self, written: MeshBuffer) -> bool:
         """Whether the devices may hold different values of a buffer after the launch."""
@@ -145,12 +152,13 @@ class Launch:
         batched = _map_over_mesh(kernel, self.args, program.buffers)
         key = tuple(tuple(buffer.storage.block.shape) for buffer in program.buffers)  # type: ignore[union-attr]
         if key not in program._detected:
-            program._detected[key] = len(self.where) > 1 and _works(batched, program.buffers)
+            program._detected[key] = len(self.here or ()) > 1 and _works(batched, program.buffers)
         return batched if program._detected[key] else None
 
     def run_on_block(self, function: Callable[..., object]) -> None:
-        """Run the kernel once for all devices of the range."""
-        function(*(buffer.storage.box(self.where) for buffer in self.program.buffers))  # type: ignore[union-attr]
+        """Run the kernel once for all devices of the range that this process holds."""
+        assert self.here is not None
+        function(*(buffer.storage.box(self.here) for buffer in self.program.buffers))  # type: ignore[union-attr]
 
 
 def _map_over_mesh(kernel: Kernel, args: Mapping[str, object], buffers: Sequence[MeshBuffer]) -> Callable[..., Any]:
@@ -185,10 +193,10 @@ def _works(batched: Callable[..., object], buffers: Sequence[MeshBuffer]) -> boo
 
 
 def places_of(launches: Sequence[Launch]) -> list[tuple[Coordinate, Launch]]:
-    """Every coordinate with its launch, row-major over the whole mesh."""
-    return sorted(((place, launch) for launch in launches for place in launch.where), key=lambda pair: pair[0])
+    """Every coordinate of this process with its launch, row-major."""
+    return sorted(((place, launch) for launch in launches for place in launch.here or ()), key=lambda pair: pair[0])
 
 
 def total(launches: Sequence[Launch]) -> int:
     """How many devices are launched on."""
-    return sum(math.prod(launch.where.shape) for launch in launches)
+    return sum(len(launch.here or ()) for launch in launches)

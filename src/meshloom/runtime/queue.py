@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshloom.comms import WORLD, group_of, wire
 from meshloom.errors import (
     ArgumentError,
     DeviceError,
@@ -53,9 +54,10 @@ class Pending:
     def result(self, timeout: float | None = None) -> torch.Tensor:
         """What was read; errors of the queue are raised here."""
         self._queue.settle(self._command.number, timeout)
-        if self._command.result is None:
+        found = self._command.gather()
+        if found is None:
             raise DeviceError(f"{self._command.text} was not run", fix="see the error that the queue raised before")
-        return self._command.result
+        return found
 
 
 class MeshCommandQueue:
@@ -108,7 +110,7 @@ class MeshCommandQueue:
         self._check_held(buffer, place)
         command = Read(buffer, place, index, out)
         self.submit(command, blocking)
-        return command.result if blocking else Pending(self, command)
+        return command.gather() if blocking else Pending(self, command)
 
     def enqueue_workload(self, workload: MeshWorkload, *, blocking: bool = False) -> None:
         """Launch every program of a workload on its range."""
@@ -147,7 +149,16 @@ class MeshCommandQueue:
         self.submit(Wait(event), False)
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for all that was enqueued; errors are raised here, all at once."""
+        """Wait for all that was enqueued, on all processes that split the mesh; errors are raised here, all at once."""
+        self._finish_here(timeout)
+        mesh = self.device.mesh
+        group = group_of(mesh, range(mesh.ndim)) if mesh.is_split else None
+        if group is not None:
+            WORLD.watch.begin(f"finish of queue {self.cq_id}", mesh)
+            wire.barrier(group)
+
+    def _finish_here(self, timeout: float | None = None) -> None:
+        """Wait for all that was enqueued on the devices of this process."""
         self.settle(self._last, timeout)
         if self.system.races is not None:
             self.system.races.note_finish(self.id)
@@ -179,7 +190,7 @@ class MeshCommandQueue:
             self.runner.submit(command)
         self.runner.some()
         if blocking:
-            self.finish()
+            self._finish_here()
         elif self.runner.waits and not self._runs_here():
             self.wait(command.number)
 

@@ -38,7 +38,7 @@ class Block:
         with disable_current_modes():
             if topology is None:
                 self.data: torch.Tensor | None = None
-                self.block = _make_array(layout.lead + layout.local_shape, dtype, poison)
+                self.block = _make_array(layout.held + layout.local_shape, dtype, poison)
             else:
                 self.data = _make_array(topology.stored_shape, dtype, poison)
                 self.block = to_block(self.data, topology)
@@ -46,25 +46,28 @@ class Block:
     @property
     def is_shared(self) -> bool:
         """Whether some devices hold one and the same array."""
-        return tuple(self.block.shape[: self.axes]) != self.mesh.shape
+        return tuple(self.block.shape[: self.axes]) != self.mesh.local_shape
 
     def unshare(self) -> torch.Tensor:
         """The block with an array for every device: from now on they may differ."""
         with self._lock:
             if self.is_shared:
                 local = self.block.shape[self.axes :]
-                self.block = self.block.expand(*self.mesh.shape, *local).contiguous()
+                self.block = self.block.expand(*self.mesh.local_shape, *local).contiguous()
                 self.data = None
             return self.block
 
     def at(self, place: Coordinate) -> torch.Tensor:
         block = self.block
+        if self.mesh.is_split:
+            place = tuple(c - start for c, start in zip(place, self.mesh.local_offset, strict=True))
         return block[tuple(c if size > 1 else 0 for c, size in zip(place, block.shape, strict=False))]
 
     def box(self, where: MeshCoordinateRange) -> torch.Tensor:
-        """The block of a range of coordinates; axes of size 1 stay so."""
-        block = self.block
-        cut = tuple(s if size > 1 else slice(None) for s, size in zip(where.slices, block.shape, strict=False))
+        """The block of a range of coordinates of this process; axes of size 1 stay so."""
+        block, starts = self.block, self.mesh.local_offset
+        slices = [slice(s.start - start, s.stop - start) for s, start in zip(where.slices, starts, strict=True)]
+        cut = tuple(s if size > 1 else slice(None) for s, size in zip(slices, block.shape, strict=False))
         return block[cut]
 
 
@@ -84,7 +87,7 @@ class Scattered:
         dtype = torch_dtype(layout.dtype)
         self._cards = cards
         self._handles: dict[Coordinate, Any] = {}
-        for place, card in zip(layout.mesh.coordinates(), cards, strict=True):
+        for place, card in zip(layout.mesh.local_coordinates(), cards, strict=True):
             self._handles[place] = card.alloc(address, layout.local_shape, dtype)
 
     def at(self, place: Coordinate) -> Any:

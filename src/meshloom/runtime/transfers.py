@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from meshloom.comms import WORLD, group_of, wire
 from meshloom.engines.layout import torch_dtype
 from meshloom.engines.private import disable_current_modes
 from meshloom.errors import ArgumentError, DTypeError, PlacementError, ShapeError
@@ -37,16 +38,16 @@ def write_all(buffer: MeshBuffer, value: torch.Tensor, queue: int) -> None:
     """Write the whole: the same to every device, or to each its shard."""
     system, storage = buffer.device.system, buffer.storage
     if system.is_vectorised and isinstance(storage, Block):
-        if storage.data is not None:
+        if storage.data is not None and not buffer.device.mesh.is_split:
             storage.data.copy_(value)
         elif buffer.layout.is_replicated:
             storage.block.copy_(value)
         else:
-            for place in buffer.device.coordinates():
+            for place in buffer.device.mesh.local_coordinates():
                 part = buffer.layout.part(place)
                 if part is not None:
                     storage.at(place).copy_(value[part])
-        system.tell("write", buffer.device.coordinates(), buffer.size, queue, _writers(buffer))
+        system.tell("write", buffer.device.mesh.local_coordinates(), buffer.size, queue, _writers(buffer))
         return
 
     def write(place: Coordinate, card: Card) -> None:
@@ -60,7 +61,7 @@ def write_all(buffer: MeshBuffer, value: torch.Tensor, queue: int) -> None:
 
 
 def _writers(buffer: MeshBuffer) -> int:
-    return sum(number is not None for number in buffer.layout.shards)
+    return sum(buffer.layout.part(place) is not None for place in buffer.device.mesh.local_coordinates())
 
 
 def _own_if_faulty(buffer: MeshBuffer) -> None:
@@ -70,11 +71,15 @@ def _own_if_faulty(buffer: MeshBuffer) -> None:
 
 
 def read_all(buffer: MeshBuffer, queue: int) -> torch.Tensor:
-    """The whole, put together; an error where devices that should hold the same do not."""
+    """The whole, put together; an error where devices that should hold the same do not. If processes split the mesh,
+    what this one holds, the mesh axes first: `gather_whole` makes the whole of it, where the program waits."""
     system, storage = buffer.device.system, buffer.storage
     if system.is_vectorised and isinstance(storage, Block):
-        found = storage.data.clone() if storage.data is not None else _join_parts(buffer, storage)
-        system.tell("read", buffer.device.coordinates(), buffer.size, queue, _writers(buffer))
+        if buffer.device.mesh.is_split:
+            found = storage.block.expand(*buffer.device.mesh.local_shape, *buffer.local_shape).clone()
+        else:
+            found = storage.data.clone() if storage.data is not None else _join_parts(buffer, storage)
+        system.tell("read", buffer.device.mesh.local_coordinates(), buffer.size, queue, _writers(buffer))
         return found
     parts: dict[Coordinate, torch.Tensor] = {}
 
@@ -84,6 +89,30 @@ def read_all(buffer: MeshBuffer, queue: int) -> torch.Tensor:
             system.tell("read", [place], buffer.size, queue, 1)
 
     system.each(buffer.device.members(), read)
+    return _stack(buffer, parts) if buffer.device.mesh.is_split else _put_together(buffer, parts)
+
+
+def _stack(buffer: MeshBuffer, parts: dict[Coordinate, torch.Tensor]) -> torch.Tensor:
+    """The parts of this process as one array, the mesh axes first; zeros where a device has none."""
+    nothing = torch.zeros(buffer.local_shape, dtype=torch_dtype(buffer.dtype))
+    places = buffer.device.mesh.local_coordinates()
+    rows = torch.stack([parts.get(place, nothing) for place in places])
+    return torch.unflatten(rows, 0, buffer.device.mesh.local_shape)
+
+
+def gather_whole(buffer: MeshBuffer, held: torch.Tensor, place: Coordinate | None) -> torch.Tensor:
+    """What was read here, and by the other processes that split the mesh: the whole, or the part at a coordinate."""
+    mesh = buffer.device.mesh
+    group = group_of(mesh, range(mesh.ndim))
+    assert group is not None
+    WORLD.watch.begin(f"read of {buffer.name}", mesh)
+    if place is not None:
+        part: torch.Tensor = wire.broadcast(held, group, mesh.owner(place))
+        return part
+    found = wire.all_gather(held.flatten(0, mesh.ndim - 1), group)
+    parts: dict[Coordinate, torch.Tensor] = {}
+    for rank, each in enumerate(found):
+        parts |= dict(zip(mesh.local_coordinates(rank), each, strict=True))
     return _put_together(buffer, parts)
 
 
@@ -116,6 +145,8 @@ def write_at(buffer: MeshBuffer, place: Coordinate, value: torch.Tensor, index: 
     system = buffer.device.system
     if isinstance(buffer.storage, Block):
         buffer.storage.unshare()
+    if not buffer.device.mesh.is_here(place):
+        return
 
     def write(at: Coordinate, card: Card) -> None:
         card.write(buffer.storage.at(at), value, index)
@@ -125,8 +156,10 @@ def write_at(buffer: MeshBuffer, place: Coordinate, value: torch.Tensor, index: 
 
 
 def read_at(buffer: MeshBuffer, place: Coordinate, index: object, queue: int) -> torch.Tensor:
-    """What one device holds, or a part of it."""
+    """What one device holds, or a part of it; room for it if another process holds the device."""
     system, found = buffer.device.system, []
+    if not buffer.device.mesh.is_here(place):
+        return torch.empty(part_shape(buffer, index), dtype=torch_dtype(buffer.dtype))
 
     def read(at: Coordinate, card: Card) -> None:
         found.append(card.read(buffer.storage.at(at), index))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshloom.errors import ArgumentError, ClosedError, MeshError
 from meshloom.mesh import Coordinate
-from meshloom.runtime.geometry import MeshCoordinateRange, check_range, range_of
+from meshloom.runtime.geometry import MeshCoordinateRange, check_range, range_here, range_of
 from meshloom.runtime.program import Launch, Program
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ class MeshWorkload:
             raise ArgumentError("the workload has no program", fix="workload.add_program(range, program)")
         for place in self._at:
             device.mesh.check(place)
+        placed = [(check_range(where, device.mesh), program) for where, program in self.programs]
         found = [
-            Launch(check_range(where, device.mesh), program, self._args, self._at) for where, program in self.programs
+            Launch(where, program, self._args, self._at, range_here(where, device.mesh)) for where, program in placed
         ]
         for launch in found:
             for buffer in launch.program.buffers:

@@ -302,7 +302,7 @@ def barrier(mesh: Mesh) -> None:
     group = group_of(mesh, range(mesh.ndim)) if state.shadows is None else None
     if group is not None:
         WORLD.watch.begin("barrier()", mesh)
-        wire.all_reduce(torch.zeros(1), group, own=True)
+        wire.barrier(group)
 
 
 # started, and waited for later
