@@ -8,14 +8,9 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import MeshError
-from meshloom.runtime import (
-    MeshCoordinateRange,
-    MeshWorkload,
-    Program,
-    create_mesh_buffer,
-    open_mesh_device,
-)
+from meshloom.errors import MeshError, UnsupportedError
+from meshloom.runtime import MeshCoordinateRange, MeshWorkload, Program, create_mesh_buffer, open_mesh_device
+from test_runtime_cards import Stranger, Strangers
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicated": {"layout": "replicated", "global_shape": (4, 8)},
@@ -116,3 +111,32 @@ def finished() -> tuple[float, float]:
         mesh.queue().enqueue_workload(workload)
         mesh.queue().finish()
         return ended[-1], time.time()
+
+
+class Counted(Strangers):
+    """Cards with memory of their own, and a note of those that were opened."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+
+    def open(self, index: int) -> Stranger:
+        self.opened.append(index)
+        return super().open(index)
+
+
+def own_memory() -> dict[str, Any]:
+    """A buffer on cards that have memory of their own: written, changed by a kernel, read."""
+    rack = Counted()
+    with open_mesh_device((2, 2), driver=rack) as mesh:
+        queue = mesh.queue()
+        x = create_mesh_buffer(mesh, layout="sharded", global_shape=(4, 4), shard_shape=(2, 2))
+        queue.enqueue_write(x, numbers(4, 4))
+        workload = MeshWorkload()
+        workload.add_program(MeshCoordinateRange((0, 0), (1, 0)), Program(mark, updates=[x]))
+        queue.enqueue_workload(workload)
+        told = ""
+        try:
+            mesh.create_submesh((1, 2))
+        except UnsupportedError as error:
+            told = error.headline
+        return {"opened": rack.opened, "x": queue.enqueue_read(x), "told": told}

@@ -56,3 +56,12 @@ def test_all_processes_together_hold_a_buffer_once(count: int) -> None:
 def test_finish_returns_when_all_processes_are_done() -> None:
     (first, returned), (last, _) = ranks.run(2, "runtime_rank_cases:finished")
     assert first < last <= returned
+
+
+def test_cards_with_memory_of_their_own_are_opened_by_the_process_that_holds_them() -> None:
+    wanted = runtime_rank_cases.own_memory()
+    assert (wanted["opened"], wanted["told"]) == ([0, 1, 2, 3], "")
+    for rank, found in enumerate(ranks.run(2, "runtime_rank_cases:own_memory")):
+        assert found["opened"] == [[0, 1], [2, 3]][rank]
+        check_same([found["x"]], [wanted["x"]])
+        assert found["told"].startswith("MeshDevice(2x2, 4 devices) is split over processes, and its cards hold memory")

@@ -9,7 +9,15 @@ from itertools import count
 from typing import Any
 
 from meshloom.context import state
-from meshloom.errors import ArgumentError, DeviceTimeoutError, MeshError, TraceError, closest, expect
+from meshloom.errors import (
+    ArgumentError,
+    DeviceTimeoutError,
+    MeshError,
+    TraceError,
+    UnsupportedError,
+    closest,
+    expect,
+)
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.processes.discovery import Scope, check_scope
@@ -99,7 +107,9 @@ class MeshDevice:
                 mesh=self.mesh,
                 fix="name a coordinate of mesh.local_coordinates(); reads of a whole buffer gather from all processes",
             )
-        return self.system.cards[number]
+        found = self.system.cards[number]
+        assert found is not None  # this process holds the coordinate, and opened the card
+        return found
 
     def members(self) -> Iterator[tuple[Coordinate, Card]]:
         """Every coordinate that this process holds, with its card, row-major."""
@@ -162,6 +172,11 @@ class MeshDevice:
             raise MeshError(f"a submesh of shape {sizes} at {start}", mesh=self.mesh, fix="give a size for every axis")
         if any(a < 0 or a + n > size for a, n, size in zip(start, sizes, self.mesh.shape, strict=True)):
             raise MeshError(f"a submesh of shape {sizes} at {start} does not fit", mesh=self.mesh)
+        if self.mesh.is_split and not self.system.driver.shares_memory:
+            raise UnsupportedError(
+                f"{self} is split over processes, and its cards hold memory of their own: it has no submeshes",
+                fix="open a mesh of the cards that you need",
+            )
         box = {axis: slice(a, a + n) for axis, a, n in zip(self.mesh.axes, start, sizes, strict=True)}
         places = self.mesh.submesh(box)
         by_id = dict(zip(self.mesh.device_ids, self.numbers, strict=True))
@@ -347,7 +362,8 @@ class MeshDevice:
         self.lease.end()
         if self.parent is None:
             for card in self.system.cards:
-                card.close()
+                if card is not None:
+                    card.close()
         if not all(stopped):
             late = [queue.cq_id for queue, ended in zip(self.queues, stopped, strict=True) if not ended]
             raise DeviceTimeoutError(

@@ -16,7 +16,7 @@ from meshloom.processes.discovery import discover
 from meshloom.processes.splitting import bound_ids, split_bound, visible_ids
 from meshloom.processes.world import join
 from meshloom.runtime import accounts
-from meshloom.runtime.card import Driver
+from meshloom.runtime.card import Card, Driver
 from meshloom.runtime.chips import chip_of
 from meshloom.runtime.device import MeshDevice
 from meshloom.runtime.geometry import MeshShape, MeshType
@@ -77,7 +77,7 @@ def open_mesh_device(
     mesh = split_bound(Mesh.of(sizes, axes, chosen, physical, processes), processes)
     system = System(
         rack,
-        [rack.open(index) for index in chosen],
+        _open_cards(rack, mesh),
         check=check,
         dispatch=dispatch or settings.read("MESHLOOM_DISPATCH"),
         stress=stress,
@@ -89,6 +89,12 @@ def open_mesh_device(
     if memory is not None or preset is not None:
         accounts.note_open(made)
     return made
+
+
+def _open_cards(rack: Driver, mesh: Mesh) -> list[Card | None]:
+    """The cards, row-major; those of other processes are opened there, unless they are but a view of our memory."""
+    places = zip(mesh.coordinates(), mesh.device_ids, strict=True)
+    return [rack.open(index) if rack.shares_memory or mesh.is_here(place) else None for place, index in places]
 
 
 def read_mesh_type(given: MeshType | str | None) -> MeshType | None:

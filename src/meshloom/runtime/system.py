@@ -52,7 +52,7 @@ class System:
     def __init__(
         self,
         driver: Driver,
-        cards: Sequence[Card],
+        cards: Sequence[Card | None],
         *,
         check: str | None,
         dispatch: str,
@@ -64,7 +64,7 @@ class System:
         self.driver, self.cards, self.launches = driver, tuple(cards), Launches(timeout)
         self.dispatch = _check_known("dispatch", dispatch, DISPATCH)
         self.races = Races() if check is not None and _check_known("check", check, CHECKS) else None
-        chip = cards[0].info().chip
+        chip = next(card for card in cards if card is not None).info().chip
         self.chip = chip
         l1 = _check_l1(worker_l1_size, chip) or chip.l1
         self.memory = {
