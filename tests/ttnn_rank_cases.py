@@ -144,6 +144,22 @@ def written_in_place(mesh: Any) -> list[Any]:
 
 
 @program
+def views_that_follow(mesh: Any) -> list[Any]:
+    """Views of what all held alike, after some devices, or all, got other values."""
+    found = []
+    for axis in range(len(mesh.shape)):
+        dims = [0 if each == axis else None for each in range(len(mesh.shape))]
+        x = ttnn.from_torch(numbers(2, 4), device=mesh, layout=ROWS)
+        view = ttnn.reshape(x, [4, 2])
+        ttnn.add(put(numbers(2 * mesh.shape[axis], 4, seed=1), mesh, *dims, layout=ROWS), x, output_tensor=x)
+        same = ttnn.from_torch(numbers(2, 4), device=mesh, layout=ROWS)
+        other = ttnn.reshape(same, [4, 2])
+        ttnn.copy_host_to_device_tensor(ttnn.from_torch(numbers(2, 4, seed=2)), same)
+        found += [x, view, same, other]
+    return [told(each) for each in found]
+
+
+@program
 def random_numbers(mesh: Any) -> list[Any]:
     torch.manual_seed(3)
     x = ttnn.from_torch(torch.full((4, 6), 0.5), device=mesh)
@@ -385,6 +401,15 @@ def decoder(mesh: Any) -> list[torch.Tensor]:
     x = example.sequences(layer.config, 4, 10)
     model = example.Decoder(layer, mesh, 4)
     return [model.prefill(x[:, :8]), *(model.decode(x[:, at], at) for at in (8, 9))]
+
+
+@program
+def moe(mesh: Any) -> torch.Tensor:
+    import ttnn_moe as example
+
+    block = example.Block(example.Config(width=64, hidden=64, experts=16, chosen=2))
+    found: torch.Tensor = example.Experts(block, mesh, 32)(block.draw_tokens(32 * mesh.shape[0]))
+    return found
 
 
 # what a process holds

@@ -20,7 +20,7 @@ import ttnn_rank_cases
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 COUNTS = (2, 4)
-MODELS = ("mlp", "decoder")
+MODELS = ("mlp", "decoder", "moe")
 SINGLE = ("bytes_held", "scopes")  # what differs from process to process
 NAMES = tuple(name for name in ttnn_rank_cases.PROGRAMS if name not in SINGLE)
 GRIDS = [(1, 4), (3, 4), (4, 1)]  # 3x4 is split by columns: no process holds one run of devices
@@ -66,7 +66,7 @@ def test_processes_give_what_one_process_gives(count: int, name: str) -> None:
 
 @pytest.mark.parametrize("shape", GRIDS)
 def test_meshes_of_other_shapes_give_it_too(shape: tuple[int, ...]) -> None:
-    names = tuple(name for name in NAMES if name not in ("decoder", "mlp"))
+    names = tuple(name for name in NAMES if name not in MODELS)
     for rank, found in enumerate(on_ranks(2, names, shape)):
         for name in names:
             check_same(found[name], alone(name, shape), f"{name} on {shape}, rank {rank}")
@@ -218,7 +218,7 @@ def test_a_rank_binding_file_starts_the_same_program_on_two_hosts(tmp_path: Path
         "--bindings",
         str(tmp_path / "ranks.yaml"),
     ]
-    program = [str(TESTS / "ttnn_host_program.py"), str(tmp_path), "decoder", "experts"]
+    program = [str(TESTS / "ttnn_host_program.py"), str(tmp_path), *MODELS]
     with namespaces.pair() as hosts:
         command += ["--rdzv-endpoint", f"{hosts[0].address}:{namespaces.PORT}", "--start-timeout", "60"]
         started = [
@@ -231,5 +231,5 @@ def test_a_rank_binding_file_starts_the_same_program_on_two_hosts(tmp_path: Path
     for rank in range(2):
         found = pickle.loads((tmp_path / f"found-{rank}").read_bytes())
         assert found["scopes"]["here"] == [(rank, column) for column in range(4)]
-        for name in ("decoder", "experts"):
+        for name in MODELS:
             check_same(found[name], alone(name, (2, 4)), f"{name} on host {rank}")

@@ -22,6 +22,7 @@ from meshloom import settings
 from meshloom.errors import ArgumentError, OperandError, UncoveredError, closest
 from meshloom.ttnn.ops.calling import AFTER, BEFORE
 from meshloom.ttnn.ops.signatures import FINISH, SPEED
+from meshloom.ttnn.tensor.boxes import gather_parts
 from meshloom.ttnn.tensor.converting import from_torch
 from meshloom.ttnn.tensor.formats import ttnn_dtype_to_torch_dtype
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -247,13 +248,14 @@ def _read(value: Any) -> Any:
     """What torch computes with: the values of a tensor that all devices hold alike."""
     if not isinstance(value, Tensor):
         return value
+    value.wait()
+    value = gather_parts(value, by_label=True)
     if math.prod(value.block.shape[: len(value.grid)]) > 1:
         raise OperandError(
             f"a fallback computes with one torch tensor, and {value.dtype.name} {list(value.shape)} differs between "
             "devices",
             fix="ttnn.get_golden_function(op) on the torch tensors, or ttnn.get_device_tensors(x)",
         )
-    value.wait()
     return value.part((0,) * len(value.grid)).to(ttnn_dtype_to_torch_dtype(value.dtype))
 
 

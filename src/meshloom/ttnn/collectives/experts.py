@@ -156,7 +156,7 @@ def _slots(name: str, group: Group, mapping: Block, held: int) -> Block:
     if devices != group.mesh.size:
         raise OperandError(f"ttnn.{name}: expert_mapping_tensor is for {devices} devices of {group.mesh.size}")
     groups = _numbers(group).expand(group.mesh.shape)
-    members = groups.unsqueeze(-1) == groups.flatten()  # of a device's group, [*mesh, devices]
+    members = group.here(groups).unsqueeze(-1) == groups.flatten()  # of a device's group, [*mesh, devices]
     table = (mapping.reshape(*mapping.shape[:axes], experts, devices) != 0) & members.unsqueeze(-2)
     owner = table.long().argmax(-1)
     local = (table.long().cumsum(-2) - 1).gather(-1, owner.unsqueeze(-1)).squeeze(-1) if held > 1 else owner * 0

@@ -96,6 +96,8 @@ def writable_block(tensor: Tensor, sizes: Sequence[int]) -> Block:
     device = tensor.device()
     if device is not None and (device.watched or state.capture is not None):
         queues.used(device, "op", writes=(tensor,))
+    if tensor._sharers is not None:
+        tensor.tell_sharers_apart()
     block, axes = tensor.block, len(tensor.grid)
     if tensor._coords is not None and tensor._sharers is not None:  # others of its memory lie on more devices
         sizes = held_shape(tensor.grid)

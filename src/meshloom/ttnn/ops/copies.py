@@ -169,7 +169,8 @@ def copy(input_a: Tensor, input_b: Tensor) -> Tensor:
     operands("copy", input_a, input_b)
     if input_a.shape != input_b.shape:
         raise OperandError(f"ttnn.copy: shapes differ: {list(input_a.shape)} and {list(input_b.shape)}")
-    input_b.write(converted(input_a.block, input_b.dtype) if input_a.dtype is not input_b.dtype else input_a.block)
+    values = converted(input_a.block, input_b.dtype) if input_a.dtype is not input_b.dtype else input_a.block
+    input_b.write(values, label=input_a.tensor_topology())
     input_b.update_tensor_topology(input_a.tensor_topology())
     return queues.note_write(input_b)
 

@@ -60,7 +60,7 @@ def kind_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], takes: Map
             if takes.get(argument, "") is not None:
                 return None
             key.append(each.__class__)  # it changes no result
-    if not tensors or state.capture is not None:
+    if not tensors or state.capture is not None or tensors[0]._grid.__class__ is not tuple:  # processes split its mesh
         return None
     device = tensors[0]._device
     if device is None or device.watched:
@@ -272,7 +272,7 @@ def write_into(
             f"output_tensor has shape {list(output.shape)}, the result {list(values.shape[axes:])}",
             fix="give one of the shape of the result",
         )
-    output.write(values, coords)
+    output.write(values, coords, topology)
     if output._device is not None and (output._device.watched or state.capture is not None):
         queues.used(output._device, "op", writes=(output,))
     output.update_tensor_topology(topology)

@@ -8,6 +8,7 @@ one device there. Labels and coordinates are those of the whole mesh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from meshloom.placement import Replicate, Shard, Topology
 from meshloom.tensor import collectives as native
 from meshloom.tensor.base import Tensor as Native
 from meshloom.ttnn.tensor.parts import Block
-from meshloom.ttnn.tensor.topology import PlacementReplicate
+from meshloom.ttnn.tensor.topology import PlacementReplicate, TensorTopology
 
 if TYPE_CHECKING:
     from meshloom.ttnn.tensor.tensor import Tensor
@@ -145,19 +146,29 @@ def gather_parts(tensor: Tensor, *, by_label: bool = False) -> Tensor:
         found = native.broadcast(own, grid.mesh.index(tensor._coords[0]))
         return tensor._like(from_native(found), grid=tuple(grid), device=None, home=None)
     found = to_native(tensor.block, grid.mesh)
-    alike = [grid.mesh.axes[axis] for axis in _same_axes(tensor) if grid.mesh.shape[axis] > 1] if by_label else []
+    same = same_axes(tensor._topology, grid) if by_label and tensor._coords is None else []
+    alike = [grid.mesh.axes[axis] for axis in same if grid.mesh.shape[axis] > 1]
     if alike:
         found = native.broadcast(found, 0, alike)
     return tensor._like(found.to_torch(), grid=tuple(grid), device=None, home=None)
 
 
-def _same_axes(tensor: Tensor) -> list[int]:
-    """The mesh axes along which the label says that all devices hold the same."""
-    label, grid = tensor._topology, tensor._grid
-    if tensor._coords is not None or tuple(label._shape) not in (tuple(grid), (len(label._coords),)):
+def same_axes(label: TensorTopology, grid: tuple[int, ...]) -> list[int]:
+    """The mesh axes along which a label of all devices says that they hold the same."""
+    if tuple(label._shape) not in (tuple(grid), (math.prod(grid),)):
         return []
     told = label._placements if tuple(label._shape) == tuple(grid) else label._placements * len(grid)
     return [axis for axis, each in enumerate(told) if isinstance(each, PlacementReplicate)]
+
+
+def unseen_axes(grid: tuple[int, ...], label: TensorTopology | None) -> list[bool]:
+    """Along which mesh axes devices of other processes may differ from what is here, though the block does not show it:
+    those of which the box has one device, unless a label says that all along them hold the same."""
+    if not isinstance(grid, Grid):
+        return [False] * len(grid)
+    same = [] if label is None else same_axes(label, grid)
+    sizes = enumerate(zip(grid, grid.held, strict=True))
+    return [here == 1 < whole and axis not in same for axis, (whole, here) in sizes]
 
 
 def box_for(tensor: Tensor, grid: tuple[int, ...]) -> Block:

@@ -26,7 +26,7 @@ from meshloom.runtime import MeshCoordinate, state
 from meshloom.runtime.memory import Region
 from meshloom.ttnn import surface
 from meshloom.ttnn.device import queues
-from meshloom.ttnn.tensor.boxes import gather_parts, held_shape, place_here
+from meshloom.ttnn.tensor.boxes import gather_parts, held_shape, place_here, unseen_axes
 from meshloom.ttnn.tensor.formats import DataType, Layout, Shape, Tile, bytes_of, padded_shape
 from meshloom.ttnn.tensor.hostbuffer import DistributedHostBuffer
 from meshloom.ttnn.tensor.memory import (
@@ -414,10 +414,14 @@ class Tensor(metaclass=_Making):
         else:
             self._block = block.reshape(*lead, *self.shape)
 
-    def write(self, values: Block, places: Sequence[Sequence[int]] | None = None) -> None:
+    def write(
+        self, values: Block, places: Sequence[Sequence[int]] | None = None, label: TensorTopology | None = None
+    ) -> None:
         """Take on other values, in place; only on the devices that it lies on, or on some of them. An array that held
-        the same for all devices grows where they now differ."""
+        the same for all devices grows where they now differ. `label` is that of the values, if all devices have one."""
         axes = len(self._grid)
+        if self._sharers is not None:
+            self.tell_sharers_apart(label if places is None else None)
         if places is None or places == self._coords:
             places = self._coords
             is_alone = self._sharers is None and all(size == 1 for size in self.block.shape[:axes])
@@ -431,6 +435,14 @@ class Tensor(metaclass=_Making):
             here = place_here(self._grid, place)
             if here is not None:
                 part(room, here).copy_(part(values, here))
+
+    def tell_sharers_apart(self, label: TensorTopology | None = None) -> None:
+        """It is about to get other values: what labels of tensors of its memory said was the same along an axis is so no
+        more, if that is not seen here but may be on other processes. `label` is that of the values, if it is known."""
+        apart = unseen_axes(self._grid, label)
+        if any(apart):
+            for each, _ in self.sharers():
+                each._topology = _tell_apart(each._topology, apart)
 
     def _give_parts(self, sizes: Sequence[int]) -> Block:
         """Its array with at least these mesh axes; a new one, with nothing in it, if it has to grow."""

@@ -133,7 +133,7 @@ def copy_host_to_device_tensor(host_tensor: Tensor, device_tensor: Tensor, cq_id
     _check_alike("Host tensor has different", host_tensor, device_tensor)
     block, label, _ = lying(host_tensor, device)
     queues.transfer(device_tensor, cq_id, writes=True)
-    device_tensor.write(block)
+    device_tensor.write(block, label=label)
     device_tensor.update_tensor_topology(label)
 
 
@@ -154,7 +154,7 @@ def copy_device_to_host_tensor(
     if host_tensor.grid != device_tensor.grid:
         block = gather_parts(device_tensor).block.expand(*device_tensor.grid, *device_tensor.shape)
         block = take_box(block.reshape(*host_tensor.grid, *host_tensor.shape), host_tensor.grid)
-    host_tensor.write(block)
+    host_tensor.write(block, label=device_tensor.tensor_topology())
     host_tensor.update_tensor_topology(device_tensor.tensor_topology())
 
 
