@@ -437,8 +437,8 @@ class Tensor(metaclass=_Making):
                 part(room, here).copy_(part(values, here))
 
     def tell_sharers_apart(self, label: TensorTopology | None = None) -> None:
-        """It is about to get other values: what labels of tensors of its memory said was the same along an axis is so no
-        more, if that is not seen here but may be on other processes. `label` is that of the values, if it is known."""
+        """It is about to get other values: what labels of tensors of its memory said was the same along an axis may be
+        so no more on other processes, which is not seen here. `label` is that of the values, if it is known."""
         apart = unseen_axes(self._grid, label)
         if any(apart):
             for each, _ in self.sharers():
