@@ -351,6 +351,44 @@ def experts(mesh: Any) -> list[Any]:
 
 
 @program
+def fused(mesh: Any) -> list[Any]:
+    """Collectives that are one op with products, norms, heads or attention, and what draws for every device."""
+    axis, made = len(mesh.shape) - 1, []
+    over = [None] * axis
+    x, w = put(numbers(1, 1, 8, 24), mesh, *over, 3), put(numbers(24, 24, seed=1), mesh, *over, None)
+    rows = put(numbers(24, 24, seed=1), mesh, *over, 0)
+    how = {"multi_device_global_semaphore": [], "cluster_axis": axis}
+    made += ttnn.experimental.all_gather_minimal_matmul_async(x, w, chunks=2, **how)
+    made += ttnn.experimental.minimal_matmul_strided_reduce_scatter_async(
+        x, rows, 3, [], ttnn.CoreCoord(0, 6), cluster_axis=axis
+    )
+    made += ttnn.experimental.llama_rs_matmul(x, rows, None, 3, None, axis, mesh)
+    made.append(ttnn.experimental.dit_fused_distributed_rmsnorm(x, axis, mesh, [], weight=None))
+    made.append(ttnn.experimental.dit_fused_distributed_layernorm(x, axis, mesh, []))
+    places = put(numbers(2, 1, 24, 6), mesh, *over, 2)
+    made.append(
+        ttnn.experimental.dit_fused_distributed_groupnorm(
+            places, num_groups=3, cluster_axis=axis, mesh_device=mesh, multi_device_global_semaphore=[]
+        )
+    )
+    keys = put(numbers(1, 2, 24, 4), mesh, *over, 2)
+    ring = {"logical_n": 20, "cluster_axis": axis, "mesh_device": mesh, "multi_device_global_semaphore": []}
+    for causal in (False, True):
+        found = ttnn.transformer.ring_joint_scaled_dot_product_attention(
+            keys, keys, keys, joint_strategy="rear", dim=2, num_links=1, is_causal=causal, **ring
+        )
+        made += [each for each in found if each is not None]
+    size = mesh.shape[axis]
+    heads = put(numbers(1, 2, 4 * size, 4, seed=2), mesh, *over, None)
+    made.append(ttnn.transformer.ring_distributed_scaled_dot_product_attention(heads, heads, heads, size))
+    made += [ttnn.experimental.dropout(each, 0.5, 2.0, 3) for each in (x, w)]
+    made.append(ttnn.experimental.dropout(w, 0.5, 2.0, 3, use_per_device_seed=False))
+    made += ttnn.experimental.fft(put(numbers(24, 5), mesh, *over, 0))
+    made.append(ttnn.moreh_clip_grad_norm([x, w], 0.5))
+    return [*map(told, made), told(x), told(w)]
+
+
+@program
 def distributed(mesh: Any) -> list[Any]:
     ops, axes = ttnn.distributed, len(mesh.shape)
     ways = [

@@ -18,6 +18,7 @@ from meshloom.ttnn.ops.attending import attend, attention_topology, within
 from meshloom.ttnn.ops.block_moves import spread
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.transformer import check
+from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementShard
@@ -63,7 +64,7 @@ def _joint(
     keys, values = (each.block[..., :count, :] for each in whole)
     queries, seen = q.block, None
     if causal:
-        first = group.position() * length
+        first = group.here(group.position()) * length
         rows = first.reshape(*first.shape, *(1,) * 4) + torch.arange(length).unsqueeze(-1)
         seen = within(torch.arange(count), rows, None)
     if second:
@@ -263,4 +264,4 @@ def _place_in_ring(name: str, tensor: Tensor, size: int, ring_id: int | None) ->
         raise OperandError(f"ttnn.{name}: no axis of a mesh of {list(tensor.grid)} has {size} devices", fix="ring_id=")
     axis = fitting[-1]
     shape = [size if each == axis else 1 for each in range(len(tensor.grid))]
-    return torch.arange(size).reshape(shape), axis
+    return take_box(torch.arange(size).reshape(shape), tensor.grid), axis

@@ -227,7 +227,7 @@ def dropout(
     grid, shape = input_tensor.grid, tuple(input_tensor.shape)
     count = math.prod(grid) if use_per_device_seed else 1
     drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed + number)) for number in range(count)]
-    luck = torch.stack(drawn).reshape(*(grid if use_per_device_seed else (1,) * len(grid)), *shape)
+    luck = take_box(torch.stack(drawn).reshape(*(grid if use_per_device_seed else (1,) * len(grid)), *shape), grid)
     made = make(torch.where(luck < probability, 0, block.float() * scale), EACH, input_tensor)
     if count > 1:  # what was the same on all devices is so no more
         pairs = zip(made.topology.placements(), made.topology.distribution_shape(), strict=True)
