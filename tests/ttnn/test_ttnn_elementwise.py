@@ -53,6 +53,9 @@ GOLDEN: dict[str, Any] = {
     ),
     "cbrt": lambda x: torch.from_numpy(__import__("numpy").cbrt(x.numpy())),
     "eqz": lambda x: torch.eq(x, 0),
+    "xielu": lambda x, positive=0.8, negative=0.8: (
+        torch.where(x > 0, positive * x * x, negative * (torch.exp(x.clamp(max=0)) - 1 - x)) + x / 2
+    ),
     "nez": lambda x: torch.ne(x, 0),
     "gez": lambda x: torch.ge(x, 0),
     "gtz": lambda x: torch.gt(x, 0),
