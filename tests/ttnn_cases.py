@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from meshloom import ttnn
+from meshloom.ttnn.device.system import OPEN
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import Placement, TensorTopology
 
@@ -23,10 +23,14 @@ R, S, P = ttnn.PlacementReplicate(), ttnn.PlacementShard, ttnn.PlacementPartial
 Place = Grid = tuple[int, ...]
 
 
-@cache
+_meshes: dict[Place, Any] = {}
+
+
 def mesh(grid: Place) -> Any:
-    """An open mesh of that shape; it stays open for all tests of a process."""
-    return ttnn.open_mesh_device(ttnn.MeshShape(*grid))
+    """An open mesh of that shape; it stays open for all tests of a process, or until one of them closes all."""
+    if _meshes.get(grid) not in OPEN:
+        _meshes[grid] = ttnn.open_mesh_device(ttnn.MeshShape(*grid))
+    return _meshes[grid]
 
 
 def places(grid: Place) -> list[Place]:

@@ -39,10 +39,13 @@ def slow_level(word: int, shared: int, bits: int) -> int:
 def slow_block(words: list[int], bits: int) -> list[float]:
     """What 16 elements read back as."""
     shared = max(word >> 23 & 0xFF for word in words)
-    if shared == 255:
-        return [struct.unpack("<f", struct.pack("<I", word))[0] if word >> 23 & 0xFF == 255 else 0.0 for word in words]
     unit = math.ldexp(1.0, shared - 127 - (bits - 1))
-    return [slow_level(word, shared, bits) * unit for word in words]
+    return [
+        struct.unpack("<f", struct.pack("<I", word))[0]
+        if word >> 23 & 0xFF == 255
+        else slow_level(word, shared, bits) * unit
+        for word in words
+    ]
 
 
 def slow_rounded(values: torch.Tensor, bits: int) -> torch.Tensor:

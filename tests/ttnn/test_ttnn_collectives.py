@@ -135,7 +135,8 @@ def made(mesh: Any, case: dict[str, Any]) -> Tensor:
 def test_every_collective_does_on_any_mesh_what_loops_over_devices_do(meshes: Any, case: dict[str, Any]) -> None:
     x = made(meshes(*case["shape"]), case)
     before = x.block.clone()
-    found = call(case["name"], x, case["dim"], case["axis"], case["mode"])
+    with ttnn.strictness("lenient"):  # groups of one are among them
+        found = call(case["name"], x, case["dim"], case["axis"], case["mode"])
     loop = LOOPS[case["name"]]
     check_same(found, by_loops(parts_of(x), case["shape"], case["axis"], lambda held: loop(held, case["dim"])))
     found.block.zero_()

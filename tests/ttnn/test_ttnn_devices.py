@@ -15,12 +15,17 @@ from meshloom.runtime.workload import MeshWorkload
 from meshloom.ttnn.device import system as systems
 
 
+def close_all() -> None:
+    for device in list(systems.OPEN):
+        device.close()
+
+
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """Every test starts without a system and leaves nothing open."""
+    close_all()
     yield
-    for device in list(systems.OPEN):
-        device.close()
+    close_all()
     ttnn.set_fabric_config(ttnn.FabricConfig.DISABLED)
     ttnn.set_system(None)
 

@@ -671,7 +671,8 @@ def test_parts_with_explicit_collectives_equal_wholes_in_100_random_programs(sta
     ran = []
     for seed in range(start, start + 10):
         draw = random.Random(seed)
-        with ttnn.create_mesh_device(ttnn.MeshShape(*draw.choice([(2, 4), (4, 2), (1, 8), (2, 2), (8, 4)]))) as mesh:
+        shape = ttnn.MeshShape(*draw.choice([(2, 4), (4, 2), (1, 8), (2, 2), (8, 4)]))
+        with ttnn.create_mesh_device(shape) as mesh, ttnn.strictness("lenient"):  # groups of one are among them
             views = Views(mesh, draw)
             for _ in range(draw.randint(4, 8)):
                 views.step()

@@ -190,7 +190,7 @@ def test_a_group_norm_is_asked_where_its_input_should_lie_and_runs_there(open_me
         assert spec.shape[0] * (spec.grid.num_cores() // across) == -(-rows // 32) * 32
         assert grid.x <= 8 and grid.y <= 8 and spec.grid.num_cores() <= grid.x * grid.y
     x = torch.randn(1, 1, rows, channels)
-    given = ttnn.to_memory_config(ttnn.from_torch(x, device=device, layout=ttnn.TILE_LAYOUT), memory)
+    given = ttnn.to_memory_config(ttnn.from_torch(x, device=device), memory)  # in rows, as it was asked for last
     found = ttnn.group_norm(given, num_groups=groups, epsilon=1e-5, core_grid=grid)
     want = torch.nn.functional.group_norm(x[0].transpose(1, 2), groups, eps=1e-5).transpose(1, 2)[None]
     torch.testing.assert_close(ttnn.to_torch(found), want, rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ import flows
 import meshloom as loom
 from meshloom import ttnn
 from meshloom.errors import ClosedError, OperandError, OutOfMemoryError
+from meshloom.ttnn.device import fabric
 from meshloom.ttnn.ops import repeats
 from ttnn_cases import label
 
@@ -345,10 +346,10 @@ def test_a_collective_on_another_mesh_of_the_same_shape_is_on_that_one() -> None
 
 
 def test_a_group_of_one_device_gives_memory_of_its_own() -> None:
-    with ttnn.create_mesh_device(ttnn.MeshShape(1, 1)) as device:
+    with ttnn.create_mesh_device(ttnn.MeshShape(1, 1)) as device, ttnn.strictness("lenient"):
         x = put(device, 32, 32)
         for _ in range(3):
-            found = ttnn.all_gather(x, dim=0)
+            found = ttnn.all_gather(x, dim=0)  # which the original refuses
             assert torch.equal(read(found), read(x))
             found.block.zero_()
             assert x.block.any()
@@ -415,3 +416,81 @@ def test_a_memory_config_does_not_change_with_the_spec_that_it_was_made_of() -> 
     spec.shape = [64, 64]
     assert config.shard_spec.shape == [32, 64]
     assert ttnn.MemoryConfig(layout, kind, spec).token != config.token
+
+
+# memory of results, refusals
+
+
+CORES = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(1, 0))])
+SHARDED = ttnn.MemoryConfig(
+    ttnn.TensorMemoryLayout.HEIGHT_SHARDED,
+    ttnn.BufferType.L1,
+    ttnn.ShardSpec(CORES, (32, 32), ttnn.ShardOrientation.ROW_MAJOR),
+)
+MEMORY: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
+    "add, the first in shards": (lambda wide, cut: ttnn.add(cut, wide), SHARDED),
+    "add, the second in shards": (lambda wide, cut: ttnn.add(wide, cut), SHARDED),
+    "add, none in shards": (lambda wide, cut: ttnn.add(wide, wide), ttnn.DRAM_MEMORY_CONFIG),
+    "matmul": (lambda wide, cut: ttnn.matmul(cut, cut, transpose_b=True), ttnn.DRAM_MEMORY_CONFIG),
+    "matmul, asked for L1": (
+        lambda wide, cut: ttnn.matmul(cut, cut, transpose_b=True, memory_config=ttnn.L1_MEMORY_CONFIG),
+        ttnn.L1_MEMORY_CONFIG,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_the_memory_of_a_result_is_decided_once_for_each_memory_of_operands(name: str, device: Any) -> None:
+    call, expected = MEMORY[name]
+    wide = put(device)
+    cut = ttnn.to_memory_config(wide, SHARDED)
+    for other, _ in MEMORY.values():  # other kinds of the same shapes
+        other(wide, cut)
+    known = len(repeats.SEEN)
+    for _ in range(2):
+        assert call(wide, cut).memory_config() == expected
+    assert known and len(repeats.SEEN) == known, "a call of this kind was seen"
+
+
+def test_integers_are_divided_as_float32_every_time(device: Any) -> None:
+    x = ttnn.from_torch(torch.full((32, 32), 3), dtype=ttnn.int32, layout=ttnn.TILE_LAYOUT, device=device)
+    y = ttnn.from_torch(torch.full((32, 32), 2), dtype=ttnn.int32, layout=ttnn.TILE_LAYOUT, device=device)
+    for _ in range(3):
+        found = ttnn.div(x, y)
+        assert found.dtype is ttnn.float32 and bool((read(found) == 1.5).all())
+
+
+def test_heads_lie_on_the_cores_of_the_chip_that_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for system in ("T3000", "LoudBox"):  # 8 and 13 cores in a row
+        monkeypatch.setenv("MESHLOOM_SYSTEM", system)
+        with ttnn.create_mesh_device(ttnn.MeshShape(1, 1)) as device:
+            x = put(device, 1, 1, 16, 96)
+            made = [ttnn.experimental.nlp_create_qkv_heads_decode(x, num_heads=1, num_kv_heads=1)[0] for _ in range(2)]
+            assert made[0].memory_config() == made[1].memory_config()
+            found.append(made[1].memory_config().shard_spec.grid.bounding_box().grid_size().x)
+    assert found == [8, 13]
+
+
+def test_a_collective_is_decided_again_when_the_fabric_changes(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = put(device)
+    with ttnn.strictness("original"):
+        monkeypatch.setattr(fabric, "_config", ttnn.FabricConfig.FABRIC_1D)
+        for _ in range(2):
+            ttnn.all_gather(x, dim=0, cluster_axis=0)
+        ttnn.set_fabric_config(ttnn.FabricConfig.DISABLED)
+        with pytest.raises(OperandError, match="un-initialized fabric context"):
+            ttnn.all_gather(x, dim=0, cluster_axis=0)
+
+
+def test_a_call_that_the_original_refuses_is_not_remembered_where_that_is_told(device: Any) -> None:
+    x = ttnn.from_torch(torch.ones(32, 32), dtype=ttnn.int32, layout=ttnn.TILE_LAYOUT, device=device)
+    y = ttnn.typecast(x, ttnn.float32)
+    repeats.forget()
+    with pytest.warns(ttnn.RefusalWarning, match="Mixed dtype"):
+        ttnn.add(x, y)
+    assert not repeats.SEEN
+    with ttnn.strictness("lenient"):
+        ttnn.add(x, y)
+        assert len(repeats.SEEN) == 1
+    assert not repeats.SEEN, "the level has changed"

@@ -238,7 +238,12 @@ def test_padding_by_hand():
     assert padded.to_list() == [[9, 9, 9, 9], [1, 2, 3, 9], [4, 5, 6, 9], [9, 9, 9, 9]]
     assert torch.equal(padded.unpad([1, 0], [3, 3]).to_torch(), numbers(2, 3))
     tiled = x.pad_to_tile(0.0)
-    assert tiled.shape == [32, 32] and torch.equal(tiled.unpad_from_tile([2, 3]).to_torch(), numbers(2, 3))
+    assert tiled.shape == [2, 3] and tiled.padded_shape == [32, 32]
+    assert torch.equal(tiled.unpad_from_tile([2, 3]).to_torch(), numbers(2, 3))
+    inside = x.pad([4, 4], [0, 0], 9.0)
+    assert inside.to_list() == x.to_list() and inside.padded_shape == [4, 4]
+    assert inside.unpad([0, 2], [3, 4]).to_list() == [[3, 9], [6, 9], [9, 9]]
+    assert inside.to_torch_with_padded_shape()[3].tolist() == [9, 9, 9, 9]
     assert x.reshape(3, 2).shape == x.reshape([3, 2]).shape == [3, 2]
     assert ttnn.from_torch(numbers(2, 3), layout=ttnn.TILE_LAYOUT).to_torch_with_padded_shape().shape == (32, 32)
 

@@ -125,7 +125,7 @@ def test_pools_of_a_sharded_input_are_sharded_over_the_same_cores(mesh: Any) -> 
     asked = ttnn.max_pool2d(flat, **sizes, **windows, applied_shard_scheme=HEIGHT)
     assert asked.memory_config() == sharded(HEIGHT, cores(2, 1), 32, 64)
     tiled = ttnn.max_pool2d(x, **sizes, **windows, output_layout=ttnn.TILE_LAYOUT)
-    assert tiled.layout is ttnn.TILE_LAYOUT and tiled.memory_config() == sharded(HEIGHT, cores(4, 1), 32, 48)
+    assert tiled.layout is ttnn.TILE_LAYOUT and tiled.memory_config() == sharded(HEIGHT, cores(4, 1), 32, 64)
 
 
 def test_a_convolution_moves_an_input_of_the_host(mesh: Any) -> None:
@@ -177,17 +177,17 @@ def test_channels_last_of_a_large_picture_take_as_much_memory_as_they_need(mesh:
 
 def test_heads_of_fewer_users_are_put_together_for_32() -> None:
     with ttnn.create_mesh_device(ttnn.MeshShape(1, 2)) as mesh:
-        values = torch.randn(1, 4, 3, 16)
+        values = torch.randn(1, 4, 3, 32)
         found = ttnn.experimental.nlp_concat_heads_decode(on(mesh, values), num_heads=2)
-        assert found.shape == [1, 1, 32, 32]
-        expected = F.pad(values[:, :, :2].reshape(1, 1, 4, 32), (0, 0, 0, 28))
+        assert found.shape == [1, 1, 32, 64]
+        expected = F.pad(values[:, :, :2].reshape(1, 1, 4, 64), (0, 0, 0, 28))
         assert torch.equal(part(found, (0, 0)), expected)
-        lying = sharded(HEIGHT, cores(4, 1), 32, 16)
+        lying = sharded(HEIGHT, cores(4, 1), 32, 32)
         tiled = on(mesh, values, layout=ttnn.TILE_LAYOUT, memory_config=lying)
         over_cores = ttnn.experimental.nlp_concat_heads_decode(tiled, num_heads=2)
-        assert over_cores.memory_config() == sharded(WIDTH, cores(2, 1), 32, 16)
+        assert over_cores.memory_config() == sharded(WIDTH, cores(2, 1), 32, 32)
         some = ttnn.experimental.nlp_concat_heads_decode(tiled, num_heads=2, sub_core_grids=cores(1, 4))
-        assert some.memory_config() == sharded(WIDTH, cores(1, 2), 32, 16)
+        assert some.memory_config() == sharded(WIDTH, cores(1, 2), 32, 32)
 
 
 # padding of uneven dims

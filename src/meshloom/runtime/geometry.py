@@ -8,11 +8,12 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar, overload
 
-from meshloom.errors import ArgumentError, MeshError
+from meshloom.errors import ArgumentError, BoundsError, MeshError
 from meshloom.mesh import Coordinate, Mesh
 
 Box = TypeVar("Box", bound="MeshCoordinateRange")
@@ -65,8 +66,34 @@ class MeshShape(tuple[int, ...]):
         """The number of devices."""
         return math.prod(self)
 
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> int: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> tuple[int, ...]: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> int | tuple[int, ...]:
+        try:
+            return tuple.__getitem__(self, index)
+        except IndexError:
+            assert not isinstance(index, slice)  # which never fails
+            return size_in_front(self, operator.index(index))
+
     def __repr__(self) -> str:
         return f"MeshShape({list(self)})"
+
+
+LEAST_RANK = 4  # shapes of TTNN have ones in front up to it
+
+
+def size_in_front(shape: Sequence[int], index: int) -> int:
+    """One of the ones that stand in front of fewer than four dims; an error if it is none.
+
+    >>> size_in_front((2, 4), -3)
+    1
+    """
+    rank = len(shape)
+    if -max(rank, LEAST_RANK) <= index < 0:
+        return 1
+    raise BoundsError(f"ShapeBase[] index out of range. {index} not in [{-max(rank, LEAST_RANK)}, {rank})")
 
 
 class MeshCoordinate(tuple[int, ...]):

@@ -14,6 +14,11 @@ class Choice(enum.Enum):
     __hash__ = object.__hash__  # each is one object; an Enum's own goes by its name, and takes a Python call
 
 
+def spell_choice(choice: enum.Enum) -> str:
+    """A choice as it stands inside longer texts of the original: `Layout::TILE`."""
+    return str(choice).replace(".", "::")
+
+
 class Number(int):
     """A number with a name, from 0 on.
 

@@ -28,9 +28,11 @@ from meshloom.tensor import collectives as native
 from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import same_storage
 from meshloom.ttnn.config import CONFIG
+from meshloom.ttnn.device import fabric
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import Made, compute, operands
 from meshloom.ttnn.ops.topologies import by_axis
+from meshloom.ttnn.refusal_levels import refuse, refuse_addition, refuse_if, setting
 from meshloom.ttnn.tensor.boxes import from_native, grid_of, lie_down, place_here, stand_up, take_box, to_native
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -62,6 +64,25 @@ def _check_mode(mode: str) -> str:
     return mode
 
 
+def _refuse_group(name: str, size: int, mesh: Mesh) -> None:
+    """Tell what the original refuses: a group of one, and all devices at once where links go along one axis only."""
+    if size == 1:
+        refuse_if(name == "all_gather", f"{name} collective will only work for num_devices > 1, got 1")
+    elif sum(extent > 1 for extent in mesh.shape) > 1 and name in OVER_ONE_AXIS:
+        last = mesh.shape[-1] - 1
+        refuse(OVER_ONE_AXIS[name].format(last=last, next=last + 1), "name the cluster_axis")
+
+
+# Collectives that take all devices of a grid only where links go along both axes, with the original's reason.
+OVER_ONE_AXIS = {
+    "all_gather": "1D fabric on a 2D mesh_device requires cluster_axis to be set",
+    "broadcast": "Could not find any forwarding direction from src (M0, D{last}) to dst (M0, D{next})",
+}
+
+
+ONE_AXIS = [each for each in fabric.FabricConfig if each.name.startswith("FABRIC_1D")]
+
+
 class Group:
     """What a collective works on: a tensor, the mesh axes that it goes over, and the way to carry it out."""
 
@@ -91,6 +112,12 @@ class Group:
             self.block = self.take(self.block)
         self.sizes = tuple(self.mesh.shape[axis] for axis in self.axes)
         self.size = math.prod(self.sizes)
+        if self.size == 1 or (cluster_axis is None and fabric._config in ONE_AXIS):
+            _refuse_group(name, self.size, self.mesh)
+        if setting.level == "original" and fabric._config is fabric.FabricConfig.DISABLED:
+            refuse_addition(
+                "Trying to get un-initialized fabric context", "ttnn.set_fabric_config before a mesh is opened"
+            )
         self.rank = len(tensor.shape)
         self.is_flat = len(tensor._topology._shape) == 1 < self.mesh.ndim  # the label is about all devices row-major
 

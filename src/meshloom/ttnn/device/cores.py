@@ -128,7 +128,7 @@ class CoreRange:
         return _range(json.loads(text))
 
     def __repr__(self) -> str:
-        return f"[(x={self.start.x},y={self.start.y}) - (x={self.end.x},y={self.end.y})]"
+        return f"[{self.start} - {self.end}]"
 
 
 def _corners(found: CoreRange) -> list[list[int]]:
@@ -146,7 +146,7 @@ class CoreRangeSet:
     >>> left = CoreRangeSet([CoreRange(CoreCoord(0, 0), CoreCoord(1, 3))])
     >>> right = CoreRangeSet({CoreRange(CoreCoord(2, 0), CoreCoord(3, 3))})
     >>> left.merge(right), left.merge(right).subtract(left) == right
-    ({[(x=0,y=0) - (x=3,y=3)]}, True)
+    ({[0-0 - 3-3]}, True)
     """
 
     _ranges: tuple[CoreRange, ...]
@@ -237,7 +237,7 @@ def join_cells(cells: Iterable[Cell], row_wise: bool = True) -> CoreRangeSet:
     """Cores as rectangles: runs within rows, and equal runs of neighbouring rows as one; or by columns.
 
     >>> join_cells({(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)})
-    {[(x=0,y=0) - (x=1,y=1)], [(x=0,y=2) - (x=0,y=2)]}
+    {[0-0 - 1-1], [0-2 - 0-2]}
     """
     turned = [(x, y) if row_wise else (y, x) for x, y in cells]
     done: list[tuple[int, int, int, int]] = []
@@ -293,7 +293,7 @@ def num_cores_to_corerangeset(target_num_cores: int, grid_size: CoreCoord, row_w
     """The first so many cores of a grid, column after column or row after row.
 
     >>> num_cores_to_corerangeset(10, CoreCoord(8, 8), row_wise=True)
-    {[(x=0,y=0) - (x=7,y=0)], [(x=0,y=1) - (x=1,y=1)]}
+    {[0-0 - 7-0], [0-1 - 1-1]}
     """
     size = _core(grid_size)
     whole = CoreRangeSet([CoreRange(CoreCoord(0, 0), CoreCoord(size.x - 1, size.y - 1))])
@@ -321,7 +321,7 @@ def split_work_to_cores(
     """Units of work over cores: their number, all of them, those with one unit more, the others, and units of each.
 
     >>> split_work_to_cores(CoreCoord(2, 2), 6, row_wise=True)
-    (4, {[(x=0,y=0) - (x=1,y=1)]}, {[(x=0,y=0) - (x=1,y=0)]}, {[(x=0,y=1) - (x=1,y=1)]}, 2, 1)
+    (4, {[0-0 - 1-1]}, {[0-0 - 1-0]}, {[0-1 - 1-1]}, 2, 1)
     """
     grid = _core(grid)
     if isinstance(grid, CoreRangeSet):

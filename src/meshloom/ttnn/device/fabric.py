@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from meshloom.errors import ArgumentError, OperandError
@@ -137,6 +138,7 @@ def set_fabric_config(
             fix="call it before open_mesh_device, or close them first",
         )
     _config, _planes = config, num_planes
+    import_module("meshloom.ttnn.ops.repeats").forget()  # which collectives are refused depends on it
 
 
 def get_fabric_config() -> FabricConfig:

@@ -52,6 +52,8 @@ class MeshCoordinateRange(geometry.MeshCoordinateRange):
     def __repr__(self) -> str:
         return f"MeshCoordinateRange(start={self.start!r}, end={self.end!r})"
 
+    __str__ = __repr__
+
 
 class MeshCoordinateRangeSet:
     """Boxes of coordinates; one that continues another along one axis becomes a part of it.

@@ -60,6 +60,7 @@ class MeshDevice(SubDevices):
     ) -> None:
         super().__init__()
         self.runtime, self.system, self.parent = device, system, parent
+        self.chip_name = device.system.chip.name
         self.options = dict(options or {})  # sizes of regions, dispatch: as they were asked for
         self._id = next(_ids)
         self._submeshes: weakref.WeakSet[MeshDevice] = weakref.WeakSet()
@@ -281,10 +282,13 @@ class MeshDevice(SubDevices):
 
     # programs
 
-    def count_program(self, key: tuple[Hashable, ...]) -> None:
-        """An op is run: `key` is its name, then what its program depends on, such as shapes and dtypes."""
-        if key not in self._programs:
-            self._new_program(key)
+    def count_program(self, key: tuple[Hashable, ...]) -> bool:
+        """An op is run: `key` is its name, then what its program depends on, such as shapes and dtypes. True if such
+        an op was not run before."""
+        if key in self._programs:
+            return False
+        self._new_program(key)
+        return True
 
     def _new_program(self, key: tuple[Hashable, ...]) -> None:
         self.runtime.check_open()

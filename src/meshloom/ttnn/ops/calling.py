@@ -21,12 +21,16 @@ from meshloom.ops.rule import Rule
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.ops.refusals import judge
 from meshloom.ttnn.ops.repeats import FOREIGN, SEEN, kind_of, remember, write_into
+from meshloom.ttnn.ops.results import rule_for
 from meshloom.ttnn.ops.signatures import Binding, forms
 from meshloom.ttnn.ops.topologies import Rows, topology_of
-from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
-from meshloom.ttnn.tensor.memory import MemoryConfig
+from meshloom.ttnn.refusal_levels import refuse, setting
+from meshloom.ttnn.tensor.formats import DataType, Layout, padded_shape, rounded
+from meshloom.ttnn.tensor.memory import MemoryConfig, TensorMemoryLayout, row_of
 from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.sharding import fit_memory
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 
@@ -55,6 +59,7 @@ class Made:
     output: Tensor | None = None
     coords: tuple[MeshCoordinate, ...] | None = None
     frees: Tensor | None = None  # an operand that is given back once the result is there
+    memory_like: Tensor | None = None  # the operand that the result is kept as, if it is not `like`
     kernel: Callable[..., Block] | None = None  # what made the block of those of `given`: `compute` tells of it
     given: Sequence[Tensor] = ()
     takes_mesh: bool = False  # the kernel takes the mesh first
@@ -83,14 +88,21 @@ class Made:
         if output is not None:
             made = write_into(values, output, like, self.topology, self.coords or like._coords)
         else:
+            order = Layout.TILE if number in _TILED else layout or self.layout or like.layout
+            memory = memory_config or self.memory_config
+            if memory is None:
+                kept_as = self.memory_like or like
+                memory = kept_as._memory
+                if memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
+                    memory = _fit_shards(kept_as, values, order)
             made = Tensor(
                 values,
                 like._grid,
                 kind,
-                Layout.TILE if number in _TILED else layout or self.layout or like.layout,
+                order,
                 self.topology,
                 like._device,
-                memory_config or self.memory_config or like._memory,
+                memory,
                 like.tile,
                 coords=self.coords or like._coords,
                 home=like.home,
@@ -100,6 +112,14 @@ class Made:
         if self.frees is not None:
             self.frees.deallocate(force=True)
         return made
+
+
+def _fit_shards(like: Tensor, values: Block, layout: Layout) -> MemoryConfig:
+    """Where a result goes for which nothing was asked: where a sharded operand is, with shards that fit it."""
+    row = row_of(like._memory)
+    had = padded_shape(like.shape, like.layout, like.tile, row)
+    has = padded_shape(values.shape[len(like._grid) :], layout, like.tile, row)
+    return fit_memory(like._memory, had, has, layout, like.tile)
 
 
 # By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
@@ -136,10 +156,11 @@ def op(
 
     def register(function: Function) -> Any:
         binding = Binding(names, function, other, also, more)
+        fill = rule_for(name)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            running, kind = _running.op, None
+            running, kind, refusals = _running.op, None, setting.refusals
             outermost = running is None
             if (outermost or running is COUNTED) and not (BEFORE or AFTER):
                 kind = kind_of(name, args, kwargs, binding.takes)
@@ -158,16 +179,21 @@ def op(
                     own, passed, rest = binding.bind(args, kwargs)
                     output = function(*own, **passed)
                 else:
-                    rest = NOTHING
+                    own, passed, rest = args, NOTHING, NOTHING
                     output = function(*args)
                 if type(output) is Made:
+                    if fill is not None:
+                        fill(output, (*own, *passed.values()) if passed else own)
                     made, output = output, output.tensor(**rest)
-                    if kind is not None and made.kernel is not None:
+                    if kind is not None and made.kernel is not None and refusals == setting.refusals:
                         remember(kind, _running.program if outermost else None, [made], [output], None)
                 elif type(output) in (list, tuple):
                     several = output
+                    if fill is not None:
+                        fill(several, (*own, *passed.values()) if passed else own)
                     output = type(several)(each.tensor(**rest) if type(each) is Made else each for each in several)
-                    if kind is not None and all(type(each) is Made for each in several):
+                    is_made = all(type(each) is Made for each in several)
+                    if kind is not None and is_made and refusals == setting.refusals:
                         remember(kind, _running.program if outermost else None, several, output, type(several))
             except FOREIGN as error:
                 told = _translate_error(name, error, args, kwargs)
@@ -332,10 +358,22 @@ def operands(name: str, *tensors: Tensor) -> tuple[MeshDevice, list[Block]]:
             if called[0] != name:  # a part of another op, which has more operands or others
                 key = _key_of(*called)
         _running.program = tuple(key)
-        device.count_program(_running.program)
+        if device.count_program(_running.program) or (_refused and _running.program in _refused):
+            _judge(_running.program, tensors if called is None else _tensors_in(called[1], called[2]))
     if device.watched or state.capture is not None:
         queues.used(device, name, reads=tensors)
     return device, blocks
+
+
+_refused: set[tuple[Any, ...]] = set()  # kinds of calls that the original refuses
+
+
+def _judge(kind: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+    """Say it if the original refuses a kind of call; it is judged when it is new, and told on every new line."""
+    reason = judge(kind[0], tensors)
+    if reason is not None:
+        _refused.add(kind)
+        refuse(reason)
 
 
 def blocks_of(name: str, *tensors: Tensor) -> list[Block]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
@@ -9,10 +11,13 @@ from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.block_moves import fresh
 from meshloom.ttnn.ops.calling import blocks_of, op, operands
+from meshloom.ttnn.ops.topologies import alike_topology
+from meshloom.ttnn.refusal_levels import refuse_if
 from meshloom.ttnn.tensor.converting import converted
-from meshloom.ttnn.tensor.formats import DataType, Layout
+from meshloom.ttnn.tensor.formats import DataType, Layout, padded_shape
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
+from meshloom.ttnn.tensor.topology import REPLICATE
 from meshloom.ttnn.tensor.transfers import to_device
 
 __all__ = ["to"]  # not an op of its own: the op that it chooses is
@@ -58,22 +63,38 @@ def to_layout(
     memory_config: MemoryConfig | None = None,
     pad_value: float = 0.0,
 ) -> Tensor:
-    """In rows or in tiles; block floats in rows become bfloat16."""
+    """In rows or in tiles; block floats in rows become bfloat16. What has the layout already is given back as it is."""
     _check("to_layout", tensor)
     if not isinstance(layout, Layout):
         raise ArgumentError(f"ttnn.to_layout: {layout!r} is not a layout", fix="ttnn.TILE_LAYOUT")
+    if layout is tensor.layout:
+        return tensor
     if layout is Layout.ROW_MAJOR and (dtype or tensor.dtype).is_block_float:
         dtype = DataType.BFLOAT16
-    if layout is tensor.layout and dtype in (None, tensor.dtype) and memory_config in (None, tensor.memory_config()):
-        return tensor
     return _copy_as("to_layout", tensor, dtype, layout, memory_config, pad_value)
 
 
 @op("to_dtype")
 def to_dtype(tensor: Tensor, dtype: DataType) -> Tensor:
-    """In another dtype."""
+    """In another dtype, on the host."""
     _check("to_dtype", tensor)
+    refuse_if(
+        tensor.device() is not None, "Expected Tensor with HostStorage, got StorageType::DEVICE", "use ttnn.typecast"
+    )
+    if dtype.is_block_float and tensor.layout is Layout.ROW_MAJOR:
+        had, has = (_sides(padded_shape(tensor.shape, order, tensor.tile)) for order in (tensor.layout, Layout.TILE))
+        refuse_if(
+            had != has,
+            f"to_dtype: Converting layout to Layout::TILE implicitly changed physical shape from {had} to {has} due to "
+            "alignment constraints. This is currently unsupported. Please pad the tensor explicitly before.",
+            "use ttnn.to_layout(tensor, ttnn.TILE_LAYOUT) first",
+        )
     return tensor if dtype is tensor.dtype else _copy_as("to_dtype", tensor, dtype)
+
+
+def _sides(shape: Sequence[int]) -> tuple[int, int]:
+    """The rows and the columns that a part has in memory."""
+    return math.prod(shape[:-1]), shape[-1]
 
 
 @op("typecast")
@@ -201,6 +222,8 @@ def _elsewhere(name: str, tensor: Tensor, memory_config: MemoryConfig | None) ->
     _check(name, tensor)
     _, (block,) = operands(name, tensor)
     grid, label, device, coords = tensor.grid, tensor.tensor_topology(), tensor.device(), tensor._coords
+    if coords is None and set(label.placements()) == {REPLICATE}:
+        label = alike_topology(grid)  # it is made anew on the devices
     config = memory_config or tensor.memory_config()
     tensor.deallocate(force=True)
     made = Tensor(block, grid, tensor.dtype, tensor.layout, label, device, config, tensor.tile, tensor._pad, coords)

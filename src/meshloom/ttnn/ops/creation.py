@@ -16,7 +16,7 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
-from meshloom.ttnn.ops.topologies import EACH, replicated_topology
+from meshloom.ttnn.ops.topologies import EACH, alike_topology, replicated_topology
 from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
 from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
@@ -55,6 +55,13 @@ def make_tensor(
     return queues.note_write(Tensor(block, grid, kind, order, label, device, memory_config or DRAM_MEMORY_CONFIG))
 
 
+def _made_on_devices(tensor: Tensor) -> Tensor:
+    """A tensor that devices made by themselves: its label is about the axes of the mesh."""
+    if tensor.device() is not None:
+        tensor.update_tensor_topology(alike_topology(tensor.grid))
+    return tensor
+
+
 def _fill_shape(shape: Shapes, value: float, dtype: DataType | None) -> Block:
     whole = dtype is not None and not dtype.is_float
     return torch.full(tuple(shape), value, dtype=torch.int64 if whole and float(value).is_integer() else torch.float32)
@@ -82,11 +89,13 @@ def _like(
     return result(block, tensor, topology=topology, dtype=kind, layout=layout, memory_config=memory_config)
 
 
-def _constant(name: str, value: float, doc: str) -> None:
-    """Register an op that makes a tensor of one value, and the one that makes it like another."""
+def _constant(name: str, value: float, doc: str, on_devices: bool = False) -> None:
+    """Register an op that makes a tensor of one value, on the devices or by way of the host, and the one that makes it
+    like another."""
 
     def call(shape: Shapes, **how: Any) -> Tensor:
-        return make_tensor(_fill_shape(shape, value, how.get("dtype")), **how)
+        made = make_tensor(_fill_shape(shape, value, how.get("dtype")), **how)
+        return _made_on_devices(made) if on_devices else made
 
     def like(tensor: Tensor, **how: Any) -> Tensor:
         return _like(tensor, value, **how)
@@ -97,7 +106,7 @@ def _constant(name: str, value: float, doc: str) -> None:
 
 _constant("zeros", 0, "of zeros")
 _constant("ones", 1, "of ones")
-_constant("empty", 0, "to be written to; it holds zeros until then")
+_constant("empty", 0, "to be written to; it holds zeros until then", on_devices=True)
 
 
 @op("full", more=make_tensor)
@@ -179,7 +188,7 @@ def rand(
     """Numbers drawn evenly from `low` to `high`; with a mapper config, of the whole that it distributes."""
     values = torch.rand(tuple(shape), generator=_generator(seed)) * (high - low) + low
     if mesh_mapper is None:
-        return make_tensor(values, layout=layout, device=device, **how)
+        return _made_on_devices(make_tensor(values, layout=layout, device=device, **how))
     from meshloom.ttnn.tensor.converting import from_torch
     from meshloom.ttnn.tensor.mappers import create_mesh_mapper
 
@@ -192,7 +201,8 @@ def randn(
     shape: Shapes, device: MeshDevice, *, layout: Layout = Layout.TILE, seed: int | None = None, **how: Any
 ) -> Tensor:
     """Numbers drawn from the normal distribution."""
-    return make_tensor(torch.randn(tuple(shape), generator=_generator(seed)), layout=layout, device=device, **how)
+    values = torch.randn(tuple(shape), generator=_generator(seed))
+    return _made_on_devices(make_tensor(values, layout=layout, device=device, **how))
 
 
 def _draw(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> Block:

@@ -292,6 +292,20 @@ def _shift_in_zeros(x: Block, y: Any) -> Block:
     return torch.bitwise_right_shift(wide, y).to(x.dtype)
 
 
+def _by_whole_numbers(function: Callable[[Any, Any], Block]) -> Callable[[Any, Any], Block]:
+    """A function that divides, with zero where integers are divided by zero."""
+
+    def call(x: Any, y: Any) -> Block:
+        is_whole = isinstance(x, (int, torch.Tensor)) and not (isinstance(x, torch.Tensor) and x.is_floating_point())
+        if not is_whole or (y.is_floating_point() if isinstance(y, torch.Tensor) else not isinstance(y, int)):
+            return function(x, y)
+        if not isinstance(y, torch.Tensor):
+            return function(x, y) if y else torch.zeros_like(x)
+        return torch.where(y == 0, 0, function(x, torch.where(y == 0, 1, y)))
+
+    return call
+
+
 for _name in "eq ne gt ge lt le".split():
     _pair(_name, _first(getattr(torch, _name)), in_place=f"{_name}_")
 for _name in "logical_and logical_or logical_xor logaddexp logaddexp2".split():
@@ -309,8 +323,8 @@ _pair("logical_right_shift", _first(_shift_in_zeros))
 _pair("ldexp", _both(lambda x, y: x * torch.exp2(y.float())), in_place="ldexp_")
 _pair("squared_difference", _squared_difference, in_place="squared_difference_")
 _pair("xlogy", _first(torch.special.xlogy))
-_pair("remainder", torch.remainder)
-_pair("fmod", torch.fmod, scalar="input_tensor_b")
+_pair("remainder", _by_whole_numbers(torch.remainder))
+_pair("fmod", _by_whole_numbers(torch.fmod), scalar="input_tensor_b")
 _pair("bias_gelu", lambda x, y: torch.nn.functional.gelu(x + y), in_place="bias_gelu_")
 _pair("pow", torch.pow, input_tensor="input_tensor_a", exponent="input_tensor_b")
 
@@ -321,12 +335,15 @@ def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode: str 
     if rounding_mode not in (None, "trunc", "floor"):
         raise ArgumentError(f"ttnn.div: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
     rule = "div" if rounding_mode is None else EACH
-    return binary("div", _first(lambda x, y: divide(x, y, rounding_mode)), input_tensor_a, input_tensor_b, rule, **how)
+    function = _first(lambda x, y: divide(x, y, rounding_mode))
+    if rounding_mode is not None:
+        function = _by_whole_numbers(function)
+    return binary("div", function, input_tensor_a, input_tensor_b, rule, **how)
 
 
 _WRITTEN = "The quotient of every two elements, written into the first operand."
 _two("div_ divide_", torch.div, "div", _WRITTEN, _SPEED, _SPELLED, writes=True)
-_pair("floor_div", _first(lambda x, y: divide(x, y, "floor")), value="input_tensor_b")
+_pair("floor_div", _by_whole_numbers(_first(lambda x, y: divide(x, y, "floor"))), value="input_tensor_b")
 
 
 def _no_nan(x: Any, y: Any) -> Block:
@@ -493,6 +510,8 @@ def _clamp(name: str) -> None:
             raise OperandError(f"ttnn.{name}: Only one of 'min' or 'max' can be None. Please provide at least one")
 
         def limit(x: Block, *given: Any) -> Block:
+            if not x.is_floating_point() and any(isinstance(value, float) for value in given):
+                x = x.float()
             for value, how in zip(given, hows, strict=True):
                 x = how(x, value if isinstance(value, torch.Tensor) else torch.full_like(x, value))
             return x

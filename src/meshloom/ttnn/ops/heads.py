@@ -15,7 +15,9 @@ import torch
 from meshloom.errors import OperandError
 from meshloom.ttnn.device.cores import (
     CoreCoord,
+    CoreRange,
     CoreRangeSet,
+    join_cells,
     num_cores_to_corerangeset,
     num_cores_to_corerangeset_in_subcoregrids,
 )
@@ -23,6 +25,7 @@ from meshloom.ttnn.ops.block_moves import fresh, inside
 from meshloom.ttnn.ops.calling import Made, compute, make, op, operands, register, shared_coords
 from meshloom.ttnn.ops.slicing import slice_, take_along
 from meshloom.ttnn.ops.topologies import moves, same, topology_of
+from meshloom.ttnn.tensor.formats import TILE_SIZE
 from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, ShardSpec, TensorMemoryLayout
 from meshloom.ttnn.tensor.padding import real_places
 from meshloom.ttnn.tensor.parts import Block
@@ -228,15 +231,20 @@ def nlp_create_qkv_heads_decode(
     num_heads: int,
     num_kv_heads: int | None = None,
     output_tensors: Outputs = None,
+    overlap_qk_coregrid: bool = True,
     batch_offset: Tensor | None = None,
     slice_size: int | None = None,
+    memory_config: MemoryConfig | None = None,
 ) -> Three:
-    """[1, 1, B, (q + k + v) * D] as [1, B, q, D], [1, B, k, D] and [1, B, v, D]; maybe of a slice of the users."""
+    """[1, 1, B, (q + k + v) * D] as [1, B, q, D], [1, B, k, D] and [1, B, v, D]; maybe of a slice of the users.
+
+    Every user has a core, which holds its heads; keys are on the next ones unless they may overlap with queries.
+    """
     name = "experimental.nlp_create_qkv_heads_decode"
     if (batch_offset is None) != (slice_size is None):
         raise OperandError(f"ttnn.{name}: batch_offset and slice_size are given together or not at all")
     users = input_tensor if batch_offset is None else _some_users(input_tensor, batch_offset, slice_size or 0)
-    _, (block,) = operands(name, users)
+    device, (block,) = operands(name, users)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     counts = (num_heads, kv_heads, kv_heads)
     size, axes = _head_size(name, users, None, counts), len(users.grid)
@@ -251,12 +259,26 @@ def nlp_create_qkv_heads_decode(
         )
         for number, (start, count, shape) in enumerate(zip(starts, counts, shapes, strict=True))
     ]
+    for number, (made, count) in enumerate(zip(found, counts, strict=True)):
+        after = number == 1 and not overlap_qk_coregrid
+        grid, batch = device.compute_with_storage_grid_size(), users.shape[2]
+        made.memory_config = memory_config
+        if (memory_config is None or memory_config.is_sharded()) and batch * (1 + after) <= grid.num_cores:
+            made.memory_config = _core_per_user(grid, batch, (count, size), after)
     return found[0], found[1], found[2]
 
 
 def _take_heads(start: int, width: int, shape: Sequence[int], block: Block) -> Block:
     """Some columns of a block, in another shape."""
     return fresh(block.narrow(-1, start, width)).view(shape)
+
+
+def _core_per_user(grid: CoreCoord, users: int, heads: tuple[int, int], after: bool) -> MemoryConfig:
+    """Heads of all users, [heads, D] each filled up to tiles, on the first cores or on those after them."""
+    cores = list(CoreRange(CoreCoord(0, 0), CoreCoord(grid.x - 1, grid.y - 1)).cells())
+    over = join_cells(cores[users : 2 * users] if after else cores[:users])
+    part = (-(-heads[0] // TILE_SIZE) * TILE_SIZE, -(-heads[1] // TILE_SIZE) * TILE_SIZE)
+    return MemoryConfig(TensorMemoryLayout.HEIGHT_SHARDED, BufferType.L1, ShardSpec(over, part))
 
 
 def _some_users(tensor: Tensor, offset: Tensor, count: int) -> Tensor:

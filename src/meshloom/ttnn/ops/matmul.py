@@ -202,8 +202,13 @@ def addmm(
 
 @op("outer")
 def outer(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
-    """The product of every element of one with every element of the other: [..., m, 1] and [..., 1, n]."""
+    """The product of every element of one with every element of the other: [..., m, 1] and [..., 1, n].
+
+    Of fewer than four dims, only the last ones are multiplied: [b, m] and [b, n] are [b, m, n].
+    """
     _, (x, y) = operands("outer", input_tensor_a, input_tensor_b)
+    if max(len(input_tensor_a.shape), len(input_tensor_b.shape)) < 4:
+        return _outer_of_rows(input_tensor_a, input_tensor_b)
     axes, rank = len(input_tensor_a.grid), max(len(input_tensor_a.shape), 2)
     column = x.reshape(*x.shape[:axes], *(1,) * (rank - 2), -1, 1)
     row = y.reshape(*y.shape[:axes], *(1,) * (rank - 2), 1, -1)
@@ -212,6 +217,21 @@ def outer(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
     cuts += [f"R, S({dim}) -> S({rank - 1})" for dim in _long(input_tensor_b)]
     label = topology_of(rows(*cuts, *_TERMS), input_tensor_a, input_tensor_b, shape=values)
     return Made(fine(column, kind) * fine(row, kind), input_tensor_a, label)
+
+
+def _outer_of_rows(a: Tensor, b: Tensor) -> Made:
+    """The last dims of two tensors multiplied; what is a column or a row already stays one."""
+    axes, (first, second) = len(a.grid), (tuple(a.shape), tuple(b.shape))
+    down = first if len(first) > 1 and first[-1] == 1 else (*first, 1)
+    across = second if len(second) > 1 and second[-2] == 1 else (*second[:-1], 1, *second[-1:])
+    rank = max(len(down), len(across))
+    column = aligned(a.block.reshape(*a.block.shape[:axes], *down), axes, rank)
+    row = aligned(b.block.reshape(*b.block.shape[:axes], *across), axes, rank)
+    values = fine(column, a.dtype) * fine(row, a.dtype)
+    cuts = [f"S({dim}), R -> S({rank - len(down) + dim})" for dim in range(len(first))]
+    cuts += [f"R, S({len(second) - 1}) -> S({rank - 1})"]
+    label = topology_of(rows(*cuts, *_TERMS), a, b, shape=values.shape[axes:])
+    return Made(values, a, label, coords=shared_coords(a, b))
 
 
 _TERMS = ("P(sum), R -> P(sum)", "R, P(sum) -> P(sum)")

@@ -20,6 +20,7 @@ from meshloom.ttnn.ops.topologies import moves, same, topology_of, topology_of_r
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.memory import MemoryConfig, ShardSpec, TensorMemoryLayout
 from meshloom.ttnn.tensor.parts import Block
+from meshloom.ttnn.tensor.sharding import turn_shards
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 
@@ -248,7 +249,16 @@ def permute(input_tensor: Tensor, dims: Sequence[int]) -> Made:
     if len(set(order)) != rank:
         raise OperandError(f"ttnn.permute: {list(dims)} names a dim twice", fix="name each dim once")
     values = fresh(block.permute(*range(axes), *(axes + dim for dim in order)))
-    return make(values, "permute", input_tensor, dims=tuple(order))
+    made = make(values, "permute", input_tensor, dims=tuple(order))
+    if input_tensor.is_sharded() and _turns_matrix(input_tensor, order):
+        made.memory_config = turn_shards(input_tensor.memory_config())
+    return made
+
+
+def _turns_matrix(tensor: Tensor, order: Sequence[int]) -> bool:
+    """Whether another order of dims exchanges the rows and columns of a tensor that is one matrix."""
+    rank = len(order)
+    return rank > 1 and list(order[-2:]) == [rank - 1, rank - 2] and math.prod(tensor.shape[:-2]) == 1
 
 
 @op("transpose")
@@ -316,13 +326,12 @@ def _sharded(tensor: Tensor, kind: TensorMemoryLayout, part: tuple[int, int]) ->
 
 @op("repeat")
 def repeat(input_tensor: Tensor, repeat_dims: Sequence[int]) -> Made:
-    """The tensor several times along every dim; more numbers than dims put dims in front."""
+    """The tensor several times along every dim; fewer numbers are for the last dims, more put dims in front."""
     (block,) = blocks_of("repeat", input_tensor)
-    times, had, axes = tuple(repeat_dims), len(input_tensor.shape), len(input_tensor.grid)
-    if len(times) < had or any(each < 0 for each in times):
-        raise OperandError(
-            f"ttnn.repeat: {list(times)} for a tensor of rank {had}", fix=f"give {had} or more numbers >= 0"
-        )
+    had, axes = len(input_tensor.shape), len(input_tensor.grid)
+    times = (*(1,) * (had - len(repeat_dims)), *repeat_dims)
+    if any(each < 0 for each in times):
+        raise OperandError(f"ttnn.repeat: {list(times)} for a tensor of rank {had}", fix="give numbers >= 0")
     new = len(times) - had
     spaced = block.reshape(*block.shape[:axes], *(1,) * new, *block.shape[axes:])
     values = fresh(spaced.repeat(*(1,) * axes, *times))

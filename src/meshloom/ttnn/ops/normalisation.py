@@ -53,7 +53,7 @@ def _masked_softmax(name: str, in_place: bool) -> None:
         def function(x: Block) -> Block:
             x = x if scale is None else x * scale
             if mask is not None:
-                shift = aligned(mask.block.float(), axes, rank)
+                shift = _with_rank(mask.block.float(), axes, rank)
                 x = x + (shift[..., : x.shape[-2], : x.shape[-1]] if whole else shift)
             filled = fill_padding(x, input_tensor, [-1], "max")
             return fill_padding(filled.softmax(-1), input_tensor, [-1], "sum")
@@ -70,6 +70,14 @@ _softmax("softmax_in_place", in_place=True)
 _masked_softmax("scale_mask_softmax", in_place=False)
 _masked_softmax("scale_mask_softmax_in_place", in_place=True)
 _masked_softmax("scale_causal_mask_hw_dims_softmax_in_place", in_place=True)
+
+
+def _with_rank(mask: Block, axes: int, rank: int) -> Block:
+    """A mask with as many dims as what it is added to: ones in front put in or left out."""
+    extra = mask.dim() - axes - rank
+    if extra > 0 and set(mask.shape[axes : axes + extra]) == {1}:
+        return mask.reshape(*mask.shape[:axes], *mask.shape[axes + extra :])
+    return aligned(mask, axes, rank)
 
 
 # norms

@@ -59,10 +59,18 @@ def memory_of_pictures(
     across = _cut_channels(kind, size[1], grid, orientation)
     over, width = _over(kind, down, across, grid, orientation, lying), _whole_tiles(-(-size[1] // across))
     if spec is not None and keeps_channels:
-        over, width = spec.grid, spec.shape[1]
+        over, width = spec.grid, _whole_tiles(spec.shape[1]) if layout is Layout.TILE else spec.shape[1]
     rows = -(-size[0] // down)
     part = (_whole_tiles(rows) if layout is Layout.TILE else rows, width)
     return MemoryConfig(kind, BufferType.L1, ShardSpec(over, part, orientation))
+
+
+def memory_by_rows(tensor: Tensor, rows: int, channels: int) -> MemoryConfig:
+    """Rows in L1 over all cores, equally many on each but the last."""
+    grid = _grid_of(tensor)
+    height = -(-rows // grid.num_cores)
+    over = num_cores_to_corerangeset(-(-rows // height), grid, row_wise=True)
+    return MemoryConfig(HEIGHT, BufferType.L1, ShardSpec(over, (height, channels), ShardOrientation.ROW_MAJOR))
 
 
 _ORIENTATIONS = (ShardOrientation.ROW_MAJOR, ShardOrientation.COL_MAJOR)

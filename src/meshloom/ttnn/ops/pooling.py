@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import spread, whole
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register
 from meshloom.ttnn.ops.convolution_configs import Op2DSliceConfig
-from meshloom.ttnn.ops.picture_memory import memory_of_pictures
+from meshloom.ttnn.ops.picture_memory import memory_by_rows, memory_of_pictures
 from meshloom.ttnn.ops.sliding import (
     Around,
     around,
@@ -204,7 +205,11 @@ def upsample(input_tensor: Tensor, scale_factor: float | Sequence[float], *, mod
         return F.interpolate(pictures, scale_factor=tuple(map(float, factors)), mode=mode)
 
     values = _by_picture(block.movedim(-1, -3).float(), axes, larger).movedim(-3, -1)
-    return make(values.contiguous(), moves((0, 1, 2, 3)), input_tensor)
+    made = make(values.contiguous(), moves((0, 1, 2, 3)), input_tensor)
+    if mode == "bilinear" and not input_tensor.is_sharded():
+        rows, channels = math.prod(values.shape[axes:-1]), values.shape[-1]
+        made.memory_config = memory_by_rows(input_tensor, rows, channels)
+    return made
 
 
 @op("grid_sample")

@@ -23,9 +23,9 @@ Dims = int | Sequence[int] | None
 
 
 def dims_of(name: str, tensor: Tensor, dim: Dims) -> list[int]:
-    """The dims that were named, counted from the back, as a block takes them; all of them for None."""
+    """The dims that were named, counted from the back, as a block takes them; all of them for None or no dims."""
     rank = len(tensor.shape)
-    named = range(rank) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    named = [dim] if isinstance(dim, int) else list(dim or range(rank))
     for each in named:
         if not -max(rank, 1) <= each < max(rank, 1):
             raise OperandError(

@@ -1,13 +1,14 @@
 """Calls seen before: an op that names its kernel is decided once for every kind of call, and is then the kernel alone.
 
 A kind is the op, its arguments, and of every tensor all that decisions depend on: shape, dtype, layout, label, memory,
-and the devices that it lies on. Remembered is the kernel, a function of blocks, and what its results are: dtype,
-layout, label, memory config, the bytes that they take. A call like it looks that up, runs the kernel on the blocks of
-its own tensors, and gets memory for the result in lockstep, as every call does.
+the devices that it lies on and their chip. Remembered is the kernel, a function of blocks, and what its results are:
+dtype, layout, label, memory config, the bytes that they take. A call like it looks that up, runs the kernel on the
+blocks of its own tensors, and gets memory for the result in lockstep, as every call does.
 
 What changes from call to call is never remembered. If somebody has to see the call (a hook, a capture, the race
 detector, a replay that is under way), or a tensor is not there (deallocated, on the host), the call is decided again in
-the general way. So are errors, which are then told as they are the first time.
+the general way. So are errors, which are then told as they are the first time, and calls that the original refuses,
+which are told on every line of a program.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def kind_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], takes: Map
         room = tensor._room
         if tensor._device is not device or tensor.tile is not TILE or (room is not None and room.region.freed):
             return None
+    key.append(device.chip_name)  # which cores there are for shards
     return tuple(key), tensors, device
 
 

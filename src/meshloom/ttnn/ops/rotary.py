@@ -13,6 +13,7 @@ from meshloom.errors import OperandError
 from meshloom.ttnn.ops.calling import Made, compute, make, op, operands, result, shared_coords
 from meshloom.ttnn.ops.matmul import multiply_blocks
 from meshloom.ttnn.ops.topologies import LINEAR, rows, topology_of
+from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
@@ -60,7 +61,10 @@ def rotate_half(input: Tensor) -> Made:
 def rotary_embedding(
     input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, token_index: int | None = None
 ) -> Made:
-    """Rotate halves of [.., S, D] by caches [1, 1, S or more, D]: position by position, or all by one token's angle."""
+    """Rotate halves of [.., S, D] by caches [1, 1, S or more, D]: position by position, or all by one token's angle.
+
+    The rows that fill up the last tile are part of the result, as zeros: S is a multiple of 32.
+    """
     name = "experimental.rotary_embedding"
     tensors = (input_tensor, cos_cache, sin_cache)
     x, cos, sin = operands(name, *tensors)[1]
@@ -72,6 +76,9 @@ def rotary_embedding(
         )
     angles = (each[..., first : first + count, :] for each in (cos, sin))
     values = _turn(x, turned_halves(x), *angles)
+    if input_tensor.layout is Layout.TILE:
+        missing = -values.shape[-2] % input_tensor.tile.tile_shape[0]
+        values = torch.nn.functional.pad(values, (0, 0, 0, missing)) if missing else values
     return Made(values, input_tensor, _label(tensors, token_index is None), coords=shared_coords(*tensors))
 
 

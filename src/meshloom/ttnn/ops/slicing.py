@@ -10,6 +10,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import axis_of, copy_parts, fresh, inside, outside_capture, spread, writable_block
 from meshloom.ttnn.ops.calling import Made, blocks_of, make, op, operands, shared_coords
+from meshloom.ttnn.ops.results import is_padded_along
 from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.parts import Block
@@ -230,6 +231,8 @@ def _alike(name: str, tensors: Sequence[Tensor], dim: int, more: int) -> tuple[T
                 f"ttnn.{name}: All Tensors should have same dtypes, not {first.dtype} and {tensor.dtype}",
                 fix="ttnn.typecast",
             )
+        if tensor.layout is not first.layout and not more and is_padded_along(tensors, dim):
+            raise OperandError(f"ttnn.{name}: expected all input tensors to be in tile layout", fix="ttnn.to_layout")
         if tensor.layout is not first.layout:
             raise OperandError(
                 f"ttnn.{name}: All Tensors should have same layouts, not {first.layout} and {tensor.layout}",

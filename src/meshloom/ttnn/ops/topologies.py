@@ -277,6 +277,15 @@ def replicated_topology(grid: tuple[int, ...]) -> TensorTopology:
     return TensorTopology([len(places)], [REPLICATE], places)
 
 
+def alike_topology(grid: tuple[int, ...]) -> TensorTopology:
+    """The topology of what is made on the devices themselves, alike on all: over the axes of the mesh.
+
+    >>> alike_topology((2, 4)).placements()
+    [PlacementReplicate(), PlacementReplicate()]
+    """
+    return TensorTopology(grid, [REPLICATE] * len(grid), list(itertools.product(*map(range, grid))))
+
+
 def by_axis(tensor: Tensor, grid: tuple[int, ...] | None = None) -> tuple[Placement, ...] | None:
     """What every axis of the mesh does, or of the part of it that the tensor lies on, dims counted from the front; None
     if the label is about something else."""

@@ -2,8 +2,9 @@
 
 The exponent is that of the largest of the 16. An element is its 24 bits of significand, shifted to that exponent (bits
 that fall off are gone), rounded to `bits` bits to the nearest, ties to even, and cut off at the largest that there is.
-Denormals count as zero, and there is no negative zero. A block with an infinity or a NaN has exponent 255: only those
-elements are read back, as they are, and the others as zero.
+Denormals count as zero, and there is no negative zero. A block with an infinity or a NaN has exponent 255: those are
+read back as they are, and of the others only what reaches a unit of 2^122 (bfloat8_b) is more than zero. What a row is
+filled up with to a whole block counts for its exponent.
 
 `levels` finds the whole number that every element is of its block's unit, with float arithmetic that is exact: scaling
 by powers of two, truncating, rounding. `round_blocks` is for values, `pack` and `unpack` are for the bytes of tiles.
@@ -22,6 +23,7 @@ from meshloom.runtime import state
 from meshloom.runtime.tiles import FACE, SQUARE, tilize, untilize
 
 BLOCK = FACE
+WORD = 16  # bytes that the exponents of a tile are filled up to a multiple of
 CHUNK = 1 << 14  # blocks that fit into a cache together with what is made of them
 LOW = 32  # exponents below are scaled up first, so that all scales are normal numbers
 LIFT = 64
@@ -64,10 +66,11 @@ def _with_special(found: torch.Tensor, exponent: torch.Tensor, mend: Callable[[A
 
 
 def _mend(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
-    """As `_whole`, for special blocks: tiny values are lifted, denormals among them are zero."""
+    """As `_whole`, for special blocks: tiny values are lifted, denormals among them are zero, infinities are marked."""
+    large = _whole(torch.where(blocks.isfinite(), blocks, 0.0), exponent.clamp(min=SPECIAL), bits)
     lifted = torch.where(blocks.abs() < SMALLEST, 0.0, blocks) * 2.0**LIFT
     whole = _whole(lifted, exponent.clamp(max=LOW) + LIFT, bits)
-    infinite = torch.where(blocks.isinf(), blocks.sign() * 2 ** (bits - 1), 0.0)
+    infinite = torch.where(blocks.isinf(), blocks.sign() * 2 ** (bits - 1), large)
     marked = torch.where(blocks.isnan(), 3.0 * 2 ** (bits - 2), infinite)
     return torch.where(exponent == SPECIAL, marked, whole)
 
@@ -81,22 +84,26 @@ def values_of(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch
 
 def _read(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
     values = torch.ldexp(numbers.double(), exponent - 126 - bits).float() + 0.0
-    infinite = numbers.abs() == 2 ** (bits - 1)
-    marked = torch.where(infinite, numbers * math.inf, torch.where(numbers == 0, 0.0, math.nan))
-    return torch.where(exponent == SPECIAL, marked, values)
+    return torch.where((exponent == SPECIAL) & (numbers.abs() > 2 ** (bits - 1)), math.nan, values)
 
 
-def round_blocks(values: torch.Tensor, bits: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def round_blocks(
+    values: torch.Tensor, bits: int, dtype: torch.dtype = torch.float32, filled_with: float = 0.0
+) -> torch.Tensor:
     """Values as block floats with `bits` of mantissa (7 or 3) can say them, 16 along the last dim a block.
 
     >>> round_blocks(torch.tensor([255.0, 1.0, -0.0]), 7)
     tensor([254.,   0.,   0.])
+    >>> round_blocks(torch.tensor([0.3, 0.7]), 7, filled_with=64.0)
+    tensor([0., 1.])
     """
     if not values.numel():
         return values.to(dtype)
     width = values.shape[-1] if values.dim() else 1
     missing = -width % BLOCK
-    data = torch.nn.functional.pad(values.reshape(-1, width), [0, missing]) if missing else values
+    data = values.float() if filled_with else values
+    if missing:
+        data = torch.nn.functional.pad(data.reshape(-1, width), [0, missing], value=filled_with)
     blocks = data.reshape(-1, BLOCK)
     if state.capture is not None:
         found = values_of(*levels(blocks.float(), bits), bits).to(dtype)
@@ -162,7 +169,8 @@ def _round_into(into: torch.Tensor, blocks: torch.Tensor, bits: int, work: torch
 
 
 def pack(values: torch.Tensor, bits: int, tile: Sequence[int] = SQUARE) -> torch.Tensor:
-    """The bytes of tiles: for each 64 exponents, then 1024 signs and mantissas, in the order of faces.
+    """The bytes of tiles: for each 64 exponents, then 1024 signs and mantissas, in the order of faces. In smaller tiles
+    there are fewer, and zeros fill the exponents up to words of 16.
 
     Sides that are no multiple of a tile's are padded with zeros. The last dim of the result is a tile, the one before
     it counts the tiles of a matrix. With `bits=3`, the first of two elements is in the lower half of their byte.
@@ -177,13 +185,14 @@ def pack(values: torch.Tensor, bits: int, tile: Sequence[int] = SQUARE) -> torch
     tiles = tilize(matrix.float(), pad=True, tile=tile)
     blocks = tiles.reshape(-1, BLOCK)
     rows, size = math.prod(tile) // BLOCK, BLOCK if bits == 7 else BLOCK // 2
-    found = torch.empty(len(blocks) // rows, rows * (1 + size), dtype=torch.uint8)
+    front = -(-rows // WORD) * WORD
+    found = torch.zeros(len(blocks) // rows, front + rows * size, dtype=torch.uint8)
     per_chunk = CHUNK // rows
     for part, into in zip(torch.split(blocks, CHUNK), torch.split(found, per_chunk), strict=True):
         numbers, exponent = levels(part, bits)
         into[:, :rows] = exponent.view(-1, rows)
-        into[:, rows:] = _bytes(numbers, bits).view(-1, rows * size)
-    return found.view(*tiles.shape[:-1], -1, rows * (1 + size))
+        into[:, front:] = _bytes(numbers, bits).view(-1, rows * size)
+    return found.view(*tiles.shape[:-1], -1, front + rows * size)
 
 
 def _bytes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -201,15 +210,16 @@ def unpack(tiles: torch.Tensor, shape: Sequence[int], bits: int, tile: Sequence[
     _check_bits(bits)
     rows, size = math.prod(tile) // BLOCK, BLOCK if bits == 7 else BLOCK // 2
     sizes = (1,) * (2 - len(shape)) + tuple(shape)
+    front = -(-rows // WORD) * WORD
     room = math.prod(sizes[:-2]) * math.prod(-(-side // part) for side, part in zip(sizes[-2:], tile, strict=True))
-    if tiles.dtype != torch.uint8 or tiles.numel() != room * rows * (1 + size):
+    if tiles.dtype != torch.uint8 or tiles.numel() != room * (front + rows * size):
         raise ArgumentError(
             f"{tiles.numel()} elements of {tiles.dtype} are not the tiles of shape {list(shape)}",
-            fix=f"{room} tiles of {rows * (1 + size)} bytes, torch.uint8",
+            fix=f"{room} tiles of {front + rows * size} bytes, torch.uint8",
         )
-    data = tiles.reshape(-1, rows * (1 + size))
+    data = tiles.reshape(-1, front + rows * size)
     exponent = data[:, :rows].reshape(-1, 1).to(torch.int32)
-    signed = data[:, rows:].reshape(-1, size)
+    signed = data[:, front:].reshape(-1, size)
     if bits == 3:
         signed = torch.stack((signed & 0xF, signed >> 4), -1).reshape(-1, BLOCK)
     size_only = (signed & (1 << bits) - 1).float()

@@ -17,9 +17,11 @@ import torch
 
 from meshloom.errors import ArgumentError, DTypeError, OperandError
 from meshloom.processes.divergence import is_compared, note_data
+from meshloom.runtime import MeshShape
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
+from meshloom.ttnn.refusal_levels import refuse_addition, refuse_if
 from meshloom.ttnn.tensor.boxes import Grid, gather_parts
 from meshloom.ttnn.tensor.composers import ListMeshToTensor, MeshToTensor, whole
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile, rounded, ttnn_dtype_to_torch_dtype
@@ -114,6 +116,10 @@ def from_torch(
     if tensor.is_complex():
         raise DTypeError(f"ttnn has no complex dtypes: got {tensor.dtype}", fix="torch.view_as_real(x)")
     kind = dtype or _infer_dtype(tensor)
+    refuse_if(
+        tile is not None and tile != TILE and _layout(kind, layout) is Layout.ROW_MAJOR,
+        "Configuring a ROW MAJOR page config with a custom tile configuration is not supported.",
+    )
     values = tensor.detach().transpose(-2, -1) if col_tilize else tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise ArgumentError(
@@ -124,7 +130,7 @@ def from_torch(
         note_data("given to ttnn.from_torch", values)
     block, label, coords = mapper.map(values) if mapper is not None else (values[(None,) * 2], ALONE, None)
     made = Tensor(
-        converted(block, kind, values),
+        converted(block, kind, values, pad_value or 0.0),
         mapper.grid if mapper is not None else ALONE_GRID,
         kind,
         _layout(kind, layout),
@@ -136,7 +142,12 @@ def from_torch(
         coords,
         home=mapper.mesh if mapper is not None else None,
     )
-    return made if device is None else move_to(made, device, made.memory_config(), cq_id, copies=False)
+    if device is not None:
+        return move_to(made, device, made.memory_config(), cq_id, copies=False)
+    if made.is_sharded():
+        flaw = made.flaw_of_shards()
+        refuse_if(flaw is not None, str(flaw), "give another shard spec")
+    return made
 
 
 def _from_numpy(array: numpy.ndarray) -> torch.Tensor:
@@ -166,10 +177,10 @@ def _layout(kind: DataType, asked: Layout | None) -> Layout:
     return Layout.TILE
 
 
-def converted(block: Block, kind: DataType, source: torch.Tensor | None = None) -> Block:
+def converted(block: Block, kind: DataType, source: torch.Tensor | None = None, filled_with: float = 0.0) -> Block:
     """Values as a dtype can say them: fractions are cut off, uint16 stops at its ends, other integers wrap.
 
-    It is never memory of `source`.
+    It is never memory of `source`. What tiles are filled up with shares the exponents of block floats.
 
     >>> x = torch.tensor([1.6, -1.6, 300.0, 70000.0])
     >>> converted(x, DataType.UINT8).tolist(), converted(x, DataType.UINT16).tolist()
@@ -181,7 +192,9 @@ def converted(block: Block, kind: DataType, source: torch.Tensor | None = None) 
             block = block.clamp(0, 0xFFFF)
     elif not kind.is_float or block.dtype in (torch.uint16, torch.uint32, torch.uint64, torch.bool):
         block = block.to(torch.int64)  # torch has few ops for unsigned ints
-    values = rounded(block, kind).contiguous()
+    elif kind.is_block_float and block.dtype is torch.float16:
+        block = block.to(torch.bfloat16)  # the only way there for halves, rounded twice
+    values = rounded(block, kind, filled_with).contiguous()
     is_shared = source is not None and values.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     return values.clone() if is_shared else values
 
@@ -257,6 +270,12 @@ def to_torch(
     if tensor.device() is not None:
         queues.transfer(tensor, cq_id, writes=False)
     composer = mesh_composer if mesh_composer is not None else _composer.get()
+    if composer is None and len(tensor.device_coords()) > 1:
+        refuse_addition(
+            f"Can't convert a tensor distributed on {MeshShape(tensor.grid)} mesh to row-major logical tensor. "
+            "Supply a mesh composer to concatenate multi-device shards.",
+            "ttnn.to_torch(tensor, mesh_composer=...)",
+        )
     parts = gather_parts(tensor, by_label=composer is None)
     found = composer.compose(parts) if composer is not None else whole(parts)
     if torch_dtype is not None and not isinstance(torch_dtype, torch.dtype):

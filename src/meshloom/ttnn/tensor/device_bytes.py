@@ -86,6 +86,8 @@ def _values_of(data: bytes, spec: TensorSpec) -> torch.Tensor:
     """The values of one device's bytes, without the padding of tiles."""
     dtype, layout, tile, shape = spec.dtype, spec.layout, spec.tile, tuple(spec.shape)
     size = bytes_of(math.prod(padded_shape(shape, layout, tile)), dtype)
+    if layout is Layout.TILE:
+        size = math.prod(padded_shape(shape, layout, tile)) // math.prod(tile.tile_shape) * tile.get_tile_size(dtype)
     if len(data) != size:
         raise ArgumentError(
             f"{len(data)} bytes are no part of {dtype.name} {list(shape)} in {layout}", fix=f"{size} bytes"

@@ -7,12 +7,15 @@ already rounded to what the format can say, in a torch dtype that holds them exa
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex, overload
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.runtime.geometry import size_in_front
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.tensor import blockfloat
 
@@ -23,10 +26,10 @@ __all__ = (
 
 
 class Shape(tuple[int, ...]):
-    """A shape; `==` takes lists and tuples too.
+    """A shape; `==` takes lists and tuples too. In front of it there are ones, up to four dims.
 
-    >>> Shape([1, 2]), Shape([1, 2]) == [1, 2], Shape([1, 2]).rank
-    (Shape([1, 2]), True, 2)
+    >>> Shape([1, 2]), Shape([1, 2]) == [1, 2], Shape([1, 2]).rank, Shape([5])[-3]
+    (Shape([1, 2]), True, 2, 1)
     """
 
     __slots__ = ()
@@ -42,6 +45,17 @@ class Shape(tuple[int, ...]):
         if extra > 0 and any(size != 1 for size in self[:extra]):
             raise ArgumentError(f"{self!r} has no {extra} leading ones to leave out")
         return Shape((1,) * -extra + tuple(self) if extra < 0 else tuple(self)[extra:])
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> int: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> tuple[int, ...]: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> int | tuple[int, ...]:
+        try:
+            return tuple.__getitem__(self, index)
+        except IndexError:
+            assert not isinstance(index, slice)  # which never fails
+            return size_in_front(self, operator.index(index))
 
     def __eq__(self, other: object) -> bool:
         return tuple.__eq__(self, tuple(other)) if isinstance(other, (list, tuple)) else NotImplemented
@@ -178,8 +192,14 @@ class Tile:
         return self.transpose_tile
 
     def get_tile_size(self, dtype: DataType) -> int:
-        """The bytes of one tile: for block floats one exponent per 16 elements beside the mantissas."""
-        return bytes_of(math.prod(self.tile_shape), dtype)
+        """The bytes of one tile: for block floats beside the mantissas one exponent per 16 elements, in words of 16.
+
+        >>> Tile((1, 32)).get_tile_size(DataType.BFLOAT8_B), Tile((32, 32)).get_tile_size(DataType.BFLOAT4_B)
+        (48, 576)
+        """
+        elements = math.prod(self.tile_shape)
+        exponents = elements // blockfloat.BLOCK if dtype.is_block_float else 0
+        return bytes_of(elements, dtype) + -exponents % blockfloat.WORD
 
     def __repr__(self) -> str:
         return f"Tile with shape: {list(self.tile_shape)}"
@@ -229,24 +249,28 @@ def ttnn_dtype_to_torch_dtype(dtype: DataType) -> torch.dtype:
     return _FORMATS[dtype][1]
 
 
-def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile) -> tuple[int, ...]:
-    """The shape with the padding that whole tiles need.
+def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile, row: int = 1) -> tuple[int, ...]:
+    """The shape with the padding that whole tiles need, or rows of so many elements, where cores hold pieces of rows.
 
     >>> padded_shape((1, 1, 40, 10), Layout.TILE, Tile()), padded_shape((5,), Layout.TILE, Tile())
     ((1, 1, 64, 32), (32, 32))
+    >>> padded_shape((7, 7), Layout.ROW_MAJOR, Tile(), row=32)
+    (7, 32)
     """
     sizes = tuple(shape)
     if layout is Layout.ROW_MAJOR:
-        return sizes or (1,)
+        sizes = sizes or (1,)
+        return sizes if row == 1 else (*sizes[:-1], -(-sizes[-1] // row) * row)
     sizes = (1,) * (2 - len(sizes)) + sizes
     ends = (-(-size // side) * side for size, side in zip(sizes[-2:], tile.tile_shape, strict=True))
     return (*sizes[:-2], *ends)
 
 
-def rounded(values: torch.Tensor, dtype: DataType) -> torch.Tensor:
-    """Values as a dtype can say them, in its `store`: block floats share exponents along rows, integers wrap."""
+def rounded(values: torch.Tensor, dtype: DataType, filled_with: float = 0.0) -> torch.Tensor:
+    """Values as a dtype can say them, in its `store`: block floats share exponents along rows, with what fills up the
+    last block of a row; integers wrap."""
     if dtype in BITS:
-        return blockfloat.round_blocks(values, BITS[dtype], torch.bfloat16)
+        return blockfloat.round_blocks(values, BITS[dtype], torch.bfloat16, filled_with)
     if dtype is DataType.FP8_E4M3:
         return values.to(torch.float8_e4m3fn).to(dtype.store)
     if dtype is DataType.UINT32:

@@ -20,6 +20,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError, expect
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.refusal_levels import refuse_addition
 from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.topology import (
@@ -207,6 +208,8 @@ class TensorToMesh:
                 size = whole.shape[placement.dim]
                 shape[axis], chunk = self._chunks(size, shape[axis])
                 end = shape[axis] * chunk - size
+                if end:
+                    self._refuse_uneven(whole.shape, placement.dim, shape[axis], chunk)
                 placements[axis] = PlacementShard(placement.dim, size if end else None)
                 dim = at + placement.dim
                 parts = _lengthen(parts, dim, end).unflatten(dim, (shape[axis], chunk)).movedim(dim, 0)
@@ -218,6 +221,20 @@ class TensorToMesh:
         held = None if len(coords) == math.prod(self.grid) else tuple(coords)
         block = take_box(_deal(parts, shape, self.grid, coords[0]), self.grid)
         return block, TensorTopology(shape, placements, coords), held
+
+    def _refuse_uneven(self, whole: Sequence[int], dim: int, places: int, chunk: int) -> None:
+        """Tell what the original refuses: a chunk that is smaller than the others, or axes with fewer chunks."""
+        count, last = -(-whole[dim] // chunk), whole[dim] % chunk
+        if last:
+            full, rest = ([side if at == dim else size for at, size in enumerate(whole)] for side in (chunk, last))
+            reason = f"Shard shape mismatch: expected Shape({full}) but got Shape({rest})"
+        else:
+            total = math.prod(self.shape)
+            reason = (
+                f"ND sharding requires the number of chunks {total // places * count} to match the mesh dimension size "
+                f"{total}"
+            )
+        refuse_addition(reason, f"pad dim {dim} to {places * chunk}")
 
     def _count_dims(self, rank: int) -> list[Placement]:
         given = self._config.placements

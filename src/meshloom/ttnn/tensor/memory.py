@@ -10,13 +10,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from meshloom.errors import ArgumentError, OperandError, place_of
 from meshloom.runtime.memory import Allocator, Region
-from meshloom.ttnn.choices import Choice
+from meshloom.ttnn.choices import Choice, spell_choice
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid, CoreRange, CoreRangeSet
-from meshloom.ttnn.tensor.formats import Shape
+from meshloom.ttnn.tensor.formats import TILE_SIZE, Shape
 
 if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
@@ -92,7 +93,7 @@ def _are_sizes(given: Sequence[int]) -> bool:
     return all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in given)
 
 
-@dataclass(eq=True)
+@dataclass(eq=True, repr=False)
 class ShardSpec:
     """The cores that have a shard each, and how large a shard is.
 
@@ -121,6 +122,10 @@ class ShardSpec:
     def __hash__(self) -> int:
         return hash((self.grid, tuple(self.shape), self.orientation))
 
+    def __repr__(self) -> str:
+        sides = ", ".join(map(str, self.shape))
+        return f"ShardSpec(grid={self.grid},shape={{{sides}}},orientation={spell_choice(self.orientation)})"
+
     def to_json(self) -> str:
         return json.dumps({"grid": self.grid.to_json(), "shape": self.shape, "orientation": self.orientation.name})
 
@@ -130,7 +135,7 @@ class ShardSpec:
         return ShardSpec(CoreRangeSet.from_json(found["grid"]), found["shape"], ShardOrientation[found["orientation"]])
 
 
-@dataclass(unsafe_hash=True)
+@dataclass(unsafe_hash=True, repr=False)
 class NdShardSpec:
     """Shards of any number of dims, and the cores that they go over."""
 
@@ -145,6 +150,12 @@ class NdShardSpec:
                 f"NdShardSpec takes sizes and a CoreRangeSet, not {self.shard_shape!r} and {self.grid!r}"
             )
         self.shard_shape = Shape(self.shard_shape)
+
+    def __repr__(self) -> str:
+        return (
+            f"NdShardSpec(shard_shape={self.shard_shape},grid={self.grid},orientation={spell_choice(self.orientation)},"
+            f"shard_distribution_strategy={spell_choice(self.shard_distribution_strategy)})"
+        )
 
     def num_cores(self) -> int:
         return self.grid.num_cores()
@@ -170,10 +181,10 @@ class NdShardSpec:
         )
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class MemoryConfig:
     """Which memory, and how a part is spread over it: `(memory_layout, buffer_type, shard_spec)` or
-    `(buffer_type, nd_shard_spec)`.
+    `(buffer_type, nd_shard_spec)`. That of a tensor has both specs; configs are compared by what they were made with.
 
     >>> MemoryConfig().interleaved, MemoryConfig(buffer_type=BufferType.L1) == L1_MEMORY_CONFIG
     (True, True)
@@ -185,11 +196,13 @@ class MemoryConfig:
     buffer_type: BufferType
     shard_spec: ShardSpec | None
     nd_shard_spec: NdShardSpec | None
-    token: int = field(compare=False)  # the same in equal configs: what stands for one in a key
+    created_with_nd_shard_spec: bool
+    token: int = field(compare=False)  # the same in configs that are alike in all of this: it stands for one in a key
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         by_dims = "nd_shard_spec" in kwargs or (bool(args) and isinstance(args[0], BufferType))
         found = _of_dims(*args, **kwargs) if by_dims else _of_matrix(*args, **kwargs)
+        object.__setattr__(self, "created_with_nd_shard_spec", by_dims)
         for name, value, kind in zip(_FIELDS, found, _KINDS, strict=True):
             if not isinstance(value, kind):
                 raise ArgumentError(f"MemoryConfig: {name}={value!r} is a {type(value).__name__}")
@@ -206,7 +219,10 @@ class MemoryConfig:
         return self.memory_layout is not TensorMemoryLayout.INTERLEAVED
 
     def to_json(self) -> str:
-        specs = {name: None if spec is None else spec.to_json() for name, spec in self._specs()}
+        made_with = "nd_shard_spec" if self.created_with_nd_shard_spec else "shard_spec"
+        specs = {
+            name: spec.to_json() if spec is not None and name == made_with else None for name, spec in self._specs()
+        }
         return json.dumps({"memory_layout": self.memory_layout.name, "buffer_type": self.buffer_type.name, **specs})
 
     def _specs(self) -> list[tuple[str, ShardSpec | NdShardSpec | None]]:
@@ -221,9 +237,26 @@ class MemoryConfig:
         spec = None if found["shard_spec"] is None else ShardSpec.from_json(found["shard_spec"])
         return MemoryConfig(TensorMemoryLayout[found["memory_layout"]], kind, spec)
 
+    def _made_with(self) -> tuple[Any, ...]:
+        if self.created_with_nd_shard_spec:
+            return self.buffer_type, self.nd_shard_spec
+        return self.buffer_type, self.memory_layout, self.shard_spec
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, MemoryConfig) and self._made_with() == other._made_with()
+
+    def __hash__(self) -> int:
+        return hash(self._made_with())
+
     def __repr__(self) -> str:
-        specs = "".join(f", {name}={spec!r}" for name, spec in self._specs() if spec is not None)
-        return f"MemoryConfig(memory_layout={self.memory_layout}, buffer_type={self.buffer_type}{specs})"
+        specs = "".join(f",{name}={'std::nullopt' if spec is None else spec}" for name, spec in self._specs())
+        return (
+            f"MemoryConfig(memory_layout={spell_choice(self.memory_layout)},buffer_type={spell_choice(self.buffer_type)}"
+            f"{specs},created_with_nd_shard_spec={int(self.created_with_nd_shard_spec)},per_core_allocation=0,"
+            "range_lockstep_allocation=0)"
+        )
 
 
 def _copy_of(value: Any) -> Any:
@@ -233,7 +266,7 @@ def _copy_of(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, NdShardSpec) else value
 
 
-_tokens: dict[MemoryConfig, int] = {}
+_tokens: dict[tuple[Any, ...], int] = {}
 _numbers = itertools.count()
 TOKENS = 4096  # configs that are known at once; one that is forgotten gets another token
 
@@ -241,7 +274,8 @@ TOKENS = 4096  # configs that are known at once; one that is forgotten gets anot
 def _token_of(config: MemoryConfig) -> int:
     if len(_tokens) >= TOKENS:
         _tokens.clear()
-    return _tokens.setdefault(config, next(_numbers))
+    told = (config.memory_layout, config.buffer_type, *config._specs(), config.created_with_nd_shard_spec)
+    return _tokens.setdefault(told, next(_numbers))
 
 
 _FIELDS = ("memory_layout", "buffer_type", "shard_spec", "nd_shard_spec")
@@ -265,6 +299,71 @@ L1_MEMORY_CONFIG = MemoryConfig(buffer_type=BufferType.L1)
 L1_BLOCK_SHARDED_MEMORY_CONFIG = MemoryConfig(TensorMemoryLayout.BLOCK_SHARDED, BufferType.L1)
 L1_HEIGHT_SHARDED_MEMORY_CONFIG = MemoryConfig(TensorMemoryLayout.HEIGHT_SHARDED, BufferType.L1)
 L1_WIDTH_SHARDED_MEMORY_CONFIG = MemoryConfig(TensorMemoryLayout.WIDTH_SHARDED, BufferType.L1)
+
+
+def row_of(config: MemoryConfig) -> int:
+    """The elements that rows are filled up to a multiple of: those of a shard, where cores have shards."""
+    if config.shard_spec is not None:
+        return config.shard_spec.shape[1]
+    return 1 if config.nd_shard_spec is None else config.nd_shard_spec.shard_shape[-1]
+
+
+@lru_cache(maxsize=4096)
+def with_both_specs(config: MemoryConfig, shape: tuple[int, ...]) -> MemoryConfig:
+    """The config of a tensor of that padded shape: a spec for matrices has one for many dims beside it, and the other
+    way round where the shards are those of a matrix.
+
+    >>> config = create_sharded_memory_config((64, 256), CoreGrid(x=8, y=1), ShardStrategy.WIDTH)
+    >>> with_both_specs(config, (64, 256)).nd_shard_spec.shard_shape, with_both_specs(config, (64, 256)) == config
+    (Shape([64, 32]), True)
+    """
+    if config.shard_spec is not None and config.nd_shard_spec is None:
+        given = config.shard_spec
+        strategies, is_block = ShardDistributionStrategy, config.memory_layout is TensorMemoryLayout.BLOCK_SHARDED
+        strategy = strategies.GRID_2D if is_block else strategies.ROUND_ROBIN_1D
+        nd = NdShardSpec(given.shape, given.grid, given.orientation, strategy)
+        return _completed(config, config.memory_layout, given, nd)
+    if config.nd_shard_spec is not None and config.shard_spec is None:
+        nd = config.nd_shard_spec
+        found = _as_matrix(nd, shape)
+        if found is not None:
+            layout, sides = found
+            return _completed(config, layout, ShardSpec(nd.grid, sides, nd.orientation), nd)
+    return config
+
+
+def _completed(
+    config: MemoryConfig, layout: TensorMemoryLayout, spec: ShardSpec | None, nd: NdShardSpec | None
+) -> MemoryConfig:
+    made: MemoryConfig = object.__new__(MemoryConfig)
+    for name, value in zip(_FIELDS, (layout, config.buffer_type, spec, nd), strict=True):
+        object.__setattr__(made, name, value)
+    object.__setattr__(made, "created_with_nd_shard_spec", config.created_with_nd_shard_spec)
+    object.__setattr__(made, "token", _token_of(made))
+    return made
+
+
+def _as_matrix(nd: NdShardSpec, shape: Sequence[int]) -> tuple[TensorMemoryLayout, tuple[int, int]] | None:
+    """Shards of many dims as shards of the matrix [all leading dims times height, width]; None where they are none.
+
+    They are if rows stay together: up to some dim a shard has size 1, and behind it all of each dim.
+    """
+    part = (*(1,) * (len(shape) - len(nd.shard_shape)), *nd.shard_shape)
+    if len(part) > len(shape):
+        return None
+    long = [place for place in range(len(part) - 1) if part[place] != 1]
+    if any(part[place] < shape[place] for place in range(long[0] + 1 if long else 0, len(part) - 1)):
+        return None
+    height, width = math.prod(shape[:-1]), shape[-1]
+    sides = math.prod(part[:-1]), part[-1]
+    cores = nd.grid.num_cores()
+    if sides[1] >= width and -(-height // sides[0]) <= cores:
+        return TensorMemoryLayout.HEIGHT_SHARDED, sides
+    if sides[0] >= height and -(-width // sides[1]) <= cores:
+        return TensorMemoryLayout.WIDTH_SHARDED, sides
+    if nd.shard_distribution_strategy is ShardDistributionStrategy.GRID_2D:
+        return TensorMemoryLayout.BLOCK_SHARDED, sides
+    return None
 
 
 def share_of_bank(config: MemoryConfig, shape: Sequence[int]) -> int | None:
@@ -334,7 +433,7 @@ def create_sharded_memory_config_(
     use_height_and_width_as_shard_shape: bool = False,
     tile_layout: bool = False,
 ) -> MemoryConfig:
-    """As `create_sharded_memory_config`, but a tensor that does not divide is rounded up; with tiles, to whole ones.
+    """As `create_sharded_memory_config`, but what does not divide is rounded up; with tiles, the tensor is first.
 
     >>> create_sharded_memory_config_((1, 100, 64), CoreGrid(x=8, y=1), ShardStrategy.HEIGHT).shard_spec.shape
     [13, 64]
@@ -348,9 +447,9 @@ def create_sharded_memory_config_(
         part = (shape[-1], shape[-2]) if turned else (shape[-2], shape[-1])
     else:
         down, across = _cuts(known, cores, turned)
-        part = (-(-math.prod(shape[:-1]) // down), -(-shape[-1] // across))
-    if tile_layout:
-        part = (-(-part[0] // 32) * 32, -(-part[1] // 32) * 32)
+        side = TILE_SIZE if tile_layout else 1
+        height, width = (-(-size // side) * side for size in (math.prod(shape[:-1]), shape[-1]))
+        part = (-(-height // down), -(-width // across))
     spec = ShardSpec(cores, part, orientation or ShardOrientation.ROW_MAJOR)
     return MemoryConfig(layout, BufferType.L1, spec)
 

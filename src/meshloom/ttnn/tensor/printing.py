@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshloom.errors import ArgumentError, closest
+from meshloom.ttnn.choices import spell_choice
 from meshloom.ttnn.tensor.boxes import gather_parts
 from meshloom.ttnn.tensor.parts import Block, part
 
@@ -58,7 +59,7 @@ def set_printoptions(
 
 
 def text(tensor: Tensor) -> str:
-    tail = f"shape={tensor.shape}, dtype=DataType::{tensor.dtype.name}, layout=Layout::{tensor.layout.name}"
+    tail = f"shape={tensor.shape}, dtype={spell_choice(tensor.dtype)}, layout={spell_choice(tensor.layout)}"
     if not tensor.is_allocated():
         return f"{OPENING}<deallocated>, {tail})"
     tensor.wait()

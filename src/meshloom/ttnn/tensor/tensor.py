@@ -26,8 +26,9 @@ from meshloom.runtime import MeshCoordinate, state
 from meshloom.runtime.memory import Region
 from meshloom.ttnn import surface
 from meshloom.ttnn.device import queues
+from meshloom.ttnn.refusal_levels import refuse, refuse_if
 from meshloom.ttnn.tensor.boxes import gather_parts, held_shape, place_here, unseen_axes
-from meshloom.ttnn.tensor.formats import DataType, Layout, Shape, Tile, bytes_of, padded_shape
+from meshloom.ttnn.tensor.formats import TILE_SIZE, DataType, Layout, Shape, Tile, bytes_of, padded_shape
 from meshloom.ttnn.tensor.hostbuffer import DistributedHostBuffer
 from meshloom.ttnn.tensor.memory import (
     DRAM_MEMORY_CONFIG,
@@ -36,9 +37,12 @@ from meshloom.ttnn.tensor.memory import (
     Room,
     TensorMemoryLayout,
     room_on,
+    row_of,
     share_of_bank,
+    with_both_specs,
 )
 from meshloom.ttnn.tensor.parts import Block, part
+from meshloom.ttnn.tensor.sharding import flaw_of_shards
 from meshloom.ttnn.tensor.specs import StorageType, TensorSpec
 from meshloom.ttnn.tensor.topology import REPLICATE, UNKNOWN, TensorTopology
 
@@ -97,7 +101,7 @@ def bytes_on(
 ) -> tuple[int, bool]:
     """The bytes that a device needs for its part in a memory, and whether it needs them in every bank."""
     if memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
-        share = share_of_bank(memory, padded_shape(shape, layout, tile))
+        share = share_of_bank(memory, padded_shape(shape, layout, tile, row_of(memory)))
         if share is not None:
             return bytes_of(share, dtype), True
     return _bytes(shape, dtype, layout, tile), False
@@ -164,6 +168,10 @@ class Tensor(metaclass=_Making):
         if device.runtime.lease.driver is not None:
             device.runtime.lease.check_tensors()
         shape = self._block.shape[len(self._grid) :]  # type: ignore[union-attr]
+        if self._memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
+            flaw = self.flaw_of_shards()
+            if flaw is not None:
+                refuse(flaw, "give another shard spec")
         size, per_bank = bytes_on(self._memory, shape, self.dtype, self.layout, self.tile)
         made = room_on(device, self._memory.buffer_type, size, Owner(self.dtype, shape), per_bank)
         queues.note_allocation(device, made.region)
@@ -197,8 +205,14 @@ class Tensor(metaclass=_Making):
 
     @property
     def padded_shape(self) -> Shape:
-        """What one device holds, with the padding of tiles."""
-        return Shape(padded_shape(self.shape, self.layout, self.tile))
+        """What one device holds, with the padding of tiles, and what was made padding by hand."""
+        sizes: Sequence[int] = self.shape
+        if hasattr(self, "_relabelled") and self._relabelled[0] is self._block:
+            sizes = self._relabelled[1].shape[len(self._grid) :]
+        return Shape(padded_shape(sizes, self.layout, self.tile, self._row()))
+
+    def _row(self) -> int:
+        return 1 if self._memory.memory_layout is TensorMemoryLayout.INTERLEAVED else row_of(self._memory)
 
     @property
     def block(self) -> Block:
@@ -231,7 +245,13 @@ class Tensor(metaclass=_Making):
 
     def memory_config(self) -> MemoryConfig:
         """Where a device keeps its part."""
-        return self._memory
+        if self._memory.memory_layout is TensorMemoryLayout.INTERLEAVED:
+            return self._memory
+        return with_both_specs(self._memory, tuple(self.padded_shape))
+
+    def flaw_of_shards(self) -> str | None:
+        """Why the original refuses its shards, if it does."""
+        return flaw_of_shards(self._memory, tuple(self.padded_shape), self.layout, self.tile)
 
     def is_sharded(self) -> bool:
         """Whether a device spreads its part over cores by a shard shape."""
@@ -563,30 +583,52 @@ class Tensor(metaclass=_Making):
         }
         return Tensor(block, *(kept | other).values())
 
-    def _pad_tiles(self, value: float) -> Block:
+    def _with_padding(self) -> Block:
+        """The block with what a reshape or `pad` made padding."""
         block = self.block
-        rank = len(self.padded_shape)
-        if block.dim() - len(self._grid) < rank:
-            lead = block.shape[: len(self._grid)]
-            block = block.reshape(*lead, *(1,) * (rank - len(self.shape)), *self.shape)
-        return _grow(block, self.padded_shape, (0,) * rank, value)
+        return self._relabelled[1] if hasattr(self, "_relabelled") and self._relabelled[0] is block else block
+
+    def _pad_tiles(self, value: float) -> Block:
+        block, sizes = self._with_padding(), tuple(self.padded_shape)
+        lead, held = block.shape[: len(self._grid)], block.shape[len(self._grid) :]
+        block = block.reshape(*lead, *(1,) * (len(sizes) - len(held)), *held)
+        return _grow(block, sizes, (0,) * len(sizes), value)
 
     def pad(self, output_shape: Sequence[int], input_start: Sequence[int], value: float) -> Tensor:
-        """Inside a larger shape, from a place on, the rest filled."""
-        return self._like(_grow(self.block, output_shape, input_start, value))
+        """Inside a larger shape, the rest filled: that is padding, and the shape stays. From another place than the
+        corner on, what is put in front counts as elements. Tiles have the padding that they have."""
+        refuse_if(self._device is not None, "Tensor must be on host for padding", "use ttnn.pad")
+        if self.layout is Layout.TILE:
+            return self
+        filled = _grow(self.block, output_shape, input_start, value)
+        return self._like(filled) if any(input_start) else self._inside_of(filled)
+
+    def _inside_of(self, filled: Block) -> Tensor:
+        """The tensor in the corner of a larger block, whose other elements are padding."""
+        seen = filled[_inside(self.shape)]
+        made = self._like(seen)
+        made._relabelled = (seen, filled)
+        return made
 
     def unpad(self, start: Sequence[int], end: Sequence[int]) -> Tensor:
-        """The box from a place to another, without the end."""
+        """The box from a place to another, without the end; padding may be in it."""
+        refuse_if(self._device is not None, "Tensor must be on host for unpadding", "use ttnn.slice")
+        refuse_if(self.layout is not Layout.ROW_MAJOR, "Tensor layout must be ROW_MAJOR for unpadding")
+        block = self._with_padding()
         box: tuple[Any, ...] = (..., *(slice(a, b) for a, b in zip(start, end, strict=True)))
-        return self._like(self.block[box].clone())
+        return self._like(block[box].clone())
 
     def pad_to_tile(self, value: float) -> Tensor:
-        """As large as its tiles, the rest filled."""
+        """As large as its tiles, the rest filled: the shape stays."""
         sizes = padded_shape(self.shape, Layout.TILE, self.tile)
-        return self._like(_grow(self.block, sizes, (0,) * len(sizes), value))
+        if len(sizes) > len(self.shape) and self.layout is Layout.ROW_MAJOR:  # of a vector: rows are put in front
+            return self._like(_grow(self.block, sizes, (0,) * len(sizes), value))
+        return self.pad(sizes, (0,) * len(sizes), value)
 
     def unpad_from_tile(self, output_shape: Sequence[int]) -> Tensor:
         """Cut to a shape."""
+        is_whole = not any(size % TILE_SIZE for size in self.padded_shape[-2:])
+        refuse_if(not is_whole, "Last 2 dims of input shape must be multiples of 32", "use unpad")
         return self.unpad((0,) * len(self.shape), output_shape)
 
     def reshape(self, *shape: Any) -> Tensor:
