@@ -33,6 +33,12 @@ def mesh(grid: Place) -> Any:
     return _meshes[grid]
 
 
+def close_all() -> None:
+    """Close every open mesh: a test that sets the fabric, or asks what is open, starts from none."""
+    for device in list(OPEN):
+        device.close()
+
+
 def places(grid: Place) -> list[Place]:
     return list(itertools.product(*map(range, grid)))
 

@@ -12,12 +12,7 @@ from meshloom import ttnn
 from meshloom.errors import ArgumentError, ClosedError, MeshError, OperandError
 from meshloom.runtime import Program, create_mesh_buffer
 from meshloom.runtime.workload import MeshWorkload
-from meshloom.ttnn.device import system as systems
-
-
-def close_all() -> None:
-    for device in list(systems.OPEN):
-        device.close()
+from ttnn_cases import close_all
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,15 @@ import ttnn_moe
 import ttnn_unet
 from ttnn_llama import correlation
 
+from ttnn_cases import close_all
+
 ENOUGH = 0.999
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    """Programs set the fabric, which nothing open allows."""
+    close_all()
 
 
 @pytest.fixture

@@ -126,7 +126,8 @@ def from_torch(
             "ttnn.from_torch takes a dense tensor", got=tensor.layout, fix="x.to_dense(), x.dequantize()"
         )
     mapper = mapper_of(mesh_mapper, device) or _mapper.get()
-    if isinstance(mapper.grid if mapper is not None else device and device.grid, Grid) and is_compared():
+    grid = mapper.grid if mapper is not None else getattr(device, "grid", None)  # what is no mesh is refused below
+    if isinstance(grid, Grid) and is_compared():
         note_data("given to ttnn.from_torch", values)
     block, label, coords = mapper.map(values) if mapper is not None else (values[(None,) * 2], ALONE, None)
     made = Tensor(
