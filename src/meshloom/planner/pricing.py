@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from meshloom.collectives import KINDS, Collective
 from meshloom.cost import load_of, price, price_of
@@ -162,9 +162,9 @@ class Pricing:
     def _tensors(self) -> Iterator[tuple[int, Callable[[Row], bool]]]:
         """The bytes of every operand and result, and what tells whether a row shards it."""
         for i, topology in enumerate(self.call.operands):
-            yield numel(topology.shape) * itemsize(topology.dtype), lambda row, i=i: row.ins[i].__class__ is Shard  # type: ignore[misc]
+            yield numel(topology.shape) * itemsize(topology.dtype), partial(_is_sharded, i)
         for i, shape in enumerate(self.choices.shapes):
-            yield numel(shape) * itemsize(self.dtypes[i]), lambda row, i=i: row.outs[i].__class__ is Shard  # type: ignore[misc]
+            yield numel(shape) * itemsize(self.dtypes[i]), partial(_is_sharded, ~i)
 
     def _divide(self, whole: float, candidates: Sequence[Rows], is_cut: Callable[[Row], bool]) -> list[float]:
         """A figure over the devices of the axes on which a row cuts it, for each choice."""
@@ -197,6 +197,12 @@ class Pricing:
         devices = self.mesh.shape[axis]
         sizes = {kind: KINDS[kind].size(held, held, devices) for kind in ("all_reduce", "reduce_scatter")}
         return min(price_of(kind, devices, size, self.machine) for kind, size in sizes.items())
+
+
+def _is_sharded(place: int, row: Row) -> bool:
+    """Whether a row shards an operand, or a result, which is told as ~number."""
+    placement = row.ins[place] if place >= 0 else row.outs[~place]
+    return placement.__class__ is Shard
 
 
 def _found_cost(paths: Paths, stop: Station) -> float:

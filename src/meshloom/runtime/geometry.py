@@ -41,7 +41,24 @@ def _in_order(
     return (*given, *(named[name] for name in order))
 
 
-class MeshShape(tuple[int, ...]):
+class Sizes(tuple[int, ...]):
+    """Sizes of TTNN: in front of them there are ones."""
+
+    __slots__ = ()
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> int: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> tuple[int, ...]: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> int | tuple[int, ...]:
+        try:
+            return tuple.__getitem__(self, index)
+        except IndexError:
+            assert not isinstance(index, slice)  # which never fails
+            return size_in_front(self, operator.index(index))
+
+
+class MeshShape(Sizes):
     """The shape of a mesh.
 
     >>> MeshShape(2, 4), MeshShape([2, 4]).mesh_size(), MeshShape(s0=2, s1=4) == (2, 4)
@@ -65,17 +82,6 @@ class MeshShape(tuple[int, ...]):
     def mesh_size(self) -> int:
         """The number of devices."""
         return math.prod(self)
-
-    @overload
-    def __getitem__(self, index: SupportsIndex, /) -> int: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> tuple[int, ...]: ...
-    def __getitem__(self, index: SupportsIndex | slice, /) -> int | tuple[int, ...]:
-        try:
-            return tuple.__getitem__(self, index)
-        except IndexError:
-            assert not isinstance(index, slice)  # which never fails
-            return size_in_front(self, operator.index(index))
 
     def __repr__(self) -> str:
         return f"MeshShape({list(self)})"

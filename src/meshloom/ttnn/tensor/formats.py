@@ -7,15 +7,13 @@ already rounded to what the format can say, in a torch dtype that holds them exa
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, overload
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.runtime.geometry import size_in_front
+from meshloom.runtime.geometry import Sizes
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.tensor import blockfloat
 
@@ -25,7 +23,7 @@ __all__ = (
 ).split()
 
 
-class Shape(tuple[int, ...]):
+class Shape(Sizes):
     """A shape; `==` takes lists and tuples too. In front of it there are ones, up to four dims.
 
     >>> Shape([1, 2]), Shape([1, 2]) == [1, 2], Shape([1, 2]).rank, Shape([5])[-3]
@@ -45,17 +43,6 @@ class Shape(tuple[int, ...]):
         if extra > 0 and any(size != 1 for size in self[:extra]):
             raise ArgumentError(f"{self!r} has no {extra} leading ones to leave out")
         return Shape((1,) * -extra + tuple(self) if extra < 0 else tuple(self)[extra:])
-
-    @overload
-    def __getitem__(self, index: SupportsIndex, /) -> int: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> tuple[int, ...]: ...
-    def __getitem__(self, index: SupportsIndex | slice, /) -> int | tuple[int, ...]:
-        try:
-            return tuple.__getitem__(self, index)
-        except IndexError:
-            assert not isinstance(index, slice)  # which never fails
-            return size_in_front(self, operator.index(index))
 
     def __eq__(self, other: object) -> bool:
         return tuple.__eq__(self, tuple(other)) if isinstance(other, (list, tuple)) else NotImplemented
