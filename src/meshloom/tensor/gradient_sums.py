@@ -74,15 +74,23 @@ class Note:
         happen(self._events(self.back.results))
         for i, source in self.sources:
             if _is_wanted(source):
-                events = self._events(self.back.operands[i])
+                collectives = self.back.operands[i]
                 if self.back.lasts[i] and isinstance(source, Tensor):
-                    defer(source, events)
-                else:
-                    happen(events)
+                    defer(source, self._events(collectives))
+                elif not self.back.lasts[i] or _is_first(source, collectives, task):
+                    happen(self._events(collectives))
 
     def _events(self, collectives: Iterable[Collective]) -> list[Event]:
         line = place_name(self.place) or "unknown line"
         return [Event(each, self.call, line, "backward") for each in collectives]
+
+
+def _is_first(node: Any, collectives: tuple[Collective, ...], task: int) -> bool:
+    """Whether no other use of a node's result has told of this sum in this pass: their gradients add up before it."""
+    told = node.metadata.setdefault(_SUMS, {})
+    is_first = told.get(collectives) != task
+    told[collectives] = task
+    return is_first
 
 
 def _is_wanted(source: Any) -> bool:
@@ -102,7 +110,7 @@ def _is_executed(node: torch.autograd.graph.Node) -> bool:
         return True
 
 
-_KEY = "meshloom"
+_KEY, _SUMS = "meshloom", "meshloom sums"  # of a call at the node of its result; of a node's result, by their last pass
 
 
 def follow(
