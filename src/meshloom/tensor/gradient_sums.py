@@ -87,7 +87,7 @@ class Note:
 
 def _is_first(node: Any, collectives: tuple[Collective, ...], task: int) -> bool:
     """Whether no other use of a node's result has told of this sum in this pass: their gradients add up before it."""
-    told = node.metadata.setdefault(_SUMS, {})
+    told: dict[tuple[Collective, ...], int] = node.metadata.setdefault(_SUMS, {})
     is_first = told.get(collectives) != task
     told[collectives] = task
     return is_first
