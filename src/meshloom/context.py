@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,10 +73,20 @@ class Log:
     pending: list[Event] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)  # for each call, how many events there were before its own
 
+    def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
+        """A planned call is about to run; a log of collectives waits until it has."""
+
     def note_call(self, call: object, where: str) -> None:
         """Write a call down before its events."""
         self.calls.append((call, where))
         self.marks.append(len(self.events))
+
+    def end_call(self, results: Sequence[Any]) -> None:
+        """The call has run and told its events; these are its arrays."""
+
+    def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
+        """Write collectives down: `of` is the tensor that they move, `first` says that the call waits for them."""
+        self.events.extend(events)
 
     @property
     def bytes(self) -> int:
@@ -176,11 +186,11 @@ class State(threading.local):
         if self.policy is not None:
             self.policy.check(events)
 
-    def log(self, events: Iterable[Event]) -> None:
-        """Write what was done into every open log."""
+    def log(self, events: Iterable[Event], of: Any = None, first: bool = False) -> None:
+        """Write what was done into every open log; `of` and `first` as in `Log.note_events`."""
         listed = list(events)
         for log in self.logs:
-            log.events.extend(listed)
+            log.note_events(listed, of, first)
 
 
 state = State()

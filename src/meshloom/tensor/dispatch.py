@@ -139,7 +139,7 @@ class Resolved:
             return self._wrap(results)
         function = self.function()
         if state.watching:
-            watched = Watched(self.entry)
+            watched = Watched(self.entry, self.tensors)
             state.check(watched.forward)
         run = self.entry.kernel.run if known else self._first_run
         results = run(datas, function)
@@ -147,7 +147,7 @@ class Resolved:
             self.entry = _with_dtypes(self.entry, results)
             remember(self.key, self.entry)
         if watched is not None:
-            watched.log(self.entry)
+            watched.log(self.entry, results)
         if self.entry.communicates_back:
             results = self.entry.follow(results, self.tensors)
         return self._wrap(results)

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from meshloom.runtime import Event, state, where
+from meshloom.tensor.base import Tensor
 from meshloom.tensor.entries import Entry
 
 
 class Watched:
     """One call while somebody is watching: its events."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
         self.plan, self.where = entry.plan, where()
+        for log in state.logs:
+            log.begin_call(self.plan, self.where, tensors)
 
     @property
     def forward(self) -> list[Event]:
         """The events of the call itself."""
         return [Event(each, self.plan.call.op, self.where) for each in self.plan.forward]
 
-    def log(self, entry: Entry) -> None:
-        """Write the call into every open log."""
+    def log(self, entry: Entry, results: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        """Write the call into every open log, with the arrays that it gave."""
         self.plan = entry.plan
         for log in state.logs:
             log.note_call(entry.plan, self.where)
         state.log(self.forward)
+        for log in state.logs:
+            log.end_call(results if isinstance(results, tuple) else (results,))
