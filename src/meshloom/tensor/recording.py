@@ -11,115 +11,31 @@ from __future__ import annotations
 import bisect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from meshloom.collectives import Collective
-from meshloom.cost import Load, load_of
-from meshloom.cost.step import Node, StepGraph, Storage
+from meshloom.cost import Load
+from meshloom.cost.step import StepGraph
 from meshloom.engines import private
 from meshloom.engines.layout import short_name
 from meshloom.mesh import Mesh
-from meshloom.ops import find
 from meshloom.placement import Topology
 from meshloom.planner import Plan, moves
 from meshloom.runtime import Event, Log, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.layouts import Layout, infer_share, layout_of
-from meshloom.types import itemsize
+from meshloom.tensor.kernel_work import EMPTY, Kernel, address_of
+from meshloom.tensor.known_numbers import KnownNumbers
+from meshloom.tensor.layouts import infer_share, layout_of
+from meshloom.tensor.module_paths import ModulePaths
+from meshloom.tensor.step_drafts import Called, Draft, Held, Phases
+from meshloom.types import is_floating, itemsize
 
-# Kernels that give memory and touch none of it.
-_EMPTY = frozenset("empty empty_like new_empty new_empty_strided empty_strided".split())
-
-
-class Held:
-    """A storage while it is recorded; several arrays may stand for it, such as a table and its copy without data."""
-
-    __slots__ = (
-        "bytes", "freed", "held_for", "is_counted", "is_exact", "keys", "layout", "made", "module", "name", "node",
-        "share", "whole",
-    )  # fmt: skip
-
-    def __init__(self, name: str, whole: int, made: int, node: Draft | None) -> None:
-        self.name, self.whole, self.made, self.node = name, whole, made, node
-        self.freed: int | None = None
-        self.held_for = self.module = ""
-        self.share, self.layout = 1.0, Layout((), ())
-        self.is_counted = self.is_exact = False  # on the devices at all; placed by a topology and not inferred
-        self.keys = 0
-        self.bytes: int | None = None
-
-    def place(self, layout: Layout) -> None:
-        """Say exactly how it is spread over devices."""
-        self.layout, self.share, self.is_exact, self.is_counted = layout, layout.share, True, True
-
-    @property
-    def local(self) -> int:
-        """The bytes on one device."""
-        return round(self.whole * self.share) if self.bytes is None else self.bytes
-
-
-class Draft:
-    """A node while it is recorded."""
-
-    def __init__(self, op: str, phase: str, module: str, line: str, first: int) -> None:
-        self.op, self.phase, self.module, self.where, self.first = op, phase, module, line, first
-        self.last = first
-        self.operands: tuple[str, ...] = ()
-        self.results: tuple[str, ...] = ()
-        self.kernels: list[str] = []
-        self.loads: list[Load] = []
-        self.dtype = ""
-        self.model_flops = 0.0
-        self.before: list[tuple[Collective, Held | None]] = []
-        self.after: list[Collective] = []
-        self.reads: dict[Held, None] = {}
-        self.writes: dict[Held, None] = {}
-        self.gradient_of: Called | None = None
-        self.is_gradient_sum = False
-        self.number = -1
-
-
-class Called(Draft):
-    """The node of a planned call, and what its backward needs to know of it."""
-
-    def __init__(self, plan: Plan, phase: str, module: str, line: str, first: int) -> None:
-        super().__init__(plan.call.op, phase, module, line, first)
-        self.plan = plan
-        self.share, self.load, self.layouts = _weigh(plan)
-        self.gathered: dict[Held, tuple[Held, Topology]] = {}  # operands that are needed larger than they are kept
-        self.shares: dict[tuple[int, ...], float | None] = {}
-        self.operand_storages: list[Held] = []
-
-    def share_of(self, shape: tuple[int, ...]) -> float | None:
-        """What one device holds of an array inside of the call or of its backward."""
-        if shape not in self.shares:
-            self.shares[shape] = infer_share(shape, self.layouts)
-        return self.shares[shape]
-
-
-_WEIGHED: dict[int, tuple[Plan, float, Load, tuple[Layout, ...]]] = {}
-
-
-def _weigh(plan: Plan) -> tuple[float, Load, tuple[Layout, ...]]:
-    """Which part of a plan's arithmetic the fullest device does, all that it does, and the layouts of its arrays."""
-    found = _WEIGHED.get(id(plan))
-    if found is None or found[0] is not plan:
-        choices = find(plan.call.op).rule(plan.call)
-        load = load_of(plan.call, choices, plan.rows, [each.dtype for each in plan.outs])
-        share = load.flops / choices.flops if choices.flops else 1.0
-        placed = (*plan.call.operands, *plan.outs, *plan.ins, *plan.raw)
-        layouts = dict.fromkeys(layout_of(each) for topology in placed for each in (topology, topology.reduced))
-        if len(_WEIGHED) >= 1 << 14:
-            _WEIGHED.clear()
-        found = _WEIGHED[id(plan)] = (plan, share, load, tuple(layouts))
-    return found[1:]
+_LEAF = 1 << 63  # from here on are the numbers of the graph nodes of leaves
 
 
 class Recorder(Log):
@@ -129,16 +45,14 @@ class Recorder(Log):
         super().__init__()
         self.drafts: list[Draft] = []
         self.kernel = 0  # the number of the next kernel
-        self.held: dict[int, Held] = {}  # storages that are alive, by address
-        self.all_held: list[Held] = []
-        self.watches: dict[int, weakref.ref[Any]] = {}
+        self.memory = MemoryBook(self)
+        self.modules = ModulePaths(self.memory.hold_parameter)
         self.begun: list[int] = []  # for each planned call, the number of the next graph node when it began
         self.called: list[Called] = []
         self.current: Called | None = None
         self.backward: Draft | None = None  # the node of backward that is growing
         self.optimizing = False
-        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.modules = Modules(self)
+        self.owner = ""  # the module whose parameter the optimizer is at
         self.mesh: Mesh | None = None
         self.has_data = False
         self.unmarked = False  # whether gradients may have been made since they were looked for
@@ -147,15 +61,16 @@ class Recorder(Log):
 
     def begin_call(self, call: Any, where: str, tensors: Sequence[Tensor]) -> None:
         """A planned call is about to run on the arrays of these tensors."""
-        self._see_mesh(call.mesh)
+        self._see(call.mesh, tensors)
         self._leave_backward()
         draft = Called(call, self._phase(), self.modules.path, where, self.kernel)
-        for i, (tensor, topology) in enumerate(zip(tensors, call.call.operands, strict=True)):
-            held = self._hold_tensor(tensor, topology)
+        for tensor, topology, wanted in zip(tensors, call.call.operands, call.ins, strict=True):
+            held = self.memory.hold_tensor(tensor, topology)
             draft.reads[held] = None
             draft.operand_storages.append(held)
-            if call.ins[i].local_bytes > topology.local_bytes:
-                self._gather(draft, held, call.ins[i])
+            if wanted.local_bytes > topology.local_bytes:
+                name = f"{draft.op} {wanted.notation}"
+                draft.gathered[held] = self.memory.add_gathered(name, wanted.local_bytes, draft), wanted
         self._belong(draft)
         self.drafts.append(draft)
         self.begun.append(private.next_sequence_number())
@@ -172,39 +87,17 @@ class Recorder(Log):
         draft.results = tuple(each.notation for each in plan.outs)
         draft.dtype = draft.dtype or _widest(plan.ins) or plan.outs[0].dtype
         draft.last = self.kernel
+        draft.loads = [_load_of_call(draft)]
         for array, topology, raw in zip(results, plan.outs, plan.raw, strict=True):
-            held = self._hold(array, draft.op)
+            held = self.memory.hold(array, draft.op)
+            draft.writes[held] = None
             if held not in draft.reads:
                 held.place(layout_of(topology))
                 held.name = f"{draft.op} {topology.notation}"
                 held.module = draft.module if self.optimizing else ""
-            draft.writes[held] = None
             if raw.local_bytes > topology.local_bytes:
-                self._add_buffer(f"{draft.op} {raw.notation}", raw.local_bytes, draft, draft.first, self.kernel - 1)
-        draft.loads = [self._load_of_call(draft)]
-
-    def _belong(self, draft: Draft) -> None:
-        """A call of an optimizer belongs to the module whose parameter it works on."""
-        if self.optimizing and not draft.module:
-            draft.module = next((each.module for each in draft.reads if each.module), "")
-
-    def _load_of_call(self, draft: Called) -> Load:
-        """A planned call counts as one kernel, with the arithmetic of the kernels that ran."""
-        counted, touched = sum(load.flops for load in draft.loads), sum(load.bytes for load in draft.loads)
-        return Load(counted or draft.load.flops, draft.load.bytes or touched)
-
-    def _gather(self, draft: Called, held: Held, topology: Topology) -> None:
-        """An operand as the call needs it: a buffer that backward may use again."""
-        buffer = self._add_buffer(f"{draft.op} {topology.notation}", topology.local_bytes, draft, self.kernel, None)
-        buffer.held_for, buffer.freed = "gathered", self.kernel
-        draft.gathered[held] = buffer, topology
-
-    def _add_buffer(self, name: str, size: int, node: Draft, made: int, freed: int | None) -> Held:
-        """Memory that the devices need and the stored arrays do not: there a gather is the array as it is."""
-        buffer = Held(name, size, made, node)
-        buffer.is_counted, buffer.bytes, buffer.freed = True, size, freed
-        self.all_held.append(buffer)
-        return buffer
+                buffer = self.memory.add_buffer(f"{draft.op} {raw.notation}", raw.local_bytes, draft)
+                buffer.made, buffer.freed = draft.first, self.kernel - 1
 
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
         """Collectives, at the node that causes them or as nodes of their own."""
@@ -213,36 +106,27 @@ class Recorder(Log):
         if not collectives:
             return
         if self.current is not None:
-            moved = self._moved_operands(self.current)
+            moved = _moved_operands(self.current)
             self.current.before += zip(collectives, moved, strict=False)
             self.current.after += collectives[len(moved) :]
-        elif isinstance(of, Tensor):
-            self._add_movement(events, of, first)
-        elif (draft := self._backward_node()) is not None:
+        elif of is None and (draft := self._backward_node()) is not None:
             draft.before += [(each, None) for each in collectives if first]
             draft.after += [each for each in collectives if not first]
         else:
-            self._add_movement(events, None, first)
+            self._add_movement(events, of)
 
-    def _moved_operands(self, draft: Called) -> list[Held]:
-        """For each collective that brings an operand to a call, the operand's storage."""
-        plan = draft.plan
-        rows = zip(draft.operand_storages, plan.call.operands, plan.ins, strict=True)
-        return [held for held, source, target in rows for _ in moves(source, target, plan.machine)]
-
-    def _add_movement(self, events: Sequence[Event], of: Tensor | None, first: bool) -> None:
+    def _add_movement(self, events: Sequence[Event], of: Tensor | None) -> None:
         """A redistribution, an explicit collective, or the sum of a leaf's gradient."""
         event = events[0]
-        draft = Draft(event.call, event.phase if event.phase != "forward" else self._phase(), "", "", self.kernel)
-        draft.module, draft.where = self.modules.path, event.where
-        draft.after = [each.collective for each in events]
-        draft.dtype = event.collective.dtype
+        phase = event.phase if event.phase != "forward" else self._phase()
+        draft = Draft(event.call, phase, self.modules.path, event.where, self.kernel)
+        draft.after, draft.dtype = [each.collective for each in events], event.collective.dtype
         if of is not None:
             array = of._data
             if event.phase == "backward" and array.grad is not None:
                 array, draft.is_gradient_sum, draft.op = array.grad, True, "sum of gradients"
-                draft.module = self.modules.owner(of)
-            held = self._hold(array, draft.op)
+                draft.module = self.modules.name_of(of).rpartition(".")[0]
+            held = self.memory.hold(array, draft.op)
             held.place(layout_of(of.topology))
             draft.operands = draft.results = (of.topology.notation,)
             draft.reads[held] = draft.writes[held] = None
@@ -250,46 +134,40 @@ class Recorder(Log):
 
     # What kernels do
 
-    def see(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def see(self, kernel: Kernel) -> None:
         """A kernel has run."""
-        inputs, outputs = [*_arrays(args), *_arrays(kwargs.values())], [*_arrays((result,))]
-        known = {_address(each): each for each in inputs}
-        fresh = [each for each in outputs if _address(each) not in known]
-        if not fresh and not function._schema.is_mutable:
-            return  # a view
-        name = function._schema.name.partition("::")[2]
-        draft = self._draft_for(name, inputs)
-        if name == "_to_copy" and self._stand_for(inputs, fresh):
+        if kernel.is_view or (kernel.name == "_to_copy" and self.memory.stand_for(kernel)):
             return
-        before = [self._hold(each, name) for each in inputs]
+        draft = self._draft_for(kernel)
+        read = [self.memory.hold(each, kernel.name) for each in kernel.inputs]
+        made = [
+            self.memory.make(each, kernel.name, draft, self._share_of(draft, each, i, kernel, read))
+            for i, each in enumerate(kernel.fresh)
+        ]
         if draft is None:
-            for i, each in enumerate(fresh):
-                self._make(each, name, None, self._shares_like(before, inputs, each, i))
             return
-        for held in before:
-            draft.reads[held] = None
-            if draft.gradient_of is not None:
-                self._use_gathered(draft.gradient_of, held)
-        made = [self._make(each, name, draft, self._share_of(draft, each, i, before, inputs)) for i, each in
-                enumerate(fresh)]  # fmt: skip
-        for held in made if made else before[:1]:
-            draft.writes[held] = None
-        self._count(draft, name, function, args, kwargs, result, (inputs, before), (fresh, made))
+        written = [self.memory.hold(each, kernel.name) for each in kernel.written]
+        draft.reads.update(dict.fromkeys(read))
+        draft.writes.update(dict.fromkeys([*made, *written]))
+        if draft.gradient_of is not None:
+            self.memory.use_gathered(draft.gradient_of, read)
+        elif draft.call is None:
+            self._belong(draft)
+        self._count(
+            draft, kernel, read, [*zip(kernel.fresh, made, strict=True), *zip(kernel.written, written, strict=True)]
+        )
         self.kernel += 1
         draft.last = self.kernel
 
-    def _draft_for(self, name: str, inputs: Sequence[torch.Tensor]) -> Draft | None:
+    def _draft_for(self, kernel: Kernel) -> Draft | None:
         """The node that a kernel belongs to; None for one that only the host sees."""
-        if self.current is not None:
-            return self.current
-        draft = self._backward_node()
-        if draft is not None:
+        draft = self.current or self._backward_node()
+        if draft is not None or not self.memory.knows(kernel.inputs):
             return draft
-        if not any((held := self.held.get(_address(each))) is not None and held.is_counted for each in inputs):
-            return None
         self._leave_backward()
-        draft = Draft(name.strip("_"), self._phase(), self.modules.path, where(), self.kernel)
-        draft.operands = tuple(f"{short_name(each.dtype)}{list(each.shape)}" for each in inputs[:4])
+        draft = Draft(kernel.name.strip("_"), self._phase(), self.modules.path, where(), self.kernel)
+        draft.operands = tuple(f"{short_name(each.dtype)}{list(each.shape)}" for each in kernel.inputs[:4])
+        draft.results = tuple(f"{short_name(each.dtype)}{list(each.shape)}" for each in kernel.fresh[:4])
         self.drafts.append(draft)
         return draft
 
@@ -300,15 +178,13 @@ class Recorder(Log):
             return None
         self.unmarked = True
         call = self._call_of(running)
-        if self.backward is None or (call is not self.backward.gradient_of and call is not None):
+        if self.backward is None or (call is not None and call is not self.backward.gradient_of):
             self.backward = self._begin_backward(call, running.name())
         return self.backward
 
     def _call_of(self, node: Any) -> Called | None:
         number = node._sequence_nr()
-        if number >= 1 << 63:  # a leaf's own node, which is none of a call
-            return None
-        place = bisect.bisect_right(self.begun, number) - 1
+        place = bisect.bisect_right(self.begun, number) - 1 if number < _LEAF else -1
         return self.called[place] if place >= 0 else None
 
     def _begin_backward(self, call: Called | None, name: str) -> Draft:
@@ -322,295 +198,253 @@ class Recorder(Log):
         return draft
 
     def _leave_backward(self) -> None:
-        """Backward is over, or interrupted by a call: what it left are gradients."""
+        """Whatever comes now is no longer backward: what that left are gradients."""
         if private.current_node() is None:
             self.backward = None
             if self.unmarked:
-                self.mark_gradients()
-
-    def _use_gathered(self, call: Called, held: Held) -> None:
-        """Backward reads an operand that was gathered: the buffer was kept until now."""
-        if held in call.gathered:
-            call.gathered[held][0].freed = self.kernel
+                self._mark_gradients()
 
     def _share_of(
-        self, draft: Draft, array: torch.Tensor, place: int, before: Sequence[Held], inputs: Sequence[torch.Tensor]
+        self, draft: Draft | None, array: torch.Tensor, place: int, kernel: Kernel, read: Sequence[Held]
     ) -> float | None:
-        """What one device holds of an array that a kernel has made."""
-        call = draft if isinstance(draft, Called) else draft.gradient_of
-        share = call.share_of(tuple(array.shape)) if isinstance(call, Called) else None
-        return self._shares_like(before, inputs, array, place) if share is None else share
-
-    def _shares_like(
-        self, before: Sequence[Held], inputs: Sequence[torch.Tensor], array: torch.Tensor, place: int
-    ) -> float | None:
-        """The same from the kernel's own operands, the one at the same place of a list first."""
-        pairs = [pair for pair in zip(before, inputs, strict=True) if pair[0].is_counted]
-        elements = array.numel()
-        same = [held for held, each in pairs if each.numel() == elements]
-        at_place = [held for held, each in zip(before[place:], inputs[place:], strict=True) if held in same]
-        if same:
-            return (at_place or same)[0].share
-        return infer_share(tuple(array.shape), [held.layout for held, _ in pairs if held.layout.stored])
+        """What one device holds of an array that a kernel has made: from its call, or from its own operands."""
+        call = draft.call if draft is not None else None
+        share = call.weight.share_of(tuple(array.shape)) if call is not None else None
+        return self.memory.share_like(array, place, kernel.inputs, read) if share is None else share
 
     def _count(
-        self,
-        draft: Draft,
-        name: str,
-        function: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        result: Any,
-        read: tuple[Sequence[torch.Tensor], Sequence[Held]],
-        made: tuple[Sequence[torch.Tensor], Sequence[Held]],
+        self, draft: Draft, kernel: Kernel, read: Sequence[Held], written: Sequence[tuple[torch.Tensor, Held]]
     ) -> None:
         """The arithmetic and the traffic of a kernel, on one device."""
-        counter = _FLOPS.get(function._overloadpacket)
-        total = float(counter(*args, **kwargs, out_val=result)) if counter is not None else 0.0
-        call = draft if isinstance(draft, Called) else draft.gradient_of
-        share = call.share if isinstance(call, Called) else max((each.share for each in read[1]), default=1.0)
-        traffic = 0.0
-        for arrays, helds in () if name in _EMPTY else (read, made):
-            for array, held in zip(arrays, helds, strict=True):
-                traffic += min(array.numel() * array.element_size(), held.whole) * held.share
-        draft.kernels.append(name)
-        draft.loads.append(Load(total * share, traffic))
+        flops, call = kernel.flops, draft.call
+        share = call.weight.share if call is not None else max((each.share for each in read), default=1.0)
+        touched = [*zip(kernel.inputs, read, strict=True), *written] if kernel.name not in EMPTY else []
+        traffic = sum(min(array.numel() * array.element_size(), held.whole) * held.share for array, held in touched)
+        draft.kernels.append(kernel.name)
+        draft.loads.append(Load(flops * share, traffic))
         if draft.phase != "recompute":
-            draft.model_flops += total
-        if total or not draft.dtype:
-            draft.dtype = _widest_array(read[0]) or draft.dtype
+            draft.model_flops += flops * (call.weight.copies if call is not None else 1)
+        if flops or not draft.dtype:
+            draft.dtype = kernel.dtype or draft.dtype
 
-    # Storages
-
-    def _hold_tensor(self, tensor: Tensor, topology: Topology) -> Held:
-        """The storage of an operand, which lies as its topology says."""
-        array = tensor._data
-        held = self._hold(array, "tensor")
-        if not held.is_exact:
-            held.place(layout_of(topology))
-            if held.name == "tensor":
-                held.name = topology.notation
-        is_leaf = array.requires_grad and array.is_leaf
-        if tensor._is_param or (is_leaf and held.made < 0):
-            held.held_for = "parameters"
-            held.name = self.modules.names.get(_address(array), held.name)
-            held.module = self.modules.owner(tensor)
-        if is_leaf:
-            self.leaves.setdefault(id(array), weakref.ref(array))
-        return held
-
-    def _hold(self, array: torch.Tensor, name: str) -> Held:
-        """The storage of an array; one that nobody saw before was there before."""
-        return self.held.get(_address(array)) or self._start(array, Held(name, _size(array), -1, None))
-
-    def _make(self, array: torch.Tensor, name: str, draft: Draft | None, share: float | None) -> Held:
-        held = self._start(array, Held(name, _size(array), self.kernel, draft))
-        if share is not None:
-            held.share, held.is_counted = share, True
-        held.name = f"{draft.op if draft is not None else name} {short_name(array.dtype)}{list(array.shape)}"
-        if draft is not None and draft.gradient_of is not None:
-            self._make_gathered(draft, draft.gradient_of, array)
-        return held
-
-    def _make_gathered(self, draft: Draft, call: Called, array: torch.Tensor) -> None:
-        """The gradient of a gathered operand is whole before it is reduced and scattered."""
-        for held, (buffer, topology) in call.gathered.items():
-            if array.numel() * array.element_size() == held.whole:
-                gradient = self._add_buffer(f"gradient {topology.notation}", buffer.local, draft, self.kernel, None)
-                gradient.held_for, gradient.freed = "gathered", self.kernel
-
-    def _start(self, array: torch.Tensor, held: Held) -> Held:
-        self.all_held.append(held)
-        self._watch(array, held)
-        return held
-
-    def _watch(self, array: torch.Tensor, held: Held) -> None:
-        """Follow an array's memory until it is freed."""
-        address, recorder = _address(array), weakref.ref(self)
-        held.keys += 1
-
-        def free(_: object) -> None:
-            mine = recorder()
-            if mine is not None and mine.held.get(address) is held:
-                del mine.held[address], mine.watches[address]
-                held.keys -= 1
-                if not held.keys:
-                    held.freed = mine.kernel - 1
-
-        self.held[address] = held
-        self.watches[address] = weakref.ref(array.untyped_storage(), free)
-
-    def _stand_for(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> bool:
-        """Whether a copy is one without data of an array that has some: it stands for the same memory."""
-        if len(fresh) != 1 or not fresh[0].is_meta or inputs[0].is_meta:
-            return False
-        self._watch(fresh[0], self._hold(inputs[0], "tensor"))
-        return True
-
-    def hold_parameter(self, tensor: Tensor, name: str) -> None:
-        """A parameter of a model that is about to run."""
-        self.modules.names.setdefault(_address(tensor._data), name)
-        self._hold_tensor(tensor, tensor.topology)
-
-    def mark_gradients(self) -> None:
-        """The gradients that leaves have now are what their memory is held for."""
-        self.unmarked = False
-        for found in list(self.leaves.values()):
-            leaf = found()
-            if leaf is None or leaf.grad is None:
-                continue
-            held, of = self._hold(leaf.grad, "gradient"), self.held.get(_address(leaf))
-            held.held_for = "gradients"
-            if of is not None:
-                held.place(of.layout)
-                held.name, held.module = f"gradient of {of.name}", of.module
+    # What happens around calls
 
     def begin_step(self, optimizer: Any, *_: object) -> None:
         """An optimizer is about to step."""
         self._leave_backward()
-        self.mark_gradients()
-        self._mark_state(optimizer)
-        self.optimizing = True
+        self._mark_gradients()
+        self.memory.mark_state(optimizer)
+        self.optimizing, self.owner = True, ""
 
     def end_step(self, optimizer: Any, *_: object) -> None:
         """An optimizer has stepped: what it keeps is its state."""
         self.optimizing = False
-        self._mark_state(optimizer)
+        self.memory.mark_state(optimizer)
 
-    def _mark_state(self, optimizer: Any) -> None:
-        for parameter, table in optimizer.state.items():
-            of = self.held.get(_address(parameter._data)) if isinstance(parameter, Tensor) else None
-            for key, value in table.items() if isinstance(table, dict) else ():
-                if isinstance(value, Tensor):
-                    held = self._hold(value._data, "state")
-                    held.place(layout_of(value.topology))
-                    held.held_for = "optimizer state"
-                    held.name = f"{key} of {of.name}" if of is not None else key
-                    held.module = of.module if of is not None else ""
+    def _belong(self, draft: Draft) -> None:
+        """A call of an optimizer belongs to the module whose parameter it works on, or worked on last."""
+        if not self.optimizing or draft.module:
+            return
+        owners = {each.module for each in draft.reads if each.module}
+        if len(owners) == 1:
+            self.owner = owners.pop()
+        draft.module = "" if owners else self.owner
 
-    # The whole
+    def _mark_gradients(self) -> None:
+        self.unmarked = False
+        self.memory.mark_gradients()
 
     def _phase(self) -> str:
         if self.optimizing:
             return "optimizer"
         return "recompute" if private.current_node() is not None else "forward"
 
-    def _see_mesh(self, mesh: Mesh) -> None:
+    def _see(self, mesh: Mesh, tensors: Sequence[Tensor]) -> None:
         if self.mesh is None or math.prod(mesh.shape) > math.prod(self.mesh.shape):
             self.mesh = mesh
+        self.has_data = self.has_data or any(_has_data(each) for each in tensors)
 
     def graph(self) -> StepGraph:
         """What was recorded, as values."""
-        self.mark_gradients()
-        drafts = [each for each in self.drafts if each.kernels or each.before or each.after or each.writes]
+        self._mark_gradients()
+        drafts = [each for each in self.drafts if each.is_something]
         for number, draft in enumerate(drafts):
             draft.number = number
-        counted = [held for held in self.all_held if held.is_counted]
-        numbers = {held: number for number, held in enumerate(counted)}
-        phases = _Phases(drafts)
-        storages = tuple(_storage(held, number, phases) for held, number in numbers.items())
-        nodes = tuple(_node(draft, numbers) for draft in drafts)
+        numbers = {held: number for number, held in enumerate(self.memory.counted())}
+        phases = Phases(drafts)
+        storages = tuple(held.finish(number, phases) for held, number in numbers.items())
+        nodes = tuple(draft.finish(numbers) for draft in drafts)
         return StepGraph(nodes, storages, self.mesh, self.kernel, self.has_data)
 
 
-class _Phases:
-    """When backward began after each kernel: what forward made and is still there then was saved for it."""
-
-    def __init__(self, drafts: Sequence[Draft]) -> None:
-        self.backward = [draft.first for draft in drafts if draft.phase == "backward" and not draft.is_gradient_sum]
-
-    def held_for(self, held: Held) -> str:
-        """What a storage is held for that nobody has marked."""
-        if held.held_for:
-            return held.held_for
-        if held.made < 0:
-            return "inputs"
-        phase = held.node.phase if held.node is not None else "forward"
-        if phase not in ("forward", "recompute"):
-            return "temporaries"
-        place = bisect.bisect_left(self.backward, held.made)
-        begins = self.backward[place] if place < len(self.backward) else None
-        is_saved = begins is not None and (held.freed is None or held.freed >= begins)
-        return "activations" if is_saved else "temporaries"
-
-
-def _storage(held: Held, number: int, phases: _Phases) -> Storage:
-    node = held.node if held.node is not None and held.node.number >= 0 else None
-    return Storage(
-        number=number,
-        name=held.name,
-        held_for=phases.held_for(held),
-        bytes=held.local,
-        made=held.made,
-        freed=held.freed,
-        node=node.number if node is not None else None,
-        module=held.module or (node.module if node is not None else ""),
-        where=node.where if node is not None else "",
-    )
-
-
-def _node(draft: Draft, numbers: dict[Held, int]) -> Node:
-    of = draft.gradient_of
-    return Node(
-        number=draft.number,
-        op=draft.op,
-        phase=draft.phase,
-        module=draft.module,
-        where=draft.where,
-        operands=draft.operands,
-        results=draft.results,
-        kernels=tuple(draft.kernels),
-        dtype=draft.dtype,
-        loads=tuple(draft.loads),
-        model_flops=draft.model_flops,
-        before=tuple(each for each, _ in draft.before),
-        before_of=tuple(numbers.get(held) if held is not None else None for _, held in draft.before),
-        after=tuple(draft.after),
-        reads=tuple(numbers[each] for each in draft.reads if each in numbers),
-        writes=tuple(numbers[each] for each in draft.writes if each in numbers),
-        kernel_range=(draft.first, max(draft.last, draft.first)),
-        gradient_of=of.number if of is not None and of.number >= 0 else None,
-        is_gradient_sum=draft.is_gradient_sum,
-    )
-
-
-class Modules:
-    """Which module of the model is running, by its path from the first one that was called."""
+class MemoryBook:
+    """The storages of a step, from the kernel that makes each until nobody holds it."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.paths: dict[int, str] = {}
-        self.names: dict[int, str] = {}  # of parameters, by the address of their memory
-        self.stack: list[str] = []
+        self.alive: dict[int, Held] = {}  # by address
+        self.watches: dict[int, weakref.ref[Any]] = {}
+        self.all: list[Held] = []
+        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    @property
-    def path(self) -> str:
-        """The path of the module that is running."""
-        return self.stack[-1] if self.stack else ""
+    def counted(self) -> Iterator[Held]:
+        """Those that are on the devices."""
+        return (held for held in self.all if held.is_counted)
 
-    def owner(self, tensor: Tensor) -> str:
-        """The path of the module that has a parameter."""
-        return self.names.get(_address(tensor._data), "").rpartition(".")[0]
+    def knows(self, arrays: Sequence[torch.Tensor]) -> bool:
+        """Whether one of these arrays is on the devices."""
+        found = (self.alive.get(address_of(each)) for each in arrays)
+        return any(held is not None and held.is_counted for held in found)
 
-    def enter(self, module: torch.nn.Module, *_: object) -> None:
-        """A module is called."""
-        if id(module) not in self.paths:
-            self._read(module)
-        self.stack.append(self.paths[id(module)])
+    def hold(self, array: torch.Tensor, name: str) -> Held:
+        """The storage of an array; one that nobody saw before was there before."""
+        return self.alive.get(address_of(array)) or self._start(array, name, -1, None)
 
-    def leave(self, module: torch.nn.Module, *_: object) -> None:
-        """It is done."""
-        if self.stack:
-            self.stack.pop()
+    def hold_tensor(self, tensor: Tensor, topology: Topology) -> Held:
+        """The storage of an operand, which lies as its topology says."""
+        array = tensor._data
+        held = self.hold(array, topology.notation)
+        if not held.is_exact:
+            held.place(layout_of(topology))
+        is_leaf = array.requires_grad and array.is_leaf
+        if tensor._is_param or (is_leaf and held.made < 0):
+            held.held_for = "parameters"
+            held.name = self.recorder.modules.name_of(tensor) or held.name
+            held.module = held.name.rpartition(".")[0] if "[" not in held.name else ""
+        if is_leaf:
+            self.leaves.setdefault(id(array), weakref.ref(array))
+        return held
 
-    def _read(self, root: torch.nn.Module) -> None:
-        """The paths of a module and of all in it, and the names of its parameters."""
-        start = f"{self.path}.{type(root).__name__}" if self.path else type(root).__name__
-        for name, module in root.named_modules():
-            self.paths.setdefault(id(module), f"{start}.{name}" if name else start)
-        for name, parameter in root.named_parameters():
-            if isinstance(parameter, Tensor):
-                self.recorder.hold_parameter(parameter, f"{start}.{name}")
+    def hold_parameter(self, tensor: Tensor, name: str) -> None:
+        """A parameter of a model that is about to run."""
+        self.hold_tensor(tensor, tensor.topology)
+
+    def make(self, array: torch.Tensor, name: str, draft: Draft | None, share: float | None) -> Held:
+        """Memory that a kernel has made, of which one device holds a share, as far as that is known."""
+        text = f"{draft.op if draft is not None else name} {short_name(array.dtype)}{list(array.shape)}"
+        held = self._start(array, text, self.recorder.kernel, draft)
+        if share is not None:
+            held.share, held.is_counted = share, True
+        if draft is not None and draft.gradient_of is not None:
+            self._make_gathered(draft, draft.gradient_of, held)
+        return held
+
+    def share_like(
+        self, array: torch.Tensor, place: int, inputs: Sequence[torch.Tensor], read: Sequence[Held]
+    ) -> float | None:
+        """What one device holds of a kernel's result, from its operands; of lists the one at the same place counts."""
+        pairs = [pair for pair in zip(inputs, read, strict=True) if pair[1].is_counted]
+        same = [held for each, held in pairs if each.numel() == array.numel()]
+        if same:
+            return read[place].share if place < len(read) and read[place] in same else same[0].share
+        return infer_share(tuple(array.shape), [held.layout for _, held in pairs if held.is_exact])
+
+    # Memory that the devices need and the stored arrays do not: there a gather is the array as it is
+
+    def add_buffer(self, name: str, size: int, draft: Draft) -> Held:
+        """Memory of its own, for one kernel as long as nobody says more."""
+        buffer = Held(name, size, self.recorder.kernel, draft)
+        buffer.is_counted, buffer.freed = True, self.recorder.kernel
+        self.all.append(buffer)
+        return buffer
+
+    def add_gathered(self, name: str, size: int, draft: Draft) -> Held:
+        """An operand as a call needs it."""
+        buffer = self.add_buffer(name, size, draft)
+        buffer.held_for = "gathered"
+        return buffer
+
+    def use_gathered(self, call: Called, read: Sequence[Held]) -> None:
+        """Backward reads an operand that was gathered: the buffer was kept until now."""
+        for held in read:
+            if held in call.gathered:
+                call.gathered[held][0].freed = self.recorder.kernel
+
+    def _make_gathered(self, draft: Draft, call: Called, made: Held) -> None:
+        """The gradient of a gathered operand is whole before it is reduced and scattered."""
+        for held, (_, topology) in call.gathered.items():
+            if made.whole == held.whole:
+                self.add_gathered(f"gradient {topology.notation}", topology.local_bytes, draft)
+
+    # Lives
+
+    def _start(self, array: torch.Tensor, name: str, made: int, draft: Draft | None) -> Held:
+        held = Held(name, array.untyped_storage().nbytes(), made, draft)
+        self.all.append(held)
+        self._follow(array, held)
+        return held
+
+    def _follow(self, array: torch.Tensor, held: Held) -> None:
+        """Keep watch over an array's memory until it is freed."""
+        address, mine = address_of(array), weakref.ref(self)
+        held.arrays += 1
+
+        def free(_: object) -> None:
+            book = mine()
+            if book is not None and book.alive.get(address) is held:
+                del book.alive[address], book.watches[address]
+                held.arrays -= 1
+                if not held.arrays:
+                    held.freed = book.recorder.kernel - 1
+
+        self.alive[address] = held
+        self.watches[address] = weakref.ref(array.untyped_storage(), free)
+
+    def stand_for(self, kernel: Kernel) -> bool:
+        """Whether a copy is one without data of an array that has some: it stands for the same memory."""
+        if len(kernel.fresh) != 1 or not kernel.fresh[0].is_meta or kernel.inputs[0].is_meta:
+            return False
+        self._follow(kernel.fresh[0], self.hold(kernel.inputs[0], kernel.name))
+        return True
+
+    # What memory is held for
+
+    def mark_gradients(self) -> None:
+        """The gradients that leaves have now."""
+        for found in list(self.leaves.values()):
+            leaf = found()
+            if leaf is None or leaf.grad is None:
+                continue
+            held, of = self.hold(leaf.grad, "gradient"), self.alive.get(address_of(leaf))
+            held.held_for = "gradients"
+            if of is not None:
+                held.place(of.layout)
+                held.name, held.module = f"gradient of {of.name}", of.module
+
+    def mark_state(self, optimizer: Any) -> None:
+        """The tensors that an optimizer keeps for each parameter."""
+        for parameter, table in optimizer.state.items():
+            of = self.alive.get(address_of(parameter._data)) if isinstance(parameter, Tensor) else None
+            for key, value in table.items() if isinstance(table, dict) else ():
+                if isinstance(value, Tensor):
+                    held = self.hold(value._data, key)
+                    held.place(layout_of(value.topology))
+                    held.held_for = "optimizer state"
+                    held.name = f"{key} of {of.name}" if of is not None else key
+                    held.module = of.module if of is not None else ""
+
+
+def _load_of_call(draft: Called) -> Load:
+    """A planned call counts as one kernel, with the arithmetic of the kernels that ran."""
+    counted, touched = sum(load.flops for load in draft.loads), sum(load.bytes for load in draft.loads)
+    load = draft.weight.load
+    return Load(counted or load.flops, load.bytes or touched)
+
+
+def _moved_operands(draft: Called) -> list[Held]:
+    """For each collective that brings an operand to a call, the operand's storage."""
+    plan = draft.plan
+    rows = zip(draft.operand_storages, plan.call.operands, plan.ins, strict=True)
+    return [held for held, source, target in rows for _ in moves(source, target, plan.machine)]
+
+
+def _widest(topologies: Sequence[Topology]) -> str:
+    """The dtype that arithmetic on operands is done in."""
+    return max((each.dtype for each in topologies if is_floating(each.dtype)), key=itemsize, default="")
+
+
+def _has_data(tensor: Tensor) -> bool:
+    return not tensor._data.is_meta and tensor._data.dtype.is_floating_point
 
 
 class _Kernels(private.TorchDispatchMode):
@@ -624,7 +458,7 @@ class _Kernels(private.TorchDispatchMode):
         if any(issubclass(each, Tensor) for each in types):
             return NotImplemented
         result = function(*args, **(kwargs or {}))
-        self.recorder.see(function, args, kwargs or {}, result)
+        self.recorder.see(Kernel(function, args, kwargs or {}, result))
         return result
 
 
@@ -641,60 +475,14 @@ def recording() -> Iterator[Recorder]:
     """
     recorder = Recorder()
     with ExitStack() as stack:
-        hooks: Iterable[Any] = (
+        for hook in (
             register_module_forward_pre_hook(recorder.modules.enter),
             register_module_forward_hook(recorder.modules.leave, always_call=True),
             register_optimizer_step_pre_hook(recorder.begin_step),
             register_optimizer_step_post_hook(recorder.end_step),
-        )
-        for hook in hooks:
+        ):
             stack.callback(hook.remove)
         stack.enter_context(state.changed(logs=(*state.logs, recorder)))
+        stack.enter_context(KnownNumbers())
         stack.enter_context(_Kernels(recorder))
         yield recorder
-
-
-def _arrays(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for each in values:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from _arrays(each)
-
-
-def _address(array: torch.Tensor) -> int:
-    address: int = array.untyped_storage()._cdata
-    return address
-
-
-def _size(array: torch.Tensor) -> int:
-    return array.untyped_storage().nbytes()
-
-
-def _widest(topologies: Iterable[Topology]) -> str:
-    """The dtype that arithmetic on operands is done in: the widest of the floating ones."""
-    dtypes = [each.dtype for each in topologies if each.dtype[0] in "bfc" and each.dtype != "bool"]
-    return max(dtypes, key=itemsize, default="")
-
-
-def _widest_array(arrays: Iterable[torch.Tensor]) -> str:
-    floating = [each.dtype for each in arrays if each.dtype.is_floating_point or each.dtype.is_complex]
-    return short_name(max(floating, key=lambda each: each.itemsize)) if floating else ""
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    flops: int = sdpa_flop_count(query.shape, key.shape, value.shape)
-    return flops
-
-
-def _attention_back_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    flops: int = sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
-    return flops
-
-
-# torch's own formulas, and those of the kernel that CPU and `meta` take for attention
-_FLOPS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    private.fused_attention: _attention_flops,
-    private.fused_attention_backward: _attention_back_flops,
-}
