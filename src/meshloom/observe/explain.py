@@ -11,7 +11,6 @@ from meshloom.errors import ArgumentError
 from meshloom.planner import Plan, consider
 from meshloom.runtime import Event, Log, state
 
-
 PAGE = 40  # calls up to which each is printed with its rows; a longer program is one page
 
 
@@ -92,11 +91,12 @@ def explain(program: Callable[[], object]) -> Explanation:
         raise ArgumentError(f"explain takes a program, not {program!r:.80}", fix="explain(lambda: x @ w)")
     import torch
 
+    from meshloom.tensor.known_numbers import KnownNumbers
     from meshloom.tensor.shadow import Shadows, Untouched, optimizers_kept
 
     log = Log()
     unseen = {"logs": (log,), "shadows": Shadows(), "policy": None, "waiting": {}}
-    with torch.random.fork_rng(devices=[]), Untouched(), optimizers_kept(), state.changed(**unseen):
+    with torch.random.fork_rng(devices=[]), Untouched(), KnownNumbers(), optimizers_kept(), state.changed(**unseen):
         result = program()
     return Explanation(log, result)
 

@@ -168,44 +168,39 @@ class _Clock:
 
     def finish(self) -> Timing:
         """All slices, with the part of each collective that nothing hides."""
-        busy = [each for each in self.slices if each.stream == "compute"]
-        idle = _Idle(busy)
-        slices = [
-            each if each.stream == "compute" else replace(each, exposed=idle.between(each.start, each.end))
-            for each in self.slices
-        ]
-        slices.sort(key=lambda each: each.start)
+        slices = sorted(self.slices, key=lambda each: each.start)
+        waits = _share_waits(slices)
         end = max((each.end for each in slices), default=0.0)
-        compute = sum(each.duration for each in busy)
+        compute = sum(each.duration for each in slices if each.stream == "compute")
         moved = sum(each.duration for each in slices if each.stream == "communication")
-        return Timing(tuple(slices), end, compute, moved, end - compute)
+        told = tuple(replace(each, exposed=waits[i]) if i in waits else each for i, each in enumerate(slices))
+        return Timing(told, end, compute, moved, end - compute)
+
+
+def _share_waits(slices: Sequence[Slice]) -> dict[int, float]:
+    """For each collective, its part of the time in which the device waits; several at once share that time."""
+    marks = sorted((time, i) for i, each in enumerate(slices) for time in (each.start, each.end))
+    waits: dict[int, float] = defaultdict(float)
+    running: dict[str, dict[int, None]] = {"compute": {}, "communication": {}}
+    last = 0.0
+    for time, i in marks:
+        moving = running["communication"]
+        if moving and not running["compute"]:
+            for each in moving:
+                waits[each] += (time - last) / len(moving)
+        last = time
+        same = running[slices[i].stream]
+        if i in same:
+            del same[i]
+        else:
+            same[i] = None
+    return waits
 
 
 def _join(collectives: Sequence[Collective]) -> Collective:
     """Several collectives as one of all their bytes."""
     elements = sum(math.prod(each.shape) for each in collectives)
     return replace(collectives[0], bytes=sum(each.bytes for each in collectives), shape=(elements,))
-
-
-class _Idle:
-    """When a device does not compute."""
-
-    def __init__(self, busy: Sequence[Slice]) -> None:
-        self.starts = [each.start for each in busy]
-        self.ends = [each.end for each in busy]
-        self.before = [0.0]  # the seconds of compute before each slice
-        for each in busy:
-            self.before.append(self.before[-1] + each.duration)
-
-    def between(self, start: float, end: float) -> float:
-        """The seconds without compute between two times."""
-        return max(0.0, end - start - (self._busy_until(end) - self._busy_until(start)))
-
-    def _busy_until(self, time: float) -> float:
-        place = bisect.bisect_right(self.starts, time)
-        if not place:
-            return 0.0
-        return self.before[place] - max(0.0, self.ends[place - 1] - time)
 
 
 class Prices:

@@ -99,6 +99,10 @@ class Recorder(Log):
                 buffer = self.memory.add_buffer(f"{draft.op} {raw.notation}", raw.local_bytes, draft)
                 buffer.made, buffer.freed = draft.first, self.kernel - 1
 
+    def abandon_call(self) -> None:
+        """The call did not come to its end; what it did so far is kept."""
+        self.current = None
+
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
         """Collectives, at the node that causes them or as nodes of their own."""
         super().note_events(events, of, first)
@@ -306,6 +310,7 @@ class MemoryBook:
         held = self.hold(array, topology.notation)
         if not held.is_exact:
             held.place(layout_of(topology))
+            held.name = topology.notation if held.node is None else held.name
         is_leaf = array.requires_grad and array.is_leaf
         if tensor._is_param or (is_leaf and held.made < 0):
             held.held_for = "parameters"

@@ -106,7 +106,8 @@ def _write_directly(found: Resolved, tensor: Tensor) -> None:
         state.check(watched.forward)
     ready = found.entry.kernel.prepared([each._data for each in found.tensors])
     try:
-        found.function(getattr(torch.Tensor, name))(*ready)
+        function = found.function(getattr(torch.Tensor, name))
+        function(*ready) if watched is None else watched.run(function, *ready)
     except RuntimeError as error:
         if "can't be cast" in str(error):
             raise DTypeError(f"{name} gives a dtype that {held} cannot hold", target=tensor.topology) from error
