@@ -71,6 +71,7 @@ _LAZY = {
     **dict.fromkeys(("dropout",), "meshloom.tensor.torch_api.pointwise"),
     **dict.fromkeys(("explain", "Explanation"), "meshloom.observe.explain"),
     **dict.fromkeys(("simulate", "Simulation"), "meshloom.observe.simulate"),
+    **dict.fromkeys(("dry_run", "DryRun"), "meshloom.observe.dry_run"),
     **dict.fromkeys(
         "communication record with_output choose use_fabric use_machine CommunicationWarning FallbackWarning".split(),
         "meshloom.observe.scopes",

@@ -84,6 +84,9 @@ class Log:
     def end_call(self, results: Sequence[Any]) -> None:
         """The call has run and told its events; these are its arrays."""
 
+    def abandon_call(self) -> None:
+        """The call did not come to its end: an error, or a checkpoint that has recomputed enough."""
+
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
         """Write collectives down: `of` is the tensor that they move, `first` says that the call waits for them."""
         self.events.extend(events)

@@ -34,6 +34,9 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 # whether the pass that is under way computes a node
 will_execute: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_execute_node
+# the node of the graph that backward is at, and the number that the next node of the graph will have
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # a pass of backward without the checks for our class, and calls at its end
 engine: Any = torch.autograd.Variable._execution_engine
 # whether a reentrant checkpoint may run in this pass
@@ -45,6 +48,9 @@ variable_functions: Any = torch._C._VariableFunctions
 nn_functions: Any = torch._C._nn
 # a mask of attention as numbers to add
 canonical_mask: Callable[..., torch.Tensor | None] = F._canonical_mask
+# attention as one kernel, and its gradient, which know shapes without data
+fused_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+fused_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # products of tokens with the experts that they belong to
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 # an array seen with the other sign, as imaginary parts of conjugates are

@@ -13,6 +13,8 @@ from meshloom.observe.advice import Flow, advise, describe_advice
 from meshloom.planner import Advice, Plan, consider
 from meshloom.runtime import Event, Log, state
 
+PAGE = 40  # calls up to which each is printed with its rows; a longer program is one page
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -69,8 +71,13 @@ class Explanation:
         """
         return self._text(rows=False)
 
-    def __str__(self) -> str:
+    @property
+    def full(self) -> str:
+        """The whole text, however long: every call with all its rows."""
         return self._text(rows=True)
+
+    def __str__(self) -> str:
+        return self.full if len(self.log.calls) <= PAGE else "\n".join(_page(self))
 
     def _text(self, rows: bool) -> str:
         lines: list[str] = []
@@ -102,13 +109,40 @@ def explain(program: Callable[[], object]) -> Explanation:
         raise ArgumentError(f"explain takes a program, not {program!r:.80}", fix="explain(lambda: x @ w)")
     import torch
 
+    from meshloom.tensor.known_numbers import KnownNumbers
     from meshloom.tensor.shadow import Shadows, Untouched, optimizers_kept
 
     log = Flow()
     unseen = {"logs": (log,), "shadows": Shadows(), "policy": None, "waiting": {}}
-    with torch.random.fork_rng(devices=[]), Untouched(), optimizers_kept(), state.changed(**unseen):
+    with torch.random.fork_rng(devices=[]), Untouched(), KnownNumbers(), optimizers_kept(), state.changed(**unseen):
         result = program()
     return Explanation(log, result)
+
+
+def _page(found: Explanation) -> Iterator[str]:
+    """A long program: the totals, what it moves, and its calls with equal ones folded, the most expensive first."""
+    yield f"{len(found.log.calls)} calls, {len(found.events)} collectives, {found.bytes} B per device"
+    yield f"{found.cost * 1e3:.3f} ms by the planner's prices, which leave backward's compute out"
+    yield from _moved(found.events)
+    groups: dict[str, list[float]] = {}
+    for each, where in found.log.calls:
+        text = next(_describe(each, where, rows=False)) if isinstance(each, Plan) else f"{each}  at {where}"
+        groups.setdefault(text, []).append(each.cost if isinstance(each, Plan) else 0.0)
+    listed = sorted(groups.items(), key=lambda group: -sum(group[1]))
+    for text, costs in listed[:PAGE]:
+        yield f"  {sum(costs) * 1e6:11.3f} us {f'x{len(costs)}':>5}  {text}"
+    if len(listed) > PAGE:
+        yield f"  and {len(listed) - PAGE} more kinds of calls"
+    yield "every call: found.brief; every call with its rows: found.full"
+
+
+def _moved(events: list[Event]) -> Iterator[str]:
+    """What moves, by phase, axis and kind."""
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    for event in events:
+        totals.setdefault((event.phase, event.axis, event.kind), []).append(event.bytes)
+    for (phase, axis, kind), sizes in totals.items():
+        yield f"  {phase:<8} {axis:<6} {kind:<14} x{len(sizes):<5} {sum(sizes)} B"
 
 
 def _describe(plan: Plan, where: str, rows: bool) -> Iterator[str]:

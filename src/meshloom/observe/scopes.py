@@ -32,8 +32,11 @@ def communication(level: str, above: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def record() -> Iterator[Log]:
+def record(step: bool = False) -> Iterator[Log]:
     """What did run inside: each collective with axis, bytes, op and source line.
+
+    With `step=True` the record keeps the whole step, backward and optimizer too: `log.graph()` has its nodes and
+    storages (`meshloom.cost.step`), on `meta` and on data alike.
 
     >>> import meshloom as loom
     >>> x = loom.ones(4, mesh=loom.open_mesh((2,), axes=("dp",)))
@@ -42,6 +45,12 @@ def record() -> Iterator[Log]:
     >>> [(event.kind, event.axis, event.bytes) for event in log]
     [('all_reduce', 'dp', 4)]
     """
+    if step:
+        from meshloom.tensor.recording import recording
+
+        with recording() as recorder:
+            yield recorder
+        return
     log = Log()
     with state.changed(logs=(*state.logs, log)):
         yield log

@@ -142,7 +142,7 @@ class Resolved:
             watched = Watched(self.entry, self.tensors)
             state.check(watched.forward)
         run = self.entry.kernel.run if known else self._first_run
-        results = run(datas, function)
+        results = run(datas, function) if watched is None else watched.run(run, datas, function)
         if not known:
             self.entry = _with_dtypes(self.entry, results)
             remember(self.key, self.entry)

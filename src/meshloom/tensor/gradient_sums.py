@@ -71,7 +71,7 @@ class Note:
         if task == self.task:
             return
         self.task = task
-        happen(self._events(self.back.results))
+        happen(self._events(self.back.results), first=True)
         for i, source in self.sources:
             if _is_wanted(source):
                 collectives = self.back.operands[i]
@@ -203,10 +203,10 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def happen(events: Sequence[Event]) -> None:
-    """Communication of backward: it may be forbidden, and it is logged."""
+def happen(events: Sequence[Event], first: bool = False) -> None:
+    """Communication of backward: it may be forbidden, and it is logged; `first` of what the call waits for."""
     state.check(events)
-    state.log(events)
+    state.log(events, first=first)
 
 
 # The sums of leaves
@@ -253,7 +253,8 @@ def _carry_out(waiting: Sequence[Waiting], only: set[int] | None) -> None:
     collect(only)
     for each in waiting:
         forget(each.leaf)
-    state.log(events)
+    for each in waiting:
+        state.log(each.told.values(), of=each.leaf)
 
 
 def forget(leaf: Tensor) -> None:

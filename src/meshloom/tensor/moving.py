@@ -104,7 +104,7 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     STORY.identity = 0
     if is_tracked(data) and (back := _moves_back(source, target)):
         data = follow(call, back, data, (tensor,))
-    state.log(events)
+    state.log(events, of=tensor)
     return data
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -23,6 +24,15 @@ class Watched:
     def forward(self) -> list[Event]:
         """The events of the call itself."""
         return [Event(each, self.plan.call.op, self.where) for each in self.plan.forward]
+
+    def run(self, function: Callable[..., Any], *args: object) -> Any:
+        """The call itself; one that does not come to its end is told too."""
+        try:
+            return function(*args)
+        except BaseException:
+            for log in state.logs:
+                log.abandon_call()
+            raise
 
     def log(self, entry: Entry, results: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         """Write the call into every open log, with the arrays that it gave."""

@@ -20,6 +20,7 @@ from meshloom.tensor.joining import refuse_plain_results
 from meshloom.tensor.moving import carry, same_storage, shadow_of, to_dense
 from meshloom.tensor.reading import as_tensor
 from meshloom.tensor.views import IN_ORDER, MovedView, is_folded, made_anew, moved_view
+from meshloom.tensor.watched import Watched
 
 
 def note_write(tensor: Tensor) -> None:
@@ -45,7 +46,7 @@ def write(name: str, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
         _check_fit(f"{name}_", found.entry.plan.outs[0], tensor.topology)
     tracked = torch.is_grad_enabled() and any(each._data.requires_grad for each in found.tensors)
     # masking the padding afterwards would spoil what `sigmoid_` and the like keep of their result for backward
-    if state.watching or not _is_direct(found) or (tracked and tensor.topology.padded):
+    if not _is_direct(found) or (tracked and tensor.topology.padded):
         _write_result(found, tensor, tracked)
     else:
         _write_directly(found, tensor)
@@ -99,13 +100,20 @@ def _write_result(found: Resolved, tensor: Tensor, tracked: bool) -> None:
 def _write_directly(found: Resolved, tensor: Tensor) -> None:
     """Let torch's own in-place op write into the target's array."""
     name, held = found.op.name + "_", tensor.topology.dtype
+    watched = None
+    if state.watching:
+        watched = Watched(found.entry, found.tensors)
+        state.check(watched.forward)
     ready = found.entry.kernel.prepared([each._data for each in found.tensors])
     try:
-        found.function(getattr(torch.Tensor, name))(*ready)
+        function = found.function(getattr(torch.Tensor, name))
+        function(*ready) if watched is None else watched.run(function, *ready)
     except RuntimeError as error:
         if "can't be cast" in str(error):
             raise DTypeError(f"{name} gives a dtype that {held} cannot hold", target=tensor.topology) from error
         raise
+    if watched is not None:
+        watched.log(found.entry, tensor._data)
     if found.entry.communicates_back and torch.is_grad_enabled():
         found.entry.follow(tensor._data, found.tensors, is_written=True)
     tensor._mask_padding_()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.engines import private
 from meshloom.engines.node import Node
 from meshloom.engines.peers import Peers
 from meshloom.engines.torch_engine.local import Local, shared, wide_dtype
@@ -37,7 +38,7 @@ def attention(
 
     Where peers hold parts of the sequence each query knows where it stands.
     """
-    function, dim = F.scaled_dot_product_attention, query.dim() - 2
+    function, dim = fused_without_data if query.is_meta else F.scaled_dot_product_attention, query.dim() - 2
     if not local.peers.alone:
         rows, keys = local.positions("query", dim), local.topology("key")
         holders = local.peers.along(keys.mesh, keys.axes_of[-2])
@@ -52,6 +53,26 @@ def attention(
         return function(query, key, value, attn_mask, **options)
     found = function(local.trim("query", query, dim), key, value, attn_mask, is_causal=True, **options)
     return local.pad_like("query", found, dim, found.dim() - 2)
+
+
+def fused_without_data(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Attention on `meta` by the fused kernel that devices have: torch itself would write all scores down there.
+
+    What that kernel does not take (other ranks, a mask with a gradient, arrays mapped over devices) goes torch's way.
+    """
+    arrays = (query, key, value)
+    plain = all(each.dim() == 4 and not private.is_functorch_wrapped_tensor(each) for each in arrays)
+    same = query.shape[-1] == value.shape[-1] and len({each.shape[0] for each in arrays}) == 1
+    heads = key.shape[-3] == value.shape[-3] and (enable_gqa or query.shape[-3] == key.shape[-3])
+    if not (plain and same and heads) or (attn_mask is not None and attn_mask.requires_grad):
+        return F.scaled_dot_product_attention(
+            *arrays, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    found: torch.Tensor = private.fused_attention(*arrays, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return found
 
 
 def _attend(

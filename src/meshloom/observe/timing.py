@@ -1,0 +1,232 @@
+"""How long a step takes on one device: compute in program order, and the links of each mesh axis beside it.
+
+In an SPMD program all devices do the same, so one device and one group per axis stand for all of them, and the work
+here does not depend on how many there are. A node computes when the device is free and what it reads is there. A
+collective occupies the links of its axis, in the first gap that is long enough after what it moves is there; those of
+different axes do not disturb each other. What brings an operand may run ahead by one such node, as prefetching does.
+The sum of a gradient starts when the gradient is there; small ones travel together. Without overlap everything happens
+one after the other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from meshloom.collectives import Collective
+from meshloom.cost import price
+from meshloom.cost.step import Node, StepGraph
+from meshloom.fabric import Machine
+
+SMALL = 1 << 18  # elements below which gradients are summed together, as `comms.deferred` does
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Something that takes time on one device: the compute of a node, or a collective."""
+
+    node: int  # the number of the node
+    stream: str  # "compute" or "communication"
+    axis: str  # the mesh axis of a collective; empty for compute
+    name: str  # the op, or the collective's name
+    start: float  # in seconds from the start of the step
+    duration: float
+    exposed: float = 0.0  # of a collective: the seconds in which the device does nothing but wait
+    bytes: int = 0  # of a collective: what the device receives
+
+    @property
+    def end(self) -> float:
+        """When it is done."""
+        return self.start + self.duration
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The slices of one device in the order of time, and when the step is done."""
+
+    slices: tuple[Slice, ...]
+    time: float
+    compute: float  # seconds in which the device computes
+    communication: float  # seconds of all collectives, hidden ones included
+    exposed: float  # seconds in which the device waits for collectives
+
+
+def time_step(graph: StepGraph, machine: Machine, overlap: bool = True) -> Timing:
+    """When each node of a step computes and communicates on a machine."""
+    clock = _Clock(machine, overlap)
+    sums: list[Node] = []
+    for node in graph.nodes:
+        if node.is_gradient_sum:
+            sums.append(node)
+            continue
+        clock.sum_gradients(sums)
+        sums = []
+        clock.run(node)
+    clock.sum_gradients(sums)
+    return clock.finish()
+
+
+class _Links:
+    """The links of one mesh axis: one collective at a time, in the first gap that fits."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+
+    def reserve(self, ready: float, duration: float) -> float:
+        """When a collective starts that is ready at some time."""
+        place = bisect.bisect_right(self.ends, ready)
+        start = ready
+        while place < len(self.starts) and self.starts[place] < start + duration:
+            start = max(start, self.ends[place])
+            place += 1
+        self.starts.insert(place, start)
+        self.ends.insert(place, start + duration)
+        return start
+
+
+class _Clock:
+    def __init__(self, machine: Machine, overlap: bool) -> None:
+        self.overlap = overlap
+        self.prices = Prices(machine)
+        self.links: dict[str, _Links] = defaultdict(_Links)
+        self.ready: dict[int, float] = {}  # when the content of a storage is there
+        self.free = 0.0  # when the device can compute again
+        self.gates: dict[str, float] = defaultdict(float)  # per axis, when the last node computed that waited for it
+        self.slices: list[Slice] = []
+
+    def run(self, node: Node) -> None:
+        """A node: what it needs is brought, it computes, its results are reduced."""
+        ready = max((self.ready.get(each, 0.0) for each in node.reads), default=0.0)
+        begin = max(ready, self._bring(node, ready))
+        seconds = self.prices.compute(node)
+        start = max(self.free, begin) if seconds or node.before else begin
+        if seconds:
+            self.slices.append(Slice(node.number, "compute", "", node.op, start, seconds))
+            self.free = start + seconds
+        for collective in node.before:
+            self.gates[collective.axis] = start
+        done = self._communicate(node, node.after, start + seconds)
+        for each in node.writes:
+            self.ready[each] = done
+
+    def _bring(self, node: Node, ready: float) -> float:
+        """When all operands are where the node wants them."""
+        done, last = 0.0, dict[int | None, float]()
+        for collective, of in zip(node.before, node.before_of, strict=True):
+            there = ready if of is None else self.ready.get(of, 0.0)
+            there = max(there, last.get(of, 0.0), self.gates[collective.axis])
+            last[of] = self._send(node, collective, there)
+            done = max(done, last[of])
+        return done
+
+    def _communicate(self, node: Node, collectives: Iterable[Collective], ready: float) -> float:
+        """When collectives are done that follow each other."""
+        for collective in collectives:
+            ready = self._send(node, collective, ready)
+        return ready
+
+    def _send(self, node: Node, collective: Collective, ready: float, name: str = "") -> float:
+        seconds = self.prices.collective(collective)
+        if self.overlap:
+            start = self.links[collective.axis].reserve(ready, seconds)
+        else:
+            start, self.free = max(self.free, ready), max(self.free, ready) + seconds
+        what = name or collective.kind
+        stream = "communication"
+        self.slices.append(Slice(node.number, stream, collective.axis, what, start, seconds, bytes=collective.bytes))
+        return start + seconds
+
+    def sum_gradients(self, nodes: Sequence[Node]) -> None:
+        """The sums of gradients after a pass of backward, in the order in which the gradients were there."""
+        small = defaultdict(list)
+        large = []
+        for node in nodes:
+            if len(node.after) == 1 and math.prod(node.after[0].shape) < SMALL:
+                each = node.after[0]
+                small[each.kind, each.axis, each.dtype, each.op].append(node)
+            else:
+                large.append(node)
+        for node in sorted(large, key=self._when_read):
+            self._finish_sum([node], self._communicate(node, node.after, self._when_read(node)))
+        for together in small.values():
+            whole = _join([node.after[0] for node in together])
+            ready = max(map(self._when_read, together))
+            name = whole.kind if len(together) == 1 else f"{whole.kind} of {len(together)} small gradients"
+            self._finish_sum(together, self._send(together[0], whole, ready, name))
+
+    def _when_read(self, node: Node) -> float:
+        return max((self.ready.get(each, 0.0) for each in node.reads), default=0.0)
+
+    def _finish_sum(self, nodes: Iterable[Node], done: float) -> None:
+        for node in nodes:
+            for each in node.writes:
+                self.ready[each] = done
+
+    def finish(self) -> Timing:
+        """All slices, with the part of each collective that nothing hides."""
+        slices = sorted(self.slices, key=lambda each: each.start)
+        waits = _share_waits(slices)
+        end = max((each.end for each in slices), default=0.0)
+        compute = sum(each.duration for each in slices if each.stream == "compute")
+        moved = sum(each.duration for each in slices if each.stream == "communication")
+        told = tuple(replace(each, exposed=waits[i]) if i in waits else each for i, each in enumerate(slices))
+        return Timing(told, end, compute, moved, end - compute)
+
+
+def _share_waits(slices: Sequence[Slice]) -> dict[int, float]:
+    """For each collective, its part of the time in which the device waits; several at once share that time."""
+    marks = sorted((time, i) for i, each in enumerate(slices) for time in (each.start, each.end))
+    waits: dict[int, float] = defaultdict(float)
+    running: dict[str, dict[int, None]] = {"compute": {}, "communication": {}}
+    last = 0.0
+    for time, i in marks:
+        moving = running["communication"]
+        if moving and not running["compute"]:
+            for each in moving:
+                waits[each] += (time - last) / len(moving)
+        last = time
+        same = running[slices[i].stream]
+        if i in same:
+            del same[i]
+        else:
+            same[i] = None
+    return waits
+
+
+def _join(collectives: Sequence[Collective]) -> Collective:
+    """Several collectives as one of all their bytes."""
+    elements = sum(math.prod(each.shape) for each in collectives)
+    return replace(collectives[0], bytes=sum(each.bytes for each in collectives), shape=(elements,))
+
+
+class Prices:
+    """What nodes and collectives cost on a machine; equal ones are asked for once."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.machines: dict[str, Machine] = {}
+        self.known: dict[object, float] = {}
+
+    def compute(self, node: Node) -> float:
+        """The seconds that a node computes on one device."""
+        key = (node.loads, node.dtype)
+        if key not in self.known:
+            machine = self.machine_for(node.dtype)
+            self.known[key] = sum(load.seconds(machine) for load in node.loads if load.flops or load.bytes)
+        return self.known[key]
+
+    def collective(self, collective: Collective) -> float:
+        """The seconds that a collective takes."""
+        if collective not in self.known:
+            self.known[collective] = price(collective, self.machine)
+        return self.known[collective]
+
+    def machine_for(self, dtype: str) -> Machine:
+        """The machine with the peak of a dtype as its arithmetic."""
+        if dtype not in self.machines:
+            self.machines[dtype] = replace(self.machine, flops=self.machine.peak(dtype))
+        return self.machines[dtype]

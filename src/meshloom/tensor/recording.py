@@ -1,0 +1,493 @@
+"""A step while it runs, written down as a graph: every kernel on stored arrays, in forward, backward and optimizer.
+
+Planned calls say what they are (`begin_call`, `end_call`); a dispatch mode of torch sees the kernels that run on the
+arrays, on `meta` and on data alike. A kernel of backward belongs to the call whose graph node is running: nodes of the
+graph are numbered as they are made, so the call is the last one that had begun by then. A storage is followed by a weak
+reference until nobody holds it. Nothing of this is there unless somebody records.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from meshloom.cost import Load
+from meshloom.cost.step import StepGraph
+from meshloom.engines import private
+from meshloom.engines.layout import short_name
+from meshloom.mesh import Mesh
+from meshloom.placement import Topology
+from meshloom.planner import Plan, moves
+from meshloom.runtime import Event, Log, state, where
+from meshloom.tensor.base import Tensor
+from meshloom.tensor.kernel_work import EMPTY, Kernel, address_of
+from meshloom.tensor.known_numbers import KnownNumbers
+from meshloom.tensor.layouts import infer_share, layout_of
+from meshloom.tensor.module_paths import ModulePaths
+from meshloom.tensor.step_drafts import Called, Draft, Held, Phases
+from meshloom.types import is_floating, itemsize
+
+_LEAF = 1 << 63  # from here on are the numbers of the graph nodes of leaves
+
+
+class Recorder(Log):
+    """A log that keeps the whole step: nodes with their kernels, storages with their lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafts: list[Draft] = []
+        self.kernel = 0  # the number of the next kernel
+        self.memory = MemoryBook(self)
+        self.modules = ModulePaths(self.memory.hold_parameter)
+        self.begun: list[int] = []  # for each planned call, the number of the next graph node when it began
+        self.called: list[Called] = []
+        self.current: Called | None = None
+        self.backward: Draft | None = None  # the node of backward that is growing
+        self.optimizing = False
+        self.owner = ""  # the module whose parameter the optimizer is at
+        self.mesh: Mesh | None = None
+        self.has_data = False
+        self.unmarked = False  # whether gradients may have been made since they were looked for
+
+    # What calls say
+
+    def begin_call(self, call: Any, where: str, tensors: Sequence[Tensor]) -> None:
+        """A planned call is about to run on the arrays of these tensors."""
+        self._see(call.mesh, tensors)
+        self._leave_backward()
+        draft = Called(call, self._phase(), self.modules.path, where, self.kernel)
+        for tensor, topology, wanted in zip(tensors, call.call.operands, call.ins, strict=True):
+            held = self.memory.hold_tensor(tensor, topology)
+            draft.reads[held] = None
+            draft.operand_storages.append(held)
+            if wanted.local_bytes > topology.local_bytes:
+                name = f"{draft.op} {wanted.notation}"
+                draft.gathered[held] = self.memory.add_gathered(name, wanted.local_bytes, draft), wanted
+        self._belong(draft)
+        self.drafts.append(draft)
+        self.begun.append(private.next_sequence_number())
+        self.called.append(draft)
+        self.current = draft
+
+    def end_call(self, results: Sequence[Any]) -> None:
+        """The call has run; its results lie as the plan says."""
+        draft, self.current = self.current, None
+        if draft is None:
+            return
+        plan: Plan = self.calls[-1][0]
+        draft.operands = tuple(each.notation for each in plan.call.operands)
+        draft.results = tuple(each.notation for each in plan.outs)
+        draft.dtype = draft.dtype or _widest(plan.ins) or plan.outs[0].dtype
+        draft.last = self.kernel
+        draft.loads = [_load_of_call(draft)]
+        for array, topology, raw in zip(results, plan.outs, plan.raw, strict=True):
+            held = self.memory.hold(array, draft.op)
+            draft.writes[held] = None
+            if held not in draft.reads:
+                held.place(layout_of(topology))
+                held.name = f"{draft.op} {topology.notation}"
+                held.module = draft.module if self.optimizing else ""
+            if raw.local_bytes > topology.local_bytes:
+                buffer = self.memory.add_buffer(f"{draft.op} {raw.notation}", raw.local_bytes, draft)
+                buffer.made, buffer.freed = draft.first, self.kernel - 1
+
+    def abandon_call(self) -> None:
+        """The call did not come to its end; what it did so far is kept."""
+        self.current = None
+
+    def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
+        """Collectives, at the node that causes them or as nodes of their own."""
+        super().note_events(events, of, first)
+        collectives = [event.collective for event in events]
+        if not collectives:
+            return
+        if self.current is not None:
+            moved = _moved_operands(self.current)
+            self.current.before += zip(collectives, moved, strict=False)
+            self.current.after += collectives[len(moved) :]
+        elif of is None and (draft := self._backward_node()) is not None:
+            draft.before += [(each, None) for each in collectives if first]
+            draft.after += [each for each in collectives if not first]
+        else:
+            self._add_movement(events, of)
+
+    def _add_movement(self, events: Sequence[Event], of: Tensor | None) -> None:
+        """A redistribution, an explicit collective, or the sum of a leaf's gradient."""
+        event = events[0]
+        phase = event.phase if event.phase != "forward" else self._phase()
+        draft = Draft(event.call, phase, self.modules.path, event.where, self.kernel)
+        draft.after, draft.dtype = [each.collective for each in events], event.collective.dtype
+        if of is not None:
+            array = of._data
+            if event.phase == "backward" and array.grad is not None:
+                array, draft.is_gradient_sum, draft.op = array.grad, True, "sum of gradients"
+                draft.module = self.modules.name_of(of).rpartition(".")[0]
+            held = self.memory.hold(array, draft.op)
+            held.place(layout_of(of.topology))
+            draft.operands = draft.results = (of.topology.notation,)
+            draft.reads[held] = draft.writes[held] = None
+        self.drafts.append(draft)
+
+    # What kernels do
+
+    def see(self, kernel: Kernel) -> None:
+        """A kernel has run."""
+        if kernel.is_view or (kernel.name == "_to_copy" and self.memory.stand_for(kernel)):
+            return
+        draft = self._draft_for(kernel)
+        read = [self.memory.hold(each, kernel.name) for each in kernel.inputs]
+        made = [
+            self.memory.make(each, kernel.name, draft, self._share_of(draft, each, i, kernel, read))
+            for i, each in enumerate(kernel.fresh)
+        ]
+        if draft is None:
+            return
+        written = [self.memory.hold(each, kernel.name) for each in kernel.written]
+        draft.reads.update(dict.fromkeys(read))
+        draft.writes.update(dict.fromkeys([*made, *written]))
+        if draft.gradient_of is not None:
+            self.memory.use_gathered(draft.gradient_of, read)
+        elif draft.call is None:
+            self._belong(draft)
+        self._count(
+            draft, kernel, read, [*zip(kernel.fresh, made, strict=True), *zip(kernel.written, written, strict=True)]
+        )
+        self.kernel += 1
+        draft.last = self.kernel
+
+    def _draft_for(self, kernel: Kernel) -> Draft | None:
+        """The node that a kernel belongs to; None for one that only the host sees."""
+        draft = self.current or self._backward_node()
+        if draft is not None or not self.memory.knows(kernel.inputs):
+            return draft
+        self._leave_backward()
+        draft = Draft(kernel.name.strip("_"), self._phase(), self.modules.path, where(), self.kernel)
+        draft.operands = tuple(f"{short_name(each.dtype)}{list(each.shape)}" for each in kernel.inputs[:4])
+        draft.results = tuple(f"{short_name(each.dtype)}{list(each.shape)}" for each in kernel.fresh[:4])
+        self.drafts.append(draft)
+        return draft
+
+    def _backward_node(self) -> Draft | None:
+        """The node of backward that is running; kernels of one call follow each other."""
+        running = private.current_node()
+        if running is None:
+            return None
+        self.unmarked = True
+        call = self._call_of(running)
+        if self.backward is None or (call is not None and call is not self.backward.gradient_of):
+            self.backward = self._begin_backward(call, running.name())
+        return self.backward
+
+    def _call_of(self, node: Any) -> Called | None:
+        number = node._sequence_nr()
+        place = bisect.bisect_right(self.begun, number) - 1 if number < _LEAF else -1
+        return self.called[place] if place >= 0 else None
+
+    def _begin_backward(self, call: Called | None, name: str) -> Draft:
+        if call is None:
+            draft = Draft(name.rpartition("::")[2], "backward", self.modules.path, "unknown line", self.kernel)
+        else:
+            draft = Draft(call.op, "backward", call.module, call.where, self.kernel)
+            draft.operands, draft.results, draft.dtype = call.results, call.operands, call.dtype
+        draft.gradient_of = call
+        self.drafts.append(draft)
+        return draft
+
+    def _leave_backward(self) -> None:
+        """Whatever comes now is no longer backward: what that left are gradients."""
+        if private.current_node() is None:
+            self.backward = None
+            if self.unmarked:
+                self._mark_gradients()
+
+    def _share_of(
+        self, draft: Draft | None, array: torch.Tensor, place: int, kernel: Kernel, read: Sequence[Held]
+    ) -> float | None:
+        """What one device holds of an array that a kernel has made: from its call, or from its own operands."""
+        call = draft.call if draft is not None else None
+        share = call.weight.share_of(tuple(array.shape)) if call is not None else None
+        return self.memory.share_like(array, place, kernel.inputs, read) if share is None else share
+
+    def _count(
+        self, draft: Draft, kernel: Kernel, read: Sequence[Held], written: Sequence[tuple[torch.Tensor, Held]]
+    ) -> None:
+        """The arithmetic and the traffic of a kernel, on one device."""
+        flops, call = kernel.flops, draft.call
+        share = call.weight.share if call is not None else max((each.share for each in read), default=1.0)
+        touched = [*zip(kernel.inputs, read, strict=True), *written] if kernel.name not in EMPTY else []
+        traffic = sum(min(array.numel() * array.element_size(), held.whole) * held.share for array, held in touched)
+        draft.kernels.append(kernel.name)
+        draft.loads.append(Load(flops * share, traffic))
+        if draft.phase != "recompute":
+            draft.model_flops += flops * (call.weight.copies if call is not None else 1)
+        if flops or not draft.dtype:
+            draft.dtype = kernel.dtype or draft.dtype
+
+    # What happens around calls
+
+    def begin_step(self, optimizer: Any, *_: object) -> None:
+        """An optimizer is about to step."""
+        self._leave_backward()
+        self._mark_gradients()
+        self.memory.mark_state(optimizer)
+        self.optimizing, self.owner = True, ""
+
+    def end_step(self, optimizer: Any, *_: object) -> None:
+        """An optimizer has stepped: what it keeps is its state."""
+        self.optimizing = False
+        self.memory.mark_state(optimizer)
+
+    def _belong(self, draft: Draft) -> None:
+        """A call of an optimizer belongs to the module whose parameter it works on, or worked on last."""
+        if not self.optimizing or draft.module:
+            return
+        owners = {each.module for each in draft.reads if each.module}
+        if len(owners) == 1:
+            self.owner = owners.pop()
+        draft.module = "" if owners else self.owner
+
+    def _mark_gradients(self) -> None:
+        self.unmarked = False
+        self.memory.mark_gradients()
+
+    def _phase(self) -> str:
+        if self.optimizing:
+            return "optimizer"
+        return "recompute" if private.current_node() is not None else "forward"
+
+    def _see(self, mesh: Mesh, tensors: Sequence[Tensor]) -> None:
+        if self.mesh is None or math.prod(mesh.shape) > math.prod(self.mesh.shape):
+            self.mesh = mesh
+        self.has_data = self.has_data or any(_has_data(each) for each in tensors)
+
+    def graph(self) -> StepGraph:
+        """What was recorded, as values."""
+        self._mark_gradients()
+        drafts = [each for each in self.drafts if each.is_something]
+        for number, draft in enumerate(drafts):
+            draft.number = number
+        numbers = {held: number for number, held in enumerate(self.memory.counted())}
+        phases = Phases(drafts)
+        storages = tuple(held.finish(number, phases) for held, number in numbers.items())
+        nodes = tuple(draft.finish(numbers) for draft in drafts)
+        return StepGraph(nodes, storages, self.mesh, self.kernel, self.has_data)
+
+
+class MemoryBook:
+    """The storages of a step, from the kernel that makes each until nobody holds it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.alive: dict[int, Held] = {}  # by address
+        self.watches: dict[int, weakref.ref[Any]] = {}
+        self.all: list[Held] = []
+        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def counted(self) -> Iterator[Held]:
+        """Those that are on the devices."""
+        return (held for held in self.all if held.is_counted)
+
+    def knows(self, arrays: Sequence[torch.Tensor]) -> bool:
+        """Whether one of these arrays is on the devices."""
+        found = (self.alive.get(address_of(each)) for each in arrays)
+        return any(held is not None and held.is_counted for held in found)
+
+    def hold(self, array: torch.Tensor, name: str) -> Held:
+        """The storage of an array; one that nobody saw before was there before."""
+        return self.alive.get(address_of(array)) or self._start(array, name, -1, None)
+
+    def hold_tensor(self, tensor: Tensor, topology: Topology) -> Held:
+        """The storage of an operand, which lies as its topology says."""
+        array = tensor._data
+        held = self.hold(array, topology.notation)
+        if not held.is_exact:
+            held.place(layout_of(topology))
+            held.name = topology.notation if held.node is None else held.name
+        is_leaf = array.requires_grad and array.is_leaf
+        if tensor._is_param or (is_leaf and held.made < 0):
+            held.held_for = "parameters"
+            held.name = self.recorder.modules.name_of(tensor) or held.name
+            held.module = held.name.rpartition(".")[0] if "[" not in held.name else ""
+        if is_leaf:
+            self.leaves.setdefault(id(array), weakref.ref(array))
+        return held
+
+    def hold_parameter(self, tensor: Tensor, name: str) -> None:
+        """A parameter of a model that is about to run."""
+        self.hold_tensor(tensor, tensor.topology)
+
+    def make(self, array: torch.Tensor, name: str, draft: Draft | None, share: float | None) -> Held:
+        """Memory that a kernel has made, of which one device holds a share, as far as that is known."""
+        text = f"{draft.op if draft is not None else name} {short_name(array.dtype)}{list(array.shape)}"
+        held = self._start(array, text, self.recorder.kernel, draft)
+        if share is not None:
+            held.share, held.is_counted = share, True
+        if draft is not None and draft.gradient_of is not None:
+            self._make_gathered(draft, draft.gradient_of, held)
+        return held
+
+    def share_like(
+        self, array: torch.Tensor, place: int, inputs: Sequence[torch.Tensor], read: Sequence[Held]
+    ) -> float | None:
+        """What one device holds of a kernel's result, from its operands; of lists the one at the same place counts."""
+        pairs = [pair for pair in zip(inputs, read, strict=True) if pair[1].is_counted]
+        same = [held for each, held in pairs if each.numel() == array.numel()]
+        if same:
+            return read[place].share if place < len(read) and read[place] in same else same[0].share
+        return infer_share(tuple(array.shape), [held.layout for _, held in pairs if held.is_exact])
+
+    # Memory that the devices need and the stored arrays do not: there a gather is the array as it is
+
+    def add_buffer(self, name: str, size: int, draft: Draft) -> Held:
+        """Memory of its own, for one kernel as long as nobody says more."""
+        buffer = Held(name, size, self.recorder.kernel, draft)
+        buffer.is_counted, buffer.freed = True, self.recorder.kernel
+        self.all.append(buffer)
+        return buffer
+
+    def add_gathered(self, name: str, size: int, draft: Draft) -> Held:
+        """An operand as a call needs it."""
+        buffer = self.add_buffer(name, size, draft)
+        buffer.held_for = "gathered"
+        return buffer
+
+    def use_gathered(self, call: Called, read: Sequence[Held]) -> None:
+        """Backward reads an operand that was gathered: the buffer was kept until now."""
+        for held in read:
+            if held in call.gathered:
+                call.gathered[held][0].freed = self.recorder.kernel
+
+    def _make_gathered(self, draft: Draft, call: Called, made: Held) -> None:
+        """The gradient of a gathered operand is whole before it is reduced and scattered."""
+        for held, (_, topology) in call.gathered.items():
+            if made.whole == held.whole:
+                self.add_gathered(f"gradient {topology.notation}", topology.local_bytes, draft)
+
+    # Lives
+
+    def _start(self, array: torch.Tensor, name: str, made: int, draft: Draft | None) -> Held:
+        held = Held(name, array.untyped_storage().nbytes(), made, draft)
+        self.all.append(held)
+        self._follow(array, held)
+        return held
+
+    def _follow(self, array: torch.Tensor, held: Held) -> None:
+        """Keep watch over an array's memory until it is freed."""
+        address, mine = address_of(array), weakref.ref(self)
+        held.arrays += 1
+
+        def free(_: object) -> None:
+            book = mine()
+            if book is not None and book.alive.get(address) is held:
+                del book.alive[address], book.watches[address]
+                held.arrays -= 1
+                if not held.arrays:
+                    held.freed = book.recorder.kernel - 1
+
+        self.alive[address] = held
+        self.watches[address] = weakref.ref(array.untyped_storage(), free)
+
+    def stand_for(self, kernel: Kernel) -> bool:
+        """Whether a copy is one without data of an array that has some: it stands for the same memory."""
+        if len(kernel.fresh) != 1 or not kernel.fresh[0].is_meta or kernel.inputs[0].is_meta:
+            return False
+        self._follow(kernel.fresh[0], self.hold(kernel.inputs[0], kernel.name))
+        return True
+
+    # What memory is held for
+
+    def mark_gradients(self) -> None:
+        """The gradients that leaves have now."""
+        for found in list(self.leaves.values()):
+            leaf = found()
+            if leaf is None or leaf.grad is None:
+                continue
+            held, of = self.hold(leaf.grad, "gradient"), self.alive.get(address_of(leaf))
+            held.held_for = "gradients"
+            if of is not None:
+                held.place(of.layout)
+                held.name, held.module = f"gradient of {of.name}", of.module
+
+    def mark_state(self, optimizer: Any) -> None:
+        """The tensors that an optimizer keeps for each parameter."""
+        for parameter, table in optimizer.state.items():
+            of = self.alive.get(address_of(parameter._data)) if isinstance(parameter, Tensor) else None
+            for key, value in table.items() if isinstance(table, dict) else ():
+                if isinstance(value, Tensor):
+                    held = self.hold(value._data, key)
+                    held.place(layout_of(value.topology))
+                    held.held_for = "optimizer state"
+                    held.name = f"{key} of {of.name}" if of is not None else key
+                    held.module = of.module if of is not None else ""
+
+
+def _load_of_call(draft: Called) -> Load:
+    """A planned call counts as one kernel, with the arithmetic of the kernels that ran."""
+    counted, touched = sum(load.flops for load in draft.loads), sum(load.bytes for load in draft.loads)
+    load = draft.weight.load
+    return Load(counted or load.flops, load.bytes or touched)
+
+
+def _moved_operands(draft: Called) -> list[Held]:
+    """For each collective that brings an operand to a call, the operand's storage."""
+    plan = draft.plan
+    rows = zip(draft.operand_storages, plan.call.operands, plan.ins, strict=True)
+    return [held for held, source, target in rows for _ in moves(source, target, plan.machine)]
+
+
+def _widest(topologies: Sequence[Topology]) -> str:
+    """The dtype that arithmetic on operands is done in."""
+    return max((each.dtype for each in topologies if is_floating(each.dtype)), key=itemsize, default="")
+
+
+def _has_data(tensor: Tensor) -> bool:
+    return not tensor._data.is_meta and tensor._data.dtype.is_floating_point
+
+
+class _Kernels(private.TorchDispatchMode):
+    """Sees every kernel on arrays; what is called with tensors of ours comes again with their arrays."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, Tensor) for each in types):
+            return NotImplemented
+        result = function(*args, **(kwargs or {}))
+        self.recorder.see(Kernel(function, args, kwargs or {}, result))
+        return result
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record a step: what runs inside, as a graph at the end.
+
+    >>> import meshloom as loom
+    >>> x = loom.ones(8, 4, mesh=loom.open_mesh((2,), axes=("dp",)), placements="S(0)")
+    >>> with recording() as step:
+    ...     total = (x * 2).sum()
+    >>> [(node.op, node.kernels, node.traffic, node.bytes) for node in step.graph().nodes]
+    [('mul', ('mul',), 128, 0), ('sum', ('sum',), 68, 4)]
+    """
+    recorder = Recorder()
+    with ExitStack() as stack:
+        for hook in (
+            register_module_forward_pre_hook(recorder.modules.enter),
+            register_module_forward_hook(recorder.modules.leave, always_call=True),
+            register_optimizer_step_pre_hook(recorder.begin_step),
+            register_optimizer_step_post_hook(recorder.end_step),
+        ):
+            stack.callback(hook.remove)
+        stack.enter_context(state.changed(logs=(*state.logs, recorder)))
+        stack.enter_context(KnownNumbers())
+        stack.enter_context(_Kernels(recorder))
+        yield recorder
