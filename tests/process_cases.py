@@ -465,7 +465,8 @@ def autograd() -> None:
     """What `torch.autograd` offers beside `backward()`: each a claim of its own, on leaves that all split work uses."""
     join()
     for check in (_grad, _inputs, _unused, _hooks, _zero_grad, _deep_copy, _trap, _second_order, _penalty, _recomputed,
-                  _pickled, _frozen, _assigned, _thrown_away, _programs, _plain_leaf):  # fmt: skip
+                  _pickled, _frozen, _assigned, _thrown_away, _programs, _plain_leaf, _shared,
+                  _written_between):  # fmt: skip
         mesh = loom.open_mesh((HERE.count, 2), processes=(HERE.count, 1))
         try:
             check(mesh)
@@ -663,6 +664,46 @@ def _plain_leaf(mesh: Mesh) -> None:
     (x @ plain).tanh().sum().backward()
     assert plain.grad is not None
     check_close(plain.grad, torch.autograd.grad((dense_x @ dense_w).tanh().sum(), dense_w)[0], "a plain leaf")
+
+
+def _shared(mesh: Mesh) -> None:
+    """Three products of one activation: its gradients add up and travel once, as the record says, in each pass."""
+    sent, told, found = _use_thrice(mesh, lambda x: None)
+    assert sent == [("all_reduce", 4 * 5)] * 2, sent
+    assert told == 2
+    _equal(*found)
+
+
+def _written_between(mesh: Mesh) -> None:
+    """A write in place between the uses: what came before it has another gradient than what comes after."""
+    sent, told, found = _use_thrice(mesh, lambda x: x.mul_(2))
+    assert sent == [("all_reduce", 4 * 5)] * 4, sent
+    assert told == 4
+    _equal(*found)
+
+
+def _use_thrice(
+    mesh: Mesh, change: Callable[[Any], Any]
+) -> tuple[list[tuple[str, int]], int, tuple[Any, torch.Tensor]]:
+    """Of two passes: the sums of the activation's gradient that travelled and were told, and the last gradients."""
+    drawn = torch.Generator().manual_seed(2)
+    start, weights = torch.randn((4, 5), generator=drawn), torch.randn((3, 4, 5), generator=drawn)
+
+    def run(x: Any, columns: Sequence[Any]) -> Any:
+        hidden = x * 3.0
+        first = torch.cat([torch.nn.functional.linear(hidden, each) for each in columns[:2]], 1)
+        change(hidden)
+        (first.tanh().sum() + torch.nn.functional.linear(hidden, columns[2]).tanh().sum()).backward()
+        return x.grad
+
+    dense, ours = start.clone().requires_grad_(), loom.distribute(start, mesh, "R, R").requires_grad_()
+    columns = [loom.distribute(each, mesh, "S(0), R") for each in weights]
+    with counted() as seen, loom.record() as log:
+        for _ in range(2):
+            found = run(ours, columns)
+            expected = run(dense, weights)
+    sums = [each for each in log if each.phase == "backward" and each.kind == "all_reduce"]
+    return [each for each in seen if each[1] == start.numel()], len(sums), (found, expected)
 
 
 def randomness() -> int:

@@ -252,6 +252,16 @@ def goes_on():
         step(x)  # @next
 
 
+def goes_on_until():
+    """Together, until the test says so; every rank leaves after the same step."""
+    x = rows(opened())
+    ends = loom.open_mesh((COUNT,))
+    print("READY", flush=True)
+    while loom.from_local(torch.tensor([float(may_end())]), ends, "S(0)").sum().item() != COUNT:
+        step(x)
+    print("END")
+
+
 def goes_on_but_one():
     """All communicate, but one has long work of its own."""
     x = rows(opened())

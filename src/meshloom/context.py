@@ -88,7 +88,10 @@ class Log:
         """The call did not come to its end: an error, or a checkpoint that has recomputed enough."""
 
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
-        """Write collectives down: `of` is the tensor that they move, `first` says that the call waits for them."""
+        """Write collectives down: `of` is the tensor that they move, or the graph node that waits for its gradient.
+
+        `first` says that the call itself waits for them.
+        """
         self.events.extend(events)
 
     @property

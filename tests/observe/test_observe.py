@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 import meshloom as loom
 from meshloom import Mesh, Partial, Replicate, Shard, Topology
+from meshloom.cost import price
+from meshloom.fabric import VIRTUAL
 from meshloom.runtime import Event, state
 
 MESH = Mesh(dp=2, tp=3)
@@ -680,3 +682,40 @@ def test_what_the_results_of_one_call_cause_is_told_once_though_each_was_read_as
     with loom.record() as log:
         loss.backward()
     assert [(event.kind, event.call, event.phase) for event in log] == [("all_gather", "matmul", "backward")]
+
+
+def test_what_explain_advises_costs_what_it_says_and_gives_the_same_values():
+    mesh = loom.open_mesh((4,), axes=("tp",))
+    x = loom.randn(256, 1024, mesh=mesh, placements="S(1)")
+    v, w = (loom.randn(1024, 256, mesh=mesh, placements="S(0)") for _ in range(2))
+    found = loom.explain(lambda: x @ v + x @ w)
+    one, other, total = found.advice.changes
+
+    def ask():
+        parts = [loom.matmul(x, each, output=change.request) for each, change in ((v, one), (w, other))]
+        return loom.add(*parts, output=total.request).redistribute(total.back)
+
+    asked = loom.explain(ask)
+    moved = sum(price(event.collective, VIRTUAL) for event in asked.events if event.call == "redistribute")
+    assert asked.cost + moved == pytest.approx(found.advice.after)
+    assert found.cost == pytest.approx(found.advice.before)
+    torch.testing.assert_close(ask().to_torch(), (x @ v + x @ w).to_torch(), rtol=1e-4, atol=1e-3)
+
+
+def test_explain_advises_nothing_about_values_that_were_written_in_place():
+    mesh = loom.open_mesh((4,), axes=("tp",))
+    x = loom.randn(256, 1024, mesh=mesh, placements="S(1)")
+    v, w = (loom.randn(1024, 256, mesh=mesh, placements="S(0)") for _ in range(2))
+
+    def write():
+        product = x @ v
+        product.add_(1)
+        return product + x @ w
+
+    assert loom.explain(write).advice is None
+    assert loom.explain(lambda: x @ v + x @ w).advice is not None
+
+
+def test_explain_advises_nothing_where_only_latency_could_be_saved():
+    x = loom.ones(8, 8, mesh=loom.open_mesh((4,), axes=("tp",)), placements="S(1)")
+    assert loom.explain(lambda: (x + 1).sum(1)).advice is None

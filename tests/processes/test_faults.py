@@ -315,10 +315,10 @@ def test_a_rank_alone_without_the_one_that_holds_the_store_says_so(tmp_path):
 # a link is cut
 
 
-def cut_off(case: str, folder: Path, count: int) -> list[Ended]:
+def cut_off(case: str, folder: Path, count: int, program: Path = faults.PROGRAM) -> list[Ended]:
     """Ranks on two hosts; when all are ready, the cable between the hosts is pulled."""
     with namespaces.pair() as hosts:
-        started = namespaces.start_ranks(hosts, count, [sys.executable, str(faults.PROGRAM), case, str(folder)], folder)
+        started = namespaces.start_ranks(hosts, count, [sys.executable, str(program), case, str(folder)], folder)
         outputs = [folder / f"rank-{rank}" for rank in range(count)]
         faults.wait_until(lambda: all("READY" in each.read_text() for each in outputs), started, folder)
         time.sleep(1)
@@ -358,8 +358,8 @@ def test_a_rank_that_works_alone_notices_that_its_link_is_cut(tmp_path):
 # the launcher
 
 
-def interrupted(case: str, folder: Path, to_group: bool, count: int = 2) -> list[Ended]:
-    process = faults.start_meshloom_run(case, folder, count)
+def interrupted(case: str, folder: Path, to_group: bool, count: int = 2, program: Path = faults.PROGRAM) -> list[Ended]:
+    process = faults.start_meshloom_run(case, folder, count, program)
     logs = [folder / "logs" / f"rank-{rank}.stdout.log" for rank in range(count)]
     faults.wait_until(lambda: all(each.exists() and "READY" in each.read_text() for each in logs), [process], folder)
     time.sleep(1)
@@ -381,23 +381,29 @@ def test_ctrl_c_at_the_launcher_ends_all_ranks_with_where_they_were(to_group, tm
         )
 
 
-def test_a_launcher_that_is_paused_changes_nothing(tmp_path):
-    process = faults.start_meshloom_run("goes_on_until", tmp_path)
-    logs = [tmp_path / "logs" / f"rank-{rank}.stdout.log" for rank in range(2)]
-    faults.wait_until(lambda: all(each.exists() and "READY" in each.read_text() for each in logs), [process], tmp_path)
+def check_paused(folder: Path, program: Path = faults.PROGRAM) -> None:
+    """A launcher that is stopped for longer than the timeout of the ranks, which need it only to be shown."""
+    process = faults.start_meshloom_run("goes_on_until", folder, program=program)
+    logs = [folder / "logs" / f"rank-{rank}.stdout.log" for rank in range(2)]
+    faults.wait_until(lambda: all(each.exists() and "READY" in each.read_text() for each in logs), [process], folder)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(6)  # longer than the timeout of the ranks, which need the launcher only to be shown
+    time.sleep(6)
     process.send_signal(signal.SIGCONT)
     time.sleep(1)
-    (tmp_path / "go_on").touch()
-    faults.wait_for([process], tmp_path)
-    said = (tmp_path / "launcher").read_text()
+    (folder / "go_on").touch()
+    faults.wait_for([process], folder)
+    said = (folder / "launcher").read_text()
     assert process.returncode == 0 and "[all 2] END" in said, said
 
 
-def test_a_log_folder_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path):
+def test_a_launcher_that_is_paused_changes_nothing(tmp_path):
+    check_paused(tmp_path)
+
+
+@pytest.mark.parametrize("program", [faults.PROGRAM, faults.PROGRAM.with_name("ttnn_fault_program.py")])
+def test_a_log_folder_that_cannot_be_written_is_refused_before_any_rank_starts(program, tmp_path):
     (tmp_path / "logs").write_text("a file, not a folder")
-    process = faults.start_meshloom_run("goes_on", tmp_path)
+    process = faults.start_meshloom_run("goes_on", tmp_path, program=program)
     faults.wait_for([process], tmp_path)
     assert process.returncode == 1
     said = (tmp_path / "launcher").read_text()

@@ -598,3 +598,33 @@ def test_the_padding_of_a_gradient_that_was_read_is_zero_after_the_next_backward
         assert found is x.grad
         assert found.block[3].abs().sum() == 0  # the last device holds nothing
         assert found.tolist() == [[float(count)] * 3] * 5
+
+
+@pytest.mark.parametrize("change, sums", [(None, 1), ("mul_", 2)])
+def test_the_gradients_of_one_tensor_add_up_before_they_are_summed_over_the_devices(
+    change: str | None, sums: int
+) -> None:
+    mesh = loom.open_mesh((4,), axes=("tp",))
+    x = loom.distribute(torch.randn(8, 6), mesh, {}).requires_grad_()
+    q, k, v = (loom.distribute(torch.randn(6, 6), mesh, {"tp": loom.Shard(0)}) for _ in range(3))
+    hidden = x * 2
+    first = hidden @ q.T + hidden @ k.T
+    if change is not None:
+        getattr(hidden, change)(3)  # what comes after has another gradient
+    result = (first + hidden @ v.T).tanh().sum()
+    for _ in range(2):
+        with loom.record() as log:
+            result.backward(retain_graph=True)
+        assert [(each.kind, each.axis, each.bytes) for each in log] == [
+            ("all_reduce", "tp", 2 * 8 * 6 * 4 * 3 // 4)
+        ] * sums
+
+
+def test_a_use_that_backward_does_not_reach_sums_nothing() -> None:
+    mesh = loom.open_mesh((4,), axes=("tp",))
+    hidden = loom.distribute(torch.randn(8, 6), mesh, {}).requires_grad_() * 2
+    w = loom.Parameter(torch.randn(6, 6), mesh, {"tp": loom.Shard(0)})
+    hidden @ w.T
+    with loom.record() as log:
+        (hidden * hidden).sum().backward()
+    assert len(log) == 0

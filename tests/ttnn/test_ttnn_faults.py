@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 import faults
-import namespaces
-from faults import Ended, errors
-from test_faults import check_divergence, check_says
+from faults import errors
+from test_faults import check_divergence, check_paused, check_says, cut_off, interrupted
 
 PROGRAM = Path(__file__).parents[1] / "ttnn_fault_program.py"
 line = partial(faults.line, program=PROGRAM)
@@ -181,32 +177,49 @@ def test_a_rank_that_never_starts_is_named_by_all_others(tmp_path: Path) -> None
         check_says(errors(rank.text), told)
 
 
+def test_a_rank_that_sleeps_is_ended_on_four_ranks_under_meshloom_run(tmp_path: Path) -> None:
+    ranks = faults.meshloom_run("sleep", tmp_path, count=4, program=PROGRAM, FAULT_RANK="2")
+    asleep = rf"rank 2 is running at {line('sleep')}"
+    for rank in (0, 1, 3):
+        check_says(errors(ranks[rank].text), rf"PeerLostError: .* on rank {rank} .*{asleep}")
+    waited = "has waited longer than 4 s"
+    check_says(errors(ranks[2].text), rf"PeerLostError: .* on rank 2 was ended at {line('sleep')}: .*{waited}")
+
+
+def test_a_rank_alone_without_the_one_that_holds_the_store_says_so(tmp_path: Path) -> None:
+    (rank,) = run("never_starts", tmp_path, absent=[0], FAULT_RANK="0", MESHLOOM_TIMEOUT="3")
+    told = rf"PeerLostError: rank 1 waited .* in open_mesh at {line('never')}: nobody answers where rank 0"
+    check_says(errors(rank.text), told)
+    assert "[c10d]" not in rank.text
+
+
 # hosts and launchers
 
 
-@pytest.mark.parametrize(("case", "far_tag"), [("goes_on", "step"), ("goes_on_but_one", "busy")])
-def test_a_link_that_is_cut_is_reported_on_both_sides(case: str, far_tag: str, tmp_path: Path) -> None:
-    with namespaces.pair() as hosts:
-        started = namespaces.start_ranks(hosts, 2, [sys.executable, str(PROGRAM), case, str(tmp_path)], tmp_path)
-        outputs = [tmp_path / f"rank-{rank}" for rank in range(2)]
-        faults.wait_until(lambda: all("READY" in each.read_text() for each in outputs), started, tmp_path)
-        time.sleep(1)
-        hosts[1].cut()
-        ends = faults.wait_for(started, tmp_path)
-        texts = [each.read_text(errors="replace") for each in outputs]
-        near, far = (Ended(rank, started[rank].returncode, ends[rank], texts[rank]) for rank in range(2))
-    assert (near.code, far.code) == (1, 1)
-    check_says(errors(near.text), rf"PeerLostError: {REDUCE} at {STEP} on rank 0 ", "processes", r"^\s+1 .*gone$")
-    check_says(errors(far.text), rf"PeerLostError: {REDUCE} at \S+ on rank 1 .*({line(far_tag)}|lost rank 0|waited)")
+CUT = [("goes_on", 2, "step"), ("goes_on", 4, "step"), ("goes_on_but_one", 2, "busy")]
 
 
-def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
-    process = faults.start_meshloom_run("goes_on", tmp_path, program=PROGRAM)
-    logs = [tmp_path / "logs" / f"rank-{rank}.stdout.log" for rank in range(2)]
-    faults.wait_until(lambda: all(each.exists() and "READY" in each.read_text() for each in logs), [process], tmp_path)
-    os.kill(process.pid, signal.SIGINT)
-    (end,) = faults.wait_for([process], tmp_path)
-    for rank in faults.logged_ranks(tmp_path, 2, end):
+@pytest.mark.parametrize(("case", "count", "far_tag"), CUT)
+def test_a_link_that_is_cut_is_reported_on_both_sides(case: str, count: int, far_tag: str, tmp_path: Path) -> None:
+    ranks = cut_off(case, tmp_path, count, PROGRAM)
+    assert [rank.code for rank in ranks] == [1] * count
+    near, far = ranks[: count // 2], ranks[count // 2 :]
+    for rank in near:
+        check_says(errors(rank.text), rf"PeerLostError: {REDUCE} at {STEP} on rank {rank.rank} ", "processes")
+        for other in far:
+            check_says(errors(rank.text), rf"^\s+{other.rank} .*gone$")
+    for rank in far:
+        ended = rf"on rank {rank.rank} .*({line(far_tag)}|lost rank 0|waited)"
+        check_says(errors(rank.text), rf"PeerLostError: {REDUCE} at \S+ {ended}")
+
+
+@pytest.mark.parametrize("to_group", [False, True], ids=["the launcher", "its group"])
+def test_an_interrupt_ends_all_ranks(to_group: bool, tmp_path: Path) -> None:
+    for rank in interrupted("goes_on", tmp_path, to_group, program=PROGRAM):
         check_says(
             errors(rank.text), rf"(rank {rank.rank} was interrupted at \S+, last call|PeerLostError:) .*{REDUCE}"
         )
+
+
+def test_a_launcher_that_is_paused_changes_nothing(tmp_path: Path) -> None:
+    check_paused(tmp_path, PROGRAM)

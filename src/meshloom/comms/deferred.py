@@ -85,8 +85,18 @@ def sum_gradient(data: torch.Tensor, group: Group) -> torch.Tensor:
     if not (torch.is_grad_enabled() and data.requires_grad) or getattr(data, "_is_deferred", False):
         return data
     if not data.is_leaf or data.is_meta or _has_hooks(data):
-        return SumGradient.apply(data, group)
+        return _sum_once(data, group)
     return _defer(data, group).array
+
+
+def _sum_once(data: torch.Tensor, group: Group) -> torch.Tensor:
+    """An array as all its uses share it until somebody writes to it: their gradients add up before they travel."""
+    shared: dict[Group, tuple[int, torch.Tensor]] = getattr(data, "_shared", {})
+    version, found = shared.get(group, (-1, data))
+    if version != data._version:
+        found = SumGradient.apply(data, group)
+        data._shared = {**shared, group: (data._version, found)}  # type: ignore[attr-defined]
+    return found
 
 
 def deferred_gradients(leaf: torch.Tensor) -> list[DeferredGradient]:

@@ -39,8 +39,8 @@ def _node(name: str, run: Run, back: str) -> type[Node]:
 
 # fmt: off
 _COUNTERPARTS: dict[str, tuple[Run, str]] = {  # (processes, ...) is what each process has, or what there is for each
-    # a replicated value that split work uses: the parts of its gradient add up
-    "SumGradient":    (lambda data, group: data.view_as(data), "AllReduce"),
+    # a replicated value that split work uses: the parts of its gradient add up (a view would keep what it is kept by)
+    "SumGradient":    (lambda data, group: data.detach(), "AllReduce"),
     # partial sums become one value, of which each has the whole gradient; `own` lets the sum use their memory
     "AllReduce":      (lambda data, group, own=False: wire.all_reduce(data.detach(), group, own=own), "SumGradient"),
     # shards become one value: (...) to (processes, ...)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from meshloom.cost import fastest
 from meshloom.errors import ArgumentError
-from meshloom.planner import Plan, consider
+from meshloom.observe.advice import Flow, advise, describe_advice
+from meshloom.planner import Advice, Plan, consider
 from meshloom.runtime import Event, Log, state
 
 PAGE = 40  # calls up to which each is printed with its rows; a longer program is one page
@@ -40,6 +42,20 @@ class Explanation:
     def cost(self) -> float:
         """The price of all calls in seconds, on the machine they were planned for."""
         return sum(each.cost for each in self.plans)
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """The requests that make all calls together cheaper by a tenth or more; None where there are none.
+
+        >>> import meshloom as loom
+        >>> mesh = loom.open_mesh((4,), axes=("tp",))
+        >>> x = loom.empty(1024, 4096, mesh=mesh, placements="S(1)", device="meta")
+        >>> w = loom.empty(4096, 1024, mesh=mesh, placements="S(0)", device="meta")
+        >>> found = explain(lambda: x @ w + (2 * x) @ w).advice  # reduce once, behind the sum
+        >>> [(each.op, str(each.request[0])) for each in found.changes]
+        [('matmul', 'P(sum)'), ('matmul', 'P(sum)'), ('add', 'P(sum)')]
+        """
+        return advise(self.log) if isinstance(self.log, Flow) else None
 
     @property
     def brief(self) -> str:
@@ -73,6 +89,8 @@ class Explanation:
             lines += ["also:", *(f"  {event}" for event in moved)]
         if self.log.pending:
             lines += ["held back by accumulate:", *(f"  {event}" for event in self.log.pending)]
+        if self.advice is not None:
+            lines += describe_advice(self.advice)
         count = len(self.events)
         return "\n".join([*lines, f"{count} collective{'' if count == 1 else 's'}, {self.bytes} B per device"])
 
@@ -94,7 +112,7 @@ def explain(program: Callable[[], object]) -> Explanation:
     from meshloom.tensor.known_numbers import KnownNumbers
     from meshloom.tensor.shadow import Shadows, Untouched, optimizers_kept
 
-    log = Log()
+    log = Flow()
     unseen = {"logs": (log,), "shadows": Shadows(), "policy": None, "waiting": {}}
     with torch.random.fork_rng(devices=[]), Untouched(), KnownNumbers(), optimizers_kept(), state.changed(**unseen):
         result = program()
@@ -115,7 +133,7 @@ def _page(found: Explanation) -> Iterator[str]:
         yield f"  {sum(costs) * 1e6:11.3f} us {f'x{len(costs)}':>5}  {text}"
     if len(listed) > PAGE:
         yield f"  and {len(listed) - PAGE} more kinds of calls"
-    yield "every call: found.brief; every call with its rows: found.full"
+    yield "every call: found.brief; with its rows and a search for cheaper requests: found.full"
 
 
 def _moved(events: list[Event]) -> Iterator[str]:

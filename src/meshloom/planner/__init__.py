@@ -5,13 +5,18 @@ Start with `plan`. Everything here is a pure function of frozen values, so that 
 
 from meshloom.planner.plan import Considered, Plan, consider, plan, retype
 from meshloom.planner.redistribution import moves, route, stations
+from meshloom.planner.requests import Advice, Change, Step, cheapest_requests
 from meshloom.planner.strategies import STRATEGIES, Strategy, strategy_of
 
 __all__ = [
     "STRATEGIES",
+    "Advice",
+    "Change",
     "Considered",
     "Plan",
+    "Step",
     "Strategy",
+    "cheapest_requests",
     "consider",
     "moves",
     "plan",

@@ -74,15 +74,23 @@ class Note:
         happen(self._events(self.back.results), first=True)
         for i, source in self.sources:
             if _is_wanted(source):
-                events = self._events(self.back.operands[i])
+                collectives = self.back.operands[i]
                 if self.back.lasts[i] and isinstance(source, Tensor):
-                    defer(source, events)
-                else:
-                    happen(events)
+                    defer(source, self._events(collectives))
+                elif not self.back.lasts[i] or _is_first(source, collectives, task):
+                    happen(self._events(collectives), of=None if isinstance(source, Tensor) else source)
 
     def _events(self, collectives: Iterable[Collective]) -> list[Event]:
         line = place_name(self.place) or "unknown line"
         return [Event(each, self.call, line, "backward") for each in collectives]
+
+
+def _is_first(node: Any, collectives: tuple[Collective, ...], task: int) -> bool:
+    """Whether no other use of a node's result has told of this sum in this pass: their gradients add up before it."""
+    told: dict[tuple[Collective, ...], int] = node.metadata.setdefault(_SUMS, {})
+    is_first = told.get(collectives) != task
+    told[collectives] = task
+    return is_first
 
 
 def _is_wanted(source: Any) -> bool:
@@ -102,7 +110,7 @@ def _is_executed(node: torch.autograd.graph.Node) -> bool:
         return True
 
 
-_KEY = "meshloom"
+_KEY, _SUMS = "meshloom", "meshloom sums"  # of a call at the node of its result; of a node's result, by their last pass
 
 
 def follow(
@@ -195,10 +203,13 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def happen(events: Sequence[Event], first: bool = False) -> None:
-    """Communication of backward: it may be forbidden, and it is logged; `first` of what the call waits for."""
+def happen(events: Sequence[Event], first: bool = False, of: object = None) -> None:
+    """Communication of backward: it may be forbidden, and it is logged; `first` of what the call waits for.
+
+    `of` is the graph node whose gradient is moved: that comes from all uses of the node's result together.
+    """
     state.check(events)
-    state.log(events, first=first)
+    state.log(events, of, first)
 
 
 # The sums of leaves

@@ -19,6 +19,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshloom.collectives import Collective
 from meshloom.cost import Load
 from meshloom.cost.step import StepGraph
 from meshloom.engines import private
@@ -52,6 +53,7 @@ class Recorder(Log):
         self.current: Called | None = None
         self.backward: Draft | None = None  # the node of backward that is growing
         self.optimizing = False
+        self.awaited: list[tuple[int, list[Collective]]] = []  # sums of gradients, and the graph node that needs each
         self.owner = ""  # the module whose parameter the optimizer is at
         self.mesh: Mesh | None = None
         self.has_data = False
@@ -113,6 +115,8 @@ class Recorder(Log):
             moved = _moved_operands(self.current)
             self.current.before += zip(collectives, moved, strict=False)
             self.current.after += collectives[len(moved) :]
+        elif of is not None and not isinstance(of, Tensor):
+            self.awaited.append((of._sequence_nr(), collectives))
         elif of is None and (draft := self._backward_node()) is not None:
             draft.before += [(each, None) for each in collectives if first]
             draft.after += [each for each in collectives if not first]
@@ -184,7 +188,18 @@ class Recorder(Log):
         call = self._call_of(running)
         if self.backward is None or (call is not None and call is not self.backward.gradient_of):
             self.backward = self._begin_backward(call, running.name())
+        if call is not None:
+            self._await_sums(self.backward, running._sequence_nr())
         return self.backward
+
+    def _await_sums(self, draft: Draft, number: int) -> None:
+        """Gradients that several uses add up are summed over the devices when the node runs that made the value.
+
+        Nodes run in the order of their numbers, the last first; one without a kernel of its own hands them on.
+        """
+        ready = [each for each in self.awaited if each[0] >= number]
+        self.awaited = [each for each in self.awaited if each[0] < number]
+        draft.before += [(collective, None) for _, collectives in ready for collective in collectives]
 
     def _call_of(self, node: Any) -> Called | None:
         number = node._sequence_nr()
@@ -204,6 +219,8 @@ class Recorder(Log):
     def _leave_backward(self) -> None:
         """Whatever comes now is no longer backward: what that left are gradients."""
         if private.current_node() is None:
+            if self.backward is not None:
+                self._await_sums(self.backward, 0)
             self.backward = None
             if self.unmarked:
                 self._mark_gradients()
@@ -270,6 +287,7 @@ class Recorder(Log):
 
     def graph(self) -> StepGraph:
         """What was recorded, as values."""
+        self._leave_backward()
         self._mark_gradients()
         drafts = [each for each in self.drafts if each.is_something]
         for number, draft in enumerate(drafts):

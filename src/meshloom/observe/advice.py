@@ -1,0 +1,89 @@
+"""What an explained program could ask for: where results had better lie, and what that saves.
+
+A `Flow` is a log that also knows which result of which call an operand is. `planner.requests` does the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshloom.context import Log
+from meshloom.placement import Placement, spell
+from meshloom.planner import Advice, Change, Plan, Step, cheapest_requests
+from meshloom.planner.requests import Value
+
+LEAST = 0.1  # the part of the price that is worth a line,
+STEPS = 10  # if it is more than so many latencies: bytes decide, not how many steps a small collective takes
+
+
+class Flow(Log):
+    """A log whose calls know where their operands come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[tuple[Plan, tuple[Value | None, ...], str]] = []
+        self._arrays: dict[int, Any] = {}  # all that was seen, so that no other array gets its number
+        self._made: dict[int, Value] = {}
+        self._written: set[Value | None] = set()  # results that were written in place later: they stay where they lie
+        self._sources: tuple[Value | None, ...] = ()
+
+    def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
+        """A planned call is about to run: its operands are what earlier calls gave, or come from outside."""
+        arrays = [tensor._data for tensor in tensors]
+        self._arrays.update((id(each), each) for each in arrays)
+        self._sources = tuple([self._made.get(id(each)) for each in arrays])
+
+    def end_call(self, results: Sequence[Any]) -> None:
+        """The call has run and given these arrays; one that was there before was written in place."""
+        decided, where = self.calls[-1]
+        for i, array in enumerate(results):
+            if id(array) in self._arrays:
+                self._written.add(self._made.pop(id(array), None))
+            else:
+                self._arrays[id(array)], self._made[id(array)] = array, (len(self._steps), i)
+        self._steps.append((decided, self._sources, where))
+
+    @property
+    def program(self) -> list[Step]:
+        """The calls with their data flow. What no later call reads, somebody may hold."""
+        flow = [tuple([None if each in self._written else each for each in sources]) for _, sources, _ in self._steps]
+        read = {source for sources in flow for source in sources}
+        return [
+            Step(decided, sources, where, not any((number, i) in read for i in range(len(decided.outs))))
+            for number, ((decided, _, where), sources) in enumerate(zip(self._steps, flow, strict=True))
+        ]
+
+
+def advise(flow: Flow) -> Advice | None:
+    """The requests that make the program cheaper by a tenth or more; None where there are none."""
+    program = flow.program
+    if not program:
+        return None
+    machine = program[0].plan.machine
+    found = cheapest_requests(program, machine)
+    return found if found.before - found.after >= max(LEAST * found.before, STEPS * machine.latency) else None
+
+
+def describe_advice(found: Advice) -> list[str]:
+    """Advice as lines of text."""
+    saved = 1 - found.after / found.before
+    head = f"cheaper by {saved:.0%}: {found.after * 1e6:.3f} us instead of {found.before * 1e6:.3f} us, if you ask for"
+    return [head, *(line for change in found.changes for line in _describe_change(change))]
+
+
+def _describe_change(change: Change) -> list[str]:
+    lines = []
+    place = f"{change.op} at {change.where}"
+    if change.request is not None:
+        lines.append(f"  {place}: output={_spell_request(change)}")
+    if change.back is not None:
+        lines.append(f"  {place}: .redistribute({spell(change.back)[1:-1]!r}) of its result")
+    return lines
+
+
+def _spell_request(change: Change) -> str:
+    asked: dict[str, Placement] = {
+        axis: each for axis, each in zip(change.result.mesh.axes, change.request or (), strict=True) if each is not None
+    }
+    return "{" + ", ".join(f"{axis!r}: {str(each)!r}" for axis, each in asked.items()) + "}"
