@@ -76,6 +76,9 @@ class Log:
     def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
         """A planned call is about to run; a log of collectives waits until it has."""
 
+    def begin_move(self, tensor: Any) -> None:
+        """A tensor is about to be redistributed or read."""
+
     def note_call(self, call: object, where: str) -> None:
         """Write a call down before its events."""
         self.calls.append((call, where))

@@ -16,6 +16,7 @@ from meshloom import Shard
 from meshloom.cost.step import Node, StepGraph
 from meshloom.runtime import state
 from meshloom.tensor.recording import recording
+from test_observe import PROGRAMS
 
 TINY = Sizes(width=64, hidden=96, heads=4, groups=4, vocabulary=96, layers=3, dp=2, tp=4, rows=2, length=16)
 
@@ -104,6 +105,19 @@ def test_the_collectives_are_those_of_a_record():
     listed = Counter(each for node in graph.nodes for each in node.collectives)
     assert listed == Counter(event.collective for event in log.events)
     assert len(listed) > 5
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_collectives_of_any_program_are_in_its_graph(name):
+    run = PROGRAMS[name]()
+    with loom.record(step=True) as log:
+        run()
+    graph = log.graph()
+    listed = Counter(each for node in graph.nodes for each in node.collectives)
+    assert listed == Counter(event.collective for event in log.events)
+    numbers = set(range(len(graph.storages)))
+    assert all({*node.reads, *node.writes} <= numbers for node in graph.nodes)
+    assert all(each.freed is None or each.freed >= each.made for each in graph.storages)
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])

@@ -135,13 +135,14 @@ class DryRun:
 
     @cached_property
     def links(self) -> dict[str, AxisLoad]:
-        """What the links of each mesh axis carry, by the name of the axis."""
-        slices = [each for each in self.timeline if each.stream == "communication"]
-        devices = {each.axis: each.devices for node in self.nodes for each in node.collectives}
-        return {axis: self._load(axis, devices[axis], [s for s in slices if s.axis == axis]) for axis in devices}
+        """What the links of each mesh axis carry, by the name of the axis; with several meshes, `axis of mesh 1`."""
+        found = {(node.mesh, each.axis): each.devices for node in self.nodes for each in node.collectives}
+        return {_axis_name(*key): self._load(*key, devices) for key, devices in found.items()}
 
-    def _load(self, axis: str, devices: int, slices: list[Slice]) -> AxisLoad:
-        moved = [each for node in self.nodes for each in node.collectives if each.axis == axis]
+    def _load(self, mesh: int, axis: str, devices: int) -> AxisLoad:
+        nodes = [node for node in self.nodes if node.mesh == mesh]
+        slices = [each for each in self.timeline if (each.mesh, each.axis) == (mesh, axis)]
+        moved = [each for node in nodes for each in node.collectives if each.axis == axis]
         kinds: dict[str, int] = defaultdict(int)
         for each in moved:
             kinds[each.kind] += each.bytes
@@ -188,7 +189,7 @@ class DryRun:
     def _table_of_axes(self) -> Table:
         found: dict[str, Total] = {}
         for each in self.timeline:
-            name = each.axis or "compute"
+            name = _axis_name(each.mesh, each.axis) if each.axis else "compute"
             total = found.setdefault(name, Total(name))
             total.calls += 1
             total.add_slice(each)
@@ -212,6 +213,10 @@ class DryRun:
         if self._graph is None:
             return f"<dry run on {self.machine.name}, not ended>"
         return f"<dry run on {self.machine.name}: {show_seconds(self.time)}, {show_bytes(self.memory.peak)}>"
+
+
+def _axis_name(mesh: int, axis: str) -> str:
+    return axis if not mesh else f"{axis} of mesh {mesh}"
 
 
 @dataclass(frozen=True)
@@ -267,7 +272,8 @@ def _page(run: DryRun) -> Iterator[str]:
     """The totals, then where the time goes."""
     graph, timing = run.graph, run.timing
     how = "with data" if graph.has_data else "without data"
-    yield f"{len(graph.nodes)} calls on {graph.mesh}: {graph.devices} devices of {run.machine.name}, {how}"
+    meshes = ", ".join(map(str, graph.meshes))
+    yield f"{len(graph.nodes)} calls on {meshes}: {graph.devices} devices of {run.machine.name}, {how}"
     parts = f"compute {show_seconds(timing.compute)}, waits {show_seconds(timing.exposed)}"
     yield f"  time    {show_seconds(run.time)}: {parts}"
     peak = run.machine.peak(run.dtype)
@@ -309,7 +315,7 @@ def _assumptions(run: DryRun) -> Iterator[Assumption]:
 _MODEL = tuple(
     Assumption(what, value, "docs/dry_run.md")
     for what, value in (
-        ("devices", "the one with the largest shards stands for all"),
+        ("devices", "those on the same meshes do the same; the one with the largest shards stands for all of them"),
         ("links", "one collective at a time on each mesh axis; axes do not disturb each other"),
         ("forward calls", "one kernel each: operands read once, results written once"),
         ("backward", "the kernels that autograd ran, each with its own traffic"),

@@ -9,9 +9,9 @@ reference until nobody holds it. Nothing of this is there unless somebody record
 from __future__ import annotations
 
 import bisect
-import math
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from meshloom.tensor.kernel_work import EMPTY, Kernel, address_of
 from meshloom.tensor.known_numbers import KnownNumbers
 from meshloom.tensor.layouts import infer_share, layout_of
 from meshloom.tensor.module_paths import ModulePaths
-from meshloom.tensor.step_drafts import Called, Draft, Held, Phases
+from meshloom.tensor.step_drafts import Called, Draft, Held, Phases, Weight
 from meshloom.types import is_floating, itemsize
 
 _LEAF = 1 << 63  # from here on are the numbers of the graph nodes of leaves
@@ -55,7 +55,8 @@ class Recorder(Log):
         self.optimizing = False
         self.awaited: list[tuple[int, list[Collective]]] = []  # sums of gradients, and the graph node that needs each
         self.owner = ""  # the module whose parameter the optimizer is at
-        self.mesh: Mesh | None = None
+        self.meshes: dict[Mesh, int] = {}
+        self.weights: dict[int, Weight] = {}
         self.has_data = False
         self.unmarked = False  # whether gradients may have been made since they were looked for
 
@@ -63,9 +64,10 @@ class Recorder(Log):
 
     def begin_call(self, call: Any, where: str, tensors: Sequence[Tensor]) -> None:
         """A planned call is about to run on the arrays of these tensors."""
-        self._see(call.mesh, tensors)
+        self.has_data = self.has_data or any(_has_data(each) for each in tensors)
         self._leave_backward()
-        draft = Called(call, self._phase(), self.modules.path, where, self.kernel)
+        mesh = self.number_of(call.mesh)
+        draft = Called(self._weigh(call), self._phase(), self.modules.path, where, self.kernel, mesh)
         for tensor, topology, wanted in zip(tensors, call.call.operands, call.ins, strict=True):
             held = self.memory.hold_tensor(tensor, topology)
             draft.reads[held] = None
@@ -94,7 +96,7 @@ class Recorder(Log):
             held = self.memory.hold(array, draft.op)
             draft.writes[held] = None
             if held not in draft.reads:
-                held.place(layout_of(topology))
+                held.place(layout_of(topology), draft.mesh)
                 held.name = f"{draft.op} {topology.notation}"
                 held.module = draft.module if self.optimizing else ""
             if raw.local_bytes > topology.local_bytes:
@@ -104,6 +106,10 @@ class Recorder(Log):
     def abandon_call(self) -> None:
         """The call did not come to its end; what it did so far is kept."""
         self.current = None
+
+    def begin_move(self, tensor: Tensor) -> None:
+        """A tensor is about to be moved: it is on the devices, whether or not a call has used it."""
+        self.memory.hold_tensor(tensor, tensor.topology)
 
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
         """Collectives, at the node that causes them or as nodes of their own."""
@@ -135,7 +141,8 @@ class Recorder(Log):
                 array, draft.is_gradient_sum, draft.op = array.grad, True, "sum of gradients"
                 draft.module = self.modules.name_of(of).rpartition(".")[0]
             held = self.memory.hold(array, draft.op)
-            held.place(layout_of(of.topology))
+            draft.mesh = self.number_of(of.mesh)
+            held.place(layout_of(of.topology), draft.mesh)
             draft.operands = draft.results = (of.topology.notation,)
             draft.reads[held] = draft.writes[held] = None
         self.drafts.append(draft)
@@ -174,6 +181,7 @@ class Recorder(Log):
             return draft
         self._leave_backward()
         draft = Draft(kernel.name.strip("_"), self._phase(), self.modules.path, where(), self.kernel)
+        draft.mesh = self.memory.mesh_of(kernel.inputs)
         draft.operands = tuple(f"{short_name(each.dtype)}{list(each.shape)}" for each in kernel.inputs[:4])
         draft.results = tuple(f"{short_name(each.dtype)}{list(each.shape)}" for each in kernel.fresh[:4])
         self.drafts.append(draft)
@@ -210,7 +218,7 @@ class Recorder(Log):
         if call is None:
             draft = Draft(name.rpartition("::")[2], "backward", self.modules.path, "unknown line", self.kernel)
         else:
-            draft = Draft(call.op, "backward", call.module, call.where, self.kernel)
+            draft = Draft(call.op, "backward", call.module, call.where, self.kernel, call.mesh)
             draft.operands, draft.results, draft.dtype = call.results, call.operands, call.dtype
         draft.gradient_of = call
         self.drafts.append(draft)
@@ -280,10 +288,15 @@ class Recorder(Log):
             return "optimizer"
         return "recompute" if private.current_node() is not None else "forward"
 
-    def _see(self, mesh: Mesh, tensors: Sequence[Tensor]) -> None:
-        if self.mesh is None or math.prod(mesh.shape) > math.prod(self.mesh.shape):
-            self.mesh = mesh
-        self.has_data = self.has_data or any(_has_data(each) for each in tensors)
+    def _weigh(self, plan: Plan) -> Weight:
+        """What a plan means for one device; equal calls have the same plan, which stays alive with its id here."""
+        if id(plan) not in self.weights:
+            self.weights[id(plan)] = Weight(plan)
+        return self.weights[id(plan)]
+
+    def number_of(self, mesh: Mesh) -> int:
+        """The number of a mesh."""
+        return self.meshes.setdefault(mesh, len(self.meshes))
 
     def graph(self) -> StepGraph:
         """What was recorded, as values."""
@@ -296,7 +309,7 @@ class Recorder(Log):
         phases = Phases(drafts)
         storages = tuple(held.finish(number, phases) for held, number in numbers.items())
         nodes = tuple(draft.finish(numbers) for draft in drafts)
-        return StepGraph(nodes, storages, self.mesh, self.kernel, self.has_data)
+        return StepGraph(nodes, storages, tuple(self.meshes), self.kernel, self.has_data)
 
 
 class MemoryBook:
@@ -318,6 +331,11 @@ class MemoryBook:
         found = (self.alive.get(address_of(each)) for each in arrays)
         return any(held is not None and held.is_counted for held in found)
 
+    def mesh_of(self, arrays: Sequence[torch.Tensor]) -> int:
+        """The number of the mesh that arrays are on."""
+        found = (self.alive.get(address_of(each)) for each in arrays)
+        return next((held.mesh for held in found if held is not None and held.is_counted), 0)
+
     def hold(self, array: torch.Tensor, name: str) -> Held:
         """The storage of an array; one that nobody saw before was there before."""
         return self.alive.get(address_of(array)) or self._start(array, name, -1, None)
@@ -327,7 +345,7 @@ class MemoryBook:
         array = tensor._data
         held = self.hold(array, topology.notation)
         if not held.is_exact:
-            held.place(layout_of(topology))
+            held.place(layout_of(topology), self.recorder.number_of(topology.mesh))
             held.name = topology.notation if held.node is None else held.name
         is_leaf = array.requires_grad and array.is_leaf
         if tensor._is_param or (is_leaf and held.made < 0):
@@ -408,7 +426,7 @@ class MemoryBook:
                 del book.alive[address], book.watches[address]
                 held.arrays -= 1
                 if not held.arrays:
-                    held.freed = book.recorder.kernel - 1
+                    held.freed = max(book.recorder.kernel - 1, held.made)
 
         self.alive[address] = held
         self.watches[address] = weakref.ref(array.untyped_storage(), free)
@@ -431,7 +449,7 @@ class MemoryBook:
             held, of = self.hold(leaf.grad, "gradient"), self.alive.get(address_of(leaf))
             held.held_for = "gradients"
             if of is not None:
-                held.place(of.layout)
+                held.place(of.layout, of.mesh)
                 held.name, held.module = f"gradient of {of.name}", of.module
 
     def mark_state(self, optimizer: Any) -> None:
@@ -441,7 +459,7 @@ class MemoryBook:
             for key, value in table.items() if isinstance(table, dict) else ():
                 if isinstance(value, Tensor):
                     held = self.hold(value._data, key)
-                    held.place(layout_of(value.topology))
+                    held.place(layout_of(value.topology), self.recorder.number_of(value.mesh))
                     held.held_for = "optimizer state"
                     held.name = f"{key} of {of.name}" if of is not None else key
                     held.module = of.module if of is not None else ""
@@ -485,6 +503,17 @@ class _Kernels(private.TorchDispatchMode):
         return result
 
 
+def _here(function: Callable[..., None]) -> Callable[..., None]:
+    """A hook for modules and optimizers of this thread: torch calls it in all."""
+    thread = threading.get_ident()
+
+    def hook(*args: object) -> None:
+        if threading.get_ident() == thread:
+            function(*args)
+
+    return hook
+
+
 @contextmanager
 def recording() -> Iterator[Recorder]:
     """Record a step: what runs inside, as a graph at the end.
@@ -499,10 +528,10 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
     with ExitStack() as stack:
         for hook in (
-            register_module_forward_pre_hook(recorder.modules.enter),
-            register_module_forward_hook(recorder.modules.leave, always_call=True),
-            register_optimizer_step_pre_hook(recorder.begin_step),
-            register_optimizer_step_post_hook(recorder.end_step),
+            register_module_forward_pre_hook(_here(recorder.modules.enter)),
+            register_module_forward_hook(_here(recorder.modules.leave), always_call=True),
+            register_optimizer_step_pre_hook(_here(recorder.begin_step)),
+            register_optimizer_step_post_hook(_here(recorder.end_step)),
         ):
             stack.callback(hook.remove)
         stack.enter_context(state.changed(logs=(*state.logs, recorder)))
