@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,26 @@ def test_links_tell_what_each_axis_carries(run):
     assert sum(load.exposed for load in run.links.values()) == pytest.approx(run.timing.exposed)
 
 
+def test_the_bounds_add_up_to_the_time(run):
+    assert sum(run.bounds.values()) == pytest.approx(run.time)
+    assert set(run.bounds) == {"arithmetic", "memory traffic", "waits for dp", "waits for tp"}
+    assert sum(run.bounds[name] for name in ("arithmetic", "memory traffic")) == pytest.approx(run.timing.compute)
+
+
+def test_a_large_product_is_bound_by_arithmetic_and_a_sum_by_traffic():
+    x = loom.empty(4096, 4096, mesh=loom.open_mesh((2,)), placements="R", device="meta", dtype=torch.bfloat16)
+    for program, bound in ((lambda: x @ x, "arithmetic"), (lambda: x + x, "memory traffic")):
+        with loom.dry_run("t3000") as found:
+            program()
+        assert next(iter(found.bounds)) == bound
+
+
+def test_a_run_can_be_kept_in_a_file(run):
+    again = pickle.loads(pickle.dumps(run))
+    assert again.time == run.time and str(again) == str(run)
+    assert again.log.events == run.log.events
+
+
 def test_the_timeline_is_in_order_and_priced_by_the_cost_module(run):
     starts = [each.start for each in run.timeline]
     assert starts == sorted(starts) and max(each.end for each in run.timeline) == run.time
@@ -261,7 +282,7 @@ def test_two_runs_side_by_side():
 def test_the_page_has_the_totals_first_and_fits_on_one(run):
     lines = str(run).splitlines()
     assert lines[0].endswith("8 devices of galaxy, without data")
-    assert [line.split()[0] for line in lines[1:6]] == ["time", "MFU", "memory", "tp", "dp"]
+    assert [line.split()[0] for line in lines[1:7]] == ["time", "bound", "MFU", "memory", "tp", "dp"]
     assert len(lines) <= 40 and max(map(len, lines)) < 240
 
 

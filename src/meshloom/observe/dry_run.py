@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from meshloom.fabric import Machine, Preset, preset
 from meshloom.observe.folding import Folding
 from meshloom.observe.memory_use import Memory, measure, show_bytes
 from meshloom.observe.tables import Branch, Table, Total, grow_tree, total_by
-from meshloom.observe.timing import Slice, Timing, time_step
+from meshloom.observe.timing import Prices, Slice, Timing, time_step
 from meshloom.runtime import Log, state
 
 TABLES = ("module", "phase", "axis", "line", "kind")
@@ -64,7 +64,8 @@ class DryRun:
         self._graph: StepGraph | None = None
 
     def _take(self, recorder: Any) -> None:
-        self._graph, self.log = recorder.graph(), recorder
+        self._graph = recorder.graph()
+        self.log = Log(**{field.name: getattr(recorder, field.name) for field in fields(Log)})
 
     @property
     def graph(self) -> StepGraph:
@@ -149,6 +150,21 @@ class DryRun:
         busy, exposed = sum(each.duration for each in slices), sum(each.exposed for each in slices)
         used = busy / self.time if self.time else 0.0
         return AxisLoad(axis, devices, len(moved), sum(kinds.values()), busy, exposed, used, dict(kinds))
+
+    @cached_property
+    def bounds(self) -> dict[str, float]:
+        """What the time goes to, in seconds: "arithmetic", "memory traffic", and waiting for each axis; largest first.
+
+        A kernel is bound by whichever of arithmetic and traffic takes it longer.
+        """
+        found: dict[str, float] = defaultdict(float)
+        prices = Prices(self.machine)
+        for node in self.nodes:
+            for name, seconds in prices.bounds(node).items():
+                found[name] += seconds
+        for load in self.links.values():
+            found[f"waits for {load.axis}"] += load.exposed
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @cached_property
     def folding(self) -> Folding:
@@ -276,6 +292,8 @@ def _page(run: DryRun) -> Iterator[str]:
     yield f"{len(graph.nodes)} calls on {meshes}: {graph.devices} devices of {run.machine.name}, {how}"
     parts = f"compute {show_seconds(timing.compute)}, waits {show_seconds(timing.exposed)}"
     yield f"  time    {show_seconds(run.time)}: {parts}"
+    whole = sum(run.bounds.values()) or 1.0
+    yield f"  bound   {', '.join(f'{what} {100 * seconds / whole:.0f} %' for what, seconds in run.bounds.items())}"
     peak = run.machine.peak(run.dtype)
     yield f"  MFU     {100 * run.mfu:.1f} % of {peak / 1e12:.4g} TFLOP/s ({run.dtype}); {run.flops:.4g} FLOP in all"
     yield f"  memory  {run.memory}"

@@ -50,7 +50,7 @@ class Memory:
     def __str__(self) -> str:
         of = f" of {show_bytes(self.limit)}" if self.limit is not None and self.limit < 1e30 else ""
         held = ", ".join(f"{what} {show_bytes(size)}" for what, size in self.at_peak.items() if size)
-        return f"{show_bytes(self.peak)}{of} at {self.node}: {held}"
+        return f"{show_bytes(self.peak)}{of}" + (f" at {self.node}: {held}" if self.node is not None else "")
 
 
 _ADVICE = {

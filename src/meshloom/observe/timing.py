@@ -242,6 +242,15 @@ class Prices:
             self.known[key] = sum(load.seconds(machine) for load in node.loads if load.flops or load.bytes)
         return self.known[key]
 
+    def bounds(self, node: Node) -> dict[str, float]:
+        """The seconds of a node's kernels by what bounds each: arithmetic or memory traffic."""
+        machine, found = self.machine_for(node.dtype), {"arithmetic": 0.0, "memory traffic": 0.0}
+        for load in node.loads:
+            seconds = load.seconds(machine) if load.flops or load.bytes else 0.0
+            computes = replace(load, bytes=0.0).seconds(machine) >= replace(load, flops=0.0).seconds(machine)
+            found["arithmetic" if computes else "memory traffic"] += seconds
+        return found
+
     def collective(self, collective: Collective) -> float:
         """The seconds that a collective takes."""
         if collective not in self.known:
