@@ -47,6 +47,8 @@ class Explanation:
     def advice(self) -> Advice | None:
         """The requests that make all calls together cheaper by a tenth or more; None where there are none.
 
+        A short program has it in its text; of a hundred calls the search takes some seconds.
+
         >>> import meshloom as loom
         >>> mesh = loom.open_mesh((4,), axes=("tp",))
         >>> x = loom.empty(1024, 4096, mesh=mesh, placements="S(1)", device="meta")
@@ -89,7 +91,7 @@ class Explanation:
             lines += ["also:", *(f"  {event}" for event in moved)]
         if self.log.pending:
             lines += ["held back by accumulate:", *(f"  {event}" for event in self.log.pending)]
-        if self.advice is not None:
+        if len(self.log.calls) <= PAGE and self.advice is not None:
             lines += describe_advice(self.advice)
         count = len(self.events)
         return "\n".join([*lines, f"{count} collective{'' if count == 1 else 's'}, {self.bytes} B per device"])
@@ -133,7 +135,7 @@ def _page(found: Explanation) -> Iterator[str]:
         yield f"  {sum(costs) * 1e6:11.3f} us {f'x{len(costs)}':>5}  {text}"
     if len(listed) > PAGE:
         yield f"  and {len(listed) - PAGE} more kinds of calls"
-    yield "every call: found.brief; with its rows and a search for cheaper requests: found.full"
+    yield "every call: found.brief; with its rows: found.full; what to ask for: found.advice, which takes a while"
 
 
 def _moved(events: list[Event]) -> Iterator[str]:

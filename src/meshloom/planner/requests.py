@@ -4,7 +4,7 @@ A call is planned for itself: its result is never partial, and nothing is sharde
 it another result may be worth more: two partial products that are added and reduced once, a result that is scattered
 because the next call slices it. `cheapest_requests` looks at all calls together. Price is additive, so going through
 them in order and keeping, for each way in which the values that are still needed may lie, the cheapest way to get there
-finds the best there is, as long as no more than `KEPT` ways are open at once.
+finds the best there is on one axis, as long as no more than `KEPT` ways are open at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from meshloom.planner.pricing import Request
 from meshloom.planner.redistribution import route
 from meshloom.types import is_floating
 
-KEPT = 400  # ways in which the values that are needed later may lie
+KEPT = 64  # ways in which the values that are needed later may lie
+ROUNDS = 3  # times that every mesh axis is looked at, the others as they are
 WORTH = 0.02  # the part of the price that leaving out one request may cost: fewer requests are easier to follow
 
 Placements = tuple[Placement, ...]
@@ -81,7 +82,7 @@ def cheapest_requests(program: Sequence[Step], machine: Machine = VIRTUAL) -> Ad
     nothing: list[Request | None] = [None] * len(program)
     before = search.price(nothing)
     best = nothing
-    for axis in range(program[0].plan.mesh.ndim if program else 0):
+    for axis in [*range(program[0].plan.mesh.ndim if program else 0)] * ROUNDS:
         found = search.find(best, axis)
         if search.price(found) < search.price(best):
             best = found
