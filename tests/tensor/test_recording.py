@@ -256,6 +256,25 @@ def test_recomputed_calls_have_a_phase_of_their_own_and_no_model_flops():
     assert sum(n.model_flops for n in graph.nodes) == 3 * 2 * 8 * 16 * 16
 
 
+def test_the_sum_of_a_gradient_waits_for_the_last_use_of_its_value():
+    mesh = loom.open_mesh((2,), axes=("tp",))
+    x = loom.ones(4, 8, mesh=mesh, placements="R").requires_grad_()
+    weights = [loom.Parameter(torch.ones(8, 8), mesh, {"tp": Shard(1)}) for _ in range(3)]
+
+    def step():
+        value = x * 2
+        total = sum((value @ weight).sum() for weight in weights)
+        total.backward()
+
+    graph = record(step)
+    uses = [n for n in graph.nodes if n.op == "matmul" and n.phase == "forward"]
+    back = [n for n in graph.nodes if n.op == "matmul" and n.phase == "backward"]
+    assert [n.gradient_of for n in back] == [n.number for n in reversed(uses)]
+    assert [[c.kind for c in n.after] for n in back] == [[], [], ["all_reduce"]]
+    (made,) = (n for n in graph.nodes if n.op == "mul" and n.phase == "backward")
+    assert set(made.reads) & set(back[-1].writes)
+
+
 def test_attention_without_data_keeps_no_scores():
     sizes = Sizes(width=64, hidden=96, heads=4, groups=2, vocabulary=96, layers=1, dp=2, tp=2, rows=1, length=512)
     scores = 2 * 2 * sizes.length * sizes.length  # bytes of one device's, at least

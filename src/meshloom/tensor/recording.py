@@ -193,7 +193,7 @@ class Recorder(Log):
         if running is None:
             return None
         self.unmarked = True
-        call = self._call_of(running)
+        call = self._call_numbered(running._sequence_nr())
         if self.backward is None or (call is not None and call is not self.backward.gradient_of):
             self.backward = self._begin_backward(call, running.name())
         if call is not None:
@@ -201,16 +201,36 @@ class Recorder(Log):
         return self.backward
 
     def _await_sums(self, draft: Draft, number: int) -> None:
-        """Gradients that several uses add up are summed over the devices when the node runs that made the value.
+        """Gradients that several uses of a value add up are summed over the devices when the last use has contributed.
 
-        Nodes run in the order of their numbers, the last first; one without a kernel of its own hands them on.
+        Nodes of the graph run in the order of their numbers, the last first, so it has when the one runs that made the
+        value, or any before that.
         """
-        ready = [each for each in self.awaited if each[0] >= number]
+        if not self.awaited:
+            return
+        for needed, collectives in self.awaited:
+            if needed >= number:
+                use = self._last_use(needed)
+                if use is not None:
+                    use.after += collectives
+                else:
+                    draft.before += [(each, None) for each in collectives]
         self.awaited = [each for each in self.awaited if each[0] < number]
-        draft.before += [(collective, None) for _, collectives in ready for collective in collectives]
 
-    def _call_of(self, node: Any) -> Called | None:
-        number = node._sequence_nr()
+    def _last_use(self, number: int) -> Draft | None:
+        """The last node of backward that worked on the gradient of what a graph node made."""
+        made = self._call_numbered(number)
+        values = made.writes if made is not None else ()
+        for draft in reversed(self.drafts):
+            call = draft.gradient_of
+            if call is not None and call is not made and any(each in values for each in call.operand_storages):
+                return draft
+            if draft is made:
+                break
+        return None
+
+    def _call_numbered(self, number: int) -> Called | None:
+        """The call that made a node of the graph, by its number."""
         place = bisect.bisect_right(self.begun, number) - 1 if number < _LEAF else -1
         return self.called[place] if place >= 0 else None
 
