@@ -37,6 +37,7 @@ __all__ = [
     'DeviceError',
     'DeviceTimeoutError',
     'DivergenceError',
+    'DryRun',
     'Explanation',
     'FabricError',
     'FallbackWarning',
@@ -173,6 +174,7 @@ __all__ = [
     'draw',
     'draw_mesh',
     'dropout',
+    'dry_run',
     'einsum',
     'elu',
     'embedding',
@@ -557,6 +559,7 @@ class _triangular_solve(tuple[Tensor, Tensor]):
     def cloned_coefficient(self) -> Tensor: ...
 
 from meshloom.observe.scopes import CommunicationWarning as CommunicationWarning
+from meshloom.observe.dry_run import DryRun as DryRun
 from meshloom.observe.explain import Explanation as Explanation
 from meshloom.observe.scopes import FallbackWarning as FallbackWarning
 from meshloom.observe.simulate import Simulation as Simulation
@@ -574,6 +577,7 @@ def distribute_tensor(tensor: torch.Tensor, device_mesh: Mesh | DeviceMesh | Non
 from meshloom.observe.pictures import draw as draw
 from meshloom.observe.pictures import draw_mesh as draw_mesh
 from meshloom.tensor.torch_api.pointwise import dropout as dropout
+from meshloom.observe.dry_run import dry_run as dry_run
 def empty(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def empty_like(input: torch.Tensor, **options: object) -> Tensor: ...
 from meshloom.observe.explain import explain as explain

@@ -76,6 +76,9 @@ class Log:
     def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
         """A planned call is about to run; a log of collectives waits until it has."""
 
+    def begin_move(self, tensor: Any) -> None:
+        """A tensor is about to be redistributed or read."""
+
     def note_call(self, call: object, where: str) -> None:
         """Write a call down before its events."""
         self.calls.append((call, where))
@@ -88,7 +91,10 @@ class Log:
         """The call did not come to its end: an error, or a checkpoint that has recomputed enough."""
 
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
-        """Write collectives down: `of` is the tensor that they move, `first` says that the call waits for them."""
+        """Write collectives down: `of` is the tensor that they move, or the graph node that waits for its gradient.
+
+        `first` says that the call itself waits for them.
+        """
         self.events.extend(events)
 
     @property

@@ -39,4 +39,4 @@ def storage(number: int, size: int, made: int, freed: int | None, held_for: str 
 
 def graph(nodes, storages=(), kernels: int | None = None) -> StepGraph:
     """A graph of these on two axes of two devices."""
-    return StepGraph(tuple(nodes), tuple(storages), Mesh(dp=2, tp=2), len(nodes) if kernels is None else kernels)
+    return StepGraph(tuple(nodes), tuple(storages), (Mesh(dp=2, tp=2),), len(nodes) if kernels is None else kernels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,9 @@ def test_a_step_holds_and_moves_what_the_closed_formulas_say(sizes):
     check_memory(run, sizes)
     by_hand = bytes_per_axis(sizes)
     assert run.links["dp"].bytes == pytest.approx(by_hand["dp"], rel=1e-6)  # the rest is the loss, a few bytes
+    statistics = 4 * 4 * sizes.tokens * 2  # largest score and sum of each token, in the loss
+    reduced = (4 * sizes.layers + 1) * by_hand["tp"]  # two for a layer forward, two backward; one of the head
+    assert run.links["tp"].bytes == pytest.approx(reduced, abs=statistics)
     per_layer = [each for each in run.nodes if each.module.startswith("Llama.layers.1.") and each.phase == "forward"]
     assert sum(each.bytes for each in per_layer) == 2 * by_hand["tp"]
     assert run.time > run.timing.compute > 0 and 0 < run.mfu < 1
@@ -137,6 +141,26 @@ def test_links_tell_what_each_axis_carries(run):
         assert load.devices == {"dp": 2, "tp": 4}[axis] and load.used == pytest.approx(load.seconds / run.time)
         assert sum(load.kinds.values()) == load.bytes
     assert sum(load.exposed for load in run.links.values()) == pytest.approx(run.timing.exposed)
+
+
+def test_the_bounds_add_up_to_the_time(run):
+    assert sum(run.bounds.values()) == pytest.approx(run.time)
+    assert set(run.bounds) == {"arithmetic", "memory traffic", "waits for dp", "waits for tp"}
+    assert sum(run.bounds[name] for name in ("arithmetic", "memory traffic")) == pytest.approx(run.timing.compute)
+
+
+def test_a_large_product_is_bound_by_arithmetic_and_a_sum_by_traffic():
+    x = loom.empty(4096, 4096, mesh=loom.open_mesh((2,)), placements="R", device="meta", dtype=torch.bfloat16)
+    for program, bound in ((lambda: x @ x, "arithmetic"), (lambda: x + x, "memory traffic")):
+        with loom.dry_run("t3000") as found:
+            program()
+        assert next(iter(found.bounds)) == bound
+
+
+def test_a_run_can_be_kept_in_a_file(run):
+    again = pickle.loads(pickle.dumps(run))
+    assert again.time == run.time and str(again) == str(run)
+    assert again.log.events == run.log.events
 
 
 def test_the_timeline_is_in_order_and_priced_by_the_cost_module(run):
@@ -258,7 +282,7 @@ def test_two_runs_side_by_side():
 def test_the_page_has_the_totals_first_and_fits_on_one(run):
     lines = str(run).splitlines()
     assert lines[0].endswith("8 devices of galaxy, without data")
-    assert [line.split()[0] for line in lines[1:6]] == ["time", "MFU", "memory", "tp", "dp"]
+    assert [line.split()[0] for line in lines[1:7]] == ["time", "bound", "MFU", "memory", "tp", "dp"]
     assert len(lines) <= 40 and max(map(len, lines)) < 240
 
 
@@ -353,6 +377,28 @@ def test_the_time_it_takes_does_not_grow_with_the_devices():
             make_step(Sizes(**LARGE_70B, layers=1, dp=dp, tp=8, length=128))()
         counts.append((len(run.nodes), len(run.timeline), len(run.graph.storages), run.graph.kernels))
     assert counts[0] == counts[1]
+
+
+def test_stages_of_a_pipeline_are_classes_of_devices_of_their_own():
+    whole = loom.open_mesh((2, 4), axes=("pp", "dp"))
+    stages = [whole.submesh(pp=i) for i in range(2)]
+    weights = [loom.Parameter(torch.empty(256, 256, device="meta"), stage) for stage in stages]
+    x = loom.empty(64, 256, mesh=stages[0], placements="S(0)", device="meta")
+
+    def step():
+        hidden = F.linear(x, weights[0]).to_torch()
+        F.linear(loom.distribute(hidden, stages[1], "S(0)"), weights[1])
+
+    with loom.dry_run(SECONDS, memory=math.inf) as run:
+        step()
+    assert [(each.devices, each.meshes) for each in run.graph.classes] == [(4, (0,)), (4, (1,))]
+    assert run.graph.devices == 8
+    first, second = (node for node in run.nodes if node.op == "linear")
+    assert (first.mesh, second.mesh) == (0, 1)
+    starts = {each.node: each.start for each in run.timeline if each.stream == "compute"}
+    assert starts[second.number] >= starts[first.number] + first.flops  # it waits for what the first stage gives
+    assert run.timing.compute == pytest.approx(first.flops)
+    assert run.memory.peaks["parameters"] == 256 * 256 * 4  # of one stage
 
 
 def test_cross_entropy_of_a_micro_batch_loop_is_summed_once():

@@ -16,6 +16,7 @@ from meshloom import Shard
 from meshloom.cost.step import Node, StepGraph
 from meshloom.runtime import state
 from meshloom.tensor.recording import recording
+from test_observe import PROGRAMS
 
 TINY = Sizes(width=64, hidden=96, heads=4, groups=4, vocabulary=96, layers=3, dp=2, tp=4, rows=2, length=16)
 
@@ -104,6 +105,19 @@ def test_the_collectives_are_those_of_a_record():
     listed = Counter(each for node in graph.nodes for each in node.collectives)
     assert listed == Counter(event.collective for event in log.events)
     assert len(listed) > 5
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_collectives_of_any_program_are_in_its_graph(name):
+    run = PROGRAMS[name]()
+    with loom.record(step=True) as log:
+        run()
+    graph = log.graph()
+    listed = Counter(each for node in graph.nodes for each in node.collectives)
+    assert listed == Counter(event.collective for event in log.events)
+    numbers = set(range(len(graph.storages)))
+    assert all({*node.reads, *node.writes} <= numbers for node in graph.nodes)
+    assert all(each.freed is None or each.freed >= each.made for each in graph.storages)
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
@@ -240,6 +254,25 @@ def test_recomputed_calls_have_a_phase_of_their_own_and_no_model_flops():
     assert [n.op for n in again if n.kernels] == ["linear", "tanh"]
     assert all(n.model_flops == 0 for n in again) and again[0].flops > 0
     assert sum(n.model_flops for n in graph.nodes) == 3 * 2 * 8 * 16 * 16
+
+
+def test_the_sum_of_a_gradient_waits_for_the_last_use_of_its_value():
+    mesh = loom.open_mesh((2,), axes=("tp",))
+    x = loom.ones(4, 8, mesh=mesh, placements="R").requires_grad_()
+    weights = [loom.Parameter(torch.ones(8, 8), mesh, {"tp": Shard(1)}) for _ in range(3)]
+
+    def step():
+        value = x * 2
+        total = sum((value @ weight).sum() for weight in weights)
+        total.backward()
+
+    graph = record(step)
+    uses = [n for n in graph.nodes if n.op == "matmul" and n.phase == "forward"]
+    back = [n for n in graph.nodes if n.op == "matmul" and n.phase == "backward"]
+    assert [n.gradient_of for n in back] == [n.number for n in reversed(uses)]
+    assert [[c.kind for c in n.after] for n in back] == [[], [], ["all_reduce"]]
+    (made,) = (n for n in graph.nodes if n.op == "mul" and n.phase == "backward")
+    assert set(made.reads) & set(back[-1].writes)
 
 
 def test_attention_without_data_keeps_no_scores():

@@ -9,7 +9,9 @@ are numbered too, in the order in which they ran: that is the clock of memory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
 
 from meshloom.collectives import Collective
 from meshloom.cost.compute import Load
@@ -43,6 +45,7 @@ class Node:
     kernel_range: tuple[int, int]  # the numbers of its first kernel, and of the first one after it
     gradient_of: int | None = None  # of a backward node: the number of its forward node
     is_gradient_sum: bool = False  # the sum of a parameter's gradient, which may run beside the rest of backward
+    mesh: int = 0  # the number of the mesh that it runs on, in `StepGraph.meshes`
 
     @property
     def flops(self) -> float:
@@ -83,6 +86,7 @@ class Storage:
     node: int | None  # the node that made it
     module: str
     where: str
+    mesh: int = 0  # the number of the mesh whose devices hold it
 
     def is_alive(self, kernel: int) -> bool:
         """Whether it is held while a kernel runs."""
@@ -95,12 +99,36 @@ class StepGraph:
 
     nodes: tuple[Node, ...]
     storages: tuple[Storage, ...]
-    mesh: Mesh | None  # the largest mesh that its tensors are on; None if there was none
+    meshes: tuple[Mesh, ...]  # that its tensors are on, in the order in which they were used
     kernels: int = 0  # how many ran
     has_data: bool = False  # whether values were computed; on `meta` there are none
-    notes: tuple[str, ...] = field(default=())  # what was assumed while it was recorded
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The largest of its meshes; None if there is none."""
+        return max(self.meshes, key=lambda mesh: math.prod(mesh.shape), default=None)
+
+    @cached_property
+    def classes(self) -> tuple[DeviceClass, ...]:
+        """The kinds of devices: those that are on the same meshes do the same. One mesh, one class."""
+        if len(self.meshes) < 2:
+            return (DeviceClass(0, math.prod(self.meshes[0].shape) if self.meshes else 1, (0,)),)
+        on: dict[int, tuple[int, ...]] = {}
+        for number, mesh in enumerate(self.meshes):
+            for device in mesh.device_ids:
+                on[device] = (*on.get(device, ()), number)
+        return tuple(DeviceClass(i, count, meshes) for i, (meshes, count) in enumerate(Counter(on.values()).items()))
 
     @property
     def devices(self) -> int:
         """How many devices the step runs on."""
-        return math.prod(self.mesh.shape) if self.mesh is not None else 1
+        return sum(each.devices for each in self.classes)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceClass:
+    """Devices that all do the same in a step: one of them stands for all."""
+
+    number: int
+    devices: int  # how many there are
+    meshes: tuple[int, ...]  # the numbers of the meshes that they are on

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from meshloom.fabric import Machine, Preset, preset
 from meshloom.observe.folding import Folding
 from meshloom.observe.memory_use import Memory, measure, show_bytes
 from meshloom.observe.tables import Branch, Table, Total, grow_tree, total_by
-from meshloom.observe.timing import Slice, Timing, time_step
+from meshloom.observe.timing import Prices, Slice, Timing, time_step
 from meshloom.runtime import Log, state
 
 TABLES = ("module", "phase", "axis", "line", "kind")
@@ -64,7 +64,8 @@ class DryRun:
         self._graph: StepGraph | None = None
 
     def _take(self, recorder: Any) -> None:
-        self._graph, self.log = recorder.graph(), recorder
+        self._graph = recorder.graph()
+        self.log = Log(**{field.name: getattr(recorder, field.name) for field in fields(Log)})
 
     @property
     def graph(self) -> StepGraph:
@@ -135,19 +136,35 @@ class DryRun:
 
     @cached_property
     def links(self) -> dict[str, AxisLoad]:
-        """What the links of each mesh axis carry, by the name of the axis."""
-        slices = [each for each in self.timeline if each.stream == "communication"]
-        devices = {each.axis: each.devices for node in self.nodes for each in node.collectives}
-        return {axis: self._load(axis, devices[axis], [s for s in slices if s.axis == axis]) for axis in devices}
+        """What the links of each mesh axis carry, by the name of the axis; with several meshes, `axis of mesh 1`."""
+        found = {(node.mesh, each.axis): each.devices for node in self.nodes for each in node.collectives}
+        return {_axis_name(*key): self._load(*key, devices) for key, devices in found.items()}
 
-    def _load(self, axis: str, devices: int, slices: list[Slice]) -> AxisLoad:
-        moved = [each for node in self.nodes for each in node.collectives if each.axis == axis]
+    def _load(self, mesh: int, axis: str, devices: int) -> AxisLoad:
+        nodes = [node for node in self.nodes if node.mesh == mesh]
+        slices = [each for each in self.timeline if (each.mesh, each.axis) == (mesh, axis)]
+        moved = [each for node in nodes for each in node.collectives if each.axis == axis]
         kinds: dict[str, int] = defaultdict(int)
         for each in moved:
             kinds[each.kind] += each.bytes
         busy, exposed = sum(each.duration for each in slices), sum(each.exposed for each in slices)
         used = busy / self.time if self.time else 0.0
         return AxisLoad(axis, devices, len(moved), sum(kinds.values()), busy, exposed, used, dict(kinds))
+
+    @cached_property
+    def bounds(self) -> dict[str, float]:
+        """What the time goes to, in seconds: "arithmetic", "memory traffic", and waiting for each axis; largest first.
+
+        A kernel is bound by whichever of arithmetic and traffic takes it longer.
+        """
+        found: dict[str, float] = defaultdict(float)
+        prices = Prices(self.machine)
+        for node in self.nodes:
+            for name, seconds in prices.bounds(node).items():
+                found[name] += seconds
+        for load in self.links.values():
+            found[f"waits for {load.axis}"] += load.exposed
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @cached_property
     def folding(self) -> Folding:
@@ -188,7 +205,7 @@ class DryRun:
     def _table_of_axes(self) -> Table:
         found: dict[str, Total] = {}
         for each in self.timeline:
-            name = each.axis or "compute"
+            name = _axis_name(each.mesh, each.axis) if each.axis else "compute"
             total = found.setdefault(name, Total(name))
             total.calls += 1
             total.add_slice(each)
@@ -212,6 +229,10 @@ class DryRun:
         if self._graph is None:
             return f"<dry run on {self.machine.name}, not ended>"
         return f"<dry run on {self.machine.name}: {show_seconds(self.time)}, {show_bytes(self.memory.peak)}>"
+
+
+def _axis_name(mesh: int, axis: str) -> str:
+    return axis if not mesh else f"{axis} of mesh {mesh}"
 
 
 @dataclass(frozen=True)
@@ -267,9 +288,12 @@ def _page(run: DryRun) -> Iterator[str]:
     """The totals, then where the time goes."""
     graph, timing = run.graph, run.timing
     how = "with data" if graph.has_data else "without data"
-    yield f"{len(graph.nodes)} calls on {graph.mesh}: {graph.devices} devices of {run.machine.name}, {how}"
+    meshes = ", ".join(map(str, graph.meshes))
+    yield f"{len(graph.nodes)} calls on {meshes}: {graph.devices} devices of {run.machine.name}, {how}"
     parts = f"compute {show_seconds(timing.compute)}, waits {show_seconds(timing.exposed)}"
     yield f"  time    {show_seconds(run.time)}: {parts}"
+    whole = sum(run.bounds.values()) or 1.0
+    yield f"  bound   {', '.join(f'{what} {100 * seconds / whole:.0f} %' for what, seconds in run.bounds.items())}"
     peak = run.machine.peak(run.dtype)
     yield f"  MFU     {100 * run.mfu:.1f} % of {peak / 1e12:.4g} TFLOP/s ({run.dtype}); {run.flops:.4g} FLOP in all"
     yield f"  memory  {run.memory}"
@@ -309,7 +333,7 @@ def _assumptions(run: DryRun) -> Iterator[Assumption]:
 _MODEL = tuple(
     Assumption(what, value, "docs/dry_run.md")
     for what, value in (
-        ("devices", "the one with the largest shards stands for all"),
+        ("devices", "those on the same meshes do the same; the one with the largest shards stands for all of them"),
         ("links", "one collective at a time on each mesh axis; axes do not disturb each other"),
         ("forward calls", "one kernel each: operands read once, results written once"),
         ("backward", "the kernels that autograd ran, each with its own traffic"),

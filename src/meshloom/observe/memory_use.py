@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from meshloom.cost.step import HELD_FOR, Node, StepGraph, Storage
+from meshloom.cost.step import HELD_FOR, DeviceClass, Node, StepGraph, Storage
 from meshloom.errors import OutOfMemoryError
 
 SHOWN = 8  # tensors that an error names
@@ -22,7 +22,8 @@ class Memory:
     at_peak: Mapping[str, int]  # what it is held for at the peak; the sum is `peak`
     peaks: Mapping[str, int]  # the most that is held for each purpose at any time
     alive: tuple[Storage, ...]  # what is there at the peak, largest first
-    timeline: tuple[MemoryPoint, ...]  # one per node in program order
+    timeline: tuple[MemoryPoint, ...]  # one per node of that class of devices, in program order
+    device_class: int = 0  # the class of devices that needs most; all figures are of one of its devices
 
     @property
     def where(self) -> str:
@@ -49,7 +50,7 @@ class Memory:
     def __str__(self) -> str:
         of = f" of {show_bytes(self.limit)}" if self.limit is not None and self.limit < 1e30 else ""
         held = ", ".join(f"{what} {show_bytes(size)}" for what, size in self.at_peak.items() if size)
-        return f"{show_bytes(self.peak)}{of} at {self.node}: {held}"
+        return f"{show_bytes(self.peak)}{of}" + (f" at {self.node}: {held}" if self.node is not None else "")
 
 
 _ADVICE = {
@@ -74,33 +75,42 @@ class MemoryPoint:
 
 
 def measure(graph: StepGraph, limit: float | None, starts: Mapping[int, float]) -> Memory:
-    """The memory of a step; `starts` has the time at which each node starts."""
-    lines = _lines(graph)
+    """The memory of a step, where it needs most; `starts` has the time at which each node starts."""
+    found = [_measure(graph, each, limit, starts) for each in graph.classes]
+    return max(found, key=lambda memory: memory.peak)
+
+
+def _measure(graph: StepGraph, kind: DeviceClass, limit: float | None, starts: Mapping[int, float]) -> Memory:
+    """That of one class of devices."""
+    storages = [each for each in graph.storages if each.mesh in kind.meshes]
+    lines = _lines(storages, graph.kernels)
     total = [sum(column) for column in zip(*lines, strict=True)]
     at = max(range(len(total)), key=lambda kernel: total[kernel])
-    alive = sorted((each for each in graph.storages if each.is_alive(at)), key=lambda each: -each.bytes)
+    alive = sorted((each for each in storages if each.is_alive(at)), key=lambda each: -each.bytes)
     held = {what: line[at] for what, line in zip(HELD_FOR, lines, strict=True)}
     peaks = {what: max(line) for what, line in zip(HELD_FOR, lines, strict=True)}
     node = next((each for each in graph.nodes if each.kernel_range[0] <= at < each.kernel_range[1]), None)
-    return Memory(total[at], limit, node, held, peaks, tuple(alive), _timeline(graph, lines, total, starts))
+    nodes = [each for each in graph.nodes if each.mesh in kind.meshes]
+    points = _timeline(nodes, lines, total, starts)
+    return Memory(total[at], limit, node, held, peaks, tuple(alive), points, kind.number)
 
 
-def _lines(graph: StepGraph) -> list[list[int]]:
+def _lines(storages: Sequence[Storage], kernels: int) -> list[list[int]]:
     """For each purpose, the bytes that are held while each kernel runs."""
-    changes = {what: [0] * (graph.kernels + 2) for what in HELD_FOR}
-    for each in graph.storages:
+    changes = {what: [0] * (kernels + 2) for what in HELD_FOR}
+    for each in storages:
         change = changes[each.held_for]
         change[max(each.made, 0)] += each.bytes
         if each.freed is not None:
             change[max(each.freed, each.made, 0) + 1] -= each.bytes
-    return [list(accumulate(change))[: max(graph.kernels, 1)] for change in changes.values()]
+    return [list(accumulate(change))[: max(kernels, 1)] for change in changes.values()]
 
 
 def _timeline(
-    graph: StepGraph, lines: Sequence[Sequence[int]], total: Sequence[int], starts: Mapping[int, float]
+    nodes: Sequence[Node], lines: Sequence[Sequence[int]], total: Sequence[int], starts: Mapping[int, float]
 ) -> tuple[MemoryPoint, ...]:
     found, time = [], 0.0
-    for node in graph.nodes:
+    for node in nodes:
         first, after = node.kernel_range
         time = max(time, starts.get(node.number, time))
         kernels = range(min(first, len(total) - 1), max(min(after, len(total)), min(first, len(total) - 1) + 1))

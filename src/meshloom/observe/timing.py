@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshloom.collectives import Collective
@@ -21,6 +21,7 @@ from meshloom.cost import price
 from meshloom.cost.step import Node, StepGraph
 from meshloom.fabric import Machine
 
+STREAMS = ("compute", "communication")
 SMALL = 1 << 18  # elements below which gradients are summed together, as `comms.deferred` does
 
 
@@ -36,6 +37,7 @@ class Slice:
     duration: float
     exposed: float = 0.0  # of a collective: the seconds in which the device does nothing but wait
     bytes: int = 0  # of a collective: what the device receives
+    mesh: int = 0  # the number of the mesh that it happens on
 
     @property
     def end(self) -> float:
@@ -45,18 +47,19 @@ class Slice:
 
 @dataclass(frozen=True)
 class Timing:
-    """The slices of one device in the order of time, and when the step is done."""
+    """All slices in the order of time, when the step is done, and the totals of the busiest class of devices."""
 
     slices: tuple[Slice, ...]
     time: float
     compute: float  # seconds in which the device computes
-    communication: float  # seconds of all collectives, hidden ones included
-    exposed: float  # seconds in which the device waits for collectives
+    communication: float  # seconds of its collectives, hidden ones included
+    exposed: float  # seconds in which it waits for collectives, or for other classes of devices
+    busiest: int = 0  # the number of the class
 
 
 def time_step(graph: StepGraph, machine: Machine, overlap: bool = True) -> Timing:
     """When each node of a step computes and communicates on a machine."""
-    clock = _Clock(machine, overlap)
+    clock = _Clock(graph, machine, overlap)
     sums: list[Node] = []
     for node in graph.nodes:
         if node.is_gradient_sum:
@@ -89,13 +92,17 @@ class _Links:
 
 
 class _Clock:
-    def __init__(self, machine: Machine, overlap: bool) -> None:
-        self.overlap = overlap
+    def __init__(self, graph: StepGraph, machine: Machine, overlap: bool) -> None:
+        self.graph, self.overlap = graph, overlap
+        self.classes: dict[int, list[int]] = defaultdict(list)  # of each mesh
+        for each in graph.classes:
+            for mesh in each.meshes:
+                self.classes[mesh].append(each.number)
         self.prices = Prices(machine)
-        self.links: dict[str, _Links] = defaultdict(_Links)
+        self.links: dict[tuple[int, str], _Links] = defaultdict(_Links)
         self.ready: dict[int, float] = {}  # when the content of a storage is there
-        self.free = 0.0  # when the device can compute again
-        self.gates: dict[str, float] = defaultdict(float)  # per axis, when the last node computed that waited for it
+        self.free = [0.0] * len(graph.classes)  # when a device of each class can compute again
+        self.gates: dict[tuple[int, str], float] = defaultdict(float)  # when the last node computed that waited for it
         self.slices: list[Slice] = []
 
     def run(self, node: Node) -> None:
@@ -103,12 +110,12 @@ class _Clock:
         ready = max((self.ready.get(each, 0.0) for each in node.reads), default=0.0)
         begin = max(ready, self._bring(node, ready))
         seconds = self.prices.compute(node)
-        start = max(self.free, begin) if seconds or node.before else begin
+        start = max(self._when_free(node), begin) if seconds or node.before else begin
         if seconds:
-            self.slices.append(Slice(node.number, "compute", "", node.op, start, seconds))
-            self.free = start + seconds
+            self.slices.append(Slice(node.number, "compute", "", node.op, start, seconds, mesh=node.mesh))
+            self._occupy(node, start + seconds)
         for collective in node.before:
-            self.gates[collective.axis] = start
+            self.gates[node.mesh, collective.axis] = start
         done = self._communicate(node, node.after, start + seconds)
         for each in node.writes:
             self.ready[each] = done
@@ -118,10 +125,18 @@ class _Clock:
         done, last = 0.0, dict[int | None, float]()
         for collective, of in zip(node.before, node.before_of, strict=True):
             there = ready if of is None else self.ready.get(of, 0.0)
-            there = max(there, last.get(of, 0.0), self.gates[collective.axis])
+            there = max(there, last.get(of, 0.0), self.gates[node.mesh, collective.axis])
             last[of] = self._send(node, collective, there)
             done = max(done, last[of])
         return done
+
+    def _when_free(self, node: Node) -> float:
+        """When all devices of a node's mesh can compute."""
+        return max((self.free[each] for each in self.classes[node.mesh]), default=0.0)
+
+    def _occupy(self, node: Node, until: float) -> None:
+        for each in self.classes[node.mesh]:
+            self.free[each] = until
 
     def _communicate(self, node: Node, collectives: Iterable[Collective], ready: float) -> float:
         """When collectives are done that follow each other."""
@@ -132,12 +147,14 @@ class _Clock:
     def _send(self, node: Node, collective: Collective, ready: float, name: str = "") -> float:
         seconds = self.prices.collective(collective)
         if self.overlap:
-            start = self.links[collective.axis].reserve(ready, seconds)
+            start = self.links[node.mesh, collective.axis].reserve(ready, seconds)
         else:
-            start, self.free = max(self.free, ready), max(self.free, ready) + seconds
-        what = name or collective.kind
-        stream = "communication"
-        self.slices.append(Slice(node.number, stream, collective.axis, what, start, seconds, bytes=collective.bytes))
+            start = max(self._when_free(node), ready)
+            self._occupy(node, start + seconds)
+        what, at = name or collective.kind, (start, seconds)
+        self.slices.append(
+            Slice(node.number, "communication", collective.axis, what, *at, bytes=collective.bytes, mesh=node.mesh)
+        )
         return start + seconds
 
     def sum_gradients(self, nodes: Sequence[Node]) -> None:
@@ -169,19 +186,25 @@ class _Clock:
     def finish(self) -> Timing:
         """All slices, with the part of each collective that nothing hides."""
         slices = sorted(self.slices, key=lambda each: each.start)
-        waits = _share_waits(slices)
         end = max((each.end for each in slices), default=0.0)
-        compute = sum(each.duration for each in slices if each.stream == "compute")
-        moved = sum(each.duration for each in slices if each.stream == "communication")
+        waits: dict[int, float] = {}
+        totals = []
+        for each in self.graph.classes:
+            own = {i: one for i, one in enumerate(slices) if one.mesh in each.meshes}
+            for i, seconds in _share_waits(own).items():
+                waits[i] = max(waits.get(i, 0.0), seconds)
+            compute, moved = (sum(one.duration for one in own.values() if one.stream == kind) for kind in STREAMS)
+            totals.append((compute, moved, each.number))
+        compute, moved, busiest = max(totals)
         told = tuple(replace(each, exposed=waits[i]) if i in waits else each for i, each in enumerate(slices))
-        return Timing(told, end, compute, moved, end - compute)
+        return Timing(told, end, compute, moved, end - compute, busiest)
 
 
-def _share_waits(slices: Sequence[Slice]) -> dict[int, float]:
-    """For each collective, its part of the time in which the device waits; several at once share that time."""
-    marks = sorted((time, i) for i, each in enumerate(slices) for time in (each.start, each.end))
+def _share_waits(slices: Mapping[int, Slice]) -> dict[int, float]:
+    """For each collective, its part of the time in which a device waits; several at once share that time."""
+    marks = sorted((time, i) for i, each in slices.items() for time in (each.start, each.end))
     waits: dict[int, float] = defaultdict(float)
-    running: dict[str, dict[int, None]] = {"compute": {}, "communication": {}}
+    running: dict[str, dict[int, None]] = {stream: {} for stream in STREAMS}
     last = 0.0
     for time, i in marks:
         moving = running["communication"]
@@ -218,6 +241,15 @@ class Prices:
             machine = self.machine_for(node.dtype)
             self.known[key] = sum(load.seconds(machine) for load in node.loads if load.flops or load.bytes)
         return self.known[key]
+
+    def bounds(self, node: Node) -> dict[str, float]:
+        """The seconds of a node's kernels by what bounds each: arithmetic or memory traffic."""
+        machine, found = self.machine_for(node.dtype), {"arithmetic": 0.0, "memory traffic": 0.0}
+        for load in node.loads:
+            seconds = load.seconds(machine) if load.flops or load.bytes else 0.0
+            computes = replace(load, bytes=0.0).seconds(machine) >= replace(load, flops=0.0).seconds(machine)
+            found["arithmetic" if computes else "memory traffic"] += seconds
+        return found
 
     def collective(self, collective: Collective) -> float:
         """The seconds that a collective takes."""

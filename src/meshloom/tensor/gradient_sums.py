@@ -78,7 +78,7 @@ class Note:
                 if self.back.lasts[i] and isinstance(source, Tensor):
                     defer(source, self._events(collectives))
                 elif not self.back.lasts[i] or _is_first(source, collectives, task):
-                    happen(self._events(collectives))
+                    happen(self._events(collectives), of=None if isinstance(source, Tensor) else source)
 
     def _events(self, collectives: Iterable[Collective]) -> list[Event]:
         line = place_name(self.place) or "unknown line"
@@ -203,10 +203,13 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def happen(events: Sequence[Event], first: bool = False) -> None:
-    """Communication of backward: it may be forbidden, and it is logged; `first` of what the call waits for."""
+def happen(events: Sequence[Event], first: bool = False, of: object = None) -> None:
+    """Communication of backward: it may be forbidden, and it is logged; `first` of what the call waits for.
+
+    `of` is the graph node whose gradient is moved: that comes from all uses of the node's result together.
+    """
     state.check(events)
-    state.log(events, first=first)
+    state.log(events, of, first)
 
 
 # The sums of leaves

@@ -66,10 +66,11 @@ def _pick(arguments: Sequence[Any], named: dict[str, Any], places: Iterable[tupl
 
 
 def arrays_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among values, those in lists included."""
+    """The tensors among values, those in lists included; sparse ones have no storage of their own."""
     for each in values:
         if isinstance(each, torch.Tensor):
-            yield each
+            if each.layout is torch.strided:
+                yield each
         elif isinstance(each, (list, tuple)):
             yield from arrays_in(each)
 

@@ -97,6 +97,8 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     events: list[Event] = []
     if state.watching:
         line = where()
+        for log in state.logs:
+            log.begin_move(tensor)
         events = [Event(each, call, line) for each in moves(source, target, state.machine)]
         state.check(events)
     STORY.identity = tensor._number

@@ -9,9 +9,9 @@ reference until nobody holds it. Nothing of this is there unless somebody record
 from __future__ import annotations
 
 import bisect
-import math
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshloom.collectives import Collective
 from meshloom.cost import Load
 from meshloom.cost.step import StepGraph
 from meshloom.engines import private
@@ -32,7 +33,7 @@ from meshloom.tensor.kernel_work import EMPTY, Kernel, address_of
 from meshloom.tensor.known_numbers import KnownNumbers
 from meshloom.tensor.layouts import infer_share, layout_of
 from meshloom.tensor.module_paths import ModulePaths
-from meshloom.tensor.step_drafts import Called, Draft, Held, Phases
+from meshloom.tensor.step_drafts import Called, Draft, Held, Phases, Weight
 from meshloom.types import is_floating, itemsize
 
 _LEAF = 1 << 63  # from here on are the numbers of the graph nodes of leaves
@@ -52,8 +53,10 @@ class Recorder(Log):
         self.current: Called | None = None
         self.backward: Draft | None = None  # the node of backward that is growing
         self.optimizing = False
+        self.awaited: list[tuple[int, list[Collective]]] = []  # sums of gradients, and the graph node that needs each
         self.owner = ""  # the module whose parameter the optimizer is at
-        self.mesh: Mesh | None = None
+        self.meshes: dict[Mesh, int] = {}
+        self.weights: dict[int, Weight] = {}
         self.has_data = False
         self.unmarked = False  # whether gradients may have been made since they were looked for
 
@@ -61,9 +64,10 @@ class Recorder(Log):
 
     def begin_call(self, call: Any, where: str, tensors: Sequence[Tensor]) -> None:
         """A planned call is about to run on the arrays of these tensors."""
-        self._see(call.mesh, tensors)
+        self.has_data = self.has_data or any(_has_data(each) for each in tensors)
         self._leave_backward()
-        draft = Called(call, self._phase(), self.modules.path, where, self.kernel)
+        mesh = self.number_of(call.mesh)
+        draft = Called(self._weigh(call), self._phase(), self.modules.path, where, self.kernel, mesh)
         for tensor, topology, wanted in zip(tensors, call.call.operands, call.ins, strict=True):
             held = self.memory.hold_tensor(tensor, topology)
             draft.reads[held] = None
@@ -92,7 +96,7 @@ class Recorder(Log):
             held = self.memory.hold(array, draft.op)
             draft.writes[held] = None
             if held not in draft.reads:
-                held.place(layout_of(topology))
+                held.place(layout_of(topology), draft.mesh)
                 held.name = f"{draft.op} {topology.notation}"
                 held.module = draft.module if self.optimizing else ""
             if raw.local_bytes > topology.local_bytes:
@@ -102,6 +106,10 @@ class Recorder(Log):
     def abandon_call(self) -> None:
         """The call did not come to its end; what it did so far is kept."""
         self.current = None
+
+    def begin_move(self, tensor: Tensor) -> None:
+        """A tensor is about to be moved: it is on the devices, whether or not a call has used it."""
+        self.memory.hold_tensor(tensor, tensor.topology)
 
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
         """Collectives, at the node that causes them or as nodes of their own."""
@@ -113,6 +121,8 @@ class Recorder(Log):
             moved = _moved_operands(self.current)
             self.current.before += zip(collectives, moved, strict=False)
             self.current.after += collectives[len(moved) :]
+        elif of is not None and not isinstance(of, Tensor):
+            self.awaited.append((of._sequence_nr(), collectives))
         elif of is None and (draft := self._backward_node()) is not None:
             draft.before += [(each, None) for each in collectives if first]
             draft.after += [each for each in collectives if not first]
@@ -131,7 +141,8 @@ class Recorder(Log):
                 array, draft.is_gradient_sum, draft.op = array.grad, True, "sum of gradients"
                 draft.module = self.modules.name_of(of).rpartition(".")[0]
             held = self.memory.hold(array, draft.op)
-            held.place(layout_of(of.topology))
+            draft.mesh = self.number_of(of.mesh)
+            held.place(layout_of(of.topology), draft.mesh)
             draft.operands = draft.results = (of.topology.notation,)
             draft.reads[held] = draft.writes[held] = None
         self.drafts.append(draft)
@@ -170,6 +181,7 @@ class Recorder(Log):
             return draft
         self._leave_backward()
         draft = Draft(kernel.name.strip("_"), self._phase(), self.modules.path, where(), self.kernel)
+        draft.mesh = self.memory.mesh_of(kernel.inputs)
         draft.operands = tuple(f"{short_name(each.dtype)}{list(each.shape)}" for each in kernel.inputs[:4])
         draft.results = tuple(f"{short_name(each.dtype)}{list(each.shape)}" for each in kernel.fresh[:4])
         self.drafts.append(draft)
@@ -181,13 +193,44 @@ class Recorder(Log):
         if running is None:
             return None
         self.unmarked = True
-        call = self._call_of(running)
+        call = self._call_numbered(running._sequence_nr())
         if self.backward is None or (call is not None and call is not self.backward.gradient_of):
             self.backward = self._begin_backward(call, running.name())
+        if call is not None:
+            self._await_sums(self.backward, running._sequence_nr())
         return self.backward
 
-    def _call_of(self, node: Any) -> Called | None:
-        number = node._sequence_nr()
+    def _await_sums(self, draft: Draft, number: int) -> None:
+        """Gradients that several uses of a value add up are summed over the devices when the last use has contributed.
+
+        Nodes of the graph run in the order of their numbers, the last first, so it has when the one runs that made the
+        value, or any before that.
+        """
+        if not self.awaited:
+            return
+        for needed, collectives in self.awaited:
+            if needed >= number:
+                use = self._last_use(needed)
+                if use is not None:
+                    use.after += collectives
+                else:
+                    draft.before += [(each, None) for each in collectives]
+        self.awaited = [each for each in self.awaited if each[0] < number]
+
+    def _last_use(self, number: int) -> Draft | None:
+        """The last node of backward that worked on the gradient of what a graph node made."""
+        made = self._call_numbered(number)
+        values = made.writes if made is not None else ()
+        for draft in reversed(self.drafts):
+            call = draft.gradient_of
+            if call is not None and call is not made and any(each in values for each in call.operand_storages):
+                return draft
+            if draft is made:
+                break
+        return None
+
+    def _call_numbered(self, number: int) -> Called | None:
+        """The call that made a node of the graph, by its number."""
         place = bisect.bisect_right(self.begun, number) - 1 if number < _LEAF else -1
         return self.called[place] if place >= 0 else None
 
@@ -195,7 +238,7 @@ class Recorder(Log):
         if call is None:
             draft = Draft(name.rpartition("::")[2], "backward", self.modules.path, "unknown line", self.kernel)
         else:
-            draft = Draft(call.op, "backward", call.module, call.where, self.kernel)
+            draft = Draft(call.op, "backward", call.module, call.where, self.kernel, call.mesh)
             draft.operands, draft.results, draft.dtype = call.results, call.operands, call.dtype
         draft.gradient_of = call
         self.drafts.append(draft)
@@ -204,6 +247,8 @@ class Recorder(Log):
     def _leave_backward(self) -> None:
         """Whatever comes now is no longer backward: what that left are gradients."""
         if private.current_node() is None:
+            if self.backward is not None:
+                self._await_sums(self.backward, 0)
             self.backward = None
             if self.unmarked:
                 self._mark_gradients()
@@ -263,13 +308,19 @@ class Recorder(Log):
             return "optimizer"
         return "recompute" if private.current_node() is not None else "forward"
 
-    def _see(self, mesh: Mesh, tensors: Sequence[Tensor]) -> None:
-        if self.mesh is None or math.prod(mesh.shape) > math.prod(self.mesh.shape):
-            self.mesh = mesh
-        self.has_data = self.has_data or any(_has_data(each) for each in tensors)
+    def _weigh(self, plan: Plan) -> Weight:
+        """What a plan means for one device; equal calls have the same plan, which stays alive with its id here."""
+        if id(plan) not in self.weights:
+            self.weights[id(plan)] = Weight(plan)
+        return self.weights[id(plan)]
+
+    def number_of(self, mesh: Mesh) -> int:
+        """The number of a mesh."""
+        return self.meshes.setdefault(mesh, len(self.meshes))
 
     def graph(self) -> StepGraph:
         """What was recorded, as values."""
+        self._leave_backward()
         self._mark_gradients()
         drafts = [each for each in self.drafts if each.is_something]
         for number, draft in enumerate(drafts):
@@ -278,7 +329,7 @@ class Recorder(Log):
         phases = Phases(drafts)
         storages = tuple(held.finish(number, phases) for held, number in numbers.items())
         nodes = tuple(draft.finish(numbers) for draft in drafts)
-        return StepGraph(nodes, storages, self.mesh, self.kernel, self.has_data)
+        return StepGraph(nodes, storages, tuple(self.meshes), self.kernel, self.has_data)
 
 
 class MemoryBook:
@@ -300,6 +351,11 @@ class MemoryBook:
         found = (self.alive.get(address_of(each)) for each in arrays)
         return any(held is not None and held.is_counted for held in found)
 
+    def mesh_of(self, arrays: Sequence[torch.Tensor]) -> int:
+        """The number of the mesh that arrays are on."""
+        found = (self.alive.get(address_of(each)) for each in arrays)
+        return next((held.mesh for held in found if held is not None and held.is_counted), 0)
+
     def hold(self, array: torch.Tensor, name: str) -> Held:
         """The storage of an array; one that nobody saw before was there before."""
         return self.alive.get(address_of(array)) or self._start(array, name, -1, None)
@@ -309,7 +365,7 @@ class MemoryBook:
         array = tensor._data
         held = self.hold(array, topology.notation)
         if not held.is_exact:
-            held.place(layout_of(topology))
+            held.place(layout_of(topology), self.recorder.number_of(topology.mesh))
             held.name = topology.notation if held.node is None else held.name
         is_leaf = array.requires_grad and array.is_leaf
         if tensor._is_param or (is_leaf and held.made < 0):
@@ -390,7 +446,7 @@ class MemoryBook:
                 del book.alive[address], book.watches[address]
                 held.arrays -= 1
                 if not held.arrays:
-                    held.freed = book.recorder.kernel - 1
+                    held.freed = max(book.recorder.kernel - 1, held.made)
 
         self.alive[address] = held
         self.watches[address] = weakref.ref(array.untyped_storage(), free)
@@ -413,7 +469,7 @@ class MemoryBook:
             held, of = self.hold(leaf.grad, "gradient"), self.alive.get(address_of(leaf))
             held.held_for = "gradients"
             if of is not None:
-                held.place(of.layout)
+                held.place(of.layout, of.mesh)
                 held.name, held.module = f"gradient of {of.name}", of.module
 
     def mark_state(self, optimizer: Any) -> None:
@@ -423,7 +479,7 @@ class MemoryBook:
             for key, value in table.items() if isinstance(table, dict) else ():
                 if isinstance(value, Tensor):
                     held = self.hold(value._data, key)
-                    held.place(layout_of(value.topology))
+                    held.place(layout_of(value.topology), self.recorder.number_of(value.mesh))
                     held.held_for = "optimizer state"
                     held.name = f"{key} of {of.name}" if of is not None else key
                     held.module = of.module if of is not None else ""
@@ -467,6 +523,17 @@ class Kernels(private.TorchDispatchMode):
         return result
 
 
+def _here(function: Callable[..., None]) -> Callable[..., None]:
+    """A hook for modules and optimizers of this thread: torch calls it in all."""
+    thread = threading.get_ident()
+
+    def hook(*args: object) -> None:
+        if threading.get_ident() == thread:
+            function(*args)
+
+    return hook
+
+
 @contextmanager
 def recording() -> Iterator[Recorder]:
     """Record a step: what runs inside, as a graph at the end.
@@ -481,10 +548,10 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
     with ExitStack() as stack:
         for hook in (
-            register_module_forward_pre_hook(recorder.modules.enter),
-            register_module_forward_hook(recorder.modules.leave, always_call=True),
-            register_optimizer_step_pre_hook(recorder.begin_step),
-            register_optimizer_step_post_hook(recorder.end_step),
+            register_module_forward_pre_hook(_here(recorder.modules.enter)),
+            register_module_forward_hook(_here(recorder.modules.leave), always_call=True),
+            register_optimizer_step_pre_hook(_here(recorder.begin_step)),
+            register_optimizer_step_post_hook(_here(recorder.end_step)),
         ):
             stack.callback(hook.remove)
         stack.enter_context(state.changed(logs=(*state.logs, recorder)))

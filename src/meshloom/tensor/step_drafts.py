@@ -24,8 +24,8 @@ class Held:
     """
 
     __slots__ = (
-        "arrays", "freed", "held_for", "is_counted", "is_exact", "layout", "made", "module", "name", "node", "share",
-        "whole",
+        "arrays", "freed", "held_for", "is_counted", "is_exact", "layout", "made", "mesh", "module", "name", "node",
+        "share", "whole",
     )  # fmt: skip
 
     def __init__(self, name: str, whole: int, made: int, node: Draft | None) -> None:
@@ -35,10 +35,12 @@ class Held:
         self.share, self.layout = 1.0, Layout((), ())
         self.is_counted = self.is_exact = False
         self.arrays = 0  # that stand for it and are alive
+        self.mesh = node.mesh if node is not None else 0
 
-    def place(self, layout: Layout) -> None:
-        """Say exactly how it is spread over devices."""
+    def place(self, layout: Layout, mesh: int) -> None:
+        """Say exactly how it is spread over the devices of a mesh, by the number of the mesh."""
         self.layout, self.share, self.is_exact, self.is_counted = layout, layout.share, True, True
+        self.mesh = mesh
 
     @property
     def local(self) -> int:
@@ -58,14 +60,15 @@ class Held:
             node=node.number if node is not None else None,
             module=self.module or (node.module if node is not None else ""),
             where=node.where if node is not None else "",
+            mesh=self.mesh,
         )
 
 
 class Draft:
     """A node while it is recorded."""
 
-    def __init__(self, op: str, phase: str, module: str, where: str, first: int) -> None:
-        self.op, self.phase, self.module, self.where = op, phase, module, where
+    def __init__(self, op: str, phase: str, module: str, where: str, first: int, mesh: int = 0) -> None:
+        self.op, self.phase, self.module, self.where, self.mesh = op, phase, module, where, mesh
         self.first = self.last = first  # its first kernel, and the first one after it
         self.operands: tuple[str, ...] = ()
         self.results: tuple[str, ...] = ()
@@ -114,16 +117,16 @@ class Draft:
             kernel_range=(self.first, self.last),
             gradient_of=of.number if of is not None and of.number >= 0 else None,
             is_gradient_sum=self.is_gradient_sum,
+            mesh=self.mesh,
         )
 
 
 class Called(Draft):
     """The node of a planned call, and what its kernels and those of its backward need to know of it."""
 
-    def __init__(self, plan: Plan, phase: str, module: str, where: str, first: int) -> None:
-        super().__init__(plan.call.op, phase, module, where, first)
-        self.plan = plan
-        self.weight = Weight.of(plan)
+    def __init__(self, weight: Weight, phase: str, module: str, where: str, first: int, mesh: int) -> None:
+        super().__init__(weight.plan.call.op, phase, module, where, first, mesh)
+        self.plan, self.weight = weight.plan, weight
         self.gathered: dict[Held, tuple[Held, Topology]] = {}  # operands that are needed larger than they are kept
         self.operand_storages: list[Held] = []
 
@@ -140,8 +143,6 @@ class Weight:
     how many processes share the rest, and `layouts` say how operands and results lie.
     """
 
-    _known: dict[int, Weight] = {}
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         choices = find(plan.call.op).rule(plan.call)
@@ -153,16 +154,6 @@ class Weight:
         reduced = [each for topology in placed for each in (topology, topology.reduced)]
         self.layouts = tuple(dict.fromkeys(map(layout_of, reduced)))
         self.shares: dict[tuple[int, ...], float | None] = {}
-
-    @classmethod
-    def of(cls, plan: Plan) -> Weight:
-        """That of a plan; it keeps the plan, so that no other one has its id."""
-        found = cls._known.get(id(plan))
-        if found is None:
-            if len(cls._known) >= 1 << 12:
-                cls._known.clear()
-            found = cls._known[id(plan)] = cls(plan)
-        return found
 
     def share_of(self, shape: tuple[int, ...]) -> float | None:
         """What one device holds of an array inside of the call or of its backward."""
