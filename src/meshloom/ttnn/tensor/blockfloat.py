@@ -30,7 +30,6 @@ LIFT = 64
 SPECIAL = 255
 ONE_MORE = (277 << 23) - (1 << 32)  # of which an exponent is taken: int32 wraps
 SMALLEST = 2.0**-126  # below are denormals
-ZERO = torch.zeros(())
 
 
 def levels(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +39,7 @@ def levels(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
     >>> numbers[0, :4].tolist(), exponent.tolist()
     ([127.0, 0.0, -2.0, 0.0], [[134]])
     """
-    exponent = blocks.abs().amax(-1, keepdim=True).view(torch.int32) >> 23
+    exponent = blocks.abs().view(torch.int32).amax(-1, keepdim=True) >> 23
     found = _whole(blocks, exponent.clamp(min=LOW), bits)
     return _with_special(found, exponent, lambda rows: _mend(blocks[rows], exponent[rows], bits)), exponent
 
@@ -48,7 +47,7 @@ def levels(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
 def _whole(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
     """For exponents from LOW to 254: bits that fall off are fractions first, bits that are not kept are then."""
     found = blocks * (277 - exponent << 23).view(torch.float32)  # 2^(150 - exponent)
-    found = found.trunc_().mul_(2.0 ** (bits - 24)).round_()
+    found = found.copy_(found.int()).mul_(2.0 ** (bits - 24)).round_()  # int32 truncates in a tenth of trunc's time
     return found.clamp_(1 - 2**bits, 2**bits - 1)
 
 
@@ -78,7 +77,7 @@ def _mend(blocks: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tens
 def values_of(numbers: torch.Tensor, exponent: torch.Tensor, bits: int) -> torch.Tensor:
     """The values of whole numbers of units. Adding zero makes -0 positive."""
     unit = (exponent.clamp(min=LOW) - (bits - 1) << 23).view(torch.float32)
-    found = torch.addcmul(ZERO, numbers, unit)
+    found = (numbers * unit).add_(0.0)
     return _with_special(found, exponent, lambda rows: _read(numbers[rows], exponent[rows], bits))
 
 
@@ -196,9 +195,19 @@ def pack(values: torch.Tensor, bits: int, tile: Sequence[int] = SQUARE) -> torch
 
 
 def _bytes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """The size of a number and its sign in one byte; of -1 to 1 - 2^bits, the bit for the sign is set as it is."""
     whole = numbers.to(torch.int8)
-    signed = (whole.abs() | (whole < 0).to(torch.int8) << bits).view(torch.uint8)
+    signed = whole.abs().view(torch.uint8) | whole.view(torch.uint8) & 1 << bits
     return signed if bits == 7 else signed[:, ::2] | signed[:, 1::2] << 4
+
+
+def _numbers(signed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `_bytes`: a negative number has all bits of its size turned, and one added."""
+    if bits == 3:
+        signed = torch.stack((signed & 0xF, signed >> 4), -1).reshape(-1, BLOCK)
+    negative = signed >> bits
+    whole = (signed & (1 << bits) - 1).bitwise_xor_(negative.neg()).add_(negative)
+    return whole.view(torch.int8).float()
 
 
 def unpack(tiles: torch.Tensor, shape: Sequence[int], bits: int, tile: Sequence[int] = SQUARE) -> torch.Tensor:
@@ -218,13 +227,11 @@ def unpack(tiles: torch.Tensor, shape: Sequence[int], bits: int, tile: Sequence[
             fix=f"{room} tiles of {front + rows * size} bytes, torch.uint8",
         )
     data = tiles.reshape(-1, front + rows * size)
-    exponent = data[:, :rows].reshape(-1, 1).to(torch.int32)
-    signed = data[:, front:].reshape(-1, size)
-    if bits == 3:
-        signed = torch.stack((signed & 0xF, signed >> 4), -1).reshape(-1, BLOCK)
-    size_only = (signed & (1 << bits) - 1).float()
-    numbers = torch.where((signed >> bits).bool(), -size_only, size_only)
-    values = values_of(numbers, exponent, bits)
+    values = torch.empty(len(data), rows, BLOCK)
+    for part, into in zip(torch.split(data, CHUNK // rows), torch.split(values, CHUNK // rows), strict=True):
+        exponent = part[:, :rows].reshape(-1, 1).to(torch.int32)
+        numbers = _numbers(part[:, front:].reshape(-1, size), bits)
+        into[:] = values_of(numbers, exponent, bits).view(into.shape)
     return untilize(values.reshape(*sizes[:-2], -1), sizes, tile).reshape(tuple(shape))
 
 
