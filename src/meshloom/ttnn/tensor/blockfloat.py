@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from meshloom.errors import ArgumentError
@@ -132,29 +133,43 @@ def _round_all(
 ) -> torch.Tensor:
     """What a function makes of blocks of 16, or the blocks themselves, rounded piece by piece in float32."""
     found, size = torch.empty(blocks[0].shape, dtype=dtype), min(CHUNK, len(blocks[0]))
-    work, whole = torch.empty(size, BLOCK), torch.empty(size, BLOCK, dtype=torch.int32)
+    work, sizes = torch.empty(size, BLOCK), torch.zeros(size, 2 * BLOCK)
     fine = [torch.empty(size, BLOCK) if each.dtype is torch.bfloat16 else None for each in blocks]
+    is_fine = len(found) <= size  # of one piece alone it is not worth while to ask
     for start in range(0, len(found), size):
-        into = found[start : start + size]
-        count = len(into)
-        parts = [each[start : start + count] for each in blocks]
-        given = [part if room is None else room[:count].copy_(part) for part, room in zip(parts, fine, strict=True)]
+        into, parts = found[start : start + size], [each[start : start + size] for each in blocks]
+        if len(into) < size:  # the last piece
+            work, sizes = work[: len(into)], sizes[: len(into)]
+            fine = [None if room is None else room[: len(into)] for room in fine]
+        given = [part if room is None else room.copy_(part) for part, room in zip(parts, fine, strict=True)]
         made = given[0] if function is None else function(*given)
-        _round_into(into, made if made.dtype is torch.float32 else made.float(), bits, work[:count], whole[:count])
+        made = made if made.dtype is torch.float32 else made.float()
+        is_fine = is_fine or _has_fine_bits(made, bits)  # then the next pieces have some, too
+        _round_into(into, made, bits, work, sizes, is_fine)
     return found
 
 
-def _round_into(into: torch.Tensor, blocks: torch.Tensor, bits: int, work: torch.Tensor, whole: torch.Tensor) -> None:
+def _has_fine_bits(values: torch.Tensor, bits: int) -> bool:
+    """Whether bits may fall off that matter: of an element that is not rounded to zero, at most its last `bits` do."""
+    words = values.numpy().view(numpy.int32).reshape(-1)
+    return bool(numpy.bitwise_or.reduce(words) & (1 << bits) - 1)
+
+
+def _round_into(
+    into: torch.Tensor, blocks: torch.Tensor, bits: int, work: torch.Tensor, sizes: torch.Tensor, is_fine: bool
+) -> None:
     """Blocks rounded as `values_of(*levels(...))` does, in as few passes as torch has for it.
 
-    A whole number that goes through int32 is truncated. Adding what is so large that a float of that size has no finer
-    bits, and taking it away again, rounds to the nearest of those that are kept, ties to even, and leaves no -0.
+    The second half of every row of `sizes` is zero: torch finds the largest of 32 in half the time that it takes for
+    16. A whole number that goes through int32 is truncated. Adding what is so large that a float of that size has no
+    finer bits, and taking it away again, rounds to the nearest of those that are kept, ties to even, and leaves no -0.
     """
-    top = torch.abs(blocks, out=work).view(torch.int32).amax(-1, keepdim=True)
-    exponent = top.bitwise_and_(SPECIAL << 23)
+    torch.abs(blocks, out=sizes[:, :BLOCK])
+    exponent = sizes.view(torch.int32).amax(-1, keepdim=True).bitwise_and_(SPECIAL << 23)
     calm = exponent.clamp(min=LOW << 23)
     torch.mul(blocks, (ONE_MORE - calm).view(torch.float32), out=work)  # times 2^(150 - exponent)
-    work.copy_(whole.copy_(work))
+    if is_fine:
+        work.copy_(work.int())
     limit = (2**bits - 1) * 2 ** (24 - bits) + 2 ** (23 - bits) - 1  # the largest that is not rounded up to 2^bits
     coarse = 1.5 * 2.0 ** (47 - bits)
     torch.nn.functional.hardtanh_(work, -limit, limit).add_(coarse).sub_(coarse)
