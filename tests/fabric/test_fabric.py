@@ -145,7 +145,11 @@ def test_row_108_line_ring_mesh_and_torus_change_the_routes(name):
     assert mesh.route(start, last) != torus.route(start, last)
     line, ring = figures.fabric((8,), "line"), figures.fabric((8,), "ring")
     assert (line.hops((0,), (7,)), ring.hops((0,), (7,))) == (7, 1)
-    assert {link.bandwidth for link in ring.links} == {link.bandwidth for link in mesh.links}
+    raw = [
+        {round(link.bandwidth / figures.efficiency_of(kind)) for link in made.links}
+        for kind, made in (("ring", ring), ("line", mesh))
+    ]
+    assert raw[0] == raw[1]
 
 
 # Routes
@@ -423,7 +427,7 @@ def test_what_cannot_be_is_refused(make, message):
         ("galaxy", (8, 4), 128, 50e9, 12e9),
         ("quietbox", (2, 2), 8, 100e9, 32e9),
         ("loudbox", (2, 4), 20, 100e9, 32e9),
-        ("nvlink8", (8,), 56, 87.7e9, 80e9),
+        ("nvlink8", (8,), 56, 300e9, 80e9),
         ("ethernet16", (16,), 240, 12.5e9, 256e9),
     ],
 )
@@ -440,7 +444,32 @@ def test_a_preset_gives_its_fabric_and_its_machine(name, shape, links, edge, mem
 
 
 def test_the_list_of_presets_above_is_all_of_them():
-    assert preset_names() == ("ethernet16", "galaxy", "loudbox", "n300", "nvlink8", "quietbox", "t3000")
+    levels = ("galaxy4", "nvlink8x16")  # of two levels: below
+    flat = ("ethernet16", "galaxy", "loudbox", "n300", "nvlink8", "quietbox", "t3000")
+    assert preset_names() == tuple(sorted((*flat, *levels)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "levels", "edges"),
+    [
+        ("nvlink8x16", (16, 8), ("host", "chip"), (25e9, 300e9)),
+        ("galaxy4", (4, 8, 4), ("rack", "chip", "chip"), (25e9, 37.5e9, 37.5e9)),
+    ],
+)
+def test_a_preset_of_two_levels_has_other_links_on_each(name, shape, levels, edges):
+    found = preset(name)
+    axes = found.machine().axes
+    assert tuple(axis.size for axis in axes) == shape and tuple(axis.level for axis in axes) == levels
+    assert [axis.bandwidth for axis in axes] == pytest.approx([edge * found.efficiency for edge in edges])
+    lines = found.fabric()
+    for number, axis in enumerate(axes):
+        along = {
+            (link.latency, link.bandwidth, link.combined, link.packet)
+            for link in lines.links
+            if lines.axis_of(link) == number
+        }
+        assert along == {(axis.latency, axis.bandwidth, axis.combined, axis.packet)}
+    assert lines.kinds == tuple(axis.kind for axis in axes)
 
 
 @pytest.mark.parametrize("name", preset_names())

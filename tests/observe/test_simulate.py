@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 import meshloom as loom
 from meshloom import ArgumentError, Machine, Mesh
 from meshloom.collectives.algorithms import ALGORITHMS, Algorithm
+from meshloom.collectives.jobs import Jobs, Wires, by_events, by_steps, read_schedule
 from meshloom.collectives.schedule import Schedule, Send
 from meshloom.errors import FabricError
 from meshloom.fabric import Fabric, Link
-from meshloom.observe.jobs import Jobs, Wires, by_events, by_steps, read_schedule
 from meshloom.observe.simulate import Simulation, compute_time, schedule_of, simulate, whole_size
 from meshloom.ops import Call, Ref
 from meshloom.planner import Plan, plan
@@ -424,7 +424,7 @@ def test_a_ring_of_1024_devices_simulates_in_seconds():
 def test_slots_are_numbered_anew_where_few_of_many_are_used(monkeypatch):
     made, fabric = ring_all_reduce(6), ring_of(6)
     expected = simulate(made, fabric, 999)
-    monkeypatch.setattr("meshloom.observe.jobs.DENSE", 0)
+    monkeypatch.setattr("meshloom.collectives.jobs.DENSE", 0)
     assert simulate(made, fabric, 999) == expected
 
 

@@ -23,11 +23,11 @@ link and direction. Rooted collectives are counted from an end of a line. The fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshloom.collectives.algorithms import formulas as cost, recursive, trees
+from meshloom.collectives.algorithms import formulas as cost, recursive, timing, trees
 from meshloom.collectives.algorithms.building import (
     Build,
     all_gather,
@@ -57,6 +57,7 @@ class Algorithm:
     """One line of the table: a collective, a name, the links it needs, how it is built, what it costs.
 
     `exact` says whether every group meets the formula (with the root at an end of a line), or it is an upper bound.
+    `timing` is what it takes on links that are all alike, if a closed form is known; of a grid it is asked by axis.
     """
 
     collective: str
@@ -65,6 +66,7 @@ class Algorithm:
     build: Build
     formula: Formula
     exact: bool = True
+    timing: Callable[..., float | None] = timing.unknown
 
     def __call__(self, group: Iterable[Coordinate], fabric: Fabric, *, root: int = 0) -> Schedule:
         """The schedule over a group of coordinates; a FabricError says which link or order is not there."""
@@ -99,7 +101,11 @@ _kept_large = lru_cache(maxsize=2)(_build)
 
 
 def _table(*lines: Algorithm) -> dict[tuple[str, str], Algorithm]:
-    return {(line.collective, line.name): line for line in lines}
+    return {(line.collective, line.name): replace(line, timing=_timing_of(line)) for line in lines}
+
+
+def _timing_of(line: Algorithm) -> Callable[..., float | None]:
+    return _TIMINGS.get(line.name, {}).get(line.collective, timing.unknown)
 
 
 def _segments(p: int) -> int:
@@ -116,6 +122,22 @@ def _mid(group: Group, fabric: Fabric) -> Coordinate:
     return fabric.line(group)[len(group) // 2]
 
 
+# What algorithms take on links that are all alike, by name and collective.
+_TIMINGS: Mapping[str, Mapping[str, Callable[..., float | None]]] = {
+    "ring": timing.along_trees(around, arms=1),
+    "bidirectional_ring": timing.along_trees(half, arms=2),
+    "line": timing.along_trees(around, arms=2, on_line=True),
+    "pipeline": timing.along_pipeline(_pipe),
+    "halving_doubling": timing.by_halves(),
+    "tree": timing.along_binomial_tree(),
+    "binary_tree": timing.along_binary_tree(_segments),
+    "direct": timing.to_everyone(),
+    "two_step": {"all_reduce": timing.in_two_steps},
+    "grid": timing.in_turn(around),
+    "grid_split": timing.at_once(around),
+    "torus": timing.in_turn(half),
+    "torus_split": timing.at_once(half),
+}
 _A = Algorithm
 _BI, _HD, _BT, _ST = "bidirectional_ring", "halving_doubling", "binary_tree", "spanning_tree"
 
