@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 
 from meshloom.collectives.algorithms import ALGORITHMS, Algorithm
 from meshloom.collectives.algorithms.timing import Hops
@@ -85,7 +86,7 @@ def _fastest(kind: str, devices: int, size: int, machine: Machine, links: AxisLi
     whole = KINDS[kind].whole(size, devices)
     lines = _allowed(kind, links.kind, devices)
     found = ((line.timing(hops, devices, whole, devices - 1), line.name) for line in lines)
-    best, name = min((seconds, name) for seconds, name in found if seconds is not None)
+    best, name = min(((seconds, name) for seconds, name in found if seconds is not None), key=itemgetter(0))
     return machine.launch + best, name
 
 

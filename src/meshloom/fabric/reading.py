@@ -14,11 +14,9 @@ from meshloom.fabric.axis import KINDS
 from meshloom.fabric.fabric import Pair
 from meshloom.fabric.links import Link
 from meshloom.mesh import Coordinate
-from meshloom.types import LONG_NAME
+from meshloom.types import BLOCK_FORMATS, LONG_NAME
 
 _T = TypeVar("_T")
-# Formats of numbers that devices compute in and tensors do not have.
-BLOCK_FORMATS = ("fp8", "bfp8", "bfp4")
 # What an efficiency of links can be given for: an axis of a kind, messages that are combined, or these on that axis.
 PATTERNS = ("combine", *KINDS, *(f"{kind}.combine" for kind in KINDS))
 _HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]]+?)\s*\]{1,2}\s*(#.*)?$")
