@@ -89,40 +89,31 @@ class Jobs:
         >>> jobs.run()[0].tolist()
         [0.0, 2.0, 4.0]
         """
+        resource, ports, busy, delay, settle = self.resource, self.ports, self.busy, self.delay, self.settle
         waits, followers, first = self._edges()
-        ready = [0.0] * len(self.resource)
+        ready = [0.0] * len(resource)
         start, arrive = ready.copy(), ready.copy()
-        free: dict[int, float] = {}
+        free = [0.0] * (1 + max([*resource, *(port for both in ports if both for port in both)], default=0))
         queue = [(0.0, job, False) for job, count in enumerate(waits) if not count]
         while queue:
-            now, job, is_under_way = heapq.heappop(queue)
-            done, entering = self._serve(job, now, is_under_way, free, start)
-            if entering:
-                heapq.heappush(queue, (done, job, True))
-                continue
-            arrive[job] = done
+            now, job, has_left = heapq.heappop(queue)
+            both = ports[job]
+            at = resource[job] if both is None else both[has_left]
+            if at >= 0:
+                now = max(now, free[at])
+                free[at] = now + busy[job]
+            if not has_left:
+                start[job] = now
+                if both is not None:  # its first byte will be at the second port
+                    heapq.heappush(queue, (now + delay[job], job, True))
+                    continue
+            arrive[job] = done = now + busy[job] + (0.0 if has_left else delay[job]) + settle[job]
             for other in followers[first[job] : first[job + 1]]:
                 ready[other] = max(ready[other], done)
                 waits[other] -= 1
                 if not waits[other]:
                     heapq.heappush(queue, (ready[other], other, False))
         return np.array(start), np.array(arrive)
-
-    def _serve(
-        self, job: int, now: float, is_under_way: bool, free: dict[int, float], start: list[float]
-    ) -> tuple[float, bool]:
-        """When a job arrives; or, if it has yet to enter its second port, when its first byte is there."""
-        ports, busy = self.ports[job], self.busy[job]
-        at = self.resource[job] if ports is None else ports[is_under_way]
-        if at >= 0:
-            now = max(now, free.get(at, 0.0))
-            free[at] = now + busy
-        if not is_under_way:
-            start[job] = now
-            if ports is not None:
-                return now + self.delay[job], True
-            return now + busy + self.delay[job] + self.settle[job], False
-        return now + busy + self.settle[job], False
 
     def _edges(self) -> tuple[list[int], list[int], list[int]]:
         """How many each job waits for; all followers by the job that they follow, and where those of a job begin."""
