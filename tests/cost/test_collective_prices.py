@@ -287,18 +287,21 @@ def test_one_device_alone_pays_nothing():
         assert price(Collective(kind, "tp", 1, MIB, "f32", ()), machine) == 0
 
 
-@pytest.mark.parametrize("name", ["quietbox", "t3000", "loudbox", "n300"])
-def test_a_collective_over_all_axes_is_priced_within_an_eighth(name):
-    """A closed form is known in turn and round a ring; unequal axes at once are chosen by the schedule."""
+@pytest.mark.parametrize(
+    ("name", "above"), [("galaxy", 0.01), ("quietbox", 0.01), ("n300", 0.01), ("t3000", 0.125), ("loudbox", 0.125)]
+)
+def test_a_collective_over_all_axes_is_priced_too(name, above):
+    """On a torus as the simulator finds it; parts of a value that meet on lines have no closed form and are faster."""
     found = preset(name)
-    devices = math.prod(found.shape)
-    machine = found.machine().on(Mesh.of(found.shape, NAMES[: len(found.shape)]))
-    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+    devices, names = math.prod(found.shape), NAMES[: len(found.shape)]
+    axes, one = found.machine().on(Mesh.of(found.shape, names)), found.machine().on(Mesh.of((devices,), ("one",)))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
         for size in SIZES:
-            asked = Collective(kind, ",".join(NAMES[: len(found.shape)]), devices, size, "f32", ())
+            asked = Collective(kind, ",".join(names), devices, size, "f32", ())
             whole, fabric = whole_size(asked), found.fabric()
             best = simulate(schedule_of(kind, fabric.coordinates(), fabric, whole), fabric, whole).time
-            assert best * (1 - WITHIN) <= price(asked, machine) <= best * 1.125
+            assert best * (1 - WITHIN) <= price(asked, axes) <= best * (1 + above), (asked, fastest(asked, axes))
+            assert price(replace(asked, axis="one"), one) == price(asked, axes)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------

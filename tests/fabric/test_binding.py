@@ -56,6 +56,8 @@ def test_a_way_through_several_axes_has_the_pace_of_the_slowest():
     assert through.latency == 2e-6
     (through,) = bind(RACKS, ("a",), (128,))
     assert (through.latency, through.bandwidth) == (1e-5, 1e8)
+    assert through.box == RACKS
+    assert bind(RACKS, ("a",), (64,))[0].box == ()  # half of the racks is no box of whole axes
 
 
 def test_both_ways_round_a_ring_share_the_port_of_a_switch():

@@ -17,6 +17,7 @@ from meshloom.collectives.algorithms import ALGORITHMS, Algorithm
 from meshloom.collectives.algorithms.timing import Hops
 from meshloom.collectives.kinds import KINDS, Collective
 from meshloom.fabric import AxisLinks, Machine
+from meshloom.fabric.binding import join
 
 # The bytes of all chunks together, which the formulas speak of, from the bytes that one device receives.
 _WHOLE: dict[str, Callable[[int], float]] = {
@@ -61,9 +62,12 @@ def fastest(collective: Collective, machine: Machine) -> tuple[str, float]:
     if len(names) > 1 and machine.axes:
         known = {each.name: each for each in machine.axes}
         if all(name in known for name in names):
-            return _fastest_across(kind, [known[name] for name in names if known[name].size > 1], size, machine)
-    seconds, name = _fastest(kind, devices, size, machine, machine.axis(collective.axis, devices))
-    return name, seconds
+            return _name_first(_fastest(kind, devices, size, machine, _join_axes(tuple(known[name] for name in names))))
+    return _name_first(_fastest(kind, devices, size, machine, machine.axis(collective.axis, devices)))
+
+
+def _name_first(found: tuple[float, str]) -> tuple[str, float]:
+    return found[1], found[0]
 
 
 def price_of(kind: str, devices: int, size: int, machine: Machine, axis: int | None = None) -> float:
@@ -80,6 +84,12 @@ def _fastest(kind: str, devices: int, size: int, machine: Machine, links: AxisLi
         return _fastest_on_a_ring(kind, devices, size, machine)
     if devices == 1:
         return 0.0, "nothing"
+    if len(links.box) > 1 and kind not in _TO_THE_NEXT:
+        return min(_fastest_across(kind, links.box, size, machine), _fastest_along(kind, devices, size, machine, links))
+    return _fastest_along(kind, devices, size, machine, links)
+
+
+def _fastest_along(kind: str, devices: int, size: int, machine: Machine, links: AxisLinks) -> tuple[float, str]:
     hops = _hops(links, machine.combining)
     if kind in _TO_THE_NEXT:
         return machine.launch + _way_back(links.kind, devices) * hops.copy(size), "one send"
@@ -108,21 +118,29 @@ def _allowed(kind: str, links: str, devices: int) -> tuple[Algorithm, ...]:
     return tuple(line for line in ALGORITHMS.values() if line.collective == kind and line.needs in needs)
 
 
-def _fastest_across(kind: str, axes: Sequence[AxisLinks], size: int, machine: Machine) -> tuple[str, float]:
-    """A collective over several axes at once: along each in turn, or along a way through all at the slowest pace."""
+@lru_cache(maxsize=256)
+def _join_axes(axes: tuple[AxisLinks, ...]) -> AxisLinks:
+    return join(axes, math.prod(each.size for each in axes))
+
+
+def _fastest_across(kind: str, axes: Sequence[AxisLinks], size: int, machine: Machine) -> tuple[float, str]:
+    """Over several axes at once: along each in turn, or with a part of the value for each."""
     dims = [each.size for each in axes]
-    devices = math.prod(dims)
-    if len(axes) < 2 or kind in _TO_THE_NEXT:
-        seconds, name = _fastest(kind, devices, size, machine, (axes or machine.axes)[0])
-        return name, seconds
-    whole, hops = KINDS[kind].whole(size, devices), [_hops(each, machine.combining) for each in axes]
+    whole, hops = KINDS[kind].whole(size, math.prod(dims)), [_hops(each, machine.combining) for each in axes]
     lines = [line for line in ALGORITHMS.values() if line.collective == kind and line.needs == "grid"]
     timed = [(line.timing(hops, dims, whole), line.name) for line in lines if _has_rings(line, axes)]
+    timed += [(_flood(kind, axes, hops, whole), "spanning_tree")]
     found = [(machine.launch + each, name) for each, name in timed if each is not None]
-    slow = min(axes, key=lambda each: each.bandwidth)
-    ring = AxisLinks("ring", devices, max(each.latency for each in axes), slow.bandwidth, slow.combined, slow.packet)
-    seconds, name = min([*found, _fastest(kind, devices, size, machine, ring)])
-    return name, seconds
+    return min(found, default=(math.inf, ""), key=itemgetter(0))
+
+
+def _flood(kind: str, axes: Sequence[AxisLinks], hops: Sequence[Hops], whole: int) -> float | None:
+    """From or to a corner of a box by the shortest ways, which cross every axis; the whole value over every link."""
+    if kind not in ("broadcast", "reduce") or any(each.is_shared for each in hops):
+        return None
+    far = [each.size // 2 if each.kind == "ring" else each.size - 1 for each in axes]
+    hop = [each.copy(whole) if kind == "broadcast" else each.add(whole) for each in hops]
+    return sum(count * each for count, each in zip(far, hop, strict=True))
 
 
 def _has_rings(line: Algorithm, axes: Sequence[AxisLinks]) -> bool:

@@ -17,6 +17,7 @@ class AxisLinks(Carrier):
     """The links along one axis, all alike: their kind, the devices, and what a message takes.
 
     On a switch, `bandwidth` is that of a device's one port, in each direction. `level` says what the links lie between.
+    An axis that winds through several of a machine is the `box` of these, besides a ring or a line at the slowest pace.
 
     >>> AxisLinks("ring", 8, latency=1e-6, bandwidth=1e9, name="tp")
     Machine.Axis(kind='ring', size=8, latency=1e-06, bandwidth=1000000000.0, name='tp')
@@ -30,6 +31,7 @@ class AxisLinks(Carrier):
     packet: Packet | None = None
     name: str = ""
     level: str = ""
+    box: tuple[AxisLinks, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -62,15 +62,27 @@ def _every(axis: AxisLinks, step: int, size: int) -> AxisLinks:
 
 
 def _through(axes: Sequence[AxisLinks], size: int) -> AxisLinks:
-    """A way through the box that the last of some axes span: at the pace of the slowest of them."""
-    crossed = list(axes[-1:])
-    while len(crossed) < len(axes) and math.prod(each.size for each in crossed) < size:
-        crossed.append(axes[-1 - len(crossed)])
+    """A way through the box that the last of some axes span."""
+    count = 1
+    while count < len(axes) and math.prod(each.size for each in axes[-count:]) < size:
+        count += 1
+    return join(axes[-count:], size)
+
+
+def join(crossed: Sequence[AxisLinks], size: int) -> AxisLinks:
+    """One axis of `size` devices out of several: a ring or a line through all, at the pace of the slowest of them.
+
+    >>> mesh = [AxisLinks("line", 2, 1e-6, 1e9), AxisLinks("line", 4, 2e-6, 1e9)]
+    >>> both = join(mesh, 8)
+    >>> both.kind, both.latency, [each.size for each in both.box]
+    ('ring', 2e-06, [2, 4])
+    """
     slow = min(crossed, key=lambda each: each.bandwidth)
     latency = max(each.latency for each in crossed)
     # A box with an even side closes into a ring; so does a torus. Both ways round share a port of a switch.
     closed = size % 2 == 0 or all(each.kind != "line" for each in crossed)
     both = 2 if slow.kind == "switch" else 1
+    is_whole = math.prod(each.size for each in crossed) == size
     return replace(
         slow,
         kind="ring" if closed else "line",
@@ -78,4 +90,5 @@ def _through(axes: Sequence[AxisLinks], size: int) -> AxisLinks:
         latency=latency,
         bandwidth=slow.bandwidth / both,
         combined=slow.combined and slow.combined / both,
+        box=tuple(each for each in crossed if each.size > 1) if is_whole else (),
     )

@@ -136,7 +136,7 @@ _TIMINGS: Mapping[str, Mapping[str, Callable[..., float | None]]] = {
     "grid": timing.in_turn(around),
     "grid_split": timing.at_once(around),
     "torus": timing.in_turn(half),
-    "torus_split": timing.at_once(half),
+    "torus_split": timing.around_at_once(),
 }
 _A = Algorithm
 _BI, _HD, _BT, _ST = "bidirectional_ring", "halving_doubling", "binary_tree", "spanning_tree"

@@ -9,8 +9,10 @@ such an algorithm is not priced, and chosen only where its schedule, carried out
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from meshloom.collectives.algorithms.formulas import Count
 from meshloom.fabric.links import Carrier
@@ -311,6 +313,83 @@ def at_once(steps: Count) -> dict[str, Across]:
         return across
 
     return _both_ways(one_way)
+
+
+class Phase(NamedTuple):
+    """A part of the value on its way round the rings of an axis: messages of some bytes, both ways, added or copied."""
+
+    axis: int
+    size: int
+    is_added: bool
+
+
+def around_at_once() -> dict[str, Across]:
+    """A torus, a part of the value for each axis, which may be unequal: then parts meet on links, and queue."""
+
+    def gather(dims: Sequence[int], v: int) -> list[list[Phase]]:
+        axes = list(range(len(dims)))[::-1]
+        return [_phases(axes[part:] + axes[:part], dims, v) for part in range(len(dims))]
+
+    def scatter(dims: Sequence[int], v: int) -> list[list[Phase]]:
+        return [[each._replace(is_added=True) for each in reversed(part)] for part in gather(dims, v)]
+
+    def reduce(dims: Sequence[int], v: int) -> list[list[Phase]]:
+        return [there + back for there, back in zip(scatter(dims, v), gather(dims, v), strict=True)]
+
+    def timed(parts: Callable[[Sequence[int], int], list[list[Phase]]]) -> Across:
+        return lambda axes, dims, v: (
+            None if any(hops.is_shared for hops in axes) else _queue_round(axes, dims, parts(dims, v))
+        )
+
+    return {"all_gather": timed(gather), "reduce_scatter": timed(scatter), "all_reduce": timed(reduce)}
+
+
+def _phases(axes: Sequence[int], dims: Sequence[int], v: int) -> list[Phase]:
+    held, found = share(v, len(dims) * math.prod(dims)), []
+    for axis in axes:
+        found.append(Phase(axis, held, is_added=False))
+        held *= dims[axis]
+    return found
+
+
+def _queue_round(axes: Sequence[Hops], dims: Sequence[int], parts: Sequence[Sequence[Phase]]) -> float:
+    """When the last part has gone through its phases.
+
+    All devices of a torus do the same at the same time, so one of them is enough: what it sends one way is what it gets
+    from the other. A part sends both ways, to the far side of the ring; a message follows the one before it, a phase
+    the whole of the phase before, and messages of different parts wait for each other where they share a link.
+    """
+    free: dict[tuple[int, bool], float] = {}
+    arms = [len(part) * [0] for part in parts]  # messages of a phase that have yet to arrive
+    ended = [0.0] * len(parts)
+    queue: list[
+        tuple[float, int, int, int, bool]
+    ] = []  # ready, phase, step, part, direction: of a tie the earliest step
+
+    def begin(part: int, phase: int, now: float) -> None:
+        p = dims[parts[part][phase].axis]
+        arms[part][phase] = p - 1
+        for is_back, steps in enumerate((p // 2, p - 1 - p // 2)):
+            if steps:
+                heapq.heappush(queue, (now, phase, 0, part, bool(is_back)))
+
+    for part in range(len(parts)):
+        begin(part, 0, 0.0)
+    while queue:
+        now, phase, step, part, is_back = heapq.heappop(queue)
+        axis, size, is_added = parts[part][phase]
+        hops, p = axes[axis], dims[axis]
+        link = (axis, is_back != is_added)  # sums come back the way that copies went
+        now = max(now, free.get(link, 0.0))
+        free[link] = now + (hops.room_added(size) if is_added else hops.room(size))
+        done = now + (hops.add(size) if is_added else hops.copy(size))
+        ended[part] = max(ended[part], done)
+        arms[part][phase] -= 1
+        if step + 1 < (p - 1 - p // 2 if is_back else p // 2):
+            heapq.heappush(queue, (done, phase, step + 1, part, is_back))
+        if not arms[part][phase] and phase + 1 < len(parts[part]):
+            begin(part, phase + 1, ended[part])
+    return max(ended)
 
 
 def _both_ways(one_way: Callable[[Hop], Across]) -> dict[str, Across]:
