@@ -249,6 +249,22 @@ def test_what_is_chosen_is_what_the_simulator_finds_fastest(name, size):
         assert times[chosen] <= min(times.values()) * (1 + WITHIN), (kind, times)
 
 
+def test_hosts_of_gpus_reduce_inside_first_and_then_between_hosts():
+    found = preset("nvlink8x16")
+    fabric, machine = found.fabric((4, 8)), found.machine(shape=(4, 8)).on(Mesh(host=4, chip=8))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        for size in SIZES:
+            asked = Collective(kind, "host,chip", 32, size, "bf16", ())
+            whole = whole_size(asked)
+            made = schedule_of(kind, fabric.coordinates(), fabric, whole)
+            assert (fastest(asked, machine)[0], made.algorithm) == ("levels", "levels")
+            assert price(asked, machine) == pytest.approx(simulate(made, fabric, whole).time, rel=WITHIN)
+    # Between hosts goes an eighth of the value, twice three quarters of it, at 23 GB/s; inside 2 * 7/8 at 276 GB/s.
+    size = KINDS["all_reduce"].size(64 * MIB, 64 * MIB, 32)
+    least = 2 * (3 / 4 * 8 * MIB / 23e9 + 7 / 8 * 64 * MIB / 276e9)
+    assert price(Collective("all_reduce", "host,chip", 32, size, "bf16", ()), machine) == pytest.approx(least, rel=0.05)
+
+
 def test_a_torus_of_2x4_is_split():
     fabric = FABRICS["2x4 torus"]
     assert choose("all_reduce", fabric.coordinates(), fabric, 8 * MIB).name == "torus_split"

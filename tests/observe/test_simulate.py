@@ -242,10 +242,10 @@ def predicted(line: Algorithm, group: tuple[tuple[int, ...], ...], size: int) ->
 @pytest.mark.parametrize("line", ALGORITHMS.values(), ids=str)
 @pytest.mark.parametrize("size", [EVEN, 1000 * EVEN])
 def test_every_algorithm_takes_what_its_formula_says(line, size):
-    shapes = [(2, 4), (4, 4), (2, 3)] if line.needs == "grid" else [(2,), (4,), (8,), (5,)]
+    shapes = [(2, 4), (4, 4), (2, 3)] if line.is_across else [(2,), (4,), (8,), (5,)]
     ran = 0
     for shape in shapes:
-        kinds = {"grid": "ring" if "torus" in line.name else "line", "any": "line"}
+        kinds = {"grid": "ring" if "torus" in line.name else "line", "any": "line", "levels": "full"}
         fabric = Fabric.grid(shape, kinds.get(line.needs, line.needs), LATENCY, BANDWIDTH)
         if "halving" in line.name and shape == (5,):
             continue  # partners at powers of two

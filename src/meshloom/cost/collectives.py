@@ -127,8 +127,9 @@ def _fastest_across(kind: str, axes: Sequence[AxisLinks], size: int, machine: Ma
     """Over several axes at once: along each in turn, or with a part of the value for each."""
     dims = [each.size for each in axes]
     whole, hops = KINDS[kind].whole(size, math.prod(dims)), [_hops(each, machine.combining) for each in axes]
-    lines = [line for line in ALGORITHMS.values() if line.collective == kind and line.needs == "grid"]
-    timed = [(line.timing(hops, dims, whole), line.name) for line in lines if _has_rings(line, axes)]
+    lines = [line for line in ALGORITHMS.values() if line.collective == kind and line.is_across]
+    lines = [line for line in lines if all(line.can_go_along(each.kind, each.size) for each in axes)]
+    timed = [(line.timing(hops, dims, whole), line.name) for line in lines]
     timed += [(_flood(kind, axes, hops, whole), "spanning_tree")]
     found = [(machine.launch + each, name) for each, name in timed if each is not None]
     return min(found, default=(math.inf, ""), key=itemgetter(0))
@@ -141,10 +142,6 @@ def _flood(kind: str, axes: Sequence[AxisLinks], hops: Sequence[Hops], whole: in
     far = [each.size // 2 if each.kind == "ring" else each.size - 1 for each in axes]
     hop = [each.copy(whole) if kind == "broadcast" else each.add(whole) for each in hops]
     return sum(count * each for count, each in zip(far, hop, strict=True))
-
-
-def _has_rings(line: Algorithm, axes: Sequence[AxisLinks]) -> bool:
-    return "torus" not in line.name or all(each.kind != "line" or each.size == 2 for each in axes)
 
 
 # --- machines without axes --------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ def _candidate(line: Algorithm, group: Group, fabric: Fabric, size: int, root: i
 def _closed(line: Algorithm, group: Group, fabric: Fabric, size: int, root: int) -> float | FabricError | None:
     """The time by the closed form; None if there is none here, an error if the links do not form what it needs."""
     try:
-        is_grid = line.needs == "grid"
-        found = _time_grid(line, group, fabric, size) if is_grid else _time(line, group, fabric, size, root)
+        across = line.is_across
+        found = _time_grid(line, group, fabric, size) if across else _time(line, group, fabric, size, root)
     except FabricError as error:
         return error
     if found is None or len(group) < 2:
@@ -167,7 +167,7 @@ def _time_grid(line: Algorithm, group: Group, fabric: Fabric, size: int) -> floa
     axes, dims = box(group), line.dims(group)
     if fabric.kinds is None or any(fabric.shape[axis] != p for axis, p in zip(axes, dims, strict=True)):
         return None
-    if "torus" in line.name and any(fabric.kinds[axis] == "line" and p > 2 for axis, p in zip(axes, dims, strict=True)):
+    if not all(line.can_go_along(fabric.kinds[axis], p) for axis, p in zip(axes, dims, strict=True)):
         return None
     found = [
         _alike([link for link in fabric.links if fabric.axis_of(link) == axis and link.source in set(group)], fabric)
@@ -186,7 +186,7 @@ def _floor(line: Algorithm, group: Group, fabric: Fabric, size: int) -> float:
     try:
         if not line.exact:
             return _seconds(hops, *_least_on_a_tree(line.collective, group, fabric, size))
-        if line.needs == "grid":
+        if line.is_across:
             return _floor_of_grid(line, group, hops, size)
     except FabricError:
         return math.inf

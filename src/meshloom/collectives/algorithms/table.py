@@ -17,6 +17,8 @@ link and direction. Rooted collectives are counted from an end of a line. The fo
     grid, torus         steps add up over the axes; (p-1)/p V/W            reduce-scatter on x, all-reduce of V/p_x on
                         on lines, about half of it on rings                y, all-gather on x; torus papers
     *_split             one part of V per axis: bandwidth times axes       the scaling book: V/(W_bidi d)
+    levels              a step per axis, the outer one with the least      hierarchical collectives: reduce inside a
+                        bytes: V/(p_0 ... p_k) of V for axis k             host, then between hosts, then spread inside
     direct, two_step    a link for every pair: a + V/(pW)                  full mesh; one- and two-shot all-reduce
     spanning_tree       upper bounds, for links in no order                breadth first, at worst a line
 """
@@ -49,7 +51,7 @@ from meshloom.errors import ArgumentError, FabricError, closest
 from meshloom.fabric import Fabric
 from meshloom.mesh import Coordinate
 
-NEEDS = ("ring", "line", "full", "grid", "any")
+NEEDS = ("ring", "line", "full", "grid", "levels", "any")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,19 @@ class Algorithm:
 
     def dims(self, group: Group) -> tuple[int, ...]:
         """What the formula takes for this group: its size, or the length of each axis of a grid."""
-        if self.needs != "grid":
+        if not self.is_across:
             return (len(group),)
         return tuple(len({each[axis] for each in group}) for axis in box(group))
+
+    @property
+    def is_across(self) -> bool:
+        """Whether it goes along several axes of a grid, lines or rings, or levels in which a link joins every two."""
+        return self.needs in ("grid", "levels")
+
+    def can_go_along(self, kind: str, size: int) -> bool:
+        """Whether an axis of some kind is enough for it, if it goes across axes."""
+        joined = kind in ("full", "switch") or size == 2 or (kind == "ring" and size == 3)
+        return joined or ((kind == "ring" or "torus" not in self.name) and self.needs != "levels")
 
     def __str__(self) -> str:
         return f"{self.collective} by {self.name} ({self.needs} links)"
@@ -137,6 +149,7 @@ _TIMINGS: Mapping[str, Mapping[str, Callable[..., float | None]]] = {
     "grid_split": timing.at_once(around),
     "torus": timing.in_turn(half),
     "torus_split": timing.around_at_once(),
+    "levels": timing.in_levels(),
 }
 _A = Algorithm
 _BI, _HD, _BT, _ST = "bidirectional_ring", "halving_doubling", "binary_tree", "spanning_tree"
@@ -193,6 +206,10 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = _table(
     _A("all_gather",     "torus_split", "grid", grid_gather(trees.both_ways, split=True),  cost.at_once(half)),
     _A("reduce_scatter", "torus_split", "grid", grid_scatter(trees.both_ways, split=True), cost.at_once(half)),
     _A("all_reduce",     "torus_split", "grid", grid_reduce(trees.both_ways, split=True),  cost.at_once(half, 2)),
+    # a link for every pair along each axis: first between hosts, then inside; backwards the other way round
+    _A("all_gather",     "levels", "levels", grid_gather(trees.star, inwards=True),  cost.inwards()),
+    _A("reduce_scatter", "levels", "levels", grid_scatter(trees.star, inwards=True), cost.inwards()),
+    _A("all_reduce",     "levels", "levels", grid_reduce(trees.star, inwards=True),  cost.inwards(2)),
     # a link for every pair
     _A("all_gather",     "direct",   "full", all_gather(trees.star),           cost.pieces(once)),
     _A("reduce_scatter", "direct",   "full", reduce_scatter(trees.star),       cost.pieces(once)),

@@ -299,6 +299,24 @@ def in_turn(steps: Count) -> dict[str, Across]:
     return _both_ways(one_way)
 
 
+def in_levels() -> dict[str, Across]:
+    """A grid of joined axes, the first axis first: what was gathered so far goes to everyone along the next."""
+
+    def one_way(hop: Hop) -> Across:
+        everyone = Hops.copies if hop is Hops.copy else Hops.additions
+
+        def across(axes: Sequence[Hops], dims: Sequence[int], v: int) -> float:
+            held, found = share(v, math.prod(dims)), 0.0
+            for hops, p in zip(axes, dims, strict=True):
+                found += everyone(hops, held, p - 1)
+                held *= p
+            return found
+
+        return across
+
+    return _both_ways(one_way)
+
+
 def at_once(steps: Count) -> dict[str, Across]:
     """A grid of equal axes, a part of the value for each: all are in step. On unequal ones no closed form is known."""
 
