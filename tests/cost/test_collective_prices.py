@@ -311,7 +311,7 @@ def test_a_collective_over_all_axes_is_priced_too(name, above):
     found = preset(name)
     devices, names = math.prod(found.shape), NAMES[: len(found.shape)]
     axes, one = found.machine().on(Mesh.of(found.shape, names)), found.machine().on(Mesh.of((devices,), ("one",)))
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "shift"):
         for size in SIZES:
             asked = Collective(kind, ",".join(names), devices, size, "f32", ())
             whole, fabric = whole_size(asked), found.fabric()

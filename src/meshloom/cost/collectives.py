@@ -17,6 +17,7 @@ from meshloom.collectives.algorithms import ALGORITHMS, Algorithm
 from meshloom.collectives.algorithms.timing import Hops
 from meshloom.collectives.kinds import KINDS, Collective
 from meshloom.fabric import AxisLinks, Machine
+from meshloom.fabric.axis import is_joined
 from meshloom.fabric.binding import join
 
 # The bytes of all chunks together, which the formulas speak of, from the bytes that one device receives.
@@ -84,15 +85,14 @@ def _fastest(kind: str, devices: int, size: int, machine: Machine, links: AxisLi
         return _fastest_on_a_ring(kind, devices, size, machine)
     if devices == 1:
         return 0.0, "nothing"
-    if len(links.box) > 1 and kind not in _TO_THE_NEXT:
-        return min(_fastest_across(kind, links.box, size, machine), _fastest_along(kind, devices, size, machine, links))
-    return _fastest_along(kind, devices, size, machine, links)
+    if kind in _TO_THE_NEXT:
+        return machine.launch + _way_back(links.box or (links,), size), "one send"
+    along = _fastest_along(kind, devices, size, machine, links)
+    return min(_fastest_across(kind, links.box, size, machine), along) if len(links.box) > 1 else along
 
 
 def _fastest_along(kind: str, devices: int, size: int, machine: Machine, links: AxisLinks) -> tuple[float, str]:
     hops = _hops(links, machine.combining)
-    if kind in _TO_THE_NEXT:
-        return machine.launch + _way_back(links.kind, devices) * hops.copy(size), "one send"
     whole = KINDS[kind].whole(size, devices)
     lines = _allowed(kind, links.kind, devices)
     found = ((line.timing(hops, devices, whole, devices - 1), line.name) for line in lines)
@@ -100,9 +100,9 @@ def _fastest_along(kind: str, devices: int, size: int, machine: Machine, links: 
     return machine.launch + best, name
 
 
-def _way_back(kind: str, devices: int) -> int:
-    """The hops from the last member to the first."""
-    return devices - 1 if kind == "line" else 1
+def _way_back(axes: Sequence[AxisLinks], size: int) -> float:
+    """From the last member back to the first, which is the longest way: from end to end of every line."""
+    return sum(each.time(size) * (each.size - 1 if each.kind == "line" else 1) for each in axes)
 
 
 @lru_cache(maxsize=256)
@@ -112,8 +112,8 @@ def _hops(links: AxisLinks, combining: float | None) -> Hops:
 
 @lru_cache(maxsize=1024)
 def _allowed(kind: str, links: str, devices: int) -> tuple[Algorithm, ...]:
-    """The algorithms for which the links of an axis are enough; a ring of 3 joins every two."""
-    joined = links in ("full", "switch") or devices == 2 or (links == "ring" and devices == 3)
+    """The algorithms for which the links of an axis are enough."""
+    joined = is_joined(links, devices)
     needs = {"line", *(["ring"] if links == "ring" or joined else []), *(["full"] if joined else [])}
     return tuple(line for line in ALGORITHMS.values() if line.collective == kind and line.needs in needs)
 

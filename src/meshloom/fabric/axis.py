@@ -12,6 +12,15 @@ from meshloom.fabric.links import Carrier, Packet, show_given
 KINDS = ("line", "ring", "full", "switch")
 
 
+def is_joined(kind: str, size: int) -> bool:
+    """Whether a link joins every two of an axis; also along a ring of 3.
+
+    >>> is_joined("ring", 3), is_joined("line", 2), is_joined("ring", 4)
+    (True, True, False)
+    """
+    return kind in ("full", "switch") or size < 3 or (kind == "ring" and size == 3)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class AxisLinks(Carrier):
     """The links along one axis, all alike: their kind, the devices, and what a message takes.

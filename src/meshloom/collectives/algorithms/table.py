@@ -49,6 +49,7 @@ from meshloom.collectives.algorithms.trees import Group
 from meshloom.collectives.schedule import Schedule
 from meshloom.errors import ArgumentError, FabricError, closest
 from meshloom.fabric import Fabric
+from meshloom.fabric.axis import is_joined
 from meshloom.mesh import Coordinate
 
 NEEDS = ("ring", "line", "full", "grid", "levels", "any")
@@ -88,8 +89,9 @@ class Algorithm:
 
     def can_go_along(self, kind: str, size: int) -> bool:
         """Whether an axis of some kind is enough for it, if it goes across axes."""
-        joined = kind in ("full", "switch") or size == 2 or (kind == "ring" and size == 3)
-        return joined or ((kind == "ring" or "torus" not in self.name) and self.needs != "levels")
+        if self.needs == "levels":
+            return is_joined(kind, size)
+        return "torus" not in self.name or kind == "ring" or is_joined(kind, size)
 
     def __str__(self) -> str:
         return f"{self.collective} by {self.name} ({self.needs} links)"
