@@ -97,6 +97,9 @@ class Log:
         """
         self.events.extend(events)
 
+    def note_move(self, tensor: Any, target: Any, data: Any) -> None:
+        """The program has redistributed a tensor: to which topology, and the array that came of it."""
+
     def note_sent(self, kind: str, processes: int, size: int) -> None:
         """A collective between processes is about to run, of so many bytes of this one."""
 

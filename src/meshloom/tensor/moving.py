@@ -63,6 +63,8 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
     data = carry(tensor, target, "redistribute")
     if same_storage(data, tensor._data):
         data = data.clone()
+    for log in state.logs:
+        log.note_move(tensor, target, data)
     made = Tensor(target, data)
     if tensor._number:
         made._number = tensor._number
