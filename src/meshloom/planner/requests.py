@@ -28,6 +28,8 @@ WORTH = 0.02  # the part of the price that leaving out one request may cost: few
 
 Placements = tuple[Placement, ...]
 Value = tuple[int, int]  # the number of a call, and of its result
+State = tuple[tuple[Value, Placements], ...]  # where the values lie that are needed later
+Way = tuple[float, tuple[Request | None, ...]]  # what it costs to get there, and what is asked on the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +161,9 @@ class _Search:
 
     def find(self, fixed: Sequence[Request | None], axis: int) -> list[Request | None]:
         """The cheapest requests that differ from the fixed ones on one mesh axis."""
-        ways: dict[tuple[tuple[Value, Placements], ...], tuple[float, tuple[Request | None, ...]]] = {(): (0.0, ())}
+        ways: dict[State, Way] = {(): (0.0, ())}
         for number in range(len(self.program)):
-            found: dict[tuple[tuple[Value, Placements], ...], tuple[float, tuple[Request | None, ...]]] = {}
+            found: dict[State, Way] = {}
             options = [*self._options(number, fixed[number], axis)]
             for state, (cost, before) in ways.items():
                 held = dict(state)
@@ -171,8 +173,9 @@ class _Search:
                         continue
                     total = cost + done[0]
                     after = self._needed(number, {**held, **_results(number, done[1])})
-                    if after not in found or total < found[after][0] * (1 - ROUNDING):
-                        found[after] = total, (*before, request)
+                    way = total, (*before, request)
+                    if after not in found or _is_better(way, found[after]):
+                        found[after] = way
             ways = dict(sorted(found.items(), key=lambda way: way[1][0])[:KEPT])
         return [*min(ways.values(), key=lambda way: way[0])[1]]
 
@@ -181,7 +184,7 @@ class _Search:
         pairs = zip(step.plan.call.operands, step.sources, strict=True)
         return tuple([each if source is None else each.with_placements(held[source]) for each, source in pairs])
 
-    def _needed(self, number: int, held: dict[Value, Placements]) -> tuple[tuple[Value, Placements], ...]:
+    def _needed(self, number: int, held: dict[Value, Placements]) -> State:
         return tuple((value, placed) for value, placed in held.items() if self.last.get(value, -1) > number)
 
     def _return(self, step: Step, decided: Plan) -> float:
@@ -211,6 +214,17 @@ class _Search:
                 back = home if step.is_kept and results[0].placements != home else None
                 if request is not None or back is not None:
                     yield Change(number, step.plan.call.op, step.where, request, results[0], back)
+
+
+def _is_better(way: Way, other: Way) -> bool:
+    """Whether a way is cheaper; of equal ones that with fewer partial results, which take memory."""
+    if abs(way[0] - other[0]) > ROUNDING * other[0]:
+        return way[0] < other[0]
+    return _count_partial(way[1]) < _count_partial(other[1])
+
+
+def _count_partial(requests: Sequence[Request | None]) -> int:
+    return sum(isinstance(each, Partial) for request in requests if request is not None for each in request)
 
 
 def _results(number: int, results: Sequence[Topology]) -> dict[Value, Placements]:
