@@ -5,12 +5,18 @@ Every point is measured in three runs, whose spread says how far a point repeats
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +35,9 @@ from meshloom.tensor.host_time import host_time
 
 RUNS = 3
 MEDIAN, WORST = Goal("error", 0.15), Goal("error", 0.30)
+BETWEEN, FAR = Goal("error", 0.20), Goal("error", 0.0)
+PROCESSES = (2, 4)
+RANKS = Path(__file__).with_name("prediction_ranks.py")
 DEVICES = (8, 32)
 SIZES = (2 << 10, 24 << 10, 200 << 10, 3 << 20, 12 << 20, 40 << 20)
 PRODUCTS = (
@@ -62,11 +71,18 @@ def cases(quick: bool) -> list[Case]:
 
 
 def count(quick: bool) -> int:
-    """How many rows there will be, the summary included."""
-    return len(cases(quick)) + 2
+    """How many rows there will be, the summaries included."""
+    together = 12 if quick else 30 + 30 + (6 if find_spec("transformers") is not None else 4)
+    return len(cases(quick)) + 2 + together + 2
 
 
 def predictions(quick: bool) -> Iterator[Row]:
+    """In this process, then on several."""
+    yield from alone(quick)
+    yield from between(quick)
+
+
+def alone(quick: bool) -> Iterator[Row]:
     """For each point a row with both times and the error of the predicted one; then what lies in the middle."""
     host = measure_host(QUICK if quick else FULL)
     errors = []
@@ -83,6 +99,40 @@ def predictions(quick: bool) -> Iterator[Row]:
         yield Row(
             OURS, "predicted", f"{name} of {len(errors)} points", (), 0, "error", error=figure, **verdict(goal, figure)
         )
+
+
+def between(quick: bool) -> Iterator[Row]:
+    """The same on several processes, each number of them calibrated and predicted together."""
+    points = [(count, each) for count in PROCESSES[: 1 if quick else None] for each in _together(count, quick)]
+    far = 0
+    for count, each in points:
+        error = each["said"] / each["took"] - 1
+        far += abs(error) > max(0.3, each["spread"])
+        yield Row(
+            OURS, f"predicted {each['work']}", f"{each['detail']}, {count} processes, spread {each['spread']:.0%}",
+            (count,), count, "error", ours_us=round(each["took"] * 1e6, 3), predicted_us=round(each["said"] * 1e6, 3),
+            error=round(error, 4),
+        )  # fmt: skip
+    median = statistics.median(abs(each["said"] / each["took"] - 1) for _, each in points)
+    for detail, goal, value in (
+        (f"median of {len(points)} points between processes", BETWEEN, median),
+        ("part of them further off than 30 % and than their spread", FAR, far / len(points)),
+    ):
+        held = {"error": round(value, 4), **verdict(goal, value)}
+        yield Row(OURS, "predicted", detail, (), 0, "error", **held)
+
+
+def _together(count: int, quick: bool) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), str(RANKS), str(path)]
+        root = {**os.environ, "PYTHONPATH": os.pathsep.join([str(RANKS.parents[1]), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run([*command, "quick" if quick else "full"], capture_output=True, text=True, env=root)
+        if done.returncode:
+            said = f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            raise RuntimeError(f"{count} processes did not come to their end:\n{said}")
+        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return found
 
 
 def _row(case: Case, host: Host) -> Row:
@@ -153,15 +203,24 @@ def _element(run: Callable[[Any], Any], shape: tuple[int, int]) -> Callable[[], 
 def _steps(seconds: float) -> Iterator[Case]:
     for devices in DEVICES:
         for plan in ("data", "tensor"):
-            yield Case("MLP step", plan, devices, seconds, partial(_mlp, plan, devices))
+            yield Case("MLP step", plan, devices, seconds, partial(_on, make_mlp, plan, devices))
     for plan in ("data", "tensor"):
-        yield Case("GPT step", plan, 8, seconds, partial(_gpt, plan))
+        yield Case("GPT step", plan, 8, seconds, partial(_on_grid, make_gpt, plan))
         if find_spec("transformers") is not None:
-            yield Case("Llama step", plan, 8, seconds, partial(_llama, plan))
+            yield Case("Llama step", plan, 8, seconds, partial(_on_grid, make_llama, plan))
 
 
-def _mlp(plan: str, devices: int, width: int = 512, rows: int = 384) -> Callable[[], object]:
-    mesh, is_data = _mesh(devices), plan == "data"
+def _on(make: Callable[..., Callable[[], object]], plan: str, devices: int) -> Callable[[], object]:
+    return make(plan, _mesh(devices))
+
+
+def _on_grid(make: Callable[..., Callable[[], object]], plan: str) -> Callable[[], object]:
+    return make(plan, loom.open_mesh((2, 4), axes=("dp", "tp")))
+
+
+def make_mlp(plan: str, mesh: loom.Mesh, width: int = 512, rows: int = 384) -> Callable[[], object]:
+    """A training step of two layers, with the rows sharded, or the hidden dim."""
+    is_data = plan == "data"
     shapes, placements = ((width, 4 * width), (4 * width, width)), ("R", "R") if is_data else ("S(1)", "S(0)")
     up, down = (
         loom.Parameter(torch.randn(shape) / 32, mesh, each) for shape, each in zip(shapes, placements, strict=True)
@@ -177,21 +236,22 @@ def _mlp(plan: str, devices: int, width: int = 512, rows: int = 384) -> Callable
     return step
 
 
-def _gpt(plan: str) -> Callable[[], object]:
-    mesh = loom.open_mesh((2, 4), axes=("dp", "tp"))
+def make_gpt(plan: str, mesh: loom.Mesh) -> Callable[[], object]:
+    """A training step of the example GPT."""
     run = gpt.sides(mesh, PLANS[plan]).ours
     assert run is not None
     return run
 
 
-def _llama(plan: str) -> Callable[[], object]:
+def make_llama(plan: str, mesh: loom.Mesh) -> Callable[[], object]:
+    """A training step of a public Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=1024, hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=96,
     )  # fmt: skip
-    model, mesh = LlamaForCausalLM(config), loom.open_mesh((2, 4), axes=("dp", "tp"))
+    model = LlamaForCausalLM(config)
     for name, module in model.named_modules():
         for each, value in list(module._parameters.items()):
             if value is not None:

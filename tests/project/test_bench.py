@@ -169,7 +169,10 @@ def test_predictions_stand_beside_what_was_measured(bench: Any, tmp_path: Path, 
     assert bench("run").main(["--quick", "--devices", "8", "--only", "predicted", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == bench("prediction").count(quick=True)
-    *points, median, most = rows
+    ends = [number for number, row in enumerate(rows) if row["devices"] == 0]
+    together = rows[ends[1] + 1 :]
+    *points, median, most = rows[: ends[1] + 1]
+    check_between(together)
     assert {"predicted all-reduce", "predicted matmul", "predicted MLP step"} <= {row["work"] for row in points}
     for row in points:
         assert row["error"] == pytest.approx(row["predicted_us"] / row["ours_us"] - 1, abs=0.01)
@@ -179,6 +182,16 @@ def test_predictions_stand_beside_what_was_measured(bench: Any, tmp_path: Path, 
     assert median["ok"] == (median["error"] <= 0.15) and most["ok"] == (most["error"] <= 0.3)
     shown = capsys.readouterr().out
     assert "predicted with figures calibrated in this run" in shown and f"median of {len(points)} points" in shown
+
+
+def check_between(rows: list[dict[str, Any]]) -> None:
+    """Collectives and a step on two processes, and what lies in the middle."""
+    *points, median, far = rows
+    assert {row["devices"] for row in points} == {2}
+    assert {"predicted all-reduce", "predicted all-to-all", "predicted MLP step"} <= {row["work"] for row in points}
+    errors = [abs(row["error"]) for row in points]
+    assert median["error"] == pytest.approx(statistics.median(errors), abs=1e-3)
+    assert 0 <= far["error"] <= 1 and far["ok"] == (far["error"] == 0)
 
 
 def test_no_point_of_the_prediction_was_measured_by_the_calibration(bench: Any) -> None:
