@@ -87,6 +87,12 @@ class Log:
     def end_call(self, results: Sequence[Any]) -> None:
         """The call has run and told its events; these are its arrays."""
 
+    def begin_fallback(self, name: str, where: str, tensors: Sequence[Any]) -> None:
+        """A function without a rule is about to run on these tensors, gathered: every device does all of it."""
+
+    def end_fallback(self) -> None:
+        """It has run, or failed."""
+
     def abandon_call(self) -> None:
         """The call did not come to its end: an error, or a checkpoint that has recomputed enough."""
 

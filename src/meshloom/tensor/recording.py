@@ -33,7 +33,7 @@ from meshloom.tensor.kernel_work import EMPTY, Kernel, address_of
 from meshloom.tensor.known_numbers import KnownNumbers
 from meshloom.tensor.layouts import infer_share, layout_of
 from meshloom.tensor.module_paths import ModulePaths
-from meshloom.tensor.step_drafts import Called, Draft, Held, Phases, Weight
+from meshloom.tensor.step_drafts import Called, Draft, Held, Phases, PlannedWeight, Weight
 from meshloom.types import is_floating, itemsize
 
 _LEAF = 1 << 63  # from here on are the numbers of the graph nodes of leaves
@@ -67,7 +67,7 @@ class Recorder(Log):
         self.has_data = self.has_data or any(_has_data(each) for each in tensors)
         self._leave_backward()
         mesh = self.number_of(call.mesh)
-        draft = Called(self._weigh(call), self._phase(), self.modules.path, where, self.kernel, mesh)
+        draft = Called(call.call.op, self._weigh(call), self._phase(), self.modules.path, where, self.kernel, mesh)
         for tensor, topology, wanted in zip(tensors, call.call.operands, call.ins, strict=True):
             held = self.memory.hold_tensor(tensor, topology)
             draft.reads[held] = None
@@ -76,6 +76,9 @@ class Recorder(Log):
                 name = f"{draft.op} {wanted.notation}"
                 draft.gathered[held] = self.memory.add_gathered(name, wanted.local_bytes, draft), wanted
         self._belong(draft)
+        self._begin(draft)
+
+    def _begin(self, draft: Called) -> None:
         self.drafts.append(draft)
         self.begun.append(private.next_sequence_number())
         self.called.append(draft)
@@ -83,14 +86,14 @@ class Recorder(Log):
 
     def end_call(self, results: Sequence[Any]) -> None:
         """The call has run; its results lie as the plan says."""
-        draft, self.current = self.current, None
+        draft = self.current
         if draft is None:
             return
+        self._end(draft)
         plan: Plan = self.calls[-1][0]
         draft.operands = tuple(each.notation for each in plan.call.operands)
         draft.results = tuple(each.notation for each in plan.outs)
         draft.dtype = draft.dtype or _widest(plan.ins) or plan.outs[0].dtype
-        draft.last = self.kernel
         draft.loads = [_load_of_call(draft)]
         for array, topology, raw in zip(results, plan.outs, plan.raw, strict=True):
             held = self.memory.hold(array, draft.op)
@@ -102,6 +105,29 @@ class Recorder(Log):
             if raw.local_bytes > topology.local_bytes:
                 buffer = self.memory.add_buffer(f"{draft.op} {raw.notation}", raw.local_bytes, draft)
                 buffer.made, buffer.freed = draft.first, self.kernel - 1
+
+    def begin_fallback(self, name: str, where: str, tensors: Sequence[Tensor]) -> None:
+        """A function without a rule: each device gathers its operands and does all of it."""
+        self._leave_backward()
+        mesh = self.number_of(tensors[0].mesh) if tensors else 0
+        draft = Called(name, Weight(), self._phase(), self.modules.path, where, self.kernel, mesh)
+        draft.operands = tuple(each.topology.notation for each in tensors)
+        for tensor in tensors:
+            whole, held = tensor.topology.replicated, self.memory.hold_tensor(tensor, tensor.topology)
+            if whole.local_bytes > tensor.topology.local_bytes:
+                buffer = self.memory.add_gathered(f"{name} {whole.notation}", whole.local_bytes, draft)
+                draft.gathered[held] = buffer, whole
+        self._begin(draft)
+
+    def end_fallback(self) -> None:
+        """It has run, or failed."""
+        if self.current is not None:
+            self._end(self.current)
+
+    def _end(self, draft: Called) -> None:
+        self.current, draft.last = None, self.kernel
+        for buffer, _ in draft.gathered.values():
+            buffer.freed = max(buffer.made, self.kernel - 1)
 
     def abandon_call(self) -> None:
         """The call did not come to its end; what it did so far is kept."""
@@ -268,7 +294,11 @@ class Recorder(Log):
         flops, call = kernel.flops, draft.call
         share = call.weight.share if call is not None else max((each.share for each in read), default=1.0)
         touched = [*zip(kernel.inputs, read, strict=True), *written] if kernel.name not in EMPTY else []
-        traffic = sum(min(array.numel() * array.element_size(), held.whole) * held.share for array, held in touched)
+        whole = call is not None and call.weight.plan is None
+        traffic = sum(
+            min(array.numel() * array.element_size(), held.whole) * (1.0 if whole else held.share)
+            for array, held in touched
+        )
         draft.kernels.append(kernel.name)
         draft.loads.append(Load(flops * share, traffic))
         if draft.phase != "recompute":
@@ -311,7 +341,7 @@ class Recorder(Log):
     def _weigh(self, plan: Plan) -> Weight:
         """What a plan means for one device; equal calls have the same plan, which stays alive with its id here."""
         if id(plan) not in self.weights:
-            self.weights[id(plan)] = Weight(plan)
+            self.weights[id(plan)] = PlannedWeight(plan)
         return self.weights[id(plan)]
 
     def number_of(self, mesh: Mesh) -> int:
@@ -494,7 +524,9 @@ def _load_of_call(draft: Called) -> Load:
 
 def _moved_operands(draft: Called) -> list[Held]:
     """For each collective that brings an operand to a call, the operand's storage."""
-    plan = draft.plan
+    plan = draft.weight.plan
+    if plan is None:
+        return []
     rows = zip(draft.operand_storages, plan.call.operands, plan.ins, strict=True)
     return [held for held, source, target in rows for _ in moves(source, target, plan.machine)]
 
