@@ -12,12 +12,15 @@ import pytest
 
 from meshloom import FabricError, Machine
 from meshloom.cli import COMMANDS, main
+from meshloom.cli.host_measuring import STEPS
 from meshloom.cli.measuring import Point, fit
 from meshloom.fabric import catalogue, load_preset, preset
+from meshloom.fabric.host import host_path, load_host
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "meshloom", *arguments], capture_output=True, text=True, timeout=120)
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshloom", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
 
 
 def test_help_lists_every_command():
@@ -57,13 +60,15 @@ def test_calibrate_writes_a_preset_that_can_be_loaded_and_prints_it(tmp_path, sh
     assert {name for name, _ in found.flops} == {"f32", "bf16"}
     assert "One small op on a block" in done.stdout and f"axis {len(found.shape) - 1}: all_gather" in done.stdout
     steps = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert len(steps) == 4 + len(found.shape) and steps[0] == f"[1/{len(steps)}] memory copy"
+    assert len(steps) == 4 + len(found.shape) + STEPS and steps[0] == f"[1/{len(steps)}] memory copy"
+    assert load_host(host_path(path)).name == "this-machine" and steps[-1] == f"[{len(steps)}/{len(steps)}] calls"
 
 
 def test_calibrate_refuses_a_busy_machine_and_writes_nothing_unless_it_is_told_to(tmp_path, monkeypatch, capsys):
-    from meshloom.cli import measuring
+    from meshloom.cli import host_measuring, measuring
 
     monkeypatch.setattr(measuring, "FULL", measuring.QUICK)
+    monkeypatch.setattr(host_measuring, "FULL", host_measuring.QUICK)
     path = tmp_path / "machine.toml"
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
@@ -130,3 +135,53 @@ def test_the_fit_of_times_that_shrink_with_size_still_gives_figures_above_zero()
     assert latency > 0 and bandwidth > 0
     latency, bandwidth = fit([Point("all_reduce", 8, 8 << 10, 1e-9), Point("all_reduce", 8, 8 << 20, 1.0)])
     assert latency > 0 and bandwidth > 0
+
+
+PROGRAM = """
+import torch, meshloom as loom
+torch.set_num_threads(1)
+w = loom.Parameter(torch.ones(64, 64), loom.open_mesh((4,)), "S(1)")
+x = loom.ones(32, 64, mesh=loom.open_mesh((4,)), placements="R")
+def step():
+    (x @ w).relu().sum().backward()
+"""
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    path = tmp_path_factory.mktemp("machine") / "here.toml"
+    done = run("calibrate", "--quick", "--out", str(path), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    return path.with_suffix(".host.toml")
+
+
+def test_predict_prices_a_step_and_checks_it_against_the_clock(tmp_path, tables):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    done = run("predict", "--host", str(tables), "--check", "--seconds", "0.1", str(script), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert re.fullmatch(r"\d+\.\d{3} ms on this-machine, \d+ kernels", first)
+    assert any(line.split()[0] == "product" for line in rest)
+    measured, predicted = rest[-2:]
+    took, said = (float(line.split()[1]) for line in (measured, predicted))
+    assert took > 0 and said == pytest.approx(float(first.split()[0])) and predicted.endswith("%")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("x = 1", "defines no function step"), (None, "there is no script")],
+    ids=["no step", "no script"],
+)
+def test_predict_refuses_a_script_without_a_step(text, says, tmp_path, tables, capsys):
+    script = tmp_path / "script.py"
+    if text is not None:
+        script.write_text(text)
+    assert main(["predict", "--host", str(tables), str(script)]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_predict_without_tables_says_how_to_make_them(tmp_path, capsys):
+    assert main(["predict", "--host", str(tmp_path / "none.toml"), "script.py"]) == 1
+    told = capsys.readouterr().err
+    assert "no tables of this machine" in told and "meshloom calibrate" in told

@@ -15,6 +15,7 @@ from meshloom.errors import MeshloomError
 COMMANDS = {
     "run": "run a script as several processes, on one host or on several",
     "calibrate": "measure this machine and write its figures as a preset",
+    "predict": "say how long a script's step takes on this machine, and compare with the clock",
     "doctor": "check a multi-device program of TTNN while it runs",
 }
 

@@ -1,4 +1,4 @@
-"""Measure this machine (memory, arithmetic, collectives between virtual devices) and write a preset in TOML."""
+"""Measure this machine and write a preset for its virtual devices, and tables of what kernels take here, in TOML."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshloom.errors import MeshloomError
 from meshloom.fabric.catalogue import THIS_MACHINE
+from meshloom.fabric.host import host_path
 
 BUSY = 0.1  # the part of the cores that other work may take
 
@@ -36,18 +37,24 @@ def shape(text: str) -> tuple[int, ...]:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print and write."""
-    from meshloom.cli.measuring import FULL, QUICK, measure  # loads torch
+    from meshloom.cli import host_measuring  # loads torch
+    from meshloom.cli.measuring import FULL, QUICK, Clock, measure
 
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    found = measure(options.shape, QUICK if options.quick else FULL, tell=_tell)
-    if found.others is not None and found.others > BUSY and not (options.quick or options.busy):
+    clock, more = Clock.read(), host_measuring.STEPS
+    found = measure(options.shape, QUICK if options.quick else FULL, lambda what, i, n: _tell(what, i, n + more))
+    sweep, before = host_measuring.QUICK if options.quick else host_measuring.FULL, 4 + len(options.shape)
+    host = host_measuring.measure_host(sweep, lambda what, i, n: _tell(what, before + i, before + n))
+    others = clock.others()
+    if others is not None and others > BUSY and not (options.quick or options.busy):
         raise MeshloomError(
-            f"other work took {found.others:.0%} of the cores: figures measured beside it are too slow",
+            f"other work took {others:.0%} of the cores: figures measured beside it are too slow",
             fix="end the other work and measure again, or keep the figures with --busy; nothing was written",
         )
     options.out.write_text(found.to_toml(), encoding="utf-8")
+    host_path(options.out).write_text(host.to_toml(), encoding="utf-8")
     print(found.to_toml(), end="")
-    print(f"\n{found.preset}\nwritten to {options.out}", file=sys.stderr)
+    print(f"\n{found.preset}\nwritten to {options.out} and {host_path(options.out)}", file=sys.stderr)
 
 
 def _tell(what: str, number: int, total: int) -> None:

@@ -49,6 +49,10 @@ class Document:
             raise self.refusal(prefix, "is missing", fix=f"give {prefix}")
         return {key.removeprefix(f"{prefix}."): self.take(key, read) for key in keys}
 
+    def has(self, prefix: str) -> bool:
+        """Whether there are values under a key."""
+        return any(key.startswith(f"{prefix}.") for key in self._values)
+
     def finish(self, known: tuple[str, ...]) -> None:
         """Refuse keys that nothing took."""
         for key in self._values:

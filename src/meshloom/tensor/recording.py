@@ -540,10 +540,10 @@ def _has_data(tensor: Tensor) -> bool:
     return not tensor._data.is_meta and tensor._data.dtype.is_floating_point
 
 
-class _Kernels(private.TorchDispatchMode):
+class Kernels(private.TorchDispatchMode):
     """Sees every kernel on arrays; what is called with tensors of ours comes again with their arrays."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
@@ -588,5 +588,5 @@ def recording() -> Iterator[Recorder]:
             stack.callback(hook.remove)
         stack.enter_context(state.changed(logs=(*state.logs, recorder)))
         stack.enter_context(KnownNumbers())
-        stack.enter_context(_Kernels(recorder))
+        stack.enter_context(Kernels(recorder))
         yield recorder

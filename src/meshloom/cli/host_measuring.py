@@ -1,0 +1,237 @@
+"""The tables of this machine, measured: curves of kernels by size, products by their sizes, what a call costs.
+
+Each point is the best of several runs, since other work only ever adds time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from meshloom import collectives
+from meshloom.cli.measuring import best_of
+from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds
+from meshloom.fabric.host import Curve, Host, Products, Sizes
+from meshloom.tensor.creation import open_mesh, randn
+from meshloom.tensor.host_time import host_time
+
+Tell = Callable[[str, int, int], None]
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """How much is measured: seconds per point, bytes that a kernel touches, steps of products and their limit."""
+
+    seconds: float
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]
+    flops: float
+
+
+# results stay below what the allocator takes anew from the system every time: that has a figure of its own
+SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 48 << 20)
+FULL = Sweep(0.04, SIZES, (1, 4, 16, 48, 128, 384, 1024, 3072), 5e9)
+QUICK = Sweep(0.001, (1 << 12, 1 << 16), (16, 64), 1e7)
+
+
+def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: None) -> Host:
+    """Every table of this process on this machine, with the threads that torch has now."""
+    kinds, total = [*_kernels()], STEPS
+    curves = {}
+    for number, (kind, make) in enumerate(kinds, start=1):
+        tell(f"kernels: {kind}", number, total)
+        curves[kind] = _curve(make, sweep)
+    products = {}
+    for number, (name, dtype) in enumerate(DTYPES.items(), start=len(kinds) + 1):
+        tell(f"products in {name}", number, total)
+        products[name] = _products(dtype, sweep)
+    tell("single kernels", total - 1, total)
+    calls = dict.fromkeys(CALLS, 1e-15)
+    host = Host("this-machine", torch.get_num_threads(), curves, products, calls)
+    host = Host(host.name, host.threads, curves, products, calls, dict(_weights(host, sweep)))
+    tell("calls", total, total)
+    return Host(host.name, host.threads, curves, products, _calls(host, sweep), host.weights)
+
+
+# Curves: for a number of bytes that a kernel touches, the kernel ready to run, and the bytes that it really touches
+
+Made = tuple[Callable[[], object], float]
+
+
+def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
+    yield "pointwise", lambda size: _on(size // 12, 2, lambda a, b: a + b, 12)
+    yield "in place", lambda size: _on(size // 12, 2, lambda a, b: a.add_(b), 12)
+    yield "copy", lambda size: _on(size // 8, 1, lambda a: a.clone(), 8)
+    yield "turned copy", lambda size: _on_rows(size // 8, lambda a: a.t().contiguous(), 8)
+    yield "strided copy", _strided_copy
+    yield "sum", lambda size: _on_rows(size // 4, lambda a: a.sum(-1), 4)
+    for rows in ROWS:
+        yield f"sum of {rows} rows", partial(_sum_of_rows, rows)
+    yield "softmax", lambda size: _on_rows(size // 8, lambda a: a.softmax(-1), 8)
+    yield "softmax across", lambda size: _on_rows(size // 8, lambda a: a.softmax(0), 8)
+    yield "norm", lambda size: _on_rows(size // 8, lambda a: F.layer_norm(a, a.shape[-1:]), 8)
+    yield "look-up", _look_up
+    yield "attention", lambda size: _attention(size, is_backward=False)
+    yield "attention backward", lambda size: _attention(size, is_backward=True)
+
+
+def _on(elements: int, arrays: int, run: Callable[..., object], each: int) -> Made:
+    given = [torch.rand(max(1, elements)) for _ in range(arrays)]
+    return lambda: run(*given), float(each * max(1, elements))
+
+
+def _on_rows(elements: int, run: Callable[..., object], each: int, rows: int | None = None) -> Made:
+    rows = max(1, rows if rows is not None else math.isqrt(elements))
+    given = torch.rand(rows, max(1, elements // rows))
+    return lambda: run(given), float(each * given.numel())
+
+
+def _strided_copy(size: int) -> Made:
+    """Runs of 32 elements in another order, as an all-to-all has them."""
+    given = torch.rand(8, max(1, size // (8 * 8 * 8 * 32)), 8, 32)
+    return lambda: given.transpose(0, 2).contiguous(), 8.0 * given.numel()
+
+
+def _sum_of_rows(rows: int, size: int) -> Made:
+    return _on_rows(size // 4, lambda a: a.sum(0), 4, rows)
+
+
+def _look_up(size: int) -> Made:
+    rows = max(1, size // (8 * 256))
+    table, places = torch.rand(rows, 256), torch.randint(0, rows, (rows,))
+    return lambda: F.embedding(places, table), 8.0 * table.numel() + 8 * rows
+
+
+def _attention(size: int, is_backward: bool) -> Made:
+    """Heads of width 64 on as many tokens as make so many FLOP; the curve goes by FLOP."""
+    tokens = max(16, min(2048, math.isqrt(size // 256)))
+    heads = max(1, size // (4 * tokens * tokens * 64))
+    q, k, v = (torch.rand(1, heads, tokens, 64, requires_grad=is_backward) for _ in range(3))
+    flops = 4.0 * heads * tokens * tokens * 64
+    result = F.scaled_dot_product_attention(q, k, v)
+    if not is_backward:
+        return lambda: F.scaled_dot_product_attention(q, k, v), flops
+    ones = torch.ones_like(result)
+    return lambda: torch.autograd.grad(result, (q, k, v), ones, retain_graph=True), 2.5 * flops
+
+
+def _curve(make: Callable[[int], Made], sweep: Sweep) -> Curve:
+    points: dict[float, float] = {}
+    for size in sweep.sizes:
+        run, touched = make(size)
+        points[touched] = best_of(run, sweep.seconds)
+    return Curve(tuple(sorted(points.items())))
+
+
+def _products(dtype: torch.dtype, sweep: Sweep) -> Products:
+    """FLOP/s on the grid; beyond the limit a product runs as fast as the largest measured one that it contains."""
+    rates: dict[Sizes, float] = {}
+    for m, k, n in sorted(itertools.product(sweep.steps, sweep.steps, sweep.steps), key=math.prod):
+        flops = 2.0 * m * k * n
+        if flops > sweep.flops:
+            rates[m, k, n] = _contained((m, k, n), rates, sweep.steps)
+        else:
+            run = partial(torch.matmul, torch.rand(m, k).to(dtype), torch.rand(k, n).to(dtype))
+            rates[m, k, n] = flops / best_of(run, sweep.seconds / 4)
+    return Products(sweep.steps, rates)
+
+
+def _contained(sizes: Sizes, rates: dict[Sizes, float], steps: tuple[int, ...]) -> float:
+    m, k, n = (steps[steps.index(size) - 1] if size == max(sizes) else size for size in sizes)
+    return rates[m, k, n]
+
+
+def _weights(host: Host, sweep: Sweep) -> Iterator[tuple[str, float]]:
+    """Single kernels beside the curve of their kind, at a size where arithmetic decides."""
+    size = sweep.sizes[len(sweep.sizes) // 2] // 4
+    x, y, g = (torch.rand(size) + 0.5 for _ in range(3))
+    rows = x[: size // 64 * 64].view(-1, 64)
+    aten = torch.ops.aten
+    work: dict[str, tuple[Callable[[], object], int]] = {
+        "neg": (lambda: -x, 2), "relu": (lambda: x.relu(), 2), "div": (lambda: x / y, 3), "sqrt": (lambda: x.sqrt(), 2),
+        "rsqrt": (lambda: x.rsqrt(), 2), "exp": (lambda: x.exp(), 2), "log": (lambda: x.log(), 2),
+        "tanh": (lambda: x.tanh(), 2), "sigmoid": (lambda: x.sigmoid(), 2), "silu": (lambda: F.silu(x), 2),
+        "gelu": (lambda: F.gelu(x), 2), "erf": (lambda: x.erf(), 2), "sin": (lambda: x.sin(), 2),
+        "cos": (lambda: x.cos(), 2), "pow": (lambda: x.pow(2), 2), "where": (lambda: torch.where(x > y, x, y), 4),
+        "silu_backward": (lambda: aten.silu_backward(g, x), 3), "gelu_backward": (lambda: aten.gelu_backward(g, x), 3),
+        "tanh_backward": (lambda: aten.tanh_backward(g, x), 3), "addcmul_": (lambda: x.addcmul_(y, g, value=1e-9), 4),
+        "threshold_backward": (lambda: aten.threshold_backward(g, x, 0), 3), "lerp_": (lambda: x.lerp_(y, 1e-9), 3),
+        "addcdiv_": (lambda: x.addcdiv_(y, g, value=1e-9), 4), "sqrt_": (lambda: y.clamp_(0.5).sqrt_(), 4),
+        "_softmax_backward_data": (lambda: aten._softmax_backward_data(rows, rows, -1, torch.float32), 3),
+        "_log_softmax_backward_data": (lambda: aten._log_softmax_backward_data(rows, rows, -1, torch.float32), 3),
+    }  # fmt: skip
+    for name, (run, arrays) in work.items():
+        alone = Work(name, 4.0 * arrays * size)
+        start = kernel_seconds(Work(name, 1.0), host)
+        expected = kernel_seconds(alone, host) - start
+        yield name, max(0.05, (best_of(run, sweep.seconds) - start) / max(expected, 1e-12))
+
+
+def _calls(host: Host, sweep: Sweep) -> dict[str, float]:
+    """What calls cost besides their kernels, on small tensors."""
+    mesh = open_mesh((8,))
+    a, b = (_small(mesh) for _ in range(2))
+    x, square = (randn(*shape, mesh=mesh, placements="S(0)") for shape in ((8 * 32,), (16, 16)))
+    lists = [[torch.rand(8) for _ in range(32)] for _ in range(2)]
+    found = {
+        "op": _beside(lambda: _chain(a, b), host, sweep) / LINKS,
+        "all_reduce": _beside(lambda: collectives.all_reduce(x), host, sweep),
+        "all_gather": _beside(lambda: collectives.all_gather(x, 0), host, sweep),
+        "reduce_scatter": _beside(lambda: collectives.reduce_scatter(x, 0), host, sweep),
+        "all_to_all": _beside(lambda: collectives.all_to_all(square, 1, 0), host, sweep),
+        "broadcast": _beside(lambda: collectives.broadcast(x), host, sweep),
+    }
+    loss, leaf = _graph()
+    found["kernel"] = _beside(lambda: torch.autograd.grad(loss, leaf, retain_graph=True), host, sweep) / LINKS
+    alone = host.curve("in place").points[0][1]
+    found["item"] = (best_of(lambda: torch._foreach_add_(*lists), sweep.seconds) - alone) / 32
+    found["fresh"] = _fresh(sweep)
+    return {name: max(seconds, 1e-15) for name, seconds in found.items()}
+
+
+def _fresh(sweep: Sweep) -> float:
+    """Seconds per byte of memory that comes from the system, beyond writing it."""
+    source = torch.rand(FRESH // 2)
+    target = torch.empty_like(source)
+    there = best_of(lambda: target.copy_(source), sweep.seconds * 4)
+    return (best_of(lambda: source.clone(), sweep.seconds * 4) - there) / source.nbytes
+
+
+LINKS = 16
+STEPS = len([*_kernels()]) + len(DTYPES) + 2  # what is told of
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+CALLS = ("op", *COLLECTIVES, "kernel", "item", "fresh")
+
+
+def _small(mesh: Any) -> Any:
+    return randn(64, 32, mesh=mesh, placements="S(0)").requires_grad_()
+
+
+def _chain(a: Any, b: Any) -> Any:
+    for _ in range(LINKS // 2):
+        a = (a * b) + b
+    return a
+
+
+def _graph() -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = torch.rand(64, 32, requires_grad=True)
+    x = leaf
+    for _ in range(LINKS):
+        x = x.neg()
+    return x.sum(), leaf
+
+
+def _beside(run: Callable[[], object], host: Host, sweep: Sweep) -> float:
+    """The seconds of a call that its kernels do not explain."""
+    took = best_of(run, sweep.seconds * 4)
+    with host_time(host) as found:
+        run()
+    return took - found.seconds

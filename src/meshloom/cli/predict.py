@@ -1,0 +1,70 @@
+"""Predict how long a script's `step()` takes in this process, from the tables of `meshloom calibrate`.
+
+The script is run once, and has to define a function `step` without arguments. Every kernel of a step is priced; with
+--check the step is timed too, and the error is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from meshloom.errors import MeshloomError
+from meshloom.fabric.catalogue import THIS_MACHINE
+from meshloom.fabric.host import host_path, load_host
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What `meshloom predict` takes."""
+    parser.add_argument("script", type=Path, help="a script that defines step()")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    default = host_path(THIS_MACHINE)
+    parser.add_argument("--host", type=Path, default=default, help="the tables to price with (default %(default)s)")
+    parser.add_argument("--check", action="store_true", help="time the step as well, and print the error")
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long to time it (default %(default)s)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Load, predict, and time if asked to."""
+    host = load_host(options.host)
+    step = load_step(options.script, options.rest)
+    import torch
+
+    from meshloom.cli.measuring import Clock, best_of
+    from meshloom.tensor.host_time import host_time
+
+    if torch.get_num_threads() != host.threads:
+        raise MeshloomError(
+            f"the tables were measured with {host.threads} threads, and torch has {torch.get_num_threads()} here",
+            fix=f"OMP_NUM_THREADS={host.threads}, or calibrate again",
+        )
+    step()  # what is planned the first time is not part of a step
+    with host_time(host) as found:
+        step()
+    print(found)
+    if options.check:
+        clock = Clock.read()
+        took = best_of(step, options.seconds)
+        print(f"measured  {took * 1e3:.3f} ms\npredicted {found.seconds * 1e3:.3f} ms, {found.seconds / took - 1:+.1%}")
+        others = clock.others()
+        if others is not None and others > 0.1:
+            print(f"other work took {others:.0%} of the cores meanwhile", file=sys.stderr)
+
+
+def load_step(script: Path, rest: list[str]) -> Callable[[], object]:
+    """Run a script and give its function `step`."""
+    if not script.exists():
+        raise MeshloomError(f"there is no script {script}", fix="give the path of a file that defines step()")
+    before = sys.argv
+    sys.argv = [str(script), *rest]
+    try:
+        found = runpy.run_path(str(script), run_name="__main__").get("step")
+    finally:
+        sys.argv = before
+    if not callable(found):
+        raise MeshloomError(f"{script} defines no function step", fix="def step(): ... runs one step of the program")
+    step: Callable[[], object] = found
+    return step

@@ -1,0 +1,221 @@
+"""The machine that runs virtual devices, as tables: what kernels on blocks take in this process, by kind and size.
+
+A block is not a ring of devices. A reduction reads all of it and writes a part, a copy reads and writes, replicated
+work is done once, and fresh memory costs page faults. No single bandwidth stands for all of these, so every kind of
+kernel has a curve of its own, measured by `meshloom calibrate`. A host prices what runs here; it never chooses a plan.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshloom.errors import ArgumentError, FabricError, closest
+from meshloom.fabric import reading
+from meshloom.fabric.reading import Document
+
+Sizes = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by size: straight lines between measured points where both are drawn as powers of two.
+
+    Below the first point a size costs what the first one does, beyond the last it costs in proportion.
+
+    >>> curve = Curve(((1024, 1e-6), (4096, 4e-6)))
+    >>> [f"{curve.seconds(size) * 1e6:.1f}" for size in (1, 1024, 2048, 4096, 8192)]
+    ['1.0', '1.0', '2.0', '4.0', '8.0']
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or any(min(each) <= 0 for each in self.points):
+            raise ArgumentError(
+                f"a curve has points of growing sizes, all above 0, not {self.points!r:.80}",
+                fix="give pairs of a size and its seconds",
+            )
+
+    def seconds(self, size: float) -> float:
+        """What a size takes."""
+        first, last = self.points[0], self.points[-1]
+        if size <= first[0]:
+            return first[1]
+        if size >= last[0]:
+            return last[1] * size / last[0]
+        right = bisect.bisect_right(self.points, size, key=lambda point: point[0])
+        (low, before), (high, after) = self.points[right - 1 : right + 1]
+        part = math.log(size / low) / math.log(high / low)
+        return before * math.exp(part * math.log(after / before))
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """FLOP/s of matrix products by (m, k, n), measured on a grid of `steps`; between its points by their logarithms.
+
+    >>> even = Products((16, 64), {(m, k, n): 2e9 for m in (16, 64) for k in (16, 64) for n in (16, 64)})
+    >>> f"{even.seconds(1, (32, 32, 32)) * 1e6:.3f} us"
+    '32.768 us'
+    """
+
+    steps: tuple[int, ...]
+    rates: dict[Sizes, float] = field(hash=False)
+
+    def seconds(self, batch: int, sizes: Sizes) -> float:
+        """What a batch of products takes."""
+        flops = 2.0 * batch * math.prod(sizes)
+        return flops / self.rate(sizes)
+
+    def rate(self, sizes: Sizes) -> float:
+        """FLOP/s at a size: the eight points of the grid around it, each by how near it is."""
+        sides = [self._around(size) for size in sizes]
+        logarithm = 0.0
+        for corner in itertools.product(*sides):
+            weight = math.prod(part for _, part in corner)
+            if weight:
+                m, k, n = (step for step, _ in corner)
+                logarithm += weight * math.log(self.rates[m, k, n])
+        return math.exp(logarithm)
+
+    def _around(self, size: int) -> tuple[tuple[int, float], tuple[int, float]]:
+        """The steps below and above a size, with the weight of each."""
+        steps = self.steps
+        size = min(max(size, steps[0]), steps[-1])
+        right = min(bisect.bisect_right(steps, size), len(steps) - 1)
+        low, high = steps[right - 1], steps[right]
+        part = math.log(size / low) / math.log(high / low)
+        return (low, 1 - part), (high, part)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What this machine takes for kernels on blocks: curves by kind, products by dtype, seconds per call.
+
+    `calls` has what a call costs besides its kernels: `op` for one of the global view, `all_reduce` and its like for
+    literal collectives, `kernel` for each kernel that backward starts by itself, `item` for each tensor of a list, and
+    `fresh` for each byte of memory that comes from the system. `weights` says of single kernels how many times as long
+    as their kind they take, beyond what starting one takes: a tanh is not a negation. `processes` has a curve per
+    collective and number of processes, by the bytes of the value.
+    """
+
+    name: str
+    threads: int
+    curves: dict[str, Curve] = field(hash=False)
+    products: dict[str, Products] = field(hash=False)
+    calls: dict[str, float] = field(hash=False)
+    weights: dict[str, float] = field(default_factory=dict, hash=False)
+    processes: dict[tuple[str, int], Curve] = field(default_factory=dict, hash=False)
+
+    def curve(self, kind: str) -> Curve:
+        """The curve of a kind of kernel."""
+        if kind not in self.curves:
+            raise ArgumentError(f"host {self.name!r} has no curve for {kind!r}", fix=closest(kind, tuple(self.curves)))
+        return self.curves[kind]
+
+    def between(self, kind: str, processes: int) -> Curve:
+        """The curve of a collective between processes."""
+        found = self.processes.get((kind, processes))
+        if found is None:
+            known = ", ".join(f"{name} on {count}" for name, count in self.processes) or "nothing"
+            raise ArgumentError(
+                f"host {self.name!r} was not measured for {kind} on {processes} processes",
+                known=known,
+                fix=f"meshloom calibrate --processes {processes}",
+            )
+        return found
+
+    def to_toml(self) -> str:
+        """The tables as TOML."""
+        lines = ["[host]", f'name = "{self.name}"', f"threads = {self.threads}", "", "[host.calls]"]
+        lines += [f"{what} = {seconds:.4g}" for what, seconds in self.calls.items()]
+        if self.weights:
+            lines += ["", "[host.weights]  # times the curve of its kind"]
+            lines += [f"{name} = {weight:.4g}" for name, weight in self.weights.items()]
+        lines += ["", "[host.curves]  # bytes that a kernel reads and writes, seconds"]
+        lines += [f'"{kind}" = {_show(curve.points)}' for kind, curve in self.curves.items()]
+        lines += ["", "[host.products]  # m, k, n, FLOP/s"]
+        lines += [
+            f"{dtype} = {_show((*sizes, rate) for sizes, rate in each.rates.items())}"
+            for dtype, each in self.products.items()
+        ]
+        if self.processes:
+            lines += ["", "[host.processes]  # bytes of the value, seconds"]
+            lines += [f'"{kind} {count}" = {_show(curve.points)}' for (kind, count), curve in self.processes.items()]
+        return "\n".join(lines) + "\n"
+
+
+def _show(rows: Iterable[Sequence[float]]) -> str:
+    return "[" + ", ".join("[" + ", ".join(f"{each:.5g}" for each in row) + "]" for row in rows) + "]"
+
+
+def host_path(preset: str | os.PathLike[str]) -> Path:
+    """Where the tables lie that were measured together with a preset.
+
+    >>> host_path("machines/here.toml").as_posix()
+    'machines/here.host.toml'
+    """
+    return Path(preset).with_suffix(".host.toml")
+
+
+def load_host(path: str | os.PathLike[str]) -> Host:
+    """The tables in a file; an error that says how to make them if there is none."""
+    file = Path(path)
+    if not file.exists():
+        raise FabricError(
+            f"there are no tables of this machine at {file}",
+            fix="meshloom calibrate, on a machine with nothing else to do",
+        )
+    return read_host(file.read_text(encoding="utf-8"), str(file))
+
+
+def read_host(text: str, file: str) -> Host:
+    """A host from the TOML that `to_toml` writes.
+
+    >>> curve, rates = Curve(((1024.0, 1e-6),)), {(16, 16, 16): 1e9}
+    >>> products, between = {"f32": Products((16,), rates)}, {("all_reduce", 2): curve}
+    >>> host = Host("here", 2, {"copy": curve}, products, {"op": 2e-6}, {"tanh": 9.5}, between)
+    >>> read_host(host.to_toml(), "host.toml") == host
+    True
+    """
+    document = Document(text, file)
+    name, threads = document.take("host.name", reading.text), document.take("host.threads", reading.whole)
+    calls = document.section("host.calls", reading.number)
+    curves = {kind: Curve(rows) for kind, rows in document.section("host.curves", _read_pairs).items()}
+    products = {dtype: _products(rows) for dtype, rows in document.section("host.products", _read_rates).items()}
+    weights = document.section("host.weights", reading.number) if document.has("host.weights") else {}
+    processes = {}
+    for key, rows in document.section("host.processes", _read_pairs).items() if document.has("host.processes") else ():
+        kind, _, count = key.rpartition(" ")
+        processes[kind, int(count)] = Curve(rows)
+    document.finish(_KEYS)
+    return Host(name, threads, curves, products, calls, weights, processes)
+
+
+_KEYS = tuple(f"host.{name}" for name in "name threads calls curves products weights processes".split())
+
+
+def _products(rows: Sequence[tuple[float, ...]]) -> Products:
+    rates = {(int(m), int(k), int(n)): rate for m, k, n, rate in rows}
+    return Products(tuple(sorted({size for sizes in rates for size in sizes})), rates)
+
+
+def _read_pairs(value: object) -> tuple[tuple[float, float], ...]:
+    return tuple((size, seconds) for size, seconds in _read_rows(value, 2))
+
+
+def _read_rates(value: object) -> list[tuple[float, ...]]:
+    return _read_rows(value, 4)
+
+
+def _read_rows(value: object, length: int) -> list[tuple[float, ...]]:
+    rows = value if isinstance(value, list) else []
+    if not rows or not all(isinstance(row, list) and len(row) == length for row in rows):
+        raise ValueError(f"a list of lists of {length} numbers")
+    return [tuple(reading.number(each) for each in row) for row in rows]

@@ -1,0 +1,173 @@
+"""What kernels take on this machine: the arithmetic of its tables, and which kernels a program is made of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshloom as loom
+from meshloom.cli.host_measuring import CALLS, COLLECTIVES, QUICK, measure_host
+from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds, kind_of
+from meshloom.fabric.host import Curve, Host, Products, read_host
+from meshloom.tensor.host_time import host_time
+
+RATE = 1e9  # bytes per second of every curve
+KINDS = (
+    *"pointwise,in place,copy,turned copy,strided copy,sum,softmax,softmax across,norm,look-up".split(","),
+    "attention",
+    "attention backward",
+    *(f"sum of {rows} rows" for rows in ROWS),
+)
+
+
+def flat(**calls: float) -> Host:
+    """A host on which a byte of any kernel takes a nanosecond, a product runs at 1 GFLOP/s and calls are free."""
+    curve = Curve(((1.0, 1 / RATE), (1e9, 1.0)))
+    steps = (1, 4096)
+    rates = {(m, k, n): 1e9 for m in steps for k in steps for n in steps}
+    figures = {**dict.fromkeys(CALLS, 0.0), **calls}
+    return Host("flat", 1, dict.fromkeys(KINDS, curve), {"f32": Products(steps, rates)}, figures)
+
+
+def seconds(run: Any, host: Host) -> float:
+    with host_time(host) as found:
+        run()
+    return found.seconds
+
+
+def test_a_size_between_two_points_lies_on_the_line_between_their_logarithms() -> None:
+    curve = Curve(((1e3, 1e-6), (1e5, 1e-2)))
+    assert curve.seconds(1e4) == pytest.approx(1e-4)
+    assert curve.seconds(10) == 1e-6
+    assert curve.seconds(1e6) == pytest.approx(1e-1)
+
+
+@pytest.mark.parametrize("points", [(), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 0.0),), ((1.0, 1.0), (1.0, 2.0))])
+def test_a_curve_that_does_not_grow_is_refused(points: Any) -> None:
+    with pytest.raises(loom.MeshloomError, match="points of growing sizes"):
+        Curve(points)
+
+
+def test_products_are_exact_on_the_grid_and_between_their_neighbours_elsewhere() -> None:
+    steps = (16, 64, 256)
+    rates = {(m, k, n): float(m * k * n) for m in steps for k in steps for n in steps}
+    products = Products(steps, rates)
+    assert products.rate((16, 64, 256)) == pytest.approx(16 * 64 * 256)
+    assert products.rate((32, 64, 64)) == pytest.approx(32 * 64 * 64)  # a power law is a line between logarithms
+    assert products.rate((1, 1, 1)) == pytest.approx(16**3) and products.rate((9999,) * 3) == pytest.approx(256**3)
+    assert products.seconds(3, (16, 16, 16)) == pytest.approx(2 * 3)
+
+
+def test_tables_survive_their_text_and_a_wrong_one_is_refused_with_its_line() -> None:
+    host = flat(op=1e-6)
+    text = Host(host.name, 1, host.curves, host.products, dict.fromkeys(CALLS, 1e-6), {"tanh": 2.0}).to_toml()
+    assert read_host(text, "x").to_toml() == text
+    with pytest.raises(loom.FabricError, match=r"x, line \d+: host\.threads is 0"):
+        read_host(text.replace("threads = 1", "threads = 0"), "x")
+    with pytest.raises(loom.FabricError, match=r"host\.speed is not a key"):
+        read_host(text.replace("threads = 1", "threads = 1\nspeed = 3"), "x")
+
+
+def test_an_add_reads_two_arrays_and_writes_one_whatever_the_number_of_devices() -> None:
+    for devices in (1, 8, 128):
+        x, y = (loom.ones(1024, 4, mesh=loom.open_mesh((devices,)), placements="S(0)") for _ in range(2))
+        assert seconds(lambda x=x, y=y: x + y, flat()) == pytest.approx(3 * 4096 * 4 / RATE)
+        assert seconds(lambda x=x: x + x, flat()) == pytest.approx(2 * 4096 * 4 / RATE)
+
+
+def test_replicated_work_is_priced_once_and_a_folded_reduction_costs_nothing() -> None:
+    mesh = loom.open_mesh((8,))
+    whole = loom.ones(64, 64, mesh=mesh, placements="R")
+    columns, rows = (loom.ones(64, 64, mesh=mesh, placements=each) for each in ("S(1)", "S(0)"))
+    once = 2 * 64**3 / 1e9
+    assert seconds(lambda: whole @ whole, flat()) == pytest.approx(once)
+    assert seconds(lambda: columns @ rows, flat()) == pytest.approx(once)
+
+
+def test_backward_is_priced_by_the_kernels_that_run() -> None:
+    w = loom.Parameter(torch.ones(32, 32), loom.open_mesh((4,)), "S(1)")
+    x = loom.ones(16, 32, mesh=loom.open_mesh((4,)), placements="R")
+    with host_time(flat()) as forward:
+        loss = (x @ w).sum()
+    with host_time(flat(kernel=1.0)) as backward:
+        loss.backward()
+    product = 2 * 16 * 32 * 32 / 1e9
+    assert forward.by_kind["product"] == pytest.approx(product)
+    assert backward.by_kind["product"] == pytest.approx(product)  # of the weight alone
+    assert backward.by_kind["kernel"] >= 2.0
+
+
+def test_on_meta_a_step_is_priced_as_on_data() -> None:
+    found = []
+    for device in ("cpu", "meta"):
+        mesh = loom.open_mesh((2, 2))
+        x = loom.empty(32, 16, mesh=mesh, placements="S(0), R", device=device)
+        w = loom.empty(16, 16, mesh=mesh, placements="R, S(1)", device=device).requires_grad_()
+        found.append(seconds(lambda x=x, w=w: F.gelu(x @ w).softmax(-1).sum().backward(), flat(op=1e-6, kernel=1e-6)))
+    assert found[0] == pytest.approx(found[1]) and found[0] > 0
+
+
+def test_calls_collectives_and_lists_have_a_price_of_their_own() -> None:
+    mesh = loom.open_mesh((4,))
+    x = loom.ones(8, mesh=mesh, placements="S(0)")
+    assert seconds(lambda: x + 1, flat(op=1.0)) == pytest.approx(1.0, abs=1e-3)
+    assert seconds(lambda: loom.collectives.all_reduce(x), flat(all_reduce=2.0)) == pytest.approx(2.0, abs=1e-3)
+    parameters = [loom.Parameter(torch.ones(4), mesh, "R") for _ in range(5)]
+    for each in parameters:
+        each.grad = torch.ones(4)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=True)
+    assert seconds(optimizer.step, flat(item=1.0)) == pytest.approx(5.0, abs=1e-3)
+
+
+def test_views_are_free_and_large_results_pay_for_memory_from_the_system() -> None:
+    x = loom.ones(64, 64, mesh=loom.open_mesh((2,)), placements="R")
+    assert seconds(lambda: x.view(32, 128).transpose(0, 1)[3:5], flat()) == 0.0
+    assert kernel_seconds(Work("add", 12.0, fresh=FRESH), flat(fresh=1.0)) == pytest.approx(FRESH)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (lambda x: x.sum(0), "sum of rows"),
+        (lambda x: x.sum(1), "sum"),
+        (lambda x: x.softmax(0), "softmax across"),
+        (lambda x: x.softmax(1), "softmax"),
+        (lambda x: x.t().contiguous(), "turned copy"),
+        (lambda x: F.layer_norm(x, (64,)), "norm"),
+        (lambda x: x.tanh(), "pointwise"),
+        (lambda x: x.add_(1), "in place"),
+        (lambda x: F.embedding(torch.arange(8), x), "look-up"),
+    ],
+)
+def test_kernels_go_by_their_kind(run: Any, kind: str) -> None:
+    with host_time(flat()) as found:
+        run(loom.ones(32, 64, mesh=loom.open_mesh((1,)), placements="R"))
+    assert kind in found.by_kind, found
+
+
+def test_sums_of_rows_lie_between_the_curves_of_more_and_fewer_rows() -> None:
+    host = flat()
+    curves = {**host.curves, "sum of 8 rows": Curve(((1.0, 1.0), (2.0, 1.0))), "sum of 32 rows": Curve(((1.0, 4.0),))}
+    skewed = Host("skewed", 1, curves, host.products, host.calls)
+    assert kernel_seconds(Work("sum", 1.0, rows=16), skewed) == pytest.approx(2.0)
+    assert kernel_seconds(Work("sum", 1.0, rows=8), skewed) == pytest.approx(1.0)
+
+
+def test_a_machine_that_is_measured_has_every_table() -> None:
+    host = measure_host(QUICK)
+    assert set(host.curves) == set(KINDS) and set(host.calls) == set(CALLS) >= set(COLLECTIVES)
+    assert all(math.isfinite(each) and each > 0 for each in (*host.calls.values(), *host.weights.values()))
+    assert {kind_of(Work(name, 1.0)) for name in host.weights} <= set(KINDS)
+    assert read_host(host.to_toml(), "x").threads == torch.get_num_threads()
+
+
+def test_a_table_that_is_missing_is_named() -> None:
+    host = Host("bare", 1, {"copy": Curve(((1.0, 1.0),))}, {}, dict.fromkeys(CALLS, 0.0))
+    with pytest.raises(loom.MeshloomError, match="no curve for 'pointwise'"):
+        kernel_seconds(Work("add", 12.0), host)
+    with pytest.raises(loom.MeshloomError, match="was not measured for all_reduce on 2 processes"):
+        host.between("all_reduce", 2)
