@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import meshloom as loom
-from llama import LARGE_70B, SMALL_7B, Sizes, make_step, parameters_per_device, saved_bytes
+import ranks
+from llama import LARGE_70B, SMALL_7B, Sizes, make_step, parameters_per_device, saved_bytes, summarise_step
 from meshloom import Shard
 from meshloom.cost import price
 from meshloom.fabric import preset
@@ -77,6 +78,7 @@ import json, math, resource, sys, time
 sys.path.insert(0, {tests!r})
 from llama import LARGE_70B, Sizes, make_step
 import meshloom as loom
+import ranks
 sizes = Sizes(**LARGE_70B, layers=80, dp=2048, tp=8)
 step = make_step(sizes)
 with loom.dry_run("galaxy", memory=math.inf) as run:
@@ -412,3 +414,10 @@ def test_cross_entropy_of_a_micro_batch_loop_is_summed_once():
         F.linear(batches[-1], weight).square().sum().backward()
     assert len([node for node in run.nodes if node.is_gradient_sum]) == 1
     assert run.memory.peaks["gradients"] == 8 * 8 * 4
+
+
+def test_processes_that_split_the_mesh_say_the_same_as_one():
+    alone = summarise_step(TINY)
+    for found in (*ranks.run(2, "llama:summarise_step", TINY), *ranks.run(4, "llama:summarise_step", TINY)):
+        assert found.pop("activations") == pytest.approx(alone["activations"], rel=0.05)  # losses keep other statistics
+        assert found == {name: value for name, value in alone.items() if name != "activations"}

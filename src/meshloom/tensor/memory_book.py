@@ -7,6 +7,7 @@ it is gone. What devices need and stored arrays do not, such as a gathered opera
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +153,8 @@ class MemoryBook:
     # What memory is held for
 
     def mark_gradients(self) -> None:
-        """The gradients that leaves have now."""
+        """The gradients that leaves have now; those that were summed together lie in one storage."""
+        local: dict[Held, float] = defaultdict(float)
         for found in list(self.leaves.values()):
             leaf = found()
             if leaf is None or leaf.grad is None:
@@ -162,6 +164,9 @@ class MemoryBook:
             if of is not None:
                 held.place(of.layout, of.mesh)
                 held.name, held.module = f"gradient of {of.name}", of.module
+                local[held] += leaf.grad.numel() * leaf.grad.element_size() * of.share
+        for held, size in local.items():
+            held.share = size / held.whole if held.whole else 1.0
 
     def mark_state(self, optimizer: Any) -> None:
         """The tensors that an optimizer keeps for each parameter."""
