@@ -172,6 +172,7 @@ class State(threading.local):
     capture: Any = None  # the trace that array calls of this thread go into
     checked = False  # every call is compared with those of the other processes
     accumulating = False  # sums of gradients wait
+    keeps_scores = False  # attention without data writes all scores down, as a machine without a fused kernel does
     waiting: dict[int, Any] = {}  # leaves with sums that are told and not carried out, by id, of all threads
     asked: dict[int, Any] | None = None  # the sums of leaves whose gradients `torch.autograd.grad` gives
 

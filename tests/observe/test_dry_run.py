@@ -211,6 +211,19 @@ def test_the_machine_decides_the_time_and_not_the_bytes():
     assert len({run.bytes for run in found.values()}) == len({run.flops for run in found.values()}) == 1
 
 
+def test_a_machine_without_fused_attention_keeps_the_scores():
+    sizes = Sizes(width=64, hidden=64, heads=4, groups=4, vocabulary=64, layers=2, dp=1, tp=2, rows=1, length=256)
+    kept = []
+    for fused in (True, False):
+        with loom.dry_run("galaxy", fused_attention=fused) as run:
+            make_step(sizes, dtype=torch.float32)()
+        kept.append(run.memory.peaks["activations"])
+        (told,) = (each for each in run.assumptions if each.what == "attention without data")
+        assert ("fused kernel" in told.value) is fused
+    scores = 4 * sizes.heads // sizes.tp * sizes.length**2  # bytes of one layer's on one device
+    assert kept[1] - kept[0] == pytest.approx(sizes.layers * scores, rel=0.01)
+
+
 def test_without_a_machine_it_is_the_one_in_use():
     x = loom.ones(4, mesh=loom.open_mesh((2,)))
     with loom.use_machine(SECONDS), loom.dry_run() as run:

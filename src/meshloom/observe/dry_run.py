@@ -56,9 +56,12 @@ class DryRun:
     `tree` (modules with equal layers folded), `links` (per mesh axis) and `assumptions`.
     """
 
-    def __init__(self, machine: Machine, memory: float | None, overlap: bool) -> None:
+    def __init__(
+        self, machine: Machine, memory: float | None, overlap: bool = True, fused_attention: bool = True
+    ) -> None:
         self.machine = machine  # whose figures the prices come from
         self.overlap = overlap  # whether communication may run beside compute
+        self.fused_attention = fused_attention  # whether attention without data keeps no scores
         self.limit = memory  # bytes that one device has; None for no limit
         self.log = Log()  # the collectives in order, as `loom.record` has them
         self._graph: StepGraph | None = None
@@ -326,6 +329,8 @@ def _assumptions(run: DryRun) -> Iterator[Assumption]:
     yield Assumption(f"peak of {run.dtype}", f"{machine.peak(run.dtype) / 1e12:.4g} TFLOP/s", source)
     yield Assumption("memory bandwidth", f"{machine.memory_bandwidth / 1e9:.4g} GB/s", source)
     yield from _MODEL
+    scores = "a fused kernel, which keeps no scores" if run.fused_attention else "keeps its scores"
+    yield Assumption("attention without data", scores, f"dry_run(fused_attention={run.fused_attention})")
     together = "may run beside compute" if run.overlap else "never runs beside compute"
     yield Assumption("communication", together, f"dry_run(overlap={run.overlap})")
 
@@ -337,7 +342,6 @@ _MODEL = tuple(
         ("links", "one collective at a time on each mesh axis; axes do not disturb each other"),
         ("forward calls", "one kernel each: operands read once, results written once"),
         ("backward", "the kernels that autograd ran, each with its own traffic"),
-        ("attention without data", "a fused kernel, which keeps no scores"),
         ("FLOPs", "products, by torch's formulas; causal attention counts all pairs"),
         ("gradients", f"summed as soon as they are there; those below {1 << 18} elements together"),
         ("host", "its own work, and tensors that never meet the mesh, cost nothing"),
@@ -347,13 +351,17 @@ _MODEL = tuple(
 
 @contextmanager
 def dry_run(
-    machine: str | Machine | Preset | None = None, memory: float | None = None, overlap: bool = True
+    machine: str | Machine | Preset | None = None,
+    memory: float | None = None,
+    overlap: bool = True,
+    fused_attention: bool = True,
 ) -> Iterator[DryRun]:
     """Record the step inside, and say what it costs on a machine: time, memory, links.
 
     `machine` is a preset's name, a preset or a machine; without one it is the machine in use. `memory` is what one
     device has, in bytes; without it the machine's own. A step that needs more is an `OutOfMemoryError` at the end of
-    the block. `overlap=False` runs compute and communication one after the other.
+    the block. `overlap=False` runs compute and communication one after the other; `fused_attention=False` is for a
+    machine whose attention writes all scores down.
 
     >>> import meshloom as loom
     >>> mesh = loom.open_mesh((4,), axes=("tp",))
@@ -368,8 +376,8 @@ def dry_run(
     found = _machine(machine)
     if memory is not None:
         expect("memory", memory, (int, float), fix="give the bytes that one device has")
-    run = DryRun(found, found.memory if memory is None else memory, overlap)
-    with recording() as recorder:
+    run = DryRun(found, found.memory if memory is None else memory, overlap, fused_attention)
+    with state.changed(keeps_scores=not fused_attention), recording() as recorder:
         yield run
     run._take(recorder)
     run.memory.check()
