@@ -1,50 +1,205 @@
-"""Predicted against measured: this machine is calibrated, then the simulator is asked about other sizes too."""
+"""Predicted against measured on this machine: it is calibrated, then asked about sizes and shapes that it did not see.
+
+Every point is measured in three runs, whose spread says how far a point repeats at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from examples.transformer import PLANS
 
 import meshloom as loom
-from benchmarks import moves
-from benchmarks.results import OURS, Row
-from meshloom.cli.measuring import FULL, QUICK, Effort, collective_point, measure
-from meshloom.collectives.algorithms import choose
-from meshloom.fabric import Fabric
+from benchmarks import gpt
+from benchmarks.goals import Goal
+from benchmarks.optimizers import megatron_placements, train
+from benchmarks.results import OURS, Row, verdict
+from meshloom.cli.host_measuring import FULL, QUICK, measure_host
+from meshloom.cli.measuring import best_of
+from meshloom.fabric.host import Host
+from meshloom.tensor.host_time import host_time
 
-KINDS = ("all_reduce", "all_gather")
-SIZES = (256 << 10, 4 << 20, 64 << 20)
-QUICK_SIZES = (8 << 10, 64 << 10)
+RUNS = 3
+MEDIAN, WORST = Goal("error", 0.15), Goal("error", 0.30)
+DEVICES = (8, 32)
+SIZES = (2 << 10, 24 << 10, 200 << 10, 3 << 20, 12 << 20, 40 << 20)
+PRODUCTS = (
+    (96, 96, 96), (300, 300, 300), (512, 512, 512), (768, 768, 768), (1200, 1200, 1200), (20, 2048, 2048),
+    (2048, 50, 2048), (1500, 200, 900), (2000, 2000, 40), (333, 777, 555), (8, 3000, 3000), (640, 640, 2560),
+)  # fmt: skip
+SHAPES = ((512, 512), (2000, 1000), (4096, 4096))
+ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
+    "x + 1": lambda x: x + 1, "relu": torch.relu, "gelu": F.gelu, "exp": torch.exp,
+    "softmax(1)": lambda x: x.softmax(1), "softmax(0)": lambda x: x.softmax(0), "sum": torch.sum,
+}  # fmt: skip
 
 
-def predictions(quick: bool) -> Iterator[Row]:
-    """For each collective and size a row with both times and the error of the predicted one."""
-    effort = QUICK if quick else FULL
-    fabric = measure((moves.DEVICES,), effort).preset.fabric()
-    for kind in KINDS:
-        for size in QUICK_SIZES if quick else SIZES:
-            yield _row(kind, size, fabric, effort)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One point: what is run on how many devices, for how long it is measured, and how it is made ready."""
+
+    work: str
+    detail: str
+    devices: int
+    seconds: float
+    make: Callable[[], Callable[[], object]]
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every point."""
+    short = 0.01 if quick else 0.12
+    found = [*_collectives(short), *_products(short), *_elementwise(short)]
+    steps = [*_steps(0.05 if quick else 1.5)]
+    return [*found[::17], steps[0]] if quick else [*found, *steps]
 
 
 def count(quick: bool) -> int:
-    """How many rows there will be."""
-    return len(KINDS) * len(QUICK_SIZES if quick else SIZES)
+    """How many rows there will be, the summary included."""
+    return len(cases(quick)) + 2
 
 
-def predicted(kind: str, size: int, fabric: Fabric) -> float:
-    """Seconds that the simulator gives a value of `size` bytes on the links of a fabric."""
-    group = tuple(fabric.coordinates())
-    schedule = choose(kind, group, fabric, size)(group, fabric)
-    return loom.simulate(schedule, fabric, size=size).time
+def predictions(quick: bool) -> Iterator[Row]:
+    """For each point a row with both times and the error of the predicted one; then what lies in the middle."""
+    host = measure_host(QUICK if quick else FULL)
+    errors = []
+    for case in cases(quick):
+        row = _row(case, host)
+        assert row.error is not None
+        errors.append(abs(row.error))
+        yield row
+    for name, goal, value in (
+        ("median", MEDIAN, statistics.median(errors)),
+        ("95 of 100", WORST, sorted(errors)[math.ceil(0.95 * len(errors)) - 1]),
+    ):
+        figure = round(value, 4)
+        yield Row(
+            OURS, "predicted", f"{name} of {len(errors)} points", (), 0, "error", error=figure, **verdict(goal, figure)
+        )
 
 
-def _row(kind: str, size: int, fabric: Fabric, effort: Effort) -> Row:
-    mesh = loom.open_mesh((moves.DEVICES,))
-    took = collective_point(kind, mesh, mesh.axes[0], size, effort.seconds).seconds
-    says = predicted(kind, size, fabric)
+def _row(case: Case, host: Host) -> Row:
+    run = case.make()
+    run()
+    run()
+    with host_time(host) as found:
+        run()
+    taken = [best_of(run, case.seconds) for _ in range(RUNS)]
+    took = min(taken)
+    spread = f"{case.detail}, spread {max(taken) / took - 1:.0%}"
     return Row(
-        OURS, f"predicted {kind.replace('_', '-')}", _text(size), mesh.shape, moves.DEVICES, "error",
-        ours_us=round(took * 1e6, 3), predicted_us=round(says * 1e6, 3), error=round(says / took - 1, 4),
+        OURS, f"predicted {case.work}", spread, (case.devices,), case.devices, "error",
+        ours_us=round(took * 1e6, 3), predicted_us=round(found.seconds * 1e6, 3),
+        error=round(found.seconds / took - 1, 4),
     )  # fmt: skip
+
+
+def _mesh(devices: int) -> loom.Mesh:
+    return loom.open_mesh((devices,), axes=("d",))
+
+
+def _collectives(seconds: float) -> Iterator[Case]:
+    for devices in DEVICES:
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+            for size in SIZES:
+                make = partial(_collective, kind, devices, size)
+                yield Case(kind.replace("_", "-"), _text(size), devices, seconds, make)
+
+
+def _collective(kind: str, devices: int, size: int) -> Callable[[], object]:
+    """A collective of a value of `size` bytes, or of so many bytes on all devices together where each has a part."""
+    mesh, elements = _mesh(devices), size // 4
+    on_each = kind in ("all_reduce", "reduce_scatter")
+    side = max(devices, math.isqrt(elements) // devices * devices)
+    shape = (side, side) if kind == "all_to_all" else (elements * devices if on_each else elements,)
+    x = loom.randn(*shape, mesh=mesh, placements="S(0)")
+    more: dict[str, tuple[object, ...]] = {"all_gather": (0,), "reduce_scatter": (0,), "all_to_all": (1, 0)}
+    return partial(getattr(loom.collectives, kind), x, *more.get(kind, ()))
+
+
+def _products(seconds: float) -> Iterator[Case]:
+    for m, k, n in PRODUCTS:
+        for name, placements in (("row", ("S(0)", "R")), ("inner", ("S(1)", "S(0)"))):
+            make = partial(_product, (m, k, n), placements)
+            yield Case("matmul", f"{m}x{k}x{n} {name}", 8, seconds, make)
+
+
+def _product(sizes: tuple[int, int, int], placements: tuple[str, str]) -> Callable[[], object]:
+    m, k, n = sizes
+    a, b = (
+        loom.randn(*shape, mesh=_mesh(8), placements=each)
+        for shape, each in zip(((m, k), (k, n)), placements, strict=True)
+    )
+    return lambda: a @ b
+
+
+def _elementwise(seconds: float) -> Iterator[Case]:
+    for shape in SHAPES:
+        for name, run in ELEMENTWISE.items():
+            yield Case(name, f"{shape[0]}x{shape[1]}", 8, seconds, partial(_element, run, shape))
+
+
+def _element(run: Callable[[Any], Any], shape: tuple[int, int]) -> Callable[[], object]:
+    return partial(run, loom.randn(*shape, mesh=_mesh(8), placements="S(0)"))
+
+
+def _steps(seconds: float) -> Iterator[Case]:
+    for devices in DEVICES:
+        for plan in ("data", "tensor"):
+            yield Case("MLP step", plan, devices, seconds, partial(_mlp, plan, devices))
+    for plan in ("data", "tensor"):
+        yield Case("GPT step", plan, 8, seconds, partial(_gpt, plan))
+        if find_spec("transformers") is not None:
+            yield Case("Llama step", plan, 8, seconds, partial(_llama, plan))
+
+
+def _mlp(plan: str, devices: int, width: int = 512, rows: int = 384) -> Callable[[], object]:
+    mesh, is_data = _mesh(devices), plan == "data"
+    shapes, placements = ((width, 4 * width), (4 * width, width)), ("R", "R") if is_data else ("S(1)", "S(0)")
+    up, down = (
+        loom.Parameter(torch.randn(shape) / 32, mesh, each) for shape, each in zip(shapes, placements, strict=True)
+    )
+    x = loom.randn(rows, width, mesh=mesh, placements="S(0)" if is_data else "R")
+    optimizer = torch.optim.AdamW([up, down])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ((x @ up).relu() @ down).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _gpt(plan: str) -> Callable[[], object]:
+    mesh = loom.open_mesh((2, 4), axes=("dp", "tp"))
+    run = gpt.sides(mesh, PLANS[plan]).ours
+    assert run is not None
+    return run
+
+
+def _llama(plan: str) -> Callable[[], object]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=96,
+    )  # fmt: skip
+    model, mesh = LlamaForCausalLM(config), loom.open_mesh((2, 4), axes=("dp", "tp"))
+    for name, module in model.named_modules():
+        for each, value in list(module._parameters.items()):
+            if value is not None:
+                placements = megatron_placements(name) if plan == "tensor" else {}
+                module._parameters[each] = loom.Parameter(value.detach(), mesh, placements)
+    tokens = loom.distribute(torch.randint(0, 1024, (8, 96)), mesh, {"dp": loom.Shard(0)})
+    step: Callable[[], object] = train(model, tokens)
+    return step
 
 
 def _text(size: int) -> str:

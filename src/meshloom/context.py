@@ -103,6 +103,9 @@ class Log:
         """
         self.events.extend(events)
 
+    def note_sent(self, kind: str, processes: int, size: int) -> None:
+        """A collective between processes is about to run, of so many bytes of this one."""
+
     @property
     def bytes(self) -> int:
         """The bytes that one device received in all."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import meshloom as loom
 import ranks
-from llama import LARGE_70B, SMALL_7B, Sizes, make_step, parameters_per_device, saved_bytes, summarise_step
+from llama import LARGE_70B, SMALL_7B, Llama, Sizes, make_step, parameters_per_device, saved_bytes, summarise_step
 from meshloom import Shard
 from meshloom.cost import price
 from meshloom.fabric import preset
@@ -434,3 +434,35 @@ def test_processes_that_split_the_mesh_say_the_same_as_one():
     for found in (*ranks.run(2, "llama:summarise_step", TINY), *ranks.run(4, "llama:summarise_step", TINY)):
         assert found.pop("activations") == pytest.approx(alone["activations"], rel=0.05)  # losses keep other statistics
         assert found == {name: value for name, value in alone.items() if name != "activations"}
+
+
+def allocated_at_most(step) -> int:
+    """The most that torch's allocator has given out during a step, beyond what was there before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+def test_the_peak_on_one_device_is_what_torch_allocates_for_the_dense_step():
+    sizes = Sizes(width=128, hidden=192, heads=4, groups=4, vocabulary=256, layers=3, dp=1, tp=1, rows=2, length=64)
+    model = Llama(sizes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(sizes.tokens).reshape(-1, sizes.length) % sizes.vocabulary
+
+    def dense():
+        scores = model(tokens)
+        loss = F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+        del scores
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    dense()  # the optimizer's state is there afterwards
+    step = make_step(sizes, "cpu", torch.float32)
+    step()
+    with loom.dry_run("galaxy") as run:
+        step()
+    before = sum(each.bytes for each in run.graph.storages if each.made < 0)
+    assert run.memory.peak - before == allocated_at_most(dense)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+import timeit
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +20,12 @@ import torch.nn.functional as F
 
 from meshloom import collectives
 from meshloom.cli.measuring import best_of
+from meshloom.comms import wire
+from meshloom.comms.group import group_of
 from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds
 from meshloom.fabric.host import Curve, Host, Products, Sizes
+from meshloom.mesh.process import HERE
+from meshloom.processes import join
 from meshloom.tensor.creation import open_mesh, randn
 from meshloom.tensor.host_time import host_time
 
@@ -28,18 +35,24 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """How much is measured: seconds per point, bytes that a kernel touches, steps of products and their limit."""
+    """How much is measured: seconds per point, bytes that a kernel touches, steps of products and their limit.
+
+    `rounds` is how often processes call what they do together, and `sent` the bytes that they send.
+    """
 
     seconds: float
     sizes: tuple[int, ...]
     steps: tuple[int, ...]
     flops: float
+    rounds: int
+    sent: tuple[int, ...]
 
 
 # results stay below what the allocator takes anew from the system every time: that has a figure of its own
 SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 48 << 20)
-FULL = Sweep(0.04, SIZES, (1, 4, 16, 48, 128, 384, 1024, 3072), 5e9)
-QUICK = Sweep(0.001, (1 << 12, 1 << 16), (16, 64), 1e7)
+SENT = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20, 64 << 20)
+FULL = Sweep(0.04, SIZES, (1, 4, 16, 48, 128, 384, 1024, 3072), 5e9, 40, SENT)
+QUICK = Sweep(0.001, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
 
 def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: None) -> Host:
@@ -54,11 +67,11 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
         tell(f"products in {name}", number, total)
         products[name] = _products(dtype, sweep)
     tell("single kernels", total - 1, total)
-    calls = dict.fromkeys(CALLS, 1e-15)
-    host = Host("this-machine", torch.get_num_threads(), curves, products, calls)
-    host = Host(host.name, host.threads, curves, products, calls, dict(_weights(host, sweep)))
+    host = Host("this-machine", torch.get_num_threads(), curves, products, dict.fromkeys(CALLS, 1e-15))
+    host = replace(host, weights=dict(_weights(host, sweep)))
     tell("calls", total, total)
-    return Host(host.name, host.threads, curves, products, _calls(host, sweep), host.weights)
+    host = replace(host, processes=dict(_between(sweep)))
+    return replace(host, calls=_calls(host, sweep))
 
 
 # Curves: for a number of bytes that a kernel touches, the kernel ready to run, and the bytes that it really touches
@@ -229,9 +242,47 @@ def _graph() -> tuple[torch.Tensor, torch.Tensor]:
     return x.sum(), leaf
 
 
+# What processes do together, each as often as the others
+
+
+def _between(sweep: Sweep) -> Iterator[tuple[tuple[str, int], Curve]]:
+    """Collectives between the processes that there are, by the bytes that each one gives."""
+    group = group_of(open_mesh((8,)), [0]) if HERE.count > 1 else None
+    if group is None:
+        return
+    count = group.processes
+    run: dict[str, Callable[[torch.Tensor], object]] = {
+        "all_reduce": lambda x: wire.all_reduce(x, group, own=True),
+        "all_gather": lambda x: wire.all_gather(x, group),
+        "reduce_scatter": lambda x: wire.reduce_scatter(x.view(count, -1), group),
+        "all_to_all": lambda x: wire.all_to_all(x.view(count, -1), group),
+        "broadcast": lambda x: wire.broadcast(x, group, 0),
+    }
+    for kind, send in run.items():
+        points = {}
+        for size in sweep.sent:
+            x = torch.zeros(size // 4 // count * count)
+            points[float(x.nbytes)] = _best_together(
+                partial(send, x), max(3, sweep.rounds * (1 << 20) // max(size, 1 << 20))
+            )
+        yield (kind, count), Curve(tuple(points.items()))
+
+
+def _best_together(run: Callable[[], object], rounds: int) -> float:
+    run()
+    return min(timeit.repeat(run, number=1, repeat=rounds))
+
+
 def _beside(run: Callable[[], object], host: Host, sweep: Sweep) -> float:
     """The seconds of a call that its kernels do not explain."""
-    took = best_of(run, sweep.seconds * 4)
+    took = best_of(run, sweep.seconds * 4) if HERE.count == 1 else _best_together(run, sweep.rounds)
     with host_time(host) as found:
         run()
     return took - found.seconds
+
+
+if __name__ == "__main__":  # one of several processes, all measuring at once; the first writes what it found
+    join()
+    found = measure_host(QUICK if sys.argv[2] == "quick" else FULL)
+    if HERE.rank == 0:
+        Path(sys.argv[1]).write_text(found.to_toml(), encoding="utf-8")

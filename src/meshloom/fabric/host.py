@@ -155,13 +155,13 @@ def _show(rows: Iterable[Sequence[float]]) -> str:
     return "[" + ", ".join("[" + ", ".join(f"{each:.5g}" for each in row) + "]" for row in rows) + "]"
 
 
-def host_path(preset: str | os.PathLike[str]) -> Path:
-    """Where the tables lie that were measured together with a preset.
+def host_path(preset: str | os.PathLike[str], processes: int = 1) -> Path:
+    """Where the tables lie that were measured together with a preset, by so many processes at once.
 
-    >>> host_path("machines/here.toml").as_posix()
-    'machines/here.host.toml'
+    >>> host_path("machines/here.toml").as_posix(), host_path("here.toml", 2).as_posix()
+    ('machines/here.host.toml', 'here.host2.toml')
     """
-    return Path(preset).with_suffix(".host.toml")
+    return Path(preset).with_suffix(f".host{processes if processes > 1 else ''}.toml")
 
 
 def load_host(path: str | os.PathLike[str]) -> Host:

@@ -63,6 +63,10 @@ class HostTime(Log):
         if events and not self._is_inside and events[0].phase == "forward":
             self.by_kind["collective"] += self.host.calls.get(events[0].kind, self.host.calls["broadcast"])
 
+    def note_sent(self, kind: str, processes: int, size: int) -> None:
+        """A collective between processes, by the curve of its kind."""
+        self.by_kind[f"{kind} between processes"] += self.host.between(kind, processes).seconds(size)
+
     def __str__(self) -> str:
         listed = sorted(self.by_kind.items(), key=lambda each: -each[1])
         lines = [f"{self.seconds * 1e3:.3f} ms on {self.host.name}, {self.kernels} kernels"]
