@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshloom.comms.deferred import LARGE
 from meshloom.observe.timing import SMALL, time_step
 from step_graphs import SECONDS, collective, graph, node
 
@@ -80,6 +81,10 @@ def test_a_collective_that_comes_later_in_the_program_takes_an_earlier_gap():
         node(2, 0, phase="backward", reads=(0,), writes=(0,), after=(collective(3, "dp"),), is_gradient_sum=True),
     ]
     assert spans(time_step(graph(nodes), SECONDS), "communication") == [(2, 1, 4), (1, 10, 12)]
+
+
+def test_small_is_what_the_runtime_sums_together():
+    assert SMALL == LARGE
 
 
 def test_small_gradients_travel_together():

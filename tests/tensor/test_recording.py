@@ -288,6 +288,15 @@ def test_a_function_without_a_rule_is_done_whole_by_every_device():
     assert after.traffic == 2 * size / 4  # sharded again
 
 
+def test_small_gradients_are_summed_in_a_buffer_beside_them():
+    step = make_step(TINY)
+    graph = record(step)
+    (bucket,) = (s for s in graph.storages if "to be summed" in s.name)
+    summed = sum(p.topology.local_bytes for p in step.model.parameters())  # none has 2^18 elements
+    last = max(n.kernel_range[1] for n in graph.nodes if n.phase == "backward") - 1
+    assert (bucket.bytes, bucket.made, bucket.freed) == (summed, last, last)
+
+
 def test_attention_without_data_keeps_no_scores():
     sizes = Sizes(width=64, hidden=96, heads=4, groups=2, vocabulary=96, layers=1, dp=2, tp=2, rows=1, length=512)
     scores = 2 * 2 * sizes.length * sizes.length  # bytes of one device's, at least

@@ -22,7 +22,7 @@ from meshloom.cost.step import Node, StepGraph
 from meshloom.fabric import Machine
 
 STREAMS = ("compute", "communication")
-SMALL = 1 << 18  # elements below which gradients are summed together, as `comms.deferred` does
+SMALL = 1 << 18  # elements below which gradients are summed together: `LARGE` of `comms.deferred`, without torch
 
 
 @dataclass(frozen=True, slots=True)

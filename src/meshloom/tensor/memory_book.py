@@ -23,6 +23,8 @@ from meshloom.tensor.step_drafts import Called, Draft, Held
 if TYPE_CHECKING:
     from meshloom.tensor.recording import Recorder
 
+BUCKET = "small gradients, to be summed"
+
 
 class MemoryBook:
     """The storages of a step, from the kernel that makes each until nobody holds it."""
@@ -106,6 +108,14 @@ class MemoryBook:
         buffer = self.add_buffer(name, size, draft)
         buffer.held_for = "gathered"
         return buffer
+
+    def add_to_bucket(self, size: int, draft: Draft) -> None:
+        """A small gradient is summed with others in one buffer beside them, after the last kernel of backward."""
+        last = self.all[-1]
+        if last.name != BUCKET or last.made != self.recorder.kernel - 1:
+            last = self.add_buffer(BUCKET, 0, draft)
+            last.made = last.freed = self.recorder.kernel - 1
+        last.whole += size
 
     def use_gathered(self, call: Called, read: Sequence[Held]) -> None:
         """Backward reads an operand that was gathered: the buffer was kept until now."""

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshloom.collectives import Collective
+from meshloom.comms.deferred import LARGE
 from meshloom.cost import Load
 from meshloom.cost.step import StepGraph
 from meshloom.engines import private
@@ -34,7 +35,7 @@ from meshloom.tensor.layouts import layout_of
 from meshloom.tensor.memory_book import MemoryBook
 from meshloom.tensor.module_paths import ModulePaths
 from meshloom.tensor.step_drafts import Called, Draft, Held, Phases, PlannedWeight, Weight
-from meshloom.types import is_floating, itemsize
+from meshloom.types import is_floating, itemsize, numel
 
 _LEAF = 1 << 63  # from here on are the numbers of the graph nodes of leaves
 
@@ -171,6 +172,8 @@ class Recorder(Log):
             held.place(layout_of(of.topology), draft.mesh)
             draft.operands = draft.results = (of.topology.notation,)
             draft.reads[held] = draft.writes[held] = None
+            if draft.is_gradient_sum and numel(of.topology.local_shape) < LARGE and not of.mesh.is_split:
+                self.memory.add_to_bucket(of.topology.local_bytes, draft)
         self.drafts.append(draft)
 
     # What kernels do
