@@ -168,7 +168,7 @@ def test_a_run_can_be_kept_in_a_file(run):
 def test_the_timeline_is_in_order_and_priced_by_the_cost_module(run):
     starts = [each.start for each in run.timeline]
     assert starts == sorted(starts) and max(each.end for each in run.timeline) == run.time
-    machine = preset("galaxy").machine()
+    machine = preset("galaxy").machine().on(run.graph.mesh)
     by_number = {node.number: node for node in run.nodes}
     moved = [each for each in run.timeline if each.stream == "communication" and "small" not in each.name]
     assert moved
@@ -177,6 +177,16 @@ def test_the_timeline_is_in_order_and_priced_by_the_cost_module(run):
         assert each.duration in prices
     busy = [each for each in run.timeline if each.stream == "compute"]
     assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(busy))
+
+
+def test_each_axis_is_priced_on_its_own_links():
+    mesh = loom.open_mesh((16, 8), axes=("host", "chip"))
+    x = loom.empty(1 << 14, 1 << 12, mesh=mesh, placements="S(0), S(1)", device="meta")
+    with loom.dry_run("nvlink8x16", memory=math.inf) as run:
+        x.redistribute("R, S(1)")
+        x.redistribute("S(0), R")
+    assert run.links["host"].seconds / run.links["host"].bytes > 3 * run.links["chip"].seconds / run.links["chip"].bytes
+    assert "switch of 16" in run.links["host"].links and "switch of 8" in run.links["chip"].links
 
 
 def test_memory_over_time_reaches_the_peak(run):

@@ -189,9 +189,9 @@ def read_host(text: str, file: str) -> Host:
     calls = document.section("host.calls", reading.number)
     curves = {kind: Curve(rows) for kind, rows in document.section("host.curves", _read_pairs).items()}
     products = {dtype: _products(rows) for dtype, rows in document.section("host.products", _read_rates).items()}
-    weights = document.section("host.weights", reading.number) if document.has("host.weights") else {}
+    weights = document.section("host.weights", reading.number, optional=True)
     processes = {}
-    for key, rows in document.section("host.processes", _read_pairs).items() if document.has("host.processes") else ():
+    for key, rows in document.section("host.processes", _read_pairs, optional=True).items():
         kind, _, count = key.rpartition(" ")
         processes[kind, int(count)] = Curve(rows)
     document.finish(_KEYS)

@@ -38,6 +38,7 @@ class AxisLoad:
     exposed: float  # of those, the seconds in which devices only wait
     used: float  # busy seconds over the time of the step
     kinds: Mapping[str, int]  # bytes by kind of collective
+    links: str  # what joins the devices of a group: "ring of 8, 34.8 GB/s, 0.87 us"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,9 @@ class DryRun:
             kinds[each.kind] += each.bytes
         busy, exposed = sum(each.duration for each in slices), sum(each.exposed for each in slices)
         used = busy / self.time if self.time else 0.0
-        return AxisLoad(axis, devices, len(moved), sum(kinds.values()), busy, exposed, used, dict(kinds))
+        joined = self.machine.on(self.graph.meshes[mesh]).axis(axis, devices)
+        links = str(joined) if joined is not None else f"ring of {devices}, {_show_links(self.machine)}"
+        return AxisLoad(axis, devices, len(moved), sum(kinds.values()), busy, exposed, used, dict(kinds), links)
 
     @cached_property
     def bounds(self) -> dict[str, float]:
@@ -161,7 +164,7 @@ class DryRun:
         A kernel is bound by whichever of arithmetic and traffic takes it longer.
         """
         found: dict[str, float] = defaultdict(float)
-        prices = Prices(self.machine)
+        prices = Prices(self.machine, self.graph.meshes)
         for node in self.nodes:
             for name, seconds in prices.bounds(node).items():
                 found[name] += seconds
@@ -322,12 +325,20 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def _show_links(machine: Machine) -> str:
+    return f"{machine.bandwidth / 1e9:.4g} GB/s, {show_seconds(machine.latency)}"
+
+
 def _assumptions(run: DryRun) -> Iterator[Assumption]:
     machine, source = run.machine, f"machine {run.machine.name!r}"
-    yield Assumption("latency of a link", show_seconds(machine.latency), source)
-    yield Assumption("bandwidth of a link", f"{machine.bandwidth / 1e9:.4g} GB/s", source)
+    for name, load in run.links.items():
+        yield Assumption(f"links of axis {name}", load.links, source)
     yield Assumption(f"peak of {run.dtype}", f"{machine.peak(run.dtype) / 1e12:.4g} TFLOP/s", source)
     yield Assumption("memory bandwidth", f"{machine.memory_bandwidth / 1e9:.4g} GB/s", source)
+    yield Assumption("part of the peak that is reached", f"{machine.efficiency:.2g}", source)
+    yield Assumption("part of the memory bandwidth that is reached", f"{machine.memory_efficiency:.2g}", source)
+    yield Assumption("starting a kernel", show_seconds(machine.overhead), source)
+    yield Assumption("starting a collective", show_seconds(machine.launch), source)
     yield from _MODEL
     scores = "a fused kernel, which keeps no scores" if run.fused_attention else "keeps its scores"
     yield Assumption("attention without data", scores, f"dry_run(fused_attention={run.fused_attention})")
@@ -339,7 +350,7 @@ _MODEL = tuple(
     Assumption(what, value, "docs/dry_run.md")
     for what, value in (
         ("devices", "those on the same meshes do the same; the one with the largest shards stands for all of them"),
-        ("links", "one collective at a time on each mesh axis; axes do not disturb each other"),
+        ("links", "one collective at a time on each mesh axis; axes share nothing but a port to a switch"),
         ("forward calls", "one kernel each: operands read once, results written once"),
         ("backward", "the kernels that autograd ran, each with its own traffic"),
         ("FLOPs", "products, by torch's formulas; causal attention counts all pairs"),
