@@ -87,6 +87,12 @@ class Log:
     def end_call(self, results: Sequence[Any]) -> None:
         """The call has run and told its events; these are its arrays."""
 
+    def begin_fallback(self, name: str, where: str, tensors: Sequence[Any]) -> None:
+        """A function without a rule is about to run on these tensors, gathered: every device does all of it."""
+
+    def end_fallback(self) -> None:
+        """It has run, or failed."""
+
     def abandon_call(self) -> None:
         """The call did not come to its end: an error, or a checkpoint that has recomputed enough."""
 
@@ -172,6 +178,7 @@ class State(threading.local):
     capture: Any = None  # the trace that array calls of this thread go into
     checked = False  # every call is compared with those of the other processes
     accumulating = False  # sums of gradients wait
+    keeps_scores = False  # attention without data writes all scores down, as a machine without a fused kernel does
     waiting: dict[int, Any] = {}  # leaves with sums that are told and not carried out, by id, of all threads
     asked: dict[int, Any] | None = None  # the sums of leaves whose gradients `torch.autograd.grad` gives
 

@@ -275,6 +275,28 @@ def test_the_sum_of_a_gradient_waits_for_the_last_use_of_its_value():
     assert set(made.reads) & set(back[-1].writes)
 
 
+def test_a_function_without_a_rule_is_done_whole_by_every_device():
+    mesh = loom.open_mesh((4,), axes=("dp",))
+    x = loom.ones(8, 16, mesh=mesh, placements="S(0)").requires_grad_()
+    graph = record(lambda: (torch.renorm(x * 2, 2, 0, 1.0) * 1).sum().backward())
+    size = 8 * 16 * 4
+    forward, backward = (n for n in graph.nodes if n.op == "renorm" and n.kernels)
+    assert forward.kernels and forward.traffic >= 2 * size and backward.phase == "backward"
+    assert backward.gradient_of == forward.number and backward.traffic >= 2 * size
+    assert [s.bytes for s in graph.storages if s.held_for == "gathered" and s.node == forward.number] == [size]
+    after = next(n for n in graph.nodes if n.op == "mul" and n.number > forward.number)
+    assert after.traffic == 2 * size / 4  # sharded again
+
+
+def test_small_gradients_are_summed_in_a_buffer_beside_them():
+    step = make_step(TINY)
+    graph = record(step)
+    (bucket,) = (s for s in graph.storages if "to be summed" in s.name)
+    summed = sum(p.topology.local_bytes for p in step.model.parameters())  # none has 2^18 elements
+    last = max(n.kernel_range[1] for n in graph.nodes if n.phase == "backward") - 1
+    assert (bucket.bytes, bucket.made, bucket.freed) == (summed, last, last)
+
+
 def test_attention_without_data_keeps_no_scores():
     sizes = Sizes(width=64, hidden=96, heads=4, groups=2, vocabulary=96, layers=1, dp=2, tp=2, rows=1, length=512)
     scores = 2 * 2 * sizes.length * sizes.length  # bytes of one device's, at least
