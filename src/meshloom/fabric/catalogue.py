@@ -46,7 +46,7 @@ class Preset:
       packet   4096 B, 1.2 us
       sums     2.5 us to start a collective, 96 GB/s combined
       device   12 GB at 288 GB/s x 0.92, 4 us per op
-      flops    f16 65.5 T, bf16 65.5 T, bfp8 131 T, fp8 233 T, x 0.85
+      flops    f16 65.5 T, bf16 65.5 T, bfp8 131 T, fp8 233 T, bfp4 233 T, x 0.85
     """
 
     name: str
