@@ -154,7 +154,7 @@ def _links_of(needs: str, order: Group, fabric: Fabric) -> list[Link]:
 
 def _alike(links: Sequence[Link], fabric: Fabric) -> Hops | None:
     """Messages over links, if all of them take as long, and share ports all alike or not at all."""
-    figures = {(link.latency, link.bandwidth, link.combined, link.packet) for link in links}
+    figures = {(link.latency, link.bandwidth, link.combined, link.packet, link.least) for link in links}
     axes = {fabric.axis_of(link) for link in links} if fabric.switches else set()
     is_shared = bool(axes & set(fabric.switches))
     if len(figures) != 1 or (is_shared and len(axes) > 1):
