@@ -86,7 +86,7 @@ def test_the_price_is_what_the_simulator_finds_on_axes_of_up_to_64(name):
 
 
 OWN = {
-    kind: AxisLinks(kind, 6, latency=2e-6, bandwidth=3e9, combined=1e9, packet=(2000, 5e-6), name="a")
+    kind: AxisLinks(kind, 6, latency=2e-6, bandwidth=3e9, combined=1e9, packet=(2000, 5e-6), least=700, name="a")
     for kind in ("line", "ring", "full", "switch")
 }
 
@@ -102,6 +102,7 @@ def test_the_price_is_what_the_simulator_finds_on_links_of_ones_own(kind, combin
         links.bandwidth,
         combined=[links.combined],
         packets=[links.packet],
+        least=links.least,
         launch=1e-6,
         combining=combining,
     )
@@ -124,6 +125,7 @@ def test_a_price_with_a_wrong_figure_is_noticed():
     for wrong in (
         replace(axis.machine, launch=axis.machine.launch * 1.2),
         replace(axis.machine, axes=tuple(replace(each, latency=each.latency * 1.05) for each in axis.machine.axes)),
+        replace(axis.machine, axes=tuple(replace(each, least=0.0) for each in axis.machine.axes)),
     ):
         with pytest.raises(AssertionError):
             check_price(axis, asked, wrong)

@@ -399,10 +399,10 @@ def test_a_switch_joins_everyone_through_one_port_each():
 
 
 def test_a_fabric_with_packets_sums_and_starts_reads_back_from_its_code():
-    figures = {"combined": [5e8, None], "packets": [None, (4096, 2e-6)], "combining": 1e9}
+    figures = {"combined": [5e8, None], "packets": [None, (4096, 2e-6)], "combining": 1e9, "least": (0.0, 100.0)}
     one = grid((2, 3), ("ring", "switch"), **figures, launch=1e-6)
     assert one.link((0, 0), (1, 0)) == Link((0, 0), (1, 0), 1e-6, 1e9, combined=5e8)
-    assert one.link((0, 0), (0, 2)) == Link((0, 0), (0, 2), 1e-6, 1e9, packet=(4096, 2e-6))
+    assert one.link((0, 0), (0, 2)) == Link((0, 0), (0, 2), 1e-6, 1e9, packet=(4096, 2e-6), least=100.0)
     other = one.without((0, 0), (1, 0))
     for found in (one, other):
         assert eval(repr(found), {"Fabric": Fabric, "Link": Link}) == found
@@ -504,11 +504,11 @@ def test_a_preset_of_two_levels_has_other_links_on_each(name, shape, levels, edg
     lines = found.fabric()
     for number, axis in enumerate(axes):
         along = {
-            (link.latency, link.bandwidth, link.combined, link.packet)
+            (link.latency, link.bandwidth, link.combined, link.packet, link.least)
             for link in lines.links
             if lines.axis_of(link) == number
         }
-        assert along == {(axis.latency, axis.bandwidth, axis.combined, axis.packet)}
+        assert along == {(axis.latency, axis.bandwidth, axis.combined, axis.packet, axis.least)}
     assert lines.kinds == tuple(axis.kind for axis in axes)
 
 
@@ -581,7 +581,7 @@ def test_a_preset_of_ones_own_is_read_from_toml(tmp_path):
 MORE = OWN.replace('kinds = ["line", "ring"]', 'kinds = ["line", "ring"]\nlevels = ["host", "chip"]').replace(
     "efficiency = 0.5",
     "efficiency = 0.5\npatterns.combine = 0.25\npatterns.ring = 1.0\n"
-    "launch = 3e-6\npacket = 4096\npacket_latency = 4e-6",
+    "launch = 3e-6\npacket = 4096\npacket_latency = 4e-6\nleast = 100",
 )
 MORE = MORE.replace(
     "memory = 8e9", "memory = 8e9\nmemory_efficiency = 0.9\nefficiency = 0.8\noverhead = 1e-6\ncombining = 3e10"
@@ -593,20 +593,20 @@ def test_a_preset_says_efficiency_by_pattern_and_what_starting_and_combining_tak
     line, ring = found.machine().axes
     assert (line.bandwidth, line.combined, line.level) == (0.5e9, 0.25e9, "host")
     assert (ring.bandwidth, ring.combined, ring.level) == (8e9, 2e9, "chip")
-    assert line.packet == ring.packet == (4096, 4e-6)
+    assert line.packet == ring.packet == (4096, 4e-6) and line.least == ring.least == 100
     machine = found.machine()
     assert (machine.launch, machine.overhead, machine.combining) == (3e-6, 1e-6, 3e10)
     assert machine.compute(0.8e12, 0) == pytest.approx(1.0 + 1e-6)
     assert machine.compute(0, 0.9e11) == pytest.approx(1.0 + 1e-6)
     fabric = found.fabric()
     assert (fabric.launch, fabric.combining) == (3e-6, 3e10)
-    assert fabric.link((1, 0), (1, 1)) == Link((1, 0), (1, 1), 2e-6, 8e9, 2e9, (4096, 4e-6))
+    assert fabric.link((1, 0), (1, 1)) == Link((1, 0), (1, 1), 2e-6, 8e9, 2e9, (4096, 4e-6), 100)
     assert written(tmp_path, found.to_toml()) == found
     assert str(found) == (
         "own: Two boxes\n"
         "  links    2x4 (line of hosts, ring of chips), 1 lane of 1 GB/s x 0.5, 2 us | 2 lanes of 4 GB/s x 0.5, 2 us\n"
         "  patterns combine x 0.25, ring x 1\n"
-        "  packet   4096 B, 4 us\n"
+        "  packet   4096 B, 4 us; messages count for 100 B at least\n"
         "  sums     3 us to start a collective, 30 GB/s combined\n"
         "  device   8 GB at 100 GB/s x 0.9, 1 us per op\n"
         "  flops    f32 1 T, x 0.8"

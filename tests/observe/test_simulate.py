@@ -207,6 +207,14 @@ def test_latency_grows_with_the_size_up_to_a_full_packet():
     assert times == pytest.approx([1e-6, 4e-6, 7e-6, 11e-6])
 
 
+def test_a_small_message_occupies_its_link_as_long_as_the_least_one():
+    made = schedule(*((send(0, 1, i),) for i in range(4)), chunks=4)
+    least = Fabric.grid((2,), "line", LATENCY, BANDWIDTH, least=1000)
+    assert starts(made, least, 40) == [0, 1, 2, 3]
+    assert simulate(made, least, 40).time == pytest.approx(5e-6)
+    assert simulate(made, least, 8000).time == pytest.approx(9e-6)
+
+
 def test_a_collective_starts_after_what_starting_takes():
     slow = ring_of(4, launch=5e-6)
     plain, late = (simulate(ring_all_reduce(4), fabric, 4000) for fabric in (ring_of(4), slow))

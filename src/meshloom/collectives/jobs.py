@@ -140,6 +140,7 @@ class Wires:
         self.combined = np.array([each.combined or each.bandwidth for each in fabric.links], np.float64)
         packets = [each.packet or (math.inf, each.latency) for each in fabric.links]
         self.packet, self.packet_latency = np.array(packets, np.float64).reshape(-1, 2).T
+        self.least = np.array([each.least for each in fabric.links], np.float64)
         self.ports = [self._find_ports(each) for each in fabric.links]
 
     def _find_ports(self, link: Link) -> tuple[int, int] | None:
@@ -155,7 +156,7 @@ class Wires:
     def occupied(self, link: Integers, size: Integers, combined: NDArray[np.bool_]) -> Floats:
         """Seconds for which messages keep their links, as `Carrier.occupied` has it."""
         rate: Floats = np.where(combined, self.combined[link], self.bandwidth[link])
-        return size / rate
+        return np.maximum(size, self.least[link]) / rate
 
     def delays(self, link: Integers, size: Integers) -> Floats:
         """Seconds that messages still need when they have left, as `Carrier.delay` has it."""

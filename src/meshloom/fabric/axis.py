@@ -38,6 +38,7 @@ class AxisLinks(Carrier):
     bandwidth: float
     combined: float | None = None
     packet: Packet | None = None
+    least: float = 0.0
     name: str = ""
     level: str = ""
     box: tuple[AxisLinks, ...] = ()

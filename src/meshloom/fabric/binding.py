@@ -58,7 +58,15 @@ def _every(axis: AxisLinks, step: int, size: int) -> AxisLinks:
     kind = "ring" if axis.kind == "ring" and step * size == axis.size else "line"
     packet = axis.packet and (axis.packet[0], axis.packet[1] * step)
     slow = axis.combined and axis.combined / step
-    return AxisLinks(kind, size, axis.latency * step, axis.bandwidth / step, slow, packet, level=axis.level)
+    return replace(
+        axis,
+        kind=kind,
+        size=size,
+        latency=axis.latency * step,
+        bandwidth=axis.bandwidth / step,
+        combined=slow,
+        packet=packet,
+    )
 
 
 def _through(axes: Sequence[AxisLinks], size: int) -> AxisLinks:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 KEYS = (
     "name title shape kinds levels links.lanes links.latency links.bandwidth links.efficiency links.patterns "
-    "links.packet links.packet_latency links.launch links.missing links.extra device.memory device.memory_bandwidth "
-    "device.memory_efficiency device.efficiency device.overhead device.combining device.flops"
+    "links.packet links.packet_latency links.least links.launch links.missing links.extra "
+    "device.memory device.memory_bandwidth device.memory_efficiency device.efficiency device.overhead device.combining "
+    "device.flops"
 ).split()
 # Where `meshloom calibrate` writes, and `preset("this-machine")` reads.
 THIS_MACHINE = os.path.join(os.path.expanduser("~"), ".config", "meshloom", "this-machine.toml")
@@ -37,16 +38,17 @@ class Preset:
 
     `efficiency` is the part of the bandwidth that messages reach; `patterns` the part on axes of another kind, and that
     of messages that are combined where they arrive. `packet` and `packet_latency` (per axis) are the size and latency
-    of a full packet, `levels` what the links of each axis lie between. All else is as in a `Machine`.
+    of a full packet, `least` the bytes that the smallest message counts for, `levels` what the links of each axis lie
+    between. All else is as in a `Machine`.
 
     >>> print(preset("t3000"))
     t3000: Tenstorrent T3000, 8 Wormhole chips
       links    2x4 (line, line), 1 lane of 12.5 GB/s x 0.936, 0.93 us
       patterns ring x 0.74, combine x 0.56
-      packet   4096 B, 1.2 us
+      packet   4096 B, 1.2 us; messages count for 3500 B at least
       sums     2.5 us to start a collective, 96 GB/s combined
       device   12 GB at 288 GB/s x 0.92, 4 us per op
-      flops    f16 65.5 T, bf16 65.5 T, bfp8 131 T, fp8 233 T, x 0.85
+      flops    f16 65.5 T, bf16 65.5 T, bfp8 131 T, fp8 233 T, bfp4 233 T, x 0.85
     """
 
     name: str
@@ -65,6 +67,7 @@ class Preset:
     patterns: tuple[tuple[str, float], ...] = ()
     packet: float | None = None
     packet_latency: tuple[float, ...] = ()
+    least: float = 0.0
     launch: float = 0.0
     levels: tuple[str, ...] = ()
     overhead: float = 0.0
@@ -104,7 +107,8 @@ class Preset:
             yield f"  patterns {', '.join(f'{name} x {part:g}' for name, part in self.patterns)}"
         if self.packet:
             latencies = dict.fromkeys(f"{_short(each, 1e-6)} us" for each in self.packet_latency)
-            yield f"  packet   {self.packet:g} B, {' | '.join(latencies)}"
+            least = f"; messages count for {self.least:g} B at least" if self.least else ""
+            yield f"  packet   {self.packet:g} B, {' | '.join(latencies)}{least}"
         rate = f"{_short(self.combining, 1e9)} GB/s combined" if self.combining else ""
         start = f"{_short(self.launch, 1e-6)} us to start a collective" if self.launch else ""
         if rate or start:
@@ -177,7 +181,8 @@ class Preset:
     ) -> AxisLinks:
         plain, combined = (bandwidth * lanes * self.efficiency_of(kind, combine) for combine in (False, True))
         packet = (self.packet, packet_latency) if self.packet and packet_latency else None
-        return AxisLinks(kind, size, latency, plain, None if combined == plain else combined, packet, name, level)
+        slow = None if combined == plain else combined
+        return AxisLinks(kind, size, latency, plain, slow, packet, self.least, name, level)
 
     def efficiency_of(self, kind: str, combine: bool = False) -> float:
         """The part of the bandwidth that messages reach on an axis of a kind; if asked, those that are combined.
@@ -208,6 +213,7 @@ class Preset:
             name=self.name,
             combined=[axis.combined for axis in axes],
             packets=[axis.packet for axis in axes],
+            least=self.least,
             launch=self.launch,
             combining=self.combining,
         )
@@ -231,6 +237,7 @@ class Preset:
         lines += ["", "[links]"]
         lines += [f"{what} = {list(getattr(self, what))}" for what in ("lanes", "latency", "bandwidth")]
         lines += [f"efficiency = {self.efficiency}", f"launch = {self.launch}"]
+        lines += [f"least = {self.least}"] if self.least else []
         lines += [f"packet = {self.packet}", f"packet_latency = {list(self.packet_latency)}"] if self.packet else []
         lines += [f"{what} = {_joins(getattr(self, what))}" for what in ("missing", "extra") if getattr(self, what)]
         lines += [f"patterns.{name} = {part}" for name, part in self.patterns]
@@ -352,6 +359,7 @@ def _optional(document: reading.Document, axes: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "patterns": reading.patterns(document, "links.patterns"),
         "launch": document.take("links.launch", reading.seconds, 0.0),
+        "least": document.take("links.least", reading.seconds, 0.0),
         "levels": document.take("levels", reading.per_axis(reading.text, axes)) if document.has("levels") else (),
         "overhead": document.take("device.overhead", reading.seconds, 0.0),
         "flops_efficiency": document.take("device.efficiency", reading.share, 1.0),

@@ -20,7 +20,7 @@ from meshloom.mesh import Coordinate
 
 Pair = tuple[Coordinate, Coordinate]
 PerAxis = float | Sequence[float]
-Figures = tuple[float, float, float | None, Packet | None]
+Figures = tuple[float, float, float | None, Packet | None, float]
 # One word for all axes.
 _WHOLE = {"mesh": "line", "torus": "ring"}
 # How many entries the kept tables of distances may have together.
@@ -127,6 +127,7 @@ class Fabric:
         name: str = "",
         combined: Sequence[float | None] = (),
         packets: Sequence[Packet | None] = (),
+        least: PerAxis = 0.0,
         launch: float = 0.0,
         combining: float | None = None,
     ) -> Fabric:
@@ -135,14 +136,14 @@ class Fabric:
         A kind is "line", "ring", "full" (every one joined with every other) or "switch" (the same through one port
         each), per axis or one for all; "mesh" stands for lines along all axes, "torus" for rings. A ring of 2 is one
         edge. A pair in `missing` loses both directions; a pair in `extra` gains both, with the figures of the first
-        axis. `combined` (of a lane) and `packets` are per axis, as in a `Link`; `launch` and `combining` as in `of`.
+        axis. `combined` (of a lane), `packets` and `least` are as in a `Link`; `launch` and `combining` as in `of`.
 
         >>> Fabric.grid((4,), "ring", 1e-6, 1e9, missing=[((3,), (0,))]).hops((0,), (3,))
         3
         """
         shape = checked_shape(shape)
         ways = checked_kinds(shape, kinds)
-        figures = _figures(shape, latency, bandwidth, lanes, combined, packets)
+        figures = _figures(shape, latency, bandwidth, lanes, combined, packets, least)
         broken = _checked_missing(shape, ways, missing)
         links = [Link(a, b, *figures[axis]) for axis, a, b in _edges(shape, ways) if (a, b) not in broken]
         switches = [axis for axis, way in enumerate(ways) if way == "switch"]
@@ -175,9 +176,10 @@ class Fabric:
         figures = self._axis_figures()
         if self.kinds is None or figures is None:
             return f"Fabric.of({self.shape}, {self.links}{_arguments({**more, 'switches': self.switches})})"
-        columns = tuple(tuple(each) for each in zip(*figures, strict=True)) if figures else ((),) * 4
-        latency, bandwidth, combined, packets = columns
+        columns = tuple(tuple(each) for each in zip(*figures, strict=True)) if figures else ((),) * 5
+        latency, bandwidth, combined, packets, least = columns
         more |= {"combined": any(combined) and combined, "packets": any(packets) and packets}
+        more |= {"least": any(least) and least}
         return f"Fabric.grid({self.shape}, {self.kinds}, {latency}, {bandwidth}{_arguments(more)})"
 
     def __str__(self) -> str:
@@ -189,10 +191,11 @@ class Fabric:
         """The figures of each axis, or None where the links of one axis differ; 1 where an axis has none."""
         found: dict[int, set[Figures]] = {axis: set() for axis in range(len(self.shape))}
         for link in self.links:
-            found.setdefault(self.axis_of(link), set()).add((link.latency, link.bandwidth, link.combined, link.packet))
+            figures = (link.latency, link.bandwidth, link.combined, link.packet, link.least)
+            found.setdefault(self.axis_of(link), set()).add(figures)
         if any(len(each) > 1 for each in found.values()):
             return None
-        return [next(iter(found[axis]), (1.0, 1.0, None, None)) for axis in range(len(self.shape))]
+        return [next(iter(found[axis]), (1.0, 1.0, None, None, 0.0)) for axis in range(len(self.shape))]
 
     def axis_of(self, link: Link) -> int:
         """The axis that a link runs along; the number of axes for one that runs along none."""
@@ -410,6 +413,7 @@ def _figures(
     lanes: int | Sequence[int],
     combined: Sequence[float | None],
     packets: Sequence[Packet | None],
+    least: PerAxis,
 ) -> list[Figures]:
     """What the links of each axis have, of all lanes together."""
     each = zip(
@@ -418,11 +422,12 @@ def _figures(
         _per_axis("lanes", shape, lanes),
         _per_axis("combined", shape, combined or None),
         _per_axis("packets", shape, packets or None),
+        _per_axis("least", shape, least),
         strict=True,
     )
     return [
-        (seconds, rate * count, slow and slow * count, packet and tuple(packet))
-        for seconds, rate, count, slow, packet in each
+        (seconds, rate * count, slow and slow * count, packet and tuple(packet), few)
+        for seconds, rate, count, slow, packet, few in each
     ]
 
 
@@ -494,7 +499,8 @@ def _add_lanes(a: Link, b: Link) -> Link:
     both = a.combined or b.combined
     combined = (a.combined or a.bandwidth) + (b.combined or b.bandwidth) if both else None
     packet = max((each for each in (a.packet, b.packet) if each), key=lambda each: each[1], default=None)
-    return Link(a.source, a.destination, max(a.latency, b.latency), a.bandwidth + b.bandwidth, combined, packet)
+    latency, least = max(a.latency, b.latency), max(a.least, b.least)
+    return Link(a.source, a.destination, latency, a.bandwidth + b.bandwidth, combined, packet, least)
 
 
 def _check_ends(shape: tuple[int, ...], link: Link) -> None:

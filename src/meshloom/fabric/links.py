@@ -23,7 +23,8 @@ class Carrier:
 
     A message occupies it for bytes over `bandwidth` (of all lanes together), or over `combined` if it is combined with
     what its destination holds (None: the same), and arrives a latency later. `packet` is the size of a full packet and
-    its latency; the latency of smaller messages lies between (None: all messages have the same).
+    its latency; the latency of smaller messages lies between (None: all messages have the same). A message of fewer
+    bytes than `least` occupies it as long as one of that many.
     """
 
     __slots__ = ()
@@ -31,6 +32,7 @@ class Carrier:
     bandwidth: float
     combined: float | None
     packet: Packet | None
+    least: float
 
     def occupied(self, size: float, combined: bool = False) -> float:
         """Seconds for which a message keeps others waiting.
@@ -38,7 +40,7 @@ class Carrier:
         >>> Link((0,), (1,), 1e-6, bandwidth=1e9, combined=5e8).occupied(1000, combined=True)
         2e-06
         """
-        return size / (self.combined if combined and self.combined else self.bandwidth)
+        return max(size, self.least) / (self.combined if combined and self.combined else self.bandwidth)
 
     def delay(self, size: float) -> float:
         """Seconds that a message still needs when its last byte has left.
@@ -62,11 +64,12 @@ class Carrier:
 
     def check(self, what: str) -> None:
         """Raise unless the figures can be."""
-        latencies = [self.latency, *([self.packet[1]] if self.packet else [])]
+        latencies = [self.latency, self.least, *([self.packet[1]] if self.packet else [])]
         above = [self.bandwidth, *([self.packet[0]] if self.packet else [])]
         above += [self.combined] if self.combined is not None else []
         if not all(0 <= each < math.inf for each in latencies) or not all(0 < each < math.inf for each in above):
             extra = f", combined {self.combined!r}, packet {self.packet!r}" if len(above) > 1 else ""
+            extra += f", at least {self.least!r} bytes" if self.least else ""
             raise FabricError(
                 f"{what} of {self.latency!r} s and {self.bandwidth!r} bytes/s{extra}",
                 fix="give a latency of at least 0 and a bandwidth above 0",
@@ -83,6 +86,7 @@ class Link(Carrier):
     bandwidth: float
     combined: float | None = None
     packet: Packet | None = None
+    least: float = 0.0
 
     def __post_init__(self) -> None:
         if self.source == self.destination:

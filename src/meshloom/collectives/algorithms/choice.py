@@ -154,7 +154,7 @@ def _links_of(needs: str, order: Group, fabric: Fabric) -> list[Link]:
 
 def _alike(links: Sequence[Link], fabric: Fabric) -> Hops | None:
     """Messages over links, if all of them take as long, and share ports all alike or not at all."""
-    figures = {(link.latency, link.bandwidth, link.combined, link.packet) for link in links}
+    figures = {(link.latency, link.bandwidth, link.combined, link.packet, link.least) for link in links}
     axes = {fabric.axis_of(link) for link in links} if fabric.switches else set()
     is_shared = bool(axes & set(fabric.switches))
     if len(figures) != 1 or (is_shared and len(axes) > 1):
@@ -169,11 +169,12 @@ def _time_grid(line: Algorithm, group: Group, fabric: Fabric, size: int) -> floa
         return None
     if not all(line.can_go_along(fabric.kinds[axis], p) for axis, p in zip(axes, dims, strict=True)):
         return None
-    found = [
-        _alike([link for link in fabric.links if fabric.axis_of(link) == axis and link.source in set(group)], fabric)
-        for axis in axes
-    ]
-    hops = [each for each in found if each is not None]
+    inside = set(group)
+    links: dict[int, list[Link]] = {axis: [] for axis in axes}
+    for link in fabric.links:
+        if link.source in inside and (axis := fabric.axis_of(link)) in links:
+            links[axis].append(link)
+    hops = [each for each in (_alike(links[axis], fabric) for axis in axes) if each is not None]
     return line.timing(hops, dims, size) if len(hops) == len(axes) else None
 
 
@@ -190,7 +191,8 @@ def _floor(line: Algorithm, group: Group, fabric: Fabric, size: int) -> float:
             return _floor_of_grid(line, group, hops, size)
     except FabricError:
         return math.inf
-    found = line.timing(hops, len(group), size, -(-(len(group) - 1) // 2))
+    least = _surely(size, line.collective, [len(group)])
+    found = line.timing(hops, len(group), least, -(-(len(group) - 1) // 2))
     return _seconds(hops, 1, 0.0) if found is None else found * (1 - 1e-9)
 
 
@@ -202,11 +204,24 @@ def _best_hops(fabric: Fabric) -> Hops:
 
 
 def _floor_of_grid(line: Algorithm, group: Group, hops: Hops, size: int) -> float:
-    """Everything that a member gets comes over the two links of each axis."""
+    """From corner to corner, and what the busiest link carries of all parts of the value."""
     dims = line.dims(group)
-    passes = 2 if line.collective == "all_reduce" else 1
-    parts = passes * _surely(size, line.collective, dims) * (1 - 1 / math.prod(dims))
-    return _seconds(hops, passes, parts / (2 * len(dims)))
+    passes, parts = 2 if line.collective == "all_reduce" else 1, len(dims) if "split" in line.name else 1
+    inwards = list(range(len(dims)))[:: 1 if line.needs == "levels" else -1]
+    carried = [0.0] * len(dims)
+    for part in range(parts):
+        held = _surely(size, line.collective, dims) / (math.prod(dims) * parts)
+        for axis in inwards[part:] + inwards[:part]:
+            carried[axis] += _far(line, dims[axis]) * held
+            held *= dims[axis]
+    return _seconds(hops, passes * sum(_far(line, p) for p in dims), passes * max(carried))
+
+
+def _far(line: Algorithm, p: int) -> int:
+    """To the far end or side of an axis: the hops, and the pieces that the busiest link carries for one of each."""
+    if line.needs == "levels":
+        return 1
+    return p // 2 if "torus" in line.name else p - 1
 
 
 def _surely(size: int, collective: str, dims: Sequence[int]) -> int:

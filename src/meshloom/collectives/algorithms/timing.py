@@ -21,14 +21,15 @@ from meshloom.fabric.links import Carrier
 class Hops:
     """Messages over links of one kind, for devices that combine at some rate."""
 
-    __slots__ = ("_add_room", "_copy_room", "_full", "_latency", "_rise", "_settle", "is_shared")
+    __slots__ = ("_add_room", "_copy_room", "_full", "_latency", "_least", "_rise", "_settle", "is_shared")
 
     def __init__(self, links: Carrier, combining: float | None = None, is_shared: bool = False) -> None:
         self._latency = links.latency
         self._full, rise = links.packet or (1.0, links.latency)
         self._rise = rise - links.latency
-        self._copy_room = links.occupied(1.0)
-        self._add_room = links.occupied(1.0, combined=True)
+        self._least = links.least
+        self._copy_room = 1 / links.bandwidth
+        self._add_room = 1 / (links.combined or links.bandwidth)
         self._settle = 1 / combining if combining else 0.0
         self.is_shared = is_shared
 
@@ -38,11 +39,11 @@ class Hops:
 
     def room(self, size: float) -> float:
         """For how long a message that is copied keeps others waiting."""
-        return size * self._copy_room
+        return max(size, self._least) * self._copy_room
 
     def room_added(self, size: float) -> float:
         """For how long a message that is combined keeps others waiting."""
-        return size * self._add_room
+        return max(size, self._least) * self._add_room
 
     def delay(self, size: float) -> float:
         """How long a message is on its way."""
@@ -50,17 +51,18 @@ class Hops:
 
     def copy(self, size: float) -> float:
         """One message, copied."""
-        return size * self._copy_room + self.delay(size)
+        return max(size, self._least) * self._copy_room + self.delay(size)
 
     def add(self, size: float) -> float:
         """One message, combined."""
-        return size * (self._add_room + self._settle) + self.delay(size)
+        return max(size, self._least) * self._add_room + size * self._settle + self.delay(size)
 
     def growing(self, size: float, count: int) -> float:
         """Messages of 1, 2, ..., `count` pieces in a row, copied."""
-        small = min(count, int(self._full // size)) if size and self._rise else 0
-        rises = size / self._full * small * (small + 1) / 2 + (count - small if size and self._rise else 0)
-        return count * (count + 1) / 2 * size * self._copy_room + count * self._latency + rises * self._rise
+        rises = _sum_up_to(size, count, self._full) / self._full if self._rise else 0.0
+        few = min(count, int(self._least // size)) if size else count
+        counted = few * self._least + (count * (count + 1) - few * (few + 1)) / 2 * size
+        return counted * self._copy_room + count * self._latency + rises * self._rise
 
     def copies(self, size: float, count: int) -> float:
         """One message to each of `count` others, all at once: on a switch, one after the other through a port."""
@@ -69,6 +71,12 @@ class Hops:
     def additions(self, size: float, count: int) -> float:
         """The same, combined where they arrive; or from `count` others."""
         return self.add(size) + self.room_added(size) * (count - 1 if self.is_shared else 0)
+
+
+def _sum_up_to(size: float, count: int, most: float) -> float:
+    """The sum of 1, 2, ..., `count` times a size, each counted up to a limit."""
+    below = min(count, int(most // size)) if size else count
+    return below * (below + 1) / 2 * size + (count - below) * most
 
 
 # Seconds, or None: of a hop, the members, the bytes of all chunks together, the longest arm from the root of a line.
@@ -103,8 +111,10 @@ def along_trees(steps: Count, arms: int, on_line: bool = False) -> dict[str, Tim
     def far(p: int, reach: int) -> int:
         return reach if on_line else steps(p)
 
-    def pieces(h: Hops, p: int, v: int, reach: int) -> float:
-        return _end_to_end(h, p, v) if on_line and reach == p - 1 else far(p, reach) * h.copy(share(v, p))
+    def pieces(is_dealt: bool) -> Timing:
+        return lambda h, p, v, reach: (
+            _end_to_end(h, p, v, is_dealt) if on_line and reach == p - 1 else far(p, reach) * h.copy(share(v, p))
+        )
 
     return {
         "all_gather": guard(lambda h, p, v, reach: steps(p) * h.copy(share(v, p))),
@@ -113,18 +123,26 @@ def along_trees(steps: Count, arms: int, on_line: bool = False) -> dict[str, Tim
         "all_to_all": guard(lambda h, p, v, reach: h.growing(share(v, p * p), steps(p))),
         "broadcast": rooted(lambda h, p, v, reach: far(p, reach) * h.copy(v)),
         "reduce": rooted(lambda h, p, v, reach: far(p, reach) * h.add(v)),
-        "gather": rooted(pieces),
-        "scatter": rooted(pieces),
+        "gather": rooted(pieces(is_dealt=False)),
+        "scatter": rooted(pieces(is_dealt=True)),
     }
 
 
-def _end_to_end(h: Hops, p: int, v: int) -> float:
-    """Pieces between one end of a line and all members: the last ones, which go farthest, may be smaller or empty."""
+def _end_to_end(h: Hops, p: int, v: int, is_dealt: bool) -> float:
+    """Pieces between one end of a line and all members: the last ones, which go farthest, may be smaller or empty.
+
+    Dealt out, these leave first, and the others wait for them.
+    """
     piece = share(v, p)
-    full = min(p, v // piece) if piece else p
-    left = max(0, v - full * piece) if full < p else 0
-    ways = [(full - 1) * h.copy(piece) + h.room(left), min(full, p - 1) * h.copy(left), (p - 1) * h.delay(0.0)]
-    return max(ways if full < p else ways[:1])
+    full = min(p, v // piece) if piece else 0
+    if full == p:
+        return (p - 1) * h.copy(piece)
+    left, empty = v - full * piece, p - 1 - full
+    ways = [(p - 1) * h.copy(0.0) if empty else 0.0, full * h.copy(left), (full - 1) * h.copy(piece)]
+    if is_dealt:
+        ways[1] += empty * h.room(0.0)
+        ways[2] += empty * h.room(0.0) + h.room(left)
+    return max(ways)
 
 
 def along_pipeline(segments: Count) -> dict[str, Timing]:
