@@ -59,7 +59,15 @@ def test_products_are_exact_on_the_grid_and_between_their_neighbours_elsewhere()
     assert products.rate((16, 64, 256)) == pytest.approx(16 * 64 * 256)
     assert products.rate((32, 64, 64)) == pytest.approx(32 * 64 * 64)  # a power law is a line between logarithms
     assert products.rate((1, 1, 1)) == pytest.approx(16**3) and products.rate((9999,) * 3) == pytest.approx(256**3)
-    assert products.seconds(3, (16, 16, 16)) == pytest.approx(2 * 3)
+    assert products.seconds(1, (16, 16, 16)) == pytest.approx(2)
+
+
+def test_a_batch_of_products_starts_once() -> None:
+    products = Products((1, 64), {(m, k, n): 2.0 * m * k * n for m in (1, 64) for k in (1, 64) for n in (1, 64)})
+    assert products.seconds(1, (64, 64, 64)) == pytest.approx(1.0)  # every product of the table takes a second to start
+    many = products.seconds(100, (64, 64, 64))
+    assert many == pytest.approx(1.0 + 100 * 1.0)  # and no product runs faster than the fastest of the table
+    assert products.seconds(100, (1, 1, 1)) == pytest.approx(1.0 + 100 / 64**3)
 
 
 def test_tables_survive_their_text_and_a_wrong_one_is_refused_with_its_line() -> None:
