@@ -17,7 +17,7 @@ from meshloom.tensor.host_time import host_time
 
 RATE = 1e9  # bytes per second of every curve
 KINDS = (
-    *"pointwise,in place,copy,turned copy,strided copy,sum,softmax,softmax across,norm,look-up".split(","),
+    *"pointwise,strided,in place,copy,turned copy,strided copy,sum,softmax,softmax across,norm,look-up".split(","),
     "attention",
     "attention backward",
     *(f"sum of {rows} rows" for rows in ROWS),
@@ -147,6 +147,7 @@ def test_views_are_free_and_large_results_pay_for_memory_from_the_system() -> No
         (lambda x: x.t().contiguous(), "turned copy"),
         (lambda x: F.layer_norm(x, (64,)), "norm"),
         (lambda x: x.tanh(), "pointwise"),
+        (lambda x: x.t() * 2, "strided"),
         (lambda x: x.add_(1), "in place"),
         (lambda x: F.embedding(torch.arange(8), x), "look-up"),
     ],

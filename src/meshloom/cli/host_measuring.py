@@ -82,6 +82,7 @@ Made = tuple[Callable[[], object], float]
 
 def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
     yield "pointwise", lambda size: _on(size // 12, 2, lambda a, b: a + b, 12)
+    yield "strided", _strided
     yield "in place", lambda size: _on(size // 12, 2, lambda a, b: a.add_(b), 12)
     yield "copy", lambda size: _on(size // 8, 1, lambda a: a.clone(), 8)
     yield "turned copy", lambda size: _on_rows(size // 8, lambda a: a.t().contiguous(), 8)
@@ -106,6 +107,13 @@ def _on_rows(elements: int, run: Callable[..., object], each: int, rows: int | N
     rows = max(1, rows if rows is not None else math.isqrt(elements))
     given = torch.rand(rows, max(1, elements // rows))
     return lambda: run(given), float(each * given.numel())
+
+
+def _strided(size: int) -> Made:
+    """Two arrays of which one has its heads turned to the front, as attention has them."""
+    turned = torch.rand(8, max(1, size // (12 * 8 * 8 * 32)), 8, 32).transpose(1, 2)
+    other = torch.rand(turned.shape)
+    return lambda: turned * other, 12.0 * other.numel()
 
 
 def _strided_copy(size: int) -> Made:
