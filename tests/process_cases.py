@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import math
 import pickle
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
@@ -466,7 +468,7 @@ def autograd() -> None:
     join()
     for check in (_grad, _inputs, _unused, _hooks, _zero_grad, _deep_copy, _trap, _second_order, _penalty, _recomputed,
                   _pickled, _frozen, _assigned, _thrown_away, _programs, _plain_leaf, _shared,
-                  _written_between):  # fmt: skip
+                  _written_between, _hooked_and_assigned, _hooked_and_dropped, _cut):  # fmt: skip
         mesh = loom.open_mesh((HERE.count, 2), processes=(HERE.count, 1))
         try:
             check(mesh)
@@ -680,6 +682,40 @@ def _written_between(mesh: Mesh) -> None:
     assert sent == [("all_reduce", 4 * 5)] * 4, sent
     assert told == 4
     _equal(*found)
+
+
+def _hooked_and_assigned(mesh: Mesh) -> None:
+    """New data under a parameter with a hook, which shares one array with its uses: they see the new data."""
+    x, w, dense_x, dense_w = _pair(mesh)
+    held = loom.Parameter(w.detach())
+    held.register_hook(lambda gradient: None)
+    x @ held
+    for make in (lambda data: data * 3, lambda data: data.double()):
+        held.data, dense_w = make(held.data), make(dense_w)
+        check_close((x.to(held.dtype) @ held).to_torch(), dense_x.to(dense_w.dtype) @ dense_w, "with new data")
+
+
+def _hooked_and_dropped(mesh: Mesh) -> None:
+    """A parameter with a hook that nobody holds any more is gone, though its uses shared an array."""
+    x, w, *_ = _pair(mesh)
+    held = loom.Parameter(w.detach())
+    held.register_hook(lambda gradient: None)
+    (x @ held).sum().backward()
+    data = weakref.ref(held._data)
+    del held
+    gc.collect()
+    assert data() is None
+
+
+def _cut(mesh: Mesh) -> None:
+    """Three results of one call are three tensors: the gradient of each is summed, and the record says so."""
+    x, w, dense_x, dense_w = _pair(mesh)
+    loss = sum((x @ column).square().sum() for column in (w * 2).unbind(1))
+    with counted() as seen, loom.record() as log:
+        (gradient,) = torch.autograd.grad(loss, w)
+    sums = [each for each in log if each.phase == "backward" and each.kind == "all_reduce"]
+    assert len(sums) == len(seen) == 3, (sums, seen)
+    _equal(gradient, torch.autograd.grad((dense_x @ (dense_w * 2)).square().sum(), dense_w)[0])
 
 
 def _use_thrice(

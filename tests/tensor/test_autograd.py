@@ -628,3 +628,13 @@ def test_a_use_that_backward_does_not_reach_sums_nothing() -> None:
     with loom.record() as log:
         (hidden * hidden).sum().backward()
     assert len(log) == 0
+
+
+def test_each_result_of_a_call_with_several_has_a_sum_of_its_own() -> None:
+    mesh = loom.open_mesh((4,), axes=("tp",))
+    x = loom.distribute(torch.randn(8, 6), mesh, {}).requires_grad_()
+    w = loom.distribute(torch.randn(6, 3), mesh, {"tp": loom.Shard(0)})
+    left, right = (x * 2).chunk(2, 1)
+    with loom.record() as log:
+        ((left @ w.T).tanh().sum() + (right @ w.T).tanh().sum()).backward()
+    assert [each.kind for each in log if each.phase == "backward"] == ["all_reduce"] * 2

@@ -91,12 +91,26 @@ def sum_gradient(data: torch.Tensor, group: Group) -> torch.Tensor:
 
 def _sum_once(data: torch.Tensor, group: Group) -> torch.Tensor:
     """An array as all its uses share it until somebody writes to it: their gradients add up before they travel."""
-    shared: dict[Group, tuple[int, torch.Tensor]] = getattr(data, "_shared", {})
-    version, found = shared.get(group, (-1, data))
-    if version != data._version:
+    shared: dict[Group, tuple[object, torch.Tensor]] = getattr(data, "_shared", {})
+    state = data._version, data.data_ptr(), data.dtype, data.shape  # `data.data = other` leaves the version alone
+    known, found = shared.get(group, (None, data))
+    if known != state:
         found = SumGradient.apply(data, group)
-        data._shared = {**shared, group: (data._version, found)}  # type: ignore[attr-defined]
+        data._shared = {**shared, group: (state, found)}  # type: ignore[attr-defined]
+        if data.is_leaf and found.grad_fn is not None:
+            found.grad_fn.register_hook(_part(weakref.ref(data)))
     return found
+
+
+def _part(leaf: weakref.ref[torch.Tensor]) -> Callable[..., None]:
+    """What ends the sharing of a leaf when its gradient is there: a leaf and its graph would keep each other."""
+
+    def part(*gradients: object) -> None:
+        held = leaf()
+        if held is not None:
+            held._shared = {}  # type: ignore[attr-defined]
+
+    return part
 
 
 def deferred_gradients(leaf: torch.Tensor) -> list[DeferredGradient]:
@@ -151,7 +165,7 @@ def _has_hooks(leaf: torch.Tensor) -> bool:
 
 
 def _late_hooks(leaf: torch.Tensor) -> GradientError:
-    """A hook sees the whole gradient, and a deferred one is a part: with hooks, a leaf's is summed at each use."""
+    """A hook sees the whole gradient, and a deferred one is a part: with hooks, a leaf's is summed on its way."""
     return GradientError(
         f"a hook of a leaf of shape {list(leaf.shape)} came after the leaf was used: it would not be called",
         fix="register it before the forward pass",

@@ -57,13 +57,14 @@ def is_tracked(data: torch.Tensor) -> bool:
 class Note:
     """At the node of a call's result: what its backward communicates. As a hook it tells so, once per pass.
 
-    Of each operand whose gradient communicates, `sources` has the place and the node, which says whether the gradient
-    is wanted; a leaf has its own node only while backward runs, so it stands for itself.
+    Of each operand whose gradient communicates, `sources` has the place, the node, which says whether the gradient
+    is wanted, and which of the node's results it is; a leaf has its own node only while backward runs, so it stands
+    for itself.
     """
 
     __slots__ = ("back", "call", "place", "sources", "task")
 
-    def __init__(self, call: str, back: Back, place: tuple[str, int], sources: list[tuple[int, Any]]) -> None:
+    def __init__(self, call: str, back: Back, place: tuple[str, int], sources: list[tuple[int, Any, int]]) -> None:
         self.call, self.back, self.place, self.sources, self.task = call, back, place, sources, -1
 
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -72,12 +73,12 @@ class Note:
             return
         self.task = task
         happen(self._events(self.back.results), first=True)
-        for i, source in self.sources:
+        for i, source, number in self.sources:
             if _is_wanted(source):
                 collectives = self.back.operands[i]
                 if self.back.lasts[i] and isinstance(source, Tensor):
                     defer(source, self._events(collectives))
-                elif not self.back.lasts[i] or _is_first(source, collectives, task):
+                elif not self.back.lasts[i] or _is_first(source, number, collectives, task):
                     happen(self._events(collectives), of=None if isinstance(source, Tensor) else source)
 
     def _events(self, collectives: Iterable[Collective]) -> list[Event]:
@@ -85,11 +86,11 @@ class Note:
         return [Event(each, self.call, line, "backward") for each in collectives]
 
 
-def _is_first(node: Any, collectives: tuple[Collective, ...], task: int) -> bool:
+def _is_first(node: Any, number: int, collectives: tuple[Collective, ...], task: int) -> bool:
     """Whether no other use of a node's result has told of this sum in this pass: their gradients add up before it."""
-    told: dict[tuple[Collective, ...], int] = node.metadata.setdefault(_SUMS, {})
-    is_first = told.get(collectives) != task
-    told[collectives] = task
+    told: dict[tuple[int, tuple[Collective, ...]], int] = node.metadata.setdefault(_SUMS, {})
+    is_first = told.get((number, collectives)) != task
+    told[number, collectives] = task
     return is_first
 
 
@@ -129,7 +130,7 @@ def follow(
     for i in back.wanted:
         data = tensors[i]._data
         if data.requires_grad:
-            sources.append((i, data.grad_fn or tensors[i]))
+            sources.append((i, data.grad_fn or tensors[i], data.output_nr))
     note = Note(call, back, place_of(sys._getframe(depth)), sources)
     operands = () if is_written else tensors
     if results.__class__ is torch.Tensor:
