@@ -287,6 +287,20 @@ def test_a_table_that_is_not_there_names_those_that_are(run):
     assert all(len(run.table(by)) for by in TABLES)
 
 
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"memory": -1}, "memory=-1 is no memory"),
+        ({"memory": math.nan}, "memory=nan is no memory"),
+        ({"overlap": "no"}, "overlap='no' is of type str"),
+        ({"fused_attention": None}, "fused_attention=None is of type NoneType"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_refused_before_the_step(given, said):
+    with pytest.raises(loom.ArgumentError, match=said), loom.dry_run("galaxy", **given):
+        pytest.fail("the block ran")
+
+
 def test_two_runs_side_by_side():
     runs = []
     for tp in (2, 4):

@@ -387,6 +387,10 @@ def dry_run(
     found = _machine(machine)
     if memory is not None:
         expect("memory", memory, (int, float), fix="give the bytes that one device has")
+        if not memory > 0:
+            raise ArgumentError(f"memory={memory!r} is no memory", fix="give the bytes that one device has, above 0")
+    expect("overlap", overlap, bool, fix="give True or False")
+    expect("fused_attention", fused_attention, bool, fix="give True or False")
     run = DryRun(found, found.memory if memory is None else memory, overlap, fused_attention)
     with state.changed(keeps_scores=not fused_attention), recording() as recorder:
         yield run
