@@ -732,3 +732,19 @@ def test_explain_advises_nothing_about_values_that_were_written_in_place():
 def test_explain_advises_nothing_where_only_latency_could_be_saved():
     x = loom.ones(8, 8, mesh=loom.open_mesh((4,), axes=("tp",)), placements="S(1)")
     assert loom.explain(lambda: (x + 1).sum(1)).advice is None
+
+
+def test_programs_on_several_meshes_are_advised_as_each_would_be_alone() -> None:
+    meshes = loom.open_mesh((2, 2), axes=("dp", "tp")), loom.open_mesh((4,), axes=("tp",))
+
+    def add_products(mesh: loom.Mesh) -> Any:
+        x = loom.empty(512, 512, mesh=mesh, placements={"tp": loom.Shard(1)})
+        w = loom.empty(512, 512, mesh=mesh, placements={"tp": loom.Shard(0)})
+        return lambda: x @ w + x @ w
+
+    first, second = map(add_products, meshes)
+    alone = [loom.explain(each).advice for each in (first, second)]
+    for order in ((first, second), (second, first)):
+        found = loom.explain(lambda order=order: [each() for each in order]).advice
+        assert found.before == pytest.approx(sum(each.before for each in alone))
+        assert found.after == pytest.approx(sum(each.after for each in alone))

@@ -94,7 +94,7 @@ def cheapest_requests(program: Sequence[Step | Move], machine: Machine = VIRTUAL
     nothing: list[Request | None] = [None] * len(program)
     before = search.price(nothing)
     best = nothing
-    for axis in [*range(_mesh_of(program[0]).ndim if program else 0)] * ROUNDS:
+    for axis in [*range(max((_mesh_of(step).ndim for step in program), default=0))] * ROUNDS:
         found = search.find(best, axis)
         if search.price(found) < search.price(best):
             best = found
@@ -201,7 +201,7 @@ class _Search:
         if isinstance(step, Move):
             return
         given = fixed or step.plan.request
-        if given[axis] is None and len(step.plan.outs) == 1:
+        if axis < len(given) and given[axis] is None and len(step.plan.outs) == 1:
             for each in _placements(step.plan, axis):
                 yield given[:axis] + (each,) + given[axis + 1 :]
 
