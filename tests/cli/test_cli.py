@@ -170,8 +170,13 @@ def test_predict_prices_a_step_and_checks_it_against_the_clock(tmp_path, tables)
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("x = 1", "defines no function step"), (None, "there is no script")],
-    ids=["no step", "no script"],
+    [
+        ("x = 1", "defines no function step"),
+        (None, "there is no script"),
+        ("def step(batch): ...", "cannot be called as step()"),
+        ("async def step(): ...", "cannot be called as step()"),
+    ],
+    ids=["no step", "no script", "arguments", "coroutine"],
 )
 def test_predict_refuses_a_script_without_a_step(text, says, tmp_path, tables, capsys):
     script = tmp_path / "script.py"
@@ -185,3 +190,37 @@ def test_predict_without_tables_says_how_to_make_them(tmp_path, capsys):
     assert main(["predict", "--host", str(tmp_path / "none.toml"), "script.py"]) == 1
     told = capsys.readouterr().err
     assert "no tables of this machine" in told and "meshloom calibrate" in told
+
+
+def test_options_of_predict_come_before_or_after_the_script_and_those_of_the_script_after_two_dashes(
+    tmp_path, tables, capsys
+):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\ntorch.set_num_threads(1)\nprint(sys.argv[1:])\ndef step(): torch.ones(9) + 1\n"
+    )
+    assert main(["predict", str(script), "--host", str(tables), "--check", "--seconds", "0.01"]) == 0
+    assert "measured" in capsys.readouterr().out
+    assert main(["predict", "--host", str(tables), str(script), "small", "--", "--check"]) == 0
+    told = capsys.readouterr().out
+    assert "['small', '--check']" in told and "measured" not in told
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["predict", "--seconds", "nan", "script.py"], "'nan' is not a time above 0"),
+        (["calibrate", "--processes", "1"], "'1' is not a number of processes"),
+        (["calibrate", "--processes", "0"], "'0' is not a number of processes"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_before_anything_is_measured(given, says, capsys):
+    with pytest.raises(SystemExit):
+        main(given)
+    assert says in capsys.readouterr().err
+
+
+def test_calibrate_does_not_measure_for_a_folder(tmp_path, capsys):
+    assert main(["calibrate", "--quick", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "is a folder" in told and "[1/" not in told

@@ -22,7 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", type=shape, default=(8,), help="the mesh of virtual devices, as 8 or 2x4 (default 8)"
     )
     parser.add_argument(
-        "--processes", type=int, nargs="*", default=[], help="also measure so many processes at once, as 2 4"
+        "--processes", type=several, nargs="*", default=[], help="also measure so many processes at once, as 2 4"
     )
     parser.add_argument("--busy", action="store_true", help="write the figures also if other work took the cores")
     parser.add_argument("--quick", action="store_true", help="small sizes, a second in all: not a measurement")
@@ -40,8 +40,21 @@ def shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def several(text: str) -> int:
+    """How many processes measure at once, from text.
+
+    >>> several("4")
+    4
+    """
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes such as 2 or 4")
+    return int(text)
+
+
 def run(options: argparse.Namespace) -> None:
     """Measure, print and write."""
+    if options.out.is_dir():
+        raise MeshloomError(f"{options.out} is a folder", fix="give the path of a file, such as here.toml")
     from meshloom.cli import host_measuring  # loads torch
     from meshloom.cli.measuring import FULL, QUICK, Clock, measure
 

@@ -7,6 +7,8 @@ The script is run once, and has to define a function `step` without arguments. E
 from __future__ import annotations
 
 import argparse
+import inspect
+import math
 import runpy
 import sys
 from collections.abc import Callable
@@ -20,11 +22,26 @@ from meshloom.fabric.host import host_path, load_host
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What `meshloom predict` takes."""
     parser.add_argument("script", type=Path, help="a script that defines step()")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    parser.add_argument("rest", nargs="*", metavar="...", help="arguments of the script; its options after --")
     default = host_path(THIS_MACHINE)
     parser.add_argument("--host", type=Path, default=default, help="the tables to price with (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="time the step as well, and print the error")
-    parser.add_argument("--seconds", type=float, default=3.0, help="how long to time it (default %(default)s)")
+    parser.add_argument("--seconds", type=seconds, default=3.0, help="how long to time it (default %(default)s)")
+
+
+def seconds(text: str) -> float:
+    """A time above 0 from text.
+
+    >>> seconds("0.5")
+    0.5
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0, in seconds")
+    return found
 
 
 def run(options: argparse.Namespace) -> None:
@@ -56,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
 
 def load_step(script: Path, rest: list[str]) -> Callable[[], object]:
     """Run a script and give its function `step`."""
-    if not script.exists():
+    if not script.is_file():
         raise MeshloomError(f"there is no script {script}", fix="give the path of a file that defines step()")
     before = sys.argv
     sys.argv = [str(script), *rest]
@@ -66,5 +83,15 @@ def load_step(script: Path, rest: list[str]) -> Callable[[], object]:
         sys.argv = before
     if not callable(found):
         raise MeshloomError(f"{script} defines no function step", fix="def step(): ... runs one step of the program")
+    if inspect.iscoroutinefunction(found) or _needs_arguments(found):
+        raise MeshloomError(f"step of {script} cannot be called as step()", fix="def step(): ... without arguments")
     step: Callable[[], object] = found
     return step
+
+
+def _needs_arguments(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    return False
