@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import meshloom as loom
 from meshloom.cli.host_measuring import CALLS, COLLECTIVES, QUICK, measure_host
 from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds, kind_of
-from meshloom.fabric.host import Curve, Host, Products, read_host
+from meshloom.fabric.host import Curve, Host, Products, load_host, read_host
 from meshloom.tensor.host_time import host_time
 
 RATE = 1e9  # bytes per second of every curve
@@ -180,3 +180,53 @@ def test_a_table_that_is_missing_is_named() -> None:
         kernel_seconds(Work("add", 12.0), host)
     with pytest.raises(loom.MeshloomError, match="was not measured for all_reduce on 2 processes"):
         host.between("all_reduce", 2)
+
+
+TABLES = """[host]
+name = "here"
+threads = 1
+[host.calls]
+op = 2e-6
+[host.curves]
+copy = [[1024, 1e-6], [4096, 2e-6]]
+[host.products]
+f32 = [[16, 16, 16, 1e9]]
+[host.processes]
+"all_reduce 2" = [[1024, 1e-6]]
+"""
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ("[[1024, 1e-6], [4096, 2e-6]]", "[[4096, 1e-6], [1024, 2e-6]]", "line 7: host.curves.copy is"),
+        ("[16, 16, 16, 1e9]", "[16, 16, 32, 1e9]", "line 9: host.products.f32 is"),
+        ("[16, 16, 16, 1e9]", "[16.5, 16, 16, 1e9]", "line 9: host.products.f32 is"),
+        ("all_reduce 2", "all_reduce two", "host.processes.all_reduce two names no processes"),
+        ("all_reduce 2", "all_reduce", "host.processes.all_reduce names no processes"),
+        ("all_reduce 2", "all_reduce 0", "host.processes.all_reduce 0 names no processes"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused_with_file_and_key(right, wrong, said):
+    read_host(TABLES, "here.toml")
+    with pytest.raises(loom.FabricError, match=f"^here.toml, {said}|^here.toml, line [0-9]+: {said}"):
+        read_host(TABLES.replace(right, wrong), "here.toml")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(loom.FabricError, match="is not UTF-8 text"):
+        load_host(tmp_path / "bytes.toml")
+    with pytest.raises(loom.FabricError, match="cannot be read"):
+        load_host(tmp_path)
+
+
+def test_a_grid_of_one_point_has_its_rate_everywhere():
+    host = read_host(TABLES, "here.toml")
+    assert host.products["f32"].seconds(1, (32, 32, 32)) == pytest.approx(2 * 32**3 / 1e9)
+
+
+def test_names_with_quotes_are_read_back():
+    host = read_host(TABLES.replace('"here"', "'a \"b\" \\'"), "here.toml")
+    assert read_host(host.to_toml(), "here.toml") == host
+    assert host.name == 'a "b" \\'

@@ -13,7 +13,7 @@ from importlib import resources
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from meshloom import FabricError, Machine, fabric
+from meshloom import ArgumentError, FabricError, Machine, fabric
 from meshloom.fabric import VIRTUAL, AxisLinks, Fabric, Link, Preset, load_preset, preset, preset_names
 from meshloom.fabric.orders import is_order
 from meshloom.mesh import Coordinate
@@ -730,3 +730,30 @@ def test_planted_faults_are_caught_by_the_checks(found):
         check_route(found, (a, far), a, far)
     with pytest.raises(AssertionError):
         check_order(found, (a, far), found.coordinates(), closed=False)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"latency": "fast"}, "latency of machine 'm' is 'fast'"),
+        ({"latency": True}, "latency of machine 'm' is True"),
+        ({"bandwidth": None}, "bandwidth of machine 'm' is None"),
+        ({"memory": "12GB"}, "memory of machine 'm' is '12GB'"),
+        ({"launch": None}, "launch of machine 'm' is None"),
+        ({"efficiency": 2.0}, "efficiency of machine 'm' is 2.0"),
+        ({"peaks": {"bf16": 1e12}}, "peaks={'bf16'"),
+        ({"axes": 3}, "axes=3 of machine 'm'"),
+    ],
+)
+def test_a_machine_refuses_what_is_no_figure(wrong, said):
+    figures = {"latency": 1e-6, "bandwidth": 1e9, "flops": 1e12, "memory_bandwidth": 1e11}
+    with pytest.raises(ArgumentError, match=said):
+        Machine("m", **{**figures, **wrong})
+
+
+@pytest.mark.parametrize("name", ["galaxy", "nvlink8"])
+def test_a_machine_is_put_on_meshes_and_has_axes(name):
+    with pytest.raises(ArgumentError, match="mesh=8 is of type int"):
+        preset(name).machine().on(8)
+    with pytest.raises(FabricError, match="has no axis"):
+        preset(name).machine(shape=())

@@ -140,6 +140,8 @@ class Preset:
         """
         figures = dict(self.flops)
         axes = self.axes(shape, kinds)
+        if not axes:
+            raise FabricError(f"a machine of shape {shape!r} has no axis", fix="give one size or more, such as (8,)")
         return Machine(
             self.name,
             latency=max(axis.latency for axis in axes),
@@ -231,7 +233,7 @@ class Preset:
 
     def to_toml(self) -> str:
         """The preset as a file that `load_preset` reads back."""
-        lines = [f"name = {_quote(self.name)}", f"title = {_quote(self.title)}"]
+        lines = [f"name = {reading.quote(self.name)}", f"title = {reading.quote(self.title)}"]
         lines += [f"shape = {list(self.shape)}", f"kinds = {_texts(self.kinds)}"]
         lines += [f"levels = {_texts(self.levels)}"] if self.levels else []
         lines += ["", "[links]"]
@@ -253,16 +255,11 @@ def _times(part: float, before: str = "") -> str:
 
 
 def _texts(texts: Sequence[str]) -> str:
-    return f"[{', '.join(map(_quote, texts))}]"
+    return f"[{', '.join(map(reading.quote, texts))}]"
 
 
 def _short(figure: float, unit: float) -> str:
     return f"{figure / unit:.4g}"
-
-
-def _quote(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
 
 
 def _joins(joins: Sequence[Pair | Link]) -> str:
@@ -318,14 +315,7 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
     """A preset from a TOML file; its name is that in the file, or the file's own."""
     expect("path", path, (str, os.PathLike), fix="give the path of a TOML file")
     file = os.fspath(path)
-    try:
-        with open(file, encoding="utf-8") as stream:
-            text = stream.read()
-    except OSError as error:
-        raise FabricError(f"{file} cannot be read: {error.strerror}", fix="give the path of a TOML file") from error
-    except UnicodeDecodeError as error:
-        raise FabricError(f"{file} is not UTF-8 text", fix="give the path of a TOML file") from error
-    return read_preset(text, file=file, name=os.path.basename(file).removesuffix(".toml"))
+    return read_preset(reading.read_text(file), file=file, name=os.path.basename(file).removesuffix(".toml"))
 
 
 def read_preset(text: str, file: str, name: str) -> Preset:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshloom.errors import ArgumentError, FabricError, closest
+from meshloom.errors import ArgumentError, FabricError, closest, expect
 from meshloom.fabric import reading
 from meshloom.fabric.reading import Document
 
@@ -93,6 +93,8 @@ class Products:
         size = min(max(size, steps[0]), steps[-1])
         right = min(bisect.bisect_right(steps, size), len(steps) - 1)
         low, high = steps[right - 1], steps[right]
+        if low == high:  # a grid of one point
+            return (low, 1.0), (high, 0.0)
         part = math.log(size / low) / math.log(high / low)
         return (low, 1 - part), (high, part)
 
@@ -136,7 +138,7 @@ class Host:
 
     def to_toml(self) -> str:
         """The tables as TOML."""
-        lines = ["[host]", f'name = "{self.name}"', f"threads = {self.threads}", "", "[host.calls]"]
+        lines = ["[host]", f"name = {reading.quote(self.name)}", f"threads = {self.threads}", "", "[host.calls]"]
         lines += [f"{what} = {seconds:.4g}" for what, seconds in self.calls.items()]
         if self.weights:
             lines += ["", "[host.weights]  # times the curve of its kind"]
@@ -169,13 +171,14 @@ def host_path(preset: str | os.PathLike[str], processes: int = 1) -> Path:
 
 def load_host(path: str | os.PathLike[str]) -> Host:
     """The tables in a file; an error that says how to make them if there is none."""
+    expect("path", path, (str, os.PathLike), fix="give the path of a TOML file")
     file = Path(path)
     if not file.exists():
         raise FabricError(
             f"there are no tables of this machine at {file}",
             fix="meshloom calibrate, on a machine with nothing else to do",
         )
-    return read_host(file.read_text(encoding="utf-8"), str(file))
+    return read_host(reading.read_text(file), str(file))
 
 
 def read_host(text: str, file: str) -> Host:
@@ -190,13 +193,17 @@ def read_host(text: str, file: str) -> Host:
     document = Document(text, file)
     name, threads = document.take("host.name", reading.text), document.take("host.threads", reading.whole)
     calls = document.section("host.calls", reading.number)
-    curves = {kind: Curve(rows) for kind, rows in document.section("host.curves", _read_pairs).items()}
-    products = {dtype: _products(rows) for dtype, rows in document.section("host.products", _read_rates).items()}
+    curves = document.section("host.curves", _read_curve)
+    products = document.section("host.products", _read_products)
     weights = document.section("host.weights", reading.number, optional=True)
     processes = {}
-    for key, rows in document.section("host.processes", _read_pairs, optional=True).items():
+    for key, curve in document.section("host.processes", _read_curve, optional=True).items():
         kind, _, count = key.rpartition(" ")
-        processes[kind, int(count)] = Curve(rows)
+        if not (kind and count.isdecimal() and int(count) > 1):
+            raise document.refusal(
+                f"host.processes.{key}", "names no processes", fix='give keys such as "all_reduce 2"'
+            )
+        processes[kind, int(count)] = curve
     document.finish(_KEYS)
     return Host(name, threads, curves, products, calls, weights, processes)
 
@@ -204,17 +211,21 @@ def read_host(text: str, file: str) -> Host:
 _KEYS = tuple(f"host.{name}" for name in "name threads calls curves products weights processes".split())
 
 
-def _products(rows: Sequence[tuple[float, ...]]) -> Products:
+def _read_products(value: object) -> Products:
+    rows = _read_rows(value, 4)
     rates = {(int(m), int(k), int(n)): rate for m, k, n, rate in rows}
-    return Products(tuple(sorted({size for sizes in rates for size in sizes})), rates)
+    steps = tuple(sorted({size for sizes in rates for size in sizes}))
+    whole = all(size == int(size) for row in rows for size in row[:3])
+    if not whole or rates.keys() != set(itertools.product(steps, repeat=3)):
+        raise ValueError("m, k, n and FLOP/s for all m, k and n among the same whole numbers")
+    return Products(steps, rates)
 
 
-def _read_pairs(value: object) -> tuple[tuple[float, float], ...]:
-    return tuple((size, seconds) for size, seconds in _read_rows(value, 2))
-
-
-def _read_rates(value: object) -> list[tuple[float, ...]]:
-    return _read_rows(value, 4)
+def _read_curve(value: object) -> Curve:
+    points = tuple((size, seconds) for size, seconds in _read_rows(value, 2))
+    if any(after[0] <= before[0] for before, after in itertools.pairwise(points)):
+        raise ValueError("pairs of a size and its seconds, of growing sizes")
+    return Curve(points)
 
 
 def _read_rows(value: object, length: int) -> list[tuple[float, ...]]:

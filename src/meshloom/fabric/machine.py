@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from meshloom.errors import ArgumentError
+from meshloom.errors import ArgumentError, expect
 from meshloom.fabric.axis import AxisLinks
 from meshloom.fabric.binding import bind
 from meshloom.fabric.links import show_given
+from meshloom.mesh import Mesh
 
-if TYPE_CHECKING:
-    from meshloom.mesh import Mesh
+_OPTIONAL = ("memory", "combining")
+_FIGURES = ("latency", "bandwidth", "flops", "memory_bandwidth", "efficiency", "memory_efficiency", *_OPTIONAL)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -47,14 +52,22 @@ class Machine:
     memory_efficiency: float = 1.0
 
     def __post_init__(self) -> None:
-        figures = [(field.name, getattr(self, field.name)) for field in fields(self)[1:6]]
-        rates = [(name, getattr(self, name)) for name in ("combining", "efficiency", "memory_efficiency")]
-        for what, value in [*figures, *self.peaks, *rates]:
-            if value is not None and not value > 0:
-                raise ArgumentError(f"{what} of machine {self.name!r} is {value!r}", fix="give a number above 0")
+        pairs = isinstance(self.peaks, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in self.peaks)
+        if not pairs:
+            raise ArgumentError(f"peaks={self.peaks!r:.80} of machine {self.name!r}", fix='give (("bf16", 2e12),)')
+        if not (isinstance(self.axes, tuple) and all(isinstance(each, AxisLinks) for each in self.axes)):
+            raise ArgumentError(f"axes={self.axes!r:.80} of machine {self.name!r}", fix="give a tuple of Machine.Axis")
+        for what, value in (*((name, getattr(self, name)) for name in _FIGURES), *self.peaks):
+            if value is not None or what not in _OPTIONAL:
+                self._check(what, value, _is_number(value) and value > 0, "a number above 0")
+        for what in ("efficiency", "memory_efficiency"):
+            self._check(what, getattr(self, what), getattr(self, what) <= 1, "a number above 0 and up to 1")
         for what, value in (("launch", self.launch), ("overhead", self.overhead)):
-            if not value >= 0:
-                raise ArgumentError(f"{what} of machine {self.name!r} is {value!r}", fix="give 0 or more seconds")
+            self._check(what, value, _is_number(value) and value >= 0, "0 or more seconds")
+
+    def _check(self, what: str, value: object, is_right: bool, wanted: str) -> None:
+        if not is_right:
+            raise ArgumentError(f"{what} of machine {self.name!r} is {value!r}", fix=f"give {wanted}")
 
     def __repr__(self) -> str:
         return f"Machine({show_given(self)})"
@@ -96,6 +109,7 @@ class Machine:
         >>> [(axis.name, axis.kind, axis.size) for axis in preset("galaxy").machine().on(Mesh(dp=8, tp=2)).axes]
         [('dp', 'ring', 8), ('tp', 'line', 2)]
         """
+        expect("mesh", mesh, Mesh, fix="give a mesh, such as loom.open_mesh((8,))")
         return _bound(self, mesh.axes, mesh.shape) if self.axes else self
 
     def axis(self, name: str, devices: int) -> AxisLinks | None:

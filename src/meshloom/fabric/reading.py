@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -104,6 +105,23 @@ def _lines(text: str) -> dict[str, int]:
 
 def _bare(key: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in key.split("."))
+
+
+def read_text(file: str | os.PathLike[str]) -> str:
+    """What a file says."""
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return stream.read()
+    except OSError as error:
+        raise FabricError(f"{file} cannot be read: {error.strerror}", fix="give the path of a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise FabricError(f"{file} is not UTF-8 text", fix="give the path of a TOML file") from error
+
+
+def quote(words: str) -> str:
+    """A text as TOML writes it."""
+    escaped = words.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
 
 
 def text(value: object) -> str:
