@@ -24,9 +24,10 @@ from meshloom.comms import wire
 from meshloom.comms.group import group_of
 from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds
 from meshloom.fabric.host import Curve, Host, Products, Sizes
+from meshloom.mesh import Mesh
 from meshloom.mesh.process import HERE
 from meshloom.processes import join
-from meshloom.tensor.creation import open_mesh, randn
+from meshloom.tensor.creation import distribute, open_mesh, randn
 from meshloom.tensor.host_time import host_time
 
 Tell = Callable[[str, int, int], None]
@@ -81,6 +82,7 @@ Made = tuple[Callable[[], object], float]
 
 def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
     yield "pointwise", lambda size: _on(size // 12, 2, lambda a, b: a + b, 12)
+    yield "strided", _strided
     yield "in place", lambda size: _on(size // 12, 2, lambda a, b: a.add_(b), 12)
     yield "copy", lambda size: _on(size // 8, 1, lambda a: a.clone(), 8)
     yield "turned copy", lambda size: _on_rows(size // 8, lambda a: a.t().contiguous(), 8)
@@ -105,6 +107,13 @@ def _on_rows(elements: int, run: Callable[..., object], each: int, rows: int | N
     rows = max(1, rows if rows is not None else math.isqrt(elements))
     given = torch.rand(rows, max(1, elements // rows))
     return lambda: run(given), float(each * given.numel())
+
+
+def _strided(size: int) -> Made:
+    """Two arrays of which one has its heads turned to the front, as attention has them."""
+    turned = torch.rand(8, max(1, size // (12 * 8 * 8 * 32)), 8, 32).transpose(1, 2)
+    other = torch.rand(turned.shape)
+    return lambda: turned * other, 12.0 * other.numel()
 
 
 def _strided_copy(size: int) -> Made:
@@ -191,19 +200,16 @@ def _weights(host: Host, sweep: Sweep) -> Iterator[tuple[str, float]]:
 def _calls(host: Host, sweep: Sweep) -> dict[str, float]:
     """What calls cost besides their kernels, on small tensors."""
     mesh = open_mesh((8,))
-    a, b = (_small(mesh) for _ in range(2))
     x, square = (randn(*shape, mesh=mesh, placements="S(0)") for shape in ((8 * 32,), (16, 16)))
     lists = [[torch.rand(8) for _ in range(32)] for _ in range(2)]
     found = {
-        "op": _beside(lambda: _chain(a, b), host, sweep) / LINKS,
+        **_layer_calls(mesh, host, sweep),
         "all_reduce": _beside(lambda: collectives.all_reduce(x), host, sweep),
         "all_gather": _beside(lambda: collectives.all_gather(x, 0), host, sweep),
         "reduce_scatter": _beside(lambda: collectives.reduce_scatter(x, 0), host, sweep),
         "all_to_all": _beside(lambda: collectives.all_to_all(square, 1, 0), host, sweep),
         "broadcast": _beside(lambda: collectives.broadcast(x), host, sweep),
     }
-    loss, leaf = _graph()
-    found["kernel"] = _beside(lambda: torch.autograd.grad(loss, leaf, retain_graph=True), host, sweep) / LINKS
     alone = host.curve("in place").points[0][1]
     found["item"] = (best_of(lambda: torch._foreach_add_(*lists), sweep.seconds) - alone) / 32
     found["fresh"] = _fresh(sweep)
@@ -218,28 +224,38 @@ def _fresh(sweep: Sweep) -> float:
     return (best_of(lambda: source.clone(), sweep.seconds * 4) - there) / source.nbytes
 
 
-LINKS = 16
 STEPS = len([*_kernels()]) + len(DTYPES) + 2  # what is told of
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 CALLS = ("op", *COLLECTIVES, "kernel", "item", "fresh")
 
 
-def _small(mesh: Any) -> Any:
-    return randn(64, 32, mesh=mesh, placements="S(0)").requires_grad_()
+def _layer_calls(mesh: Mesh, host: Host, sweep: Sweep) -> dict[str, float]:
+    """What a call and a kernel of backward cost in a small layer, where one op is not like the one before."""
+    forward = _layer(mesh)
+    with host_time(host) as priced:
+        loss = forward()
+    took = _best(forward, sweep)
+    per_call = (took - priced.seconds) / len(priced.calls)
+    with host_time(host) as back:
+        loss.backward(retain_graph=True)
+    took = _best(partial(loss.backward, retain_graph=True), sweep)
+    return {"op": per_call, "kernel": (took - back.seconds) / back.kernels}
 
 
-def _chain(a: Any, b: Any) -> Any:
-    for _ in range(LINKS // 2):
-        a = (a * b) + b
-    return a
+def _layer(mesh: Mesh) -> Callable[[], Any]:
+    """Norm, attention by hand and a feed-forward part, on few rows of each device, with residuals."""
+    drawn = [torch.rand(shape) / 8 for shape in ((96, 32), (32, 32), (128, 32), (32, 128))]
+    inner, outer, up, down = (distribute(each, mesh, "R").requires_grad_() for each in drawn)
+    x = randn(64, 4, 32, mesh=mesh, placements="S(0)")
 
+    def forward() -> Any:
+        normed = F.layer_norm(x, (32,))
+        q, k, v = F.linear(normed, inner).chunk(3, -1)
+        scores = (q @ k.transpose(-2, -1) / 6.0).softmax(-1)
+        hidden = x + F.linear(scores @ v, outer)
+        return (hidden + F.linear(F.gelu(F.linear(hidden, up)), down)).square().mean()
 
-def _graph() -> tuple[torch.Tensor, torch.Tensor]:
-    leaf = torch.rand(64, 32, requires_grad=True)
-    x = leaf
-    for _ in range(LINKS):
-        x = x.neg()
-    return x.sum(), leaf
+    return forward
 
 
 # What processes do together, each as often as the others
@@ -268,6 +284,10 @@ def _between(sweep: Sweep) -> Iterator[tuple[tuple[str, int], Curve]]:
         yield (kind, count), Curve(tuple(points.items()))
 
 
+def _best(run: Callable[[], object], sweep: Sweep) -> float:
+    return best_of(run, sweep.seconds * 4) if HERE.count == 1 else _best_together(run, sweep.rounds)
+
+
 def _best_together(run: Callable[[], object], rounds: int) -> float:
     run()
     return min(timeit.repeat(run, number=1, repeat=rounds))
@@ -275,7 +295,7 @@ def _best_together(run: Callable[[], object], rounds: int) -> float:
 
 def _beside(run: Callable[[], object], host: Host, sweep: Sweep) -> float:
     """The seconds of a call that its kernels do not explain."""
-    took = best_of(run, sweep.seconds * 4) if HERE.count == 1 else _best_together(run, sweep.rounds)
+    took = _best(run, sweep)
     with host_time(host) as found:
         run()
     return took - found.seconds

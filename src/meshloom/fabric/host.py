@@ -69,9 +69,12 @@ class Products:
     rates: dict[Sizes, float] = field(hash=False)
 
     def seconds(self, batch: int, sizes: Sizes) -> float:
-        """What a batch of products takes."""
-        flops = 2.0 * batch * math.prod(sizes)
-        return flops / self.rate(sizes)
+        """What a batch of products takes: starting one call, and for each what its product takes beyond that."""
+        flops, least = 2.0 * math.prod(sizes), self.steps[0]
+        alone, start = flops / self.rate(sizes), 2.0 * least**3 / self.rates[least, least, least]
+        if batch == 1:
+            return alone
+        return start + batch * max(alone - start, flops / max(self.rates.values()))
 
     def rate(self, sizes: Sizes) -> float:
         """FLOP/s at a size: the eight points of the grid around it, each by how near it is."""

@@ -233,10 +233,10 @@ def along_binary_tree(segments: Count) -> dict[str, Timing]:
     def down(h: Hops, p: int, v: int, reach: int) -> float:
         size = share(v, segments(p))
         between = h.room(size) * (2 if h.is_shared and p > 2 else 1)
-        return _deepest(h, p, size) + (segments(p) - 1) * between
+        return _deepest(h, p, size, {}) + (segments(p) - 1) * between
 
     def up(h: Hops, p: int, v: int, reach: int) -> float:
-        return _climb(h, p, share(v, segments(p)), segments(p))[-1]
+        return _climb(h, p, share(v, segments(p)), segments(p), {})[-1]
 
     return {"broadcast": down, "reduce": up}
 
@@ -249,27 +249,41 @@ def _children(p: int) -> tuple[int, int]:
     return left, p - 1 - left
 
 
-def _deepest(h: Hops, p: int, size: int) -> float:
-    """When the first segment is at the last leaf: a second child waits for the first one's message."""
+def _deepest(h: Hops, p: int, size: int, known: dict[int, float]) -> float:
+    """When the first segment is at the last leaf: a second child waits for the first one's message.
+
+    What is below a member is a heap again, of few different sizes: `known` are those that were asked for.
+    """
     if p < 2:
         return 0.0
-    left, right = _children(p)
-    second = _deepest(h, right, size) + (h.room(size) if h.is_shared else 0.0) if right else 0.0
-    return h.copy(size) + max(_deepest(h, left, size), second)
+    if p not in known:
+        left, right = _children(p)
+        waiting = h.room(size) if h.is_shared and right else 0.0
+        later = max(_deepest(h, left, size, known), waiting + _deepest(h, right, size, known))
+        known[p] = h.copy(size) + later
+    return known[p]
 
 
-def _climb(h: Hops, p: int, size: int, count: int) -> list[float]:
+def _climb(h: Hops, p: int, size: int, count: int, known: dict[int, list[float]]) -> list[float]:
     """When each segment is whole at the root of a heap: its children's messages go through its port as they come."""
     if p < 2:
         return [0.0] * count
+    if p not in known:
+        below = [_climb(h, each, size, count, known) for each in _children(p) if each]
+        known[p] = _meet(h, size, below)
+    return known[p]
+
+
+def _meet(h: Hops, size: int, below: Sequence[Sequence[float]]) -> list[float]:
+    """When each segment has come from all children, which send it as soon as they have it."""
     room, delay = h.room_added(size), h.delay(size)
     coming = []
-    for below in filter(None, _children(p)):
+    for ready in below:
         left = -room
-        for segment, ready in enumerate(_climb(h, below, size, count)):
-            left = max(ready, left + room)
+        for segment, when in enumerate(ready):
+            left = max(when, left + room)
             coming.append((left + delay, segment))
-    whole, free = [0.0] * count, 0.0
+    whole, free = [0.0] * len(below[0]), 0.0
     for arrives, segment in sorted(coming):
         free = (max(arrives, free) if h.is_shared else arrives) + room
         whole[segment] = max(whole[segment], free + h.add(size) - delay - room)
@@ -398,9 +412,7 @@ def _queue_round(axes: Sequence[Hops], dims: Sequence[int], parts: Sequence[Sequ
     free: dict[tuple[int, bool], float] = {}
     arms = [len(part) * [0] for part in parts]  # messages of a phase that have yet to arrive
     ended = [0.0] * len(parts)
-    queue: list[
-        tuple[float, int, int, int, bool]
-    ] = []  # ready, phase, step, part, direction: of a tie the earliest step
+    queue: list[tuple[float, int, int, int, bool]] = []  # ready, phase, step, part, direction
 
     def begin(part: int, phase: int, now: float) -> None:
         p = dims[parts[part][phase].axis]
