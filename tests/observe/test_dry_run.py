@@ -287,6 +287,14 @@ def test_a_table_that_is_not_there_names_those_that_are(run):
     assert all(len(run.table(by)) for by in TABLES)
 
 
+def test_a_line_of_a_table_by_its_name(run):
+    table = run.table("phase")
+    assert table["backward"].calls == len([node for node in run.nodes if node.phase == "backward"])
+    assert [row.name for row in table] == ["forward", "backward", "optimizer"]
+    with pytest.raises(loom.BoundsError, match="did you mean 'backward'"):
+        table["backwards"]
+
+
 def test_two_runs_side_by_side():
     runs = []
     for tp in (2, 4):
