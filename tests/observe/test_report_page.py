@@ -321,19 +321,43 @@ def test_tab_reaches_the_pictures_and_focus_can_be_seen(tab):
     assert "memory-picture" in reached and "module" in reached and reached[-1] == "canvas"
 
 
+def open_report(run: loom.DryRun, folder: Path):
+    """A page of its own for a run."""
+    folder.mkdir()
+    run.report(folder / "report.html")
+    return open_tab((folder / "report.html").as_uri(), folder)
+
+
 def test_a_step_without_calls_and_one_on_three_axes_open_too(tmp_path: Path):
-    mesh = loom.open_mesh((2, 2, 16), axes=("pp", "dp", "tp"))
+    mesh = loom.open_mesh((2, 32, 16), axes=("pp", "dp", "tp"))
     x = loom.empty(64, 64, 64, mesh=mesh, placements="S(0), S(1), S(2)", device="meta")
     with loom.dry_run("t3000") as deep:
         x.sum()
     with loom.dry_run("t3000", memory=1e12) as empty:
         pass
-    for number, found in enumerate((deep, empty)):
-        path = tmp_path / f"{number}.html"
-        found.report(path)
-        with open_tab(path.as_uri(), tmp_path / str(number)) as tab:
-            assert tab.problems == [] and tab.requests == [path.as_uri()]
+    for number, (found, axes) in enumerate(((deep, ["dp", "pp", "tp"]), (empty, []))):
+        with open_report(found, tmp_path / str(number)) as tab:
+            assert tab.problems == [] and len(tab.requests) == 1
             assert tab.evaluate(OVERLAPS) == []
             assert len(texts(tab, "section h2")) == len(SECTIONS)
-            axes = tab.evaluate("[...new Set([...document.querySelectorAll('.link')].map(e => e.dataset.axis))].sort()")
-            assert axes == (["dp", "pp", "tp"] if found is deep else [])
+            drawn = "[...new Set([...document.querySelectorAll('.link')].map(e => e.dataset.axis))].sort()"
+            assert tab.evaluate(drawn) == axes
+
+
+def test_devices_of_different_kinds_have_a_timeline_each(tmp_path: Path):
+    whole = loom.open_mesh((4,), axes=("tp",))
+    x, y = (
+        loom.empty(64, 64, mesh=mesh, placements="S(1)", device="meta")
+        for mesh in (whole, whole.submesh(tp=slice(0, 2)))
+    )
+    with loom.dry_run("t3000") as run:
+        (x @ x.T).relu()
+        (y @ y.T).relu()
+    boxes = "document.getElementById('canvas').dataset.boxes"
+    with open_report(run, tmp_path / "kinds") as tab:
+        on = [sum(each.mesh in kind.meshes for each in run.timeline) for kind in run.graph.classes]
+        assert len(on) == 2 and len(set(on)) == 2
+        for number, count in enumerate(on):
+            tab.click(f"#timeline .tools button:nth-of-type({6 + number})")
+            assert int(tab.evaluate(boxes)) == count
+        assert len(texts(tab, "svg.mesh")) == 2 and tab.problems == []

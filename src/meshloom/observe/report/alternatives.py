@@ -20,7 +20,10 @@ from meshloom.planner.requests import Value
 if TYPE_CHECKING:
     from meshloom.observe.dry_run import DryRun
 
-BEFORE, AFTER = 3, 8  # calls that are looked at together with one
+# Calls before and after one that are looked at together with it, by the number of mesh axes: each axis multiplies the
+# ways in which values may lie. With more axes than three it is the call and the next.
+REACH = {0: (3, 8), 1: (3, 8), 2: (3, 8), 3: (2, 4)}
+MANY_AXES = (0, 1)
 
 Planned = tuple[Node, Plan]
 
@@ -49,8 +52,9 @@ class Alternatives:
         at = next((i for i, (node, _) in enumerate(self.planned) if node.number == number), None)
         if at is None or not self._is_like(at, at):
             return None
-        first = at - self._reach(at, range(at - 1, max(at - BEFORE, 0) - 1, -1))
-        end = at + 1 + self._reach(at, range(at + 1, min(at + AFTER + 1, len(self.planned))))
+        before, after = REACH.get(self.planned[at][1].mesh.ndim, MANY_AXES)
+        first = at - self._reach(at, range(at - 1, max(at - before, 0) - 1, -1))
+        end = at + 1 + self._reach(at, range(at + 1, min(at + after + 1, len(self.planned))))
         program = self._follow_values(self.planned[first:end], self.planned[end:])
         found = advise_program(program, self.prices.machine_for(self.planned[at][0].dtype))
         return _describe(found, len(program)) if found is not None and _concerns(found, program, at - first) else None

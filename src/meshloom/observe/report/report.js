@@ -38,6 +38,13 @@
     return `${(value / size).toFixed(size === 1 && kind !== "seconds" ? 0 : digitsFor(value / size))} ${name}`;
   }
 
+  // A number beside others that differ by `step`: all in the unit that suits `most`, with the digits that tell them apart.
+  function showStep(kind, value, step, most) {
+    const [size, name] = unitFor(kind, most);
+    const digits = Math.max(0, Math.min(9, Math.ceil(-Math.log10(step / size) - 1e-9)));
+    return Math.abs(value) < step * 1e-6 ? "0" : `${(value / size).toFixed(digits)} ${name}`;
+  }
+
   // Tables: a column is {title, kind, of}; numbers of one column have one unit and one number of digits.
 
   function table(caption, columns, rows, classOf) {
@@ -190,8 +197,9 @@
     const x = (time) => left + ((width - left - 8) * time) / (totals.time || 1);
     const y = (bytes) => top + (height - top - bottom) * (1 - bytes / scaleY);
     const parts = [];
-    for (const bytes of ticks(scaleY, 6)) parts.push(draw("line", { x1: left, x2: width - 8, y1: y(bytes), y2: y(bytes), stroke: "var(--line)" }),
-      draw("text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end", class: "quiet" }, show("bytes", bytes)));
+    const levels = ticks(scaleY, 6), times = ticks(totals.time, 6);
+    for (const bytes of levels) parts.push(draw("line", { x1: left, x2: width - 8, y1: y(bytes), y2: y(bytes), stroke: "var(--line)" }),
+      draw("text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end", class: "quiet" }, showStep("bytes", bytes, levels[1] || 1, scaleY)));
     let below = shown.map(() => 0);
     for (const i of used) {
       const above = shown.map((point, k) => below[k] + point.held[i]);
@@ -199,7 +207,7 @@
       below = above;
     }
     for (const [phase, from, to] of phaseSpans(points)) parts.push(...phaseBand(phase, x(from), x(to), height - bottom + 6));
-    for (const seconds of ticks(totals.time, 6)) parts.push(draw("text", { x: x(seconds), y: height - 2, "text-anchor": "middle", class: "quiet" }, show("seconds", seconds)));
+    for (const seconds of times) parts.push(draw("text", { x: x(seconds), y: height - 2, "text-anchor": "middle", class: "quiet" }, showStep("seconds", seconds, times[1] || 1, totals.time)));
     if (limit !== null) parts.push(draw("line", { x1: left, x2: width - 8, y1: y(limit), y2: y(limit), stroke: "var(--wait)", "stroke-dasharray": "6 4" }),
       draw("text", { x: width - 10, y: y(limit) - 5, "text-anchor": "end" }, `limit ${show("bytes", limit)}`));
     const side = x(most.time) > width * 0.7 ? ["end", -8] : ["start", 8];
@@ -250,7 +258,7 @@
   }
 
   const memoryTable = (points, used) => table("Memory in 24 parts of the step: in each the moment that holds most", [
-    text("At", (row) => show("seconds", row.time)), text("During", (row) => code(describe(row.node))),
+    text("During", (row) => code(describe(row.node))), { title: "At", kind: "seconds", of: (row) => row.time },
     { title: "All", kind: "bytes", of: (row) => row.bytes },
     ...used.map((i) => ({ title: figures.memory.purposes[i], kind: "bytes", of: (row) => row.held[i] }))], thin(points, 24));
 
@@ -494,7 +502,7 @@
     const step = ticks(view.to - view.from, 6)[1] || 1;
     pen.fillStyle = style("--soft");
     for (let time = Math.ceil(view.from / step) * step; time <= view.to + step * 1e-9; time += step) {
-      const said = show("seconds", Math.abs(time) < step * 1e-6 ? 0 : time), at = x(time), half = pen.measureText(said).width / 2;
+      const said = showStep("seconds", time, step, view.to), at = x(time), half = pen.measureText(said).width / 2;
       pen.fillRect(at, y, 1, 5);
       pen.fillText(said, Math.min(Math.max(at - half, LEFT - 10), width - 2 * half - 2), y + 19);
     }
@@ -557,7 +565,7 @@
     view.chosen = i;
     const node = timeline.node[i], lane = timeline.lanes[timeline.lane[i]].name, moves = lane !== "compute";
     const facts = moves ? `, ${show("bytes", timeline.bytes[i])} over ${lane}, exposed ${show("seconds", timeline.exposed[i])}` : "";
-    place("timeline-readout").replaceChildren(make("b", {}, names[timeline.name[i]]), ` from ${show("seconds", timeline.start[i])} for ${show("seconds", timeline.duration[i])}${facts}. `, code(describe(node)));
+    place("timeline-readout").replaceChildren(make("b", {}, names[timeline.name[i]]), ` from ${showStep("seconds", timeline.start[i], timeline.duration[i] / 10 || 1, totals.time)} for ${show("seconds", timeline.duration[i])}${facts}. `, code(describe(node)));
   }
 
   function drag(event) {
