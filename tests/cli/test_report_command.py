@@ -43,10 +43,10 @@ def report(*arguments: str, out: Path) -> int:
 @pytest.mark.parametrize(
     ("text", "mesh", "meshes"),
     [
-        (BUILD, ["--mesh", "2x4"], [{"axes": ["x0", "x1"], "shape": [2, 4]}]),
-        (BUILD, ["--mesh", "dp=2,tp=4"], [{"axes": ["dp", "tp"], "shape": [2, 4]}]),
-        (CURRENT, ["--mesh", "tp=8"], [{"axes": ["tp"], "shape": [8]}]),
-        (OWN, [], [{"axes": ["tp"], "shape": [4]}]),
+        (BUILD, ["--mesh", "2x4"], [{"axes": ["x0", "x1"], "shape": [2, 4], "ids": None}]),
+        (BUILD, ["--mesh", "dp=2,tp=4"], [{"axes": ["dp", "tp"], "shape": [2, 4], "ids": None}]),
+        (CURRENT, ["--mesh", "tp=8"], [{"axes": ["tp"], "shape": [8], "ids": None}]),
+        (OWN, [], [{"axes": ["tp"], "shape": [4], "ids": None}]),
     ],
     ids=["build", "named axes", "current mesh", "mesh of the script"],
 )

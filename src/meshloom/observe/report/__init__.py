@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 
 def write_report(run: DryRun, path: str | PathLike[str]) -> None:
-    """The report of a dry run as a file."""
+    """The report of a dry run as a file.
+
+    >>> import tempfile
+    >>> import meshloom as loom
+    >>> x = loom.ones(8, 8, mesh=loom.open_mesh((4,), axes=("tp",)), placements="S(1)")
+    >>> with loom.dry_run("t3000") as run:
+    ...     total = x.sum()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_report(run, f"{folder}/report.html")
+    ...     print(Path(folder, "report.html").read_text(encoding="utf-8")[:15])
+    <!doctype html>
+    """
     Path(path).write_text(fill_page(collect_figures(run)), encoding="utf-8")
 
 

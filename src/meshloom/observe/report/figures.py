@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from meshloom.cost.step import HELD_FOR, PHASES, Node
+from meshloom.mesh import Mesh
 from meshloom.observe.report.alternatives import Alternatives
 from meshloom.observe.tables import Branch, Total
 from meshloom.observe.timing import Prices, Slice
@@ -42,7 +43,7 @@ def collect_figures(run: DryRun) -> Figures:
         "memory": memory(run),
         "tree": tree(run.tree),
         "links": links(run),
-        "meshes": [{"axes": list(each.axes), "shape": list(each.shape)} for each in run.graph.meshes],
+        "meshes": [*map(mesh, run.graph.meshes)],
         "nodes": nodes(run, names),
         "timeline": timeline(run, names),
         "calls": calls(run),
@@ -70,7 +71,7 @@ class Names:
 
 def _machine_title(run: DryRun) -> str:
     count = run.graph.devices
-    return f"A step on {count} device{'' if count == 1 else 's'} of {run.machine.name}"
+    return f"A step on {count:,} device{'' if count == 1 else 's'} of {run.machine.name}"
 
 
 def totals(run: DryRun) -> Figures:
@@ -225,6 +226,17 @@ def links(run: DryRun) -> list[Figures]:
         }
         for name, load in run.links.items()
     ]
+
+
+def mesh(of: Mesh) -> Figures:
+    """A mesh; the ids of its devices only where they are not counted from 0.
+
+    >>> mesh(Mesh(dp=2, tp=2)), mesh(Mesh(dp=2, tp=2).submesh(dp=1))["ids"]
+    ({'axes': ['dp', 'tp'], 'shape': [2, 2], 'ids': None}, [2, 3])
+    """
+    ids = list(of.device_ids)
+    counted = ids == list(range(len(ids)))
+    return {"axes": list(of.axes), "shape": list(of.shape), "ids": None if counted else ids}
 
 
 def nodes(run: DryRun, names: Names) -> Figures:

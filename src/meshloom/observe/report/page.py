@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from html import escape
 from importlib import resources
@@ -17,12 +18,7 @@ def fill_page(figures: Mapping[str, Any]) -> str:
         "figures": write_json(figures),
         "script": _read("report.js"),
     }
-    page = _read("report.html")
-    for name, text in parts.items():
-        before, mark, after = page.partition(f"<!--{name}-->")
-        assert mark, f"report.html has no place for {name}"
-        page = before + text + after
-    return page
+    return re.sub(r"<!--(\w+)-->", lambda place: parts[place[1]], _read("report.html"))
 
 
 def write_json(figures: Mapping[str, Any]) -> str:

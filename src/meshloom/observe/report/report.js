@@ -45,10 +45,11 @@
     return Math.abs(value) < step * 1e-6 ? "0" : `${(value / size).toFixed(digits)} ${name}`;
   }
 
-  // Tables: a column is {title, kind, of}; numbers of one column have one unit and one number of digits.
+  // Tables: a column is {title, kind, of}; all times, sizes or counts of a table have one unit and one number of digits.
 
   function table(caption, columns, rows, classOf) {
-    const shown = columns.map((column) => scale(column, rows));
+    const most = (kind) => Math.max(...columns.filter((each) => each.kind === kind).flatMap((each) => rows.map((row) => each.of(row) || 0)), 0);
+    const shown = columns.map((column) => scale(column, UNITS[column.kind] ? most(column.kind) : 0));
     const head = shown.map((column) => make("th", { scope: "col", class: column.kind === "text" ? null : "number" }, column.title));
     const lines = rows.map((row) =>
       make("tr", { class: classOf ? classOf(row) : null }, shown.map((column, i) => cell(column, row, i === 0))));
@@ -56,13 +57,12 @@
     return make("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption }, whole);
   }
 
-  function scale(column, rows) {
+  function scale(column, most) {
     if (!UNITS[column.kind]) return { write: (value) => (column.kind === "text" ? value : show(column.kind, value)), ...column };
-    const most = Math.max(...rows.map((row) => column.of(row) || 0), 0);
-    const [size, name] = unitFor(column.kind, most);
-    const digits = size === 1 && column.kind !== "seconds" ? 0 : digitsFor(most / size) + (most / size >= 100 ? 1 : 0);
+    const [size, name] = unitFor(column.kind, column.kind === "seconds" ? most / 10 : most); // ten times finer: small parts matter
+    const digits = size === 1 && column.kind !== "seconds" ? 0 : most / size >= 100 ? 1 : 2;
     const write = (value) => (value ? (value / size).toFixed(digits) : "0");
-    return { ...column, title: `${column.title}, ${name}`, write, size, digits };
+    return { ...column, title: `${column.title}, ${name}`, write, size };
   }
 
   function cell(column, row, isFirst) {
@@ -209,11 +209,11 @@
     for (const [phase, from, to] of phaseSpans(points)) parts.push(...phaseBand(phase, x(from), x(to), height - bottom + 6));
     for (const seconds of times) parts.push(draw("text", { x: x(seconds), y: height - 2, "text-anchor": "middle", class: "quiet" }, showStep("seconds", seconds, times[1] || 1, totals.time)));
     if (limit !== null) parts.push(draw("line", { x1: left, x2: width - 8, y1: y(limit), y2: y(limit), stroke: "var(--wait)", "stroke-dasharray": "6 4" }),
-      draw("text", { x: width - 10, y: y(limit) - 5, "text-anchor": "end" }, `limit ${show("bytes", limit)}`));
+      draw("text", { x: width - 10, y: y(limit) - 5, "text-anchor": "end", class: "halo" }, `limit ${show("bytes", limit)}`));
     const side = x(most.time) > width * 0.7 ? ["end", -8] : ["start", 8];
     parts.push(draw("line", { x1: x(most.time), x2: x(most.time), y1: y(most.bytes), y2: height - bottom, stroke: "var(--ink)", "stroke-dasharray": "3 3" }),
       draw("circle", { cx: x(most.time), cy: y(most.bytes), r: 4, fill: "var(--ink)" }),
-      draw("text", { x: x(most.time) + side[1], y: y(most.bytes) - 5, "text-anchor": side[0], "font-weight": 600 }, `peak ${show("bytes", most.bytes)}`));
+      draw("text", { x: x(most.time) + side[1], y: y(most.bytes) - 5, "text-anchor": side[0], "font-weight": 600, class: "halo" }, `peak ${show("bytes", most.bytes)}`));
     const cursor = draw("line", { y1: top, y2: height - bottom, stroke: "var(--focus)", visibility: "hidden" });
     const readout = make("p", { class: "readout", "aria-live": "polite", id: "memory-readout" }, "Point at the picture, or focus it and use the arrow keys, to read it.");
     let chosen = -1;
@@ -387,40 +387,41 @@
   const drawn = (size, most) => (size <= most ? [...Array(size).keys()] : [...Array(most - 2).keys(), null, size - 1]);
 
   // The last two axes as a grid; each axis before them as a row of such grids.
-  function meshPicture({ axes, shape }, number) {
-    const [gap, box, left] = [74, 34, 60], parts = [];
+  function meshPicture({ axes, shape, ids }, number) {
+    const [gapX, gapY, wide, high, left] = [86, 66, 48, 32, 60], parts = [];
     let top = 34;
     const across = axes.at(-1), columns = drawn(shape.at(-1) || 1, 12), down = axes.at(-2), rows = drawn(shape.at(-2) || 1, 6);
-    const label = (axis, x, y, anchor) => { const load = loadOf(axis, number); return draw("text", { x, y, "text-anchor": anchor },
-      `${axis} = ${shape[axes.indexOf(axis)]}: ${load ? `${show("share", load.used)} busy` : "nothing moves"}`); };
-    const link = (axis, x1, y1, x2, y2) => { const load = loadOf(axis, number); return draw("line", { x1, y1, x2, y2, "stroke-width": 5, class: "link",
-      "data-axis": axis, stroke: loadColour(load ? load.used : 0) }, draw("title", {}, `links of ${axis}: ${load ? show("share", load.used) : "0 %"} busy`)); };
-    const device = (x, y, said) => [draw("rect", { x, y, width: box, height: box, rx: 5, fill: "var(--faint)", stroke: "var(--soft)", class: "device" }),
-      draw("text", { x: x + box / 2, y: y + box / 2 + 4, "text-anchor": "middle" }, said)];
+    const sizeOf = (axis) => shape[axes.indexOf(axis)];
     const behind = (axis) => shape.slice(axes.indexOf(axis) + 1).reduce((product, each) => product * each, 1);
+    const busy = (axis) => { const load = loadOf(axis, number); return load ? `${show("share", load.used)} busy` : "nothing moves"; };
+    const label = (axis, x, y, anchor) => draw("text", { x, y, "text-anchor": anchor }, `${axis} = ${sizeOf(axis)}: ${busy(axis)}`);
+    const link = (axis, x1, y1, x2, y2) => { const load = loadOf(axis, number); return draw("line", { x1, y1, x2, y2, "stroke-width": 5, class: "link",
+      "data-axis": axis, stroke: loadColour(load ? load.used : 0) }, draw("title", {}, `links of ${axis}: ${busy(axis)}`)); };
+    const written = (x, y, said) => draw("text", { x: x + wide / 2, y: y + high / 2 + 4, "text-anchor": "middle" }, said);
+    const device = (x, y, said) => said === null ? [written(x, y, "…")]
+      : [draw("rect", { x, y, width: wide, height: high, rx: 5, fill: "var(--faint)", stroke: "var(--soft)", class: "device" }), written(x, y, String(said))];
     if (across) parts.push(label(across, left, top - 14, "start"));
-    if (down) parts.push(draw("g", { transform: `translate(20 ${top + ((rows.length - 1) * gap + box) / 2}) rotate(-90)` }, label(down, 0, 0, "middle")));
+    if (down) parts.push(draw("g", { transform: `translate(24 ${top + ((rows.length - 1) * gapY + high) / 2}) rotate(-90)` }, label(down, 0, 0, "middle")));
     rows.forEach((row, j) => columns.forEach((column, i) => {
-      const x = left + i * gap, y = top + j * gap;
-      if (i + 1 < columns.length && row !== null) parts.push(link(across, x + box, y + box / 2, x + gap, y + box / 2));
-      if (j + 1 < rows.length && column !== null) parts.push(link(down, x + box / 2, y + box, x + box / 2, y + gap));
-      parts.push(...(row === null || column === null ? [draw("text", { x: x + box / 2, y: y + box / 2 + 4, "text-anchor": "middle" }, "…")]
-        : device(x, y, String(row * (shape.at(-1) || 1) + column))));
+      const x = left + i * gapX, y = top + j * gapY, index = row === null || column === null ? null : row * (shape.at(-1) || 1) + column;
+      if (i + 1 < columns.length && row !== null) parts.push(link(across, x + wide, y + high / 2, x + gapX, y + high / 2));
+      if (j + 1 < rows.length && column !== null) parts.push(link(down, x + wide / 2, y + high, x + wide / 2, y + gapY));
+      parts.push(...device(x, y, index === null || !ids ? index : ids[index]));
     }));
-    top += rows.length * gap + 14;
-    let wide = Math.max(left + columns.length * gap, 420);
+    top += Math.max((rows.length - 1) * gapY + high, down ? 110 : 0) + 44;
     for (const axis of axes.slice(0, -2).reverse()) {
-      const places = drawn(shape[axes.indexOf(axis)], 12);
+      const places = drawn(sizeOf(axis), 10);
       parts.push(label(axis, left, top - 10, "start"));
-      places.forEach((each, i) => { const x = left + i * gap;
-        if (i + 1 < places.length) parts.push(link(axis, x + box, top + box / 2, x + gap, top + box / 2));
-        parts.push(...(each === null ? [draw("text", { x: x + box / 2, y: top + box / 2 + 4, "text-anchor": "middle" }, "…")] : device(x, top, String(each)))); });
-      parts.push(draw("text", { x: left + places.length * gap - 20, y: top + box / 2 + 4, class: "quiet" }, `each a group of ${show("count", behind(axis))} devices`));
-      wide = Math.max(wide, left + places.length * gap + 240);
-      top += gap + 20;
+      places.forEach((each, i) => {
+        const x = left + i * gapX;
+        if (i + 1 < places.length) parts.push(link(axis, x + wide, top + high / 2, x + gapX, top + high / 2));
+        parts.push(...device(x, top, each));
+      });
+      parts.push(draw("text", { x: left + places.length * gapX - 24, y: top + high / 2 + 4, class: "quiet" }, `each a group of ${show("count", behind(axis))} devices`));
+      top += high + 44;
     }
-    const loads = axes.map((axis) => { const load = loadOf(axis, number); return `${axis} of ${shape[axes.indexOf(axis)]} is busy ${load ? show("share", load.used) : "0 %"} of the step`; });
-    return draw("svg", { class: "picture mesh", viewBox: `0 0 ${Math.max(wide, 1100)} ${top - 24}`, role: "img", "aria-label": `Mesh: ${loads.join("; ")}` }, parts);
+    const loads = axes.map((axis) => `${axis} of ${sizeOf(axis)}: ${busy(axis)}`);
+    return draw("svg", { class: "picture mesh", viewBox: `0 0 1100 ${top - 30}`, role: "img", "aria-label": `Mesh. ${loads.join("; ")}` }, parts);
   }
 
   // Timeline
