@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections import defaultdict
+from importlib import resources
 
 import pytest
 import torch
@@ -136,6 +137,31 @@ def test_a_page_loads_nothing_and_no_name_can_break_out_of_it(run):
         assert addresses == {"http://www.w3.org/2000/svg"}  # the name of SVG, which nobody loads
         assert not re.search(r"<\w[^>]*\s(?:src|srcset|action)=|@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
         assert "default-src 'none'" in page
+
+
+def brightness(colour: str) -> float:
+    """Relative luminance, as WCAG 2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts]
+    return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    lighter, darker = sorted((brightness(one), brightness(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_text_can_be_read_on_its_ground_in_light_and_in_dark():
+    style = resources.files("meshloom.observe.report").joinpath("report.css").read_text(encoding="utf-8")
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in style.split("@media")[:2])
+    assert set(light) == set(dark) and len(light) > 25
+    assert contrast("#ffffff", "#000000") == pytest.approx(21) and contrast("#777777", "#ffffff") < 4.5
+    fills = ["wait", "hidden", *(f"phase-{i}" for i in range(4))]
+    grounds = [(text, on) for text in ("ink", "soft", "accent", "wait") for on in ("card", "page", "faint")]
+    for colours in (light, dark):
+        for text, on in [*grounds, ("module-ink", "module"), *(("on-fill", fill) for fill in fills)]:
+            assert contrast(colours[text], colours[on]) >= 4.5, f"{text} on {on}"
+        assert contrast(colours["focus"], colours["card"]) >= 3
 
 
 def test_a_limit_that_is_not_there_and_one_that_is_not_kept(tmp_path):

@@ -432,7 +432,9 @@
   function timelineParts() {
     const section = place("timeline");
     const act = (title, does) => make("button", { type: "button", onclick: () => { does(); paint(); } }, title);
-    const kinds = timeline.classes.length > 1 ? timeline.classes.map((each, k) => act(`kind ${k}: ${each.devices} devices`, () => { view.kind = k; view.chosen = -1; })) : [];
+    const kinds = timeline.classes.length > 1 ? timeline.classes.map((each, k) => act(`kind ${k}: ${each.devices} devices`, () => { view.kind = k; view.chosen = -1; press(); })) : [];
+    const press = () => kinds.forEach((button, k) => button.setAttribute("aria-pressed", String(k === view.kind)));
+    press();
     section.append(
       make("p", { class: "note" }, "Compute, and the collectives on the links of each axis. Drag to move. Focus the picture and turn the wheel, or hold Ctrl with it, to zoom; keys: + and − zoom, arrows move, n and p go from box to box, 0 shows all."),
       make("div", { class: "tools", role: "group", "aria-label": "View of the timeline" }, act("Zoom in", () => zoom(0.5)), act("Zoom out", () => zoom(2)), act("Earlier", () => pan(-0.25)), act("Later", () => pan(0.25)),
