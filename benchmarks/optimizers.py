@@ -90,9 +90,9 @@ def _llama(puts: Callable[[], Puts]) -> Pair:
     for name, module in ours.named_modules():
         for each, value in list(module._parameters.items()):
             if value is not None:
-                module._parameters[each] = put.parameter(value.detach(), _placements(name))
+                module._parameters[each] = put.parameter(value.detach(), megatron_placements(name))
     tokens = torch.randint(0, 256, (8, 32))
-    steps = _train(ours, put.tokens(tokens)), _train(dense, tokens)
+    steps = train(ours, put.tokens(tokens)), train(dense, tokens)
     losses = [float(step()) for step in steps]
     if not math.isclose(*losses, rel_tol=1e-4):
         raise WrongAnswer(f"the loss is {losses[0]} and dense has {losses[1]}")
@@ -100,14 +100,15 @@ def _llama(puts: Callable[[], Puts]) -> Pair:
     return Pair(*steps)
 
 
-def _placements(name: str) -> dict[str, loom.Placement]:
+def megatron_placements(name: str) -> dict[str, loom.Placement]:
     """Columns of the first projections and rows of the second, as Megatron has them."""
     if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
         return {"tp": loom.Shard(0)}
     return {"tp": loom.Shard(1)} if name.endswith(("o_proj", "down_proj")) else {}
 
 
-def _train(model: Any, tokens: Any) -> Callable[[], Any]:
+def train(model: Any, tokens: Any) -> Callable[[], Any]:
+    """A step of training a language model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> Any:

@@ -64,7 +64,7 @@ def _processes(rows: Sequence[Row]) -> list[str]:
 
 def _predictions(rows: Sequence[Row]) -> list[str]:
     lines = [prediction_line(row) for row in rows if row.shown == "error"]
-    head = ("collective", "devices", "predicted", "measured", "error")
+    head = ("work", "devices", "predicted", "measured", "error")
     return [f"### Predicted\n\n{_markdown(head, lines)}"] if lines else []
 
 

@@ -1,50 +1,265 @@
-"""Predicted against measured: this machine is calibrated, then the simulator is asked about other sizes too."""
+"""Predicted against measured on this machine: it is calibrated, then asked about sizes and shapes that it did not see.
+
+Every point is measured in three runs, whose spread says how far a point repeats at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from examples.transformer import PLANS
 
 import meshloom as loom
-from benchmarks import moves
-from benchmarks.results import OURS, Row
-from meshloom.cli.measuring import FULL, QUICK, Effort, collective_point, measure
-from meshloom.collectives.algorithms import choose
-from meshloom.fabric import Fabric
+from benchmarks import gpt
+from benchmarks.goals import Goal
+from benchmarks.optimizers import megatron_placements, train
+from benchmarks.results import OURS, Row, verdict
+from meshloom.cli.host_measuring import FULL, QUICK, measure_host
+from meshloom.cli.measuring import best_of
+from meshloom.fabric.host import Host
+from meshloom.tensor.host_time import host_time
 
-KINDS = ("all_reduce", "all_gather")
-SIZES = (256 << 10, 4 << 20, 64 << 20)
-QUICK_SIZES = (8 << 10, 64 << 10)
+RUNS = 3
+MEDIAN, WORST = Goal("error", 0.15), Goal("error", 0.30)
+BETWEEN, FAR = Goal("error", 0.20), Goal("error", 0.0)
+PROCESSES = (2, 4)
+RANKS = Path(__file__).with_name("prediction_ranks.py")
+DEVICES = (8, 32)
+SIZES = (2 << 10, 24 << 10, 200 << 10, 3 << 20, 12 << 20, 40 << 20)
+PRODUCTS = (
+    (96, 96, 96), (300, 300, 300), (512, 512, 512), (768, 768, 768), (1200, 1200, 1200), (20, 2048, 2048),
+    (2048, 50, 2048), (1500, 200, 900), (2000, 2000, 40), (333, 777, 555), (8, 3000, 3000), (640, 640, 2560),
+)  # fmt: skip
+SHAPES = ((512, 512), (2000, 1000), (4096, 4096))
+ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
+    "x + 1": lambda x: x + 1, "relu": torch.relu, "gelu": F.gelu, "exp": torch.exp,
+    "softmax(1)": lambda x: x.softmax(1), "softmax(0)": lambda x: x.softmax(0), "sum": torch.sum,
+}  # fmt: skip
 
 
-def predictions(quick: bool) -> Iterator[Row]:
-    """For each collective and size a row with both times and the error of the predicted one."""
-    effort = QUICK if quick else FULL
-    fabric = measure((moves.DEVICES,), effort).preset.fabric()
-    for kind in KINDS:
-        for size in QUICK_SIZES if quick else SIZES:
-            yield _row(kind, size, fabric, effort)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One point: what is run on how many devices, for how long it is measured, and how it is made ready."""
+
+    work: str
+    detail: str
+    devices: int
+    seconds: float
+    make: Callable[[], Callable[[], object]]
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every point."""
+    short = 0.01 if quick else 0.12
+    found = [*_collectives(short), *_products(short), *_elementwise(short)]
+    steps = [*_steps(0.05 if quick else 1.5)]
+    return [*found[::17], steps[0]] if quick else [*found, *steps]
 
 
 def count(quick: bool) -> int:
-    """How many rows there will be."""
-    return len(KINDS) * len(QUICK_SIZES if quick else SIZES)
+    """How many rows there will be, the summaries included."""
+    together = 12 if quick else 30 + 30 + (6 if find_spec("transformers") is not None else 4)
+    return len(cases(quick)) + 2 + together + 2
 
 
-def predicted(kind: str, size: int, fabric: Fabric) -> float:
-    """Seconds that the simulator gives a value of `size` bytes on the links of a fabric."""
-    group = tuple(fabric.coordinates())
-    schedule = choose(kind, group, fabric, size)(group, fabric)
-    return loom.simulate(schedule, fabric, size=size).time
+def predictions(quick: bool) -> Iterator[Row]:
+    """In this process, then on several."""
+    yield from alone(quick)
+    yield from between(quick)
 
 
-def _row(kind: str, size: int, fabric: Fabric, effort: Effort) -> Row:
-    mesh = loom.open_mesh((moves.DEVICES,))
-    took = collective_point(kind, mesh, mesh.axes[0], size, effort.seconds).seconds
-    says = predicted(kind, size, fabric)
+def alone(quick: bool) -> Iterator[Row]:
+    """For each point a row with both times and the error of the predicted one; then what lies in the middle."""
+    host = measure_host(QUICK if quick else FULL)
+    errors = []
+    for case in cases(quick):
+        row = _row(case, host)
+        assert row.error is not None
+        errors.append(abs(row.error))
+        yield row
+    for name, goal, value in (
+        ("median", MEDIAN, statistics.median(errors)),
+        ("95 of 100", WORST, sorted(errors)[math.ceil(0.95 * len(errors)) - 1]),
+    ):
+        figure = round(value, 4)
+        yield Row(
+            OURS, "predicted", f"{name} of {len(errors)} points", (), 0, "error", error=figure, **verdict(goal, figure)
+        )
+
+
+def between(quick: bool) -> Iterator[Row]:
+    """The same on several processes, each number of them calibrated and predicted together."""
+    points = [(count, each) for count in PROCESSES[: 1 if quick else None] for each in _together(count, quick)]
+    far = 0
+    for count, each in points:
+        error = each["said"] / each["took"] - 1
+        far += abs(error) > max(0.3, each["spread"])
+        yield Row(
+            OURS, f"predicted {each['work']}", f"{each['detail']}, {count} processes, spread {each['spread']:.0%}",
+            (count,), count, "error", ours_us=round(each["took"] * 1e6, 3), predicted_us=round(each["said"] * 1e6, 3),
+            error=round(error, 4),
+        )  # fmt: skip
+    median = statistics.median(abs(each["said"] / each["took"] - 1) for _, each in points)
+    for detail, goal, value in (
+        (f"median of {len(points)} points between processes", BETWEEN, median),
+        ("part of them further off than 30 % and than their spread", FAR, far / len(points)),
+    ):
+        held = {"error": round(value, 4), **verdict(goal, value)}
+        yield Row(OURS, "predicted", detail, (), 0, "error", **held)
+
+
+def _together(count: int, quick: bool) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), str(RANKS), str(path)]
+        root = {**os.environ, "PYTHONPATH": os.pathsep.join([str(RANKS.parents[1]), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run([*command, "quick" if quick else "full"], capture_output=True, text=True, env=root)
+        if done.returncode:
+            said = f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            raise RuntimeError(f"{count} processes did not come to their end:\n{said}")
+        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+
+def _row(case: Case, host: Host) -> Row:
+    run = case.make()
+    run()
+    run()
+    with host_time(host) as found:
+        run()
+    taken = [best_of(run, case.seconds) for _ in range(RUNS)]
+    took = min(taken)
+    spread = f"{case.detail}, spread {max(taken) / took - 1:.0%}"
     return Row(
-        OURS, f"predicted {kind.replace('_', '-')}", _text(size), mesh.shape, moves.DEVICES, "error",
-        ours_us=round(took * 1e6, 3), predicted_us=round(says * 1e6, 3), error=round(says / took - 1, 4),
+        OURS, f"predicted {case.work}", spread, (case.devices,), case.devices, "error",
+        ours_us=round(took * 1e6, 3), predicted_us=round(found.seconds * 1e6, 3),
+        error=round(found.seconds / took - 1, 4),
     )  # fmt: skip
+
+
+def _mesh(devices: int) -> loom.Mesh:
+    return loom.open_mesh((devices,), axes=("d",))
+
+
+def _collectives(seconds: float) -> Iterator[Case]:
+    for devices in DEVICES:
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+            for size in SIZES:
+                make = partial(_collective, kind, devices, size)
+                yield Case(kind.replace("_", "-"), _text(size), devices, seconds, make)
+
+
+def _collective(kind: str, devices: int, size: int) -> Callable[[], object]:
+    """A collective of a value of `size` bytes, or of so many bytes on all devices together where each has a part."""
+    mesh, elements = _mesh(devices), size // 4
+    on_each = kind in ("all_reduce", "reduce_scatter")
+    side = max(devices, math.isqrt(elements) // devices * devices)
+    shape = (side, side) if kind == "all_to_all" else (elements * devices if on_each else elements,)
+    x = loom.randn(*shape, mesh=mesh, placements="S(0)")
+    more: dict[str, tuple[object, ...]] = {"all_gather": (0,), "reduce_scatter": (0,), "all_to_all": (1, 0)}
+    return partial(getattr(loom.collectives, kind), x, *more.get(kind, ()))
+
+
+def _products(seconds: float) -> Iterator[Case]:
+    for m, k, n in PRODUCTS:
+        for name, placements in (("row", ("S(0)", "R")), ("inner", ("S(1)", "S(0)"))):
+            make = partial(_product, (m, k, n), placements)
+            yield Case("matmul", f"{m}x{k}x{n} {name}", 8, seconds, make)
+
+
+def _product(sizes: tuple[int, int, int], placements: tuple[str, str]) -> Callable[[], object]:
+    m, k, n = sizes
+    a, b = (
+        loom.randn(*shape, mesh=_mesh(8), placements=each)
+        for shape, each in zip(((m, k), (k, n)), placements, strict=True)
+    )
+    return lambda: a @ b
+
+
+def _elementwise(seconds: float) -> Iterator[Case]:
+    for shape in SHAPES:
+        for name, run in ELEMENTWISE.items():
+            yield Case(name, f"{shape[0]}x{shape[1]}", 8, seconds, partial(_element, run, shape))
+
+
+def _element(run: Callable[[Any], Any], shape: tuple[int, int]) -> Callable[[], object]:
+    return partial(run, loom.randn(*shape, mesh=_mesh(8), placements="S(0)"))
+
+
+def _steps(seconds: float) -> Iterator[Case]:
+    for devices in DEVICES:
+        for plan in ("data", "tensor"):
+            yield Case("MLP step", plan, devices, seconds, partial(_on, make_mlp, plan, devices))
+    for plan in ("data", "tensor"):
+        yield Case("GPT step", plan, 8, seconds, partial(_on_grid, make_gpt, plan))
+        if find_spec("transformers") is not None:
+            yield Case("Llama step", plan, 8, seconds, partial(_on_grid, make_llama, plan))
+
+
+def _on(make: Callable[..., Callable[[], object]], plan: str, devices: int) -> Callable[[], object]:
+    return make(plan, _mesh(devices))
+
+
+def _on_grid(make: Callable[..., Callable[[], object]], plan: str) -> Callable[[], object]:
+    return make(plan, loom.open_mesh((2, 4), axes=("dp", "tp")))
+
+
+def make_mlp(plan: str, mesh: loom.Mesh, width: int = 512, rows: int = 384) -> Callable[[], object]:
+    """A training step of two layers, with the rows sharded, or the hidden dim."""
+    is_data = plan == "data"
+    shapes, placements = ((width, 4 * width), (4 * width, width)), ("R", "R") if is_data else ("S(1)", "S(0)")
+    up, down = (
+        loom.Parameter(torch.randn(shape) / 32, mesh, each) for shape, each in zip(shapes, placements, strict=True)
+    )
+    x = loom.randn(rows, width, mesh=mesh, placements="S(0)" if is_data else "R")
+    optimizer = torch.optim.AdamW([up, down])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ((x @ up).relu() @ down).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def make_gpt(plan: str, mesh: loom.Mesh) -> Callable[[], object]:
+    """A training step of the example GPT."""
+    run = gpt.sides(mesh, PLANS[plan]).ours
+    assert run is not None
+    return run
+
+
+def make_llama(plan: str, mesh: loom.Mesh) -> Callable[[], object]:
+    """A training step of a public Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=96,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for name, module in model.named_modules():
+        for each, value in list(module._parameters.items()):
+            if value is not None:
+                placements = megatron_placements(name) if plan == "tensor" else {}
+                module._parameters[each] = loom.Parameter(value.detach(), mesh, placements)
+    tokens = loom.distribute(torch.randint(0, 1024, (8, 96)), mesh, {"dp": loom.Shard(0)})
+    step: Callable[[], object] = train(model, tokens)
+    return step
 
 
 def _text(size: int) -> str:

@@ -69,9 +69,9 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def predictions(rows: Sequence[Row]) -> Table:
-    """Predicted against measured, a line per collective and size."""
+    """Predicted against measured, a line per point."""
     made = Table(title="predicted with figures calibrated in this run", title_justify="left", box=box.SIMPLE)
-    made.add_column("collective", no_wrap=True)
+    made.add_column("work", no_wrap=True)
     for name in ("devices", "predicted", "measured", "error"):
         made.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -80,14 +80,14 @@ def predictions(rows: Sequence[Row]) -> Table:
 
 
 def prediction_line(row: Row) -> list[str]:
-    """Collective, devices, predicted, measured, error.
+    """Work, devices, predicted, measured, error; of a summary the error alone.
 
     >>> figures = {"ours_us": 2000.0, "predicted_us": 1500.0, "error": -0.25}
     >>> prediction_line(Row("meshloom", "predicted all-gather", "4 MB", (8,), 8, "error", **figures))
     ['all-gather, 4 MB', '8', '1.5 ms', '2.0 ms', '-25%']
     """
-    what = f"{row.work.removeprefix('predicted ')}, {row.detail}"
-    return [what, str(row.devices), duration(row.predicted_us), duration(row.ours_us), figure(row)]
+    what = f"{row.work.removeprefix('predicted').strip()}, {row.detail}".removeprefix(", ")
+    return [what, str(row.devices or ""), duration(row.predicted_us), duration(row.ours_us), figure(row)]
 
 
 def processes(rows: Sequence[Row]) -> Table:

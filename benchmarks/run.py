@@ -88,7 +88,7 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
             rows.append(measure(spec, scale))
             meter.end(rows[-1])
         if predicts:
-            meter.begin("calibrating, then predicting collectives")
+            meter.begin("calibrating, then predicting")
             _take(prediction.predictions(quick), rows, meter)
         for peer, count in asked:
             meter.begin(f"{peer.who}, {count} ranks")

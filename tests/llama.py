@@ -189,3 +189,17 @@ def forward_flops(sizes: Sizes) -> int:
     weights = sizes.layers * (2 * width * (width + keys) + 3 * width * sizes.hidden) + width * sizes.vocabulary
     tokens = sizes.dp * sizes.tokens
     return 2 * weights * tokens + sizes.layers * 4 * tokens * sizes.length * width
+
+
+def summarise_step(sizes: Sizes) -> dict[str, object]:
+    """What a dry run with data says of a step here: on one process, or on each of several that split the mesh."""
+    with loom.dry_run("galaxy") as run:
+        make_step(sizes, "cpu", torch.float32)()
+    held = run.memory.peaks
+    return {
+        "flops": run.flops,
+        "products": sum(node.flops for node in run.nodes if node.model_flops),
+        "held": {what: held[what] for what in ("parameters", "gradients", "optimizer state")},
+        "activations": held["activations"],
+        "links": {axis: load.bytes for axis, load in run.links.items()},
+    }

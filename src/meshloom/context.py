@@ -76,8 +76,8 @@ class Log:
     def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
         """A planned call is about to run; a log of collectives waits until it has."""
 
-    def begin_move(self, tensor: Any) -> None:
-        """A tensor is about to be redistributed or read."""
+    def note_tensor(self, tensor: Any) -> None:
+        """A tensor is about to be used outside of a planned call: moved, read, or in a list of an optimizer."""
 
     def note_call(self, call: object, where: str) -> None:
         """Write a call down before its events."""
@@ -86,6 +86,12 @@ class Log:
 
     def end_call(self, results: Sequence[Any]) -> None:
         """The call has run and told its events; these are its arrays."""
+
+    def begin_fallback(self, name: str, where: str, tensors: Sequence[Any]) -> None:
+        """A function without a rule is about to run on these tensors, gathered: every device does all of it."""
+
+    def end_fallback(self) -> None:
+        """It has run, or failed."""
 
     def abandon_call(self) -> None:
         """The call did not come to its end: an error, or a checkpoint that has recomputed enough."""
@@ -96,6 +102,12 @@ class Log:
         `first` says that the call itself waits for them.
         """
         self.events.extend(events)
+
+    def note_move(self, tensor: Any, target: Any, data: Any) -> None:
+        """The program has redistributed a tensor: to which topology, and the array that came of it."""
+
+    def note_sent(self, kind: str, processes: int, size: int) -> None:
+        """A collective between processes is about to run, of so many bytes of this one."""
 
     @property
     def bytes(self) -> int:
@@ -166,6 +178,7 @@ class State(threading.local):
     capture: Any = None  # the trace that array calls of this thread go into
     checked = False  # every call is compared with those of the other processes
     accumulating = False  # sums of gradients wait
+    keeps_scores = False  # attention without data writes all scores down, as a machine without a fused kernel does
     waiting: dict[int, Any] = {}  # leaves with sums that are told and not carried out, by id, of all threads
     asked: dict[int, Any] | None = None  # the sums of leaves whose gradients `torch.autograd.grad` gives
 

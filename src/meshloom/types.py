@@ -31,6 +31,8 @@ _DTYPES = (
 LONG_NAME = {short: long for short, long, _ in _DTYPES}
 SHORT_NAME = {long: short for short, long, _ in _DTYPES}
 _SIZE = {short: size for short, _, size in _DTYPES}
+# Formats that devices compute in and tensors do not have, with the bytes of one element; 16 share a byte of exponent.
+BLOCK_FORMATS = {"fp8": 1.0, "bfp8": 1 + 1 / 16, "bfp4": 1 / 2 + 1 / 16}
 
 
 def short_dtype(name: str) -> str:
@@ -58,6 +60,17 @@ def itemsize(short: str) -> int:
     2
     """
     return _SIZE.get(short, 1)
+
+
+def width(name: str) -> float:
+    """The bytes of one element of a dtype, or of a format that only devices have.
+
+    >>> width("bf16"), width("bfp8"), width("bfp4")
+    (2.0, 1.0625, 0.5625)
+    """
+    if name in BLOCK_FORMATS:
+        return BLOCK_FORMATS[name]
+    return float(itemsize(check_dtype(name)))
 
 
 def is_floating(short: str) -> bool:

@@ -17,7 +17,7 @@ from meshloom.tensor.host_time import host_time
 
 RATE = 1e9  # bytes per second of every curve
 KINDS = (
-    *"pointwise,in place,copy,turned copy,strided copy,sum,softmax,softmax across,norm,look-up".split(","),
+    *"pointwise,strided,in place,copy,turned copy,strided copy,sum,softmax,softmax across,norm,look-up".split(","),
     "attention",
     "attention backward",
     *(f"sum of {rows} rows" for rows in ROWS),
@@ -59,7 +59,15 @@ def test_products_are_exact_on_the_grid_and_between_their_neighbours_elsewhere()
     assert products.rate((16, 64, 256)) == pytest.approx(16 * 64 * 256)
     assert products.rate((32, 64, 64)) == pytest.approx(32 * 64 * 64)  # a power law is a line between logarithms
     assert products.rate((1, 1, 1)) == pytest.approx(16**3) and products.rate((9999,) * 3) == pytest.approx(256**3)
-    assert products.seconds(3, (16, 16, 16)) == pytest.approx(2 * 3)
+    assert products.seconds(1, (16, 16, 16)) == pytest.approx(2)
+
+
+def test_a_batch_of_products_starts_once() -> None:
+    products = Products((1, 64), {(m, k, n): 2.0 * m * k * n for m in (1, 64) for k in (1, 64) for n in (1, 64)})
+    assert products.seconds(1, (64, 64, 64)) == pytest.approx(1.0)  # every product of the table takes a second to start
+    many = products.seconds(100, (64, 64, 64))
+    assert many == pytest.approx(1.0 + 100 * 1.0)  # and no product runs faster than the fastest of the table
+    assert products.seconds(100, (1, 1, 1)) == pytest.approx(1.0 + 100 / 64**3)
 
 
 def test_tables_survive_their_text_and_a_wrong_one_is_refused_with_its_line() -> None:
@@ -139,6 +147,7 @@ def test_views_are_free_and_large_results_pay_for_memory_from_the_system() -> No
         (lambda x: x.t().contiguous(), "turned copy"),
         (lambda x: F.layer_norm(x, (64,)), "norm"),
         (lambda x: x.tanh(), "pointwise"),
+        (lambda x: x.t() * 2, "strided"),
         (lambda x: x.add_(1), "in place"),
         (lambda x: F.embedding(torch.arange(8), x), "look-up"),
     ],

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from meshloom import FabricError, Machine, fabric
-from meshloom.fabric import VIRTUAL, Fabric, Link, Preset, load_preset, preset, preset_names
+from meshloom.fabric import VIRTUAL, AxisLinks, Fabric, Link, Preset, load_preset, preset, preset_names
 from meshloom.fabric.orders import is_order
 from meshloom.mesh import Coordinate
 
@@ -145,7 +145,11 @@ def test_row_108_line_ring_mesh_and_torus_change_the_routes(name):
     assert mesh.route(start, last) != torus.route(start, last)
     line, ring = figures.fabric((8,), "line"), figures.fabric((8,), "ring")
     assert (line.hops((0,), (7,)), ring.hops((0,), (7,))) == (7, 1)
-    assert {link.bandwidth for link in ring.links} == {link.bandwidth for link in mesh.links}
+    raw = [
+        {round(link.bandwidth / figures.efficiency_of(kind)) for link in made.links}
+        for kind, made in (("ring", ring), ("line", mesh))
+    ]
+    assert raw[0] == raw[1]
 
 
 # Routes
@@ -385,9 +389,49 @@ def test_a_group_along_an_axis_is_in_order():
         found.group(2, (0, 0))
 
 
+def test_a_switch_joins_everyone_through_one_port_each():
+    found = grid((4, 2), ("switch", "line"))
+    assert found.kinds == ("switch", "line") and found.switches == (0,)
+    assert found.hops((0, 0), (3, 1)) == 2
+    assert found != grid((4, 2), ("full", "line")) and found.links == grid((4, 2), ("full", "line")).links
+    assert str(found) == "4x2 fabric (switch, line) of 32 links"
+    assert found.without((0, 0), (1, 0)).switches == (0,)
+
+
+def test_a_fabric_with_packets_sums_and_starts_reads_back_from_its_code():
+    figures = {"combined": [5e8, None], "packets": [None, (4096, 2e-6)], "combining": 1e9, "least": (0.0, 100.0)}
+    one = grid((2, 3), ("ring", "switch"), **figures, launch=1e-6)
+    assert one.link((0, 0), (1, 0)) == Link((0, 0), (1, 0), 1e-6, 1e9, combined=5e8)
+    assert one.link((0, 0), (0, 2)) == Link((0, 0), (0, 2), 1e-6, 1e9, packet=(4096, 2e-6), least=100.0)
+    other = one.without((0, 0), (1, 0))
+    for found in (one, other):
+        assert eval(repr(found), {"Fabric": Fabric, "Link": Link}) == found
+        for made in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+            assert (made, made.launch, made.combining, made.switches) == (found, 1e-6, 1e9, (1,))
+    assert one != grid((2, 3), ("ring", "switch"), **figures)
+
+
+def test_lanes_multiply_the_bandwidth_of_sums_too():
+    found = Fabric.grid((2,), "line", 1e-6, 1e9, 3, combined=[5e8])
+    assert found.link((0,), (1,)) == Link((0,), (1,), 1e-6, 3e9, combined=1.5e9)
+    merged = Fabric.of((2,), [*found.links, Link((0,), (1,), 2e-6, 1e9, packet=(100, 3e-6))])
+    assert merged.link((0,), (1,)) == Link((0,), (1,), 2e-6, 4e9, combined=2.5e9, packet=(100, 3e-6))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Fabric.of((2,), grid((2,)).links, switches=[1]), "switch on axis 1 of a 2 fabric"),
+        (lambda: grid((2,), launch=-1.0), "launch=-1.0 s"),
+        (lambda: grid((2,), combining=0.0), "combining=0.0 bytes/s"),
+        (lambda: grid((2, 2), packets=[(4096, 1e-6)]), "1 values of packets for 2 axes"),
+        (lambda: Link((0,), (1,), 1e-6, 1e9, packet=(0, 1e-6)), "packet (0, 1e-06)"),
+        (lambda: Link((0,), (1,), 1e-6, 1e9, combined=-1.0), "combined -1.0"),
+        (lambda: AxisLinks("rign", 4, 1e-6, 1e9), "'rign' is not a kind of axis"),
+        (lambda: AxisLinks("ring", 0, 1e-6, 1e9), "an axis of 0 devices"),
+        (lambda: AxisLinks("ring", 4, 1e-6, 0.0), "a ring of 4 of 1e-06 s and 0.0 bytes/s"),
+        (lambda: replace(preset("galaxy"), packet=None), "has a packet without its latency"),
+        (lambda: replace(preset("galaxy"), levels=("chip",)), "needs levels for each of 2 axes"),
         (lambda: grid((4,), missing=[((1,), (2,))]), "not connected: no way from (0,) to (2,) (3,)"),
         (lambda: Fabric.of((2,), [Link((0,), (1,), 1e-6, 1e9)]), "not connected: no way back to (0,) from (1,)"),
         (lambda: Fabric.of((2, 2), []), "not connected"),
@@ -423,7 +467,7 @@ def test_what_cannot_be_is_refused(make, message):
         ("galaxy", (8, 4), 128, 50e9, 12e9),
         ("quietbox", (2, 2), 8, 100e9, 32e9),
         ("loudbox", (2, 4), 20, 100e9, 32e9),
-        ("nvlink8", (8,), 56, 87.7e9, 80e9),
+        ("nvlink8", (8,), 56, 300e9, 80e9),
         ("ethernet16", (16,), 240, 12.5e9, 256e9),
     ],
 )
@@ -440,7 +484,32 @@ def test_a_preset_gives_its_fabric_and_its_machine(name, shape, links, edge, mem
 
 
 def test_the_list_of_presets_above_is_all_of_them():
-    assert preset_names() == ("ethernet16", "galaxy", "loudbox", "n300", "nvlink8", "quietbox", "t3000")
+    levels = ("galaxy4", "nvlink8x16")  # of two levels: below
+    flat = ("ethernet16", "galaxy", "loudbox", "n300", "nvlink8", "quietbox", "t3000")
+    assert preset_names() == tuple(sorted((*flat, *levels)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "levels", "edges"),
+    [
+        ("nvlink8x16", (16, 8), ("host", "chip"), (25e9, 300e9)),
+        ("galaxy4", (4, 8, 4), ("rack", "chip", "chip"), (25e9, 37.5e9, 37.5e9)),
+    ],
+)
+def test_a_preset_of_two_levels_has_other_links_on_each(name, shape, levels, edges):
+    found = preset(name)
+    axes = found.machine().axes
+    assert tuple(axis.size for axis in axes) == shape and tuple(axis.level for axis in axes) == levels
+    assert [axis.bandwidth for axis in axes] == pytest.approx([edge * found.efficiency for edge in edges])
+    lines = found.fabric()
+    for number, axis in enumerate(axes):
+        along = {
+            (link.latency, link.bandwidth, link.combined, link.packet, link.least)
+            for link in lines.links
+            if lines.axis_of(link) == number
+        }
+        assert along == {(axis.latency, axis.bandwidth, axis.combined, axis.packet, axis.least)}
+    assert lines.kinds == tuple(axis.kind for axis in axes)
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -507,6 +576,59 @@ def test_a_preset_of_ones_own_is_read_from_toml(tmp_path):
     assert lines.link((1, 3), (0, 1)) is None
     assert found.machine().bandwidth == 0.5e9
     assert found.fabric(kinds="mesh").link((0, 0), (0, 1)) is not None
+
+
+MORE = OWN.replace('kinds = ["line", "ring"]', 'kinds = ["line", "ring"]\nlevels = ["host", "chip"]').replace(
+    "efficiency = 0.5",
+    "efficiency = 0.5\npatterns.combine = 0.25\npatterns.ring = 1.0\n"
+    "launch = 3e-6\npacket = 4096\npacket_latency = 4e-6\nleast = 100",
+)
+MORE = MORE.replace(
+    "memory = 8e9", "memory = 8e9\nmemory_efficiency = 0.9\nefficiency = 0.8\noverhead = 1e-6\ncombining = 3e10"
+)
+
+
+def test_a_preset_says_efficiency_by_pattern_and_what_starting_and_combining_take(tmp_path):
+    found = written(tmp_path, MORE)
+    line, ring = found.machine().axes
+    assert (line.bandwidth, line.combined, line.level) == (0.5e9, 0.25e9, "host")
+    assert (ring.bandwidth, ring.combined, ring.level) == (8e9, 2e9, "chip")
+    assert line.packet == ring.packet == (4096, 4e-6) and line.least == ring.least == 100
+    machine = found.machine()
+    assert (machine.launch, machine.overhead, machine.combining) == (3e-6, 1e-6, 3e10)
+    assert machine.compute(0.8e12, 0) == pytest.approx(1.0 + 1e-6)
+    assert machine.compute(0, 0.9e11) == pytest.approx(1.0 + 1e-6)
+    fabric = found.fabric()
+    assert (fabric.launch, fabric.combining) == (3e-6, 3e10)
+    assert fabric.link((1, 0), (1, 1)) == Link((1, 0), (1, 1), 2e-6, 8e9, 2e9, (4096, 4e-6), 100)
+    assert written(tmp_path, found.to_toml()) == found
+    assert str(found) == (
+        "own: Two boxes\n"
+        "  links    2x4 (line of hosts, ring of chips), 1 lane of 1 GB/s x 0.5, 2 us | 2 lanes of 4 GB/s x 0.5, 2 us\n"
+        "  patterns combine x 0.25, ring x 1\n"
+        "  packet   4096 B, 4 us; messages count for 100 B at least\n"
+        "  sums     3 us to start a collective, 30 GB/s combined\n"
+        "  device   8 GB at 100 GB/s x 0.9, 1 us per op\n"
+        "  flops    f32 1 T, x 0.8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("patterns.combine = 0.25", "patterns.combin = 0.25", "links.patterns.combin is not a pattern"),
+        ("patterns.combine = 0.25", "patterns.combine = 2", "links.patterns.combine is 2"),
+        ("launch = 3e-6", "launch = -1", "links.launch is -1"),
+        ("packet_latency = 4e-6", "", "links.packet_latency is missing"),
+        ("overhead = 1e-6", 'overhead = "1e-6"', "device.overhead is '1e-6'"),
+        ("combining = 3e10", "combining = 0", "device.combining is 0"),
+        ('levels = ["host", "chip"]', 'levels = ["host"]', "levels is ['host']"),
+    ],
+)
+def test_a_bad_figure_of_these_is_refused_with_its_key(tmp_path, old, new, message):
+    assert old in MORE
+    with pytest.raises(FabricError, match=re.escape(message)):
+        written(tmp_path, MORE.replace(old, new, 1))
 
 
 def test_a_preset_written_as_toml_reads_back(tmp_path):
@@ -579,7 +701,16 @@ def test_a_machine_computes_at_the_peak_of_the_dtype():
     assert machine.compute(1, 2e12, "bf16") == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("wrong", [{"memory": 0}, {"peaks": (("f32", -1.0),)}, {"latency": 0}])
+@pytest.mark.parametrize("wrong", [{"launch": -1.0}, {"overhead": -1e-6}])
+def test_a_machine_refuses_negative_seconds(wrong):
+    with pytest.raises(TypeError, match="give 0 or more seconds"):
+        replace(VIRTUAL, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"memory": 0}, {"peaks": (("f32", -1.0),)}, {"latency": 0}, {"combining": 0.0}, {"memory_efficiency": 0.0}],
+)
 def test_a_machine_refuses_figures_that_are_not_above_zero(wrong):
     with pytest.raises(TypeError, match="give a number above 0"):
         replace(VIRTUAL, **wrong)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import meshloom as loom
-from llama import LARGE_70B, SMALL_7B, Sizes, make_step, parameters_per_device, saved_bytes
+import ranks
+from llama import LARGE_70B, SMALL_7B, Llama, Sizes, make_step, parameters_per_device, saved_bytes, summarise_step
 from meshloom import Shard
 from meshloom.cost import price
 from meshloom.fabric import preset
@@ -77,6 +78,7 @@ import json, math, resource, sys, time
 sys.path.insert(0, {tests!r})
 from llama import LARGE_70B, Sizes, make_step
 import meshloom as loom
+import ranks
 sizes = Sizes(**LARGE_70B, layers=80, dp=2048, tp=8)
 step = make_step(sizes)
 with loom.dry_run("galaxy", memory=math.inf) as run:
@@ -166,7 +168,7 @@ def test_a_run_can_be_kept_in_a_file(run):
 def test_the_timeline_is_in_order_and_priced_by_the_cost_module(run):
     starts = [each.start for each in run.timeline]
     assert starts == sorted(starts) and max(each.end for each in run.timeline) == run.time
-    machine = preset("galaxy").machine()
+    machine = preset("galaxy").machine().on(run.graph.mesh)
     by_number = {node.number: node for node in run.nodes}
     moved = [each for each in run.timeline if each.stream == "communication" and "small" not in each.name]
     assert moved
@@ -175,6 +177,16 @@ def test_the_timeline_is_in_order_and_priced_by_the_cost_module(run):
         assert each.duration in prices
     busy = [each for each in run.timeline if each.stream == "compute"]
     assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(busy))
+
+
+def test_each_axis_is_priced_on_its_own_links():
+    mesh = loom.open_mesh((16, 8), axes=("host", "chip"))
+    x = loom.empty(1 << 14, 1 << 12, mesh=mesh, placements="S(0), S(1)", device="meta")
+    with loom.dry_run("nvlink8x16", memory=math.inf) as run:
+        x.redistribute("R, S(1)")
+        x.redistribute("S(0), R")
+    assert run.links["host"].seconds / run.links["host"].bytes > 3 * run.links["chip"].seconds / run.links["chip"].bytes
+    assert "switch of 16" in run.links["host"].links and "switch of 8" in run.links["chip"].links
 
 
 def test_memory_over_time_reaches_the_peak(run):
@@ -207,6 +219,19 @@ def test_the_machine_decides_the_time_and_not_the_bytes():
         found[run.machine.name] = run
     assert len({run.time for run in found.values()}) == 3
     assert len({run.bytes for run in found.values()}) == len({run.flops for run in found.values()}) == 1
+
+
+def test_a_machine_without_fused_attention_keeps_the_scores():
+    sizes = Sizes(width=64, hidden=64, heads=4, groups=4, vocabulary=64, layers=2, dp=1, tp=2, rows=1, length=256)
+    kept = []
+    for fused in (True, False):
+        with loom.dry_run("galaxy", fused_attention=fused) as run:
+            make_step(sizes, dtype=torch.float32)()
+        kept.append(run.memory.peaks["activations"])
+        (told,) = (each for each in run.assumptions if each.what == "attention without data")
+        assert ("fused kernel" in told.value) is fused
+    scores = 4 * sizes.heads // sizes.tp * sizes.length**2  # bytes of one layer's on one device
+    assert kept[1] - kept[0] == pytest.approx(sizes.layers * scores, rel=0.01)
 
 
 def test_without_a_machine_it_is_the_one_in_use():
@@ -260,6 +285,14 @@ def test_a_table_that_is_not_there_names_those_that_are(run):
     with pytest.raises(loom.ArgumentError, match="did you mean 'module'"):
         run.table("modul")
     assert all(len(run.table(by)) for by in TABLES)
+
+
+def test_a_line_of_a_table_by_its_name(run):
+    table = run.table("phase")
+    assert table["backward"].calls == len([node for node in run.nodes if node.phase == "backward"])
+    assert [row.name for row in table] == ["forward", "backward", "optimizer"]
+    with pytest.raises(loom.BoundsError, match="did you mean 'backward'"):
+        table["backwards"]
 
 
 def test_two_runs_side_by_side():
@@ -412,3 +445,42 @@ def test_cross_entropy_of_a_micro_batch_loop_is_summed_once():
         F.linear(batches[-1], weight).square().sum().backward()
     assert len([node for node in run.nodes if node.is_gradient_sum]) == 1
     assert run.memory.peaks["gradients"] == 8 * 8 * 4
+
+
+def test_processes_that_split_the_mesh_say_the_same_as_one():
+    alone = summarise_step(TINY)
+    for found in (*ranks.run(2, "llama:summarise_step", TINY), *ranks.run(4, "llama:summarise_step", TINY)):
+        assert found.pop("activations") == pytest.approx(alone["activations"], rel=0.05)  # losses keep other statistics
+        assert found == {name: value for name, value in alone.items() if name != "activations"}
+
+
+def allocated_at_most(step) -> int:
+    """The most that torch's allocator has given out during a step, beyond what was there before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+def test_the_peak_on_one_device_is_what_torch_allocates_for_the_dense_step():
+    sizes = Sizes(width=128, hidden=192, heads=4, groups=4, vocabulary=256, layers=3, dp=1, tp=1, rows=2, length=64)
+    model = Llama(sizes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(sizes.tokens).reshape(-1, sizes.length) % sizes.vocabulary
+
+    def dense():
+        scores = model(tokens)
+        loss = F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+        del scores
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    dense()  # the optimizer's state is there afterwards
+    step = make_step(sizes, "cpu", torch.float32)
+    step()
+    with loom.dry_run("galaxy") as run:
+        step()
+    before = sum(each.bytes for each in run.graph.storages if each.made < 0)
+    assert run.memory.peak - before == allocated_at_most(dense)

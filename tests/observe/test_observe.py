@@ -702,6 +702,19 @@ def test_what_explain_advises_costs_what_it_says_and_gives_the_same_values():
     torch.testing.assert_close(ask().to_torch(), (x @ v + x @ w).to_torch(), rtol=1e-4, atol=1e-3)
 
 
+def test_explain_sees_that_a_result_is_sliced_at_once_and_advises_to_scatter_it():
+    mesh = loom.open_mesh((4,), axes=("dp",))
+    x = loom.randn(512, 2048, mesh=mesh, placements="S(1)")
+    g = loom.randn(2048, 512, mesh=mesh, placements="S(0)")
+    found = loom.explain(lambda: (x @ g).redistribute({"dp": Shard(0)}))
+    (change,) = found.advice.changes
+    assert change.request == (Shard(0),) and change.back is None
+    with loom.record() as log:
+        asked = loom.matmul(x, g, output={"dp": Shard(0)})
+    assert log.kinds() == {"reduce_scatter": 1} and log.bytes < found.bytes
+    torch.testing.assert_close(asked.to_torch(), (x @ g).to_torch(), rtol=1e-4, atol=1e-3)
+
+
 def test_explain_advises_nothing_about_values_that_were_written_in_place():
     mesh = loom.open_mesh((4,), axes=("tp",))
     x = loom.randn(256, 1024, mesh=mesh, placements="S(1)")

@@ -112,6 +112,21 @@ def test_a_call_without_a_cheaper_way_says_nothing():
     assert [each["alternative"] for each in collect_figures(run)["calls"]] == [None]
 
 
+def test_a_result_that_the_program_redistributes_itself_stays_where_it_lies():
+    mesh = loom.open_mesh((4,), axes=("tp",))
+    x = loom.empty(1024, 4096, mesh=mesh, placements={"tp": Shard(1)}, device="meta")
+    w = loom.empty(4096, 1024, mesh=mesh, placements={"tp": Shard(0)}, device="meta")
+    found = []
+    for moves in (False, True):
+        with loom.dry_run("t3000") as run:
+            first = x @ w
+            if moves:
+                first.redistribute({"tp": Shard(0)})
+            first + (2 * x) @ w
+        found.append(Alternatives(run).find(run.nodes[0]))
+    assert found[0]["asks"][0].endswith("output={'tp': 'P(sum)'}") and found[1] is None
+
+
 def test_a_node_of_backward_has_the_alternative_of_its_forward_call():
     mesh = loom.open_mesh((4,), axes=("tp",))
     x = loom.empty(1024, 4096, mesh=mesh, placements={"tp": Shard(1)}, device="meta")

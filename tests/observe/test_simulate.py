@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 import meshloom as loom
 from meshloom import ArgumentError, Machine, Mesh
 from meshloom.collectives.algorithms import ALGORITHMS, Algorithm
+from meshloom.collectives.jobs import Jobs, Wires, by_events, by_steps, read_schedule
 from meshloom.collectives.schedule import Schedule, Send
 from meshloom.errors import FabricError
 from meshloom.fabric import Fabric, Link
-from meshloom.observe.jobs import Jobs, Wires, by_events, by_steps, read_schedule
 from meshloom.observe.simulate import Simulation, compute_time, schedule_of, simulate, whole_size
 from meshloom.ops import Call, Ref
 from meshloom.planner import Plan, plan
@@ -148,6 +148,83 @@ def test_chunks_are_ceil_sized_and_the_last_is_what_is_left():
     assert [found.link((i,), (i + 1,)).bytes for i in range(4)] == [3, 3, 3, 1]
 
 
+# ports, packets, sums and starts
+
+
+def switch_of(p: int, **named: object) -> Fabric:
+    return Fabric.grid((p,), "switch", LATENCY, BANDWIDTH, **named)
+
+
+def test_messages_to_several_at_once_share_the_port_of_their_source():
+    to_three = schedule(tuple(send(0, i) for i in (1, 2, 3)))
+    assert starts(to_three, switch_of(4), 1000) == [0, 1, 2]
+    assert simulate(to_three, switch_of(4), 1000).time == pytest.approx(LATENCY + 3 * 1000 / BANDWIDTH)
+    assert simulate(to_three, FABRICS["full"](4), 1000).time == pytest.approx(LATENCY + 1000 / BANDWIDTH)
+
+
+def test_messages_from_several_at_once_share_the_port_of_their_destination():
+    from_three = schedule(tuple(send(i, 0, reduce=True) for i in (1, 2, 3)))
+    assert starts(from_three, switch_of(4), 1000) == [0, 0, 0]
+    assert simulate(from_three, switch_of(4), 1000).time == pytest.approx(LATENCY + 3 * 1000 / BANDWIDTH)
+
+
+def test_a_port_sends_and_receives_at_once_and_messages_that_change_places_do_not_wait():
+    around = schedule(tuple(send(i, (i + 1) % 4) for i in range(4)))
+    assert simulate(around, switch_of(4), 1000).time == pytest.approx(LATENCY + 1000 / BANDWIDTH)
+
+
+def test_ports_of_two_axes_are_two():
+    both = Schedule(
+        "made", "by_hand", ((0, 0), (0, 1), (1, 0)), 1, ((Send((0, 0), (0, 1), 0), Send((0, 0), (1, 0), 0)),)
+    )
+    found = simulate(both, Fabric.grid((2, 3), "switch", LATENCY, BANDWIDTH), 1000)
+    assert found.time == pytest.approx(LATENCY + 1000 / BANDWIDTH)
+
+
+def test_what_is_on_its_way_through_a_switch_does_not_hold_up_its_source():
+    # 1 and 2 send to 0 at once; 2 has to wait at the port of 0, and has sent to 3 meanwhile
+    made = schedule((send(1, 0, 0, reduce=True), send(2, 0, 0, reduce=True), send(2, 3, 0)))
+    found = {span.track: span.start for span in simulate(made, switch_of(4), 1000).events if "->" in span.track}
+    assert found["(2,)->(3,)"] == pytest.approx(1e-6)
+
+
+def test_sums_may_be_slower_than_copies_and_take_their_own_time():
+    made = schedule((send(0, 1, reduce=True),), (send(1, 0),))
+    slow = Fabric.grid((2,), "line", LATENCY, BANDWIDTH, combined=[BANDWIDTH / 2], combining=BANDWIDTH / 4)
+    assert starts(made, slow, 1000) == [0, 7]  # 2 us on the link, 1 us of latency, 4 us to combine
+    assert simulate(made, slow, 1000).time == pytest.approx(9e-6)
+
+
+def test_combining_does_not_hold_up_the_link():
+    made = schedule((send(0, 1, 0, reduce=True),), (send(0, 1, 1, reduce=True),), chunks=2)
+    slow = Fabric.grid((2,), "line", LATENCY, BANDWIDTH, combining=BANDWIDTH)
+    assert starts(made, slow, 2000) == [0, 1]
+
+
+def test_latency_grows_with_the_size_up_to_a_full_packet():
+    by_size = Fabric.grid((2,), "line", LATENCY, BANDWIDTH, packets=[(4000, 3e-6)])
+    times = [simulate(schedule((send(0, 1),)), by_size, size).time for size in (0, 2000, 4000, 8000)]
+    assert times == pytest.approx([1e-6, 4e-6, 7e-6, 11e-6])
+
+
+def test_a_small_message_occupies_its_link_as_long_as_the_least_one():
+    made = schedule(*((send(0, 1, i),) for i in range(4)), chunks=4)
+    least = Fabric.grid((2,), "line", LATENCY, BANDWIDTH, least=1000)
+    assert starts(made, least, 40) == [0, 1, 2, 3]
+    assert simulate(made, least, 40).time == pytest.approx(5e-6)
+    assert simulate(made, least, 8000).time == pytest.approx(9e-6)
+
+
+def test_a_collective_starts_after_what_starting_takes():
+    slow = ring_of(4, launch=5e-6)
+    plain, late = (simulate(ring_all_reduce(4), fabric, 4000) for fabric in (ring_of(4), slow))
+    assert late.time == pytest.approx(plain.time + 5e-6)
+    assert min(span.start for span in late.events) == pytest.approx(5e-6)
+    assert simulate(schedule(), slow, 4000).time == 0
+    made = matmul("S(1)", "S(0)")
+    assert simulate(made, slow).time == pytest.approx(simulate(made, ring_of(4)).time + 5e-6)
+
+
 # closed formulas
 
 
@@ -173,10 +250,10 @@ def predicted(line: Algorithm, group: tuple[tuple[int, ...], ...], size: int) ->
 @pytest.mark.parametrize("line", ALGORITHMS.values(), ids=str)
 @pytest.mark.parametrize("size", [EVEN, 1000 * EVEN])
 def test_every_algorithm_takes_what_its_formula_says(line, size):
-    shapes = [(2, 4), (4, 4), (2, 3)] if line.needs == "grid" else [(2,), (4,), (8,), (5,)]
+    shapes = [(2, 4), (4, 4), (2, 3)] if line.is_across else [(2,), (4,), (8,), (5,)]
     ran = 0
     for shape in shapes:
-        kinds = {"grid": "ring" if "torus" in line.name else "line", "any": "line"}
+        kinds = {"grid": "ring" if "torus" in line.name else "line", "any": "line", "levels": "full"}
         fabric = Fabric.grid(shape, kinds.get(line.needs, line.needs), LATENCY, BANDWIDTH)
         if "halving" in line.name and shape == (5,):
             continue  # partners at powers of two
@@ -234,7 +311,7 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, Fabric, int]:
     rates = [chance.choice([1e8, 1e9]) for _ in range(2 * p)]
     pairs = [(i, (i + 1) % p) for i in range(p)] + [((i + 1) % p, i) for i in range(p)]
     links = {pair: Link((pair[0],), (pair[1],), chance.choice([0.0, 1e-6]), rates[n]) for n, pair in enumerate(pairs)}
-    fabric = Fabric.of((p,), links.values())
+    fabric = Fabric.of((p,), links.values(), switches=[0] if chance.random() < 0.3 else [])
     distinct = chance.random() < 0.7
     steps = []
     for _ in range(chance.randrange(8)):
@@ -274,22 +351,33 @@ def test_both_ways_are_taken_by_random_schedules():
 
 
 def plainly(made: Schedule, fabric: Fabric, size: int, barrier: bool) -> list[float]:
-    """The model once more, by its words: again and again the message that is ready first takes its link."""
+    """The model once more, by its words: again and again what is ready first takes its link, or the port it is at."""
     each = -(-size // made.chunks)
     flat = [(number, one) for number, step in enumerate(made.steps) for one in step]
     needs = [_needed(flat, row, barrier) for row in range(len(flat))]
     begin: dict[int, float] = {}
     arrive: dict[int, float] = {}
     free: dict[tuple[object, ...], float] = {}
-    while len(begin) < len(flat):
+    crossing: dict[int, float] = {}  # of what is in the switch: when its first byte is at the second port
+    while len(arrive) < len(flat):
         open_rows = [row for row in range(len(flat)) if row not in begin and all(o in arrive for o in needs[row])]
-        ready, row = min((max((arrive[o] for o in needs[row]), default=0.0), row) for row in open_rows)
+        waiting = [(max((arrive[o] for o in needs[row]), default=0.0), row) for row in open_rows]
+        ready, row = min([*waiting, *((when, row) for row, when in crossing.items())])
         one = flat[row][1]
         link = fabric.link(one.source, one.destination)
         carried = sum(max(0, min(each, size - chunk * each)) for chunk in one.chunks)
-        begin[row] = max(ready, free.get((one.source, one.destination), 0.0))
-        free[one.source, one.destination] = begin[row] + carried / link.bandwidth
-        arrive[row] = begin[row] + link.time(carried)
+        if row in crossing:
+            del crossing[row]
+            enter = max(ready, free.get(("into", one.destination), 0.0))
+            arrive[row] = free["into", one.destination] = enter + carried / link.bandwidth
+            continue
+        queue = ("out", one.source) if fabric.switches else (one.source, one.destination)
+        begin[row] = max(ready, free.get(queue, 0.0))
+        free[queue] = begin[row] + carried / link.bandwidth
+        if fabric.switches:
+            crossing[row] = begin[row] + link.latency
+        else:
+            arrive[row] = begin[row] + link.time(carried)
     return [begin[row] for row in range(len(flat))]
 
 
@@ -424,7 +512,7 @@ def test_a_ring_of_1024_devices_simulates_in_seconds():
 def test_slots_are_numbered_anew_where_few_of_many_are_used(monkeypatch):
     made, fabric = ring_all_reduce(6), ring_of(6)
     expected = simulate(made, fabric, 999)
-    monkeypatch.setattr("meshloom.observe.jobs.DENSE", 0)
+    monkeypatch.setattr("meshloom.collectives.jobs.DENSE", 0)
     assert simulate(made, fabric, 999) == expected
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from meshloom.comms.deferred import LARGE
+from meshloom.fabric import preset
 from meshloom.observe.timing import SMALL, time_step
 from step_graphs import SECONDS, collective, graph, node
 
@@ -51,6 +53,14 @@ def test_collectives_of_one_axis_queue_and_those_of_two_do_not():
     assert spans(both("dp"), "communication") == [(0, 1, 5), (1, 2, 6)]
 
 
+@pytest.mark.parametrize(("machine", "take_turns"), [("nvlink8", True), ("galaxy", False)])
+def test_axes_behind_one_port_take_turns_and_those_with_links_of_their_own_do_not(machine, take_turns):
+    nodes = [node(i, 1, after=(collective(1 << 30, axis),), writes=(i,)) for i, axis in enumerate(("dp", "tp"))]
+    timing = time_step(graph(nodes), preset(machine).machine())
+    first, second = (each for each in timing.slices if each.stream == "communication")
+    assert (second.start >= first.end) is take_turns
+
+
 def test_an_operand_is_brought_ahead_by_one_node():
     nodes = [node(i, 3, before=(collective(2),), before_of=(i,), reads=(i,)) for i in range(3)]
     timing = time_step(graph(nodes), SECONDS)
@@ -80,6 +90,10 @@ def test_a_collective_that_comes_later_in_the_program_takes_an_earlier_gap():
         node(2, 0, phase="backward", reads=(0,), writes=(0,), after=(collective(3, "dp"),), is_gradient_sum=True),
     ]
     assert spans(time_step(graph(nodes), SECONDS), "communication") == [(2, 1, 4), (1, 10, 12)]
+
+
+def test_small_is_what_the_runtime_sums_together():
+    assert SMALL == LARGE
 
 
 def test_small_gradients_travel_together():

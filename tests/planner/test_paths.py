@@ -13,7 +13,7 @@ import pytest
 from meshloom import Machine, Mesh, Partial, Placement, Replicate, Shard, Topology
 from meshloom.collectives import Collective
 from meshloom.cost import price
-from meshloom.fabric import VIRTUAL
+from meshloom.fabric import VIRTUAL, preset
 from meshloom.ops import Call, Ref, Row
 from meshloom.planner import paths, plan, route, stations
 from meshloom.planner.paths import SMALL, Paths
@@ -24,6 +24,8 @@ MACHINES = (
     VIRTUAL,
     Machine("slow", latency=1e-4, bandwidth=1e9, flops=1e12, memory_bandwidth=1e11),
     Machine("wide", latency=1e-9, bandwidth=1e8, flops=1e10, memory_bandwidth=1e11),
+    preset("galaxy4").machine(),
+    preset("nvlink8x16").machine(),
 )
 Placements = tuple[Placement, ...]
 
@@ -58,7 +60,7 @@ def search_plainly(source: Topology, target: Placements, machine: Machine) -> tu
     """Dijkstra over topologies to the very end; of equal paths that with the fewest steps, then the first found."""
     pairs = zip(source.placements, target, strict=True)
     stop = tuple(Replicate() if isinstance(wanted, Partial) and wanted != now else wanted for now, wanted in pairs)
-    options = _plain_options(source, stop)
+    options, machine = _plain_options(source, stop), machine.on(source.mesh)
     best, came, order = {source.placements: (0.0, 0)}, {}, itertools.count()
     queue = [(0.0, 0, next(order), source.placements)]
     while queue:

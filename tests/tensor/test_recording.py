@@ -134,6 +134,15 @@ def test_parameters_gradients_and_state_are_counted_exactly_for_every_optimizer(
     assert any(node.phase == "optimizer" for node in log.graph().nodes)
 
 
+def test_a_fused_optimizer_is_one_kernel_that_reads_four_arrays_and_writes_three():
+    step = make_step(TINY, "cpu", torch.float32, fused=True)
+    nodes = [node for node in record(step).nodes if node.phase == "optimizer" and "fused" in node.op]
+    held = sum(parameter.topology.local_bytes for parameter in step.model.parameters())
+    counters = 4 * len(list(step.model.parameters()))  # of steps, on the host
+    assert [node.kernels for node in nodes] == [("_fused_adamw_",)]
+    assert nodes[0].traffic == pytest.approx(7 * held, abs=2 * counters)
+
+
 def test_state_of_an_earlier_step_is_state_again():
     step = make_step(TINY)
     step()
@@ -273,6 +282,28 @@ def test_the_sum_of_a_gradient_waits_for_the_last_use_of_its_value():
     assert [[c.kind for c in n.after] for n in back] == [[], [], ["all_reduce"]]
     (made,) = (n for n in graph.nodes if n.op == "mul" and n.phase == "backward")
     assert set(made.reads) & set(back[-1].writes)
+
+
+def test_a_function_without_a_rule_is_done_whole_by_every_device():
+    mesh = loom.open_mesh((4,), axes=("dp",))
+    x = loom.ones(8, 16, mesh=mesh, placements="S(0)").requires_grad_()
+    graph = record(lambda: (torch.renorm(x * 2, 2, 0, 1.0) * 1).sum().backward())
+    size = 8 * 16 * 4
+    forward, backward = (n for n in graph.nodes if n.op == "renorm" and n.kernels)
+    assert forward.kernels and forward.traffic >= 2 * size and backward.phase == "backward"
+    assert backward.gradient_of == forward.number and backward.traffic >= 2 * size
+    assert [s.bytes for s in graph.storages if s.held_for == "gathered" and s.node == forward.number] == [size]
+    after = next(n for n in graph.nodes if n.op == "mul" and n.number > forward.number)
+    assert after.traffic == 2 * size / 4  # sharded again
+
+
+def test_small_gradients_are_summed_in_a_buffer_beside_them():
+    step = make_step(TINY)
+    graph = record(step)
+    (bucket,) = (s for s in graph.storages if "to be summed" in s.name)
+    summed = sum(p.topology.local_bytes for p in step.model.parameters())  # none has 2^18 elements
+    last = max(n.kernel_range[1] for n in graph.nodes if n.phase == "backward") - 1
+    assert (bucket.bytes, bucket.made, bucket.freed) == (summed, last, last)
 
 
 def test_attention_without_data_keeps_no_scores():

@@ -201,6 +201,83 @@ def test_a_function_of_elements_is_rounded_in_pieces_as_it_is_at_once(bits: int,
     check_same(turned.float(), blockfloat.round_blocks(x.reshape(2, -1).T.float() + y.reshape(2, -1).T.float(), bits))
 
 
+def beside(companion: float) -> torch.Tensor:
+    """Every bit pattern of bfloat16, 15 of them in a block with a companion that the block's exponent may come from."""
+    words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    rows = torch.nn.functional.pad(words.float(), (0, -len(words) % 15)).view(-1, 15)
+    return torch.cat([torch.full((len(rows), 1), companion), rows], 1).bfloat16()
+
+
+COMPANIONS = (0.0, 2.0**-126, -(2.0**-96), 1.0, -1.9921875, 127.5, 2.0**103, 3.3895313892515355e38, -math.inf, math.nan)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_pattern_of_bfloat16_is_rounded_beside_any_size(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.cat([beside(each) for each in COMPANIONS])
+    monkeypatch.setattr(blockfloat, "CHUNK", 1 << 12)  # many pieces, so that what needs no truncating is told apart
+    expected = slow_rounded(values, bits)
+    check_same(blockfloat.round_blocks(values, bits), expected)
+    check_same(blockfloat.round_pointwise(torch.clone, bits, values).float(), expected)
+
+
+def mixed_pieces() -> tuple[torch.Tensor, torch.Tensor]:
+    """Operands of three pieces. Beside 1.5, 1 + 2^-7 is a tie, and in the second piece the other operand moves it off.
+    In the third, beside 128 the last bit of 1 + 2^-23 falls off, and what is left is a tie again."""
+    x, y = torch.zeros(3 * 64, 16), torch.zeros(3 * 64, 16)
+    x[:, 0], x[:, 1], x[:, 2], x[:, 3] = 1.5, 1 + 2.0**-7, -(1 + 3 * 2.0**-7), 1 + 2.0**-6
+    y[64:, 1], y[64:, 2] = 2.0**-17, -(2.0**-17)
+    x[128:, 0], x[128:, 1], x[128:, 2] = 128.0, 1 + 2.0**-7, -(3 + 2.0**-6)
+    y[128:, 1], y[128:, 2] = 2.0**-16, -(2.0**-16)
+    x[160:, 0], x[160:, 1], y[160:, 1] = 128.0, 1.0, 2.0**-23
+    return x.bfloat16(), y.bfloat16()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_pieces_of_a_sum_are_truncated_wherever_bits_fall_off(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = mixed_pieces()
+    monkeypatch.setattr(blockfloat, "CHUNK", 64)
+    exact = x.float() + y.float()
+    assert not blockfloat._has_fine_bits(exact[:64], bits) and blockfloat._has_fine_bits(exact[128:], bits)
+    check_same(blockfloat.round_pointwise(torch.add, bits, x, y).float(), slow_rounded(exact, bits))
+
+
+def test_the_comparison_sees_bits_that_are_not_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = mixed_pieces()
+    monkeypatch.setattr(blockfloat, "CHUNK", 64)
+    monkeypatch.setattr(blockfloat, "_has_fine_bits", lambda values, bits: False)
+    with pytest.raises(AssertionError, match="differ"):
+        check_same(blockfloat.round_pointwise(torch.add, 7, x, y).float(), slow_rounded(x.float() + y.float(), 7))
+
+
+def slow_value(byte: int, exponent: int, bits: int) -> float:
+    """What a sign and a mantissa mean beside an exponent."""
+    size = byte & (1 << bits) - 1
+    if exponent == 255 and size >= 1 << bits - 1:
+        found = math.inf if size == 1 << bits - 1 else math.nan
+    else:
+        found = math.ldexp(size, exponent - 126 - bits)
+    return -found if byte >> bits and size else found
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_byte_is_read_beside_every_exponent_as_the_rules_say(bits: int) -> None:
+    elements, per_byte = 1 << bits + 1, 1 if bits == 7 else 2
+    exponents = torch.arange(1, 256, dtype=torch.uint8)
+    blocks = torch.arange(elements).view(-1, 16).repeat(len(exponents), 1)  # every element in each of so many blocks
+    blocks = torch.nn.functional.pad(blocks, (0, 0, 0, -len(blocks) % 64))
+    packed = blocks.view(-1, 64, 16)
+    if per_byte == 2:
+        packed = packed[..., ::2] | packed[..., 1::2] << 4
+    heads = exponents.repeat_interleave(elements // 16)
+    heads = torch.nn.functional.pad(heads, (0, -len(heads) % 64))
+    tiles = torch.cat([heads.view(-1, 64).int(), packed.flatten(1)], 1).to(torch.uint8)
+    found = blockfloat.unpack(tiles, (len(tiles), 32, 32), bits)
+    faces = found.view(-1, 2, 16, 2, 16).transpose(2, 3).reshape(-1, 16)
+    kept = len(exponents) * elements // 16
+    expected = [[slow_value(byte, int(heads[row]), bits) for byte in blocks[row].tolist()] for row in range(kept)]
+    check_same(faces[:kept], torch.tensor(expected, dtype=torch.float64).float())
+
+
 def test_bytes_that_are_no_tiles_are_refused() -> None:
     with pytest.raises(ArgumentError, match="are not the tiles of shape"):
         blockfloat.unpack(torch.zeros(1087, dtype=torch.uint8), (32, 32), 7)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from meshloom.errors import MeshloomError
@@ -18,6 +20,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=THIS_MACHINE, help="the file to write (default %(default)s)")
     parser.add_argument(
         "--shape", type=shape, default=(8,), help="the mesh of virtual devices, as 8 or 2x4 (default 8)"
+    )
+    parser.add_argument(
+        "--processes", type=int, nargs="*", default=[], help="also measure so many processes at once, as 2 4"
     )
     parser.add_argument("--busy", action="store_true", help="write the figures also if other work took the cores")
     parser.add_argument("--quick", action="store_true", help="small sizes, a second in all: not a measurement")
@@ -45,7 +50,8 @@ def run(options: argparse.Namespace) -> None:
     found = measure(options.shape, QUICK if options.quick else FULL, lambda what, i, n: _tell(what, i, n + more))
     sweep, before = host_measuring.QUICK if options.quick else host_measuring.FULL, 4 + len(options.shape)
     host = host_measuring.measure_host(sweep, lambda what, i, n: _tell(what, before + i, before + n))
-    others = clock.others()
+    between = {count: _measure_together(count, options) for count in options.processes}
+    others = clock.others() if not between else found.others
     if others is not None and others > BUSY and not (options.quick or options.busy):
         raise MeshloomError(
             f"other work took {others:.0%} of the cores: figures measured beside it are too slow",
@@ -53,8 +59,23 @@ def run(options: argparse.Namespace) -> None:
         )
     options.out.write_text(found.to_toml(), encoding="utf-8")
     host_path(options.out).write_text(host.to_toml(), encoding="utf-8")
+    for count, text in between.items():
+        host_path(options.out, count).write_text(text, encoding="utf-8")
     print(found.to_toml(), end="")
     print(f"\n{found.preset}\nwritten to {options.out} and {host_path(options.out)}", file=sys.stderr)
+
+
+def _measure_together(count: int, options: argparse.Namespace) -> str:
+    """The tables of one of several processes that measure at the same time, as TOML."""
+    _tell(f"{count} processes at once", 1, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "host.toml"
+        script = str(Path(__file__).with_name("host_measuring.py"))
+        command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), script, str(path)]
+        done = subprocess.run([*command, "quick" if options.quick else "full"], capture_output=True, text=True)
+        if done.returncode:
+            raise MeshloomError(f"{count} processes could not be measured:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return path.read_text(encoding="utf-8")
 
 
 def _tell(what: str, number: int, total: int) -> None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+import timeit
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +20,14 @@ import torch.nn.functional as F
 
 from meshloom import collectives
 from meshloom.cli.measuring import best_of
+from meshloom.comms import wire
+from meshloom.comms.group import group_of
 from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds
 from meshloom.fabric.host import Curve, Host, Products, Sizes
-from meshloom.tensor.creation import open_mesh, randn
+from meshloom.mesh import Mesh
+from meshloom.mesh.process import HERE
+from meshloom.processes import join
+from meshloom.tensor.creation import distribute, open_mesh, randn
 from meshloom.tensor.host_time import host_time
 
 Tell = Callable[[str, int, int], None]
@@ -28,18 +36,24 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """How much is measured: seconds per point, bytes that a kernel touches, steps of products and their limit."""
+    """How much is measured: seconds per point, bytes that a kernel touches, steps of products and their limit.
+
+    `rounds` is how often processes call what they do together, and `sent` the bytes that they send.
+    """
 
     seconds: float
     sizes: tuple[int, ...]
     steps: tuple[int, ...]
     flops: float
+    rounds: int
+    sent: tuple[int, ...]
 
 
 # results stay below what the allocator takes anew from the system every time: that has a figure of its own
 SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 48 << 20)
-FULL = Sweep(0.04, SIZES, (1, 4, 16, 48, 128, 384, 1024, 3072), 5e9)
-QUICK = Sweep(0.001, (1 << 12, 1 << 16), (16, 64), 1e7)
+SENT = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20, 64 << 20)
+FULL = Sweep(0.04, SIZES, (1, 4, 16, 48, 128, 384, 1024, 3072), 5e9, 40, SENT)
+QUICK = Sweep(0.001, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
 
 def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: None) -> Host:
@@ -54,11 +68,11 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
         tell(f"products in {name}", number, total)
         products[name] = _products(dtype, sweep)
     tell("single kernels", total - 1, total)
-    calls = dict.fromkeys(CALLS, 1e-15)
-    host = Host("this-machine", torch.get_num_threads(), curves, products, calls)
-    host = Host(host.name, host.threads, curves, products, calls, dict(_weights(host, sweep)))
+    host = Host("this-machine", torch.get_num_threads(), curves, products, dict.fromkeys(CALLS, 1e-15))
+    host = replace(host, weights=dict(_weights(host, sweep)))
     tell("calls", total, total)
-    return Host(host.name, host.threads, curves, products, _calls(host, sweep), host.weights)
+    host = replace(host, processes=dict(_between(sweep)))
+    return replace(host, calls=_calls(host, sweep))
 
 
 # Curves: for a number of bytes that a kernel touches, the kernel ready to run, and the bytes that it really touches
@@ -68,6 +82,7 @@ Made = tuple[Callable[[], object], float]
 
 def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
     yield "pointwise", lambda size: _on(size // 12, 2, lambda a, b: a + b, 12)
+    yield "strided", _strided
     yield "in place", lambda size: _on(size // 12, 2, lambda a, b: a.add_(b), 12)
     yield "copy", lambda size: _on(size // 8, 1, lambda a: a.clone(), 8)
     yield "turned copy", lambda size: _on_rows(size // 8, lambda a: a.t().contiguous(), 8)
@@ -92,6 +107,13 @@ def _on_rows(elements: int, run: Callable[..., object], each: int, rows: int | N
     rows = max(1, rows if rows is not None else math.isqrt(elements))
     given = torch.rand(rows, max(1, elements // rows))
     return lambda: run(given), float(each * given.numel())
+
+
+def _strided(size: int) -> Made:
+    """Two arrays of which one has its heads turned to the front, as attention has them."""
+    turned = torch.rand(8, max(1, size // (12 * 8 * 8 * 32)), 8, 32).transpose(1, 2)
+    other = torch.rand(turned.shape)
+    return lambda: turned * other, 12.0 * other.numel()
 
 
 def _strided_copy(size: int) -> Made:
@@ -178,19 +200,16 @@ def _weights(host: Host, sweep: Sweep) -> Iterator[tuple[str, float]]:
 def _calls(host: Host, sweep: Sweep) -> dict[str, float]:
     """What calls cost besides their kernels, on small tensors."""
     mesh = open_mesh((8,))
-    a, b = (_small(mesh) for _ in range(2))
     x, square = (randn(*shape, mesh=mesh, placements="S(0)") for shape in ((8 * 32,), (16, 16)))
     lists = [[torch.rand(8) for _ in range(32)] for _ in range(2)]
     found = {
-        "op": _beside(lambda: _chain(a, b), host, sweep) / LINKS,
+        **_layer_calls(mesh, host, sweep),
         "all_reduce": _beside(lambda: collectives.all_reduce(x), host, sweep),
         "all_gather": _beside(lambda: collectives.all_gather(x, 0), host, sweep),
         "reduce_scatter": _beside(lambda: collectives.reduce_scatter(x, 0), host, sweep),
         "all_to_all": _beside(lambda: collectives.all_to_all(square, 1, 0), host, sweep),
         "broadcast": _beside(lambda: collectives.broadcast(x), host, sweep),
     }
-    loss, leaf = _graph()
-    found["kernel"] = _beside(lambda: torch.autograd.grad(loss, leaf, retain_graph=True), host, sweep) / LINKS
     alone = host.curve("in place").points[0][1]
     found["item"] = (best_of(lambda: torch._foreach_add_(*lists), sweep.seconds) - alone) / 32
     found["fresh"] = _fresh(sweep)
@@ -205,33 +224,85 @@ def _fresh(sweep: Sweep) -> float:
     return (best_of(lambda: source.clone(), sweep.seconds * 4) - there) / source.nbytes
 
 
-LINKS = 16
 STEPS = len([*_kernels()]) + len(DTYPES) + 2  # what is told of
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 CALLS = ("op", *COLLECTIVES, "kernel", "item", "fresh")
 
 
-def _small(mesh: Any) -> Any:
-    return randn(64, 32, mesh=mesh, placements="S(0)").requires_grad_()
+def _layer_calls(mesh: Mesh, host: Host, sweep: Sweep) -> dict[str, float]:
+    """What a call and a kernel of backward cost in a small layer, where one op is not like the one before."""
+    forward = _layer(mesh)
+    with host_time(host) as priced:
+        loss = forward()
+    took = _best(forward, sweep)
+    per_call = (took - priced.seconds) / len(priced.calls)
+    with host_time(host) as back:
+        loss.backward(retain_graph=True)
+    took = _best(partial(loss.backward, retain_graph=True), sweep)
+    return {"op": per_call, "kernel": (took - back.seconds) / back.kernels}
 
 
-def _chain(a: Any, b: Any) -> Any:
-    for _ in range(LINKS // 2):
-        a = (a * b) + b
-    return a
+def _layer(mesh: Mesh) -> Callable[[], Any]:
+    """Norm, attention by hand and a feed-forward part, on few rows of each device, with residuals."""
+    drawn = [torch.rand(shape) / 8 for shape in ((96, 32), (32, 32), (128, 32), (32, 128))]
+    inner, outer, up, down = (distribute(each, mesh, "R").requires_grad_() for each in drawn)
+    x = randn(64, 4, 32, mesh=mesh, placements="S(0)")
+
+    def forward() -> Any:
+        normed = F.layer_norm(x, (32,))
+        q, k, v = F.linear(normed, inner).chunk(3, -1)
+        scores = (q @ k.transpose(-2, -1) / 6.0).softmax(-1)
+        hidden = x + F.linear(scores @ v, outer)
+        return (hidden + F.linear(F.gelu(F.linear(hidden, up)), down)).square().mean()
+
+    return forward
 
 
-def _graph() -> tuple[torch.Tensor, torch.Tensor]:
-    leaf = torch.rand(64, 32, requires_grad=True)
-    x = leaf
-    for _ in range(LINKS):
-        x = x.neg()
-    return x.sum(), leaf
+# What processes do together, each as often as the others
+
+
+def _between(sweep: Sweep) -> Iterator[tuple[tuple[str, int], Curve]]:
+    """Collectives between the processes that there are, by the bytes that each one gives."""
+    group = group_of(open_mesh((8,)), [0]) if HERE.count > 1 else None
+    if group is None:
+        return
+    count = group.processes
+    run: dict[str, Callable[[torch.Tensor], object]] = {
+        "all_reduce": lambda x: wire.all_reduce(x, group, own=True),
+        "all_gather": lambda x: wire.all_gather(x, group),
+        "reduce_scatter": lambda x: wire.reduce_scatter(x.view(count, -1), group),
+        "all_to_all": lambda x: wire.all_to_all(x.view(count, -1), group),
+        "broadcast": lambda x: wire.broadcast(x, group, 0),
+    }
+    for kind, send in run.items():
+        points = {}
+        for size in sweep.sent:
+            x = torch.zeros(size // 4 // count * count)
+            points[float(x.nbytes)] = _best_together(
+                partial(send, x), max(3, sweep.rounds * (1 << 20) // max(size, 1 << 20))
+            )
+        yield (kind, count), Curve(tuple(points.items()))
+
+
+def _best(run: Callable[[], object], sweep: Sweep) -> float:
+    return best_of(run, sweep.seconds * 4) if HERE.count == 1 else _best_together(run, sweep.rounds)
+
+
+def _best_together(run: Callable[[], object], rounds: int) -> float:
+    run()
+    return min(timeit.repeat(run, number=1, repeat=rounds))
 
 
 def _beside(run: Callable[[], object], host: Host, sweep: Sweep) -> float:
     """The seconds of a call that its kernels do not explain."""
-    took = best_of(run, sweep.seconds * 4)
+    took = _best(run, sweep)
     with host_time(host) as found:
         run()
     return took - found.seconds
+
+
+if __name__ == "__main__":  # one of several processes, all measuring at once; the first writes what it found
+    join()
+    found = measure_host(QUICK if sys.argv[2] == "quick" else FULL)
+    if HERE.rank == 0:
+        Path(sys.argv[1]).write_text(found.to_toml(), encoding="utf-8")

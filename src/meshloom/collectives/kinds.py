@@ -14,9 +14,16 @@ from meshloom.types import Shape
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One collective: what one device receives, from what it holds before and after."""
+    """One collective: what one device receives, from what it holds before and after; and the reverse, the whole value.
+
+    The whole is what a schedule cuts into chunks: of an all-to-all, what all devices hold together.
+
+    >>> KINDS["all_gather"].size(32, 128, 4), KINDS["all_gather"].whole(96, 4)
+    (96, 128)
+    """
 
     size: Callable[[int, int, int], int]
+    whole: Callable[[int, int], int]
 
 
 def _from_others(size: int, p: int) -> int:
@@ -24,17 +31,22 @@ def _from_others(size: int, p: int) -> int:
     return -(-size * (p - 1) // p)
 
 
+def _with_own(size: int, p: int) -> int:
+    """What everybody has, from what comes from the others."""
+    return -(-size * p // (p - 1)) if p > 1 else size
+
+
 KINDS: dict[str, Kind] = {
-    "all_gather": Kind(lambda before, after, p: _from_others(after, p)),
-    "all_reduce": Kind(lambda before, after, p: _from_others(2 * before, p)),
-    "reduce_scatter": Kind(lambda before, after, p: _from_others(before, p)),
-    "all_to_all": Kind(lambda before, after, p: _from_others(before, p)),
-    "broadcast": Kind(lambda before, after, p: after),
-    "reduce": Kind(lambda before, after, p: before),
-    "gather": Kind(lambda before, after, p: _from_others(after, p)),
-    "scatter": Kind(lambda before, after, p: after),
-    "send_recv": Kind(lambda before, after, p: before),
-    "shift": Kind(lambda before, after, p: before),
+    "all_gather": Kind(lambda before, after, p: _from_others(after, p), _with_own),
+    "all_reduce": Kind(lambda before, after, p: _from_others(2 * before, p), lambda size, p: _with_own(size // 2, p)),
+    "reduce_scatter": Kind(lambda before, after, p: _from_others(before, p), _with_own),
+    "all_to_all": Kind(lambda before, after, p: _from_others(before, p), lambda size, p: _with_own(size, p) * p),
+    "broadcast": Kind(lambda before, after, p: after, lambda size, p: size),
+    "reduce": Kind(lambda before, after, p: before, lambda size, p: size),
+    "gather": Kind(lambda before, after, p: _from_others(after, p), _with_own),
+    "scatter": Kind(lambda before, after, p: after, lambda size, p: size * p),
+    "send_recv": Kind(lambda before, after, p: before, lambda size, p: size * p),
+    "shift": Kind(lambda before, after, p: before, lambda size, p: size * p),
 }
 
 

@@ -48,7 +48,7 @@ class Operand:
     def __init__(self, topology: Topology, data: torch.Tensor, axis: Axis) -> None:
         self.topology, self.data = topology, data
         self.mesh = topology.mesh
-        self.axes, self.group = _members(topology, tuple(axis) if isinstance(axis, list) else axis)
+        self.axes, self.group, self.is_whole = _members(topology, tuple(axis) if isinstance(axis, list) else axis)
         self.sizes, self.size = self.group.sizes, self.group.size
 
     @property
@@ -88,7 +88,7 @@ class Operand:
 
     def _members_first(self, block: torch.Tensor, sizes: Shape | None = None) -> torch.Tensor:
         count = len(self.axes)
-        front = block.movedim(self.axes, tuple(range(count)))
+        front = block if self.is_whole else block.movedim(self.axes, tuple(range(count)))
         return front.expand(*(sizes or self.group.held), *front.shape[count:]).flatten(0, count - 1)
 
     def _held_by_some(self) -> torch.Tensor:
@@ -126,7 +126,9 @@ class Operand:
 
     def each(self, parts: torch.Tensor, target: Topology) -> Placed:
         """The tensor of which member i holds `parts[i]`; no axis of the group is replicated."""
-        block = parts.unflatten(0, self.group.held).movedim(tuple(range(len(self.axes))), self.axes)
+        block = torch.unflatten(parts, 0, self.group.held)
+        if not self.is_whole:
+            block = block.movedim(tuple(range(len(self.axes))), self.axes)
         return target, from_block(block, target)
 
 
@@ -134,9 +136,10 @@ class Operand:
 
 
 @lru_cache(maxsize=4096)
-def _members(topology: Topology, axis: Axis) -> tuple[tuple[int, ...], Group]:
+def _members(topology: Topology, axis: Axis) -> tuple[tuple[int, ...], Group, bool]:
+    """The axes of a group, the group, and whether it is all of the mesh: its axes are then in front as they are."""
     axes = group_axes(topology.mesh, axis)
-    return axes, members_of(topology.mesh, axes)
+    return axes, members_of(topology.mesh, axes), len(axes) == topology.mesh.ndim
 
 
 @lru_cache(maxsize=4096)
@@ -272,8 +275,12 @@ class Call:
     def scatter(self, dim: int) -> Placed:
         """Each member holds its chunk of the reduction, or of what the root holds."""
         operand, held = self.operand, self.operand.held_shape()
-        missing = 0 if self.kind == "scatter" else IDENTITY[self.op]
-        pieces = self.mode.scatter(self.kind, _pieces(operand, operand.parts(missing), dim), self.op, self.root)
+        parts = operand.parts(0 if self.kind == "scatter" else IDENTITY[self.op])
+        here = type(self.mode) is DirectMode and not operand.group.crosses
+        if here and self.kind == "reduce_scatter":  # whole parts lie in one piece, the pieces for a member do not
+            pieces = _pieces(operand, self.mode.reduce(self.kind, parts, self.op, self.root), dim, members=0)
+        else:
+            pieces = self.mode.scatter(self.kind, _pieces(operand, parts, dim), self.op, self.root)
         shape = held[:dim] + (_wide(operand, pieces, dim),) + held[dim + 1 :]
         return operand.each(pieces, operand.place(Shard(dim), shape))
 
@@ -321,12 +328,12 @@ def _join(operand: Operand, parts: torch.Tensor, dim: int, members: int) -> tupl
     return unpad(joined, place, topology.shape[dim], topology.shards[dim]), topology.shape[dim]
 
 
-def _pieces(operand: Operand, parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """(p, ..., n, ...) to (p, p, ..., n / p, ...): what each member has for each."""
+def _pieces(operand: Operand, parts: torch.Tensor, dim: int, members: int = 1) -> torch.Tensor:
+    """(p, ..., n, ...) to (p, p, ..., n / p, ...): what each member has for each; `members` is the new dim."""
     place = parts.dim() - operand.topology.ndim + dim
     padded = pad(parts, place, parts.shape[place], operand.sizes)
-    pieces: torch.Tensor = padded.unflatten(place, (operand.size, padded.shape[place] // operand.size))
-    return pieces.movedim(place, 1)
+    pieces = torch.unflatten(padded, place, (operand.size, padded.shape[place] // operand.size))
+    return pieces.movedim(place, members)
 
 
 def _wide(operand: Operand, pieces: torch.Tensor, dim: int) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshloom.comms.group import WORLD, Group
+from meshloom.context import state
 from meshloom.engines.reductions import REDUCTIONS
 
 # what Gloo cannot carry as it is, and what carries it instead
@@ -27,6 +28,8 @@ def perform(
     `start` begins it in torch; `combine` makes the result of what every process sent, where that came with a check.
     """
     group.connect()
+    for log in state.logs:
+        log.note_sent(kind, group.processes, sent.nbytes)
     WORLD.perform(kind, group, sent, start, combine)
 
 

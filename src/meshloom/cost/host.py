@@ -56,7 +56,7 @@ def kind_of(work: Work) -> str:
     """
     kind = _KIND_OF.get(work.name)
     if kind is None:
-        return "in place" if work.name.endswith("_") else "pointwise"
+        return "in place" if work.name.endswith("_") else "strided" if work.order else "pointwise"
     if kind == "sum" and work.rows:
         return "sum of rows"
     if kind == "softmax" and work.is_across:

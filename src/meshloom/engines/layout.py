@@ -241,17 +241,17 @@ def _split(topology: Topology) -> tuple[Shape, dict[int, int], list[int]]:
 
 
 @lru_cache(maxsize=4096)
-def _block_spec(topology: Topology) -> tuple[Shape, tuple[int, ...], tuple[int, ...]]:
-    """How a stored array becomes a block: split dims, permute, then the axes of size 1 to insert."""
+def _block_spec(topology: Topology) -> tuple[Shape, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """How a stored array becomes a block: split dims, permute (and back), then the axes of size 1 to insert."""
     split, places, local = _split(topology)
     order = [places[axis] for axis in sorted(places)] + local
     absent = tuple(axis for axis, each in enumerate(topology.placements) if isinstance(each, Replicate))
-    return split, tuple(order), absent
+    return split, tuple(order), tuple(order.index(place) for place in range(len(order))), absent
 
 
 def to_block(data: torch.Tensor, topology: Topology) -> torch.Tensor:
     """The stored array as a block: a view, mesh axes first."""
-    split, order, absent = _block_spec(topology)
+    split, order, _, absent = _block_spec(topology)
     block = data.view(split).permute(order)
     for axis in absent:
         block = block.unsqueeze(axis)
@@ -260,10 +260,9 @@ def to_block(data: torch.Tensor, topology: Topology) -> torch.Tensor:
 
 def from_block(block: torch.Tensor, topology: Topology) -> torch.Tensor:
     """The stored array of a block; copies only if the block's strides ask for it."""
-    _, order, absent = _block_spec(topology)
+    _, _, inverse, absent = _block_spec(topology)
     for axis in reversed(absent):
         block = block.squeeze(axis)
-    inverse = [order.index(place) for place in range(len(order))]
     return block.permute(inverse).reshape(topology.stored_shape)
 
 

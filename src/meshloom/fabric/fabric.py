@@ -1,7 +1,8 @@
 """A fabric is a grid of coordinates and the directed links between them; it answers routes, rings and lines.
 
 Start with `Fabric.grid` (a line or a ring along each axis) or `Fabric.of` (any list of links). Fabrics are values,
-equal by name, shape and links. Every answer follows from the links alone, so that every process gives the same one.
+equal by name, shape, links and figures. Every answer follows from the links alone, so that every process gives the
+same one.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from meshloom.errors import FabricError, closest
-from meshloom.fabric.links import Link
+from meshloom.fabric.axis import KINDS
+from meshloom.fabric.links import Link, Packet
 from meshloom.fabric.orders import Reason, find_order, parts
 from meshloom.mesh import Coordinate
 
 Pair = tuple[Coordinate, Coordinate]
 PerAxis = float | Sequence[float]
-# What an axis can be: neighbours joined, also the last with the first, or every one with every other (a switch).
-KINDS = ("line", "ring", "full")
+Figures = tuple[float, float, float | None, Packet | None, float]
 # One word for all axes.
 _WHOLE = {"mesh": "line", "torus": "ring"}
 # How many entries the kept tables of distances may have together.
@@ -35,11 +37,28 @@ class Fabric:
     ((0, 0), (1, 0), (1, 3))
     """
 
-    __slots__ = ("__weakref__", "_distances", "_hash", "_near", "_sources", "_table", "kinds", "links", "name", "shape")
+    __slots__ = (
+        "__weakref__",
+        "_distances",
+        "_hash",
+        "_near",
+        "_sources",
+        "_table",
+        "combining",
+        "kinds",
+        "launch",
+        "links",
+        "name",
+        "shape",
+        "switches",
+    )
 
     name: str
     shape: tuple[int, ...]
     links: tuple[Link, ...]
+    switches: tuple[int, ...]
+    launch: float
+    combining: float | None
     kinds: tuple[str, ...] | None
     _table: dict[Pair, Link]
     _near: dict[Coordinate, tuple[Coordinate, ...]]
@@ -47,28 +66,52 @@ class Fabric:
     _distances: dict[Coordinate, dict[Coordinate, int]]
     _hash: int
 
-    def __init__(self, name: str, shape: Sequence[int], links: Iterable[Link]) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int],
+        links: Iterable[Link],
+        switches: Iterable[int] = (),
+        launch: float = 0.0,
+        combining: float | None = None,
+    ) -> None:
         put = object.__setattr__
         put(self, "name", name)
         put(self, "shape", checked_shape(shape))
+        put(self, "switches", _checked_switches(self.shape, switches))
+        put(self, "launch", launch)
+        put(self, "combining", combining)
         put(self, "_table", _merge(self.shape, links))
         put(self, "links", tuple(self._table.values()))
         put(self, "_near", _neighbours(self.shape, self._table))
         put(self, "_sources", _sources(self._near, self._table))
-        put(self, "kinds", _kinds_of(self.shape, self._table))
+        put(self, "kinds", _kinds_of(self.shape, self._table, self.switches))
         put(self, "_distances", {})
         put(self, "_hash", hash((name, self.shape, self.links)))
+        _check_figures(launch, combining)
         _check_connected(self)
 
     @classmethod
-    def of(cls, shape: Sequence[int], links: Iterable[Link], name: str = "") -> Fabric:
+    def of(
+        cls,
+        shape: Sequence[int],
+        links: Iterable[Link],
+        name: str = "",
+        *,
+        switches: Iterable[int] = (),
+        launch: float = 0.0,
+        combining: float | None = None,
+    ) -> Fabric:
         """A fabric of any links; lanes that join the same pair are merged into one link of their summed bandwidth.
+
+        `switches` are the axes along which the links of a device share one port, out and in. `launch` is what starting
+        a collective takes, `combining` the bytes per second at which a device combines what arrives (None: at once).
 
         >>> there, back = Link((0,), (1,), 1e-6, 1e9), Link((1,), (0,), 1e-6, 1e9)
         >>> Fabric.of((2,), [there, there, back]).link((0,), (1,))
         Link(source=(0,), destination=(1,), latency=1e-06, bandwidth=2000000000.0)
         """
-        return cls(name, shape, links)
+        return cls(name, shape, links, switches, launch, combining)
 
     @classmethod
     def grid(
@@ -82,22 +125,29 @@ class Fabric:
         missing: Iterable[Pair] = (),
         extra: Iterable[Pair | Link] = (),
         name: str = "",
+        combined: Sequence[float | None] = (),
+        packets: Sequence[Packet | None] = (),
+        least: PerAxis = 0.0,
+        launch: float = 0.0,
+        combining: float | None = None,
     ) -> Fabric:
         """A line or a ring along each axis; latency, bandwidth (of a lane and direction) and lanes, for all or each.
 
-        A kind is "line", "ring" or "full" (every one joined with every other), per axis or one for all; "mesh" stands
-        for lines along all axes, "torus" for rings. A ring of 2 is one edge.
-        A pair in `missing` loses both directions; a pair in `extra` gains both, with the figures of the first axis.
+        A kind is "line", "ring", "full" (every one joined with every other) or "switch" (the same through one port
+        each), per axis or one for all; "mesh" stands for lines along all axes, "torus" for rings. A ring of 2 is one
+        edge. A pair in `missing` loses both directions; a pair in `extra` gains both, with the figures of the first
+        axis. `combined` (of a lane), `packets` and `least` are as in a `Link`; `launch` and `combining` as in `of`.
 
         >>> Fabric.grid((4,), "ring", 1e-6, 1e9, missing=[((3,), (0,))]).hops((0,), (3,))
         3
         """
         shape = checked_shape(shape)
         ways = checked_kinds(shape, kinds)
-        figures = _figures(shape, latency, bandwidth, lanes)
+        figures = _figures(shape, latency, bandwidth, lanes, combined, packets, least)
         broken = _checked_missing(shape, ways, missing)
         links = [Link(a, b, *figures[axis]) for axis, a, b in _edges(shape, ways) if (a, b) not in broken]
-        return cls(name, shape, [*links, *_extra(extra, figures)])
+        switches = [axis for axis, way in enumerate(ways) if way == "switch"]
+        return cls(name, shape, [*links, *_extra(extra, figures)], switches, launch, combining)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Fabric is a value and cannot change: {name} = {value!r}")
@@ -110,36 +160,46 @@ class Fabric:
             return True
         if not isinstance(other, Fabric) or self._hash != other._hash:
             return False
-        return (self.name, self.shape, self.links) == (other.name, other.shape, other.links)
+        return self._values() == other._values()
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Fabric, (self.name, self.shape, self.links)
+        return Fabric, self._values()
+
+    def _values(self) -> tuple[object, ...]:
+        return self.name, self.shape, self.links, self.switches, self.launch, self.combining
 
     def __repr__(self) -> str:
-        name = f", name={self.name!r}" if self.name else ""
+        more = {"name": self.name, "launch": self.launch, "combining": self.combining}
         figures = self._axis_figures()
         if self.kinds is None or figures is None:
-            return f"Fabric.of({self.shape}, {self.links}{name})"
-        latency, bandwidth = (tuple(each) for each in zip(*figures, strict=True)) if figures else ((), ())
-        return f"Fabric.grid({self.shape}, {self.kinds}, {latency}, {bandwidth}{name})"
+            return f"Fabric.of({self.shape}, {self.links}{_arguments({**more, 'switches': self.switches})})"
+        columns = tuple(tuple(each) for each in zip(*figures, strict=True)) if figures else ((),) * 5
+        latency, bandwidth, combined, packets, least = columns
+        more |= {"combined": any(combined) and combined, "packets": any(packets) and packets}
+        more |= {"least": any(least) and least}
+        return f"Fabric.grid({self.shape}, {self.kinds}, {latency}, {bandwidth}{_arguments(more)})"
 
     def __str__(self) -> str:
         title = f" {self.name!r}" if self.name else ""
         ways = f" ({', '.join(self.kinds)})" if self.kinds else ""
         return f"{_times(self.shape)} fabric{title}{ways} of {len(self.links)} links"
 
-    def _axis_figures(self) -> list[tuple[float, float]] | None:
-        """Latency and bandwidth of each axis, or None where the links of one axis differ; 1 where an axis has none."""
-        found: dict[int, set[tuple[float, float]]] = {axis: set() for axis in range(len(self.shape))}
+    def _axis_figures(self) -> list[Figures] | None:
+        """The figures of each axis, or None where the links of one axis differ; 1 where an axis has none."""
+        found: dict[int, set[Figures]] = {axis: set() for axis in range(len(self.shape))}
         for link in self.links:
-            axis = _direction(self.shape, link.source, link.destination)[0]
-            found.setdefault(axis, set()).add((link.latency, link.bandwidth))
+            figures = (link.latency, link.bandwidth, link.combined, link.packet, link.least)
+            found.setdefault(self.axis_of(link), set()).add(figures)
         if any(len(each) > 1 for each in found.values()):
             return None
-        return [next(iter(found[axis]), (1.0, 1.0)) for axis in range(len(self.shape))]
+        return [next(iter(found[axis]), (1.0, 1.0, None, None, 0.0)) for axis in range(len(self.shape))]
+
+    def axis_of(self, link: Link) -> int:
+        """The axis that a link runs along; the number of axes for one that runs along none."""
+        return _direction(self.shape, link.source, link.destination)[0]
 
     @property
     def size(self) -> int:
@@ -236,7 +296,8 @@ class Fabric:
         self._check(a, b)
         if not {(a, b), (b, a)} & self._table.keys():
             raise FabricError(f"no link joins {a} and {b}", fix=f"{a} is linked to {_listing(self._near[a])}")
-        return Fabric(self.name, self.shape, [each for pair, each in self._table.items() if {*pair} != {a, b}])
+        left = [each for pair, each in self._table.items() if {*pair} != {a, b}]
+        return Fabric(self.name, self.shape, left, self.switches, self.launch, self.combining)
 
     def _members(self, group: Iterable[Coordinate]) -> tuple[Coordinate, ...]:
         members = tuple(group)
@@ -324,20 +385,53 @@ def checked_kinds(shape: tuple[int, ...], kinds: str | Sequence[str]) -> tuple[s
     return ways
 
 
+def _arguments(given: Mapping[str, object]) -> str:
+    return "".join(f", {name}={value!r}" for name, value in given.items() if value)
+
+
+def _checked_switches(shape: tuple[int, ...], switches: Iterable[int]) -> tuple[int, ...]:
+    axes = tuple(sorted(set(switches)))
+    for axis in axes:
+        if not 0 <= axis < len(shape):
+            fix = closest(axis, range(len(shape)))
+            raise FabricError(f"switch on axis {axis} of a {_times(shape)} fabric", fix=fix)
+    return axes
+
+
+def _check_figures(launch: float, combining: float | None) -> None:
+    if not 0 <= launch < math.inf or (combining is not None and not combining > 0):
+        raise FabricError(
+            f"a fabric with launch={launch!r} s and combining={combining!r} bytes/s",
+            fix="give a launch of at least 0, and a rate above 0 or None",
+        )
+
+
 def _figures(
-    shape: tuple[int, ...], latency: PerAxis, bandwidth: PerAxis, lanes: int | Sequence[int]
-) -> list[tuple[float, float]]:
-    """Latency and bandwidth of all lanes together, for each axis."""
+    shape: tuple[int, ...],
+    latency: PerAxis,
+    bandwidth: PerAxis,
+    lanes: int | Sequence[int],
+    combined: Sequence[float | None],
+    packets: Sequence[Packet | None],
+    least: PerAxis,
+) -> list[Figures]:
+    """What the links of each axis have, of all lanes together."""
     each = zip(
         _per_axis("latency", shape, latency),
         _per_axis("bandwidth", shape, bandwidth),
         _per_axis("lanes", shape, lanes),
+        _per_axis("combined", shape, combined or None),
+        _per_axis("packets", shape, packets or None),
+        _per_axis("least", shape, least),
         strict=True,
     )
-    return [(seconds, rate * count) for seconds, rate, count in each]
+    return [
+        (seconds, rate * count, slow and slow * count, packet and tuple(packet), few)
+        for seconds, rate, count, slow, packet, few in each
+    ]
 
 
-def _per_axis(what: str, shape: tuple[int, ...], value: PerAxis) -> tuple[float, ...]:
+def _per_axis(what: str, shape: tuple[int, ...], value: Any) -> tuple[Any, ...]:
     values = tuple(value) if isinstance(value, Sequence) else (value,) * len(shape)
     if len(values) != len(shape):
         raise FabricError(f"{len(values)} values of {what} for {len(shape)} axes", fix="give one, or one per axis")
@@ -360,7 +454,7 @@ def _edges(shape: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[tuple[int
 
 def _onward(at: int, size: int, kind: str) -> Iterable[int]:
     """Where the edges of one axis lead from a place, each edge from one of its ends."""
-    if kind == "full":
+    if kind in ("full", "switch"):
         return range(at + 1, size)
     if at + 1 < size:
         return (at + 1,)
@@ -379,7 +473,7 @@ def _checked_missing(shape: tuple[int, ...], kinds: tuple[str, ...], missing: It
     return pairs | {(b, a) for a, b in pairs}
 
 
-def _extra(extra: Iterable[Pair | Link], figures: list[tuple[float, float]]) -> Iterator[Link]:
+def _extra(extra: Iterable[Pair | Link], figures: list[Figures]) -> Iterator[Link]:
     for each in extra:
         if isinstance(each, Link):
             yield each
@@ -396,10 +490,17 @@ def _merge(shape: tuple[int, ...], links: Iterable[Link]) -> dict[Pair, Link]:
         pair = (link.source, link.destination)
         _check_ends(shape, link)
         if pair in merged:
-            other = merged[pair]
-            link = Link(*pair, max(link.latency, other.latency), link.bandwidth + other.bandwidth)
+            link = _add_lanes(link, merged[pair])
         merged[pair] = link
     return dict(sorted(merged.items()))
+
+
+def _add_lanes(a: Link, b: Link) -> Link:
+    both = a.combined or b.combined
+    combined = (a.combined or a.bandwidth) + (b.combined or b.bandwidth) if both else None
+    packet = max((each for each in (a.packet, b.packet) if each), key=lambda each: each[1], default=None)
+    latency, least = max(a.latency, b.latency), max(a.least, b.least)
+    return Link(a.source, a.destination, latency, a.bandwidth + b.bandwidth, combined, packet, least)
 
 
 def _check_ends(shape: tuple[int, ...], link: Link) -> None:
@@ -425,23 +526,27 @@ def _direction(shape: tuple[int, ...], a: Coordinate, b: Coordinate) -> tuple[in
     return len(shape), 0, b
 
 
-def _kinds_of(shape: tuple[int, ...], table: Mapping[Pair, Link]) -> tuple[str, ...] | None:
+def _kinds_of(shape: tuple[int, ...], table: Mapping[Pair, Link], switches: Sequence[int]) -> tuple[str, ...] | None:
     """The kind of each axis if the links are exactly a grid; the plainest where several mean the same links."""
     start = (0,) * len(shape)
 
     def is_joined(axis: int, there: int) -> bool:
         return (start, (*start[:axis], there, *start[axis + 1 :])) in table
 
-    kinds = tuple(
-        "line" if size < 3 or not is_joined(axis, size - 1) else "full" if size > 3 and is_joined(axis, 2) else "ring"
-        for axis, size in enumerate(shape)
-    )
+    def kind_of(axis: int, size: int) -> str:
+        if axis in switches:
+            return "switch"
+        if size < 3 or not is_joined(axis, size - 1):
+            return "line"
+        return "full" if size > 3 and is_joined(axis, 2) else "ring"
+
+    kinds = tuple(map(kind_of, range(len(shape)), shape))
     return kinds if table.keys() == {(a, b) for _, a, b in _edges(shape, kinds)} else None
 
 
 def _apart(here: int, there: int, size: int, kind: str) -> int:
     gap = abs(here - there)
-    if kind == "full":
+    if kind in ("full", "switch"):
         return min(gap, 1)
     return gap if kind == "line" else min(gap, size - gap)
 

@@ -11,6 +11,7 @@ import bisect
 import itertools
 import math
 import os
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,17 @@ class Curve:
         part = math.log(size / low) / math.log(high / low)
         return before * math.exp(part * math.log(after / before))
 
+    def residual(self) -> float:
+        """How far the line between its neighbours lies from a measured point, at the median; 0 of one or two points.
+
+        >>> Curve(((1.0, 1.0), (2.0, 2.2), (4.0, 4.0))).residual()  # doctest: +ELLIPSIS
+        0.0909...
+        """
+        inner = range(1, len(self.points) - 1)
+        missed = [Curve(self.points[:i] + self.points[i + 1 :]).seconds(self.points[i][0]) for i in inner]
+        errors = [abs(said / self.points[i][1] - 1) for i, said in zip(inner, missed, strict=True)]
+        return statistics.median(errors) if errors else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Products:
@@ -69,9 +81,12 @@ class Products:
     rates: dict[Sizes, float] = field(hash=False)
 
     def seconds(self, batch: int, sizes: Sizes) -> float:
-        """What a batch of products takes."""
-        flops = 2.0 * batch * math.prod(sizes)
-        return flops / self.rate(sizes)
+        """What a batch of products takes: starting one call, and for each what its product takes beyond that."""
+        flops, least = 2.0 * math.prod(sizes), self.steps[0]
+        alone, start = flops / self.rate(sizes), 2.0 * least**3 / self.rates[least, least, least]
+        if batch == 1:
+            return alone
+        return start + batch * max(alone - start, flops / max(self.rates.values()))
 
     def rate(self, sizes: Sizes) -> float:
         """FLOP/s at a size: the eight points of the grid around it, each by how near it is."""
@@ -139,7 +154,9 @@ class Host:
             lines += ["", "[host.weights]  # times the curve of its kind"]
             lines += [f"{name} = {weight:.4g}" for name, weight in self.weights.items()]
         lines += ["", "[host.curves]  # bytes that a kernel reads and writes, seconds"]
-        lines += [f'"{kind}" = {_show(curve.points)}' for kind, curve in self.curves.items()]
+        for kind, curve in self.curves.items():
+            lines += [f"# left out, a point is met by its neighbours within {curve.residual():.0%} at the median"]
+            lines += [f'"{kind}" = {_show(curve.points)}']
         lines += ["", "[host.products]  # m, k, n, FLOP/s"]
         lines += [
             f"{dtype} = {_show((*sizes, rate) for sizes, rate in each.rates.items())}"
@@ -155,13 +172,13 @@ def _show(rows: Iterable[Sequence[float]]) -> str:
     return "[" + ", ".join("[" + ", ".join(f"{each:.5g}" for each in row) + "]" for row in rows) + "]"
 
 
-def host_path(preset: str | os.PathLike[str]) -> Path:
-    """Where the tables lie that were measured together with a preset.
+def host_path(preset: str | os.PathLike[str], processes: int = 1) -> Path:
+    """Where the tables lie that were measured together with a preset, by so many processes at once.
 
-    >>> host_path("machines/here.toml").as_posix()
-    'machines/here.host.toml'
+    >>> host_path("machines/here.toml").as_posix(), host_path("here.toml", 2).as_posix()
+    ('machines/here.host.toml', 'here.host2.toml')
     """
-    return Path(preset).with_suffix(".host.toml")
+    return Path(preset).with_suffix(f".host{processes if processes > 1 else ''}.toml")
 
 
 def load_host(path: str | os.PathLike[str]) -> Host:
@@ -189,9 +206,9 @@ def read_host(text: str, file: str) -> Host:
     calls = document.section("host.calls", reading.number)
     curves = {kind: Curve(rows) for kind, rows in document.section("host.curves", _read_pairs).items()}
     products = {dtype: _products(rows) for dtype, rows in document.section("host.products", _read_rates).items()}
-    weights = document.section("host.weights", reading.number) if document.has("host.weights") else {}
+    weights = document.section("host.weights", reading.number, optional=True)
     processes = {}
-    for key, rows in document.section("host.processes", _read_pairs).items() if document.has("host.processes") else ():
+    for key, rows in document.section("host.processes", _read_pairs, optional=True).items():
         kind, _, count = key.rpartition(" ")
         processes[kind, int(count)] = Curve(rows)
     document.finish(_KEYS)

@@ -10,14 +10,15 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from meshloom.errors import FabricError, closest
-from meshloom.fabric.fabric import KINDS, Pair
+from meshloom.fabric.axis import KINDS
+from meshloom.fabric.fabric import Pair
 from meshloom.fabric.links import Link
 from meshloom.mesh import Coordinate
-from meshloom.types import LONG_NAME
+from meshloom.types import BLOCK_FORMATS, LONG_NAME
 
 _T = TypeVar("_T")
-# Formats of numbers that devices compute in and tensors do not have.
-BLOCK_FORMATS = ("fp8", "bfp8", "bfp4")
+# What an efficiency of links can be given for: an axis of a kind, messages that are combined, or these on that axis.
+PATTERNS = ("combine", *KINDS, *(f"{kind}.combine" for kind in KINDS))
 _HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]]+?)\s*\]{1,2}\s*(#.*)?$")
 _KEY = re.compile(r"\s*([A-Za-z0-9_\-.\"']+)\s*=")
 
@@ -42,16 +43,16 @@ class Document:
         except ValueError as error:
             raise self.refusal(key, f"is {value!r}", fix=f"give {error}") from None
 
-    def section(self, prefix: str, read: Callable[[object], _T]) -> dict[str, _T]:
+    def has(self, key: str) -> bool:
+        """Whether a key was given."""
+        return key in self._values
+
+    def section(self, prefix: str, read: Callable[[object], _T], optional: bool = False) -> dict[str, _T]:
         """All values under a key, by the rest of their key."""
         keys = [key for key in self._values if key.startswith(f"{prefix}.")]
-        if not keys:
+        if not keys and not optional:
             raise self.refusal(prefix, "is missing", fix=f"give {prefix}")
         return {key.removeprefix(f"{prefix}."): self.take(key, read) for key in keys}
-
-    def has(self, prefix: str) -> bool:
-        """Whether there are values under a key."""
-        return any(key.startswith(f"{prefix}.") for key in self._values)
 
     def finish(self, known: tuple[str, ...]) -> None:
         """Refuse keys that nothing took."""
@@ -116,6 +117,13 @@ def number(value: object) -> float:
     """A number above 0, or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError("a number above 0")
+    return float(value)
+
+
+def seconds(value: object) -> float:
+    """A number from 0 on, or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError("0 or a number above it")
     return float(value)
 
 
@@ -198,6 +206,15 @@ def _coordinate(value: object, axes: int) -> Coordinate:
     if not isinstance(value, list) or len(value) != axes or any(type(at) is not int or at < 0 for at in value):
         raise ValueError(f"coordinates of {axes} whole numbers from 0")
     return tuple(value)
+
+
+def patterns(document: Document, prefix: str) -> tuple[tuple[str, float], ...]:
+    """The part of the bandwidth that is reached, by pattern: a kind of axis, `combine`, or both as `line.combine`."""
+    shares = document.section(prefix, share, optional=True)
+    for name in shares:
+        if name not in PATTERNS:
+            raise document.refusal(f"{prefix}.{name}", "is not a pattern", fix=closest(name, PATTERNS))
+    return tuple(shares.items())
 
 
 def flops(document: Document, prefix: str) -> tuple[tuple[str, float], ...]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from meshloom.context import Log
 from meshloom.fabric import Machine
-from meshloom.placement import Placement, spell
-from meshloom.planner import Advice, Change, Plan, Step, cheapest_requests
+from meshloom.placement import Placement, Topology, spell
+from meshloom.planner import Advice, Change, Move, Plan, Step, cheapest_requests
 from meshloom.planner.requests import Value
 
 LEAST = 0.1  # the part of the price that is worth a line,
@@ -23,7 +23,7 @@ class Flow(Log):
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps: list[tuple[Plan, tuple[Value | None, ...], str]] = []
+        self._steps: list[tuple[Plan | tuple[Topology, Topology], tuple[Value | None, ...], str]] = []
         self._arrays: dict[int, Any] = {}  # all that was seen, so that no other array gets its number
         self._made: dict[int, Value] = {}
         self._written: set[Value | None] = set()  # results that were written in place later: they stay where they lie
@@ -38,31 +38,44 @@ class Flow(Log):
     def end_call(self, results: Sequence[Any]) -> None:
         """The call has run and given these arrays; one that was there before was written in place."""
         decided, where = self.calls[-1]
+        self._note(decided, where, results)
+
+    def note_move(self, tensor: Any, target: Any, data: Any) -> None:
+        """The program has redistributed a tensor."""
+        self.begin_call(None, "", [tensor])
+        self._note((tensor.topology, target), "", [data])
+
+    def _note(self, made: Plan | tuple[Topology, Topology], where: str, results: Sequence[Any]) -> None:
         for i, array in enumerate(results):
             if id(array) in self._arrays:
                 self._written.add(self._made.pop(id(array), None))
             else:
                 self._arrays[id(array)], self._made[id(array)] = array, (len(self._steps), i)
-        self._steps.append((decided, self._sources, where))
+        self._steps.append((made, self._sources, where))
 
     @property
-    def program(self) -> list[Step]:
-        """The calls with their data flow. What no later call reads, somebody may hold."""
+    def program(self) -> list[Step | Move]:
+        """The calls and redistributions with their data flow. What nothing reads later, somebody may hold."""
         flow = [tuple([None if each in self._written else each for each in sources]) for _, sources, _ in self._steps]
         read = {source for sources in flow for source in sources}
-        return [
-            Step(decided, sources, where, not any((number, i) in read for i in range(len(decided.outs))))
-            for number, ((decided, _, where), sources) in enumerate(zip(self._steps, flow, strict=True))
-        ]
+        found: list[Step | Move] = []
+        for number, ((made, _, where), sources) in enumerate(zip(self._steps, flow, strict=True)):
+            if isinstance(made, Plan):
+                is_kept = not any((number, i) in read for i in range(len(made.outs)))
+                found.append(Step(made, sources, where, is_kept))
+            else:
+                found.append(Move(made[0], (sources[0],), made[1]))
+        return found
 
 
 def advise(flow: Flow) -> Advice | None:
     """The requests that make the program cheaper by a tenth or more; None where there are none."""
     program = flow.program
-    return advise_program(program, program[0].plan.machine) if program else None
+    machine = next((step.plan.machine for step in program if isinstance(step, Step)), None)
+    return None if machine is None else advise_program(program, machine)
 
 
-def advise_program(program: Sequence[Step], machine: Machine) -> Advice | None:
+def advise_program(program: Sequence[Step | Move], machine: Machine) -> Advice | None:
     """The same for calls with their data flow, on a machine."""
     found = cheapest_requests(program, machine)
     return found if found.before - found.after >= max(LEAST * found.before, STEPS * machine.latency) else None

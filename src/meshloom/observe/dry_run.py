@@ -39,6 +39,7 @@ class AxisLoad:
     exposed: float  # of those, the seconds in which devices only wait
     used: float  # busy seconds over the time of the step
     kinds: Mapping[str, int]  # bytes by kind of collective
+    links: str  # what joins the devices of a group: "ring of 8, 34.8 GB/s, 0.87 us"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,12 @@ class DryRun:
     `tree` (modules with equal layers folded), `links` (per mesh axis) and `assumptions`.
     """
 
-    def __init__(self, machine: Machine, memory: float | None, overlap: bool) -> None:
+    def __init__(
+        self, machine: Machine, memory: float | None, overlap: bool = True, fused_attention: bool = True
+    ) -> None:
         self.machine = machine  # whose figures the prices come from
         self.overlap = overlap  # whether communication may run beside compute
+        self.fused_attention = fused_attention  # whether attention without data keeps no scores
         self.limit = memory  # bytes that one device has; None for no limit
         self.log = Log()  # the collectives in order, as `loom.record` has them
         self._graph: StepGraph | None = None
@@ -150,7 +154,9 @@ class DryRun:
             kinds[each.kind] += each.bytes
         busy, exposed = sum(each.duration for each in slices), sum(each.exposed for each in slices)
         used = busy / self.time if self.time else 0.0
-        return AxisLoad(axis, devices, len(moved), sum(kinds.values()), busy, exposed, used, dict(kinds))
+        joined = self.machine.on(self.graph.meshes[mesh]).axis(axis, devices)
+        links = str(joined) if joined is not None else f"ring of {devices}, {_show_links(self.machine)}"
+        return AxisLoad(axis, devices, len(moved), sum(kinds.values()), busy, exposed, used, dict(kinds), links)
 
     @cached_property
     def bounds(self) -> dict[str, float]:
@@ -159,7 +165,7 @@ class DryRun:
         A kernel is bound by whichever of arithmetic and traffic takes it longer.
         """
         found: dict[str, float] = defaultdict(float)
-        prices = Prices(self.machine)
+        prices = Prices(self.machine, self.graph.meshes)
         for node in self.nodes:
             for name, seconds in prices.bounds(node).items():
                 found[name] += seconds
@@ -333,13 +339,23 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def _show_links(machine: Machine) -> str:
+    return f"{machine.bandwidth / 1e9:.4g} GB/s, {show_seconds(machine.latency)}"
+
+
 def _assumptions(run: DryRun) -> Iterator[Assumption]:
     machine, source = run.machine, f"machine {run.machine.name!r}"
-    yield Assumption("latency of a link", show_seconds(machine.latency), source)
-    yield Assumption("bandwidth of a link", f"{machine.bandwidth / 1e9:.4g} GB/s", source)
+    for name, load in run.links.items():
+        yield Assumption(f"links of axis {name}", load.links, source)
     yield Assumption(f"peak of {run.dtype}", f"{machine.peak(run.dtype) / 1e12:.4g} TFLOP/s", source)
     yield Assumption("memory bandwidth", f"{machine.memory_bandwidth / 1e9:.4g} GB/s", source)
+    yield Assumption("part of the peak that is reached", f"{machine.efficiency:.2g}", source)
+    yield Assumption("part of the memory bandwidth that is reached", f"{machine.memory_efficiency:.2g}", source)
+    yield Assumption("starting a kernel", show_seconds(machine.overhead), source)
+    yield Assumption("starting a collective", show_seconds(machine.launch), source)
     yield from _MODEL
+    scores = "a fused kernel, which keeps no scores" if run.fused_attention else "keeps its scores"
+    yield Assumption("attention without data", scores, f"dry_run(fused_attention={run.fused_attention})")
     together = "may run beside compute" if run.overlap else "never runs beside compute"
     yield Assumption("communication", together, f"dry_run(overlap={run.overlap})")
 
@@ -348,10 +364,9 @@ _MODEL = tuple(
     Assumption(what, value, "docs/dry_run.md")
     for what, value in (
         ("devices", "those on the same meshes do the same; the one with the largest shards stands for all of them"),
-        ("links", "one collective at a time on each mesh axis; axes do not disturb each other"),
+        ("links", "one collective at a time on each mesh axis; axes share nothing but a port to a switch"),
         ("forward calls", "one kernel each: operands read once, results written once"),
         ("backward", "the kernels that autograd ran, each with its own traffic"),
-        ("attention without data", "a fused kernel, which keeps no scores"),
         ("FLOPs", "products, by torch's formulas; causal attention counts all pairs"),
         ("gradients", f"summed as soon as they are there; those below {1 << 18} elements together"),
         ("host", "its own work, and tensors that never meet the mesh, cost nothing"),
@@ -361,13 +376,17 @@ _MODEL = tuple(
 
 @contextmanager
 def dry_run(
-    machine: str | Machine | Preset | None = None, memory: float | None = None, overlap: bool = True
+    machine: str | Machine | Preset | None = None,
+    memory: float | None = None,
+    overlap: bool = True,
+    fused_attention: bool = True,
 ) -> Iterator[DryRun]:
     """Record the step inside, and say what it costs on a machine: time, memory, links.
 
     `machine` is a preset's name, a preset or a machine; without one it is the machine in use. `memory` is what one
     device has, in bytes; without it the machine's own. A step that needs more is an `OutOfMemoryError` at the end of
-    the block. `overlap=False` runs compute and communication one after the other.
+    the block. `overlap=False` runs compute and communication one after the other; `fused_attention=False` is for a
+    machine whose attention writes all scores down.
 
     >>> import meshloom as loom
     >>> mesh = loom.open_mesh((4,), axes=("tp",))
@@ -382,8 +401,8 @@ def dry_run(
     found = _machine(machine)
     if memory is not None:
         expect("memory", memory, (int, float), fix="give the bytes that one device has")
-    run = DryRun(found, found.memory if memory is None else memory, overlap)
-    with recording() as recorder:
+    run = DryRun(found, found.memory if memory is None else memory, overlap, fused_attention)
+    with state.changed(keeps_scores=not fused_attention), recording() as recorder:
         yield run
     run._take(recorder)
     run.memory.check()

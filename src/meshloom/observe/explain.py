@@ -156,7 +156,7 @@ def _describe(plan: Plan, where: str, rows: bool) -> Iterator[str]:
         price = "        -" if line.cost is None else f"{line.cost * 1e6:9.3f}"
         yield f"  {line.axis:>4} {mark} {price} us  {line.row.label:<8} {line.row!s:<28} {line.reason}"
     for collective in plan.forward:
-        name, seconds = fastest(collective, plan.machine)
+        name, seconds = fastest(collective, plan.machine.on(plan.mesh))
         yield f"  moves {collective}, {name}, {seconds * 1e6:.3f} us"
     if rows and not plan.forward:
         yield "  moves nothing"

@@ -11,21 +11,31 @@ Start with `simulate`. The engine is in `jobs.py`, the file that Perfetto opens 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 
 import numpy as np
 
-from meshloom.collectives import Collective
+from meshloom.collectives import KINDS, Collective
 from meshloom.collectives.algorithms import choose
+from meshloom.collectives.jobs import (
+    NOWHERE,
+    Floats,
+    Integers,
+    Jobs,
+    Sends,
+    Wires,
+    add_sends,
+    finish_schedule,
+    read_schedule,
+)
 from meshloom.collectives.schedule import Schedule, Send
 from meshloom.cost import load_of
 from meshloom.errors import ArgumentError, FabricError, MeshError
 from meshloom.fabric import Fabric, Machine
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.observe.explain import Explanation
-from meshloom.observe.jobs import NOWHERE, Floats, Integers, Jobs, Sends, Wires, add_sends, read_schedule, run_schedule
 from meshloom.observe.timeline import Span, Spans, write_trace
 from meshloom.ops import find
 from meshloom.planner import Plan, route
@@ -156,8 +166,7 @@ def _checked_size(size: int | None) -> int:
 def _simulate_schedule(schedule: Schedule, fabric: Fabric, size: int, barrier: bool) -> Simulation:
     wires = Wires(fabric)
     sends = read_schedule(schedule, wires, size)
-    start = run_schedule(sends, barrier)
-    arrive = start + sends.busy + sends.delay
+    start, arrive = (each + fabric.launch for each in finish_schedule(sends, barrier))
     name = f"{schedule.algorithm} {schedule.collective}"
     labels = sends.chunk + np.where(np.diff(sends.parts) > 1, schedule.chunks, 0)
     devices, begin, finish = _presence(sends, start, arrive, len(wires.coordinates))
@@ -215,20 +224,6 @@ def _sum_up(title: str, time: float, fabric: Fabric, spans: Spans) -> Simulation
 
 # plans and records
 
-# The bytes of the value that a schedule cuts into chunks, from what one of p devices receives at least.
-_WHOLE: dict[str, Callable[[int, int], int]] = {
-    "all_reduce": lambda size, p: _share(size // 2, p),
-    "all_gather": lambda size, p: _share(size, p),
-    "reduce_scatter": lambda size, p: _share(size, p),
-    "all_to_all": lambda size, p: _share(size, p) * p,
-    "broadcast": lambda size, p: size,
-    "reduce": lambda size, p: size,
-    "gather": lambda size, p: _share(size, p),
-    "scatter": lambda size, p: size * p,
-    "send_recv": lambda size, p: size * p,
-    "shift": lambda size, p: size * p,
-}
-
 
 def whole_size(collective: Collective) -> int:
     """The bytes of the whole value of a collective: for an all-to-all, what all devices hold together.
@@ -236,11 +231,7 @@ def whole_size(collective: Collective) -> int:
     >>> whole_size(Collective("all_gather", "tp", 4, 96, "f32", (2, 4)))
     128
     """
-    return _WHOLE[collective.kind](collective.bytes, collective.devices)
-
-
-def _share(size: int, p: int) -> int:
-    return -(-size * p // (p - 1)) if p > 1 else size
+    return KINDS[collective.kind].whole(collective.bytes, collective.devices)
 
 
 def schedule_of(kind: str, group: tuple[Coordinate, ...], fabric: Fabric, size: int) -> Schedule:
@@ -398,7 +389,8 @@ class _Program:
         """A collective in every group of its axes: the members' sends wait for what is before it on their device."""
         done: After = {}
         name = self._name(f"{collective.kind} over {collective.axis}")
-        gates = {device: self.jobs.join(jobs) for device, jobs in at.items()}
+        before = {device: self.jobs.join(jobs) for device, jobs in at.items()}
+        gates = {device: self._launch(job, collective) for device, job in before.items()}
         for group in self._groups(mesh, collective.axis.split(",")):
             sends = self._sends(collective, group)
             made = add_sends(self.jobs, sends, gates, self.barrier, name)
@@ -407,8 +399,14 @@ class _Program:
                 arrivals.setdefault(device, []).append(job)
             for device in group:
                 done[device] = (self.jobs.join(arrivals[device]),)
-                self.collectives.append((device, name, gates[device], done[device][0]))
+                self.collectives.append((device, name, before[device], done[device][0]))
         return done
+
+    def _launch(self, job: int, collective: Collective) -> int:
+        """What a collective waits for once it may begin: that it has been started."""
+        if not self.fabric.launch or collective.devices == 1:
+            return job
+        return self.jobs.add(NOWHERE, (job,), delay=self.fabric.launch)
 
     def _sends(self, collective: Collective, group: tuple[int, ...]) -> Sends:
         size = whole_size(collective)

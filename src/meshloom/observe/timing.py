@@ -3,9 +3,9 @@
 In an SPMD program all devices do the same, so one device and one group per axis stand for all of them, and the work
 here does not depend on how many there are. A node computes when the device is free and what it reads is there. A
 collective occupies the links of its axis, in the first gap that is long enough after what it moves is there; those of
-different axes do not disturb each other. What brings an operand may run ahead by one such node, as prefetching does.
-The sum of a gradient starts when the gradient is there; small ones travel together. Without overlap everything happens
-one after the other.
+different axes do not disturb each other, unless they go through one port to a switch. What brings an operand may run
+ahead by one such node, as prefetching does. The sum of a gradient starts when the gradient is there; small ones travel
+together. Without overlap everything happens one after the other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from meshloom.collectives import Collective
 from meshloom.cost import price
 from meshloom.cost.step import Node, StepGraph
 from meshloom.fabric import Machine
+from meshloom.mesh import Mesh
 
 STREAMS = ("compute", "communication")
-SMALL = 1 << 18  # elements below which gradients are summed together, as `comms.deferred` does
+SMALL = 1 << 18  # elements below which gradients are summed together: `LARGE` of `comms.deferred`, without torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class _Clock:
         for each in graph.classes:
             for mesh in each.meshes:
                 self.classes[mesh].append(each.number)
-        self.prices = Prices(machine)
+        self.prices = Prices(machine, graph.meshes)
         self.links: dict[tuple[int, str], _Links] = defaultdict(_Links)
         self.ready: dict[int, float] = {}  # when the content of a storage is there
         self.free = [0.0] * len(graph.classes)  # when a device of each class can compute again
@@ -145,9 +146,9 @@ class _Clock:
         return ready
 
     def _send(self, node: Node, collective: Collective, ready: float, name: str = "") -> float:
-        seconds = self.prices.collective(collective)
+        seconds = self.prices.collective(collective, node.mesh)
         if self.overlap:
-            start = self.links[node.mesh, collective.axis].reserve(ready, seconds)
+            start = self.links[node.mesh, self.prices.way(collective, node.mesh)].reserve(ready, seconds)
         else:
             start = max(self._when_free(node), ready)
             self._occupy(node, start + seconds)
@@ -229,8 +230,9 @@ def _join(collectives: Sequence[Collective]) -> Collective:
 class Prices:
     """What nodes and collectives cost on a machine; equal ones are asked for once."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, meshes: Sequence[Mesh] = ()) -> None:
         self.machine = machine
+        self.bound = [machine.on(mesh) for mesh in meshes] or [machine]  # which links join the axes of each mesh
         self.machines: dict[str, Machine] = {}
         self.known: dict[object, float] = {}
 
@@ -251,11 +253,17 @@ class Prices:
             found["arithmetic" if computes else "memory traffic"] += seconds
         return found
 
-    def collective(self, collective: Collective) -> float:
-        """The seconds that a collective takes."""
-        if collective not in self.known:
-            self.known[collective] = price(collective, self.machine)
-        return self.known[collective]
+    def collective(self, collective: Collective, mesh: int) -> float:
+        """The seconds that a collective takes on the axes of a mesh, by the number of the mesh."""
+        key = (collective, mesh)
+        if key not in self.known:
+            self.known[key] = price(collective, self.bound[mesh])
+        return self.known[key]
+
+    def way(self, collective: Collective, mesh: int) -> str:
+        """What a collective occupies: the links of its axis, or the one port that a device has to a switch."""
+        axis = self.bound[mesh].axis(collective.axis, collective.devices)
+        return f"port {axis.level}" if axis is not None and axis.kind == "switch" else collective.axis
 
     def machine_for(self, dtype: str) -> Machine:
         """The machine with the peak of a dtype as its arithmetic."""

@@ -5,7 +5,7 @@ Start with `plan`. Everything here is a pure function of frozen values, so that 
 
 from meshloom.planner.plan import Considered, Plan, consider, plan, retype
 from meshloom.planner.redistribution import moves, route, stations
-from meshloom.planner.requests import Advice, Change, Step, cheapest_requests
+from meshloom.planner.requests import Advice, Change, Move, Step, cheapest_requests
 from meshloom.planner.strategies import STRATEGIES, Strategy, strategy_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Advice",
     "Change",
     "Considered",
+    "Move",
     "Plan",
     "Step",
     "Strategy",

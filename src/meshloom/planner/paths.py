@@ -50,7 +50,10 @@ def kind_of(now: int, wanted: int) -> str:
 
 @lru_cache(maxsize=16)
 def prices_on(machine: Machine) -> dict[tuple[str, int, int, int], float]:
-    """Prices that searches on a machine have asked for, by kind, devices, and the bytes before and after."""
+    """Prices that searches on a machine have asked for, by kind, place, and the bytes before and after.
+
+    The place is the number of the axis where a machine knows its axes, and else how many devices there are.
+    """
     return {}
 
 
@@ -67,6 +70,7 @@ class Paths:
         "_prices",
         "_width",
         "machine",
+        "places",
         "sizes",
         "small",
         "source",
@@ -75,13 +79,14 @@ class Paths:
     )
 
     def __init__(self, source: Topology, machine: Machine) -> None:
-        self.source, self.machine = source, machine
+        self.source, self.machine = source, machine.on(source.mesh)
         self.sizes = source.mesh.shape
+        self.places = range(len(self.sizes)) if self.machine.axes else self.sizes
         self.start: Station = tuple(encode(each, each) for each in source.placements)
         self.wide = tuple(dim for dim, size in enumerate(source.shape) if size > 1)  # the others are not worth a detour
         self.small = (1 + len(self.wide)) ** len(self.sizes) <= SMALL
         self._bytes: dict[Station, int] = {}
-        self._prices = prices_on(machine)
+        self._prices = prices_on(self.machine)
         self._count, self._width = numel(source.shape), itemsize(source.dtype)
         self._least: dict[tuple[int, int, int], float] = {}
         self._costs: dict[Station, float] = {self.start: 0.0}
@@ -128,13 +133,13 @@ class Paths:
 
     def price_between(self, kind: str, axis: int, before: int, after: int) -> float:
         """Seconds for a collective on one axis, from the bytes that a device holds before and after it."""
-        devices = self.sizes[axis]
-        key = (kind, devices, before, after)
+        key = (kind, self.places[axis], before, after)
         found = self._prices.get(key)
         if found is None:
             if len(self._prices) >= _KEPT:
                 self._prices.clear()
-            found = price_of(kind, devices, KINDS[kind].size(before, after, devices), self.machine)
+            devices = self.sizes[axis]
+            found = price_of(kind, devices, KINDS[kind].size(before, after, devices), self.machine, axis)
             self._prices[key] = found
         return found
 

@@ -266,7 +266,7 @@ def _assemble(pricing: Pricing, rows: Rows) -> Plan:
     raw = tuple(
         Topology(mesh, tuple(row.outs[i] for row in rows), shape, dtype) for i, (shape, dtype) in enumerate(results)
     )
-    cost, wanted, machine = pricing.full(rows), pricing.wanted, pricing.machine
+    cost, wanted, machine = pricing.full(rows), pricing.wanted, pricing.given
     return _complete(Plan(pricing.call, rows, move(pricing.call, rows), raw, (), (), cost, machine, wanted))
 
 

@@ -36,8 +36,9 @@ class Pricing:
     """The prices of one call's choices, one row for each mesh axis."""
 
     def __init__(self, call: Call, choices: Choices, wanted: Request, machine: Machine) -> None:
-        self.call, self.choices, self.wanted, self.machine = call, choices, wanted, machine
+        self.call, self.choices, self.wanted = call, choices, wanted
         self.mesh = call.operands[0].mesh
+        self.given, self.machine = machine, machine.on(self.mesh)
         self.paths = [paths_from(topology, machine) for topology in call.operands]
 
     @cached_property
@@ -69,8 +70,8 @@ class Pricing:
             for i, out in enumerate(row.outs):
                 devices = self.mesh.shape[axis]
                 if devices > 1 and self._is_reduced(out, axis):
-                    latency += price_of("all_reduce", devices, 0, self.machine)
-                    in_all += price_of("all_reduce", devices, self._reduced_bytes(i, rows, axis), self.machine)
+                    latency += price_of("all_reduce", devices, 0, self.machine, axis)
+                    in_all += price_of("all_reduce", devices, self._reduced_bytes(i, rows, axis), self.machine, axis)
         return in_all > MANY * latency
 
     def _reduced_bytes(self, result: int, rows: Rows, axis: int) -> int:
@@ -137,7 +138,7 @@ class Pricing:
         stop = tuple([settle(here, asked) for here, asked in zip(start, self.wanted, strict=True)])
         if start == stop:
             return 0.0
-        paths = paths_from(Topology(self.mesh, start, self.choices.shapes[result], self.dtypes[result]), self.machine)
+        paths = paths_from(Topology(self.mesh, start, self.choices.shapes[result], self.dtypes[result]), self.given)
         return cost_of(paths, paths.encode(stop))
 
     def _bounds(self, candidates: Sequence[Rows]) -> list[float]:
@@ -196,7 +197,7 @@ class Pricing:
         held = -(-numel(self.choices.shapes[result]) // self.mesh.size) * itemsize(self.dtypes[result])
         devices = self.mesh.shape[axis]
         sizes = {kind: KINDS[kind].size(held, held, devices) for kind in ("all_reduce", "reduce_scatter")}
-        return min(price_of(kind, devices, size, self.machine) for kind, size in sizes.items())
+        return min(price_of(kind, devices, size, self.machine, axis) for kind, size in sizes.items())
 
 
 def _is_sharded(place: int, row: Row) -> bool:

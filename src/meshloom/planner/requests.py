@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from meshloom.errors import MeshloomError
 from meshloom.fabric import VIRTUAL, Machine
+from meshloom.mesh import Mesh
 from meshloom.ops import Call, find
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
 from meshloom.planner.plan import Plan, plan
-from meshloom.planner.pricing import Request
+from meshloom.planner.pricing import ROUNDING, Request
 from meshloom.planner.redistribution import route
 from meshloom.types import is_floating
 
@@ -27,6 +28,8 @@ WORTH = 0.02  # the part of the price that leaving out one request may cost: few
 
 Placements = tuple[Placement, ...]
 Value = tuple[int, int]  # the number of a call, and of its result
+State = tuple[tuple[Value, Placements], ...]  # where the values lie that are needed later
+Way = tuple[float, tuple[Request | None, ...]]  # what it costs to get there, and what is asked on the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,15 @@ class Step:
     sources: tuple[Value | None, ...]
     where: str = ""
     is_kept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A redistribution that the program asks for: of which value, and where it goes."""
+
+    source: Topology
+    sources: tuple[Value | None]
+    target: Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class Advice:
     changes: tuple[Change, ...]
 
 
-def cheapest_requests(program: Sequence[Step], machine: Machine = VIRTUAL) -> Advice:
+def cheapest_requests(program: Sequence[Step | Move], machine: Machine = VIRTUAL) -> Advice:
     """The requests under which all calls together cost least; none where nothing is cheaper.
 
     >>> from meshloom.mesh import Mesh
@@ -82,12 +94,16 @@ def cheapest_requests(program: Sequence[Step], machine: Machine = VIRTUAL) -> Ad
     nothing: list[Request | None] = [None] * len(program)
     before = search.price(nothing)
     best = nothing
-    for axis in [*range(program[0].plan.mesh.ndim if program else 0)] * ROUNDS:
+    for axis in [*range(_mesh_of(program[0]).ndim if program else 0)] * ROUNDS:
         found = search.find(best, axis)
         if search.price(found) < search.price(best):
             best = found
     best = _leave_out(search, best)
     return Advice(before, search.price(best), tuple(search.describe(best)))
+
+
+def _mesh_of(step: Step | Move) -> Mesh:
+    return step.plan.mesh if isinstance(step, Step) else step.source.mesh
 
 
 def _leave_out(search: _Search, requests: list[Request | None]) -> list[Request | None]:
@@ -102,16 +118,26 @@ def _leave_out(search: _Search, requests: list[Request | None]) -> list[Request 
 class _Search:
     """The ways through a program, each call planned once for every way in which its operands may lie."""
 
-    def __init__(self, program: Sequence[Step], machine: Machine) -> None:
+    def __init__(self, program: Sequence[Step | Move], machine: Machine) -> None:
         self.program, self.machine = program, machine
         self.plans: dict[tuple[int, tuple[Topology, ...], Request], Plan | None] = {}  # equal calls have one plan
         self.last: dict[Value, int] = {
             source: number for number, step in enumerate(program) for source in step.sources if source is not None
         }
 
-    def plan(self, number: int, operands: tuple[Topology, ...], request: Request) -> Plan | None:
+    def carry_out(
+        self, number: int, held: dict[Value, Placements], request: Request | None
+    ) -> tuple[float, tuple[Topology, ...]] | None:
+        """What a step costs where the values lie so, and its results; None where the request has no meaning for it."""
+        step = self.program[number]
+        if isinstance(step, Move):
+            source = step.source if step.sources[0] is None else step.source.with_placements(held[step.sources[0]])
+            return route(source, step.target.placements, self.machine)[1], (step.target,)
+        decided = self._plan(step.plan, self._place(step, held), request or step.plan.request)
+        return None if decided is None else (decided.cost + self._return(step, decided), decided.outs)
+
+    def _plan(self, decided: Plan, operands: tuple[Topology, ...], request: Request) -> Plan | None:
         """The plan of a call on these operands; None where the request has no meaning for it."""
-        decided = self.program[number].plan
         key = id(decided), operands, request
         if key not in self.plans:
             call = decided.call
@@ -123,32 +149,33 @@ class _Search:
 
     def price(self, requests: Sequence[Request | None]) -> float:
         """What the program costs under these requests."""
-        total, held = 0.0, dict[Value, Placements]()
-        for number, step in enumerate(self.program):
-            request = requests[number] or step.plan.request
-            decided = self.plan(number, self._place(step, held), request)
-            assert decided is not None
-            total += decided.cost + self._return(step, decided)
-            held.update(_results(number, decided))
-        return total
+        return sum(cost for cost, _ in self._go_through(requests))
+
+    def _go_through(self, requests: Sequence[Request | None]) -> Iterator[tuple[float, tuple[Topology, ...]]]:
+        held = dict[Value, Placements]()
+        for number, request in enumerate(requests):
+            found = self.carry_out(number, held, request)
+            assert found is not None
+            held.update(_results(number, found[1]))
+            yield found
 
     def find(self, fixed: Sequence[Request | None], axis: int) -> list[Request | None]:
         """The cheapest requests that differ from the fixed ones on one mesh axis."""
-        ways: dict[tuple[tuple[Value, Placements], ...], tuple[float, tuple[Request | None, ...]]] = {(): (0.0, ())}
-        for number, step in enumerate(self.program):
-            found: dict[tuple[tuple[Value, Placements], ...], tuple[float, tuple[Request | None, ...]]] = {}
+        ways: dict[State, Way] = {(): (0.0, ())}
+        for number in range(len(self.program)):
+            found: dict[State, Way] = {}
             options = [*self._options(number, fixed[number], axis)]
             for state, (cost, before) in ways.items():
                 held = dict(state)
-                operands = self._place(step, held)
                 for request in options:
-                    decided = self.plan(number, operands, request or step.plan.request)
-                    if decided is None:
+                    done = self.carry_out(number, held, request)
+                    if done is None:
                         continue
-                    total = cost + decided.cost + self._return(step, decided)
-                    after = self._needed(number, {**held, **_results(number, decided)})
-                    if after not in found or total < found[after][0]:
-                        found[after] = total, (*before, request)
+                    total = cost + done[0]
+                    after = self._needed(number, {**held, **_results(number, done[1])})
+                    way = total, (*before, request)
+                    if after not in found or _is_better(way, found[after]):
+                        found[after] = way
             ways = dict(sorted(found.items(), key=lambda way: way[1][0])[:KEPT])
         return [*min(ways.values(), key=lambda way: way[0])[1]]
 
@@ -157,7 +184,7 @@ class _Search:
         pairs = zip(step.plan.call.operands, step.sources, strict=True)
         return tuple([each if source is None else each.with_placements(held[source]) for each, source in pairs])
 
-    def _needed(self, number: int, held: dict[Value, Placements]) -> tuple[tuple[Value, Placements], ...]:
+    def _needed(self, number: int, held: dict[Value, Placements]) -> State:
         return tuple((value, placed) for value, placed in held.items() if self.last.get(value, -1) > number)
 
     def _return(self, step: Step, decided: Plan) -> float:
@@ -171,6 +198,8 @@ class _Search:
         """What may be asked of a call: nothing more than before, or any placement on the axis."""
         yield fixed
         step = self.program[number]
+        if isinstance(step, Move):
+            return
         given = fixed or step.plan.request
         if given[axis] is None and len(step.plan.outs) == 1:
             for each in _placements(step.plan, axis):
@@ -178,19 +207,28 @@ class _Search:
 
     def describe(self, requests: Sequence[Request | None]) -> Iterator[Change]:
         """The requests with their calls, and the results that are brought back."""
-        held = dict[Value, Placements]()
-        for number, (step, request) in enumerate(zip(self.program, requests, strict=True)):
-            decided = self.plan(number, self._place(step, held), request or step.plan.request)
-            assert decided is not None
-            held.update(_results(number, decided))
-            home = step.plan.outs[0].placements
-            back = home if step.is_kept and decided.outs[0].placements != home else None
-            if request is not None or back is not None:
-                yield Change(number, step.plan.call.op, step.where, request, decided.outs[0], back)
+        for number, (request, (_, results)) in enumerate(zip(requests, self._go_through(requests), strict=True)):
+            step = self.program[number]
+            if isinstance(step, Step):
+                home = step.plan.outs[0].placements
+                back = home if step.is_kept and results[0].placements != home else None
+                if request is not None or back is not None:
+                    yield Change(number, step.plan.call.op, step.where, request, results[0], back)
 
 
-def _results(number: int, decided: Plan) -> dict[Value, Placements]:
-    return {(number, i): each.placements for i, each in enumerate(decided.outs)}
+def _is_better(way: Way, other: Way) -> bool:
+    """Whether a way is cheaper; of equal ones that with fewer partial results, which take memory."""
+    if abs(way[0] - other[0]) > ROUNDING * other[0]:
+        return way[0] < other[0]
+    return _count_partial(way[1]) < _count_partial(other[1])
+
+
+def _count_partial(requests: Sequence[Request | None]) -> int:
+    return sum(isinstance(each, Partial) for request in requests if request is not None for each in request)
+
+
+def _results(number: int, results: Sequence[Topology]) -> dict[Value, Placements]:
+    return {(number, i): each.placements for i, each in enumerate(results)}
 
 
 def _placements(decided: Plan, axis: int) -> Iterator[Placement]:

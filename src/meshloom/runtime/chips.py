@@ -65,6 +65,7 @@ _OF_PRESET = {
     "n300": WORMHOLE,
     "t3000": WORMHOLE,
     "galaxy": WORMHOLE,
+    "galaxy4": WORMHOLE,
     "quietbox": BLACKHOLE,
     "loudbox": BLACKHOLE,
 }

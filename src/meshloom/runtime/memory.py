@@ -172,6 +172,7 @@ class Allocator:
         self._regions: dict[int, Region] = {}  # by number
         self._lock = threading.Lock()
         self._dropped: deque[Region] = deque()
+        self.drop = self._dropped.append  # frees a region at the next call: what a finalizer may do, wherever it runs
         self._gaps: dict[int, Gaps] = {}
         self._members: dict[int, numpy.ndarray] = {}
         self._used = numpy.zeros(devices, dtype=numpy.int64)  # of regions on some devices only
@@ -190,10 +191,12 @@ class Allocator:
         from_top: bool = False,
     ) -> Region:
         """Room for `nbytes` on every device of the mask: lowest address, highest, or the one that was asked for."""
-        size = max(1, -(-nbytes // (self.banks * ALIGNMENT))) * ALIGNMENT  # align(-(-nbytes // self.banks))
+        size = (-(-nbytes // (self.banks * ALIGNMENT)) or 1) * ALIGNMENT  # align(-(-nbytes // self.banks))
         with self._lock:
-            if len(self._dropped) == 1 and address is None and self._is_next(self._dropped[0], size, mask, from_top):
-                return self._handed_on(self._dropped.popleft(), owner, where)
+            if len(self._dropped) == 1 and address is None:
+                made = self._hand_on(self._dropped[0], size, mask, owner, where, from_top)
+                if made is not None:
+                    return made
             self._drain()
             gaps = self._gaps_of(mask)
             found = (
@@ -203,24 +206,22 @@ class Allocator:
                 raise self._full(nbytes, mask, owner, where, gaps)
             return self._put(Region(found, size, mask, owner, where))
 
-    def _is_next(self, region: Region, size: int, mask: int, from_top: bool) -> bool:
-        """Whether a region that was just dropped is what first fit would find once it is free."""
+    def _hand_on(self, region: Region, size: int, mask: int, owner: Any, where: Where, from_top: bool) -> Region | None:
+        """The bytes of a region that was just dropped for the next owner, if they are what first fit would find once
+        they are free: what is free and what is used stays as it is."""
         gaps = self._gaps.get(mask)
         if region.freed or region.size != size or region.mask != mask or gaps is None:
-            return False
+            return None
         low, high = region.address, region.address + size
         for start, end in reversed(gaps.pieces) if from_top else gaps.pieces:
             if end < high if from_top else start > low:
                 break  # this one and all that follow come after it
             if end - start >= size or (start == high if from_top else end == low):
-                return False
-        return True
-
-    def _handed_on(self, region: Region, owner: Any, where: Where) -> Region:
-        """The bytes of a dropped region for the next owner: what is free and what is used stays as it is."""
+                return None
+        self._dropped.popleft()
         region.freed = True
         del self._regions[region.number]
-        made = Region(region.address, region.size, region.mask, owner, where)
+        made = Region(low, size, mask, owner, where)
         self._regions[made.number] = made
         return made
 
@@ -245,10 +246,6 @@ class Allocator:
         self.drop(region)
         with self._lock:
             self._drain()
-
-    def drop(self, region: Region) -> None:
-        """Free a region at the next call: what a finalizer may do, wherever it happens to run."""
-        self._dropped.append(region)
 
     def settle(self) -> None:
         """Free what was dropped."""

@@ -44,6 +44,8 @@ def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     gathered = Gathered(name, find_mesh(args) or find_mesh(kwargs.values()), function, args, kwargs)
     dense_args = gathered.take(args)
     dense_kwargs = gathered.take(kwargs)
+    for log in state.logs:
+        log.begin_fallback(name, gathered.where, [each.tensor for each in gathered.operands])
     try:
         result = function(*dense_args, **dense_kwargs)
     except MeshloomError:
@@ -56,6 +58,9 @@ def fallback(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 fix="its result depends on values: leave it out of explain and of meta programs",
             ) from error
         raise
+    finally:
+        for log in state.logs:
+            log.end_fallback()
     gathered.write_back()
     gathered.note()
     if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], Tensor) and gathered.operands:

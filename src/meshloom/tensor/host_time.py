@@ -63,6 +63,10 @@ class HostTime(Log):
         if events and not self._is_inside and events[0].phase == "forward":
             self.by_kind["collective"] += self.host.calls.get(events[0].kind, self.host.calls["broadcast"])
 
+    def note_sent(self, kind: str, processes: int, size: int) -> None:
+        """A collective between processes, by the curve of its kind."""
+        self.by_kind[f"{kind} between processes"] += self.host.between(kind, processes).seconds(size)
+
     def __str__(self) -> str:
         listed = sorted(self.by_kind.items(), key=lambda each: -each[1])
         lines = [f"{self.seconds * 1e3:.3f} ms on {self.host.name}, {self.kernels} kernels"]
@@ -133,11 +137,17 @@ _SOFTMAXES = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_l
 
 
 def _order_of(array: torch.Tensor) -> str:
-    """Whether its elements lie apart in memory (or in runs shorter than a line of the cache), or in longer runs."""
-    if array.ndim == 0 or array.is_contiguous():
-        return ""
-    is_turned = array.stride(-1) != 1 or array.shape[-1] * array.itemsize < LINE
-    return "turned" if is_turned else "strided"
+    """Whether its elements lie apart in memory (or in runs shorter than a line of the cache), or in longer runs.
+
+    Dims along which it repeats itself do not count.
+    """
+    dims = [(size, stride) for size, stride in zip(array.shape, array.stride(), strict=True) if stride and size > 1]
+    run = 1
+    for size, stride in reversed(dims):
+        if stride != run:
+            return "turned" if run * array.itemsize < LINE else "strided"
+        run *= size
+    return ""
 
 
 LINE = 64  # bytes

@@ -63,6 +63,8 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
     data = carry(tensor, target, "redistribute")
     if same_storage(data, tensor._data):
         data = data.clone()
+    for log in state.logs:
+        log.note_move(tensor, target, data)
     made = Tensor(target, data)
     if tensor._number:
         made._number = tensor._number
@@ -98,7 +100,7 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     if state.watching:
         line = where()
         for log in state.logs:
-            log.begin_move(tensor)
+            log.note_tensor(tensor)
         events = [Event(each, call, line) for each in moves(source, target, state.machine)]
         state.check(events)
     STORY.identity = tensor._number

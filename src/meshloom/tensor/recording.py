@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshloom.collectives import Collective
+from meshloom.comms.deferred import LARGE
 from meshloom.cost import Load
 from meshloom.cost.step import StepGraph
 from meshloom.engines import private
@@ -29,12 +29,13 @@ from meshloom.placement import Topology
 from meshloom.planner import Plan, moves
 from meshloom.runtime import Event, Log, state, where
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.kernel_work import EMPTY, Kernel, address_of
+from meshloom.tensor.kernel_work import EMPTY, Kernel
 from meshloom.tensor.known_numbers import KnownNumbers
-from meshloom.tensor.layouts import infer_share, layout_of
+from meshloom.tensor.layouts import layout_of
+from meshloom.tensor.memory_book import MemoryBook
 from meshloom.tensor.module_paths import ModulePaths
-from meshloom.tensor.step_drafts import Called, Draft, Held, Phases, Weight
-from meshloom.types import is_floating, itemsize
+from meshloom.tensor.step_drafts import Called, Draft, Held, Phases, PlannedWeight, Weight
+from meshloom.types import is_floating, itemsize, numel
 
 _LEAF = 1 << 63  # from here on are the numbers of the graph nodes of leaves
 
@@ -67,7 +68,7 @@ class Recorder(Log):
         self.has_data = self.has_data or any(_has_data(each) for each in tensors)
         self._leave_backward()
         mesh = self.number_of(call.mesh)
-        draft = Called(self._weigh(call), self._phase(), self.modules.path, where, self.kernel, mesh)
+        draft = Called(call.call.op, self._weigh(call), self._phase(), self.modules.path, where, self.kernel, mesh)
         for tensor, topology, wanted in zip(tensors, call.call.operands, call.ins, strict=True):
             held = self.memory.hold_tensor(tensor, topology)
             draft.reads[held] = None
@@ -76,6 +77,9 @@ class Recorder(Log):
                 name = f"{draft.op} {wanted.notation}"
                 draft.gathered[held] = self.memory.add_gathered(name, wanted.local_bytes, draft), wanted
         self._belong(draft)
+        self._begin(draft)
+
+    def _begin(self, draft: Called) -> None:
         self.drafts.append(draft)
         self.begun.append(private.next_sequence_number())
         self.called.append(draft)
@@ -83,14 +87,14 @@ class Recorder(Log):
 
     def end_call(self, results: Sequence[Any]) -> None:
         """The call has run; its results lie as the plan says."""
-        draft, self.current = self.current, None
+        draft = self.current
         if draft is None:
             return
+        self._end(draft)
         plan: Plan = self.calls[-1][0]
         draft.operands = tuple(each.notation for each in plan.call.operands)
         draft.results = tuple(each.notation for each in plan.outs)
         draft.dtype = draft.dtype or _widest(plan.ins) or plan.outs[0].dtype
-        draft.last = self.kernel
         draft.loads = [_load_of_call(draft)]
         for array, topology, raw in zip(results, plan.outs, plan.raw, strict=True):
             held = self.memory.hold(array, draft.op)
@@ -103,12 +107,35 @@ class Recorder(Log):
                 buffer = self.memory.add_buffer(f"{draft.op} {raw.notation}", raw.local_bytes, draft)
                 buffer.made, buffer.freed = draft.first, self.kernel - 1
 
+    def begin_fallback(self, name: str, where: str, tensors: Sequence[Tensor]) -> None:
+        """A function without a rule: each device gathers its operands and does all of it."""
+        self._leave_backward()
+        mesh = self.number_of(tensors[0].mesh) if tensors else 0
+        draft = Called(name, Weight(), self._phase(), self.modules.path, where, self.kernel, mesh)
+        draft.operands = tuple(each.topology.notation for each in tensors)
+        for tensor in tensors:
+            whole, held = tensor.topology.replicated, self.memory.hold_tensor(tensor, tensor.topology)
+            if whole.local_bytes > tensor.topology.local_bytes:
+                buffer = self.memory.add_gathered(f"{name} {whole.notation}", whole.local_bytes, draft)
+                draft.gathered[held] = buffer, whole
+        self._begin(draft)
+
+    def end_fallback(self) -> None:
+        """It has run, or failed."""
+        if self.current is not None:
+            self._end(self.current)
+
+    def _end(self, draft: Called) -> None:
+        self.current, draft.last = None, self.kernel
+        for buffer, _ in draft.gathered.values():
+            buffer.freed = max(buffer.made, self.kernel - 1)
+
     def abandon_call(self) -> None:
         """The call did not come to its end; what it did so far is kept."""
         self.current = None
 
-    def begin_move(self, tensor: Tensor) -> None:
-        """A tensor is about to be moved: it is on the devices, whether or not a call has used it."""
+    def note_tensor(self, tensor: Tensor) -> None:
+        """A tensor is about to be used: it is on the devices, whether or not a call has used it."""
         self.memory.hold_tensor(tensor, tensor.topology)
 
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
@@ -145,6 +172,8 @@ class Recorder(Log):
             held.place(layout_of(of.topology), draft.mesh)
             draft.operands = draft.results = (of.topology.notation,)
             draft.reads[held] = draft.writes[held] = None
+            if draft.is_gradient_sum and numel(of.topology.local_shape) < LARGE and not of.mesh.is_split:
+                self.memory.add_to_bucket(of.topology.local_bytes, draft)
         self.drafts.append(draft)
 
     # What kernels do
@@ -268,7 +297,11 @@ class Recorder(Log):
         flops, call = kernel.flops, draft.call
         share = call.weight.share if call is not None else max((each.share for each in read), default=1.0)
         touched = [*zip(kernel.inputs, read, strict=True), *written] if kernel.name not in EMPTY else []
-        traffic = sum(min(array.numel() * array.element_size(), held.whole) * held.share for array, held in touched)
+        whole = call is not None and call.weight.plan is None
+        traffic = sum(
+            min(array.numel() * array.element_size(), held.whole) * (1.0 if whole else held.share)
+            for array, held in touched
+        )
         draft.kernels.append(kernel.name)
         draft.loads.append(Load(flops * share, traffic))
         if draft.phase != "recompute":
@@ -311,7 +344,7 @@ class Recorder(Log):
     def _weigh(self, plan: Plan) -> Weight:
         """What a plan means for one device; equal calls have the same plan, which stays alive with its id here."""
         if id(plan) not in self.weights:
-            self.weights[id(plan)] = Weight(plan)
+            self.weights[id(plan)] = PlannedWeight(plan)
         return self.weights[id(plan)]
 
     def number_of(self, mesh: Mesh) -> int:
@@ -332,159 +365,6 @@ class Recorder(Log):
         return StepGraph(nodes, storages, tuple(self.meshes), self.kernel, self.has_data)
 
 
-class MemoryBook:
-    """The storages of a step, from the kernel that makes each until nobody holds it."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.alive: dict[int, Held] = {}  # by address
-        self.watches: dict[int, weakref.ref[Any]] = {}
-        self.all: list[Held] = []
-        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def counted(self) -> Iterator[Held]:
-        """Those that are on the devices."""
-        return (held for held in self.all if held.is_counted)
-
-    def knows(self, arrays: Sequence[torch.Tensor]) -> bool:
-        """Whether one of these arrays is on the devices."""
-        found = (self.alive.get(address_of(each)) for each in arrays)
-        return any(held is not None and held.is_counted for held in found)
-
-    def mesh_of(self, arrays: Sequence[torch.Tensor]) -> int:
-        """The number of the mesh that arrays are on."""
-        found = (self.alive.get(address_of(each)) for each in arrays)
-        return next((held.mesh for held in found if held is not None and held.is_counted), 0)
-
-    def hold(self, array: torch.Tensor, name: str) -> Held:
-        """The storage of an array; one that nobody saw before was there before."""
-        return self.alive.get(address_of(array)) or self._start(array, name, -1, None)
-
-    def hold_tensor(self, tensor: Tensor, topology: Topology) -> Held:
-        """The storage of an operand, which lies as its topology says."""
-        array = tensor._data
-        held = self.hold(array, topology.notation)
-        if not held.is_exact:
-            held.place(layout_of(topology), self.recorder.number_of(topology.mesh))
-            held.name = topology.notation if held.node is None else held.name
-        is_leaf = array.requires_grad and array.is_leaf
-        if tensor._is_param or (is_leaf and held.made < 0):
-            held.held_for = "parameters"
-            held.name = self.recorder.modules.name_of(tensor) or held.name
-            held.module = held.name.rpartition(".")[0] if "[" not in held.name else ""
-        if is_leaf:
-            self.leaves.setdefault(id(array), weakref.ref(array))
-        return held
-
-    def hold_parameter(self, tensor: Tensor, name: str) -> None:
-        """A parameter of a model that is about to run."""
-        self.hold_tensor(tensor, tensor.topology)
-
-    def make(self, array: torch.Tensor, name: str, draft: Draft | None, share: float | None) -> Held:
-        """Memory that a kernel has made, of which one device holds a share, as far as that is known."""
-        text = f"{draft.op if draft is not None else name} {short_name(array.dtype)}{list(array.shape)}"
-        held = self._start(array, text, self.recorder.kernel, draft)
-        if share is not None:
-            held.share, held.is_counted = share, True
-        if draft is not None and draft.gradient_of is not None:
-            self._make_gathered(draft, draft.gradient_of, held)
-        return held
-
-    def share_like(
-        self, array: torch.Tensor, place: int, inputs: Sequence[torch.Tensor], read: Sequence[Held]
-    ) -> float | None:
-        """What one device holds of a kernel's result, from its operands; of lists the one at the same place counts."""
-        pairs = [pair for pair in zip(inputs, read, strict=True) if pair[1].is_counted]
-        same = [held for each, held in pairs if each.numel() == array.numel()]
-        if same:
-            return read[place].share if place < len(read) and read[place] in same else same[0].share
-        return infer_share(tuple(array.shape), [held.layout for _, held in pairs if held.is_exact])
-
-    # Memory that the devices need and the stored arrays do not: there a gather is the array as it is
-
-    def add_buffer(self, name: str, size: int, draft: Draft) -> Held:
-        """Memory of its own, for one kernel as long as nobody says more."""
-        buffer = Held(name, size, self.recorder.kernel, draft)
-        buffer.is_counted, buffer.freed = True, self.recorder.kernel
-        self.all.append(buffer)
-        return buffer
-
-    def add_gathered(self, name: str, size: int, draft: Draft) -> Held:
-        """An operand as a call needs it."""
-        buffer = self.add_buffer(name, size, draft)
-        buffer.held_for = "gathered"
-        return buffer
-
-    def use_gathered(self, call: Called, read: Sequence[Held]) -> None:
-        """Backward reads an operand that was gathered: the buffer was kept until now."""
-        for held in read:
-            if held in call.gathered:
-                call.gathered[held][0].freed = self.recorder.kernel
-
-    def _make_gathered(self, draft: Draft, call: Called, made: Held) -> None:
-        """The gradient of a gathered operand is whole before it is reduced and scattered."""
-        for held, (_, topology) in call.gathered.items():
-            if made.whole == held.whole:
-                self.add_gathered(f"gradient {topology.notation}", topology.local_bytes, draft)
-
-    # Lives
-
-    def _start(self, array: torch.Tensor, name: str, made: int, draft: Draft | None) -> Held:
-        held = Held(name, array.untyped_storage().nbytes(), made, draft)
-        self.all.append(held)
-        self._follow(array, held)
-        return held
-
-    def _follow(self, array: torch.Tensor, held: Held) -> None:
-        """Keep watch over an array's memory until it is freed."""
-        address, mine = address_of(array), weakref.ref(self)
-        held.arrays += 1
-
-        def free(_: object) -> None:
-            book = mine()
-            if book is not None and book.alive.get(address) is held:
-                del book.alive[address], book.watches[address]
-                held.arrays -= 1
-                if not held.arrays:
-                    held.freed = max(book.recorder.kernel - 1, held.made)
-
-        self.alive[address] = held
-        self.watches[address] = weakref.ref(array.untyped_storage(), free)
-
-    def stand_for(self, kernel: Kernel) -> bool:
-        """Whether a copy is one without data of an array that has some: it stands for the same memory."""
-        if len(kernel.fresh) != 1 or not kernel.fresh[0].is_meta or kernel.inputs[0].is_meta:
-            return False
-        self._follow(kernel.fresh[0], self.hold(kernel.inputs[0], kernel.name))
-        return True
-
-    # What memory is held for
-
-    def mark_gradients(self) -> None:
-        """The gradients that leaves have now."""
-        for found in list(self.leaves.values()):
-            leaf = found()
-            if leaf is None or leaf.grad is None:
-                continue
-            held, of = self.hold(leaf.grad, "gradient"), self.alive.get(address_of(leaf))
-            held.held_for = "gradients"
-            if of is not None:
-                held.place(of.layout, of.mesh)
-                held.name, held.module = f"gradient of {of.name}", of.module
-
-    def mark_state(self, optimizer: Any) -> None:
-        """The tensors that an optimizer keeps for each parameter."""
-        for parameter, table in optimizer.state.items():
-            of = self.alive.get(address_of(parameter._data)) if isinstance(parameter, Tensor) else None
-            for key, value in table.items() if isinstance(table, dict) else ():
-                if isinstance(value, Tensor):
-                    held = self.hold(value._data, key)
-                    held.place(layout_of(value.topology), self.recorder.number_of(value.mesh))
-                    held.held_for = "optimizer state"
-                    held.name = f"{key} of {of.name}" if of is not None else key
-                    held.module = of.module if of is not None else ""
-
-
 def _load_of_call(draft: Called) -> Load:
     """A planned call counts as one kernel, with the arithmetic of the kernels that ran."""
     counted, touched = sum(load.flops for load in draft.loads), sum(load.bytes for load in draft.loads)
@@ -494,7 +374,9 @@ def _load_of_call(draft: Called) -> Load:
 
 def _moved_operands(draft: Called) -> list[Held]:
     """For each collective that brings an operand to a call, the operand's storage."""
-    plan = draft.plan
+    plan = draft.weight.plan
+    if plan is None:
+        return []
     rows = zip(draft.operand_storages, plan.call.operands, plan.ins, strict=True)
     return [held for held, source, target in rows for _ in moves(source, target, plan.machine)]
 

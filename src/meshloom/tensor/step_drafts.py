@@ -124,9 +124,9 @@ class Draft:
 class Called(Draft):
     """The node of a planned call, and what its kernels and those of its backward need to know of it."""
 
-    def __init__(self, weight: Weight, phase: str, module: str, where: str, first: int, mesh: int) -> None:
-        super().__init__(weight.plan.call.op, phase, module, where, first, mesh)
-        self.plan, self.weight = weight.plan, weight
+    def __init__(self, op: str, weight: Weight, phase: str, module: str, where: str, first: int, mesh: int) -> None:
+        super().__init__(op, phase, module, where, first, mesh)
+        self.weight = weight
         self.gathered: dict[Held, tuple[Held, Topology]] = {}  # operands that are needed larger than they are kept
         self.operand_storages: list[Held] = []
 
@@ -137,6 +137,17 @@ class Called(Draft):
 
 
 class Weight:
+    """What a call means for one device, which does all of it: a function without a rule."""
+
+    plan: Plan | None = None
+    load, share, copies = Load(0.0, 0.0), 1.0, 1
+
+    def share_of(self, shape: tuple[int, ...]) -> float | None:
+        """What one device holds of an array inside of the call or of its backward."""
+        return 1.0
+
+
+class PlannedWeight(Weight):
     """What a plan means for one device; equal calls have the same plan, so it is worked out once.
 
     `load` is what the fullest device does, `share` its part of the arithmetic of the arrays that are here, `copies`

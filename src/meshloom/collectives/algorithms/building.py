@@ -50,10 +50,14 @@ def together(*parts: Steps) -> Steps:
 
 
 def sends_along(trees: Callable[[Coordinate], Tree], pieces: Pieces) -> Steps:
-    """All-gather: the pieces of every member along its own tree."""
-    return steps_of(
-        (edge.step, edge.parent, edge.child, chunks) for each, chunks in pieces.items() for edge in trees(each)
-    )
+    """All-gather: the pieces of every member along its own tree.
+
+    All trees grow side by side, so that members who send to many, or get from many when the film runs backwards, take
+    turns: on a switch no port is then asked for by several at once.
+    """
+    grown = [[(edge, chunks) for edge in trees(each)] for each, chunks in pieces.items()]
+    side_by_side = itertools.chain.from_iterable(itertools.zip_longest(*grown))
+    return steps_of((each[0].step, each[0].parent, each[0].child, each[1]) for each in side_by_side if each)
 
 
 def pour(tree: Tree, segments: int) -> Steps:

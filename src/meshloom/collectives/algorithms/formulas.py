@@ -92,6 +92,15 @@ def in_turn(steps: Count, passes: int = 1) -> Formula:
     return Formula(lambda *p: passes * sum(map(steps, p)), size)
 
 
+def inwards(passes: int = 1) -> Formula:
+    """A grid of joined axes, first axis first: a step each, the last with as many pieces as all others are long."""
+
+    def size(v: Fraction, *p: int) -> Fraction:
+        return passes * v * sum(math.prod(p[:i]) for i in range(len(p))) / math.prod(p)
+
+    return Formula(lambda *p: passes * len(p), size)
+
+
 def at_once(steps: Count, passes: int = 1) -> Formula:
     """A grid, a part of the value for each axis: every phase has all axes in it and lasts as long as the longest."""
 

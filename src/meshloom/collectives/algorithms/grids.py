@@ -44,9 +44,9 @@ def _axis_by_axis(group: Group, fabric: Fabric, growth: Growth, axes: Sequence[i
     return phases
 
 
-def _grid_gather(growth: Growth, split: bool, group: Group, fabric: Fabric) -> Steps:
-    """Last axis first; split, one part of every piece per axis, each part starting with another axis."""
-    axes = box(group)[::-1]
+def _grid_gather(growth: Growth, split: bool, group: Group, fabric: Fabric, inwards: bool = False) -> Steps:
+    """Last axis first, or `inwards` the first; split, one part of every piece per axis, each starting with another."""
+    axes = box(group) if inwards else box(group)[::-1]
     parts = len(axes) if split else 1
     phases = [
         _axis_by_axis(
@@ -66,29 +66,33 @@ def _grid_owners(group: Group, split: bool) -> list[int]:
     return [i for i in range(len(group)) for _ in range(parts)]
 
 
-def grid_gather(growth: Growth, split: bool = False) -> Build:
+def grid_gather(growth: Growth, split: bool = False, inwards: bool = False) -> Build:
     """All-gather along one axis after the other."""
     return lambda group, fabric, root: schedule(
-        "all_gather", group, _grid_gather(growth, split, group, fabric), root, owners=_grid_owners(group, split)
-    )
-
-
-def grid_scatter(growth: Growth, split: bool = False) -> Build:
-    """Reduce-scatter along one axis after the other: the all-gather backwards."""
-    return lambda group, fabric, root: schedule(
-        "reduce_scatter",
+        "all_gather",
         group,
-        backwards(_grid_gather(growth, split, group, fabric), reduce=True),
+        _grid_gather(growth, split, group, fabric, inwards),
         root,
         owners=_grid_owners(group, split),
     )
 
 
-def grid_reduce(growth: Growth, split: bool = False) -> Build:
+def grid_scatter(growth: Growth, split: bool = False, inwards: bool = False) -> Build:
+    """Reduce-scatter along one axis after the other: the all-gather backwards."""
+    return lambda group, fabric, root: schedule(
+        "reduce_scatter",
+        group,
+        backwards(_grid_gather(growth, split, group, fabric, inwards), reduce=True),
+        root,
+        owners=_grid_owners(group, split),
+    )
+
+
+def grid_reduce(growth: Growth, split: bool = False, inwards: bool = False) -> Build:
     """All-reduce: reduce-scatter along each axis, then all-gather along each, the other way round."""
 
     def build(group: Group, fabric: Fabric, root: int) -> Schedule:
-        steps = _grid_gather(growth, split, group, fabric)
+        steps = _grid_gather(growth, split, group, fabric, inwards)
         chunks = len(_grid_owners(group, split))
         return schedule("all_reduce", group, backwards(steps, reduce=True) + steps, root, chunks=chunks)
 

@@ -17,17 +17,19 @@ link and direction. Rooted collectives are counted from an end of a line. The fo
     grid, torus         steps add up over the axes; (p-1)/p V/W            reduce-scatter on x, all-reduce of V/p_x on
                         on lines, about half of it on rings                y, all-gather on x; torus papers
     *_split             one part of V per axis: bandwidth times axes       the scaling book: V/(W_bidi d)
+    levels              a step per axis, the outer one with the least      hierarchical collectives: reduce inside a
+                        bytes: V/(p_0 ... p_k) of V for axis k             host, then between hosts, then spread inside
     direct, two_step    a link for every pair: a + V/(pW)                  full mesh; one- and two-shot all-reduce
     spanning_tree       upper bounds, for links in no order                breadth first, at worst a line
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshloom.collectives.algorithms import formulas as cost, recursive, trees
+from meshloom.collectives.algorithms import formulas as cost, recursive, timing, trees
 from meshloom.collectives.algorithms.building import (
     Build,
     all_gather,
@@ -47,9 +49,10 @@ from meshloom.collectives.algorithms.trees import Group
 from meshloom.collectives.schedule import Schedule
 from meshloom.errors import ArgumentError, FabricError, closest
 from meshloom.fabric import Fabric
+from meshloom.fabric.axis import is_joined
 from meshloom.mesh import Coordinate
 
-NEEDS = ("ring", "line", "full", "grid", "any")
+NEEDS = ("ring", "line", "full", "grid", "levels", "any")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Algorithm:
     """One line of the table: a collective, a name, the links it needs, how it is built, what it costs.
 
     `exact` says whether every group meets the formula (with the root at an end of a line), or it is an upper bound.
+    `timing` is what it takes on links that are all alike, if a closed form is known; of a grid it is asked by axis.
     """
 
     collective: str
@@ -65,6 +69,7 @@ class Algorithm:
     build: Build
     formula: Formula
     exact: bool = True
+    timing: Callable[..., float | None] = timing.unknown
 
     def __call__(self, group: Iterable[Coordinate], fabric: Fabric, *, root: int = 0) -> Schedule:
         """The schedule over a group of coordinates; a FabricError says which link or order is not there."""
@@ -73,9 +78,20 @@ class Algorithm:
 
     def dims(self, group: Group) -> tuple[int, ...]:
         """What the formula takes for this group: its size, or the length of each axis of a grid."""
-        if self.needs != "grid":
+        if not self.is_across:
             return (len(group),)
         return tuple(len({each[axis] for each in group}) for axis in box(group))
+
+    @property
+    def is_across(self) -> bool:
+        """Whether it goes along several axes of a grid, lines or rings, or levels in which a link joins every two."""
+        return self.needs in ("grid", "levels")
+
+    def can_go_along(self, kind: str, size: int) -> bool:
+        """Whether an axis of some kind is enough for it, if it goes across axes."""
+        if self.needs == "levels":
+            return is_joined(kind, size)
+        return "torus" not in self.name or kind == "ring" or is_joined(kind, size)
 
     def __str__(self) -> str:
         return f"{self.collective} by {self.name} ({self.needs} links)"
@@ -99,7 +115,11 @@ _kept_large = lru_cache(maxsize=2)(_build)
 
 
 def _table(*lines: Algorithm) -> dict[tuple[str, str], Algorithm]:
-    return {(line.collective, line.name): line for line in lines}
+    return {(line.collective, line.name): replace(line, timing=_timing_of(line)) for line in lines}
+
+
+def _timing_of(line: Algorithm) -> Callable[..., float | None]:
+    return _TIMINGS.get(line.name, {}).get(line.collective, timing.unknown)
 
 
 def _segments(p: int) -> int:
@@ -116,6 +136,23 @@ def _mid(group: Group, fabric: Fabric) -> Coordinate:
     return fabric.line(group)[len(group) // 2]
 
 
+# What algorithms take on links that are all alike, by name and collective.
+_TIMINGS: Mapping[str, Mapping[str, Callable[..., float | None]]] = {
+    "ring": timing.along_trees(around, arms=1),
+    "bidirectional_ring": timing.along_trees(half, arms=2),
+    "line": timing.along_trees(around, arms=2, on_line=True),
+    "pipeline": timing.along_pipeline(_pipe),
+    "halving_doubling": timing.by_halves(),
+    "tree": timing.along_binomial_tree(),
+    "binary_tree": timing.along_binary_tree(_segments),
+    "direct": timing.to_everyone(),
+    "two_step": {"all_reduce": timing.in_two_steps},
+    "grid": timing.in_turn(around),
+    "grid_split": timing.at_once(around),
+    "torus": timing.in_turn(half),
+    "torus_split": timing.around_at_once(),
+    "levels": timing.in_levels(),
+}
 _A = Algorithm
 _BI, _HD, _BT, _ST = "bidirectional_ring", "halving_doubling", "binary_tree", "spanning_tree"
 
@@ -171,6 +208,10 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = _table(
     _A("all_gather",     "torus_split", "grid", grid_gather(trees.both_ways, split=True),  cost.at_once(half)),
     _A("reduce_scatter", "torus_split", "grid", grid_scatter(trees.both_ways, split=True), cost.at_once(half)),
     _A("all_reduce",     "torus_split", "grid", grid_reduce(trees.both_ways, split=True),  cost.at_once(half, 2)),
+    # a link for every pair along each axis: first between hosts, then inside; backwards the other way round
+    _A("all_gather",     "levels", "levels", grid_gather(trees.star, inwards=True),  cost.inwards()),
+    _A("reduce_scatter", "levels", "levels", grid_scatter(trees.star, inwards=True), cost.inwards()),
+    _A("all_reduce",     "levels", "levels", grid_reduce(trees.star, inwards=True),  cost.inwards(2)),
     # a link for every pair
     _A("all_gather",     "direct",   "full", all_gather(trees.star),           cost.pieces(once)),
     _A("reduce_scatter", "direct",   "full", reduce_scatter(trees.star),       cost.pieces(once)),

@@ -65,9 +65,10 @@ def line(group: Group, fabric: Fabric) -> Callable[[Coordinate], Tree]:
 
 
 def star(group: Group, fabric: Fabric) -> Callable[[Coordinate], Tree]:
-    """A link to everyone."""
+    """A link to everyone, the next one first: on a switch no two members then send to the same one at once."""
     check_full(group, fabric)
-    return lambda root: tuple(Edge(root, each, 0) for each in group if each != root)
+    place = {each: i for i, each in enumerate(group)}
+    return lambda root: tuple(Edge(root, each, 0) for each in _rotate(group, place[root])[1:])
 
 
 def halves(group: Group, fabric: Fabric) -> Callable[[Coordinate], Tree]:

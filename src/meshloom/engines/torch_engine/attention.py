@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.context import state
 from meshloom.engines import private
 from meshloom.engines.node import Node
 from meshloom.engines.peers import Peers
@@ -38,7 +39,8 @@ def attention(
 
     Where peers hold parts of the sequence each query knows where it stands.
     """
-    function, dim = fused_without_data if query.is_meta else F.scaled_dot_product_attention, query.dim() - 2
+    is_fused = query.is_meta and not state.keeps_scores
+    function, dim = fused_without_data if is_fused else F.scaled_dot_product_attention, query.dim() - 2
     if not local.peers.alone:
         rows, keys = local.positions("query", dim), local.topology("key")
         holders = local.peers.along(keys.mesh, keys.axes_of[-2])

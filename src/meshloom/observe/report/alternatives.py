@@ -34,8 +34,10 @@ class Alternatives:
     def __init__(self, run: DryRun) -> None:
         self.storages, self.prices = run.graph.storages, Prices(run.machine)
         plans = {_key_of_plan(each, where): each for each, where in run.log.calls if isinstance(each, Plan)}
-        paired = ((node, plans.get(_key(node))) for node in run.nodes if node.gradient_of is None)
+        paired = [(node, plans.get(_key(node))) for node in run.nodes if node.phase != "backward"]
         self.planned: list[Planned] = [(node, plan) for node, plan in paired if plan is not None]
+        # What redistributions and plain kernels read has to lie where it lies.
+        self.fixed = {held for node, plan in paired if plan is None for held in node.reads}
         self.known: dict[int, dict[str, Any] | None] = {}
 
     def find(self, node: Node) -> dict[str, Any] | None:
@@ -82,9 +84,14 @@ class Alternatives:
         read = {source for each in sources for source in each}
         wanted = {made.get(pair) for node, plan in later for pair in self._operands(node, plan)}
         return [
-            Step(plan, sources[number], node.where, _is_kept(number, plan, read, wanted))
+            Step(plan, sources[number], node.where, self._is_kept(number, node, plan, read, wanted))
             for number, (node, plan) in enumerate(window)
         ]
+
+    def _is_kept(self, number: int, node: Node, plan: Plan, read: set[Value | None], wanted: set[Value | None]) -> bool:
+        """Whether a result is used outside of the calls that are looked at, or by nobody that we know of."""
+        values = {(number, i) for i in range(len(plan.outs))}
+        return bool(values & wanted or self.fixed.intersection(node.writes)) or not values & read
 
     def _operands(self, node: Node, plan: Plan) -> Iterator[tuple[int, Topology]]:
         """The storage and the topology of each operand of a call.
@@ -95,12 +102,6 @@ class Alternatives:
         given = [each for each in node.reads if self.storages[each].node != node.number]
         last = given[-1:] * len(plan.call.operands)
         return zip(given + last, plan.call.operands, strict=False)
-
-
-def _is_kept(number: int, plan: Plan, read: set[Value | None], wanted: set[Value | None]) -> bool:
-    """Whether a result is used outside, or by nobody that we know of."""
-    values = [(number, i) for i in range(len(plan.outs))]
-    return any(value in wanted for value in values) or not any(value in read for value in values)
 
 
 def _concerns(found: Advice, program: Sequence[Step], place: int) -> bool:

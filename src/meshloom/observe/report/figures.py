@@ -139,7 +139,7 @@ def kinds(run: DryRun) -> Iterable[Figures]:
 
 
 def _computed(run: DryRun) -> Iterable[tuple[str, str, float]]:
-    prices = Prices(run.machine)
+    prices = Prices(run.machine, run.graph.meshes)
     for node in run.nodes:
         for name, seconds in prices.bounds(node).items():
             if seconds:
@@ -223,6 +223,7 @@ def links(run: DryRun) -> list[Figures]:
             "exposed": load.exposed,
             "used": load.used,
             "kinds": dict(load.kinds),
+            "links": load.links,
         }
         for name, load in run.links.items()
     ]

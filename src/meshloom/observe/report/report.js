@@ -375,7 +375,7 @@
     section.append(legend([["var(--load-0)", "below 2 % busy"], ["var(--load-1)", "2 to 25 %"], ["var(--load-2)", "25 to 60 %"], ["var(--load-3)", "above 60 %"]]));
     figures.meshes.forEach((mesh, number) => section.append(meshPicture(mesh, number)));
     section.append(table("What the links of each mesh axis carry", [
-      text("Axis", (row) => row.name), { title: "Devices", id: "devices", kind: "count", of: (row) => row.devices },
+      text("Axis", (row) => row.name), text("Links", (row) => row.links), { title: "Devices", id: "devices", kind: "count", of: (row) => row.devices },
       { title: "Collectives", id: "collectives", kind: "count", of: (row) => row.collectives }, { ...BYTES },
       { title: "Busy", id: "seconds", kind: "seconds", of: (row) => row.seconds }, { title: "Busy share", id: "used", kind: "share", of: (row) => row.used },
       { title: "Exposed", id: "exposed", kind: "seconds", of: (row) => row.exposed },

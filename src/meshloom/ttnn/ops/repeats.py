@@ -142,6 +142,11 @@ class Result:
         self.is_l1 = self.memory.buffer_type is not BufferType.DRAM
         self.owner = Owner(self.dtype, shape)
 
+    @property
+    def plain_kernel(self) -> Callable[..., Block] | None:
+        """The kernel, if it gives the block of the result for the blocks of all tensors in their order."""
+        return None if self.operands is not None or self.takes_mesh or self.is_rounded else self.kernel
+
     def compute(self, tensors: Sequence[Tensor], device: MeshDevice) -> Block:
         """The block of the result."""
         places = self.operands
@@ -167,13 +172,14 @@ _block = operator.attrgetter("_block")
 class Repeat:
     """What a call of a kind that was seen does."""
 
-    __slots__ = ("_counted", "_pack", "_program", "_results")
+    __slots__ = ("_counted", "_kernel", "_pack", "_program", "_results")
 
     def __init__(
         self, program: tuple[Any, ...] | None, results: Sequence[Result], pack: Callable[..., Any] | None
     ) -> None:
         self._program = program  # that a call counts as; None if it was seen as a part of another op only
         self._results, self._pack = results, pack
+        self._kernel = results[0].plain_kernel if pack is None else None
         self._counted: Any = None  # programs of a device among which it is
 
     def run(self, kind: Kind, is_outermost: bool) -> Any:
@@ -184,13 +190,15 @@ class Repeat:
                 return NotImplemented
             device.count_program(self._program)
             self._counted = device._programs if self._program in device._programs else None
-        results, pack = self._results, self._pack
+        results, pack, kernel = self._results, self._pack, self._kernel
         try:
-            blocks: Any = (
-                results[0].compute(tensors, device)
-                if pack is None
-                else [each.compute(tensors, device) for each in results]
-            )
+            blocks: Any
+            if kernel is not None:
+                blocks = kernel(*map(_block, tensors))
+            elif pack is None:
+                blocks = results[0].compute(tensors, device)
+            else:
+                blocks = [each.compute(tensors, device) for each in results]
         except FOREIGN:
             return NotImplemented
         place = place_of(sys._getframe(2))

@@ -99,8 +99,11 @@ def to_native(block: Block, mesh: Mesh, own: Sequence[int] = ()) -> Native:
 
 def lie_down(block: Block, mesh: Mesh) -> tuple[Topology, torch.Tensor]:
     """A block as the topology and the stored array of a native tensor."""
-    topology, index = _lying(mesh, block.shape, block.dtype)
-    return topology, from_block(block[index], topology)
+    topology = _lying(mesh, block.shape, block.dtype)
+    axes = len(topology.placements)
+    for _ in range(axes):
+        block = block.unsqueeze(axes)
+    return topology, from_block(block, topology)
 
 
 def stand_up(topology: Topology, data: torch.Tensor) -> Block:
@@ -110,9 +113,8 @@ def stand_up(topology: Topology, data: torch.Tensor) -> Block:
 
 
 @lru_cache(maxsize=4096)
-def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Topology, tuple[slice | None, ...]]:
-    """How a block of that shape lies: mesh axes cut dims of their own, those of size 1 are replicated. And the index
-    that makes room for these dims.
+def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> Topology:
+    """How a block of that shape lies: mesh axes cut dims of their own, those of size 1 are replicated.
 
     Where a box has one device along an axis, the block does not say whether the others hold the same: they count as
     different, which is right in any case.
@@ -121,8 +123,7 @@ def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Topo
     alike = [size == 1 < whole and not (mesh.is_split and here == 1) for size, whole, here in held]
     placements = [Replicate() if same else Shard(axis) for axis, same in enumerate(alike)]
     front = [1 if same else mesh.shape[axis] for axis, same in enumerate(alike)]
-    index = (slice(None),) * mesh.ndim + (None,) * mesh.ndim
-    return Topology(mesh, placements, (*front, *shape[mesh.ndim :]), short_name(dtype)), index
+    return Topology(mesh, placements, (*front, *shape[mesh.ndim :]), short_name(dtype))
 
 
 def from_native(tensor: Native) -> Block:

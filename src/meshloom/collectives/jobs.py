@@ -4,6 +4,10 @@ A job is *ready* when what it waits for has arrived. It *starts* when its resour
 before it has been served, keeps the resource `busy` seconds, and *arrives* `delay` seconds after that: bandwidth is
 occupancy, latency is propagation that the next message does not wait for. Jobs ready at the same time go by number.
 
+On a switch a message goes through two ports: it keeps the one of its source `busy` seconds, its first byte reaches the
+one of its destination `delay` seconds after it has started, and keeps that as long, after those that came before it.
+What arrives to be combined is there `settle` seconds later.
+
 A schedule is run in one of two ways with the same result. `by_events` takes ready jobs from a heap. `by_steps` goes
 through the steps with arrays, which holds as long as messages become ready on every link in the order of the schedule;
 where they do not, it gives up and the heap decides.
@@ -13,8 +17,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +29,7 @@ from numpy.typing import NDArray
 
 from meshloom.collectives.schedule import Schedule, Send
 from meshloom.errors import ArgumentError, FabricError
-from meshloom.fabric import Fabric
+from meshloom.fabric import Fabric, Link
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -36,21 +42,33 @@ class Jobs:
     """Jobs as columns, numbered in an order in which each comes after those that it waits for."""
 
     resource: list[int] = field(default_factory=list)
+    ports: list[tuple[int, int] | None] = field(default_factory=list)  # out of the source, into the destination
     busy: list[float] = field(default_factory=list)
     delay: list[float] = field(default_factory=list)
+    settle: list[float] = field(default_factory=list)
     size: list[int] = field(default_factory=list)
     label: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)  # who is waited for, and by whom: one entry per pair
     after: list[int] = field(default_factory=list)
 
     def add(
-        self, resource: int, after: Sequence[int], busy: float = 0.0, delay: float = 0.0, size: int = 0, label: int = 0
+        self,
+        resource: int,
+        after: Sequence[int],
+        busy: float = 0.0,
+        delay: float = 0.0,
+        size: int = 0,
+        label: int = 0,
+        settle: float = 0.0,
+        ports: tuple[int, int] | None = None,
     ) -> int:
-        """One more job; its number."""
+        """One more job; its number. With ports, these are waited for, and the resource only says what the job is."""
         job = len(self.resource)
         self.resource.append(resource)
+        self.ports.append(ports)
         self.busy.append(busy)
         self.delay.append(delay)
+        self.settle.append(settle)
         self.size.append(size)
         self.label.append(label)
         self.before.extend(after)
@@ -71,25 +89,30 @@ class Jobs:
         >>> jobs.run()[0].tolist()
         [0.0, 2.0, 4.0]
         """
-        resource, busy, delay = self.resource, self.busy, self.delay
+        resource, ports, busy, delay, settle = self.resource, self.ports, self.busy, self.delay, self.settle
         waits, followers, first = self._edges()
         ready = [0.0] * len(resource)
         start, arrive = ready.copy(), ready.copy()
-        free = [0.0] * (max(resource, default=0) + 1)
-        queue = [(0.0, job) for job, count in enumerate(waits) if not count]
+        free = [0.0] * (1 + max([*resource, *(port for both in ports if both for port in both)], default=0))
+        queue = [(0.0, job, False) for job, count in enumerate(waits) if not count]
         while queue:
-            now, job = heapq.heappop(queue)
-            at = resource[job]
+            now, job, has_left = heapq.heappop(queue)
+            both = ports[job]
+            at = resource[job] if both is None else both[has_left]
             if at >= 0:
                 now = max(now, free[at])
                 free[at] = now + busy[job]
-            start[job] = now
-            arrive[job] = done = now + busy[job] + delay[job]
+            if not has_left:
+                start[job] = now
+                if both is not None:  # its first byte will be at the second port
+                    heapq.heappush(queue, (now + delay[job], job, True))
+                    continue
+            arrive[job] = done = now + busy[job] + (0.0 if has_left else delay[job]) + settle[job]
             for other in followers[first[job] : first[job + 1]]:
                 ready[other] = max(ready[other], done)
                 waits[other] -= 1
                 if not waits[other]:
-                    heapq.heappush(queue, (ready[other], other))
+                    heapq.heappush(queue, (ready[other], other, False))
         return np.array(start), np.array(arrive)
 
     def _edges(self) -> tuple[list[int], list[int], list[int]]:
@@ -114,6 +137,37 @@ class Wires:
         self._codes = codes[self._order]
         self.latency = np.array([each.latency for each in fabric.links], np.float64)
         self.bandwidth = np.array([each.bandwidth for each in fabric.links], np.float64)
+        self.combined = np.array([each.combined or each.bandwidth for each in fabric.links], np.float64)
+        packets = [each.packet or (math.inf, each.latency) for each in fabric.links]
+        self.packet, self.packet_latency = np.array(packets, np.float64).reshape(-1, 2).T
+        self.least = np.array([each.least for each in fabric.links], np.float64)
+        self.ports = [self._find_ports(each) for each in fabric.links]
+
+    def _find_ports(self, link: Link) -> tuple[int, int] | None:
+        """The ports of a link along a switch, numbered after all links and devices: out of its source, into its end."""
+        axis, axes = self.fabric.axis_of(link), len(self.fabric.shape)
+        if axis not in self.fabric.switches:
+            return None
+        first = len(self.fabric.links) + len(self.coordinates)
+        ends = (self.index[link.source], self.index[link.destination])
+        out, into = (first + 2 * (end * axes + axis) + side for side, end in enumerate(ends))
+        return out, into
+
+    def occupied(self, link: Integers, size: Integers, combined: NDArray[np.bool_]) -> Floats:
+        """Seconds for which messages keep their links, as `Carrier.occupied` has it."""
+        rate: Floats = np.where(combined, self.combined[link], self.bandwidth[link])
+        return np.maximum(size, self.least[link]) / rate
+
+    def delays(self, link: Integers, size: Integers) -> Floats:
+        """Seconds that messages still need when they have left, as `Carrier.delay` has it."""
+        latency: Floats = self.latency[link]
+        rise: Floats = (self.packet_latency[link] - latency) * np.minimum(1.0, size / self.packet[link])
+        return latency + rise
+
+    def settles(self, size: Integers, combined: NDArray[np.bool_]) -> Floats:
+        """Seconds that combining takes."""
+        rate = self.fabric.combining
+        return np.where(combined, size / rate, 0.0) if rate else np.zeros(len(size))
 
     def _code(self, source: Any, destination: Any) -> Any:
         return source * len(self.coordinates) + destination
@@ -145,6 +199,8 @@ class Sends:
     size: Integers
     busy: Floats
     delay: Floats
+    settle: Floats
+    ports: tuple[tuple[int, int] | None, ...]  # none at all where no message goes through a switch
     reads: Integers  # of each part, the slot at the source
     writes: Integers  # of each part, the slot at the destination
 
@@ -173,6 +229,7 @@ def read_schedule(schedule: Schedule, wires: Wires, size: int) -> Sends:
     sizes = _sizes(carried, parts, size, schedule.chunks)
     devices = np.repeat(np.stack([source, destination]), more + 1, axis=1)
     reads, writes = _number_anew(devices * schedule.chunks + carried, len(wires.coordinates) * schedule.chunks)
+    combined = np.fromiter(map(attrgetter("reduce"), flat), np.bool_, len(flat))
     return Sends(
         steps=np.cumsum([0, *map(len, schedule.steps)]),
         parts=parts,
@@ -180,10 +237,12 @@ def read_schedule(schedule: Schedule, wires: Wires, size: int) -> Sends:
         destination=destination,
         link=link,
         chunk=chunk,
-        reduce=np.fromiter(map(attrgetter("reduce"), flat), np.bool_, len(flat)),
+        reduce=combined,
         size=sizes,
-        busy=sizes / wires.bandwidth[link],
-        delay=wires.latency[link],
+        busy=wires.occupied(link, sizes, combined),
+        delay=wires.delays(link, sizes),
+        settle=wires.settles(sizes, combined),
+        ports=tuple(wires.ports[each] for each in link.tolist()) if wires.fabric.switches else (),
         reads=reads,
         writes=writes,
     )
@@ -232,14 +291,10 @@ def _no_link(schedule: Schedule, send: Send, row: int, fabric: Fabric) -> Fabric
     )
 
 
-def run_schedule(sends: Sends, barrier: bool = False) -> Floats:
-    """When each send of a schedule starts; a `barrier` holds a step until the one before has arrived everywhere."""
-    start = by_steps(sends, barrier)
-    return by_events(sends, barrier) if start is None else start
-
-
 def by_steps(sends: Sends, barrier: bool = False) -> Floats | None:
     """Starts by arrays, a step at a time; None where messages do not become ready in the order of the schedule."""
+    if any(sends.ports):
+        return None
     links = int(sends.link.max(initial=-1)) + 1
     free, latest = np.zeros(links), np.zeros(links)  # of each link: when it is free, when its last message was ready
     held = np.zeros(int(max(sends.reads.max(initial=-1), sends.writes.max(initial=-1))) + 1)  # since when a slot holds
@@ -252,7 +307,7 @@ def by_steps(sends: Sends, barrier: bool = False) -> Floats | None:
         start[rows] = begin = np.maximum(ready, free[link])
         latest[link] = ready
         free[link] = end = begin + sends.busy[rows]
-        arrive = end + sends.delay[rows]
+        arrive = end + sends.delay[rows] + sends.settle[rows]
         floor = max(floor, float(arrive.max()))
         count = np.diff(sends.parts[rows.start : rows.stop + 1])
         arrived, reduce = np.repeat(arrive, count), np.repeat(sends.reduce[rows], count)
@@ -282,12 +337,44 @@ def by_events(sends: Sends, barrier: bool = False) -> Floats:
     return start[np.array(jobs.resource, np.int64) >= 0]
 
 
+def finish_schedule(sends: Sends, barrier: bool = False) -> tuple[Floats, Floats]:
+    """When each send of a schedule starts, and when it has arrived."""
+    start = by_steps(sends, barrier)
+    if start is not None:
+        return start, start + sends.busy + sends.delay + sends.settle
+    jobs = Jobs()
+    add_sends(jobs, sends, None, barrier)
+    start, arrive = jobs.run()
+    real = np.array(jobs.resource, np.int64) >= 0
+    return start[real], arrive[real]
+
+
+@lru_cache(maxsize=8)
+def _wires_of(fabric: Fabric) -> Wires:
+    return Wires(fabric)
+
+
+def time_schedule(schedule: Schedule, fabric: Fabric, size: int) -> float:
+    """Seconds that a schedule of a value of `size` bytes takes on a fabric where nothing else moves.
+
+    >>> from meshloom.collectives.schedule import Send
+    >>> line = Fabric.grid((2,), "line", latency=1e-6, bandwidth=1e9, launch=5e-6)
+    >>> f"{time_schedule(Schedule('broadcast', 'one', ((0,), (1,)), 1, ((Send((0,), (1,), 0),),)), line, 1000):.1e}"
+    '7.0e-06'
+    """
+    if not schedule.sends:
+        return 0.0
+    _, arrive = finish_schedule(read_schedule(schedule, _wires_of(fabric), size))
+    return fabric.launch + float(arrive.max())
+
+
 def add_sends(
     jobs: Jobs, sends: Sends, gates: Mapping[int, int] | None = None, barrier: bool = False, label: int = 0
 ) -> list[int]:
     """The sends of a schedule as jobs, in order; a device's sends wait for its gate, if gates are given."""
-    columns = (sends.link, sends.source, sends.busy, sends.delay, sends.size, sends.parts, sends.reads)
-    link, source, busy, delay, size, parts, reads = (column.tolist() for column in columns)
+    columns = (sends.link, sends.source, sends.busy, sends.delay, sends.settle, sends.size, sends.parts, sends.reads)
+    link, source, busy, delay, settle, size, parts, reads = (column.tolist() for column in columns)
+    ports = sends.ports or (None,) * len(link)
     count, reduce, writes = np.diff(sends.parts), sends.reduce, sends.writes
     writers: dict[int, list[int]] = {}
     made: list[int] = []
@@ -297,7 +384,7 @@ def add_sends(
             after = wall if barrier else _last_writes(writers, reads[parts[row] : parts[row + 1]])
             if gates is not None:
                 after = [*after, gates[source[row]]]
-            made.append(jobs.add(link[row], after, busy[row], delay[row], size[row], label))
+            made.append(jobs.add(link[row], after, busy[row], delay[row], size[row], label, settle[row], ports[row]))
         if barrier:
             wall = [jobs.join(made[rows])]
         else:
