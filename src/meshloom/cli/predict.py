@@ -11,6 +11,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from meshloom.errors import MeshloomError
 from meshloom.fabric.catalogue import THIS_MACHINE
@@ -56,15 +57,20 @@ def run(options: argparse.Namespace) -> None:
 
 def load_step(script: Path, rest: list[str]) -> Callable[[], object]:
     """Run a script and give its function `step`."""
+    found = run_script(script, rest).get("step")
+    if not callable(found):
+        raise MeshloomError(f"{script} defines no function step", fix="def step(): ... runs one step of the program")
+    step: Callable[[], object] = found
+    return step
+
+
+def run_script(script: Path, rest: list[str]) -> dict[str, Any]:
+    """Run a script with arguments, and give what it defines."""
     if not script.exists():
         raise MeshloomError(f"there is no script {script}", fix="give the path of a file that defines step()")
     before = sys.argv
     sys.argv = [str(script), *rest]
     try:
-        found = runpy.run_path(str(script), run_name="__main__").get("step")
+        return runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv = before
-    if not callable(found):
-        raise MeshloomError(f"{script} defines no function step", fix="def step(): ... runs one step of the program")
-    step: Callable[[], object] = found
-    return step
