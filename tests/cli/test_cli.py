@@ -138,10 +138,10 @@ def test_the_fit_of_times_that_shrink_with_size_still_gives_figures_above_zero()
 
 
 PROGRAM = """
-import torch, meshloom as loom
+import sys, torch, meshloom as loom
 torch.set_num_threads(1)
 w = loom.Parameter(torch.ones(64, 64), loom.open_mesh((4,)), "S(1)")
-x = loom.ones(32, 64, mesh=loom.open_mesh((4,)), placements="R")
+x = loom.ones(int(sys.argv[1]), 64, mesh=loom.open_mesh((4,)), placements="R")
 def step():
     (x @ w).relu().sum().backward()
 """
@@ -158,7 +158,8 @@ def tables(tmp_path_factory):
 def test_predict_prices_a_step_and_checks_it_against_the_clock(tmp_path, tables):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
-    done = run("predict", "--host", str(tables), "--check", "--seconds", "0.1", str(script), OMP_NUM_THREADS="1")
+    options = ["--host", str(tables), "--check", "--seconds", "0.1", "--args", "32"]
+    done = run("predict", str(script), *options, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
     assert re.fullmatch(r"\d+\.\d{3} ms on this-machine, \d+ kernels", first)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +22,17 @@ from meshloom.fabric.host import host_path, load_host
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What `meshloom predict` takes."""
     parser.add_argument("script", type=Path, help="a script that defines step()")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     default = host_path(THIS_MACHINE)
     parser.add_argument("--host", type=Path, default=default, help="the tables to price with (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="time the step as well, and print the error")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to time it (default %(default)s)")
+    parser.add_argument("--args", default="", help="arguments of the script, in one text: --args '--layers 4'")
 
 
 def run(options: argparse.Namespace) -> None:
     """Load, predict, and time if asked to."""
     host = load_host(options.host)
-    step = load_step(options.script, options.rest)
+    step = load_step(options.script, shlex.split(options.args))
     import torch
 
     from meshloom.cli.measuring import Clock, best_of
