@@ -76,8 +76,8 @@ class Log:
     def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
         """A planned call is about to run; a log of collectives waits until it has."""
 
-    def begin_move(self, tensor: Any) -> None:
-        """A tensor is about to be redistributed or read."""
+    def note_tensor(self, tensor: Any) -> None:
+        """A tensor is about to be used outside of a planned call: moved, read, or in a list of an optimizer."""
 
     def note_call(self, call: object, where: str) -> None:
         """Write a call down before its events."""

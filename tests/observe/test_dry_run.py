@@ -301,6 +301,14 @@ def test_an_argument_that_means_nothing_is_refused_before_the_step(given, said):
         pytest.fail("the block ran")
 
 
+def test_a_line_of_a_table_by_its_name(run):
+    table = run.table("phase")
+    assert table["backward"].calls == len([node for node in run.nodes if node.phase == "backward"])
+    assert [row.name for row in table] == ["forward", "backward", "optimizer"]
+    with pytest.raises(loom.BoundsError, match="did you mean 'backward'"):
+        table["backwards"]
+
+
 def test_two_runs_side_by_side():
     runs = []
     for tp in (2, 4):

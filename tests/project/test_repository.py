@@ -232,4 +232,6 @@ def test_the_wheel_holds_every_source_file_and_no_tests(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in SOURCES.rglob("*.py"):
         assert f"meshloom/{path.relative_to(SOURCES)}" in names
+    for name in ("report.html", "report.css", "report.js"):
+        assert f"meshloom/observe/report/{name}" in names
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "examples"))]

@@ -134,6 +134,15 @@ def test_parameters_gradients_and_state_are_counted_exactly_for_every_optimizer(
     assert any(node.phase == "optimizer" for node in log.graph().nodes)
 
 
+def test_a_fused_optimizer_is_one_kernel_that_reads_four_arrays_and_writes_three():
+    step = make_step(TINY, "cpu", torch.float32, fused=True)
+    nodes = [node for node in record(step).nodes if node.phase == "optimizer" and "fused" in node.op]
+    held = sum(parameter.topology.local_bytes for parameter in step.model.parameters())
+    counters = 4 * len(list(step.model.parameters()))  # of steps, on the host
+    assert [node.kernels for node in nodes] == [("_fused_adamw_",)]
+    assert nodes[0].traffic == pytest.approx(7 * held, abs=2 * counters)
+
+
 def test_state_of_an_earlier_step_is_state_again():
     step = make_step(TINY)
     step()

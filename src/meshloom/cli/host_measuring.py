@@ -23,6 +23,7 @@ from meshloom.cli.measuring import best_of
 from meshloom.comms import wire
 from meshloom.comms.group import group_of
 from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds
+from meshloom.engines import private
 from meshloom.fabric.host import Curve, Host, Products, Sizes
 from meshloom.mesh import Mesh
 from meshloom.mesh.process import HERE
@@ -211,7 +212,7 @@ def _calls(host: Host, sweep: Sweep) -> dict[str, float]:
         "broadcast": _beside(lambda: collectives.broadcast(x), host, sweep),
     }
     alone = host.curve("in place").points[0][1]
-    found["item"] = (best_of(lambda: torch._foreach_add_(*lists), sweep.seconds) - alone) / 32
+    found["item"] = (best_of(lambda: private.foreach_add_(*lists), sweep.seconds) - alone) / 32
     found["fresh"] = _fresh(sweep)
     return {name: max(seconds, 1e-15) for name, seconds in found.items()}
 

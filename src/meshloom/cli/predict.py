@@ -10,9 +10,11 @@ import argparse
 import inspect
 import math
 import runpy
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from meshloom.errors import MeshloomError
 from meshloom.fabric.catalogue import THIS_MACHINE
@@ -22,11 +24,11 @@ from meshloom.fabric.host import host_path, load_host
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What `meshloom predict` takes."""
     parser.add_argument("script", type=Path, help="a script that defines step()")
-    parser.add_argument("rest", nargs="*", metavar="...", help="arguments of the script; its options after --")
     default = host_path(THIS_MACHINE)
     parser.add_argument("--host", type=Path, default=default, help="the tables to price with (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="time the step as well, and print the error")
     parser.add_argument("--seconds", type=seconds, default=3.0, help="how long to time it (default %(default)s)")
+    parser.add_argument("--args", default="", help="arguments of the script, in one text: --args '--layers 4'")
 
 
 def seconds(text: str) -> float:
@@ -47,7 +49,7 @@ def seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> None:
     """Load, predict, and time if asked to."""
     host = load_host(options.host)
-    step = load_step(options.script, options.rest)
+    step = load_step(options.script, shlex.split(options.args))
     import torch
 
     from meshloom.cli.measuring import Clock, best_of
@@ -73,20 +75,25 @@ def run(options: argparse.Namespace) -> None:
 
 def load_step(script: Path, rest: list[str]) -> Callable[[], object]:
     """Run a script and give its function `step`."""
-    if not script.is_file():
-        raise MeshloomError(f"there is no script {script}", fix="give the path of a file that defines step()")
-    before = sys.argv
-    sys.argv = [str(script), *rest]
-    try:
-        found = runpy.run_path(str(script), run_name="__main__").get("step")
-    finally:
-        sys.argv = before
+    found = run_script(script, rest).get("step")
     if not callable(found):
         raise MeshloomError(f"{script} defines no function step", fix="def step(): ... runs one step of the program")
     if inspect.iscoroutinefunction(found) or _needs_arguments(found):
         raise MeshloomError(f"step of {script} cannot be called as step()", fix="def step(): ... without arguments")
     step: Callable[[], object] = found
     return step
+
+
+def run_script(script: Path, rest: list[str]) -> dict[str, Any]:
+    """Run a script with arguments, and give what it defines."""
+    if not script.is_file():
+        raise MeshloomError(f"there is no script {script}", fix="give the path of a file that defines step()")
+    before = sys.argv
+    sys.argv = [str(script), *rest]
+    try:
+        return runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = before
 
 
 def _needs_arguments(function: Callable[..., object]) -> bool:

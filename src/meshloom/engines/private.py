@@ -29,6 +29,8 @@ DisableTorchFunctionSubclass: Callable[[], AbstractContextManager[object]] = tor
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # what `torch.autograd.graph.increment_version` calls, without the checks of its argument
 increment_version: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
+# one kernel for a list of tensors, which torch's optimizers call
+foreach_add_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
 # which pass of backward is under way, and whether it keeps its graph
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom.context import Log
+from meshloom.fabric import Machine
 from meshloom.placement import Placement, Topology, spell
 from meshloom.planner import Advice, Change, Move, Plan, Step, cheapest_requests
 from meshloom.planner.requests import Value
@@ -71,8 +72,11 @@ def advise(flow: Flow) -> Advice | None:
     """The requests that make the program cheaper by a tenth or more; None where there are none."""
     program = flow.program
     machine = next((step.plan.machine for step in program if isinstance(step, Step)), None)
-    if machine is None:
-        return None
+    return None if machine is None else advise_program(program, machine)
+
+
+def advise_program(program: Sequence[Step | Move], machine: Machine) -> Advice | None:
+    """The same for calls with their data flow, on a machine."""
     found = cheapest_requests(program, machine)
     return found if found.before - found.after >= max(LEAST * found.before, STEPS * machine.latency) else None
 
@@ -81,16 +85,17 @@ def describe_advice(found: Advice) -> list[str]:
     """Advice as lines of text."""
     saved = 1 - found.after / found.before
     head = f"cheaper by {saved:.0%}: {found.after * 1e6:.3f} us instead of {found.before * 1e6:.3f} us, if you ask for"
-    return [head, *(line for change in found.changes for line in _describe_change(change))]
+    return [head, *(f"  {line}" for change in found.changes for line in describe_change(change))]
 
 
-def _describe_change(change: Change) -> list[str]:
+def describe_change(change: Change) -> list[str]:
+    """What to write at a call, and where to bring its result back to."""
     lines = []
     place = f"{change.op} at {change.where}"
     if change.request is not None:
-        lines.append(f"  {place}: output={_spell_request(change)}")
+        lines.append(f"{place}: output={_spell_request(change)}")
     if change.back is not None:
-        lines.append(f"  {place}: .redistribute({spell(change.back)[1:-1]!r}) of its result")
+        lines.append(f"{place}: .redistribute({spell(change.back)[1:-1]!r}) of its result")
     return lines
 
 

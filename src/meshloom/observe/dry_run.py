@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
+from os import PathLike
 from typing import Any
 
 from meshloom.cost.step import PHASES, Node, StepGraph
@@ -227,6 +228,19 @@ class DryRun:
         if not isinstance(other, DryRun):
             raise ArgumentError(f"compare takes another dry run, not {other!r:.80}")
         return Comparison(self, other)
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Write the run as one HTML page that opens offline: the totals, pictures, tables and assumptions."""
+        from meshloom.observe.report import write_report
+
+        write_report(self, path)
+
+    def write_timeline(self, path: str | PathLike[str]) -> None:
+        """Write one device over time as a file in Chrome's trace format, which Perfetto opens."""
+        from meshloom.observe.step_trace import step_events
+        from meshloom.observe.timeline import write_events
+
+        write_events(step_events(self), path)
 
     def __str__(self) -> str:
         return "\n".join(_page(self))

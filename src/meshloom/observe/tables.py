@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshloom.cost.step import Node
+from meshloom.errors import BoundsError, closest
 from meshloom.observe.timing import Slice
 
 
@@ -59,7 +60,11 @@ class Table:
     shown: int = 40  # lines that the text has
 
     def __getitem__(self, name: str) -> Total:
-        return next(row for row in self.rows if row.name == name)
+        """A line by its name."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise BoundsError(f"no line is called {name!r}", fix=closest(name, [row.name for row in self.rows]))
 
     def __iter__(self) -> Iterator[Total]:
         return iter(self.rows)

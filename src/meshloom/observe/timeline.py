@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
@@ -58,10 +58,15 @@ class Spans:
 
 
 def write_trace(spans: Spans, path: str | PathLike[str]) -> None:
-    """The spans as a JSON file of complete events with microseconds; one line per event."""
+    """The spans as a JSON file of complete events with microseconds."""
+    write_events(trace_events(spans), path)
+
+
+def write_events(events: Iterable[dict[str, object]], path: str | PathLike[str]) -> None:
+    """Events in Chrome's trace format as a JSON file; one line per event."""
     with open(path, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
-        for number, event in enumerate(trace_events(spans)):
+        for number, event in enumerate(events):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")
 

@@ -137,11 +137,17 @@ _SOFTMAXES = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_l
 
 
 def _order_of(array: torch.Tensor) -> str:
-    """Whether its elements lie apart in memory (or in runs shorter than a line of the cache), or in longer runs."""
-    if array.ndim == 0 or array.is_contiguous():
-        return ""
-    is_turned = array.stride(-1) != 1 or array.shape[-1] * array.itemsize < LINE
-    return "turned" if is_turned else "strided"
+    """Whether its elements lie apart in memory (or in runs shorter than a line of the cache), or in longer runs.
+
+    Dims along which it repeats itself do not count.
+    """
+    dims = [(size, stride) for size, stride in zip(array.shape, array.stride(), strict=True) if stride and size > 1]
+    run = 1
+    for size, stride in reversed(dims):
+        if stride != run:
+            return "turned" if run * array.itemsize < LINE else "strided"
+        run *= size
+    return ""
 
 
 LINE = 64  # bytes

@@ -53,8 +53,10 @@ class Kernel:
 
 @cache
 def _places_written(function: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments a kernel writes into. Fused optimizers list gradients, which only a scaler makes them write."""
     listed = enumerate(function._schema.arguments)
-    return tuple((i, each.name) for i, each in listed if each.alias_info is not None and each.alias_info.is_write)
+    written = ((i, each.name) for i, each in listed if each.alias_info is not None and each.alias_info.is_write)
+    return tuple(each for each in written if each[1] != "grads")
 
 
 def _pick(arguments: Sequence[Any], named: dict[str, Any], places: Iterable[tuple[int, str]]) -> Iterator[Any]:

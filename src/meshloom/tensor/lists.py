@@ -200,6 +200,10 @@ def _single(value: object) -> Any:
 def _run_arrays(
     function: Callable[..., object], name: str, args: Any, kwargs: dict[str, Any], topologies: Sequence[Topology | None]
 ) -> Any:
+    for log in state.logs:
+        for each in chain.from_iterable(filter(_is_list, (*args, *kwargs.values()))):
+            if isinstance(each, Tensor):
+                log.note_tensor(shadow_of(each))
     arrays = [_array(each) if _is_list(each) else _single(each) for each in args]
     named = {key: _array(each) if _is_list(each) else _single(each) for key, each in kwargs.items()}
     results = function(*arrays, **named)

@@ -100,7 +100,7 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
     if state.watching:
         line = where()
         for log in state.logs:
-            log.begin_move(tensor)
+            log.note_tensor(tensor)
         events = [Event(each, call, line) for each in moves(source, target, state.machine)]
         state.check(events)
     STORY.identity = tensor._number

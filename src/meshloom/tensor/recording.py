@@ -134,8 +134,8 @@ class Recorder(Log):
         """The call did not come to its end; what it did so far is kept."""
         self.current = None
 
-    def begin_move(self, tensor: Tensor) -> None:
-        """A tensor is about to be moved: it is on the devices, whether or not a call has used it."""
+    def note_tensor(self, tensor: Tensor) -> None:
+        """A tensor is about to be used: it is on the devices, whether or not a call has used it."""
         self.memory.hold_tensor(tensor, tensor.topology)
 
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
