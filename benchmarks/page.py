@@ -48,7 +48,7 @@ def figures(conditions: dict[str, Any], rows: Sequence[Row]) -> str:
     """Everything that comes from a run, as Markdown."""
     parts = [_setting(conditions)]
     parts += [f"### {title}\n\n{_table(found)}" for title, found in _parts(rows) if found]
-    parts += [*_processes(rows), *_predictions(rows)]
+    parts += [*_processes(rows), *_predictions(rows, conditions.get("predicted"))]
     missing = dict.fromkeys(f"{row.who}: {row.missing}" for row in rows if row.missing is not None)
     return "\n\n".join([*parts, *missing])
 
@@ -62,10 +62,12 @@ def _processes(rows: Sequence[Row]) -> list[str]:
     return [f"### On {together[0].devices} processes\n\n{_markdown(head, lines)}"]
 
 
-def _predictions(rows: Sequence[Row]) -> list[str]:
+def _predictions(rows: Sequence[Row], run: dict[str, Any] | None) -> list[str]:
+    """Predicted beside measured; `run` says when, where that was a run of its own."""
     lines = [prediction_line(row) for row in rows if row.shown == "error"]
     head = ("work", "devices", "predicted", "measured", "error")
-    return [f"### Predicted\n\n{_markdown(head, lines)}"] if lines else []
+    when = f"\n\nMeasured by a run of its own, {run['date'][:10]}, load {run['load']} before it." if run else ""
+    return [f"### Predicted{when}\n\n{_markdown(head, lines)}"] if lines else []
 
 
 def _setting(conditions: dict[str, Any]) -> str:

@@ -66,15 +66,20 @@ def fused_without_data(
     What that kernel does not take (other ranks, a mask with a gradient, arrays mapped over devices) goes torch's way.
     """
     arrays = (query, key, value)
-    plain = all(each.dim() == 4 and not private.is_functorch_wrapped_tensor(each) for each in arrays)
-    same = query.shape[-1] == value.shape[-1] and len({each.shape[0] for each in arrays}) == 1
-    heads = key.shape[-3] == value.shape[-3] and (enable_gqa or query.shape[-3] == key.shape[-3])
-    if not (plain and same and heads) or (attn_mask is not None and attn_mask.requires_grad):
+    if not _can_be_fused(query, key, value, enable_gqa) or (attn_mask is not None and attn_mask.requires_grad):
         return F.scaled_dot_product_attention(
             *arrays, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     found: torch.Tensor = private.fused_attention(*arrays, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return found
+
+
+def _can_be_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+    arrays = (query, key, value)
+    if not all(each.dim() == 4 and not private.is_functorch_wrapped_tensor(each) for each in arrays):
+        return False
+    is_same = query.shape[-1] == value.shape[-1] and len({each.shape[0] for each in arrays}) == 1
+    return is_same and key.shape[-3] == value.shape[-3] and (enable_gqa or query.shape[-3] == key.shape[-3])
 
 
 def _attend(
