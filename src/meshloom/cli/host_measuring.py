@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from meshloom import collectives
-from meshloom.cli.measuring import best_of
+from meshloom.cli.measuring import DTYPES, Tell, best_of
 from meshloom.comms import wire
 from meshloom.comms.group import group_of
 from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds
@@ -30,9 +30,6 @@ from meshloom.mesh.process import HERE
 from meshloom.processes import join
 from meshloom.tensor.creation import distribute, open_mesh, randn
 from meshloom.tensor.host_time import host_time
-
-Tell = Callable[[str, int, int], None]
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)

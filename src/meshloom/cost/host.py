@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshloom.fabric.host import Host
+from meshloom.fabric.host import Host, weigh_neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ def kernel_seconds(work: Work, host: Host) -> float:
 
 def _seconds(work: Work, host: Host) -> float:
     if work.product is not None:
-        batch, *sizes = work.product
-        m, k, n = sizes
+        batch, m, k, n = work.product
         table = host.products.get(work.dtype) or next(iter(host.products.values()))
         return max(host.curve("pointwise").points[0][1], table.seconds(batch, (m, k, n)))
     kind = kind_of(work)
@@ -98,9 +97,5 @@ def _seconds(work: Work, host: Host) -> float:
 
 def _sum_of_rows(work: Work, host: Host) -> float:
     """Between the curves of the two numbers of rows around it, by how near each is."""
-    rows = min(max(work.rows, ROWS[0]), ROWS[-1])
-    high = next(each for each in ROWS[1:] if rows <= each)
-    low = ROWS[ROWS.index(high) - 1]
-    part = math.log(rows / low) / math.log(high / low)
-    before, after = (host.curve(f"sum of {each} rows").seconds(work.bytes) for each in (low, high))
-    return math.exp((1 - part) * math.log(before) + part * math.log(after))
+    curves = [(host.curve(f"sum of {rows} rows"), part) for rows, part in weigh_neighbours(ROWS, work.rows)]
+    return math.exp(sum(part * math.log(curve.seconds(work.bytes)) for curve, part in curves))

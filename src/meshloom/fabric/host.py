@@ -68,6 +68,21 @@ class Curve:
         return statistics.median(errors) if errors else 0.0
 
 
+def weigh_neighbours(steps: Sequence[int], size: int) -> tuple[tuple[int, float], tuple[int, float]]:
+    """The steps below and above a size, each with its weight: the nearer by the logarithm, the heavier.
+
+    >>> weigh_neighbours((2, 8, 32), 16), weigh_neighbours((2, 8, 32), 1)
+    (((8, 0.5), (32, 0.5)), ((2, 1.0), (8, 0.0)))
+    """
+    size = min(max(size, steps[0]), steps[-1])
+    right = min(bisect.bisect_right(steps, size), len(steps) - 1)
+    low, high = steps[right - 1], steps[right]
+    if low == high:  # a grid of one point
+        return (low, 1.0), (high, 0.0)
+    part = math.log(size / low) / math.log(high / low)
+    return (low, 1 - part), (high, part)
+
+
 @dataclass(frozen=True, slots=True)
 class Products:
     """FLOP/s of matrix products by (m, k, n), measured on a grid of `steps`; between its points by their logarithms.
@@ -90,7 +105,7 @@ class Products:
 
     def rate(self, sizes: Sizes) -> float:
         """FLOP/s at a size: the eight points of the grid around it, each by how near it is."""
-        sides = [self._around(size) for size in sizes]
+        sides = [weigh_neighbours(self.steps, size) for size in sizes]
         logarithm = 0.0
         for corner in itertools.product(*sides):
             weight = math.prod(part for _, part in corner)
@@ -98,17 +113,6 @@ class Products:
                 m, k, n = (step for step, _ in corner)
                 logarithm += weight * math.log(self.rates[m, k, n])
         return math.exp(logarithm)
-
-    def _around(self, size: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """The steps below and above a size, with the weight of each."""
-        steps = self.steps
-        size = min(max(size, steps[0]), steps[-1])
-        right = min(bisect.bisect_right(steps, size), len(steps) - 1)
-        low, high = steps[right - 1], steps[right]
-        if low == high:  # a grid of one point
-            return (low, 1.0), (high, 0.0)
-        part = math.log(size / low) / math.log(high / low)
-        return (low, 1 - part), (high, part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from meshloom.context import Event, Log, state
 from meshloom.cost.host import FRESH, Work, kernel_seconds, kind_of
 from meshloom.engines import private
 from meshloom.fabric.host import Host
-from meshloom.tensor.kernel_work import Kernel, arrays_in
+from meshloom.tensor.kernel_work import EMPTY, Kernel, arrays_in
 from meshloom.tensor.recording import Kernels
 
 
@@ -100,7 +100,7 @@ def work_of(kernel: Kernel) -> Work:
         rows=_rows_added(kernel),
         order=max(map(_order_of, inputs), default=""),
         is_across=name in _SOFTMAXES and kernel.arguments[_SOFTMAXES[name]] % inputs[0].ndim != inputs[0].ndim - 1,
-        is_view=kernel.is_view or name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+        is_view=kernel.is_view or name in EMPTY,
     )
 
 
