@@ -1,13 +1,13 @@
 """Collectives between processes: one call of `torch.distributed` each, straight to its groups.
 
 Arrays without data (`meta`) only change their shape here: what is explained never reaches another process. Every call
-goes through `perform`, which numbers it, compares it with what the other processes do and waits for it.
+goes through `begin`, which numbers it and compares it with what the other processes do; `perform` waits for it at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,32 @@ from meshloom.engines.reductions import REDUCTIONS
 _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
-def perform(
+class UnderWay(Protocol):
+    """A collective that has begun."""
+
+    def wait(self) -> None:
+        """Return at its end."""
+
+
+def begin(
     kind: str, group: Group, sent: torch.Tensor, start: Callable[[], object], combine: Callable[[torch.Tensor], None]
-) -> None:
-    """Run one collective to its end, as the processes have agreed to when they met (`processes.divergence`).
+) -> UnderWay:
+    """Begin one collective, as the processes have agreed to when they met (`processes.divergence`).
 
     `start` begins it in torch; `combine` makes the result of what every process sent, where that came with a check.
     """
     group.connect()
     for log in state.logs:
         log.note_sent(kind, group.processes, sent.nbytes)
-    WORLD.perform(kind, group, sent, start, combine)
+    found: UnderWay = WORLD.begin(kind, group, sent, start, combine)
+    return found
+
+
+def perform(
+    kind: str, group: Group, sent: torch.Tensor, start: Callable[[], object], combine: Callable[[torch.Tensor], None]
+) -> None:
+    """Run one collective to its end."""
+    begin(kind, group, sent, start, combine).wait()
 
 
 def _options(op: str) -> Any:
@@ -84,13 +99,31 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
     sent = _encode(data)
     if not own and sent.data_ptr() == data.data_ptr():
         sent = sent.clone()
+    found = _decode(_begin_all_reduce(sent, group, op)(), data.dtype)
+    return found / group.processes if op == "mean" else found
+
+
+def _begin_all_reduce(sent: torch.Tensor, group: Group, op: str) -> Callable[[], torch.Tensor]:
+    """Begin the reduction of what every process sends, into the same memory; call what comes back for it."""
 
     def combine(parts: torch.Tensor) -> None:
         sent.copy_(_reduce(parts, op))
 
-    perform("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]), combine)
-    found = _decode(sent, data.dtype)
-    return found / group.processes if op == "mean" else found
+    under_way = begin("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]), combine)
+
+    def finish() -> torch.Tensor:
+        under_way.wait()
+        return sent
+
+    return finish
+
+
+def begin_sum(data: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Begin the sum of every process's array, in its own memory; call what comes back for the result."""
+    if data.is_meta or data.numel() == 0:
+        return lambda: data
+    finish = _begin_all_reduce(_encode(data), group, "sum")
+    return lambda: _decode(finish(), data.dtype)
 
 
 def barrier(group: Group) -> None:
