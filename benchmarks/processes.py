@@ -43,8 +43,8 @@ WORKS = (
     (SCATTER, f"DTensor, {MEGABYTES} MB"),
     (STEP, "DTensor, data-parallel"),
     (STEP, "DDP, data-parallel"),
-    (DEEP, f"DDP, {DEPTH} layers, {DEPTH * 4.2:.0f} MB of gradients"),
-    (LLAMA, "DDP, 4.0M parameters, AdamW"),
+    (DEEP, f"DDP, {DEPTH * 4.2:.0f} MB of gradients"),
+    (LLAMA, "DDP, AdamW"),
     (CHECK, "MLP step, sample against off"),
     (CHECK, "MLP step, always against off"),
 )
