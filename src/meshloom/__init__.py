@@ -78,6 +78,7 @@ _LAZY = {
         "meshloom.observe.scopes",
     ),
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
+    **dict.fromkeys(("data",), "meshloom.nn"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
