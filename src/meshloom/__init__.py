@@ -66,6 +66,7 @@ _LAZY = {
     ),
     **dict.fromkeys(("control", "discover"), "meshloom.processes.discovery"),
     "process": "meshloom.processes.bindings",
+    "seconds_waited": "meshloom.processes.divergence",
     **dict.fromkeys("from_dtensor from_device_mesh distribute_tensor".split(), "meshloom.tensor.dtensors"),
     **dict.fromkeys(("from_buffer",), "meshloom.tensor.buffers"),
     **dict.fromkeys(("accumulate", "synchronize"), "meshloom.tensor.gradient_sums"),

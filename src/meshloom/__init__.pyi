@@ -162,6 +162,7 @@ __all__ = [
     'cumprod',
     'cumsum',
     'current_mesh',
+    'data',
     'deg2rad',
     'det',
     'diag_embed',
@@ -377,6 +378,7 @@ __all__ = [
     'scatter_add',
     'scatter_reduce',
     'searchsorted',
+    'seconds_waited',
     'selu',
     'sgn',
     'sigmoid',
@@ -574,6 +576,7 @@ from meshloom.observe.scopes import communication as communication
 from meshloom.observe.pictures import communication_table as communication_table
 from meshloom.processes.discovery import control as control
 from meshloom.tensor.creation import current_mesh as current_mesh
+from meshloom.nn import data as data
 from meshloom.processes.discovery import discover as discover
 def distribute(value: Any, mesh: Mesh | None=None, placements: Placements | None=None) -> Tensor: ...
 def distribute_tensor(tensor: torch.Tensor, device_mesh: Mesh | DeviceMesh | None=None, placements: Placements | Sequence[Any] | None=None) -> Tensor: ...
@@ -607,6 +610,7 @@ def randn(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def randn_like(input: torch.Tensor, **options: object) -> Tensor: ...
 def randperm(n: _int, *, generator: torch.Generator | None=None, **options: Any) -> Tensor: ...
 from meshloom.observe.scopes import record as record
+from meshloom.processes.divergence import seconds_waited as seconds_waited
 from meshloom.observe.simulate import simulate as simulate
 from meshloom.comms.handles import stress as stress
 from meshloom.tensor.gradient_sums import synchronize as synchronize

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -191,8 +192,20 @@ def begin(
     return under_way
 
 
+def seconds_waited() -> float:
+    """How long this process has waited for collectives with others, in all: communication that no work has hidden.
+
+    The difference over a step is its exposed communication; one process alone never waits.
+
+    >>> seconds_waited()
+    0.0
+    """
+    return float(WORLD.watch.waited) if WORLD.watch is not None else 0.0
+
+
 def wait(work: Any, watch: Any) -> None:
     """Wait for the end of a collective, a slice at a time, for as long as nobody has failed."""
+    begin = time.perf_counter()
     while True:
         try:
             work.wait(SLICE)
@@ -205,6 +218,7 @@ def wait(work: Any, watch: Any) -> None:
                 break
             watch.look()
     watch.works.remove(work)
+    watch.waited += time.perf_counter() - begin
 
 
 def _divergence(hashes: list[bytes]) -> DivergenceError:

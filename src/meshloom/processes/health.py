@@ -48,6 +48,7 @@ class Watch:
         self.story: deque[Told] = deque(maxlen=RECENT)
         self.failure: Failure | None = None
         self.works: list[Any] = []  # collectives that are under way, or were when they were given up
+        self.waited = 0.0  # seconds, for collectives
         self._board = board
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshloom watch", daemon=True)
