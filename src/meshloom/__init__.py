@@ -15,6 +15,7 @@ from meshloom.errors import (
     ArgumentError,
     BindingError,
     BoundsError,
+    CheckpointError,
     ClosedError,
     CommunicationError,
     DeviceError,
@@ -87,6 +88,7 @@ __all__ = [
     "ArgumentError",
     "BindingError",
     "BoundsError",
+    "CheckpointError",
     "ClosedError",
     "CommunicationError",
     "DTypeError",
@@ -119,6 +121,7 @@ __all__ = [
     "UncoveredError",
     "UnsupportedError",
     "ViewError",
+    "checkpoint",
     "collectives",
     "distributed",
     "engines",
@@ -135,7 +138,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         found = getattr(import_module(_LAZY[name]), name)
-    elif name in ("distributed", "extend", "ttnn"):
+    elif name in ("checkpoint", "distributed", "extend", "ttnn"):
         found = import_module(f"meshloom.{name}")
     elif name in _OPS:
         found = import_module("meshloom.tensor.named").find_named(name)

@@ -16,6 +16,7 @@ from torch.types import _bool, _complex, _device, _dtype, _float, _int, _layout,
 from torch.types import Device, Number, Storage
 
 import meshloom.tensor.base
+from meshloom import checkpoint as checkpoint
 from meshloom import collectives as collectives
 from meshloom import distributed as distributed
 from meshloom import engines as engines
@@ -30,6 +31,7 @@ __all__ = [
     'ArgumentError',
     'BindingError',
     'BoundsError',
+    'CheckpointError',
     'ClosedError',
     'CommunicationError',
     'CommunicationWarning',
@@ -127,6 +129,7 @@ __all__ = [
     'cdist',
     'ceil',
     'celu',
+    'checkpoint',
     'cholesky_inverse',
     'cholesky_solve',
     'choose',
@@ -615,6 +618,7 @@ def zeros_like(input: torch.Tensor, **options: object) -> Tensor: ...
 from meshloom.errors import ArgumentError as ArgumentError
 from meshloom.errors import BindingError as BindingError
 from meshloom.errors import BoundsError as BoundsError
+from meshloom.errors import CheckpointError as CheckpointError
 from meshloom.errors import ClosedError as ClosedError
 from meshloom.errors import CommunicationError as CommunicationError
 from meshloom.errors import DTypeError as DTypeError
