@@ -78,6 +78,7 @@ _LAZY = {
         "meshloom.observe.scopes",
     ),
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
+    **dict.fromkeys("Plan parallelize plans unparallelize".split(), "meshloom.nn"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
@@ -127,6 +128,7 @@ __all__ = [
     "engines",
     "extend",
     "fabric",
+    "nn",
     "parse",
     "runtime",
     "ttnn",

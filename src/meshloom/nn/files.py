@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from meshloom.checkpoint import open_weights
-from meshloom.engines.layout import short_name
 from meshloom.errors import ArgumentError, ShapeError, closest
 from meshloom.mesh import Mesh
 from meshloom.nn.patterns import fold
@@ -20,7 +19,7 @@ from meshloom.tensor.base import Tensor
 
 @dataclass(frozen=True)
 class Files:
-    """A reader, and for each tensor of a module the name that the files have it under; tied ones have one of several."""
+    """A reader, and the name under which the files have each tensor of a module; tied ones have one."""
 
     reader: Any
     names: dict[str, str]
@@ -39,7 +38,7 @@ class Files:
             )
         placed = as_placements(axes, mesh, len(shape))
         read: Tensor = self.reader.read(there, Topology(mesh, placed, shape, self.reader.dtype(there)))
-        return read if read.dtype == dense.dtype else read.to(dense.dtype)
+        return read if read.dtype == dense.dtype else cast(Tensor, read.to(dense.dtype))
 
 
 def open_files(path: str | os.PathLike[str], module: torch.nn.Module) -> Files:

@@ -141,7 +141,9 @@ def undo(module: torch.nn.Module) -> None:
                 each.forward = around.inner
 
 
-def attach(module: torch.nn.Module, plan: Any, taken: Mapping[str, Mapping[str, Any]], mesh: Mesh) -> list[RemovableHandle]:
+def attach(
+    module: torch.nn.Module, plan: Any, taken: Mapping[str, Mapping[str, Any]], mesh: Mesh
+) -> list[RemovableHandle]:
     """Hooks and forwards as a plan says; `taken` has the names of modules for each kind of line and its axes."""
     handles = []
     if plan.batch:

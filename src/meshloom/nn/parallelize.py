@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from meshloom.errors import ArgumentError, MeshError, closest, expect
+from meshloom.errors import ArgumentError, MeshError, expect
 from meshloom.mesh import Mesh
 from meshloom.nn import hooks, plans
 from meshloom.nn.assignment import Assignment
@@ -167,15 +167,19 @@ def _refuse_placed(module: torch.nn.Module) -> None:
 def _check_axes(plan: Plan, mesh: Mesh) -> None:
     for axis in plan.axes:
         if axis not in mesh.axes:
-            fix = f"plan.rename({{{axis!r}: {mesh.axes[-1]!r}}}), or open a mesh with that axis; {closest(axis, mesh.axes)}"
-            raise MeshError(f"the plan names a mesh axis {axis!r} that the mesh does not have", mesh=mesh, fix=fix)
+            raise MeshError(
+                f"the plan names a mesh axis {axis!r} that the mesh does not have",
+                mesh=mesh,
+                fix=f"plan.rename({{{axis!r}: {mesh.axes[-1]!r}}}), or open a mesh with that axis",
+            )
 
 
 def _check_tensors(module: torch.nn.Module) -> None:
     for slot, tensor in _slots(module):
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(tensor):
             raise ArgumentError(
-                f"{slot.name!r} has no shape yet: its module is lazy", fix="call the model once with a batch, then put it"
+                f"{slot.name!r} has no shape yet: its module is lazy",
+                fix="call the model once with a batch, then put it",
             )
 
 
@@ -245,7 +249,8 @@ def _make(module: torch.nn.Module, mesh: Mesh, found: Assignment, source: _Sourc
 
 def _value(name: str, dense: torch.Tensor, mesh: Mesh, axes: Axes, source: _Source) -> Tensor:
     if source.files is not None and name in source.files:
-        return source.files.read(name, dense, mesh, axes)
+        read: Tensor = source.files.read(name, dense, mesh, axes)
+        return read
     if source.device == "meta":
         return distribute(dense.to("meta"), mesh, axes)
     return make_room(dense, mesh, axes) if dense.is_meta else distribute(dense, mesh, axes)
@@ -293,7 +298,7 @@ def _dense(tensor: Tensor) -> torch.Tensor:
     return parameter
 
 
-def _own(tensor: Tensor) -> torch.Tensor:
+def _own(tensor: Any) -> torch.Tensor:
     """The dense value in memory of its own."""
     value: torch.Tensor = tensor.detach().to_torch()
     return value.clone() if same_storage(value, tensor._data) else value

@@ -23,8 +23,9 @@ class Plan:
 
     `parameters`: the first line that fits a parameter's name places it; what no line fits is replicated.
     `batch`: where plain tensors go that the model is called with. `inputs` and `outputs`: where tensors go that
-    modules take and return, by patterns of module names; axes that such a line does not name stay as they are. `units`: modules whose parameters are gathered together.
-    `recompute`: modules whose activations are computed again in backward.
+    modules take and return, by patterns of module names; axes that such a line does not name stay as they are.
+    `units`: modules whose parameters are gathered together. `recompute`: modules whose activations are computed again
+    in backward.
 
     >>> from meshloom import Shard
     >>> plan = Plan({"**.{up,gate}.weight": {"tp": Shard(0)}, "**.down.weight": "tp=S(1)"}, batch={"dp": Shard(0)})
