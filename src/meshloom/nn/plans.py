@@ -20,19 +20,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from meshloom.errors import ArgumentError, MeshError, closest
 from meshloom.mesh import Mesh
-from meshloom.nn.patterns import fits, fold, generalise
+from meshloom.nn.lines import Lines, brief
+from meshloom.nn.patterns import fold
 from meshloom.nn.plan import Plan
 from meshloom.nn.roles import Role, blocks_of, roles_of
 from meshloom.nn.styles import from_huggingface, from_torch
-from meshloom.placement import Shard
+from meshloom.placement import Placement, Shard
 
-Lines = dict[str, dict[str, Shard]]
 _TENSOR = ("tp", "tensor", "model", "mp")
 _SHARDED = ("fsdp", "shard", "sharded")
 _CONTEXT = ("cp", "context", "sp", "sequence", "seq")
@@ -90,9 +89,9 @@ def _tensor(module: nn.Module, mesh: Mesh) -> Plan:
 
 def _tensor_sequence(module: nn.Module, mesh: Mesh) -> Plan:
     axis = _axis(mesh, _TENSOR)
-    outputs = {layer: {axis: Shard(_sequence_dim(module, layer))} for layer in _writers(module)}
-    brief = _brief(outputs, {name: outputs.get(name) for name, _ in module.named_modules()})
-    return Plan(_by_role(module, axis, ()), batch=_rows(_others(mesh, axis)), outputs=brief)
+    outputs: Lines = {layer: {axis: Shard(_sequence_dim(module, layer))} for layer in _writers(module)}
+    asked = brief(outputs, {name: outputs.get(name) for name, _ in module.named_modules()})
+    return Plan(_by_role(module, axis, ()), batch=_rows(_others(mesh, axis)), outputs=asked)
 
 
 def _fsdp_tensor(module: nn.Module, mesh: Mesh) -> Plan:
@@ -129,7 +128,7 @@ def _others(mesh: Mesh, axis: str) -> list[str]:
     return [each for each in mesh.axes if each != axis]
 
 
-def _rows(axes: Iterable[str]) -> dict[str, Shard]:
+def _rows(axes: Iterable[str]) -> dict[str, Placement]:
     return {axis: Shard(0) for axis in axes}
 
 
@@ -166,37 +165,14 @@ def _by_role(module: nn.Module, axis: str, data: Iterable[str]) -> Lines:
     for name, parameter in module.named_parameters():
         role = next((roles[each] for each in names[id(parameter)] if each in roles), None)
         where[name] = _of_one(role, parameter.dim(), axis, tuple(data))
-    return _brief({name: axes for name, axes in where.items() if axes}, where)
+    return brief({name: axes for name, axes in where.items() if axes}, where)
 
 
-def _of_one(role: Role | None, dims: int, axis: str, data: tuple[str, ...]) -> dict[str, Shard]:
+def _of_one(role: Role | None, dims: int, axis: str, data: tuple[str, ...]) -> dict[str, Placement]:
     if role is None:
         return {each: Shard(0) for each in data} if dims else {}
     rest = {} if role.other is None else {each: Shard(role.other) for each in data}
     return {axis: Shard(role.dim), **rest}
-
-
-def _brief(lines: Mapping[str, dict[str, Shard]], known: Mapping[str, object]) -> Lines:
-    """Lines with stars for numbers and braces for words, wherever they still say the same of every known name."""
-    starred: Lines = {}
-    for name, axes in lines.items():
-        general = generalise(name)
-        alike = all(where == axes for each, where in known.items() if fits(general, each))
-        starred[general if alike else name] = axes
-    return _braced(starred)
-
-
-def _braced(lines: Lines) -> Lines:
-    """Lines that differ in one word only as one: `*.{q_proj,k_proj}.weight`."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for pattern, axes in lines.items():
-        *head, word, last = ("", *pattern.split("."))
-        groups.setdefault((*head, None, last, tuple(axes.items())), []).append(word)
-    found: Lines = {}
-    for (*parts, _, last, axes), words in groups.items():
-        word = words[0] if len(words) == 1 else "{" + ",".join(words) + "}"
-        found[".".join(part for part in (*parts, word, last) if part)] = dict(axes)
-    return found
 
 
 # Modules
