@@ -79,7 +79,7 @@ _LAZY = {
         "meshloom.observe.scopes",
     ),
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
-    **dict.fromkeys(("data",), "meshloom.nn"),
+    **dict.fromkeys("Plan data parallelize plans unparallelize".split(), "meshloom.nn"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
@@ -129,6 +129,7 @@ __all__ = [
     "engines",
     "extend",
     "fabric",
+    "nn",
     "parse",
     "runtime",
     "ttnn",
