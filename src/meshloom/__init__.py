@@ -77,6 +77,11 @@ _LAZY = {
         "communication record with_output choose use_fabric use_machine CommunicationWarning FallbackWarning".split(),
         "meshloom.observe.scopes",
     ),
+    **dict.fromkeys(("save", "Saving"), "meshloom.checkpoint.saving"),
+    **dict.fromkeys(("export",), "meshloom.checkpoint.exporting"),
+    "load": "meshloom.checkpoint.loading",
+    "latest": "meshloom.checkpoint.folders",
+    "RandomState": "meshloom.checkpoint.random_state",
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }

@@ -60,7 +60,9 @@ __all__ = [
     'Placement',
     'PlacementError',
     'RaceError',
+    'RandomState',
     'Replicate',
+    'Saving',
     'ScheduleError',
     'ShapeError',
     'Shard',
@@ -193,6 +195,7 @@ __all__ = [
     'expand',
     'explain',
     'expm1',
+    'export',
     'extend',
     'eye',
     'fabric',
@@ -253,6 +256,7 @@ __all__ = [
     'kl_div',
     'kthvalue',
     'l1_loss',
+    'latest',
     'layer_norm',
     'lcm',
     'ldexp',
@@ -281,6 +285,7 @@ __all__ = [
     'linalg_vector_norm',
     'linear',
     'linspace',
+    'load',
     'log',
     'log10',
     'log1p',
@@ -372,6 +377,7 @@ __all__ = [
     'rot90',
     'rsqrt',
     'runtime',
+    'save',
     'scaled_dot_product_attention',
     'scatter',
     'scatter_add',
@@ -565,6 +571,8 @@ from meshloom.observe.scopes import CommunicationWarning as CommunicationWarning
 from meshloom.observe.dry_run import DryRun as DryRun
 from meshloom.observe.explain import Explanation as Explanation
 from meshloom.observe.scopes import FallbackWarning as FallbackWarning
+from meshloom.checkpoint.random_state import RandomState as RandomState
+from meshloom.checkpoint.saving import Saving as Saving
 from meshloom.observe.simulate import Simulation as Simulation
 from meshloom.tensor.gradient_sums import accumulate as accumulate
 def arange(*bounds: _float, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
@@ -584,6 +592,7 @@ from meshloom.observe.dry_run import dry_run as dry_run
 def empty(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def empty_like(input: torch.Tensor, **options: object) -> Tensor: ...
 from meshloom.observe.explain import explain as explain
+from meshloom.checkpoint.exporting import export as export
 def eye(n: _int, m: _int | None=None, **options: Any) -> Tensor: ...
 def from_buffer(buffer: MeshBuffer) -> Tensor: ...
 from meshloom.tensor.dtensors import from_device_mesh as from_device_mesh
@@ -591,7 +600,9 @@ def from_dtensor(dtensor: DTensor) -> Tensor: ...
 def from_local(parts: Parts, mesh: Mesh | None=None, placements: Placements | None=None) -> Tensor: ...
 def full(size: Sequence[_int], fill_value: _complex | torch.Tensor, *, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
 def full_like(input: torch.Tensor, fill_value: _complex | torch.Tensor, **options: Any) -> Tensor: ...
+from meshloom.checkpoint.folders import latest as latest
 def linspace(start: torch.Tensor | _float, end: torch.Tensor | _float, steps: _int, **options: Any) -> Tensor: ...
+from meshloom.checkpoint.loading import load as load
 def logspace(start: torch.Tensor | _float, end: torch.Tensor | _float, steps: _int, base: _float=10.0, **options: Any) -> Tensor: ...
 def multinomial(input: torch.Tensor, num_samples: _int, replacement: _bool=False, *, generator: torch.Generator | None=None) -> Tensor: ...
 def normal(mean: torch.Tensor | _float, std: torch.Tensor | _float=1.0, size: Sequence[_int] | None=None, *, generator: torch.Generator | None=None, **options: object) -> Tensor: ...
@@ -607,6 +618,7 @@ def randn(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def randn_like(input: torch.Tensor, **options: object) -> Tensor: ...
 def randperm(n: _int, *, generator: torch.Generator | None=None, **options: Any) -> Tensor: ...
 from meshloom.observe.scopes import record as record
+from meshloom.checkpoint.saving import save as save
 from meshloom.observe.simulate import simulate as simulate
 from meshloom.comms.handles import stress as stress
 from meshloom.tensor.gradient_sums import synchronize as synchronize
