@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from meshloom.checkpoint.formats import read_dtype
 from meshloom.comms import WORLD
-from meshloom.engines.layout import torch_dtype
+from meshloom.engines.layout import empty_stored
 from meshloom.errors import ArgumentError, CheckpointError, closest
 from meshloom.placement import Topology, extents
 from meshloom.tensor.base import Tensor
@@ -97,17 +96,6 @@ class Weights:
         if name not in self._entries:
             raise CheckpointError(f"there is no tensor {name!r} in {self!r}", fix=closest(name, self._entries))
         return self._entries[name]
-
-
-def empty_stored(topology: Topology) -> torch.Tensor:
-    """Memory for what this process holds; its padding is zero, the rest is to be filled."""
-    held = sum(extent.count for extent in extents(topology))
-    make = torch.empty if held == _count(topology.stored_shape) else torch.zeros
-    return make(topology.stored_shape, dtype=torch_dtype(topology.dtype))
-
-
-def _count(shape: Shape) -> int:
-    return torch.Size(shape).numel()
 
 
 def _check_fits(name: str, entry: Entry, topology: Topology) -> None:
