@@ -21,7 +21,7 @@ from meshloom.checkpoint.files import open_files
 from meshloom.checkpoint.formats import read_dtype
 from meshloom.checkpoint.index import NAME, Index, Saved, read_index, read_json
 from meshloom.comms import WORLD
-from meshloom.engines.layout import torch_dtype
+from meshloom.engines.layout import empty_stored
 from meshloom.errors import ArgumentError, CheckpointError, closest
 from meshloom.placement import Topology, extents
 from meshloom.tensor.base import Tensor
@@ -123,17 +123,6 @@ class SavedWeights(Weights):
             opened.verify([(box.file, *box.span) for box, _ in jobs])
             for box, view in jobs:
                 opened.read(box, view)
-
-
-def empty_stored(topology: Topology) -> torch.Tensor:
-    """Memory for what this process holds; its padding is zero, the rest is to be filled."""
-    held = sum(extent.count for extent in extents(topology))
-    make = torch.empty if held == _count(topology.stored_shape) else torch.zeros
-    return make(topology.stored_shape, dtype=torch_dtype(topology.dtype))
-
-
-def _count(shape: Shape) -> int:
-    return torch.Size(shape).numel()
 
 
 def _check_fits(name: str, entry: Entry, topology: Topology) -> None:

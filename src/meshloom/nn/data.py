@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from meshloom.checkpoint.weights import empty_stored
 from meshloom.comms import WORLD
-from meshloom.engines.layout import short_name
+from meshloom.engines.layout import empty_stored, short_name
 from meshloom.errors import ArgumentError, PlacementError, expect
 from meshloom.mesh import Mesh
 from meshloom.placement import Partial, Placement, Placements, Replicate, Shard, Topology, as_placements, extents
