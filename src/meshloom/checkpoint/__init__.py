@@ -13,6 +13,7 @@ index.py         what a checkpoint says of itself
 files.py         safetensors with checksums, read by boxes
 arrays.py        arrays as bytes
 formats.py       dtypes as safetensors spells them
+staging.py       `CopyStager`: copies for torch.distributed.checkpoint.async_save
 progress.py      a bar
 """
 
@@ -21,6 +22,18 @@ from meshloom.checkpoint.folders import latest
 from meshloom.checkpoint.loading import load
 from meshloom.checkpoint.random_state import RandomState
 from meshloom.checkpoint.saving import Saving, save
+from meshloom.checkpoint.staging import CopyStager
 from meshloom.checkpoint.weights import Weights, open_weights
 
-__all__ = ["RandomState", "Saving", "Weights", "export", "latest", "load", "open_weights", "save", "verify"]
+__all__ = [
+    "CopyStager",
+    "RandomState",
+    "Saving",
+    "Weights",
+    "export",
+    "latest",
+    "load",
+    "open_weights",
+    "save",
+    "verify",
+]

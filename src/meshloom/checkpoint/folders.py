@@ -108,10 +108,14 @@ def is_free(file: Path) -> bool:
 
 def is_leftover(aside: Path) -> bool:
     """Whether nobody writes to a folder aside any more."""
-    locks = list(aside.glob("*.lock"))
-    if locks:
-        return all(is_free(lock) for lock in locks)
+    if any(aside.glob("*.lock")):
+        return not is_being_written(aside)
     return time.time() - aside.stat().st_mtime > FRESH
+
+
+def is_being_written(aside: Path) -> bool:
+    """Whether a process holds a lock in a folder aside."""
+    return any(lock.exists() and not is_free(lock) for lock in aside.glob("*.lock"))
 
 
 def remove_leftovers(folder: Path) -> list[Path]:

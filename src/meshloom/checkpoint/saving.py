@@ -35,8 +35,8 @@ from meshloom.checkpoint.folders import (
     as_folder,
     check_series,
     check_target,
+    is_being_written,
     is_free,
-    is_leftover,
     lock_file,
     name_aside,
     put_in_place,
@@ -438,7 +438,7 @@ class Job:
         self.release()
         if HERE.rank == 0:
             until = time.monotonic() + GRACE
-            while time.monotonic() < until and not is_leftover(self.aside):
+            while time.monotonic() < until and is_being_written(self.aside):
                 time.sleep(LOOK)
             shutil.rmtree(self.aside, ignore_errors=True)
 

@@ -35,7 +35,8 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(describe(folder)))
     elif options.deed == "verify":
         index = exporting.verify(folder)
-        print(f"{folder}: {len(index.files)} files, {spell_bytes(index.nbytes)}, all as they were written")
+        size = spell_bytes(sum(file.nbytes for file in index.files.values()))
+        print(f"{folder}: {size} in {len(index.files)} file{'s' * (len(index.files) != 1)}, all as they were written")
     else:
         if options.out is None:
             raise ArgumentError("export needs the name of what it writes", fix="--out model.safetensors")
@@ -50,7 +51,8 @@ def describe(folder: Path) -> list[str]:
     from meshloom.checkpoint.index import read_index
 
     index = read_index(folder)
-    lines = [f"{folder}: {len(index.tensors)} tensors, {spell_bytes(index.nbytes)} in {len(index.files)} files"]
+    size, count = spell_bytes(index.nbytes), len(index.files)
+    lines = [f"{folder}: {len(index.tensors)} tensors, {size} in {count} file{'s' * (count != 1)}"]
     lines += [f"  {key:<12}  {_kind(node)}" for key, node in index.state.items()]
     width = max((len(name) for name in index.tensors), default=0)
     for name, saved in index.tensors.items():
