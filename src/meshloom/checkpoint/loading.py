@@ -36,8 +36,7 @@ from meshloom.checkpoint.state import (
     name_parameters,
 )
 from meshloom.checkpoint.values import DEEPEST, Path, decode, malformed, spell, tag_of
-from meshloom.checkpoint.weights import empty_stored
-from meshloom.engines.layout import short_name, torch_dtype
+from meshloom.engines.layout import empty_stored, short_name, torch_dtype
 from meshloom.errors import CheckpointError, MeshloomError, closest
 from meshloom.placement import Replicate, Shard, Topology, extents
 from meshloom.processes.exchange import agree
