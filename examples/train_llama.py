@@ -1,4 +1,4 @@
-"""Train a small Llama on this repository's own text, byte by byte, on a mesh: plan, dry run, checkpoints, resume, sample.
+"""Train a small Llama on this repository's own text, byte by byte, on a mesh: plan, dry run, checkpoints, sample.
 
     python examples/train_llama.py                                # fully sharded on 8 virtual devices
     python examples/train_llama.py --plan tensor --mesh 2x4       # the same model, divided otherwise
@@ -6,9 +6,9 @@
     python examples/train_llama.py --checkpoints runs --every 20  # kill it at any moment ...
     python examples/train_llama.py --checkpoints runs --resume --plan tensor   # ... and go on, on another mesh
 
-The model is plain torch and knows nothing of meshes. What is meshloom's: `parallelize` puts it on a mesh, `dry_run` says
-before the first step what a step costs, the loader gives every process its rows, `save` and `load` go from any mesh to
-any mesh. The loss curve is the same for every plan, mesh and number of processes.
+The model is plain torch and knows nothing of meshes. What is meshloom's: `parallelize` puts it on a mesh, `dry_run`
+says before the first step what a step costs, the loader gives every process its rows, `save` and `load` go from any
+mesh to any mesh. The loss curve is the same for every plan, mesh and number of processes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ AXES = {
     "context": ("dp", "cp"),
 }
 BYTES = 256
+WIDTH = 110  # of the output where there is no terminal
 
 
 # The model: Llama's parts in plain torch
@@ -52,8 +53,8 @@ BYTES = 256
 class Config:
     """The sizes of a model."""
 
-    width: int = 192
-    hidden: int = 512
+    width: int = 256
+    hidden: int = 688
     layers: int = 4
     heads: int = 8
     key_heads: int = 4
@@ -284,6 +285,16 @@ def train(given: argparse.Namespace, trainer: Trainer, console: Console) -> None
         console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} at step {trainer.steps}", highlight=False)
 
 
+def show_communication(trainer: Trainer, console: Console) -> None:
+    """What one pass over a batch communicates, forward and backward; nothing is updated."""
+    batch = next(trainer.batches())
+    with loom.record() as log:
+        find_loss(trainer.model, *batch).backward()
+    trainer.optimizer.zero_grad()
+    console.rule("what a step communicates")
+    console.print(loom.communication_table(log), markup=False, highlight=False, soft_wrap=True)
+
+
 def describe(loss: float, rate: float, exposed: float) -> str:
     """How it goes, in one line."""
     return f"loss {loss:.4f}  {rate:,.0f} tokens/s  exposed communication {exposed:.0%}"
@@ -305,7 +316,7 @@ def note(given: argparse.Namespace, step: int, loss: float) -> None:
 
 
 def open_mesh(given: argparse.Namespace) -> loom.Mesh:
-    """The mesh that was asked for, or eight devices in as many axes as the plan has, more if there are more processes."""
+    """The mesh that was asked for, or eight devices in the axes of the plan, more for more processes."""
     axes = AXES[given.plan]
     if given.mesh is None:
         count = loom.process().count
@@ -366,6 +377,7 @@ def run(given: argparse.Namespace, console: Console) -> Trainer:
         trainer.load(newest)
         console.print(f"going on from {newest}", highlight=False)
     train(given, trainer, console)
+    show_communication(trainer, console)
     if given.sample > 0:
         written = trainer.sample(b"The mesh ", given.sample).decode(errors="replace")
         console.rule("what it writes")
@@ -377,6 +389,8 @@ def main() -> None:
     """Read the arguments and run; the first process prints. Ctrl-C ends it with one line."""
     given = read_arguments()
     console = Console(quiet=loom.process().rank != 0)
+    if not console.is_terminal:
+        console.width = WIDTH
     try:
         run(given, console)
     except KeyboardInterrupt:
