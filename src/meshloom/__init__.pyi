@@ -59,6 +59,7 @@ __all__ = [
     'PeerLostError',
     'Placement',
     'PlacementError',
+    'Plan',
     'RaceError',
     'Replicate',
     'ScheduleError',
@@ -340,10 +341,12 @@ __all__ = [
     'open_mesh',
     'outer',
     'pad',
+    'parallelize',
     'parse',
     'permute',
     'pixel_shuffle',
     'pixel_unshuffle',
+    'plans',
     'poisson_nll_loss',
     'positive',
     'prelu',
@@ -454,6 +457,7 @@ __all__ = [
     'unbind',
     'unflatten',
     'unfold',
+    'unparallelize',
     'unsqueeze',
     'use_fabric',
     'use_machine',
@@ -565,6 +569,7 @@ from meshloom.observe.scopes import CommunicationWarning as CommunicationWarning
 from meshloom.observe.dry_run import DryRun as DryRun
 from meshloom.observe.explain import Explanation as Explanation
 from meshloom.observe.scopes import FallbackWarning as FallbackWarning
+from meshloom.nn import Plan as Plan
 from meshloom.observe.simulate import Simulation as Simulation
 from meshloom.tensor.gradient_sums import accumulate as accumulate
 def arange(*bounds: _float, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
@@ -598,6 +603,8 @@ def normal(mean: torch.Tensor | _float, std: torch.Tensor | _float=1.0, size: Se
 def ones(*size: _int | Sequence[_int], dtype: torch.dtype | str | None=None, **options: Any) -> Tensor: ...
 def ones_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 from meshloom.tensor.creation import open_mesh as open_mesh
+from meshloom.nn import parallelize as parallelize
+from meshloom.nn import plans as plans
 from meshloom.processes.bindings import process as process
 def rand(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def rand_like(input: torch.Tensor, **options: object) -> Tensor: ...
@@ -610,6 +617,7 @@ from meshloom.observe.scopes import record as record
 from meshloom.observe.simulate import simulate as simulate
 from meshloom.comms.handles import stress as stress
 from meshloom.tensor.gradient_sums import synchronize as synchronize
+from meshloom.nn import unparallelize as unparallelize
 from meshloom.observe.scopes import use_fabric as use_fabric
 from meshloom.observe.scopes import use_machine as use_machine
 from meshloom.observe.scopes import with_output as with_output
