@@ -134,7 +134,6 @@ __all__ = [
     "engines",
     "extend",
     "fabric",
-    "nn",
     "parse",
     "runtime",
     "ttnn",
@@ -146,7 +145,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         found = getattr(import_module(_LAZY[name]), name)
-    elif name in ("checkpoint", "distributed", "extend", "ttnn"):
+    elif name in ("checkpoint", "distributed", "extend", "nn", "ttnn"):
         found = import_module(f"meshloom.{name}")
     elif name in _OPS:
         found = import_module("meshloom.tensor.named").find_named(name)

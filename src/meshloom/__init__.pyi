@@ -339,7 +339,6 @@ __all__ = [
     'negative',
     'nextafter',
     'nll_loss',
-    'nn',
     'normal',
     'not_equal',
     'one_hot',

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshloom.nn.patterns import fits, generalise
+from meshloom.nn.patterns import fits
 from meshloom.placement import Placement
 
 Lines = dict[str, dict[str, Placement]]
@@ -21,10 +21,17 @@ def brief(lines: Mapping[str, dict[str, Placement]], known: Mapping[str, object]
     """
     starred: Lines = {}
     for name, axes in lines.items():
-        general = generalise(name)
-        alike = all(where == axes for each, where in known.items() if fits(general, each))
-        starred[general if alike else name] = axes
+        forms = (form for form in _forms(name) if all(known[each] == axes for each in known if fits(form, each)))
+        starred[next(forms, name)] = axes
     return _braced(starred)
+
+
+def _forms(name: str) -> Iterator[str]:
+    """A name with stars for its numbers: for all, then for all but the last, and so on."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    for count in range(len(numbers), 0, -1):
+        yield ".".join("*" if place in numbers[:count] else part for place, part in enumerate(parts))
 
 
 def _braced(lines: Lines) -> Lines:
@@ -32,7 +39,8 @@ def _braced(lines: Lines) -> Lines:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for pattern, axes in lines.items():
         *head, word, last = ("", *pattern.split("."))
-        groups.setdefault((*head, None, last, tuple(axes.items())), []).append(word)
+        own = None if len(head) > 1 else word  # at the top, words have little to do with each other
+        groups.setdefault((*head, own, last, tuple(axes.items())), []).append(word)
     found: Lines = {}
     for (*parts, _, last, axes), words in groups.items():
         word = words[0] if len(words) == 1 else "{" + ",".join(words) + "}"

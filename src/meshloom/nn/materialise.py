@@ -60,8 +60,7 @@ def fill(module: torch.nn.Module, empty: Mapping[str, Tensor]) -> None:
     missed = [name for name, mark in marks.items() if not mark.is_written]
     if missed:
         raise ArgumentError(
-            f"{len(missed)} tensors of this {type(module).__name__} on meta were written by no initialiser",
-            tensors=fold(missed),
+            f"no initialiser of this {type(module).__name__} on meta writes {fold(missed)}",
             fix="give their module a reset_parameters() that writes them, read them from files (weights=...), "
             "or build the module on the CPU",
         )

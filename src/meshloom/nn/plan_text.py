@@ -22,9 +22,9 @@ _EXAMPLE = "write lines such as 'parameter  **.q_proj.weight  tp=S(0)'"
 def write_words(plan: Mapping[str, Any]) -> str:
     """The parts of a plan, one line for each decision; an empty plan says so."""
     lines: list[tuple[str, ...]] = [("batch", spell_axes(plan["batch"]))] if "batch" in plan else []
+    width = max((len(pattern) for name in _TABLES.values() for pattern in plan.get(name, ())), default=0)
     for word, name in _TABLES.items():
         table = plan.get(name, {})
-        width = max(map(len, table), default=0)
         lines += [(word, pattern.ljust(width), spell_axes(axes)) for pattern, axes in table.items()]
     lines += [(word, pattern) for word, name in _LISTS.items() for pattern in plan.get(name, ())]
     return "\n".join(f"{word:<9}  " + "  ".join(rest) for word, *rest in lines) or "batch      R"
