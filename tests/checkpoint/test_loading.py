@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import meshloom as loom
-from checkpoint_cases import check_state, make_state, tensors_of
+from checkpoint_cases import check_state, make_state
 from meshloom import Mesh, Shard, Topology
 from meshloom.checkpoint import exporting, open_weights, verify
 from meshloom.cli import main
