@@ -14,7 +14,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +57,8 @@ class Part:
 
 def write_file(path: Path, parts: Sequence[Part], told: Told = silent, about: Mapping[str, str] | None = None) -> File:
     """Write arrays as one safetensors file and sync it; its size and checksums."""
-    with open(path, "xb", buffering=0) as file:
-        out = _Summed(file.write)
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1, "meshloom checksums") as threads:
+        out = _Summed(file.write, threads)
         out.write(_header(parts, about))
         for part in parts:
             for array in part.arrays():
@@ -83,15 +83,37 @@ def _header(parts: Iterable[Part], about: Mapping[str, str] | None) -> bytes:
 
 
 class _Summed:
-    """Writes bytes, and takes the checksum of each chunk."""
+    """Writes bytes, and takes the checksum of each chunk; of many bytes in a thread, while the disk has them."""
 
-    def __init__(self, write: Callable[[memoryview], int | None]) -> None:
-        self._write, self._sums, self._crc, self._nbytes = write, list[int](), 0, 0
+    def __init__(self, write: Callable[[memoryview], int | None], threads: ThreadPoolExecutor) -> None:
+        self._write, self._threads = write, threads
+        self._sums, self._crc, self._nbytes = list[int](), 0, 0
+        self._summing: Future[None] | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        view, done = memoryview(data), 0
+        view = memoryview(data)
+        self._wait()
+        if len(view) >= CHUNK:
+            self._summing = self._threads.submit(self._sum, view)
+        else:
+            self._sum(view)
+        done = 0
         while done < len(view):
             done += self._write(view[done:]) or 0
+
+    def write_steps(self, view: memoryview, told: Told) -> None:
+        for first in range(0, len(view), STEP):
+            step = view[first : first + STEP]
+            self.write(step)
+            told(len(step))
+
+    def _wait(self) -> None:
+        """Until what was written last is summed, too."""
+        if self._summing is not None:
+            self._summing.result()
+            self._summing = None
+
+    def _sum(self, view: memoryview) -> None:
         while view:
             room = CHUNK - self._nbytes % CHUNK
             self._crc = zlib.crc32(view[:room], self._crc)
@@ -100,17 +122,12 @@ class _Summed:
             if self._nbytes % CHUNK == 0:
                 self._close_chunk()
 
-    def write_steps(self, view: memoryview, told: Told) -> None:
-        for first in range(0, len(view), STEP):
-            step = view[first : first + STEP]
-            self.write(step)
-            told(len(step))
-
     def _close_chunk(self) -> None:
         self._sums.append(self._crc)
         self._crc = 0
 
     def end(self) -> File:
+        self._wait()
         if self._nbytes % CHUNK:
             self._close_chunk()
         return File(self._nbytes, tuple(self._sums))

@@ -1,8 +1,9 @@
 """Folders of checkpoints: written aside under another name, put in place in one step, numbered, the last ones kept.
 
-A folder that is being written is called `name.tmp-` and sixteen digits. Each process that writes there holds a lock on
-a file of its own; the system lets go of it when the process ends, however it ends. So a folder whose locks are all free
-is a leftover, which the next save removes.
+A folder that is being written is called `name.tmp-` and sixteen digits. Each process that writes there holds a lock,
+the first one on a file beside the folder, from before it is there until it has its name. The system lets go of a lock
+when its process ends, however it ends. So a folder aside whose lock is free, or gone, is a leftover: the next save
+removes it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import fcntl
 import os
 import re
 import shutil
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from meshloom.checkpoint.files import sync_folder
@@ -24,7 +23,6 @@ from meshloom.errors import ArgumentError, CheckpointError
 _MARK = ".tmp-"
 _ASIDE = re.compile(r"(?P<name>.+)\.tmp-[0-9a-f]{16}")
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
-FRESH = 60.0  # seconds in which a folder aside may have no locks yet
 _AT_CWD, _EXCHANGE = -100, 2  # of renameat2
 
 
@@ -76,19 +74,27 @@ class Lock:
     """A lock on a file that ends with the process, or with `release`."""
 
     def __init__(self, file: Path) -> None:
-        self._number: int | None = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._file, self._number = file, -1
+        while self._number < 0:
+            number = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(number, fcntl.LOCK_EX)
+            if file.exists() and os.stat(file).st_ino == os.fstat(number).st_ino:
+                self._number = number
+            else:  # somebody has taken the file for a leftover before it was locked
+                os.close(number)
 
-    def release(self) -> None:
-        """Let go of it."""
-        if self._number is not None:
+    def release(self, *, remove: bool = False) -> None:
+        """Let go of it, once."""
+        if self._number >= 0:
+            if remove:
+                self._file.unlink(missing_ok=True)
             os.close(self._number)
-            self._number = None
+            self._number = -1
 
 
 def lock_file(aside: Path, rank: int) -> Path:
-    """The file that a process holds a lock on while it writes."""
-    return aside / f"rank-{rank:05d}.lock"
+    """The file that a process holds a lock on while it writes: that of the first one is not inside, and outlasts it."""
+    return aside / f"rank-{rank:05d}.lock" if rank else aside.with_name(f"{aside.name}.lock")
 
 
 def is_free(file: Path) -> bool:
@@ -106,33 +112,29 @@ def is_free(file: Path) -> bool:
     return True
 
 
-def is_leftover(aside: Path) -> bool:
-    """Whether nobody writes to a folder aside any more."""
-    if any(aside.glob("*.lock")):
-        return not is_being_written(aside)
-    return time.time() - aside.stat().st_mtime > FRESH
-
-
-def is_being_written(aside: Path) -> bool:
-    """Whether a process holds a lock in a folder aside."""
-    return any(lock.exists() and not is_free(lock) for lock in aside.glob("*.lock"))
+def is_held(file: Path) -> bool:
+    """Whether a process holds the lock on a file; False where there is no file."""
+    return file.exists() and not is_free(file)
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
     """Remove what saves to this folder, or to others of its series, have left behind when they were ended."""
-    gone = [aside for aside in _asides(folder) if is_leftover(aside)]
+    gone = [aside for aside in _asides(folder) if not is_held(lock_file(aside, 0))]
     for aside in gone:
         shutil.rmtree(aside, ignore_errors=True)
+        lock_file(aside, 0).unlink(missing_ok=True)
     return gone
 
 
-def _asides(folder: Path) -> Iterator[Path]:
-    if not folder.parent.is_dir():
-        return
-    for each in sorted(folder.parent.iterdir()):
-        matched = _ASIDE.fullmatch(each.name)
-        if matched and _stem(matched["name"]) == _stem(folder.name) and each.is_dir() and not each.is_symlink():
-            yield each
+def _asides(folder: Path) -> list[Path]:
+    """The folders aside of a series, those included of which only the lock is left."""
+    found = set()
+    for each in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        aside = each.with_name(each.name.removesuffix(".lock"))
+        matched = _ASIDE.fullmatch(aside.name)
+        if matched and _stem(matched["name"]) == _stem(folder.name) and not each.is_symlink():
+            found.add(aside)
+    return sorted(found)
 
 
 def _stem(name: str) -> str:

@@ -35,8 +35,8 @@ from meshloom.checkpoint.folders import (
     as_folder,
     check_series,
     check_target,
-    is_being_written,
     is_free,
+    is_held,
     lock_file,
     name_aside,
     put_in_place,
@@ -185,14 +185,14 @@ def _prepare(state: dict[str, Any], folder: str | os.PathLike[str], keep: int | 
         check_series(found["folder"], keep)
         found["state"] = gather(state)
         if HERE.rank == 0:
-            _open_aside(found["folder"], name_aside(found["folder"], token))
+            found["lock"] = _open_aside(found["folder"], name_aside(found["folder"], token))
         return {"token": token, "digest": _digest(found["folder"], found["state"], keep)}
 
     try:
         told = agree("save", gather_all, CheckpointError)
         _compare(told)
         aside = name_aside(found["folder"], told[0]["token"])
-        job = found["job"] = Job(found["folder"], aside, keep, _settle(found["state"]))
+        job = found["job"] = Job(found["folder"], aside, keep, _settle(found["state"]), held=found.get("lock"))
         agree("save", job.lock, CheckpointError)
     except BaseException:
         _give_up(found, token)
@@ -202,10 +202,11 @@ def _prepare(state: dict[str, Any], folder: str | os.PathLike[str], keep: int | 
 
 def _give_up(found: dict[str, Any], token: str) -> None:
     """Leave nothing behind of a save that has not begun."""
-    if "job" in found:
-        found["job"].release()
-    if "folder" in found and HERE.rank == 0:
+    if "lock" in found:
         shutil.rmtree(name_aside(found["folder"], token), ignore_errors=True)
+        found["lock"].release(remove=True)
+    elif "job" in found:
+        found["job"].release()
 
 
 def _settle(gathered: Gathered) -> Gathered:
@@ -217,12 +218,15 @@ def _settle(gathered: Gathered) -> Gathered:
     return gathered
 
 
-def _open_aside(folder: Path, aside: Path) -> None:
+def _open_aside(folder: Path, aside: Path) -> Lock:
+    """The folder aside, and the lock that says that it is written to."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         check_target(folder)
         remove_leftovers(folder)
+        held = Lock(lock_file(aside, 0))
         aside.mkdir()
+        return held
     except OSError as error:
         raise CheckpointError(f"{error.filename or aside}: it cannot be made: {error.strerror}") from None
 
@@ -289,7 +293,8 @@ class Job:
                 fix="save to a folder that all hosts share",
             )
         self.number = os.stat(self.aside).st_ino
-        self.held = Lock(lock_file(self.aside, HERE.rank))
+        if self.held is None:
+            self.held = Lock(lock_file(self.aside, HERE.rank))
 
     def copy_parts(self) -> None:
         """Copy what this process writes, so that the program may go on and change it."""
@@ -337,7 +342,7 @@ class Job:
     def release(self) -> None:
         """Let go of the folder."""
         if self.held is not None:
-            self.held.release()
+            self.held.release(remove=HERE.rank == 0)
 
     def _write(self, told: Callable[[int], None]) -> None:
         table: dict[str, Any] = {"files": {}, "pieces": {}}
@@ -392,7 +397,8 @@ class Job:
         write_synced(self.aside / NAME, write_index(Index(self.gathered.tree, tensors, files, token)))
         for rank in range(HERE.count):
             self._note(rank).unlink()
-            lock_file(self.aside, rank).unlink()
+            if rank != HERE.rank:
+                lock_file(self.aside, rank).unlink()
         sync_folder(self.aside)
         put_in_place(self.aside, self.folder)
         if self.keep is not None:
@@ -435,12 +441,12 @@ class Job:
         text = error.headline if isinstance(error, MeshloomError) else str(error) or type(error).__name__
         with suppress(OSError):  # on a full disk the free lock says it
             (self.aside / f"rank-{HERE.rank:05d}.failed").write_text(text)
-        self.release()
         if HERE.rank == 0:
             until = time.monotonic() + GRACE
-            while time.monotonic() < until and is_being_written(self.aside):
+            while time.monotonic() < until and any(is_held(lock) for lock in self.aside.glob("*.lock")):
                 time.sleep(LOOK)
             shutil.rmtree(self.aside, ignore_errors=True)
+        self.release()
 
 
 class _Patience:
