@@ -1,7 +1,8 @@
 """Collectives between processes: one call of `torch.distributed` each, straight to its groups.
 
 Arrays without data (`meta`) only change their shape here: what is explained never reaches another process. Every call
-goes through `perform`, which numbers it, compares it with what the other processes do and waits for it.
+goes through `perform`, which numbers it, compares it with what the other processes do and waits for it; two of them can
+also be started and waited for later (`Pending`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,33 @@ def perform(
 
     `start` begins it in torch; `combine` makes the result of what every process sent, where that came with a check.
     """
+    begin(kind, group, sent, start, combine).wait()
+
+
+def begin(
+    kind: str, group: Group, sent: torch.Tensor, start: Callable[[], object], combine: Callable[[torch.Tensor], None]
+) -> Any:
+    """`perform` without the end: something with a `wait`. All processes begin the same in the same order."""
     group.connect()
     for log in state.logs:
         log.note_sent(kind, group.processes, sent.nbytes)
-    WORLD.perform(kind, group, sent, start, combine)
+    return WORLD.begin(kind, group, sent, start, combine)
+
+
+class Pending:
+    """A collective that has begun: `wait` gives its result, and nobody may read it before."""
+
+    __slots__ = ("_finish", "_work")
+
+    def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> torch.Tensor:
+        """The result, once it is there."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._finish()
 
 
 def _options(op: str) -> Any:
@@ -105,8 +129,14 @@ def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     """Every process's array, stacked in the order of the group."""
+    return begin_all_gather(data, group).wait()
+
+
+def begin_all_gather(data: torch.Tensor, group: Group) -> Pending:
+    """`all_gather` that is under way."""
     if data.is_meta or data.numel() == 0:
-        return data.new_empty((group.processes, *data.shape))
+        empty = data.new_empty((group.processes, *data.shape))
+        return Pending(None, lambda: empty)
     sent = _encode(data)
     room = sent.new_empty((group.processes, *sent.shape))
 
@@ -116,32 +146,39 @@ def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     def combine(parts: torch.Tensor) -> None:
         room.copy_(parts)
 
-    perform("all_gather", group, sent, start, combine)
-    return _decode(room, data.dtype)
+    return Pending(begin("all_gather", group, sent, start, combine), lambda: _decode(room, data.dtype))
 
 
 def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
     """Piece i of every process, reduced, at process i."""
+    return begin_reduce_scatter(pieces, group, op).wait()
+
+
+def begin_reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> Pending:
+    """`reduce_scatter` that is under way.
+
+    Every process sends each other one its piece and reduces what arrives, so that each byte crosses once. Gloo's own
+    is an all-reduce of which all but one piece is thrown away.
+    """
     if pieces.is_meta or pieces.numel() == 0:
-        return pieces.new_empty(pieces.shape[1:])
-    if pieces.is_complex() and op not in ("sum", "mean"):
-        return _reduce(all_to_all(pieces, group), op)
-    if pieces.is_floating_point() and op in ("max", "min"):
-        return _values(reduce_scatter(_keys(pieces, op), group, op), pieces.dtype)
+        empty = pieces.new_empty(pieces.shape[1:])
+        return Pending(None, lambda: empty)
     sent = _encode(pieces)
-    room = sent.new_empty(sent.shape[1:])
-    options: Any = dist.ReduceScatterOptions()
-    options.reduceOp = REDUCTIONS[op].between
+    room = torch.empty_like(sent)
 
     def start() -> Any:
-        return group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options)
+        return group.handle.alltoall_base(room.view(-1), sent.view(-1), [], [])
 
     def combine(parts: torch.Tensor) -> None:
-        room.copy_(_reduce(parts[:, group.index], op))
+        room.copy_(parts[:, group.index])
 
-    perform("reduce_scatter", group, sent, start, combine)
-    found = _decode(room, pieces.dtype)
-    return found / group.processes if op == "mean" else found
+    def finish() -> torch.Tensor:
+        is_complex = pieces.is_complex()
+        found = _reduce(_decode(room, pieces.dtype) if is_complex else room, op)
+        found = found if is_complex else _decode(found, pieces.dtype)
+        return found / group.processes if op == "mean" else found
+
+    return Pending(begin("reduce_scatter", group, sent, start, combine), finish)
 
 
 def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:

@@ -134,10 +134,10 @@ class Frame:
         return torch.stack(held).view(group.processes, *self.like.shape)
 
 
-def perform(
+def begin(
     kind: str, group: Group, sent: torch.Tensor, start: Callable[[], object], combine: Callable[[torch.Tensor], None]
-) -> None:
-    """Run one collective to its end, or raise with the story of all processes.
+) -> UnderWay:
+    """Begin one collective, or raise with the story of all processes.
 
     `start` begins it in torch. A small one that is checked travels with the check: `combine` then makes the result of
     what every process of the group sent.
@@ -155,11 +155,34 @@ def perform(
             if frame.carries:
                 combine(frame.parts(group))
                 watch.leave()
-                return
-        wait(start(), watch)
+                return UnderWay(None)
+        work = start()
     except RuntimeError as error:
         raise watch.explained(error) from None
+    under_way = UnderWay(work)
     watch.leave()
+    return under_way
+
+
+class UnderWay:
+    """A collective that has begun; who waits for it is told of under the name that it began with."""
+
+    __slots__ = ("_told", "_work")
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._told = work, WORLD.watch.told
+
+    def wait(self) -> None:
+        """Return when the collective has ended, or raise with the story of all processes."""
+        if self._work is None:
+            return
+        watch, work, self._work = WORLD.watch, self._work, None
+        watch.resume(self._told)
+        try:
+            wait(work, watch)
+        except RuntimeError as error:
+            raise watch.explained(error) from None
+        watch.leave()
 
 
 def wait(work: Any, watch: Any) -> None:

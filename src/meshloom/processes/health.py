@@ -121,6 +121,16 @@ class Watch:
         self.number += 1
         self.kind, self.of, self.line, self.since = kind, self.call, where(), time.monotonic()
 
+    @property
+    def told(self) -> tuple[str, str, str]:
+        """The last collective: what it is, of which call, at which line."""
+        return self.kind, self.of, self.line
+
+    def resume(self, told: tuple[str, str, str]) -> None:
+        """This process waits for a collective that began before."""
+        self.kind, self.of, self.line = told
+        self.since = time.monotonic()
+
     def tell(self, text: str, line: str) -> None:
         """One more thing that this process has done, for the story of a divergence."""
         self.story.append((self.number, text, line))
