@@ -45,6 +45,7 @@ from torch.types import _bool, _complex, _device, _dtype, _float, _int, _layout,
 from torch.types import Device, Number, Storage
 
 import meshloom.tensor.base
+from meshloom import checkpoint as checkpoint
 from meshloom import collectives as collectives
 from meshloom import distributed as distributed
 from meshloom import engines as engines

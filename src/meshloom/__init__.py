@@ -15,6 +15,7 @@ from meshloom.errors import (
     ArgumentError,
     BindingError,
     BoundsError,
+    CheckpointError,
     ClosedError,
     CommunicationError,
     DeviceError,
@@ -65,6 +66,7 @@ _LAZY = {
     ),
     **dict.fromkeys(("control", "discover"), "meshloom.processes.discovery"),
     "process": "meshloom.processes.bindings",
+    "seconds_waited": "meshloom.processes.divergence",
     **dict.fromkeys("from_dtensor from_device_mesh distribute_tensor".split(), "meshloom.tensor.dtensors"),
     **dict.fromkeys(("from_buffer",), "meshloom.tensor.buffers"),
     **dict.fromkeys(("accumulate", "synchronize"), "meshloom.tensor.gradient_sums"),
@@ -77,6 +79,7 @@ _LAZY = {
         "meshloom.observe.scopes",
     ),
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
+    **dict.fromkeys(("data",), "meshloom.nn"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
@@ -87,6 +90,7 @@ __all__ = [
     "ArgumentError",
     "BindingError",
     "BoundsError",
+    "CheckpointError",
     "ClosedError",
     "CommunicationError",
     "DTypeError",
@@ -119,6 +123,7 @@ __all__ = [
     "UncoveredError",
     "UnsupportedError",
     "ViewError",
+    "checkpoint",
     "collectives",
     "distributed",
     "engines",
@@ -135,7 +140,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         found = getattr(import_module(_LAZY[name]), name)
-    elif name in ("distributed", "extend", "ttnn"):
+    elif name in ("checkpoint", "distributed", "extend", "ttnn"):
         found = import_module(f"meshloom.{name}")
     elif name in _OPS:
         found = import_module("meshloom.tensor.named").find_named(name)

@@ -16,6 +16,7 @@ from torch.types import _bool, _complex, _device, _dtype, _float, _int, _layout,
 from torch.types import Device, Number, Storage
 
 import meshloom.tensor.base
+from meshloom import checkpoint as checkpoint
 from meshloom import collectives as collectives
 from meshloom import distributed as distributed
 from meshloom import engines as engines
@@ -30,6 +31,7 @@ __all__ = [
     'ArgumentError',
     'BindingError',
     'BoundsError',
+    'CheckpointError',
     'ClosedError',
     'CommunicationError',
     'CommunicationWarning',
@@ -127,6 +129,7 @@ __all__ = [
     'cdist',
     'ceil',
     'celu',
+    'checkpoint',
     'cholesky_inverse',
     'cholesky_solve',
     'choose',
@@ -159,6 +162,7 @@ __all__ = [
     'cumprod',
     'cumsum',
     'current_mesh',
+    'data',
     'deg2rad',
     'det',
     'diag_embed',
@@ -374,6 +378,7 @@ __all__ = [
     'scatter_add',
     'scatter_reduce',
     'searchsorted',
+    'seconds_waited',
     'selu',
     'sgn',
     'sigmoid',
@@ -571,6 +576,7 @@ from meshloom.observe.scopes import communication as communication
 from meshloom.observe.pictures import communication_table as communication_table
 from meshloom.processes.discovery import control as control
 from meshloom.tensor.creation import current_mesh as current_mesh
+from meshloom.nn import data as data
 from meshloom.processes.discovery import discover as discover
 def distribute(value: Any, mesh: Mesh | None=None, placements: Placements | None=None) -> Tensor: ...
 def distribute_tensor(tensor: torch.Tensor, device_mesh: Mesh | DeviceMesh | None=None, placements: Placements | Sequence[Any] | None=None) -> Tensor: ...
@@ -604,6 +610,7 @@ def randn(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def randn_like(input: torch.Tensor, **options: object) -> Tensor: ...
 def randperm(n: _int, *, generator: torch.Generator | None=None, **options: Any) -> Tensor: ...
 from meshloom.observe.scopes import record as record
+from meshloom.processes.divergence import seconds_waited as seconds_waited
 from meshloom.observe.simulate import simulate as simulate
 from meshloom.comms.handles import stress as stress
 from meshloom.tensor.gradient_sums import synchronize as synchronize
@@ -615,6 +622,7 @@ def zeros_like(input: torch.Tensor, **options: object) -> Tensor: ...
 from meshloom.errors import ArgumentError as ArgumentError
 from meshloom.errors import BindingError as BindingError
 from meshloom.errors import BoundsError as BoundsError
+from meshloom.errors import CheckpointError as CheckpointError
 from meshloom.errors import ClosedError as ClosedError
 from meshloom.errors import CommunicationError as CommunicationError
 from meshloom.errors import DTypeError as DTypeError

@@ -15,6 +15,7 @@
     ├── DivergenceError      RuntimeError         processes of one run that do different things
     ├── GradientError        RuntimeError         a gradient that cannot be had that way
     ├── LaunchError          RuntimeError         a run that cannot start, or a rank of it that failed
+    ├── CheckpointError      RuntimeError         files of weights or states that cannot be written, read or trusted
     ├── PeerLostError        RuntimeError         a process that is gone, never came, or does not answer in time
     ├── RaceError            RuntimeError         two uses of one memory that nothing orders, or a result used too early
     ├── OutOfMemoryError     MemoryError *        a buffer or tensor that the devices have no room for
@@ -204,6 +205,10 @@ class DivergenceError(MeshloomError, RuntimeError):
 
 class LaunchError(MeshloomError, RuntimeError):
     """A run of several processes that cannot start, or one of whose ranks failed."""
+
+
+class CheckpointError(MeshloomError, RuntimeError):
+    """A file of weights or a checkpoint that cannot be written, read or trusted."""
 
 
 class PeerLostError(MeshloomError, RuntimeError):

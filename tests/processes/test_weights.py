@@ -64,3 +64,16 @@ def test_a_weight_that_was_written_to_is_gathered_again() -> None:
 
 def test_a_stale_weight_would_be_noticed() -> None:
     assert all("result" in text for text in ranks.run(2, "weight_cases:stale_with_a_fault"))
+
+
+def test_the_gather_of_backward_is_recorded_and_forbidden_with_the_line_of_forward() -> None:
+    for told, lines, text in ranks.run(2, "weight_cases:events"):
+        linear = 2 * 3 + 1
+        biases = 2 * 3  # gathered for the use, and not needed in backward
+        assert told == {
+            ("forward", "all_gather"): linear + biases,
+            ("backward", "all_gather"): linear,
+            ("backward", "reduce_scatter"): linear + biases,
+        }
+        assert lines == {"weight_cases.py"}
+        assert text.startswith("linear would communicate") and "where communication is forbidden" in text

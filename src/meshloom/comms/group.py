@@ -46,7 +46,7 @@ def _nobody(*_: object) -> Any:
 class World:
     """All processes of this run, and how they look after each other.
 
-    `connect` makes torch's group of some ranks, `begin` begins one collective and gives what can be waited for.
+    `connect` makes torch's group of some ranks, `begin` begins one collective and gives what is waited for.
     """
 
     timeout: float = TIMEOUT

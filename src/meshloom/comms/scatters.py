@@ -8,7 +8,7 @@ finds the gradients in place. What starts when follows from the order of backwar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,11 @@ class Scatter:
     """Gradients of some leaves that are being reduce-scattered in one collective."""
 
     leaves: tuple[torch.Tensor, ...]
-    pending: wire.Pending
+    finish: Callable[[], torch.Tensor]
 
     def settle(self) -> None:
         """Wait for the sums and add them to the leaves' gradients."""
-        total, start = self.pending.wait(), 0
+        total, start = self.finish(), 0
         if len(self.leaves) == 1:
             accumulate(self.leaves[0], total)
             return
@@ -92,7 +92,7 @@ class Scatters:
         self.small.clear()
         self.tasks.clear()
         while self.under_way:
-            self.under_way.popleft().pending.wait()
+            self.under_way.popleft().finish()
 
     def _await_end(self) -> None:
         task = private.current_graph_task_id()

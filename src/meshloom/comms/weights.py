@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from meshloom.collectives import Collective
 from meshloom.comms import wire
 from meshloom.comms.gradients import GatherGradient, ReduceScatter
 from meshloom.comms.group import WORLD
 from meshloom.comms.redistribution import Gather
 from meshloom.comms.scatters import SCATTERS
+from meshloom.context import Event, state
 from meshloom.engines import private
 from meshloom.engines.node import Node
-from meshloom.errors import GradientError
+from meshloom.errors import GradientError, place_name
 
 SMALL = 1 << 18  # bytes of a gathered weight up to which it travels with others
 TOGETHER = 1 << 20  # bytes of small weights that travel together at most
@@ -34,14 +37,22 @@ FAR = 64  # weights that are looked ahead for small ones
 Way = tuple[bool, "Weight | None"]  # whether in backward, and the weight before the last one
 
 
+def declare_unit(leaves: Sequence[torch.Tensor]) -> None:
+    """Say that the weights of a unit, such as a layer, may be gathered ahead together."""
+    size = sum(leaf.nbytes for leaf in leaves)
+    for leaf in leaves:
+        leaf._unit = size  # type: ignore[attr-defined]
+
+
 class Weight:
     """A leaf as some of its uses gather it, and which weight came after it."""
 
-    __slots__ = ("bytes", "call", "firsts", "followers", "gather", "leaf")
+    __slots__ = ("ahead", "bytes", "call", "firsts", "followers", "gather", "leaf")
 
     def __init__(self, leaf: torch.Tensor, gather: Gather) -> None:
         self.leaf, self.gather = weakref.ref(leaf), gather
         self.bytes = leaf.nbytes * gather.group.processes
+        self.ahead = max(self.bytes, getattr(leaf, "_unit", 0) * gather.group.processes)  # bytes of its unit
         self.call = ""  # the last call that used it, as a divergence tells of it
         self.firsts: set[bool] = set()  # a pass (in backward or not) began with it: who is not guessed there, so that
         # a loop of passes leaves nothing gathered at the end of one
@@ -88,13 +99,14 @@ class Flight:
         self.states = dict(zip(weights, map(state_of, leaves), strict=True))
         sent = leaves[0].detach() if len(leaves) == 1 else torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
         self.places = {weight: place for place, weight in enumerate(weights)}
-        self.pending = wire.begin_all_gather(sent, weights[0].gather.group)
+        self.finish: Callable[[], torch.Tensor] | None = wire.begin_all_gather(sent, weights[0].gather.group)
         self.room: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """What every process sent."""
-        if self.room is None:
-            self.room = self.pending.wait()
+        if self.finish is not None:
+            self.room, self.finish = self.finish(), None
+        assert self.room is not None
         return self.room
 
     def take(self, weight: Weight) -> torch.Tensor:
@@ -102,7 +114,6 @@ class Flight:
         room, place = self.wait(), self.places[weight]
         if len(self.shapes) == 1:
             self.room = None
-            self.pending = None  # type: ignore[assignment]
             return room
         start = sum(shape.numel() for shape in self.shapes[:place])
         shape = self.shapes[place]
@@ -161,14 +172,14 @@ class Order:
         else:
             self.drop()
         self.before, self.last = self.last, weight
-        self.largest = max(self.largest, weight.bytes)
+        self.largest = max(self.largest, weight.ahead)
 
     def _learn(self, weight: Weight | None) -> None:
         if self.last is not None:
             self.last.followers[self.task != -1, self.before] = weight
 
     def _begin_next(self) -> None:
-        """Start large weights up to the size of the largest one, and small ones from far ahead together."""
+        """Start large weights up to the size of the largest unit, and small ones from far ahead together."""
         self._guess()
         ahead = sum(weight.bytes for weight in self.flights if not weight.is_small)
         begun: list[Weight] = []
@@ -266,13 +277,32 @@ def gather_weight(data: torch.Tensor, leaf: torch.Tensor, gather: Gather) -> tor
 # What autograd keeps of a gathered weight
 
 
+@dataclass(frozen=True)
+class Use:
+    """A leaf that a call gathers: which operand it is, how it is prepared, and what is told of it in backward."""
+
+    operand: int
+    leaf: torch.Tensor
+    prepare: Callable[[torch.Tensor], torch.Tensor]
+    op: str
+    moves: tuple[Collective, ...]
+    place: tuple[str, int]
+
+    def tell(self) -> None:
+        """Backward is about to gather again: whoever watches is told, with the line of the call."""
+        line = place_name(self.place) or "unknown line"
+        events = [Event(each, self.op, line, "backward") for each in self.moves]
+        state.check(events)
+        state.log(events, first=True)
+
+
 class Recipe:
     """Stands in autograd's graph for a gathered array, or a view of it: how to gather it again."""
 
-    __slots__ = ("bring", "call", "layout", "leaf", "state")
+    __slots__ = ("call", "layout", "leaf", "state", "use")
 
-    def __init__(self, leaf: torch.Tensor, bring: Callable[[torch.Tensor], torch.Tensor], saved: torch.Tensor) -> None:
-        self.leaf, self.state, self.bring = leaf, state_of(leaf), bring
+    def __init__(self, use: Use, saved: torch.Tensor) -> None:
+        self.use, self.leaf, self.state = use, use.leaf, state_of(use.leaf)
         self.layout = saved.size(), saved.stride(), saved.storage_offset()
         self.call = WORLD.watch.call
 
@@ -280,9 +310,11 @@ class Recipe:
         """What was saved, gathered again."""
         if state_of(self.leaf) != self.state:
             raise _written(self.leaf, self.leaf._version, self.state[0])
+        if state.watching:
+            self.use.tell()
         call, WORLD.watch.call = WORLD.watch.call, in_backward(self.call)
         with torch.no_grad():
-            whole = self.bring(self.leaf)
+            whole = self.use.prepare(self.leaf)
         WORLD.watch.call = call
         return whole.as_strided(*self.layout)
 
@@ -312,18 +344,13 @@ def _written(array: torch.Tensor, now: int, expected: int) -> GradientError:
     )
 
 
-Bring = Callable[[torch.Tensor], torch.Tensor]
-
-
-def run_without_keeping(
-    function: Callable[..., Any], ready: Sequence[torch.Tensor], weights: Iterable[tuple[int, torch.Tensor, Bring]]
-) -> Any:
-    """A function of arrays of which some were gathered: (place, leaf, how). Its graph keeps nothing of those."""
-    storages = {ready[place].untyped_storage()._cdata: (leaf, bring) for place, leaf, bring in weights}
+def run_without_keeping(function: Callable[..., Any], ready: Sequence[torch.Tensor], uses: Sequence[Use]) -> Any:
+    """A function of arrays of which some were gathered. Its graph keeps nothing of those."""
+    storages = {ready[use.operand].untyped_storage()._cdata: use for use in uses}
 
     def pack(saved: torch.Tensor) -> Recipe | Kept:
-        found = storages.get(saved.untyped_storage()._cdata)
-        return Kept(saved) if found is None else Recipe(*found, saved)
+        use = storages.get(saved.untyped_storage()._cdata)
+        return Kept(saved) if use is None else Recipe(use, saved)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _make):
         return function(*ready)

@@ -1,5 +1,6 @@
 """What each mesh axis does to a tensor, and what follows from it. Start with `Topology`."""
 
+from meshloom.placement.extents import Extent, extents
 from meshloom.placement.notation import parse
 from meshloom.placement.pieces import Cut, Piece, cut
 from meshloom.placement.placements import IDENTITY, PARTIAL_OPS, Partial, Placement, Replicate, Shard
@@ -10,6 +11,7 @@ __all__ = [
     "IDENTITY",
     "PARTIAL_OPS",
     "Cut",
+    "Extent",
     "Partial",
     "Piece",
     "Placement",
@@ -20,6 +22,7 @@ __all__ = [
     "as_placements",
     "can_be_partial",
     "cut",
+    "extents",
     "parse",
     "read_placements",
     "reduce_together",

@@ -8,25 +8,27 @@ a dim which several processes hold is told its peers, and a replicated operand o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from meshloom.collectives import Collective
 from meshloom.comms.deferred import sum_gradient
 from meshloom.comms.gradients import Once
 from meshloom.comms.group import WORLD, Group, check_joined, group_of
 from meshloom.comms.peers import peers_of
 from meshloom.comms.redistribution import Gather, gathering_steps, mover, walk
-from meshloom.comms.weights import gather_weight, is_weight, keeps_by_itself, run_without_keeping, scatter_back
+from meshloom.comms.weights import Use, gather_weight, is_weight, keeps_by_itself, run_without_keeping, scatter_back
 from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import Step, apply
 from meshloom.engines.peers import Peers
-from meshloom.errors import where
+from meshloom.errors import place_of, where
 from meshloom.ops import OPS, Row
 from meshloom.placement import Partial, Replicate, Shard, Topology
-from meshloom.planner import Plan
+from meshloom.planner import Plan, moves
 from meshloom.processes.divergence import STORY, describe, is_listening, note
 
 
@@ -37,7 +39,7 @@ class SplitKernel(Kernel):
 
     def __init__(self, plan: Plan) -> None:
         check_joined(plan.mesh.processes)
-        self.weights: tuple[int, ...] = ()  # operands that are gathered, and perhaps leaves
+        self.weights: dict[int, tuple[Collective, ...]] = {}  # operands that are gathered, perhaps leaves, and by what
         super().__init__(plan)
         self.told = f"{plan.call.op}({', '.join(topology.notation for topology in plan.call.operands)})"
 
@@ -52,15 +54,17 @@ class SplitKernel(Kernel):
 
     def _without_keeping(self, datas: Sequence[torch.Tensor], function: Function) -> Function:
         """The function so that backward gathers the leaves again that this call gathers, and keeps nothing of them."""
-        leaves = [(i, datas[i], self._prepare_again(i)) for i in self.weights if is_weight(datas[i])]
+        leaves = [i for i in self.weights if is_weight(datas[i])]
         if not leaves or not any(data.requires_grad for data in datas) or not keeps_by_itself():
             return function
-        return lambda *ready: run_without_keeping(function, ready, leaves)
+        place = place_of(sys._getframe(2))
+        uses = [self._use(i, datas[i], place) for i in leaves]
+        return lambda *ready: run_without_keeping(function, ready, uses)
 
-    def _prepare_again(self, operand: int) -> Step:
-        step = self.prepare[operand]
+    def _use(self, operand: int, leaf: torch.Tensor, place: tuple[str, int]) -> Use:
+        step, call = self.prepare[operand], self.plan.call
         assert step is not None
-        return partial(apply, step)
+        return Use(operand, leaf, partial(apply, step), call.op, self.weights[operand], place)
 
     def _crossing(self) -> list[int]:
         return [axis for axis, parts in enumerate(self.plan.mesh.processes) if parts > 1]
@@ -69,7 +73,7 @@ class SplitKernel(Kernel):
         bring, group, alone = self._move(operand), self._entry(operand), self._alone(operand)
         steps = self._gathering(operand)
         if steps is not None and alone is None:
-            self.weights = (*self.weights, operand)
+            self.weights[operand] = moves(self.plan.call.operands[operand], self.ins[operand], self.plan.machine)
             return self._bring_weight(operand, steps)
         if group is None and alone is None:
             return bring
