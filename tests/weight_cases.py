@@ -273,6 +273,24 @@ def nothing_kept(how: str) -> tuple[int, int, int]:
     return in_all, after_forward, after_backward
 
 
+def kept_under_autocast() -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """The shapes of what calls that gather keep under autocast, and those of the weights, both ways round."""
+    mesh = one()
+    ours, _ = pair(mesh)
+    shapes: set[tuple[int, ...]] = set()
+    note = weights.Kept.__init__
+
+    def keep(self: Any, saved: torch.Tensor) -> None:
+        shapes.add(tuple(saved.shape))
+        note(self, saved)
+
+    with patch.object(weights.Kept, "__init__", keep), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(ours, batch(mesh))
+    loss.backward()
+    held = {tuple(p.shape) for p in ours.parameters() if p.dim() == 2}
+    return shapes, held | {shape[::-1] for shape in held}
+
+
 def evaluation() -> int:
     """No storage of a gathered weight lives after a forward pass without gradients; the values are dense's."""
     mesh = one()

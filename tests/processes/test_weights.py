@@ -24,6 +24,11 @@ def test_the_look_at_storages_finds_what_autograd_keeps() -> None:
         assert in_all > 10 and after_forward > 5 and after_backward == 0
 
 
+def test_under_autocast_no_cast_copy_of_a_gathered_weight_is_kept() -> None:
+    for kept, held in ranks.run(2, "weight_cases:kept_under_autocast"):
+        assert kept and not kept & held, kept & held
+
+
 def test_a_forward_pass_without_gradients_keeps_nothing() -> None:
     assert all(found > 10 for found in ranks.run(2, "weight_cases:evaluation"))
 

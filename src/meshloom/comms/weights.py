@@ -14,7 +14,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ from meshloom.errors import GradientError, place_name
 SMALL = 1 << 18  # bytes of a gathered weight up to which it travels with others
 TOGETHER = 1 << 20  # bytes of small weights that travel together at most
 FAR = 64  # weights that are looked ahead for small ones
+
+# ops that autocast runs in the lower precision
+LOWERED = {"linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d", "conv3d"}
 
 Way = tuple[bool, "Weight | None"]  # whether in backward, and the weight before the last one
 
@@ -346,6 +350,7 @@ def _written(array: torch.Tensor, now: int, expected: int) -> GradientError:
 
 def run_without_keeping(function: Callable[..., Any], ready: Sequence[torch.Tensor], uses: Sequence[Use]) -> Any:
     """A function of arrays of which some were gathered. Its graph keeps nothing of those."""
+    ready, uses = _lower(ready, uses)
     storages = {ready[use.operand].untyped_storage()._cdata: use for use in uses}
 
     def pack(saved: torch.Tensor) -> Recipe | Kept:
@@ -354,6 +359,27 @@ def run_without_keeping(function: Callable[..., Any], ready: Sequence[torch.Tens
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _make):
         return function(*ready)
+
+
+def _lower(ready: Sequence[torch.Tensor], uses: Sequence[Use]) -> tuple[Sequence[torch.Tensor], Sequence[Use]]:
+    """What autocast is about to cast, cast: its own copy would be kept, and nobody could tell where it came from."""
+    device = ready[0].device.type
+    if not torch.is_autocast_enabled(device) or uses[0].op not in LOWERED:
+        return ready, uses
+    dtype, found, lowered = torch.get_autocast_dtype(device), [*ready], []
+    for use in uses:
+        whole = found[use.operand]
+        if whole.is_floating_point() and whole.dtype not in (torch.float64, dtype):
+            found[use.operand] = whole.to(dtype)
+            use = replace(use, prepare=partial(_prepare_as, use.prepare, dtype))
+        lowered.append(use)
+    return found, lowered
+
+
+def _prepare_as(
+    prepare: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, leaf: torch.Tensor
+) -> torch.Tensor:
+    return prepare(leaf).to(dtype)
 
 
 def _make(stored: Recipe | Kept) -> torch.Tensor:
