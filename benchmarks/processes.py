@@ -181,7 +181,7 @@ def _placed(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     return model
 
 
-def _best(sides: Sides, calls: int, rounds: int) -> Seconds:
+def best_of(sides: Sides, calls: int, rounds: int) -> Seconds:
     """The best seconds per call of every side on this process."""
     for side in sides:
         for _ in range(3):
@@ -213,13 +213,13 @@ def rank(count: int, scale: float, megabytes: int) -> None:
     torch.manual_seed(0)
     for work, sides, calls, rounds in _works(count, megabytes):
         taken = max(3, int(rounds * scale))
-        for (name, detail), seconds in _rows(work, _best(sides, calls, taken)):
+        for (name, detail), seconds in _rows(work, best_of(sides, calls, taken)):
             if dist.get_rank() == 0:
                 print(json.dumps({"work": name, "detail": detail, "timing": (*seconds, taken)}), flush=True)
 
 
-def launch(count: int, scale: float, megabytes: int) -> int:
-    """Start the processes and wait for them; rank 0 prints."""
+def launch(command: list[str], count: int, environment: dict[str, str] | None = None) -> int:
+    """Start a command of this Python as so many processes and wait for them; rank 0 prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -229,11 +229,14 @@ def launch(count: int, scale: float, megabytes: int) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        **(environment or {}),
     }
-    command = [sys.executable, "-m", "benchmarks.processes", "--ranks", str(count), "--scale", str(scale)]
-    command += ["--megabytes", str(megabytes)]
     started = [
-        subprocess.Popen(command, env={**shared, "RANK": str(i), "LOCAL_RANK": str(i)}, cwd=Path(__file__).parents[1])
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**shared, "RANK": str(i), "LOCAL_RANK": str(i)},
+            cwd=Path(__file__).parents[1],
+        )
         for i in range(count)
     ]
     try:
@@ -252,7 +255,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="of the collectives")
     given = parser.parse_args()
     if "RANK" not in os.environ:
-        return launch(given.ranks, given.scale, given.megabytes)
+        return launch(["-m", "benchmarks.processes", *sys.argv[1:]], given.ranks)
     rank(given.ranks, given.scale, given.megabytes)
     return 0
 

@@ -138,8 +138,13 @@ def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     """Every process's array, stacked in the order of the group."""
+    return begin_all_gather(data, group)()
+
+
+def begin_all_gather(data: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Begin to gather every process's array; call what comes back for the result, once."""
     if data.is_meta or data.numel() == 0:
-        return data.new_empty((group.processes, *data.shape))
+        return lambda: data.new_empty((group.processes, *data.shape))
     sent = _encode(data)
     room = sent.new_empty((group.processes, *sent.shape))
 
@@ -149,32 +154,50 @@ def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     def combine(parts: torch.Tensor) -> None:
         room.copy_(parts)
 
-    perform("all_gather", group, sent, start, combine)
-    return _decode(room, data.dtype)
+    under_way = begin("all_gather", group, sent, start, combine)
+
+    def finish() -> torch.Tensor:
+        under_way.wait()
+        return _decode(room, data.dtype)
+
+    return finish
 
 
 def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
     """Piece i of every process, reduced, at process i."""
+    return begin_reduce_scatter(pieces, group, op)()
+
+
+def begin_reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> Callable[[], torch.Tensor]:
+    """Begin to reduce and scatter; call what comes back for the result, once.
+
+    On the CPU every process sends each other one its piece and reduces what arrives, so that each byte crosses once.
+    Gloo's own is an all-reduce of which all but one piece is thrown away.
+    """
     if pieces.is_meta or pieces.numel() == 0:
-        return pieces.new_empty(pieces.shape[1:])
-    if pieces.is_complex() and op not in ("sum", "mean"):
-        return _reduce(all_to_all(pieces, group), op)
-    if pieces.is_floating_point() and op in ("max", "min"):
-        return _values(reduce_scatter(_keys(pieces, op), group, op), pieces.dtype)
+        return lambda: pieces.new_empty(pieces.shape[1:])
     sent = _encode(pieces)
-    room = sent.new_empty(sent.shape[1:])
+    is_whole = sent.device.type != "cpu" and op in ("sum", "mean")  # NCCL has one that is as good
+    room = sent.new_empty((1, *sent.shape[1:])) if is_whole else torch.empty_like(sent)
     options: Any = dist.ReduceScatterOptions()
-    options.reduceOp = REDUCTIONS[op].between
 
     def start() -> Any:
-        return group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options)
+        if is_whole:
+            return group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options)
+        return group.handle.alltoall_base(room.view(-1), sent.view(-1), [], [])
 
     def combine(parts: torch.Tensor) -> None:
-        room.copy_(_reduce(parts[:, group.index], op))
+        room.copy_(parts[:, group.index])
 
-    perform("reduce_scatter", group, sent, start, combine)
-    found = _decode(room, pieces.dtype)
-    return found / group.processes if op == "mean" else found
+    under_way, is_complex = begin("reduce_scatter", group, sent, start, combine), pieces.is_complex()
+
+    def finish() -> torch.Tensor:
+        under_way.wait()
+        found = _reduce(_decode(room, pieces.dtype) if is_complex else room, op)
+        found = found if is_complex else _decode(found, pieces.dtype)
+        return found / group.processes if op == "mean" else found
+
+    return finish
 
 
 def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:
