@@ -171,8 +171,6 @@ class _Planning:
 
     def run(self) -> Plan:
         tree = self.index.state
-        if not isinstance(tree, dict):
-            raise malformed((), "no table")
         for key, target in self.into.items():
             if key not in tree:
                 raise self.refuse((key,), "it is not in the checkpoint", closest(key, tree))
@@ -299,11 +297,13 @@ class _Planning:
                 path, f"it is a {type(target).__name__} here", "load into plain tensors or tensors on a mesh"
             )
 
-    def fresh(self, node: Any, topology: Topology | None, path: Path) -> torch.Tensor:
+    def fresh(
+        self, node: Any, topology: Topology | None, path: Path, device: torch.device | None = None
+    ) -> torch.Tensor:
         """A new tensor for what is saved: on a mesh, or dense."""
         saved = self.saved(node, path)
         if topology is None:
-            made = torch.empty(saved.shape, dtype=torch_dtype(saved.dtype))
+            made = torch.empty(saved.shape, dtype=torch_dtype(saved.dtype), device=device)
         else:
             made = Tensor(topology, empty_stored(topology))
         self.plan.reads.append(Read(saved, made, made._data if isinstance(made, Tensor) else made, True))
@@ -438,7 +438,8 @@ class _Planning:
             saved = self.saved({tag: inside}, at)
             if isinstance(now, torch.Tensor) and at == place and _fits(saved, now):
                 return self.tensor({tag: inside}, now, at)()
-            return self.fresh({tag: inside}, _beside(parameter, saved, key, tag), at)
+            device = None if key == "step" else parameter.device  # as torch has it
+            return self.fresh({tag: inside}, _beside(parameter, saved, key, tag), at, device)
 
         value = decode(node, place, decode_tag)
         return lambda: value

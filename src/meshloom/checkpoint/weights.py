@@ -91,7 +91,7 @@ class Weights:
         _check_fits(name, entry, topology)
         stored = empty_stored(topology)
         self._fill(name, topology, stored)
-        return _number(Tensor(topology, stored.to(WORLD.device) if topology.mesh.is_split else stored))
+        return _number(Tensor(topology, stored))
 
     def _fill(self, name: str, topology: Topology, stored: torch.Tensor) -> None:
         source = self._files[self._entry(name).file].get_slice(name)
@@ -129,7 +129,8 @@ def empty_stored(topology: Topology) -> torch.Tensor:
     """Memory for what this process holds; its padding is zero, the rest is to be filled."""
     held = sum(extent.count for extent in extents(topology))
     make = torch.empty if held == _count(topology.stored_shape) else torch.zeros
-    return make(topology.stored_shape, dtype=torch_dtype(topology.dtype))
+    device = WORLD.device if topology.mesh.is_split else None
+    return make(topology.stored_shape, dtype=torch_dtype(topology.dtype), device=device)
 
 
 def _count(shape: Shape) -> int:
