@@ -39,6 +39,8 @@ TOGETHER = (
     ("reduce-scatter", "DTensor, 64 MB"),
     ("MLP step", "DTensor, data-parallel"),
     ("MLP step", "DDP, data-parallel"),
+    ("deep MLP step", "DDP, 84 MB of gradients"),
+    ("Llama step", "DDP, AdamW"),
     ("divergence check", "MLP step, sample against off"),
     ("divergence check", "MLP step, always against off"),
 )

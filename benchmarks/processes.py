@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from benchmarks.works import BATCH, FEATURES, SIZE, mlp, training_step
 
 MEGABYTES = 64
 ADD, INNER, REDUCE, GATHER, SCATTER = "add", "matmul inner", "all-reduce", "all-gather", "reduce-scatter"
-STEP, CHECK = "MLP step", "divergence check"
+STEP, DEEP, LLAMA, CHECK = "MLP step", "deep MLP step", "Llama step", "divergence check"
+DEPTH, WIDTH, ROWS = 20, 1024, 64  # of the deep MLP, and rows per process
 LIMIT_SECONDS = 240.0
 
 # work, detail: as `benchmarks.peers` expects them
@@ -42,6 +43,8 @@ WORKS = (
     (SCATTER, f"DTensor, {MEGABYTES} MB"),
     (STEP, "DTensor, data-parallel"),
     (STEP, "DDP, data-parallel"),
+    (DEEP, f"DDP, {DEPTH * 4.2:.0f} MB of gradients"),
+    (LLAMA, "DDP, AdamW"),
     (CHECK, "MLP step, sample against off"),
     (CHECK, "MLP step, always against off"),
 )
@@ -104,6 +107,8 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Sides, int
     yield WORKS[7], (step, training_step(split, a, b)), 1, 60
     wrapped = DistributedDataParallel(copy.deepcopy(dense))
     yield WORKS[8], (step, training_step(wrapped, x[mine], y[mine])), 1, 60
+    yield WORKS[9], _beside_ddp(_deep(), *_batch(mesh), mesh, training_step), 1, 20
+    yield WORKS[10], _llama_beside_ddp(mesh), 1, 20
 
     def under(check: str) -> Work:
         def run() -> object:
@@ -112,9 +117,59 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Sides, int
 
         return run
 
-    yield WORKS[9], (under("sample"), under("off")), 1, 120
-    yield WORKS[10], (under("always"), under("off")), 1, 40
+    yield WORKS[11], (under("sample"), under("off")), 1, 120
+    yield WORKS[12], (under("always"), under("off")), 1, 40
     WORLD.check = "sample"
+
+
+def _deep() -> torch.nn.Module:
+    layers = [layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers)
+
+
+def _batch(mesh: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(ROWS * mesh.size, WIDTH), torch.randn(ROWS * mesh.size, WIDTH)
+
+
+Make = Callable[[torch.nn.Module, Any, Any], Work]
+
+
+def _beside_ddp(dense: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, mesh: Any, make: Make) -> Sides:
+    """A data-parallel step of ours, and of DDP on the rows of this process."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    import meshloom as loom
+
+    rows = len(x) // mesh.size
+    mine = slice(loom.process().rank * rows, (loom.process().rank + 1) * rows)
+    ours = _placed(copy.deepcopy(dense), mesh)
+    wrapped = DistributedDataParallel(copy.deepcopy(dense))
+    a, b = (loom.distribute(each, mesh, "S(0)") for each in (x, y))
+    return make(ours, a, b), make(wrapped, x[mine], y[mine])
+
+
+def _llama_beside_ddp(mesh: Any) -> Sides:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=2048, max_position_embeddings=256,
+    )  # fmt: skip
+    tokens = torch.randint(config.vocab_size, (8, 128))
+    return _beside_ddp(LlamaForCausalLM(config), tokens, tokens, mesh, _language_step)
+
+
+def _language_step(model: torch.nn.Module, tokens: Any, labels: Any) -> Work:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> object:
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
 
 
 def _placed(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
@@ -126,7 +181,7 @@ def _placed(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     return model
 
 
-def _best(sides: Sides, calls: int, rounds: int) -> Seconds:
+def best_of(sides: Sides, calls: int, rounds: int) -> Seconds:
     """The best seconds per call of every side on this process."""
     for side in sides:
         for _ in range(3):
@@ -158,13 +213,13 @@ def rank(count: int, scale: float, megabytes: int) -> None:
     torch.manual_seed(0)
     for work, sides, calls, rounds in _works(count, megabytes):
         taken = max(3, int(rounds * scale))
-        for (name, detail), seconds in _rows(work, _best(sides, calls, taken)):
+        for (name, detail), seconds in _rows(work, best_of(sides, calls, taken)):
             if dist.get_rank() == 0:
                 print(json.dumps({"work": name, "detail": detail, "timing": (*seconds, taken)}), flush=True)
 
 
-def launch(count: int, scale: float, megabytes: int) -> int:
-    """Start the processes and wait for them; rank 0 prints."""
+def launch(command: list[str], count: int, environment: dict[str, str] | None = None) -> int:
+    """Start a command of this Python as so many processes and wait for them; rank 0 prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -174,11 +229,14 @@ def launch(count: int, scale: float, megabytes: int) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        **(environment or {}),
     }
-    command = [sys.executable, "-m", "benchmarks.processes", "--ranks", str(count), "--scale", str(scale)]
-    command += ["--megabytes", str(megabytes)]
     started = [
-        subprocess.Popen(command, env={**shared, "RANK": str(i), "LOCAL_RANK": str(i)}, cwd=Path(__file__).parents[1])
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**shared, "RANK": str(i), "LOCAL_RANK": str(i)},
+            cwd=Path(__file__).parents[1],
+        )
         for i in range(count)
     ]
     try:
@@ -197,7 +255,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="of the collectives")
     given = parser.parse_args()
     if "RANK" not in os.environ:
-        return launch(given.ranks, given.scale, given.megabytes)
+        return launch(["-m", "benchmarks.processes", *sys.argv[1:]], given.ranks)
     rank(given.ranks, given.scale, given.megabytes)
     return 0
 

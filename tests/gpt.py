@@ -51,15 +51,15 @@ def calls_of_one_step(plan: str) -> Counter[str]:
     first, second = text.batches(2, ROWS, LENGTH)
     model.step(*first)
     calls: Counter[str] = Counter()
-    perform = wire.perform
+    begin = wire.begin
 
     def counted(kind, group, *rest):
         calls[f"{kind} of {group.size}"] += 1
-        perform(kind, group, *rest)
+        return begin(kind, group, *rest)
 
-    wire.perform = counted
+    wire.begin = counted
     try:
         model.step(*second)
     finally:
-        wire.perform = perform
+        wire.begin = begin
     return calls

@@ -310,6 +310,7 @@ def counted() -> Iterator[list[tuple[str, int]]]:
     with contextlib.ExitStack() as undo:
         for kind in KINDS:
             undo.enter_context(replaced(wire, kind, watched(kind, getattr(wire, kind))))
+        undo.enter_context(replaced(wire, "begin_sum", watched("all_reduce", wire.begin_sum)))
         yield seen
 
 

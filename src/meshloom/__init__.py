@@ -66,6 +66,7 @@ _LAZY = {
     ),
     **dict.fromkeys(("control", "discover"), "meshloom.processes.discovery"),
     "process": "meshloom.processes.bindings",
+    "seconds_waited": "meshloom.processes.divergence",
     **dict.fromkeys("from_dtensor from_device_mesh distribute_tensor".split(), "meshloom.tensor.dtensors"),
     **dict.fromkeys(("from_buffer",), "meshloom.tensor.buffers"),
     **dict.fromkeys(("accumulate", "synchronize"), "meshloom.tensor.gradient_sums"),
@@ -83,6 +84,7 @@ _LAZY = {
     "latest": "meshloom.checkpoint.folders",
     "RandomState": "meshloom.checkpoint.random_state",
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
+    **dict.fromkeys("Plan data parallelize plans unparallelize".split(), "meshloom.nn"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
@@ -143,7 +145,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         found = getattr(import_module(_LAZY[name]), name)
-    elif name in ("checkpoint", "distributed", "extend", "ttnn"):
+    elif name in ("checkpoint", "distributed", "extend", "nn", "ttnn"):
         found = import_module(f"meshloom.{name}")
     elif name in _OPS:
         found = import_module("meshloom.tensor.named").find_named(name)

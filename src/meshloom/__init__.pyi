@@ -59,6 +59,7 @@ __all__ = [
     'PeerLostError',
     'Placement',
     'PlacementError',
+    'Plan',
     'RaceError',
     'RandomState',
     'Replicate',
@@ -164,6 +165,7 @@ __all__ = [
     'cumprod',
     'cumsum',
     'current_mesh',
+    'data',
     'deg2rad',
     'det',
     'diag_embed',
@@ -345,10 +347,12 @@ __all__ = [
     'open_mesh',
     'outer',
     'pad',
+    'parallelize',
     'parse',
     'permute',
     'pixel_shuffle',
     'pixel_unshuffle',
+    'plans',
     'poisson_nll_loss',
     'positive',
     'prelu',
@@ -383,6 +387,7 @@ __all__ = [
     'scatter_add',
     'scatter_reduce',
     'searchsorted',
+    'seconds_waited',
     'selu',
     'sgn',
     'sigmoid',
@@ -460,6 +465,7 @@ __all__ = [
     'unbind',
     'unflatten',
     'unfold',
+    'unparallelize',
     'unsqueeze',
     'use_fabric',
     'use_machine',
@@ -571,6 +577,7 @@ from meshloom.observe.scopes import CommunicationWarning as CommunicationWarning
 from meshloom.observe.dry_run import DryRun as DryRun
 from meshloom.observe.explain import Explanation as Explanation
 from meshloom.observe.scopes import FallbackWarning as FallbackWarning
+from meshloom.nn import Plan as Plan
 from meshloom.checkpoint.random_state import RandomState as RandomState
 from meshloom.checkpoint.saving import Saving as Saving
 from meshloom.observe.simulate import Simulation as Simulation
@@ -582,6 +589,7 @@ from meshloom.observe.scopes import communication as communication
 from meshloom.observe.pictures import communication_table as communication_table
 from meshloom.processes.discovery import control as control
 from meshloom.tensor.creation import current_mesh as current_mesh
+from meshloom.nn import data as data
 from meshloom.processes.discovery import discover as discover
 def distribute(value: Any, mesh: Mesh | None=None, placements: Placements | None=None) -> Tensor: ...
 def distribute_tensor(tensor: torch.Tensor, device_mesh: Mesh | DeviceMesh | None=None, placements: Placements | Sequence[Any] | None=None) -> Tensor: ...
@@ -609,6 +617,8 @@ def normal(mean: torch.Tensor | _float, std: torch.Tensor | _float=1.0, size: Se
 def ones(*size: _int | Sequence[_int], dtype: torch.dtype | str | None=None, **options: Any) -> Tensor: ...
 def ones_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 from meshloom.tensor.creation import open_mesh as open_mesh
+from meshloom.nn import parallelize as parallelize
+from meshloom.nn import plans as plans
 from meshloom.processes.bindings import process as process
 def rand(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def rand_like(input: torch.Tensor, **options: object) -> Tensor: ...
@@ -619,9 +629,11 @@ def randn_like(input: torch.Tensor, **options: object) -> Tensor: ...
 def randperm(n: _int, *, generator: torch.Generator | None=None, **options: Any) -> Tensor: ...
 from meshloom.observe.scopes import record as record
 from meshloom.checkpoint.saving import save as save
+from meshloom.processes.divergence import seconds_waited as seconds_waited
 from meshloom.observe.simulate import simulate as simulate
 from meshloom.comms.handles import stress as stress
 from meshloom.tensor.gradient_sums import synchronize as synchronize
+from meshloom.nn import unparallelize as unparallelize
 from meshloom.observe.scopes import use_fabric as use_fabric
 from meshloom.observe.scopes import use_machine as use_machine
 from meshloom.observe.scopes import with_output as with_output

@@ -185,7 +185,12 @@ class State(threading.local):
     @property
     def watching(self) -> bool:
         """Whether communication is logged or restricted."""
-        return bool(self.logs) or (self.policy is not None and self.policy.level != "allow")
+        return bool(self.logs) or self.is_restricted
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether communication may be refused or warned of."""
+        return self.policy is not None and self.policy.level != "allow"
 
     @contextmanager
     def changed(self, **values: object) -> Iterator[None]:

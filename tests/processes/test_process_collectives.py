@@ -42,7 +42,7 @@ def test_a_collective_over_an_axis_that_crosses_is_one_call_of_torch(count: int)
         assert found == {
             "all_reduce": ["allreduce"],
             "all_gather": ["_allgather_base"],
-            "reduce_scatter": ["_reduce_scatter_base"],
+            "reduce_scatter": ["alltoall_base"],
             "all_to_all": ["alltoall_base"],
             "broadcast": ["broadcast"],
             "reduce": ["allreduce"],

@@ -357,8 +357,6 @@ RANDOM: dict[str, Callable[[Any], Any]] = {
     "poisson": lambda x: torch.poisson(x),
     "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
-    "uniform_": lambda x: x.clone().uniform_(),
-    "exponential_": lambda x: x.clone().exponential_(),
     "bernoulli_": lambda x: x.clone().bernoulli_(0.4),
 }
 

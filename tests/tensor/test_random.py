@@ -33,6 +33,13 @@ DRAWS: dict[str, Callable[..., Any]] = {
     "dropout in place": lambda shape, mesh, at: F.dropout(loom.ones(*shape, mesh=mesh, placements=at), inplace=True),
     "normal_": lambda shape, mesh, at: loom.zeros(*shape, mesh=mesh, placements=at).normal_(),
     "uniform_": lambda shape, mesh, at: loom.zeros(*shape, mesh=mesh, placements=at).uniform_(-1, 1),
+    "random_": lambda shape, mesh, at: loom.zeros(*shape, mesh=mesh, placements=at).random_(0, 9),
+    "log_normal_": lambda shape, mesh, at: loom.zeros(*shape, mesh=mesh, placements=at).log_normal_(0.5, 2),
+    "exponential_": lambda shape, mesh, at: loom.zeros(*shape, mesh=mesh, placements=at).exponential_(3.0),
+    "init.uniform_": lambda shape, mesh, at: torch.nn.init.uniform_(loom.ones(*shape, mesh=mesh, placements=at), 2, 3),
+    "init.kaiming_uniform_": lambda shape, mesh, at: torch.nn.init.kaiming_uniform_(
+        loom.ones(*shape, mesh=mesh, placements=at), a=5**0.5
+    ),
     "bernoulli": lambda shape, mesh, at: torch.bernoulli(loom.full(shape, 0.5, mesh=mesh, placements=at)),
     "init": lambda shape, mesh, at: torch.nn.init.xavier_normal_(loom.Parameter(torch.ones(shape), mesh, at)).detach(),
 }
@@ -62,6 +69,34 @@ def test_values_are_equal_across_placements_meshes_and_numbers_of_devices(name: 
 )
 def test_any_shape_equals_its_replicated_twin(shape: Any, layout: Any, name: str, seed: int) -> None:
     assert torch.equal(draw(name, layout, shape, seed).to_torch(), draw(name, ((1,), "R"), shape, seed).to_torch())
+
+
+@pytest.mark.parametrize("name", ["normal_", "uniform_", "random_", "init", "init.kaiming_uniform_"])
+def test_numbers_in_place_gather_nothing(name: str) -> None:
+    with loom.communication("forbid"), loom.record() as log:
+        draw(name, ((2, 4), "S(0), S(1)"))
+    assert not log.fallbacks
+
+
+def test_numbers_in_place_have_their_moments_and_respect_autograd() -> None:
+    mesh = loom.open_mesh((4,))
+    x = loom.zeros(400, 100, mesh=mesh, placements="S(1)").normal_(2.0, 0.5).to_torch()
+    assert abs(x.mean() - 2) < 0.02 and abs(x.std() - 0.5) < 0.02
+    y = loom.zeros(400, 100, mesh=mesh, placements="S(0)").uniform_(-3, 1).to_torch()
+    assert y.min() >= -3 and y.max() < 1 and abs(y.mean() + 1) < 0.05
+    leaf = loom.Parameter(torch.ones(3, 3), mesh)
+    with pytest.raises(RuntimeError, match="leaf"):
+        leaf.normal_()
+    with torch.no_grad():
+        version = leaf._version
+        assert leaf.normal_() is leaf and leaf._version > version
+    with pytest.raises(RuntimeError, match="std"):
+        loom.zeros(3, mesh=mesh).normal_(0, -1)
+    with pytest.raises(loom.DTypeError, match="normal_ cannot draw i64"):
+        loom.zeros(3, mesh=mesh, dtype=torch.int64).normal_()
+    part = loom.zeros(8, mesh=mesh, placements="S(0)")
+    part[2:5].uniform_(1, 2)
+    assert (part.to_torch() > 0).tolist() == [False, False, True, True, True, False, False, False]
 
 
 def test_values_are_equal_beyond_one_tile() -> None:

@@ -36,7 +36,7 @@ from meshloom.checkpoint.state import (
     name_parameters,
 )
 from meshloom.checkpoint.values import DEEPEST, Path, decode, malformed, spell, tag_of
-from meshloom.checkpoint.weights import empty_stored
+from meshloom.checkpoint.weights import make_room
 from meshloom.engines.layout import short_name, torch_dtype
 from meshloom.errors import CheckpointError, MeshloomError, closest
 from meshloom.placement import Replicate, Shard, Topology, extents
@@ -277,7 +277,7 @@ class _Planning:
         if target.numel() and self.targets.setdefault(key, name) != name:
             raise self.refuse(path, f"it is the same tensor as {self.targets[key]!r} here, and another one there")
         if isinstance(target, Lazy):
-            self.plan.reads.append(Read(saved, target, empty_stored(target.topology), True))
+            self.plan.reads.append(Read(saved, target, make_room(target.topology), True))
         else:
             self.plan.reads.append(Read(saved, target, target._data if isinstance(target, Tensor) else target))
         return lambda: target
@@ -305,7 +305,7 @@ class _Planning:
         if topology is None:
             made = torch.empty(saved.shape, dtype=torch_dtype(saved.dtype), device=device)
         else:
-            made = Tensor(topology, empty_stored(topology))
+            made = Tensor(topology, make_room(topology))
         self.plan.reads.append(Read(saved, made, made._data if isinstance(made, Tensor) else made, True))
         return made
 

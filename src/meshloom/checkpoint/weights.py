@@ -21,7 +21,7 @@ from meshloom.checkpoint.files import open_files
 from meshloom.checkpoint.formats import read_dtype
 from meshloom.checkpoint.index import NAME, Index, Saved, read_index, read_json
 from meshloom.comms import WORLD
-from meshloom.engines.layout import torch_dtype
+from meshloom.engines.layout import empty_stored
 from meshloom.errors import ArgumentError, CheckpointError, closest
 from meshloom.placement import Topology, extents
 from meshloom.tensor.base import Tensor
@@ -89,7 +89,7 @@ class Weights:
         """A tensor, placed as a topology says; this process reads only what it holds of it."""
         entry = self._entry(name)
         _check_fits(name, entry, topology)
-        stored = empty_stored(topology)
+        stored = make_room(topology)
         self._fill(name, topology, stored)
         return _number(Tensor(topology, stored))
 
@@ -125,16 +125,10 @@ class SavedWeights(Weights):
                 opened.read(box, view)
 
 
-def empty_stored(topology: Topology) -> torch.Tensor:
-    """Memory for what this process holds; its padding is zero, the rest is to be filled."""
-    held = sum(extent.count for extent in extents(topology))
-    make = torch.empty if held == _count(topology.stored_shape) else torch.zeros
-    device = WORLD.device if topology.mesh.is_split else None
-    return make(topology.stored_shape, dtype=torch_dtype(topology.dtype), device=device)
-
-
-def _count(shape: Shape) -> int:
-    return torch.Size(shape).numel()
+def make_room(topology: Topology) -> torch.Tensor:
+    """Memory for what this process holds, where it holds its blocks; its padding is zero, the rest is to be filled."""
+    stored = empty_stored(topology)
+    return stored.to(WORLD.device) if topology.mesh.is_split else stored
 
 
 def _check_fits(name: str, entry: Entry, topology: Topology) -> None:

@@ -6,6 +6,8 @@ gradients.py        each collective with its counterpart on the way back
 peers.py            the processes as the peers of an op's formula
 deferred.py         gradients of replicated leaves, summed once at the end of backward
 redistribution.py   from one topology to another
+weights.py          full sharding: weights gathered for a use, and not kept
+scatters.py         full sharding: gradients on their way to the shards
 schedules.py        a schedule carried out on arrays, step by step
 modes.py            direct, host, fabric: one meaning, three ways to carry it out
 literal.py          collectives on what each device holds

@@ -1,25 +1,30 @@
-"""Deferred gradients of replicated leaves that split work uses: each process keeps its part until the end of backward.
+"""Gradients of replicated leaves that split work uses: each process has a part, and the parts are summed in buckets.
 
 Such a use goes through a second leaf that shares the first one's memory: backward accumulates this process's part
-there, over as many micro-batches as there are inside `loom.accumulate()`. `collect` then sums what is waiting, of all
-leaves together: small gradients travel in one buffer, large ones in their own memory.
+there, over as many micro-batches as there are inside `loom.accumulate()`. When the last use has contributed, the part
+goes into a bucket: small gradients travel together in one buffer, large ones in their own memory. A full bucket leaves
+at once and is on its way while backward goes on; `collect`, at the end of backward, sends the rest and waits for all.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from meshloom.comms import wire
 from meshloom.comms.gradients import AllReduce, SumGradient
 from meshloom.comms.group import Group
+from meshloom.context import state
 from meshloom.engines import private
 from meshloom.errors import GradientError
 
 LARGE = 1 << 18  # elements from which a gradient travels by itself
+BUCKET = 1 << 20  # elements of small gradients that travel together
+
+Kind = tuple[Group, torch.dtype]  # of gradients that may share a buffer
 
 
 @dataclass(eq=False)
@@ -28,6 +33,17 @@ class DeferredGradient:
 
     array: torch.Tensor
     group: Group
+    under_way: list[torch.Tensor] = field(default_factory=list)  # parts that have left
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a part is not summed yet."""
+        return self.array.grad is not None or bool(self.under_way)
+
+    def drop(self) -> None:
+        """Forget what is waiting and what is under way."""
+        self.array.grad = None
+        self.under_way.clear()
 
 
 class DeferredGradients(list[DeferredGradient]):
@@ -46,6 +62,7 @@ class PendingSum:
 
     array: torch.Tensor
     group: Group
+    under_way: list[torch.Tensor]  # parts that have left and were not dropped since
     leaf: torch.Tensor | None
 
     @property
@@ -54,14 +71,56 @@ class PendingSum:
         assert self.array.grad is not None
         return self.array.grad
 
-    def settle(self, total: torch.Tensor) -> None:
-        """Add the sum to the leaf's gradient."""
+    @property
+    def kind(self) -> Kind:
+        """Gradients of one kind may share a buffer."""
+        return self.group, self.gradient.dtype
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it travels by itself; with create_graph it belongs to the graph, and does."""
+        return self.gradient.numel() >= LARGE or self.gradient.requires_grad
+
+    def take(self) -> torch.Tensor:
+        """The part of this process, which leaves."""
+        part = self.gradient
         self.array.grad = None
-        if self.leaf is not None:
+        self.under_way.append(part)
+        return part
+
+    def settle(self, part: torch.Tensor, total: torch.Tensor) -> None:
+        """Add the sum to the leaf's gradient, unless its part was dropped on the way."""
+        kept = [each for each in self.under_way if each is not part]
+        is_wanted = len(kept) < len(self.under_way)
+        self.under_way[:] = kept
+        if is_wanted and self.leaf is not None:
             self.leaf.grad = total if self.leaf.grad is None else self.leaf.grad + total
 
 
+class Bucket:
+    """Gradients that travel together: one large, or small ones of one group and dtype in one buffer."""
+
+    def __init__(self, sums: Sequence[PendingSum]) -> None:
+        self._sums, self._parts = sums, [each.take() for each in sums]
+        flat = [each.reshape(-1) for each in self._parts]
+        self._finish = _begin_sum(flat[0] if len(flat) == 1 else torch.cat(flat), sums[0].group)
+
+    def settle(self) -> None:
+        """Wait for the sums, and give each leaf its own."""
+        total, start = self._finish(), 0
+        for each, part in zip(self._sums, self._parts, strict=True):
+            each.settle(part, total[start : start + part.numel()].view(part.shape))
+            start += part.numel()
+
+
+def _begin_sum(part: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Begin the sum of every process's part, in the part's memory; of create_graph it belongs to the graph."""
+    return (lambda: AllReduce.apply(part, group)) if part.requires_grad else wire.begin_sum(part, group)
+
+
 _waiting: dict[int, PendingSum] = {}  # in the order of backward, which is the same on every process
+_buckets: list[Bucket] = []  # that have left
+_filled: dict[Kind, int] = {}  # elements of small gradients that wait, roughly: it says when to look
 _passes: dict[
     Callable[[], None], int
 ] = {}  # by what comes at the end, the pass of backward that it was last queued for
@@ -92,11 +151,11 @@ def sum_gradient(data: torch.Tensor, group: Group) -> torch.Tensor:
 def _sum_once(data: torch.Tensor, group: Group) -> torch.Tensor:
     """An array as all its uses share it until somebody writes to it: their gradients add up before they travel."""
     shared: dict[Group, tuple[object, torch.Tensor]] = getattr(data, "_shared", {})
-    state = data._version, data.data_ptr(), data.dtype, data.shape  # `data.data = other` leaves the version alone
+    version = data._version, data.data_ptr(), data.dtype, data.shape  # `data.data = other` leaves the first alone
     known, found = shared.get(group, (None, data))
-    if known != state:
+    if known != version:
         found = SumGradient.apply(data, group)
-        data._shared = {**shared, group: (state, found)}  # type: ignore[attr-defined]
+        data._shared = {**shared, group: (version, found)}  # type: ignore[attr-defined]
         if data.is_leaf and found.grad_fn is not None:
             found.grad_fn.register_hook(_part(weakref.ref(data)))
     return found
@@ -129,14 +188,16 @@ def _defer(leaf: torch.Tensor, group: Group) -> DeferredGradient:
             return each
     array = leaf.detach().requires_grad_()
     array._is_deferred = True  # type: ignore[attr-defined]
-    array.register_post_accumulate_grad_hook(_note(weakref.ref(leaf), group))
     made = DeferredGradient(array, group)
-    used = [each for each in _of(leaf) if each.array.data_ptr() == leaf.data_ptr() or each.array.grad is not None]
+    array.register_post_accumulate_grad_hook(_note(weakref.ref(leaf), group, made.under_way))
+    used = [each for each in _of(leaf) if each.array.data_ptr() == leaf.data_ptr() or each.is_waiting]
     leaf._deferred = DeferredGradients([*used, made])  # type: ignore[attr-defined]
     return made
 
 
-def _note(leaf: weakref.ref[torch.Tensor], group: Group) -> Callable[[torch.Tensor], None]:
+def _note(
+    leaf: weakref.ref[torch.Tensor], group: Group, under_way: list[torch.Tensor]
+) -> Callable[[torch.Tensor], None]:
     """What backward calls when it has added to a deferred gradient."""
 
     def note(array: torch.Tensor) -> None:
@@ -145,8 +206,10 @@ def _note(leaf: weakref.ref[torch.Tensor], group: Group) -> Callable[[torch.Tens
             array.grad = None
             raise _late_hooks(held)
         if id(array) not in _waiting:
-            _waiting[id(array)] = PendingSum(array, group, held)
+            _waiting[id(array)] = PendingSum(array, group, under_way, held)
         at_end_of_backward(_finish)
+        if not state.accumulating and not state.is_restricted:
+            _send_full(_waiting[id(array)])
 
     return note
 
@@ -175,40 +238,53 @@ def _late_hooks(leaf: torch.Tensor) -> GradientError:
 def drop(leaf: torch.Tensor) -> None:
     """Forget what is waiting for a leaf."""
     for each in _of(leaf):
-        each.array.grad = None
+        each.drop()
 
 
 def is_waiting(leaf: torch.Tensor) -> bool:
     """Whether parts of a leaf's gradient are not summed yet."""
-    return any(each.array.grad is not None for each in _of(leaf))
+    return any(each.is_waiting for each in _of(leaf))
+
+
+def _send_full(latest: PendingSum) -> None:
+    """Send the latest part if it is large, or all small ones of its kind once they fill a bucket."""
+    if latest.is_large:
+        _send([latest])
+        return
+    kind = latest.kind
+    _filled[kind] = _filled.get(kind, 0) + latest.gradient.numel()
+    if _filled[kind] >= BUCKET:
+        _filled[kind] = 0
+        _send(_small_ones(kind))
+
+
+def _small_ones(kind: Kind) -> list[PendingSum]:
+    found = [each for each in _waiting.values() if each.array.grad is not None and not each.is_large]
+    return [each for each in found if each.kind == kind]
+
+
+def _send(sums: Sequence[PendingSum]) -> None:
+    for each in sums:
+        del _waiting[id(each.array)]
+    _buckets.append(Bucket(sums))
 
 
 def collect(only: Collection[int] | None = None) -> None:
     """Sum what is waiting over the processes and add it to the leaves' gradients; of some leaves only, by id."""
-    due = [key for key, each in _waiting.items() if only is None or id(each.leaf) in only]
-    waiting = [each for each in (_waiting.pop(key) for key in due) if each.array.grad is not None]
-    for group, dtype in dict.fromkeys((each.group, each.gradient.dtype) for each in waiting):
-        alike = [each for each in waiting if each.group is group and each.gradient.dtype == dtype]
-        alone = [each for each in alike if each.gradient.numel() >= LARGE or each.gradient.requires_grad]
-        for each in alone:
-            each.settle(_sum(each.gradient, group))
-        _sum_together([each for each in alike if each not in alone], group)
-
-
-def _sum(part: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of every process's part, in the part's memory; of create_graph it belongs to the graph."""
-    return AllReduce.apply(part, group) if part.requires_grad else wire.all_reduce(part, group, own=True)
-
-
-def _sum_together(alike: list[PendingSum], group: Group) -> None:
-    if not alike:
-        return
-    gradients = [each.gradient for each in alike]
-    total = wire.all_reduce(torch.cat([each.reshape(-1) for each in gradients]), group, own=True)
-    start = 0
-    for each, gradient in zip(alike, gradients, strict=True):
-        each.settle(total[start : start + gradient.numel()].view(gradient.shape))
-        start += gradient.numel()
+    for key in [key for key, each in _waiting.items() if each.array.grad is None]:  # dropped since
+        del _waiting[key]
+    waiting = [each for each in _waiting.values() if only is None or id(each.leaf) in only]
+    small: dict[Kind, list[PendingSum]] = {}
+    for each in waiting:
+        if each.is_large:
+            _send([each])
+        else:
+            small.setdefault(each.kind, []).append(each)
+    for alike in small.values():
+        _send(alike)
+    _filled.clear()
+    while _buckets:
+        _buckets.pop(0).settle()
 
 
 def sum_parts(

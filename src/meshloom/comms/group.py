@@ -46,7 +46,7 @@ def _nobody(*_: object) -> Any:
 class World:
     """All processes of this run, and how they look after each other.
 
-    `connect` makes torch's group of some ranks, `perform` runs one collective to its end.
+    `connect` makes torch's group of some ranks, `begin` begins one collective and gives what is waited for.
     """
 
     timeout: float = TIMEOUT
@@ -57,7 +57,7 @@ class World:
     watch: Any = None
     story: Story = field(default_factory=Story)
     connect: Callable[[tuple[int, ...]], Any] = _nobody
-    perform: Callable[..., None] = _nobody
+    begin: Callable[..., Any] = _nobody
     connected: list[Group] = field(default_factory=list)
     handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
     device_meshes: dict[Mesh, tuple[Any, Any]] = field(default_factory=dict)  # torch's own, and its group

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
 
 import torch
 
@@ -66,12 +66,31 @@ def mover(
     if len(steps) == 1:
         return steps[0]
 
-    def run(data: torch.Tensor) -> torch.Tensor:
-        for step in steps:
-            data = step(data)
-        return data
+    return partial(walk, steps)
 
-    return run
+
+def walk(steps: Iterable[Step], data: torch.Tensor) -> torch.Tensor:
+    """An array after one step and the next."""
+    for step in steps:
+        data = step(data)
+    return data
+
+
+def gathering_steps(source: Topology, target: Topology, machine: Machine) -> list[Step] | None:
+    """The steps of `mover` where the first one gathers, as do all others that cross processes; else None."""
+    if not source.mesh.is_split or source.partial_axes:
+        return None
+    changed = [axis for axis, (p, q) in enumerate(_pairs(source, target)) if p != q]
+    crossing = [axis for axis in changed if source.mesh.processes[axis] > 1]
+    is_straight = len(stations(source, target.placements, machine)) == len(changed) + 1
+    if not crossing or not is_straight or any(isinstance(target.placements[axis], Shard) for axis in crossing):
+        return None
+    steps = _steps(source, target, machine, (), False)
+    return steps if isinstance(steps[0], Gather) else None
+
+
+def _pairs(source: Topology, target: Topology) -> Iterable[tuple[Placement, Placement]]:
+    return zip(source.placements, target.placements, strict=True)
 
 
 def _steps(source: Topology, target: Topology, machine: Machine, merged: tuple[int, ...], own: bool) -> list[Step]:
@@ -156,7 +175,7 @@ def _step(before: Topology, after: Topology, axis: int) -> Step | None:
         )
     assert isinstance(now, Shard)
     if isinstance(wanted, Replicate):
-        return _together(before, after, now.dim, group)
+        return Gather(before, now.dim, group)
     assert isinstance(wanted, Shard)
     return _exchange(before, after, now.dim, wanted.dim, group)
 
@@ -178,11 +197,6 @@ def _reduction(before: Topology, after: Topology, axis: int, op: str, wanted: Pl
         return lambda data: slices(combine(data, group, op))
     cut = Pieces(after, wanted.dim, group)
     return lambda data: cut.merge(ReduceScatter.apply(cut.apart(data), group))
-
-
-def _together(before: Topology, after: Topology, dim: int, group: Group) -> Step:
-    cut = Pieces(before, dim, group)
-    return lambda data: cut.whole(AllGather.apply(data, group))
 
 
 def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> Step:
@@ -216,6 +230,19 @@ def _split_up(before: Topology, after: Topology, axis: int, group: Group) -> Ste
         return layout.fill(data if made is None else made(data), after, 0)
 
     return run
+
+
+class Gather:
+    """The shards of all processes of a group as one value; of two axes that shard a dim the inner one is first."""
+
+    __slots__ = ("axis", "cut", "group", "source")
+
+    def __init__(self, sharded: Topology, dim: int, group: Group) -> None:
+        self.source, self.group, self.axis = sharded, group, sharded.axes_of[dim][-1]
+        self.cut = Pieces(sharded, dim, group)
+
+    def __call__(self, data: torch.Tensor) -> torch.Tensor:
+        return self.cut.whole(AllGather.apply(data, self.group))
 
 
 class Pieces:

@@ -1,13 +1,13 @@
 """Collectives between processes: one call of `torch.distributed` each, straight to its groups.
 
 Arrays without data (`meta`) only change their shape here: what is explained never reaches another process. Every call
-goes through `perform`, which numbers it, compares it with what the other processes do and waits for it.
+goes through `begin`, which numbers it and compares it with what the other processes do; `perform` waits for it at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,32 @@ from meshloom.engines.reductions import REDUCTIONS
 _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
-def perform(
+class UnderWay(Protocol):
+    """A collective that has begun."""
+
+    def wait(self) -> None:
+        """Return at its end."""
+
+
+def begin(
     kind: str, group: Group, sent: torch.Tensor, start: Callable[[], object], combine: Callable[[torch.Tensor], None]
-) -> None:
-    """Run one collective to its end, as the processes have agreed to when they met (`processes.divergence`).
+) -> UnderWay:
+    """Begin one collective, as the processes have agreed to when they met (`processes.divergence`).
 
     `start` begins it in torch; `combine` makes the result of what every process sent, where that came with a check.
     """
     group.connect()
     for log in state.logs:
         log.note_sent(kind, group.processes, sent.nbytes)
-    WORLD.perform(kind, group, sent, start, combine)
+    found: UnderWay = WORLD.begin(kind, group, sent, start, combine)
+    return found
+
+
+def perform(
+    kind: str, group: Group, sent: torch.Tensor, start: Callable[[], object], combine: Callable[[torch.Tensor], None]
+) -> None:
+    """Run one collective to its end."""
+    begin(kind, group, sent, start, combine).wait()
 
 
 def _options(op: str) -> Any:
@@ -84,13 +99,31 @@ def all_reduce(data: torch.Tensor, group: Group, op: str = "sum", *, own: bool =
     sent = _encode(data)
     if not own and sent.data_ptr() == data.data_ptr():
         sent = sent.clone()
+    found = _decode(_begin_all_reduce(sent, group, op)(), data.dtype)
+    return found / group.processes if op == "mean" else found
+
+
+def _begin_all_reduce(sent: torch.Tensor, group: Group, op: str) -> Callable[[], torch.Tensor]:
+    """Begin the reduction of what every process sends, into the same memory; call what comes back for it."""
 
     def combine(parts: torch.Tensor) -> None:
         sent.copy_(_reduce(parts, op))
 
-    perform("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]), combine)
-    found = _decode(sent, data.dtype)
-    return found / group.processes if op == "mean" else found
+    under_way = begin("all_reduce", group, sent, lambda: group.handle.allreduce([sent], _OPTIONS[op]), combine)
+
+    def finish() -> torch.Tensor:
+        under_way.wait()
+        return sent
+
+    return finish
+
+
+def begin_sum(data: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Begin the sum of every process's array, in its own memory; call what comes back for the result."""
+    if data.is_meta or data.numel() == 0:
+        return lambda: data
+    finish = _begin_all_reduce(_encode(data), group, "sum")
+    return lambda: _decode(finish(), data.dtype)
 
 
 def barrier(group: Group) -> None:
@@ -105,8 +138,13 @@ def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     """Every process's array, stacked in the order of the group."""
+    return begin_all_gather(data, group)()
+
+
+def begin_all_gather(data: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Begin to gather every process's array; call what comes back for the result, once."""
     if data.is_meta or data.numel() == 0:
-        return data.new_empty((group.processes, *data.shape))
+        return lambda: data.new_empty((group.processes, *data.shape))
     sent = _encode(data)
     room = sent.new_empty((group.processes, *sent.shape))
 
@@ -116,32 +154,50 @@ def all_gather(data: torch.Tensor, group: Group) -> torch.Tensor:
     def combine(parts: torch.Tensor) -> None:
         room.copy_(parts)
 
-    perform("all_gather", group, sent, start, combine)
-    return _decode(room, data.dtype)
+    under_way = begin("all_gather", group, sent, start, combine)
+
+    def finish() -> torch.Tensor:
+        under_way.wait()
+        return _decode(room, data.dtype)
+
+    return finish
 
 
 def reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
     """Piece i of every process, reduced, at process i."""
+    return begin_reduce_scatter(pieces, group, op)()
+
+
+def begin_reduce_scatter(pieces: torch.Tensor, group: Group, op: str = "sum") -> Callable[[], torch.Tensor]:
+    """Begin to reduce and scatter; call what comes back for the result, once.
+
+    On the CPU every process sends each other one its piece and reduces what arrives, so that each byte crosses once.
+    Gloo's own is an all-reduce of which all but one piece is thrown away.
+    """
     if pieces.is_meta or pieces.numel() == 0:
-        return pieces.new_empty(pieces.shape[1:])
-    if pieces.is_complex() and op not in ("sum", "mean"):
-        return _reduce(all_to_all(pieces, group), op)
-    if pieces.is_floating_point() and op in ("max", "min"):
-        return _values(reduce_scatter(_keys(pieces, op), group, op), pieces.dtype)
+        return lambda: pieces.new_empty(pieces.shape[1:])
     sent = _encode(pieces)
-    room = sent.new_empty(sent.shape[1:])
+    is_whole = sent.device.type != "cpu" and op in ("sum", "mean")  # NCCL has one that is as good
+    room = sent.new_empty((1, *sent.shape[1:])) if is_whole else torch.empty_like(sent)
     options: Any = dist.ReduceScatterOptions()
-    options.reduceOp = REDUCTIONS[op].between
 
     def start() -> Any:
-        return group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options)
+        if is_whole:
+            return group.handle._reduce_scatter_base(room.view(-1), sent.view(-1), options)
+        return group.handle.alltoall_base(room.view(-1), sent.view(-1), [], [])
 
     def combine(parts: torch.Tensor) -> None:
-        room.copy_(_reduce(parts[:, group.index], op))
+        room.copy_(parts[:, group.index])
 
-    perform("reduce_scatter", group, sent, start, combine)
-    found = _decode(room, pieces.dtype)
-    return found / group.processes if op == "mean" else found
+    under_way, is_complex = begin("reduce_scatter", group, sent, start, combine), pieces.is_complex()
+
+    def finish() -> torch.Tensor:
+        under_way.wait()
+        found = _reduce(_decode(room, pieces.dtype) if is_complex else room, op)
+        found = found if is_complex else _decode(found, pieces.dtype)
+        return found / group.processes if op == "mean" else found
+
+    return finish
 
 
 def all_to_all(pieces: torch.Tensor, group: Group) -> torch.Tensor:

@@ -15,9 +15,9 @@ import torch
 from meshloom.engines.reductions import REDUCTIONS, nothing_like, number
 from meshloom.errors import NotationError, closest
 from meshloom.fabric import VIRTUAL, Machine
-from meshloom.placement import Partial, Replicate, Topology
+from meshloom.placement import Partial, Replicate, Topology, extents
 from meshloom.planner import stations
-from meshloom.types import LONG_NAME, Shape, short_dtype
+from meshloom.types import LONG_NAME, Shape, numel, short_dtype
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,6 +34,13 @@ def torch_dtype(short: str) -> torch.dtype:
 def short_name(dtype: torch.dtype) -> str:
     """The short name of torch's dtype."""
     return short_dtype(str(dtype))
+
+
+def empty_stored(topology: Topology) -> torch.Tensor:
+    """Memory for what this process holds; its padding is zero, the rest is to be filled."""
+    held = sum(extent.count for extent in extents(topology))
+    make = torch.empty if held == numel(topology.stored_shape) else torch.zeros
+    return make(topology.stored_shape, dtype=torch_dtype(topology.dtype))
 
 
 def _levels(size: int, shards: Shape) -> list[int]:

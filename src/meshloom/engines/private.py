@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ will_execute: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engin
 # the node of the graph that backward is at, and the number that the next node of the graph will have
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# the functions that pack and unpack what autograd saves now, None where nobody asked for any
+saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 # a pass of backward without the checks for our class, and calls at its end
 engine: Any = torch.autograd.Variable._execution_engine
 # whether a reentrant checkpoint may run in this pass

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -134,10 +135,37 @@ class Frame:
         return torch.stack(held).view(group.processes, *self.like.shape)
 
 
-def perform(
+class UnderWay:
+    """A collective that has begun: what it is called, and what ends it."""
+
+    __slots__ = ("_said", "_work")
+
+    def __init__(self, work: Any, watch: Any) -> None:
+        self._work, self._said = work, watch.said()
+        watch.works.append(work)  # until it has ended, or for good if it is given up
+
+    def wait(self) -> None:
+        """Return at its end, or raise with the story of all processes."""
+        watch, work = WORLD.watch, self._work
+        watch.return_to(self._said)
+        try:
+            wait(work, watch)
+        except RuntimeError as error:
+            raise watch.explained(error) from None
+        watch.leave()
+
+
+class Ended:
+    """A collective that came with its check: it has ended."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+def begin(
     kind: str, group: Group, sent: torch.Tensor, start: Callable[[], object], combine: Callable[[torch.Tensor], None]
-) -> None:
-    """Run one collective to its end, or raise with the story of all processes.
+) -> UnderWay | Ended:
+    """Begin one collective; wait for what comes back, in the order of beginning or any other.
 
     `start` begins it in torch. A small one that is checked travels with the check: `combine` then makes the result of
     what every process of the group sent.
@@ -150,21 +178,34 @@ def perform(
             note_collective(kind, sent)
         if is_checked(watch):
             frame = Frame(sent)
-            wait(frame.start(), watch)
+            watch.works.append(work := frame.start())
+            wait(work, watch)
             frame.compare()
             if frame.carries:
                 combine(frame.parts(group))
                 watch.leave()
-                return
-        wait(start(), watch)
+                return Ended()
+        under_way = UnderWay(start(), watch)
     except RuntimeError as error:
         raise watch.explained(error) from None
     watch.leave()
+    return under_way
+
+
+def seconds_waited() -> float:
+    """How long this process has waited for collectives with others, in all: communication that no work has hidden.
+
+    The difference over a step is its exposed communication; one process alone never waits.
+
+    >>> seconds_waited()
+    0.0
+    """
+    return float(WORLD.watch.waited) if WORLD.watch is not None else 0.0
 
 
 def wait(work: Any, watch: Any) -> None:
     """Wait for the end of a collective, a slice at a time, for as long as nobody has failed."""
-    watch.work = work
+    begin = time.perf_counter()
     while True:
         try:
             work.wait(SLICE)
@@ -176,7 +217,8 @@ def wait(work: Any, watch: Any) -> None:
                 work.wait()
                 break
             watch.look()
-    watch.work = None
+    watch.works.remove(work)
+    watch.waited += time.perf_counter() - begin
 
 
 def _divergence(hashes: list[bytes]) -> DivergenceError:

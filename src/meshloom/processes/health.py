@@ -32,6 +32,7 @@ GRACE = 2.0  # how long a process that fails waits for the others to say where t
 RECENT = 1024  # calls that are remembered
 
 Failure = dict[str, Any]
+Said = tuple[str, str, str]  # the kind of a collective, the call that it is part of, and the line
 Told = tuple[int, str, str]  # the number of the last collective, what was done, and the line
 
 
@@ -46,7 +47,8 @@ class Watch:
         self.grid: tuple[int, ...] = ()
         self.story: deque[Told] = deque(maxlen=RECENT)
         self.failure: Failure | None = None
-        self.work: Any = None  # the collective that is under way, or was when it was given up
+        self.works: list[Any] = []  # collectives that are under way, or were when they were given up
+        self.waited = 0.0  # seconds, for collectives
         self._board = board
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshloom watch", daemon=True)
@@ -103,9 +105,9 @@ class Watch:
     def _await_work(self, seconds: float) -> None:
         """A collective that was given up ends when its peers are gone; torch's thread must not end it amid our exit."""
         deadline = time.monotonic() + seconds
-        is_over = self.work is None
+        is_over = not self.works
         while not is_over and time.monotonic() < deadline:
-            is_over = self.work.is_completed()
+            is_over = all(work.is_completed() for work in self.works)
             time.sleep(BEAT / 5)  # after its end too: the thread tidies up
 
     # one collective
@@ -125,8 +127,19 @@ class Watch:
         """One more thing that this process has done, for the story of a divergence."""
         self.story.append((self.number, text, line))
 
+    def said(self) -> Said:
+        """What the collective that has begun is called, for who comes back to wait for it."""
+        return self.kind, self.of, self.line
+
+    def return_to(self, said: Said) -> None:
+        """Wait for a collective that has begun before."""
+        if self.failure is not None:
+            raise self._loss("cannot go on")
+        self.kind, self.of, self.line = said
+        self.since = time.monotonic()
+
     def leave(self) -> None:
-        """The collective has ended."""
+        """The collective has ended, or goes on by itself."""
         self.since = 0.0
 
     def look(self) -> None:

@@ -8,33 +8,38 @@ a dim which several processes hold is told its peers, and a replicated operand o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from meshloom.collectives import Collective
 from meshloom.comms.deferred import sum_gradient
 from meshloom.comms.gradients import Once
 from meshloom.comms.group import WORLD, Group, check_joined, group_of
 from meshloom.comms.peers import peers_of
-from meshloom.comms.redistribution import mover
+from meshloom.comms.redistribution import Gather, gathering_steps, mover, walk
+from meshloom.comms.weights import Use, gather_weight, is_weight, keeps_by_itself, run_without_keeping, scatter_back
 from meshloom.engines.kernel import Function, Kernel, function_of
-from meshloom.engines.layout import Step
+from meshloom.engines.layout import Step, apply
 from meshloom.engines.peers import Peers
-from meshloom.errors import where
+from meshloom.errors import place_of, where
 from meshloom.ops import OPS, Row
 from meshloom.placement import Partial, Replicate, Shard, Topology
-from meshloom.planner import Plan
+from meshloom.planner import Plan, moves
 from meshloom.processes.divergence import STORY, describe, is_listening, note
 
 
 class SplitKernel(Kernel):
     """The kernel of a plan on a mesh that processes split."""
 
-    __slots__ = ("told",)
+    __slots__ = ("told", "weights")
 
     def __init__(self, plan: Plan) -> None:
         check_joined(plan.mesh.processes)
+        self.weights: dict[int, tuple[Collective, ...]] = {}  # operands that are gathered, perhaps leaves, and by what
         super().__init__(plan)
         self.told = f"{plan.call.op}({', '.join(topology.notation for topology in plan.call.operands)})"
 
@@ -43,13 +48,33 @@ class SplitKernel(Kernel):
         WORLD.watch.begin(self.told, self.plan.mesh)
         if is_listening() and not any(data.is_meta for data in datas):  # what is explained is nobody else's business
             note(describe(self.told, STORY.identity), where())
+        if self.weights and not self.leads and torch.is_grad_enabled():
+            function = self._without_keeping(datas, function)
         return super().run(datas, function)
+
+    def _without_keeping(self, datas: Sequence[torch.Tensor], function: Function) -> Function:
+        """The function so that backward gathers the leaves again that this call gathers, and keeps nothing of them."""
+        leaves = [i for i in self.weights if is_weight(datas[i])]
+        if not leaves or not any(data.requires_grad for data in datas) or not keeps_by_itself():
+            return function
+        place = place_of(sys._getframe(2))
+        uses = [self._use(i, datas[i], place) for i in leaves]
+        return lambda *ready: run_without_keeping(function, ready, uses)
+
+    def _use(self, operand: int, leaf: torch.Tensor, place: tuple[str, int]) -> Use:
+        step, call = self.prepare[operand], self.plan.call
+        assert step is not None
+        return Use(operand, leaf, partial(apply, step), call.op, self.weights[operand], place)
 
     def _crossing(self) -> list[int]:
         return [axis for axis, parts in enumerate(self.plan.mesh.processes) if parts > 1]
 
     def _bring(self, operand: int) -> Step | None:
         bring, group, alone = self._move(operand), self._entry(operand), self._alone(operand)
+        steps = self._gathering(operand)
+        if steps is not None and alone is None:
+            self.weights[operand] = moves(self.plan.call.operands[operand], self.ins[operand], self.plan.machine)
+            return self._bring_weight(operand, steps)
         if group is None and alone is None:
             return bring
 
@@ -57,6 +82,27 @@ class SplitKernel(Kernel):
             data = data if bring is None else bring(data)
             data = data if group is None else sum_gradient(data, group)
             return data if alone is None else Once.apply(data, alone)
+
+        return run
+
+    def _gathering(self, operand: int) -> list[Step] | None:
+        """The steps of an operand that is gathered for split work: its gradient is scattered as it was gathered."""
+        source, target = self.plan.call.operands[operand], self.ins[operand]
+        steps = gathering_steps(source, target, self.plan.machine)
+        gathered = [step.axis for step in steps or () if isinstance(step, Gather)]
+        return steps if steps is not None and all(self._is_entered(axis, operand) for axis in gathered) else None
+
+    def _bring_weight(self, operand: int, steps: list[Step]) -> Step:
+        gathered = [step.axis for step in steps if isinstance(step, Gather)]
+        axes = [axis for axis in self._crossing() if axis not in gathered and self._is_entered(axis, operand)]
+        rest, first = group_of(self.plan.mesh, axes), steps[0]
+        assert isinstance(first, Gather)
+        others = [scatter_back(step) if isinstance(step, Gather) else step for step in steps[1:]]
+
+        def run(data: torch.Tensor) -> torch.Tensor:
+            leaf, data = data, data if rest is None else sum_gradient(data, rest)
+            whole = gather_weight(data, leaf, first) if is_weight(leaf) else scatter_back(first)(data)
+            return walk(others, whole)
 
         return run
 

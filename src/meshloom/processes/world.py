@@ -22,7 +22,7 @@ from meshloom.engines import private
 from meshloom.errors import ArgumentError, PeerLostError, closest, where
 from meshloom.mesh import HERE, Mesh
 from meshloom.processes.bindings import process, read_place
-from meshloom.processes.divergence import compare_at_end, perform
+from meshloom.processes.divergence import begin, compare_at_end
 from meshloom.processes.health import Watch
 from meshloom.processes.store import MARGIN, Board, bounded, meet
 
@@ -80,7 +80,7 @@ def _meet() -> None:
     ranks = tuple(range(HERE.count))
     WORLD.handles[ranks] = dist.group.WORLD
     WORLD.watch = Watch(WORLD, board)
-    WORLD.connect, WORLD.perform = _handle, perform
+    WORLD.connect, WORLD.begin = _handle, begin
     WORLD.watch.start()
     private.set_group_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     if HERE.rank == 0:

@@ -267,6 +267,8 @@ _FLAG: Any = private.TensorBase.requires_grad
 
 def rebuild(topology: Topology, data: torch.Tensor, requires_grad: bool) -> Tensor:
     """A parameter from what a file or a message has of it."""
-    made = Tensor(topology, data.detach().requires_grad_(requires_grad))
+    array = data.detach().requires_grad_(requires_grad)
+    array._is_parameter = True  # type: ignore[attr-defined]  # also where it is frozen: `comms.weights` looks
+    made = Tensor(topology, array)
     made._is_param = True
     return made

@@ -430,12 +430,21 @@ def _draw(
         raise ArgumentError(f"random values need a floating dtype, not {short_name(kind)}")
     if str(_device(device)) == "meta":
         return _finish(place(torch.empty(size, dtype=kind, device="meta"), mesh, placements), requires_grad)
-    _topology(size, kind, mesh, placements)  # raises before a key is drawn
+    topology = _topology(size, kind, mesh, placements)  # raises before a key is drawn
     if generator is not None:
         expect("generator", generator, torch.Generator, fix="torch.Generator().manual_seed(0)")
     with _allocating(size, kind):
-        dense = random.fill_tiles(size, kind, draw, random.draw_key(generator))
-    return _finish(place(dense.to(device or "cpu"), mesh, placements), requires_grad)
+        made = draw_like(topology, draw, random.draw_key(generator), device)
+    return _finish(made, requires_grad)
+
+
+def draw_like(
+    topology: Topology, draw: random.Draw, key: int, device: torch.device | str | int | None = None
+) -> Tensor:
+    """Random numbers that lie as a topology says; of a partial one they are the value."""
+    whole = topology.reduced
+    data = random.fill(whole, draw, key).to(WORLD.device if whole.mesh.is_split else device or "cpu")
+    return _number(Tensor(topology, move(data, whole, topology)))
 
 
 def randn(*size: int | Sequence[int], **options: Any) -> Tensor:
@@ -511,7 +520,6 @@ def dropout_mask(tensor: Tensor, keep: float) -> Tensor:
     topology = tensor.topology.reduced
     if tensor._data.is_meta:
         return Tensor(topology, torch.empty(topology.stored_shape, dtype=tensor.dtype, device="meta"))
-    drawn = random.fill_tiles(topology.shape, torch.float32, random.uniform, random.draw_key())
+    drawn = random.fill(topology.with_dtype("f32"), random.uniform, random.draw_key())
     scale = 1.0 / keep if keep > 0 else 0.0
-    kept = (drawn < keep).to(tensor.dtype).mul_(scale).to(tensor.device)
-    return Tensor(topology, move(kept, topology.replicated, topology))
+    return Tensor(topology, (drawn < keep).to(tensor.dtype).mul_(scale).to(tensor.device))

@@ -280,10 +280,13 @@ def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[
     if entry is None:
         return _write_first(tuple(key), name, args, kwargs)
     data, is_padded = datas[0], entry.out.padded
-    tracked = data.requires_grad
-    if is_padded and torch.is_grad_enabled() and any(torch.is_tensor(each) and each.requires_grad for each in datas):
-        return invoke(name, args, kwargs)  # the padding cannot be set to zero behind autograd's back
+    tracked, salt = data.requires_grad, entry.salt
+    if (is_padded or salt) and torch.is_grad_enabled() and _is_any_tracked(datas):
+        return invoke(name, args, kwargs)  # padding is not zeroed behind autograd's back; gradients may communicate
     function(*datas, **kwargs)
+    if salt:
+        tensors = [each for each in args if each.__class__ is Tensor]
+        target._number = identity(salt, tensors, [each for each in datas if each.__class__ is not torch.Tensor])
     if is_padded:
         target._mask_padding_()
     if data.requires_grad and torch.is_grad_enabled():
@@ -300,6 +303,10 @@ def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[
 _increment_version = private.increment_version
 
 
+def _is_any_tracked(datas: list[Any]) -> bool:
+    return any(torch.is_tensor(each) and each.requires_grad for each in datas)
+
+
 def _write_first(key: object, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """A call in place in the general way; if torch's own on the arrays did it, it is remembered."""
     before, TRAIL.written = TRAIL.written, []
@@ -310,7 +317,7 @@ def _write_first(key: object, name: str, args: tuple[object, ...], kwargs: dict[
         TRAIL.written = before
     entry = written[0].entry if len(written) == 1 else None
     is_plain = entry is not None and all(each is None for each in entry.kernel.prepare)
-    if entry is not None and is_plain and not (entry.salt or entry.out.partial_axes):
+    if entry is not None and is_plain and not entry.out.partial_axes:
         _remember(WRITES, key, entry)
     return result
 

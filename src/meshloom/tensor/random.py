@@ -13,7 +13,9 @@ from collections.abc import Callable
 import numpy
 import torch
 
+from meshloom.engines.layout import empty_stored, torch_dtype
 from meshloom.errors import UnsupportedError, where
+from meshloom.placement import Topology, extents
 from meshloom.processes.divergence import is_compared, note
 from meshloom.runtime import state
 from meshloom.types import Shape, numel
@@ -74,6 +76,35 @@ def fill_tiles(shape: Shape, dtype: torch.dtype, draw: Draw, key: int) -> torch.
     for tile in range(-(-count // TILE)):
         draw(flat[tile * TILE : (tile + 1) * TILE], STREAMS.at(key, tile))
     return flat.view(shape)
+
+
+def fill(topology: Topology, draw: Draw, key: int) -> torch.Tensor:
+    """What this process stores of a tensor of random numbers: of tiles that it holds nothing of, none is drawn."""
+    if topology.shape == topology.stored_shape:
+        return fill_tiles(topology.shape, torch_dtype(topology.dtype), draw, key)
+    stored = empty_stored(topology)
+    row = numel(topology.shape[1:])
+    step = max(1, TILE // max(1, row))  # rows that are drawn at a time: no process ever has much more than it holds
+    for extent in extents(topology):
+        for begin in range(0, extent.shape[0], step):
+            count, place = min(step, extent.shape[0] - begin), extent.place[0] + begin
+            drawn = _draw_range((extent.start[0] + begin) * row, count * row, topology, draw, key)
+            held = (slice(None), *extent.slices[1:])
+            to = (slice(place, place + count), *extent.stored[1:])
+            stored[to] = drawn.view(count, *topology.shape[1:])[held]
+    return stored
+
+
+def _draw_range(begin: int, count: int, topology: Topology, draw: Draw, key: int) -> torch.Tensor:
+    """Some neighbours of the flat index; a tile is drawn whole, as whoever holds another part of it does."""
+    total = numel(topology.shape)
+    flat = torch.empty(count, dtype=torch_dtype(topology.dtype))
+    for tile in range(begin // TILE, -(-(begin + count) // TILE)):
+        start, stop = tile * TILE, min((tile + 1) * TILE, total)
+        drawn = draw(flat.new_empty(stop - start), STREAMS.at(key, tile))
+        left, right = max(start, begin), min(stop, begin + count)
+        flat[left - begin : right - begin] = drawn[left - start : right - start]
+    return flat
 
 
 def normal(out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -1,0 +1,225 @@
+"""A training step of fully sharded weights beside FSDP2, on the same processes: time in turn, memory by itself.
+
+    python -m benchmarks.sharding --ranks 4
+
+The model is a Llama of 41 MB, an SGD step on 512 tokens per process (many) or on 8 (few). Times are the best of many
+rounds, both sides in turn in the same processes. Memory is that of processes of its own for each side, with the same
+allocator settings: the resident set above that before the step, after forward and at its highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.beside import tell
+from benchmarks.processes import best_of, launch
+
+WIDTH, HEADS, HIDDEN, LAYERS, VOCABULARY = 256, 4, 704, 12, 1024
+TOKENS = {"many tokens": (4, 128), "few tokens": (1, 8)}  # rows and length, of every process
+OURS, THEIRS = "ours", "FSDP2"
+STEP, KEPT, PEAK = "sharded step", "sharded forward keeps", "sharded peak"
+WORKS = tuple((work, f"{THEIRS}, {tokens}") for tokens in TOKENS for work in (STEP, KEPT, PEAK))
+# memory that is freed goes back at once, so that the resident set is what is held
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """Attention and a gated product, each after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream after this layer."""
+        h = self.before(x)
+        q, k, v = (each(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        h = self.after(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    """Letters to scores of the letter that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, letters: torch.Tensor) -> torch.Tensor:
+        """A row of scores for every letter."""
+        x = self.embedding(letters)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Step:
+    """Forward, backward and an update of one side."""
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.model, self.batch = model, batch
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def forward(self) -> torch.Tensor:
+        """The loss."""
+        letters, following = self.batch
+        return F.cross_entropy(self.model(letters).flatten(0, 1), following.flatten())
+
+    def __call__(self) -> float:
+        self.optimizer.zero_grad()
+        loss = self.forward()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+def ours(model: Model, batch: Batch, count: int) -> Step:
+    """Every parameter and the batch sharded over the processes."""
+    import meshloom as loom
+
+    mesh = loom.open_mesh((count,), axes=("fsdp",))
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, loom.Parameter(parameter.detach(), mesh, "S(0)"))
+    letters, following = (loom.distribute(each, mesh, "S(0)") for each in batch)
+    return Step(model, (letters, following))
+
+
+def theirs(model: Model, batch: Batch, count: int) -> Step:
+    """`fully_shard` on every layer and on what is left."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (count,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rows = len(batch[0]) // count
+    mine = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
+    return Step(model, (batch[0][mine], batch[1][mine]))
+
+
+SIDES: dict[str, Callable[[Model, Batch, int], Step]] = {OURS: ours, THEIRS: theirs}
+
+
+def make(side: str, tokens: str, count: int) -> Step:
+    """A step of one side; both start from the same weights and see the same batch."""
+    torch.manual_seed(0)
+    rows, length = TOKENS[tokens]
+    letters = torch.randint(VOCABULARY, (rows * count, length + 1))
+    return SIDES[side](Model(), (letters[:, :-1].clone(), letters[:, 1:].clone()), count)
+
+
+def _resident(name: str) -> float:
+    """MB of this process that are in memory now (VmRSS), or were at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _settle() -> None:
+    """Give back what is free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def weigh(side: str, tokens: str, count: int) -> tuple[float, float]:
+    """MB above those before a step: what forward keeps, and the highest."""
+    step = make(side, tokens, count)
+    for _ in range(4):
+        step()
+    step.optimizer.zero_grad()
+    _settle()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the highest is that from now on
+    loss = step.forward()
+    _settle()
+    kept = _resident("VmRSS") - before
+    loss.backward()
+    step.optimizer.step()
+    return kept, _resident("VmHWM") - before
+
+
+def compare(count: int, scale: float) -> None:
+    """Time both sides in turn."""
+    for tokens, rounds in zip(TOKENS, (24, 60), strict=True):
+        sides = tuple(make(side, tokens, count) for side in (OURS, THEIRS))
+        losses = torch.tensor([side() for side in sides])
+        dist.all_reduce(losses)  # FSDP2's is that of the rows of one process, ours that of all
+        if abs(losses[0] - losses[1]) > 1e-4 * abs(losses[0]):
+            raise AssertionError(f"the losses differ: {losses.tolist()}")
+        taken = max(3, int(rounds * scale))
+        best = best_of(sides, 1, taken)
+        if dist.get_rank() == 0:
+            tell((STEP, f"{THEIRS}, {tokens}"), timing=(*best, taken))
+
+
+def report_memory(side: str, tokens: str, count: int) -> None:
+    """Weigh one side; the heaviest process counts."""
+    found = torch.tensor(weigh(side, tokens, count))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        Path(os.environ["FIGURES"]).write_text(" ".join(map(str, found.tolist())))
+
+
+def weigh_both(count: int) -> int:
+    """Every side in processes of its own."""
+    worst = 0
+    with TemporaryDirectory() as folder:
+        for tokens in TOKENS:
+            found = []
+            for side in SIDES:
+                file = Path(folder) / f"{side} {tokens}"
+                command = ["-m", "benchmarks.sharding", "--ranks", str(count), "--weigh", side, "--tokens", tokens]
+                worst = max(worst, launch(command, count, {**ALLOCATOR, "FIGURES": str(file)}))
+                found.append([float(each) for each in file.read_text().split()])
+            for work, (mine, other) in zip((KEPT, PEAK), zip(*found, strict=True), strict=True):
+                tell((work, f"{THEIRS}, {tokens}"), megabytes=(mine, other))
+    return worst
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--weigh", choices=tuple(SIDES), help="one side's memory, in the processes that are there")
+    parser.add_argument("--only", choices=("time", "memory"), help="one of the two")
+    parser.add_argument("--tokens", choices=tuple(TOKENS), default="many tokens")
+    given = parser.parse_args()
+    if "RANK" not in os.environ:
+        command = ["-m", "benchmarks.sharding", "--ranks", str(given.ranks), "--scale", str(given.scale)]
+        failed = 0 if given.only == "memory" else launch(command, given.ranks)
+        return failed or (0 if given.only == "time" else weigh_both(given.ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if given.weigh is not None:
+        report_memory(given.weigh, given.tokens, given.ranks)
+    else:
+        compare(given.ranks, given.scale)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

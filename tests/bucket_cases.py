@@ -1,0 +1,149 @@
+"""What ranks do in tests of buckets: gradients of replicated leaves that are summed while backward goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import meshloom as loom
+from meshloom.comms import deferred, wire
+from meshloom.mesh import HERE
+from meshloom.processes import join
+
+WIDTHS = (64, 700, 3000, 40)  # weights of 45 thousand elements, 2.1 million (large) and 120 thousand
+
+
+def _model() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    pairs = itertools.pairwise(WIDTHS)
+    return torch.nn.Sequential(*(layer for a, b in pairs for layer in (torch.nn.Linear(a, b), torch.nn.Tanh())))
+
+
+def _on_mesh(model: torch.nn.Module, mesh: loom.Mesh) -> torch.nn.Module:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, loom.Parameter(parameter.detach(), mesh, {}))
+    return model
+
+
+class Order:
+    """When sums began, in the order of what backward did beside them."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self._begin, self._settle = wire.begin_sum, deferred.Bucket.settle
+
+    def __enter__(self) -> list[str]:
+        def begin(data: torch.Tensor, group: Any) -> Callable[[], torch.Tensor]:
+            self.seen.append(f"sum of {data.numel()}")
+            return self._begin(data, group)
+
+        def settle(bucket: deferred.Bucket) -> None:
+            self.seen.append("wait")
+            self._settle(bucket)
+
+        wire.begin_sum, deferred.Bucket.settle = begin, settle
+        return self.seen
+
+    def __exit__(self, *_: object) -> None:
+        wire.begin_sum, deferred.Bucket.settle = self._begin, self._settle
+
+
+def _backward(model: torch.nn.Module, x: Any, seen: list[str]) -> None:
+    hidden = x
+    for number, layer in enumerate(model):
+        hidden = layer(hidden)
+        if hidden.requires_grad and number in (1, 3):
+            hidden.register_hook(lambda gradient, number=number: seen.append(f"layer {number}"))
+    hidden.square().mean().backward()
+
+
+def gradients() -> tuple[float, list[str]]:
+    """The largest difference from dense over two backwards and one inside `accumulate`, and the order of a pass."""
+    join()
+    mesh = loom.open_mesh((HERE.count,), axes=("dp",))
+    dense, ours = _model(), _on_mesh(_model(), mesh)
+    x = torch.randn(4 * HERE.count, WIDTHS[0])
+    placed = loom.distribute(x, mesh, "S(0)")
+    with Order() as seen:
+        _backward(ours, placed, seen)
+    first = [*seen]
+    with loom.accumulate():
+        _backward(ours, placed, [])
+    _backward(ours, placed, [])
+    for _ in range(3):
+        _backward(dense, x, [])
+    return _difference(ours, dense), first
+
+
+def _difference(ours: torch.nn.Module, dense: torch.nn.Module) -> float:
+    pairs = zip(ours.parameters(), dense.parameters(), strict=True)
+    return max(float((p.grad.to_torch() - q.grad).abs().max() / q.grad.abs().max()) for p, q in pairs)
+
+
+class _Failure(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise ValueError("in the middle of backward")
+
+
+def failure() -> tuple[bool, float]:
+    """Backward fails with sums under way: whether the gradients said so, and how far off the next pass is."""
+    join()
+    mesh = loom.open_mesh((HERE.count,), axes=("dp",))
+    dense, ours = _model(), _on_mesh(_model(), mesh)
+    x = torch.randn(4 * HERE.count, WIDTHS[0])
+    placed = loom.distribute(x, mesh, "S(0)")
+    try:
+        ours[2:](_Failure.apply(ours[:2](placed))).square().mean().backward()
+        raise AssertionError("backward did not fail")
+    except ValueError:
+        pass
+    try:
+        is_told = ours[2].weight.grad is not None and False
+    except loom.GradientError as error:
+        is_told = "synchronize" in str(error)
+    for parameter in ours.parameters():
+        parameter.grad = None
+    _backward(ours, placed, [])
+    _backward(dense, x, [])
+    return is_told, _difference(ours, dense)
+
+
+def forbidden() -> list[str]:
+    """Nothing is sent where communication is forbidden, large gradients included."""
+    join()
+    mesh = loom.open_mesh((HERE.count,), axes=("dp",))
+    model = _on_mesh(_model(), mesh)
+    loss = model(loom.ones(2 * HERE.count, WIDTHS[0], mesh=mesh, placements="S(0)")).square().sum()
+    with Order() as seen:
+        try:
+            with loom.communication("forbid"):
+                loss.backward()
+            raise AssertionError("backward communicated")
+        except loom.CommunicationError:
+            pass
+    return seen
+
+
+def small_buckets(elements: int) -> tuple[float, int]:
+    """Many small gradients in buckets of so many elements: the difference from dense, and how many buckets."""
+    deferred.BUCKET = elements
+    join()
+    mesh = loom.open_mesh((HERE.count,), axes=("dp",))
+    torch.manual_seed(1)
+    dense = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
+    torch.manual_seed(1)
+    ours = _on_mesh(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))), mesh)
+    x = torch.randn(2 * HERE.count, 16)
+    with Order() as seen:
+        ours(loom.distribute(x, mesh, "S(0)")).square().mean().backward()
+    dense(x).square().mean().backward()
+    return _difference(ours, dense), len([each for each in seen if each.startswith("sum")])

@@ -1,0 +1,84 @@
+"""Full sharding between processes: weights are gathered for a use and not kept, gradients scattered; all is dense."""
+
+from __future__ import annotations
+
+import pytest
+
+import ranks
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_steps_are_dense_on_every_mesh_and_weights_are_gathered(count: int) -> None:
+    for found in ranks.run(count, "weight_cases:layouts"):
+        assert found == found and all(found.values()), found
+
+
+@pytest.mark.parametrize("how", ["trained", "frozen", "recomputed"])
+def test_after_forward_no_storage_of_a_gathered_weight_is_alive(how: str) -> None:
+    for in_all, after_forward, after_backward in ranks.run(2, "weight_cases:nothing_kept", how):
+        assert in_all > 10 and after_forward == after_backward == 0, (in_all, after_forward, after_backward)
+
+
+def test_the_look_at_storages_finds_what_autograd_keeps() -> None:
+    for in_all, after_forward, after_backward in ranks.run(2, "weight_cases:nothing_kept", "kept"):
+        assert in_all > 10 and after_forward > 5 and after_backward == 0
+
+
+def test_under_autocast_no_cast_copy_of_a_gathered_weight_is_kept() -> None:
+    for kept, held in ranks.run(2, "weight_cases:kept_under_autocast"):
+        assert kept and not kept & held, kept & held
+
+
+def test_a_forward_pass_without_gradients_keeps_nothing() -> None:
+    assert all(found > 10 for found in ranks.run(2, "weight_cases:evaluation"))
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "check"), [(2, 1, "sample"), pytest.param(3, 1, "always", marks=pytest.mark.slow)]
+)
+def test_gradients_are_dense_whatever_happens_around_them(count: int, devices: int, check: str) -> None:
+    for found in ranks.run(count, "weight_cases:one_thing_each", devices, check, timeout=150):
+        assert all(found.values()), found
+
+
+def test_small_weights_and_gradients_travel_together_once_the_order_is_known() -> None:
+    for told in ranks.run(2, "weight_cases:joined"):
+        assert told[0]["all_gather"] > 20
+        assert told[-1]["all_gather"] < 8 and told[-1]["reduce_scatter"] == 1
+        assert told[-1] == told[-2]
+
+
+def test_one_large_weight_is_gathered_ahead_and_no_more() -> None:
+    for seen in ranks.run(2, "weight_cases:ahead"):
+        assert len(seen) == 3 * 11  # the first weight of six is not needed in backward
+        assert not any(is_there for is_there, _, _ in seen[:11])
+        for forward in (seen[11:17], seen[22:28]):
+            assert [is_there for is_there, _, _ in forward] == [False, True, True, True, True, True]
+        for backward in (seen[17:22], seen[28:]):
+            assert [is_there for is_there, _, _ in backward] == [False, True, True, True, True]
+        assert all(on_their_way <= largest for _, on_their_way, largest in seen)
+
+
+def test_two_gradients_are_under_way_and_no_more() -> None:
+    assert ranks.run(2, "weight_cases:in_flight") == [2, 2]
+
+
+def test_a_weight_that_was_written_to_is_gathered_again() -> None:
+    ranks.run(2, "weight_cases:stale")
+
+
+def test_a_stale_weight_would_be_noticed() -> None:
+    assert all("result" in text for text in ranks.run(2, "weight_cases:stale_with_a_fault"))
+
+
+def test_the_gather_of_backward_is_recorded_and_forbidden_with_the_line_of_forward() -> None:
+    for told, lines, text in ranks.run(2, "weight_cases:events"):
+        linear = 2 * 3 + 1
+        biases = 2 * 3  # gathered for the use, and not needed in backward
+        assert told == {
+            ("forward", "all_gather"): linear + biases,
+            ("backward", "all_gather"): linear,
+            ("backward", "reduce_scatter"): linear + biases,
+        }
+        assert lines == {"weight_cases.py"}
+        assert text.startswith("linear would communicate") and "where communication is forbidden" in text
