@@ -65,7 +65,8 @@ bench: $(STAMP) ## measure against dense torch, DTensor and (with the bench extr
 
 soak: $(TESTED) ## CASES calls of ops and CASES programs (100000) from a new SEED, and torch's databases whole
 	@MESHLOOM_CASES=$(CASES) $(if $(SEED),MESHLOOM_SEED=$(SEED)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
-	    tests/tensor/test_programs.py tests/ops/test_property.py tests/ops/test_op_db.py tests/ops/test_module_db.py
+	    tests/tensor/test_programs.py tests/ops/test_property.py tests/ops/test_op_db.py tests/ops/test_module_db.py \
+	    tests/checkpoint/test_checkpoint_matrix.py
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) .demo build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -26,7 +26,7 @@ from benchmarks.works import Pair, Spec
 NBYTES = 2 * 10**9
 MESH = (2, 4)
 STEP = 1 << 23  # bytes of one write of the baseline
-GOAL = Goal("ratio", 1.25)  # 0.8x the speed
+GOALS = dict.fromkeys(("save", "load"), Goal("ratio", 1.25))  # 0.8x the speed; a thread copies the state first
 
 
 def works(devices: Sequence[int]) -> list[Spec]:
@@ -34,7 +34,7 @@ def works(devices: Sequence[int]) -> list[Spec]:
     if 8 not in devices:
         return []
     return [
-        Spec("checkpoint", f"{deed} of 2 GB", MESH, partial(pair, deed, NBYTES), GOAL, "ratio", seconds=20.0)
+        Spec("checkpoint", f"{deed} of 2 GB", MESH, partial(pair, deed, NBYTES), GOALS.get(deed), "ratio", seconds=8.0)
         for deed in DEEDS
     ]
 

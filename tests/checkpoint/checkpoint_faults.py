@@ -96,6 +96,7 @@ def fail_in_turn(folder: str) -> dict[str, str]:
     found["first"] = broken(lambda: loom.save(split(2.0), f"{folder}/good"), 0)
     found["thread"] = broken(lambda: loom.save(split(2.0), f"{folder}/good", asynchronous=True).wait(), 1)
     found["values"] = told(lambda: loom.save({**split(2.0), "loss": HERE.rank}, f"{folder}/good"))
+    found["dense"] = told(lambda: loom.save({**split(2.0), "d": torch.tensor([HERE.rank])}, f"{folder}/good"))
     found["kinds"] = told(lambda: loom.save({**split(2.0), "o": [1, b"x"][HERE.rank]}, f"{folder}/good"))
     found["other"] = told(lambda: loom.save(split(2.0), f"{folder}/good{HERE.rank}"))
     state = split(0.0)

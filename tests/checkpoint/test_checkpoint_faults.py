@@ -294,7 +294,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another chunk": (put("chunk", value=7), "its checksums are of 7 bytes"),
     "a new version": (put("version", value=2), "it has version 2 of the format"),
     "no tensors": (put("tensors", value=[]), "it has no table of tensors"),
-    "no state": (put("state", value=None), "no table"),
+    "no state": (put("state", value=None), "it says nothing of the state"),
+    "a state that is a list": (put("state", value=[1]), "it says nothing of the state"),
     "a tag of nobody": (put("state", "step", value={"$pickle": "x"}), "there is nothing here"),
     "a number that is none": (put("state", "step", value={"$float": "exec"}), "the number 'exec'"),
     "a tuple that is none": (put("state", "step", value={"$tuple": 3}), "no list under"),
@@ -375,6 +376,7 @@ def test_what_fails_on_one_process_is_told_by_both_and_nothing_is_changed(tmp_pa
     assert second["first"].startswith("CheckpointError: rank 0 could not write its part of")
     for each in (first, second):
         assert each["values"] == "CheckpointError: ranks 0 and 1 do not save the same: state['loss'] differs"
+        assert each["dense"] == "CheckpointError: ranks 0 and 1 do not save the same: the dense tensor 'd' differs"
         assert each["other"] == "CheckpointError: ranks 0 and 1 do not save the same: the folder differs"
     assert (
         first["kinds"]

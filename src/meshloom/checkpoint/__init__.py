@@ -8,7 +8,7 @@ folders.py       written aside, put in place in one step, numbered: `latest`
 state.py         a state as a tree of plain values and tensors by name
 values.py        plain values as JSON and back
 random_state.py  `RandomState`
-pieces.py        who writes which piece
+writers.py       who writes which piece
 index.py         what a checkpoint says of itself
 files.py         safetensors with checksums, read by boxes
 arrays.py        arrays as bytes

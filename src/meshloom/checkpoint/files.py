@@ -13,6 +13,7 @@ import stat
 import struct
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -183,7 +184,8 @@ class Opened:
 
     def __init__(self, index: Index, folder: int) -> None:
         self.index, self._folder = index, folder
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}  # the one that was read last comes last
+        self._readers: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._headers: dict[str, dict[str, Any]] = {}
         self._begins: dict[str, int] = {}
@@ -204,17 +206,29 @@ class Opened:
             if found.st_size != file.nbytes:
                 self.refuse(name, f"it has {found.st_size} bytes, and the index says {file.nbytes}")
 
-    def _number(self, file: str) -> int:
+    @contextmanager
+    def _reading(self, file: str) -> Iterator[int]:
+        """The open file; it stays open while somebody reads it, and is closed when many others were read since."""
         with self._lock:
-            if file not in self._numbers:
-                try:
-                    number = os.open(file, _READ, dir_fd=self._folder)
-                except OSError as error:
-                    self.refuse(file, f"it cannot be read: {error.strerror}")
-                self._numbers[file] = number
-                if len(self._numbers) > MOST_OPEN:  # nobody reads the oldest: there are as many threads as READERS
-                    os.close(self._numbers.pop(next(iter(self._numbers))))
-            return self._numbers[file]
+            number = self._numbers.pop(file, None)
+            if number is None:
+                number = self._open(file)
+            self._numbers[file] = number
+            self._readers[file] += 1
+        try:
+            yield number
+        finally:
+            with self._lock:
+                self._readers[file] -= 1
+                if len(self._numbers) > MOST_OPEN:
+                    idle = next(each for each in self._numbers if not self._readers[each])
+                    os.close(self._numbers.pop(idle))
+
+    def _open(self, file: str) -> int:
+        try:
+            return os.open(file, _READ, dir_fd=self._folder)
+        except OSError as error:
+            self.refuse(file, f"it cannot be read: {error.strerror}")
 
     def close(self) -> None:
         """Close the files."""
@@ -262,7 +276,8 @@ class Opened:
 
     def _read_header(self, file: str) -> dict[str, Any]:
         size = self.index.files[file].nbytes
-        begin = os.pread(self._number(file), 8, 0)
+        with self._reading(file) as number:
+            begin = os.pread(number, 8, 0)
         length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
         if 8 + length > size:
             self.refuse(file, "it is not a safetensors file: its header does not fit into it")
@@ -287,11 +302,12 @@ class Opened:
     def read_flat(self, file: str, offset: int, room: memoryview) -> None:
         """Bytes of a file, from a place on, into memory."""
         done = 0
-        while done < len(room):
-            count = os.preadv(self._number(file), [room[done : done + (1 << 30)]], offset + done)
-            if count == 0:
-                self.refuse(file, f"it ended at {offset + done} while it was read")
-            done += count
+        with self._reading(file) as number:
+            while done < len(room):
+                count = os.preadv(number, [room[done : done + (1 << 30)]], offset + done)
+                if count == 0:
+                    self.refuse(file, f"it ended at {offset + done} while it was read")
+                done += count
 
     def read(self, box: Box, target: torch.Tensor, told: Told = silent) -> None:
         """A box into an array of its shape."""

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy
 
 from meshloom.checkpoint.formats import is_known, nbytes
+from meshloom.checkpoint.values import DEEPEST
 from meshloom.errors import CheckpointError
 from meshloom.types import Shape, numel
 
@@ -80,7 +81,7 @@ class File:
 class Index:
     """What a checkpoint holds."""
 
-    state: Any
+    state: dict[str, Any]
     tensors: Mapping[str, Saved]
     files: Mapping[str, File]
     token: str = ""  # a name of its own, so that two checkpoints are told apart
@@ -190,9 +191,12 @@ class _Reader:
         files = {name: self._file(name, each) for name, each in self._table(found, "files").items()}
         tensors = {name: self._tensor(name, each, files) for name, each in self._table(found, "tensors").items()}
         token = found.get("token")
-        if not isinstance(token, str) or "state" not in found:
+        state = found.get("state")
+        if not isinstance(token, str) or not isinstance(state, dict):
             self._refuse("it says nothing of the state")
-        return Index(found["state"], tensors, files, str(token), self.file.parent)
+        if _is_deep(state):
+            self._refuse("its state is nested too deeply")
+        return Index(state, tensors, files, token, self.file.parent)
 
     def _refuse(self, what: str) -> NoReturn:
         raise _damaged(self.file, what)
@@ -243,6 +247,17 @@ class _Reader:
         if any(stop > size for stop, size in zip(piece.stop, whole, strict=True)):
             self._refuse(f"a piece of {name!r:.80} lies outside of {list(whole)}")
         return piece
+
+
+def _is_deep(state: Any) -> bool:
+    """Whether tables and lists are nested deeper than those of any state; one level of a state may be three here."""
+    level = [state]
+    for _ in range(3 * DEEPEST):
+        level = [inside for each in level for inside in (each.values() if isinstance(each, dict) else each)]
+        level = [each for each in level if isinstance(each, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _is_size(value: Any) -> bool:

@@ -36,7 +36,8 @@ from meshloom.checkpoint.state import (
     name_parameters,
 )
 from meshloom.checkpoint.values import DEEPEST, Path, decode, malformed, spell, tag_of
-from meshloom.engines.layout import empty_stored, short_name, torch_dtype
+from meshloom.checkpoint.weights import make_room
+from meshloom.engines.layout import short_name, torch_dtype
 from meshloom.errors import CheckpointError, MeshloomError, closest
 from meshloom.placement import Replicate, Shard, Topology, extents
 from meshloom.processes.exchange import agree
@@ -170,8 +171,6 @@ class _Planning:
 
     def run(self) -> Plan:
         tree = self.index.state
-        if not isinstance(tree, dict):
-            raise malformed((), "no table")
         for key, target in self.into.items():
             if key not in tree:
                 raise self.refuse((key,), "it is not in the checkpoint", closest(key, tree))
@@ -278,7 +277,7 @@ class _Planning:
         if target.numel() and self.targets.setdefault(key, name) != name:
             raise self.refuse(path, f"it is the same tensor as {self.targets[key]!r} here, and another one there")
         if isinstance(target, Lazy):
-            self.plan.reads.append(Read(saved, target, empty_stored(target.topology), True))
+            self.plan.reads.append(Read(saved, target, make_room(target.topology), True))
         else:
             self.plan.reads.append(Read(saved, target, target._data if isinstance(target, Tensor) else target))
         return lambda: target
@@ -298,13 +297,15 @@ class _Planning:
                 path, f"it is a {type(target).__name__} here", "load into plain tensors or tensors on a mesh"
             )
 
-    def fresh(self, node: Any, topology: Topology | None, path: Path) -> torch.Tensor:
+    def fresh(
+        self, node: Any, topology: Topology | None, path: Path, device: torch.device | None = None
+    ) -> torch.Tensor:
         """A new tensor for what is saved: on a mesh, or dense."""
         saved = self.saved(node, path)
         if topology is None:
-            made = torch.empty(saved.shape, dtype=torch_dtype(saved.dtype))
+            made = torch.empty(saved.shape, dtype=torch_dtype(saved.dtype), device=device)
         else:
-            made = Tensor(topology, empty_stored(topology))
+            made = Tensor(topology, make_room(topology))
         self.plan.reads.append(Read(saved, made, made._data if isinstance(made, Tensor) else made, True))
         return made
 
@@ -437,7 +438,8 @@ class _Planning:
             saved = self.saved({tag: inside}, at)
             if isinstance(now, torch.Tensor) and at == place and _fits(saved, now):
                 return self.tensor({tag: inside}, now, at)()
-            return self.fresh({tag: inside}, _beside(parameter, saved, key, tag), at)
+            device = None if key == "step" else parameter.device  # as torch has it
+            return self.fresh({tag: inside}, _beside(parameter, saved, key, tag), at, device)
 
         value = decode(node, place, decode_tag)
         return lambda: value

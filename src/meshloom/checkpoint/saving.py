@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,17 +43,19 @@ from meshloom.checkpoint.folders import (
     remove_leftovers,
     remove_older,
 )
-from meshloom.checkpoint.index import NAME, File, Index, Piece as Written, Saved, read_json, write_index
-from meshloom.checkpoint.pieces import Piece, Source, assign
+from meshloom.checkpoint.index import NAME, File, Index, Piece, Saved, read_json, write_index
 from meshloom.checkpoint.progress import Progress, check_progress, show
 from meshloom.checkpoint.state import Gathered, gather
+from meshloom.checkpoint.writers import Share, Source, assign
 from meshloom.comms import WORLD
 from meshloom.engines.layout import short_name
 from meshloom.errors import CheckpointError, MeshloomError, expect
 from meshloom.mesh import HERE
 from meshloom.placement import Topology, extents
+from meshloom.processes.divergence import checksum, some_of
 from meshloom.processes.exchange import agree
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.moving import same_storage
 
 LARGE = 4 << 30  # bytes after which a process begins another file
 LOOK = 0.02  # seconds between two looks into the folder
@@ -236,7 +238,14 @@ def _digest(folder: Path, gathered: Gathered, keep: int | None) -> dict[str, str
     tensors = {name: str(_source(tensor)) for name, tensor in gathered.tensors.items()}
     parts = {"the folder": str(folder), "keep": keep, "the tensors": tensors}
     parts |= {f"state[{key!r}]": node for key, node in gathered.tree.items()}
+    if HERE.count > 1:
+        parts |= {f"the dense tensor {name!r}": _sample(each) for name, each in gathered.tensors.items()}
     return {name: f"{zlib.crc32(json.dumps(part).encode()):08x}" for name, part in parts.items()}
+
+
+def _sample(tensor: torch.Tensor) -> int:
+    """A number that dense tensors with the same values share; they count as replicated."""
+    return 0 if isinstance(tensor, Tensor) else checksum(some_of(tensor))
 
 
 def _compare(told: list[dict[str, Any]]) -> None:
@@ -266,7 +275,7 @@ class Job:
     aside: Path
     keep: int | None
     gathered: Gathered
-    pieces: list[Piece] = field(default_factory=list)  # of all processes
+    pieces: list[Share] = field(default_factory=list)  # of all processes
     copies: dict[int, torch.Tensor] = field(default_factory=dict)
     held: Lock | None = None
     number: int = 0  # of the folder aside, which it keeps when it is renamed
@@ -276,7 +285,7 @@ class Job:
         self.pieces = assign(self.sources, HERE.count)
 
     @property
-    def own(self) -> list[tuple[int, Piece]]:
+    def own(self) -> list[tuple[int, Share]]:
         """The pieces that this process writes, with their numbers."""
         return [(number, piece) for number, piece in enumerate(self.pieces) if piece.rank == HERE.rank]
 
@@ -299,26 +308,29 @@ class Job:
     def copy_parts(self) -> None:
         """Copy what this process writes, so that the program may go on and change it."""
         try:
-            self.copies = {number: _copy(self.arrays(piece)) for number, piece in self.own}
+            self.copies = {number: self._copy(piece) for number, piece in self.own}
         except BaseException:
             self.release()
             raise
         self.gathered.tensors.clear()
 
-    def arrays(self, piece: Piece) -> Iterator[torch.Tensor]:
-        """What this process holds of a tensor in the box of a piece: as it lies in memory, or row by row."""
+    def _copy(self, piece: Share) -> torch.Tensor:
+        tensor, array = self.gathered.tensors[piece.name], self.array(piece)
+        held = tensor._data if isinstance(tensor, Tensor) else tensor
+        return own_copy(array) if same_storage(array, held) else array
+
+    def array(self, piece: Share) -> torch.Tensor:
+        """What this process holds of a tensor in the box of a piece, as it lies in memory."""
         tensor = self.gathered.tensors[piece.name]
         if not isinstance(tensor, Tensor):
-            yield tensor.detach()[_slices(piece.start, piece.shape)]
-            return
+            return tensor.detach()[_slices(piece.start, piece.shape)]
         stored = tensor._data.detach()
         for extent in extents(tensor.topology):
             inside = tuple(a - s for a, s in zip(piece.start, extent.start, strict=True))
             fits = zip(inside, piece.shape, extent.shape, strict=True)
             if all(a >= 0 and a + size <= whole for a, size, whole in fits):
-                yield stored[_slices(tuple(map(sum, zip(extent.place, inside, strict=True))), piece.shape)]
-                return
-        yield _assemble(stored, tensor.topology, piece)
+                return stored[_slices(tuple(map(sum, zip(extent.place, inside, strict=True))), piece.shape)]
+        return _assemble(stored, tensor.topology, piece)
 
     def run(self, told: Callable[[int], None]) -> None:
         """Write, and wait until the checkpoint is in place; whatever fails here, the others are told."""
@@ -357,9 +369,9 @@ class Job:
         write_synced(self._note(HERE.rank, ".part"), json.dumps(table).encode())
         os.rename(self._note(HERE.rank, ".part"), self._note(HERE.rank))
 
-    def _files(self) -> list[list[tuple[int, Piece]]]:
+    def _files(self) -> list[list[tuple[int, Share]]]:
         """The pieces of this process, by file."""
-        files: list[list[tuple[int, Piece]]] = []
+        files: list[list[tuple[int, Share]]] = []
         size = LARGE
         for number, piece in self.own:
             if size + piece.nbytes > LARGE or not files:
@@ -369,14 +381,14 @@ class Job:
             size += piece.nbytes
         return files
 
-    def _part(self, number: int, piece: Piece) -> Part:
+    def _part(self, number: int, piece: Share) -> Part:
         source = self.sources[piece.name]
         key = piece.name
         if piece.shape != source.shape:
             key += "[" + ", ".join(f"{a}:{a + size}" for a, size in zip(piece.start, piece.shape, strict=True)) + "]"
         if number in self.copies:
             return Part(key, source.dtype, piece.shape, lambda: [self.copies[number]])
-        return Part(key, source.dtype, piece.shape, lambda: self.arrays(piece))
+        return Part(key, source.dtype, piece.shape, lambda: [self.array(piece)])
 
     def _note(self, rank: int, ending: str = "") -> Path:
         return self.aside / f"rank-{rank:05d}.json{ending}"
@@ -389,9 +401,9 @@ class Job:
             name: File(each["bytes"], tuple(each["sums"])) for note in notes for name, each in note["files"].items()
         }
         where = {int(number): each for note in notes for number, each in note["pieces"].items()}
-        listed: dict[str, list[Written]] = {name: [] for name in self.sources}
+        listed: dict[str, list[Piece]] = {name: [] for name in self.sources}
         for number, piece in enumerate(self.pieces):
-            listed[piece.name].append(Written(piece.start, piece.shape, *where[number]))
+            listed[piece.name].append(Piece(piece.start, piece.shape, *where[number]))
         tensors = {name: Saved(each.dtype, each.shape, tuple(listed[name])) for name, each in self.sources.items()}
         token = self.aside.name.rpartition("-")[2]
         write_synced(self.aside / NAME, write_index(Index(self.gathered.tree, tensors, files, token)))
@@ -477,12 +489,7 @@ def _slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]
     return tuple(slice(a, a + size) for a, size in zip(start, shape, strict=True))
 
 
-def _copy(arrays: Iterable[torch.Tensor]) -> torch.Tensor:
-    (array,) = arrays
-    return own_copy(array)
-
-
-def _assemble(stored: torch.Tensor, topology: Topology, piece: Piece) -> torch.Tensor:
+def _assemble(stored: torch.Tensor, topology: Topology, piece: Share) -> torch.Tensor:
     """A box that lies in several places of the stored array, because padding lies between them."""
     found = torch.empty(piece.shape, dtype=stored.dtype)
     end = tuple(a + size for a, size in zip(piece.start, piece.shape, strict=True))

@@ -89,9 +89,9 @@ class Weights:
         """A tensor, placed as a topology says; this process reads only what it holds of it."""
         entry = self._entry(name)
         _check_fits(name, entry, topology)
-        stored = empty_stored(topology)
+        stored = make_room(topology)
         self._fill(name, topology, stored)
-        return _number(Tensor(topology, stored.to(WORLD.device) if topology.mesh.is_split else stored))
+        return _number(Tensor(topology, stored))
 
     def _fill(self, name: str, topology: Topology, stored: torch.Tensor) -> None:
         source = self._files[self._entry(name).file].get_slice(name)
@@ -123,6 +123,12 @@ class SavedWeights(Weights):
             opened.verify([(box.file, *box.span) for box, _ in jobs])
             for box, view in jobs:
                 opened.read(box, view)
+
+
+def make_room(topology: Topology) -> torch.Tensor:
+    """Memory for what this process holds, where it holds its blocks; its padding is zero, the rest is to be filled."""
+    stored = empty_stored(topology)
+    return stored.to(WORLD.device) if topology.mesh.is_split else stored
 
 
 def _check_fits(name: str, entry: Entry, topology: Topology) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from meshloom.errors import ArgumentError
 
@@ -61,15 +62,16 @@ def describe(folder: Path) -> list[str]:
     return lines
 
 
-def _kind(node: object) -> str:
+def _kind(node: Any) -> str:
     from meshloom.checkpoint.values import tag_of
 
     tag = tag_of(node)
-    if tag == "$optimizer":
-        return f"optimizer {node[tag]['class']}"  # type: ignore[index]
-    if tag is not None:
-        return {"$dense": "tensor"}.get(tag, tag.removeprefix("$"))
-    return f"{node!r:.60}" if not isinstance(node, (dict, list)) else f"{type(node).__name__} of {len(node)}"
+    if tag is None:
+        return f"{node!r:.60}" if not isinstance(node, (dict, list)) else f"{type(node).__name__} of {len(node)}"
+    inside = node[tag]
+    name = inside.get("class") if tag == "$optimizer" and isinstance(inside, dict) else None
+    kind = {"$dense": "tensor"}.get(tag, tag.removeprefix("$"))
+    return kind if name is None else f"{kind} {name!s:.60}"
 
 
 def spell_bytes(count: int) -> str:

@@ -66,11 +66,11 @@ def note_data(what: str, data: torch.Tensor) -> None:
 
     While every call is compared all of its values count, else some of them, so that it costs next to nothing.
     """
-    some = data if is_listening() or data.numel() <= SAMPLED else _some_of(data)
+    some = data if is_listening() or data.numel() <= SAMPLED else some_of(data)
     note(f"{PLAIN} {what} {tuple(data.shape)} {checksum(some):08x}", where())
 
 
-def _some_of(data: torch.Tensor) -> torch.Tensor:
+def some_of(data: torch.Tensor) -> torch.Tensor:
     """Elements from all over a tensor, at a distance that no power of two divides."""
     flat = data.detach().reshape(-1) if data.is_contiguous() else data.detach().flatten()[: 1 << 16]
     return flat[:: (flat.numel() // SAMPLED) | 1]

@@ -27,8 +27,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor, and the rank that writes it."""
+class Share:
+    """What one rank writes of a tensor: a box of it."""
 
     name: str
     start: Shape
@@ -46,7 +46,7 @@ class Held:
     ranks: tuple[int, ...]
 
 
-def assign(sources: Mapping[str, Source], count: int) -> list[Piece]:
+def assign(sources: Mapping[str, Source], count: int) -> list[Share]:
     """The pieces of some tensors, each with the rank of `count` that writes it.
 
     >>> from meshloom.mesh import Mesh
@@ -68,7 +68,7 @@ def assign(sources: Mapping[str, Source], count: int) -> list[Piece]:
         writers[number] = min(box.ranks, key=lambda rank: (loads[rank], rank))
         if len(box.ranks) > 1:
             loads[writers[number]] += nbytes
-    return [Piece(name, box.start, box.shape, writers[i], nbytes) for i, (name, box, nbytes) in enumerate(held)]
+    return [Share(name, box.start, box.shape, writers[i], nbytes) for i, (name, box, nbytes) in enumerate(held)]
 
 
 def _nbytes(source: Source, box: Held) -> int:
