@@ -31,8 +31,8 @@ help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name says; do \
 	    printf 'make %-7s %s\n' "$$name" "$$says"; done
 
-demo: $(STAMP) ## train a small GPT on a 2x4 mesh and show what happened
-	@$(BIN)/python examples/demo.py
+demo: $(STAMP) ## train a small Llama on 8 devices: plan, dry run, training, checkpoints, a sample
+	@$(BIN)/python examples/train_llama.py --checkpoints .demo
 
 check: $(TESTED) ## lint, types and the quick tests: two minutes, for daily work
 	@$(BIN)/ruff check .
@@ -49,6 +49,7 @@ test: $(TESTED) $(if $(CI),browser) ## lint, types, doctests and tests
 
 # The long runs draw new cases each time and print their seed; with SEED they draw the same again.
 full: test ## make test, then the long runs that do not fit into it: about an hour
+	@MESHLOOM_MODELS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nn/test_models.py
 	@$(MAKE) --no-print-directory soak CASES=20000 SEED=$(SEED)
 
 docs: $(DOCUMENTED) ## build the docs site into site/, strictly
@@ -67,7 +68,7 @@ soak: $(TESTED) ## CASES calls of ops and CASES programs (100000) from a new SEE
 	    tests/tensor/test_programs.py tests/ops/test_property.py tests/ops/test_op_db.py tests/ops/test_module_db.py
 
 clean: ## remove the environment, caches and build output
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .demo build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes in alone and pinned, before anything that asks for a range of it.

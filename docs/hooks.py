@@ -40,6 +40,7 @@ API = {
 }
 ROOMS = {
     "api/collectives.md": ("Collectives", "collectives"),
+    "api/checkpoint.md": ("Checkpoints", "checkpoint"),
     "api/fabric.md": ("Fabrics and machines", "fabric"),
     "api/runtime.md": ("The mesh runtime", "runtime"),
     "api/engines.md": ("Engines", "engines"),
@@ -103,7 +104,7 @@ def _public_names() -> dict[str, str]:
     """The classes and functions of `loom.*` without a page of their own, no ops, and where they are written."""
     names = [name for name in loom.__all__ if name not in loom._OPS or name in loom._LAZY]
     found = {name: _place(getattr(loom, name)) for name in names}
-    apart = ("meshloom.errors.", "meshloom.fabric.")
+    apart = ("meshloom.errors.", "meshloom.fabric.", "meshloom.checkpoint.")
     return {name: where for name, where in found.items() if where and not where.startswith(apart)}
 
 

@@ -78,8 +78,13 @@ _LAZY = {
         "communication record with_output choose use_fabric use_machine CommunicationWarning FallbackWarning".split(),
         "meshloom.observe.scopes",
     ),
+    **dict.fromkeys(("save", "Saving"), "meshloom.checkpoint.saving"),
+    **dict.fromkeys(("export",), "meshloom.checkpoint.exporting"),
+    "load": "meshloom.checkpoint.loading",
+    "latest": "meshloom.checkpoint.folders",
+    "RandomState": "meshloom.checkpoint.random_state",
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
-    **dict.fromkeys(("data",), "meshloom.nn"),
+    **dict.fromkeys("Plan data parallelize plans unparallelize".split(), "meshloom.nn"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
@@ -140,7 +145,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         found = getattr(import_module(_LAZY[name]), name)
-    elif name in ("checkpoint", "distributed", "extend", "ttnn"):
+    elif name in ("checkpoint", "distributed", "extend", "nn", "ttnn"):
         found = import_module(f"meshloom.{name}")
     elif name in _OPS:
         found = import_module("meshloom.tensor.named").find_named(name)

@@ -59,8 +59,11 @@ __all__ = [
     'PeerLostError',
     'Placement',
     'PlacementError',
+    'Plan',
     'RaceError',
+    'RandomState',
     'Replicate',
+    'Saving',
     'ScheduleError',
     'ShapeError',
     'Shard',
@@ -194,6 +197,7 @@ __all__ = [
     'expand',
     'explain',
     'expm1',
+    'export',
     'extend',
     'eye',
     'fabric',
@@ -254,6 +258,7 @@ __all__ = [
     'kl_div',
     'kthvalue',
     'l1_loss',
+    'latest',
     'layer_norm',
     'lcm',
     'ldexp',
@@ -282,6 +287,7 @@ __all__ = [
     'linalg_vector_norm',
     'linear',
     'linspace',
+    'load',
     'log',
     'log10',
     'log1p',
@@ -341,10 +347,12 @@ __all__ = [
     'open_mesh',
     'outer',
     'pad',
+    'parallelize',
     'parse',
     'permute',
     'pixel_shuffle',
     'pixel_unshuffle',
+    'plans',
     'poisson_nll_loss',
     'positive',
     'prelu',
@@ -373,6 +381,7 @@ __all__ = [
     'rot90',
     'rsqrt',
     'runtime',
+    'save',
     'scaled_dot_product_attention',
     'scatter',
     'scatter_add',
@@ -456,6 +465,7 @@ __all__ = [
     'unbind',
     'unflatten',
     'unfold',
+    'unparallelize',
     'unsqueeze',
     'use_fabric',
     'use_machine',
@@ -567,6 +577,9 @@ from meshloom.observe.scopes import CommunicationWarning as CommunicationWarning
 from meshloom.observe.dry_run import DryRun as DryRun
 from meshloom.observe.explain import Explanation as Explanation
 from meshloom.observe.scopes import FallbackWarning as FallbackWarning
+from meshloom.nn import Plan as Plan
+from meshloom.checkpoint.random_state import RandomState as RandomState
+from meshloom.checkpoint.saving import Saving as Saving
 from meshloom.observe.simulate import Simulation as Simulation
 from meshloom.tensor.gradient_sums import accumulate as accumulate
 def arange(*bounds: _float, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
@@ -587,6 +600,7 @@ from meshloom.observe.dry_run import dry_run as dry_run
 def empty(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def empty_like(input: torch.Tensor, **options: object) -> Tensor: ...
 from meshloom.observe.explain import explain as explain
+from meshloom.checkpoint.exporting import export as export
 def eye(n: _int, m: _int | None=None, **options: Any) -> Tensor: ...
 def from_buffer(buffer: MeshBuffer) -> Tensor: ...
 from meshloom.tensor.dtensors import from_device_mesh as from_device_mesh
@@ -594,13 +608,17 @@ def from_dtensor(dtensor: DTensor) -> Tensor: ...
 def from_local(parts: Parts, mesh: Mesh | None=None, placements: Placements | None=None) -> Tensor: ...
 def full(size: Sequence[_int], fill_value: _complex | torch.Tensor, *, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
 def full_like(input: torch.Tensor, fill_value: _complex | torch.Tensor, **options: Any) -> Tensor: ...
+from meshloom.checkpoint.folders import latest as latest
 def linspace(start: torch.Tensor | _float, end: torch.Tensor | _float, steps: _int, **options: Any) -> Tensor: ...
+from meshloom.checkpoint.loading import load as load
 def logspace(start: torch.Tensor | _float, end: torch.Tensor | _float, steps: _int, base: _float=10.0, **options: Any) -> Tensor: ...
 def multinomial(input: torch.Tensor, num_samples: _int, replacement: _bool=False, *, generator: torch.Generator | None=None) -> Tensor: ...
 def normal(mean: torch.Tensor | _float, std: torch.Tensor | _float=1.0, size: Sequence[_int] | None=None, *, generator: torch.Generator | None=None, **options: object) -> Tensor: ...
 def ones(*size: _int | Sequence[_int], dtype: torch.dtype | str | None=None, **options: Any) -> Tensor: ...
 def ones_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 from meshloom.tensor.creation import open_mesh as open_mesh
+from meshloom.nn import parallelize as parallelize
+from meshloom.nn import plans as plans
 from meshloom.processes.bindings import process as process
 def rand(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def rand_like(input: torch.Tensor, **options: object) -> Tensor: ...
@@ -610,10 +628,12 @@ def randn(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def randn_like(input: torch.Tensor, **options: object) -> Tensor: ...
 def randperm(n: _int, *, generator: torch.Generator | None=None, **options: Any) -> Tensor: ...
 from meshloom.observe.scopes import record as record
+from meshloom.checkpoint.saving import save as save
 from meshloom.processes.divergence import seconds_waited as seconds_waited
 from meshloom.observe.simulate import simulate as simulate
 from meshloom.comms.handles import stress as stress
 from meshloom.tensor.gradient_sums import synchronize as synchronize
+from meshloom.nn import unparallelize as unparallelize
 from meshloom.observe.scopes import use_fabric as use_fabric
 from meshloom.observe.scopes import use_machine as use_machine
 from meshloom.observe.scopes import with_output as with_output

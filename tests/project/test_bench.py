@@ -445,3 +445,15 @@ def test_a_wrong_argument_is_refused_before_anything_is_measured(
     with pytest.raises(SystemExit):
         bench("run").main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_few_bytes_is_saved_and_loaded_beside_the_same_bytes(bench: Any) -> None:
+    checkpoints = bench("checkpoints")
+    for deed in checkpoints.DEEDS:
+        pair = checkpoints.pair(deed, 1 << 20)
+        pair.ours()
+        pair.dense()
+    assert (checkpoints.place() / "checkpoint" / "index.json").is_file()
+    assert (checkpoints.place() / "baseline").stat().st_size == 1 << 20
+    assert checkpoints.peak_above(lambda: bytearray(1 << 26)) >= 1 << 25
+    assert [spec.goal.bound for spec in checkpoints.works((8,))] == [1.25] * 3

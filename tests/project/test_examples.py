@@ -9,12 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EASE_OF_USE = ("first.py", "strategies.py", "scale.py", "demo.py", "transformer.py", "cnn.py", "train.py")
+EASE_OF_USE = ("first.py", "strategies.py", "scale.py", "train_llama.py", "transformer.py", "cnn.py", "train.py")
 COLLECTIVES = frozenset(
     "all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter send recv send_recv shift "
     "all_gather_into_tensor reduce_scatter_tensor all_to_all_single barrier isend irecv".split()
@@ -56,31 +58,79 @@ def test_one_program_gives_one_answer_on_2_and_20_and_200_devices():
     assert "the same answer on every mesh" in printed
 
 
+LLAMA = ("train_llama.py", "--batch", "6", "--length", "16", "--sample", "0")
+
+
+def _curve(file: Path) -> dict[int, float]:
+    return {each["step"]: each["loss"] for each in map(json.loads, file.read_text().splitlines())}
+
+
 @pytest.mark.slow
-def test_the_demo_trains_a_gpt_compares_it_with_dense_and_shows_what_it_did():
-    printed = run_example("demo.py", "--steps", "6", "--sample", "20")
-    first, last = map(float, re.search(r"loss (\S+) -> (\S+) in 6 steps", printed).groups())
+def test_the_demo_predicts_trains_samples_and_shows_what_it_communicates(tmp_path):
+    report = tmp_path / "report.html"
+    printed = run_example(*LLAMA, "--steps", "6", "--sample", "20", "--plan", "tensor", "--report", str(report))
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+) at step 6", printed).groups())
     assert last < first
-    differences = [float(each) for each in re.findall(r"largest difference (\S+)", printed)]
-    assert len(differences) == 2 and max(differences) < 1e-4
-    for shown in ("Mesh(dp=2, tp=4)", "dp=* tp=3", "all_reduce(sum)", "chosen", "x dense", "transformer.py:"):
+    for shown in (
+        "plan tensor on Mesh(dp=2, tp=4)",
+        "predicted",
+        "tokens/s",
+        "exposed communication",
+        "all_reduce(sum)",
+    ):
         assert shown in printed
-    assert len(printed[printed.index("\nThe ") + 1 :].rstrip("\n")) == len("The ") + 20
+    assert "The mesh " in printed[printed.index("what it writes") :]
+    assert "<html" in report.read_text()
 
 
-def test_the_demo_tells_its_options_and_refuses_no_steps():
-    printed = run_example("demo.py", "--help")
-    assert "--steps" in printed and "tensor-2d" in printed
-    with pytest.raises(AssertionError, match="train at least one step"):
-        run_example("demo.py", "--steps", "0")
+def test_the_demo_tells_its_options_and_refuses_bad_ones():
+    printed = run_example("train_llama.py", "--help")
+    assert "--checkpoints" in printed and "fsdp+tensor" in printed
+    for wrong, said in (
+        (["--steps", "0"], "'0' is no number of at least 1"),
+        (["--mesh", "2xy"], "'2xy' is no shape such as 8 or 2x4"),
+        (["--mesh", "8", "--plan", "tensor"], "plan tensor has the axes dp, tp, so give as many sizes"),
+        (["--resume"], "--resume goes on from --checkpoints FOLDER"),
+    ):
+        with pytest.raises(AssertionError, match=re.escape(said)):
+            run_example("train_llama.py", *wrong)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_on_another_mesh_and_other_processes_with_the_same_losses(tmp_path):
+    whole, resumed, runs = (tmp_path / name for name in ("whole", "resumed", "runs"))
+    steps = ("--steps", "40")
+    run_example(*LLAMA, *steps, "--losses", str(whole), "--plan", "tensor")
+    command = [sys.executable, str(ROOT / "examples" / LLAMA[0]), *LLAMA[1:], *steps, "--every", "3"]
+    command += ["--checkpoints", str(runs)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    try:
+        while not (runs / "step-000003").is_dir():
+            assert process.poll() is None
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    launcher = [sys.executable, "-m", "meshloom", "run", "-n", "2", str(ROOT / "examples" / LLAMA[0]), *LLAMA[1:]]
+    again = (*steps, "--checkpoints", str(runs), "--resume", "--losses", str(resumed), "--every", "100")
+    done = subprocess.run(
+        [*launcher, *again, "--plan", "fsdp"], capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found, expected = _curve(resumed), _curve(whole)
+    assert 4 <= min(found) < max(found) == 40
+    for step, loss in found.items():
+        assert loss == pytest.approx(expected[step], rel=1e-4), step
 
 
 @pytest.mark.slow
 def test_an_interrupted_demo_stops_without_a_traceback():
-    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--steps", "5000"]
+    command = [sys.executable, str(ROOT / "examples" / LLAMA[0]), *LLAMA[1:], "--steps", "5000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
-        assert process.stdout.readline().startswith("step    0")
+        for line in process.stdout:
+            if line.startswith("step     1"):
+                break
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=120)
     finally:
@@ -88,6 +138,20 @@ def test_an_interrupted_demo_stops_without_a_traceback():
         process.wait()
     assert (process.returncode, errors) == (130, "")
     assert said.endswith("stopped\n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="no nbclient here")
+def test_the_notebook_runs_from_top_to_bottom():
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "examples" / "train_llama.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(ROOT / "examples")}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "the same losses" in printed
+    assert not [each for each in outputs if each.output_type == "error"]
 
 
 @pytest.mark.slow

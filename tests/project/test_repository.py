@@ -18,7 +18,7 @@ REQUIRED = (
     ".ci/run CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md constraints.txt pyproject.toml "
     "docs/dependencies.md docs/from_scratch.md docs/layout.md docs/placements.md docs/planner.md docs/training.md "
     ".github/workflows/test.yml .github/pull_request_template.md .pre-commit-config.yaml mkdocs.yml "
-    "examples/demo.py src/meshloom/py.typed"
+    "examples/train_llama.py src/meshloom/py.typed"
 ).split()
 TEXTS = (".py", ".md", ".toml", ".txt", ".cfg", ".json", ".yml", ".yaml", ".sh", "")
 

@@ -139,7 +139,7 @@ def test_a_tensor_of_two_processes_is_refused_by_one_at_its_first_use():
         assert caught.value.headline == "a mesh over 2 processes is used by 1"
 
 
-SPLIT = "a tensor that is split over processes cannot be pickled, saved or sent"
+SPLIT = "a tensor that is split over processes cannot be pickled or sent"
 
 
 def _trained(mesh: loom.Mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -151,8 +151,7 @@ def _trained(mesh: loom.Mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _check_refused(act: Callable[[], Any], where: str) -> None:
-    """Ours, or torch's report that has ours from every rank in it."""
-    with pytest.raises((UnsupportedError, dcp.CheckpointException)) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         act()
     assert SPLIT in str(caught.value) and "x.to_torch() on all ranks" in str(caught.value), where
 
@@ -176,16 +175,10 @@ def files_of_split_tensors(folder: str) -> int:
         _check_refused(lambda value=value: pickle.dumps(value), name)
         _check_refused(lambda value=value: ForkingPickler.dumps(value), name)
         _check_refused(lambda value=value: torch.save(value, io.BytesIO()), name)
-    for name in ("tensor", "parameter", "state", "optimizer"):
-        value = {name: kept[name]}
-        _check_refused(lambda value=value, name=name: dcp.save(value, checkpoint_id=f"{folder}/{name}"), name)
     for copied in (copy.copy, copy.deepcopy):
         for value in (split, partial, model[0].weight, model[0].weight.grad):
             torch.testing.assert_close(copied(value).to_torch(), value.to_torch())
     torch.testing.assert_close(copy.deepcopy(model)[0].weight.to_torch(), model[0].weight.to_torch())
-    dense = {"x": model[0].weight.detach().to_torch()}
-    dcp.save(dense, checkpoint_id=f"{folder}/dense")
-    _check_refused(lambda: dcp.load({"x": model[0].weight}, checkpoint_id=f"{folder}/dense"), "loaded into a part")
     full = split.redistribute("R")
     assert pickle.loads(pickle.dumps(full)).tolist() == [0.0, 1.0, 2.0, 3.0]
     dcp.save({"full": full}, checkpoint_id=f"{folder}/full")

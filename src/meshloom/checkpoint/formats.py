@@ -1,6 +1,8 @@
-"""Dtypes as safetensors spells them, in both directions."""
+"""Dtypes as safetensors spells them, and arrays as bytes."""
 
 from __future__ import annotations
+
+from meshloom.types import Shape, itemsize, numel
 
 # our names, and torch's where we have none of our own
 _NAMES = {
@@ -43,3 +45,25 @@ def spell_dtype(dtype: str) -> str | None:
     ('F32', None)
     """
     return _SPELLED.get(dtype)
+
+
+def carry(dtype: str, shape: Shape) -> tuple[str, Shape] | None:
+    """How a file names a tensor's elements: a dtype that files do not have is written as one that they have.
+
+    >>> carry("f32", (3,)), carry("c128", (3,)), carry("quint8", (3,))
+    (('F32', (3,)), ('F64', (3, 2)), None)
+    """
+    if dtype == "c128":
+        return "F64", (*shape, 2)  # the real and the imaginary part
+    spelled = spell_dtype(dtype)
+    return None if spelled is None else (spelled, shape)
+
+
+def is_known(dtype: str) -> bool:
+    """Whether files can hold a dtype."""
+    return carry(dtype, ()) is not None
+
+
+def nbytes(dtype: str, shape: Shape) -> int:
+    """The bytes of a tensor."""
+    return numel(shape) * itemsize(dtype)

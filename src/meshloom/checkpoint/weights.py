@@ -1,21 +1,25 @@
 """Files of weights, read by slices: `open_weights` takes safetensors files or a folder of them.
 
 Files are mapped into memory, and a read touches the pages of the slices that this process holds and no others. What a
-header says is compared with the file when it is opened; nothing is unpickled.
+header says is compared with the file when it is opened; nothing is unpickled. The weights of a checkpoint of ours are
+read too, checksums and all.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
+from meshloom.checkpoint.exporting import weights_of
+from meshloom.checkpoint.files import open_files
 from meshloom.checkpoint.formats import read_dtype
+from meshloom.checkpoint.index import NAME, Index, Saved, read_index, read_json
 from meshloom.comms import WORLD
 from meshloom.engines.layout import empty_stored
 from meshloom.errors import ArgumentError, CheckpointError, closest
@@ -26,7 +30,6 @@ from meshloom.types import Shape
 
 Path_ = str | os.PathLike[str]
 INDEX = ".safetensors.index.json"
-LARGEST_INDEX = 1 << 28  # bytes; the largest public models have less than one percent of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +89,40 @@ class Weights:
         """A tensor, placed as a topology says; this process reads only what it holds of it."""
         entry = self._entry(name)
         _check_fits(name, entry, topology)
-        source = self._files[entry.file].get_slice(name)
         stored = empty_stored(topology)
+        self._fill(name, topology, stored)
+        return _number(Tensor(topology, stored.to(WORLD.device) if topology.mesh.is_split else stored))
+
+    def _fill(self, name: str, topology: Topology, stored: torch.Tensor) -> None:
+        source = self._files[self._entry(name).file].get_slice(name)
         for extent in extents(topology):
             stored[extent.stored].copy_(source[extent.slices] if extent.shape else source[...])
-        return _number(Tensor(topology, stored.to(WORLD.device) if topology.mesh.is_split else stored))
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             raise CheckpointError(f"there is no tensor {name!r} in {self!r}", fix=closest(name, self._entries))
         return self._entries[name]
+
+
+class SavedWeights(Weights):
+    """The weights of a checkpoint of ours: any pieces into any placements, once their checksums are compared."""
+
+    def __init__(self, index: Index, tensors: Mapping[str, Saved]) -> None:
+        where = str(index.place)
+        super().__init__(index.files, {key: Entry(where, each.shape, each.dtype) for key, each in tensors.items()})
+        self._index, self._tensors = index, tensors
+
+    def _fill(self, name: str, topology: Topology, stored: torch.Tensor) -> None:
+        saved = self._tensors[name]
+        with open_files(self._index) as opened:
+            jobs = [
+                (box, stored[extent.stored][inside])
+                for extent in extents(topology)
+                for box, inside in opened.boxes(saved, extent.start, extent.stop)
+            ]
+            opened.verify([(box.file, *box.span) for box, _ in jobs])
+            for box, view in jobs:
+                opened.read(box, view)
 
 
 def _check_fits(name: str, entry: Entry, topology: Topology) -> None:
@@ -115,14 +142,18 @@ def _check_fits(name: str, entry: Entry, topology: Topology) -> None:
         )
 
 
-def open_weights(path: Path_ | Iterable[Path_]) -> Weights:
+def open_weights(path: Path_ | Iterable[Path_], *, part: str | None = None) -> Weights:
     """The tensors of one safetensors file, of several, or of a folder of them (with or without an index).
 
-    A folder of Hugging Face has its index beside the files, which says where each tensor is. Opening reads the headers;
-    `read` then reads slices.
+    A folder of Hugging Face has its index beside the files, which says where each tensor is. Of a checkpoint of ours it
+    is the weights of the module in it; `part` names the module if there are several. Opening reads the headers; `read`
+    then reads slices.
     """
     if isinstance(path, (str, os.PathLike)):
         place = Path(path)
+        if (place / NAME).is_file():
+            index = read_index(place)
+            return SavedWeights(index, weights_of(index, part))
         return _open_folder(place) if place.is_dir() else _open_files([place])
     if not isinstance(path, Iterable):
         raise ArgumentError(
@@ -197,20 +228,6 @@ def check_plain_name(index: Path, file: str) -> None:
         raise CheckpointError(
             f"{index}: it names a file outside of its folder, {file!r:.80}", fix="do not trust where it came from"
         )
-
-
-def read_json(file: Path) -> Any:
-    """What a file of JSON says; an error that begins with its name."""
-    try:
-        if file.stat().st_size > LARGEST_INDEX:
-            raise CheckpointError(f"{file}: it has {file.stat().st_size} bytes, which no index has")
-        return json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: there is no such file") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: it cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: it is not JSON that can be read: {error}", fix="fetch it again") from None
 
 
 def _open(place: Path) -> Any:

@@ -1,5 +1,7 @@
-"""From a model to a mesh: plans of models, and what carries them out. Start with `Plan` and `parallelize`."""
+"""From a model to a mesh: plans of models, what carries them out, and data. Start with `Plan` and `parallelize`."""
 
-from meshloom.nn import data
+from meshloom.nn import data, plans
+from meshloom.nn.parallelize import mesh_of, parallelize, plan_of, unparallelize
+from meshloom.nn.plan import Plan
 
-__all__ = ["data"]
+__all__ = ["Plan", "data", "mesh_of", "parallelize", "plan_of", "plans", "unparallelize"]

@@ -27,18 +27,12 @@ def refuse_part(topology: Topology) -> None:
     """An error if this process holds only a part: a file or a message would pass it off as the whole tensor."""
     if not topology.is_whole:
         raise UnsupportedError(
-            "a tensor that is split over processes cannot be pickled, saved or sent: each process has its own part",
+            "a tensor that is split over processes cannot be pickled or sent: each process has its own part",
             tensor=topology,
             here=f"{topology.mesh.local_offset} and on, a box of {topology.mesh.local_shape}",
-            fix="full = x.to_torch() on all ranks, torch.save(full, file) on one; after torch.load on all ranks, "
-            "loom.distribute(full, mesh, placements)",
+            fix="loom.save(state, folder) and torch.distributed.checkpoint write a part of each process; for one file: "
+            "full = x.to_torch() on all ranks, torch.save(full, file) on one",
         )
-
-
-def refuse_checkpoint(tensor: Any) -> Any:
-    """What `torch.distributed.checkpoint` finds where it asks a tensor for its parts; a whole tensor has none."""
-    refuse_part(tensor.topology)
-    raise AttributeError("a whole tensor is saved and loaded as a value")
 
 
 _make: Callable[..., Any] = private.make_wrapper
@@ -243,9 +237,6 @@ class Tensor(torch.Tensor):
 
     def _value(self) -> tuple[Topology, torch.Tensor, bool]:
         return self.topology, self._data.detach(), self._data.requires_grad
-
-    __create_write_items__ = property(refuse_checkpoint)
-    __create_chunk_list__ = property(refuse_checkpoint)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         name = "Parameter containing:\nTensor" if self._is_param else "Tensor"

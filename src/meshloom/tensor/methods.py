@@ -22,7 +22,7 @@ from meshloom.ops import ALIASES, OPS
 from meshloom.placement import Topology
 from meshloom.processes.divergence import STORY
 from meshloom.runtime import state
-from meshloom.tensor import dtensors
+from meshloom.tensor import distributed_checkpoint, dtensors
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import INPLACE, OVERLOADS, invoke, is_written
 from meshloom.tensor.creation import place
@@ -445,6 +445,7 @@ _OWN: dict[str, Any] = {
     "__torch_dispatch__": classmethod(_torch_dispatch),
     "where": lambda self, condition, other: invoke("where", (condition, self, other), {}),
     **dtensors.METHODS,
+    **distributed_checkpoint.METHODS,
 }
 
 _attach()

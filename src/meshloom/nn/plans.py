@@ -1,0 +1,200 @@
+"""`loom.plans`: plans that come with meshloom, made for a model and a mesh. Each is a `Plan` to print, edit and save.
+
+| name | batch | parameters |
+|---|---|---|
+| `data` | rows over every axis | replicated |
+| `fsdp` | rows over every axis | dim 0 over every axis |
+| `hsdp` | rows over every axis | dim 0 over the sharding axis, replicated over the others |
+| `tensor` | rows over the data axes | columns and rows over the tensor axis |
+| `tensor+sequence` | as `tensor` | as `tensor`; between blocks the sequence lies over the tensor axis |
+| `fsdp+tensor` | as `tensor` | as `tensor`, the other dim over the data axes |
+| `context` | rows over the data axes, dim 1 over the context axis | replicated; attention goes around the ring |
+
+Axes go by their names: `tp`, `tensor`, `model` or `mp` is a tensor axis, `fsdp`, `shard` or `sharded` a sharding axis,
+`cp`, `context`, `sp`, `sequence` or `seq` a context axis. If a mesh has no such name, it is the last axis. The
+others are data axes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from torch import nn
+
+from meshloom.errors import ArgumentError, MeshError, closest
+from meshloom.mesh import Mesh
+from meshloom.nn.lines import Lines, brief
+from meshloom.nn.patterns import fold
+from meshloom.nn.plan import Plan
+from meshloom.nn.roles import Role, blocks_of, roles_of
+from meshloom.nn.styles import from_huggingface, from_torch
+from meshloom.placement import Placement, Shard
+
+_TENSOR = ("tp", "tensor", "model", "mp")
+_SHARDED = ("fsdp", "shard", "sharded")
+_CONTEXT = ("cp", "context", "sp", "sequence", "seq")
+
+
+def named(name: str, module: nn.Module, mesh: Mesh) -> Plan:
+    """The plan of a name, for a model and a mesh.
+
+    >>> from meshloom import Mesh
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    >>> print(named("tensor", model, Mesh(dp=2, tp=4)))
+    batch      dp=S(0)
+    parameter  0.weight  tp=S(0)
+    parameter  0.bias    tp=S(0)
+    parameter  2.weight  tp=S(1)
+    """
+    if name not in NAMES:
+        raise ArgumentError(f"there is no plan {name!r}", fix=closest(name, NAMES))
+    return NAMES[name](module, mesh)
+
+
+def as_plan(given: object, module: nn.Module, mesh: Mesh) -> Plan:
+    """The plan that somebody means: a plan, its name, a dict of patterns, or the path of a TOML file."""
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, Mapping):
+        return Plan(given)
+    if isinstance(given, str) and given in NAMES:
+        return named(given, module, mesh)
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".toml")):
+        return Plan.from_toml(Path(given))
+    if isinstance(given, str):
+        raise ArgumentError(f"there is no plan {given!r}", fix=f"{closest(given, NAMES)}; a file ends in .toml")
+    raise ArgumentError(f"plan={given!r:.80} is no plan", fix="give a Plan, a name, a dict of patterns or a TOML file")
+
+
+def _data(module: nn.Module, mesh: Mesh) -> Plan:
+    return Plan(batch=_rows(mesh.axes))
+
+
+def _fsdp(module: nn.Module, mesh: Mesh) -> Plan:
+    return Plan(_first_dims(module, mesh.axes), batch=_rows(mesh.axes), units=_units(module))
+
+
+def _hsdp(module: nn.Module, mesh: Mesh) -> Plan:
+    _need_two("hsdp", mesh, ("dp", "fsdp"))
+    sharded = _axis(mesh, _SHARDED)
+    return Plan(_first_dims(module, [sharded]), batch=_rows(mesh.axes), units=_units(module))
+
+
+def _tensor(module: nn.Module, mesh: Mesh) -> Plan:
+    axis = _axis(mesh, _TENSOR)
+    return Plan(_by_role(module, axis, ()), batch=_rows(_others(mesh, axis)))
+
+
+def _tensor_sequence(module: nn.Module, mesh: Mesh) -> Plan:
+    axis = _axis(mesh, _TENSOR)
+    outputs: Lines = {layer: {axis: Shard(_sequence_dim(module, layer))} for layer in _writers(module)}
+    asked = brief(outputs, {name: outputs.get(name) for name, _ in module.named_modules()})
+    return Plan(_by_role(module, axis, ()), batch=_rows(_others(mesh, axis)), outputs=asked)
+
+
+def _fsdp_tensor(module: nn.Module, mesh: Mesh) -> Plan:
+    _need_two("fsdp+tensor", mesh, ("fsdp", "tp"))
+    axis = _axis(mesh, _TENSOR)
+    data = _others(mesh, axis)
+    return Plan(_by_role(module, axis, data), batch=_rows(data), units=_units(module))
+
+
+def _context(module: nn.Module, mesh: Mesh) -> Plan:
+    axis = _axis(mesh, _CONTEXT)
+    return Plan(batch={**_rows(_others(mesh, axis)), axis: Shard(1)})
+
+
+NAMES: dict[str, Callable[[nn.Module, Mesh], Plan]] = {
+    "data": _data,
+    "fsdp": _fsdp,
+    "hsdp": _hsdp,
+    "tensor": _tensor,
+    "tensor+sequence": _tensor_sequence,
+    "fsdp+tensor": _fsdp_tensor,
+    "context": _context,
+}
+
+
+# Axes
+
+
+def _axis(mesh: Mesh, names: Iterable[str]) -> str:
+    return next((axis for axis in names if axis in mesh.axes), mesh.axes[-1])
+
+
+def _others(mesh: Mesh, axis: str) -> list[str]:
+    return [each for each in mesh.axes if each != axis]
+
+
+def _rows(axes: Iterable[str]) -> dict[str, Placement]:
+    return {axis: Shard(0) for axis in axes}
+
+
+def _need_two(name: str, mesh: Mesh, axes: tuple[str, str]) -> None:
+    if mesh.ndim < 2:
+        raise MeshError(
+            f"the plan {name!r} needs a mesh of two axes", mesh=mesh, fix=f"loom.open_mesh((2, 4), axes={axes!r})"
+        )
+
+
+# Parameters
+
+
+def _first_dims(module: nn.Module, axes: Iterable[str]) -> Lines:
+    """Everything by its first dim; single numbers have none."""
+    single: Lines = {name: {} for name, parameter in module.named_parameters() if not parameter.dim()}
+    return {**single, "**": _rows(axes)}
+
+
+def _by_role(module: nn.Module, axis: str, data: Iterable[str]) -> Lines:
+    """Columns and rows over one axis; over data axes, if any, the other dim of each matrix, or the first."""
+    roles = roles_of(module)
+    if not roles:
+        layers = [name for name, layer in module.named_modules() if not list(layer.children())]
+        raise ArgumentError(
+            f"no layer of this {type(module).__name__} is known to read or to write the input of a block",
+            layers=fold(layers),
+            fix="write the plan: loom.Plan({'**.first.weight': 'tp=S(0)', '**.second.weight': 'tp=S(1)'})",
+        )
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    where = {}
+    for name, parameter in module.named_parameters():
+        role = next((roles[each] for each in names[id(parameter)] if each in roles), None)
+        where[name] = _of_one(role, parameter.dim(), axis, tuple(data))
+    return brief({name: axes for name, axes in where.items() if axes}, where)
+
+
+def _of_one(role: Role | None, dims: int, axis: str, data: tuple[str, ...]) -> dict[str, Placement]:
+    if role is None:
+        return {each: Shard(0) for each in data} if dims else {}
+    rest = {} if role.other is None else {each: Shard(role.other) for each in data}
+    return {axis: Shard(role.dim), **rest}
+
+
+# Modules
+
+
+def _units(module: nn.Module) -> list[str]:
+    return [f"{name}.*" for name in blocks_of(module)]
+
+
+def _writers(module: nn.Module) -> list[str]:
+    """The modules whose results go from block to block: layers that write, and vocabularies that are looked up."""
+    inner = ("expert", "x_proj")  # what they write does not leave their block
+    roles = [role for role in roles_of(module).values() if role.kind == "row"]
+    roles = [role for role in roles if not any(word in role.layer for word in inner)]
+    tables = [name for name, layer in module.named_modules() if isinstance(layer, nn.Embedding)]
+    looked_up = [role.layer for role in roles_of(module).values() if role.layer in tables]
+    return list(dict.fromkeys([*looked_up, *(role.layer for role in roles)]))
+
+
+def _sequence_dim(module: nn.Module, layer: str) -> int:
+    found = module.get_submodule(layer)
+    return 0 if isinstance(found, nn.MultiheadAttention) and not found.batch_first else 1
+
+
+__all__ = ["NAMES", "from_huggingface", "from_torch", "named"]
