@@ -7,6 +7,7 @@ mesh and on any number of processes. What no initialiser writes is refused by na
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,21 +32,21 @@ def make_room(value: torch.Tensor, mesh: Mesh, axes: Axes) -> Tensor:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a tensor looked like before initialisers ran."""
+    """What a tensor looked like before initialisers ran; its array is not kept alive, as it may be replaced."""
 
     tensor: Tensor
-    array: torch.Tensor
+    array: weakref.ref[torch.Tensor]
     version: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Mark:
-        return cls(tensor, tensor._data, tensor._data._version)
+        return cls(tensor, weakref.ref(tensor._data), tensor._data._version)
 
     @property
     def is_written(self) -> bool:
         """Whether somebody has written all of it; of integers, any of it."""
         now = self.tensor._data
-        if now is self.array and now._version == self.version:
+        if now is self.array() and now._version == self.version:
             return False
         numbers = now.is_floating_point() or now.is_complex()
         return not (numbers and bool(self.tensor.isnan().any()))
@@ -56,7 +57,7 @@ def fill(module: torch.nn.Module, empty: Mapping[str, Tensor]) -> None:
     marks = {name: _Mark.of(tensor) for name, tensor in empty.items()}
     lacking = {id(tensor) for tensor in empty.values()}
     with torch.no_grad():
-        _initialise(module, lacking)
+        _initialise(module, lacking, _first_owners(module))
     missed = [name for name, mark in marks.items() if not mark.is_written]
     if missed:
         raise ArgumentError(
@@ -66,17 +67,30 @@ def fill(module: torch.nn.Module, empty: Mapping[str, Tensor]) -> None:
         )
 
 
-def _initialise(module: torch.nn.Module, lacking: set[int]) -> None:
-    """Children first, as they are built; a model of transformers initialises all that is in it."""
-    if not any(id(tensor) in lacking for tensor in _tensors(module)):
+def _initialise(module: torch.nn.Module, lacking: set[int], first: Mapping[int, torch.nn.Module]) -> None:
+    """Children first, as they are built; a model of transformers initialises all that is in it.
+
+    A tied tensor is left to the module that has it first, or to modules around that one.
+    """
+    inside = set(module.modules())
+    own = {key for key in lacking if first[key] in inside}
+    if not own:
         return
     run = _initialiser(module)
     if run is None or not _is_pretrained(module):
         for child in module.children():
-            _initialise(child, lacking)
+            _initialise(child, lacking, first)
     if run is not None:
-        with _kept(module, lacking):
+        with _kept(module, own):
             run()
+
+
+def _first_owners(module: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    found: dict[int, torch.nn.Module] = {}
+    for owner in module.modules():
+        for tensor in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)):
+            found.setdefault(id(tensor), owner)
+    return found
 
 
 def _is_pretrained(module: Any) -> bool:
