@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import threading
@@ -15,6 +16,7 @@ import torch
 
 import meshloom as loom
 import model_matrix
+from meshloom import Plan
 
 
 def matrix(cases: list[tuple[str, str]], axes: tuple[str, ...] = ("tp",)) -> list[str]:
@@ -57,6 +59,36 @@ def memory_used(way: str, file: str, plan: str) -> dict[str, int]:
         loom.parallelize(model, mesh, plan, weights=file if way == "files" else None)
     held = sum(p._data.untyped_storage().nbytes() for p in model.parameters())
     return {"held": held, "peak": watch.peak}
+
+
+def life() -> dict[str, str]:
+    """Modules that go to a mesh of two processes, train there and come back whole; where a weight lay, by plan."""
+    from test_parallelize import check_same, gradients, letters, net, refusal
+
+    found = {}
+    meshes = {1: loom.open_mesh((2,), axes=("tp",)), 2: loom.open_mesh((2, 2), axes=("dp", "tp"), processes=(1, 2))}
+    extra = {
+        "activations": Plan(
+            {"**.up.weight": "tp=S(0)", "**.down.weight": "tp=S(1)"}, "dp=S(0)",
+            inputs={"blocks.*.norm": "tp=S(1)"}, outputs={"blocks.*.down": "tp=S(1)"},
+        ),
+        "recompute": Plan({"**.weight": "tp=S(0)"}, "dp=S(0), tp=S(1)", recompute=["blocks.*"]),
+    }  # fmt: skip
+    for name in (*loom.plans.NAMES, *extra):
+        mesh = meshes[2] if name in (*model_matrix.FLAT, *extra) else meshes[1]
+        assert mesh.is_split
+        dense = net()
+        ours = loom.parallelize(copy.deepcopy(dense), mesh, extra.get(name, name))
+        other = copy.deepcopy(ours)
+        check_same(gradients(ours, letters()), gradients(dense, letters()))
+        check_same({"y": other(letters()).to_torch()}, {"y": dense(letters())})
+        found[name] = ours.blocks[0].down.weight.topology.notation
+        told = refusal(lambda model=ours, mesh=mesh: loom.parallelize(model, mesh, "data"))
+        assert "is on a mesh already" in told
+        loom.unparallelize(ours)
+        assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), dense.parameters(), strict=True))
+        check_same(gradients(ours, letters()), gradients(dense, letters()))
+    return found
 
 
 class Watch:
