@@ -395,6 +395,11 @@ def test_a_program_that_ends_waits_for_its_save_and_a_failure_is_an_exit_code(tm
         assert loom.load(tmp_path / "a", into={"x": torch.zeros(1000)})["x"].sum() == 1000
 
 
+@pytest.mark.slow
+def test_processes_communicate_while_their_threads_save(tmp_path):
+    assert ranks.run(2, "checkpoint_cases:work_while_saving", str(tmp_path)) == [30, 30]
+
+
 # Progress
 
 
