@@ -49,6 +49,7 @@ SHARDED = tuple(
     for tokens in ("many", "few")
     for work in ("sharded step", "sharded forward keeps", "sharded peak")
 )
+LINKED = (("deep MLP step", "DDP, over 1 Gbit/s"), ("exposed sums", "of all, over 1 Gbit/s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ ALL = (
 # Both sides run on the same processes: a row holds our time and theirs.
 PROCESS_PEER = Peer(PROCESSES, "benchmarks.processes", (2,), TOGETHER, limit=300.0)
 SHARDING_PEER = Peer(PROCESSES, "benchmarks.sharding", (2, 4), SHARDED, limit=600.0)
+LINK_PEER = Peer(PROCESSES, "benchmarks.link", (2,), LINKED)
+ON_PROCESSES = (PROCESS_PEER, SHARDING_PEER, LINK_PEER)
 
 
 def answers(peer: Peer, ranks: int, scale: float) -> Iterator[Row]:

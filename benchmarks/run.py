@@ -78,7 +78,7 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
     works = [spec for spec in _specs(devices) if _wanted(spec.name, only)]
     asked = [(peer, count) for peer in peers.ALL for count in peer.ranks if count in devices and _wanted(PEERS, only)]
     if _wanted(PROCESSES, only):
-        together = (peers.PROCESS_PEER, peers.SHARDING_PEER)
+        together = peers.ON_PROCESSES
         asked += [(peer, count) for peer in together for count in peer.ranks]
     predicts = moves.DEVICES in devices and _wanted(PREDICTED, only)
     quick = scale < 1

@@ -285,3 +285,22 @@ def test_show_verify_and_export_from_the_command_line(tmp_path, saved, capsys):
     assert main(["checkpoint", "verify", str(tmp_path / "absent")]) == 1
     assert "there is no such file" in capsys.readouterr().err
     assert verify(saved).nbytes > 1000
+
+
+def test_transformers_reads_an_export(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.arange(12)[None] % 40
+    wanted = model(tokens).logits.detach()
+    loom.parallelize(model, Mesh(tp=2), "tensor")
+    loom.save({"model": model}, tmp_path / "step-000001")
+    loom.export(tmp_path / "step-000001", tmp_path / "hub", layout="huggingface", max_shard="8KB")
+    config.save_pretrained(tmp_path / "hub")
+    read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hub").eval()
+    torch.testing.assert_close(read(tokens).logits, wanted)
+    assert read.lm_head.weight is read.model.embed_tokens.weight

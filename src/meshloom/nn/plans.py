@@ -147,8 +147,9 @@ def _need_two(name: str, mesh: Mesh, axes: tuple[str, str]) -> None:
 
 def _first_dims(module: nn.Module, axes: Iterable[str]) -> Lines:
     """Everything by its first dim; single numbers have none."""
-    single: Lines = {name: {} for name, parameter in module.named_parameters() if not parameter.dim()}
-    return {**single, "**": _rows(axes)}
+    parameters = dict(module.named_parameters())
+    single: Lines = {name: {} for name, parameter in parameters.items() if not parameter.dim()}
+    return single if len(single) == len(parameters) else {**single, "**": _rows(axes)}
 
 
 def _by_role(module: nn.Module, axis: str, data: Iterable[str]) -> Lines:
