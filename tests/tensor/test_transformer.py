@@ -151,9 +151,9 @@ def test_real_processes_give_the_same_losses_and_one_call_per_bucket(count, dens
         assert split == SPLITS[count]
         for plan in plans:
             check_close(losses[plan], dense[:20])
-        # the sum and the count of the loss, and all gradients in one buffer; four per layer where processes split tp
+        # the sum and the count of the loss in one message, all gradients in one; four per layer where processes split tp
         layers = 4 * LAYERS if SPLITS[count][1] > 1 else 0
-        assert calls == {"all_reduce of 2": 2 + 1 + layers}
+        assert calls == {"all_reduce of 2": 1 + 1 + layers}
 
 
 def test_the_text_is_sampled_alike_from_the_mesh_and_from_dense():

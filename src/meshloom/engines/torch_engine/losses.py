@@ -115,7 +115,7 @@ def _reduce_batch(
     topology = local.topology("input")
     batch = sorted(axis for dim in range(input.dim()) if dim != classes for axis in topology.axes_of[dim])
     peers = local.peers.along(topology.mesh, batch)
-    total, count = peers.sum(each.sum()), peers.sum(counted.sum())
+    total, count = peers.sum(torch.stack([each.sum(), counted.sum().to(each.dtype)])).unbind()  # one message
     none = count == 0  # nan, as torch has it, and a gradient of zero
     return torch.where(none, math.nan, total / torch.where(none, 1, count)).to(input.dtype)
 
