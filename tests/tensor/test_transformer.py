@@ -151,7 +151,7 @@ def test_real_processes_give_the_same_losses_and_one_call_per_bucket(count, dens
         assert split == SPLITS[count]
         for plan in plans:
             check_close(losses[plan], dense[:20])
-        # the sum and the count of the loss in one message, all gradients in one; four per layer where processes split tp
+        # the sum and the count of the loss in one, all gradients in one; four per layer where processes split tp
         layers = 4 * LAYERS if SPLITS[count][1] > 1 else 0
         assert calls == {"all_reduce of 2": 1 + 1 + layers}
 
