@@ -71,6 +71,8 @@ def of_peer(work: str, devices: int) -> Goal | None:
 PROCESS_ADD = Goal("ratio", 0.333)
 PROCESS_EXTRA = Goal("ratio", 0.1)  # of the add: what is paid over plain torch on the same shard
 PROCESS_WORK = Goal("ratio", 1.05)
+PROCESS_LINK = Goal("ratio", 1.02)  # beside DDP over a slow link
+EXPOSED = Goal("ratio", 0.5)  # of the sums of gradients, over that link
 
 
 def of_processes(work: str, detail: str) -> Goal | None:
@@ -79,4 +81,6 @@ def of_processes(work: str, detail: str) -> Goal | None:
         return None
     if "over dense" in detail:
         return PROCESS_EXTRA
+    if "Gbit" in detail:
+        return EXPOSED if work.startswith("exposed") else PROCESS_LINK
     return PROCESS_ADD if work == "add" else PROCESS_WORK

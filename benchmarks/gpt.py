@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from examples.transformer import GPT, PLANS, ParallelPlan, Text, Trainer
+from examples.transformer import GPT, PLANS, Text, Trainer
 
 import meshloom as loom
 from benchmarks import goals
 from benchmarks.goals import Goal
 from benchmarks.timing import Work
 from benchmarks.works import Pair, Spec, check_models
-from meshloom import Shard
+from meshloom import Plan, Shard
 
 WIDTH, HEADS, HIDDEN, LAYERS = 128, 8, 256, 2
 ROWS, LENGTH = 128, 32  # a row for every device
-DATA = ParallelPlan({"dp": Shard(0)})
+DATA = Plan(batch={"dp": Shard(0)})
 
 
 def works(devices: Sequence[int]) -> list[Spec]:
@@ -29,7 +29,7 @@ def works(devices: Sequence[int]) -> list[Spec]:
     return listed
 
 
-def _spec(detail: str, shape: tuple[int, ...], axes: tuple[str, ...], plan: ParallelPlan, goal: Goal) -> Spec:
+def _spec(detail: str, shape: tuple[int, ...], axes: tuple[str, ...], plan: Plan, goal: Goal) -> Spec:
     def make() -> Pair:
         return sides(loom.open_mesh(shape, axes=axes), plan)
 
@@ -37,7 +37,7 @@ def _spec(detail: str, shape: tuple[int, ...], axes: tuple[str, ...], plan: Para
     return spec.held_to(goal)
 
 
-def sides(mesh: loom.Mesh, plan: ParallelPlan) -> Pair:
+def sides(mesh: loom.Mesh, plan: Plan) -> Pair:
     """Both steps, after one of each whose parameters were compared."""
     text = Text()
     model = GPT(len(text.letters), WIDTH, HEADS, HIDDEN, LAYERS)

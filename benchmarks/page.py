@@ -55,11 +55,14 @@ def figures(conditions: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def _processes(rows: Sequence[Row]) -> list[str]:
     together = [row for row in rows if row.who == PROCESSES]
-    if not together:
-        return []
+    counts = dict.fromkeys(row.devices for row in together)
+    return [_on_processes([row for row in together if row.devices == count]) for count in counts]
+
+
+def _on_processes(rows: Sequence[Row]) -> str:
     head = ("work", "against", "ours", "theirs", "ratio", "theirs / ours", "goal", "")
-    lines = [[*process_line(row), _verdict([row])] for row in together]
-    return [f"### On {together[0].devices} processes\n\n{_markdown(head, lines)}"]
+    lines = [[*process_line(row), _verdict([row])] for row in rows]
+    return f"### On {rows[0].devices} processes\n\n{_markdown(head, lines)}"
 
 
 def _predictions(rows: Sequence[Row], run: dict[str, Any] | None) -> list[str]:

@@ -15,7 +15,7 @@ from threading import Event, Timer
 from typing import IO, Any
 
 from benchmarks import goals, moves
-from benchmarks.results import JAX, LOCAL_TENSOR, PROCESSES, Row, compared, figures, verdict
+from benchmarks.results import JAX, LOCAL_TENSOR, PROCESSES, Row, compared, figures, verdict, weighed
 from benchmarks.timing import Comparison, Timing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +44,12 @@ TOGETHER = (
     ("divergence check", "MLP step, sample against off"),
     ("divergence check", "MLP step, always against off"),
 )
+SHARDED = tuple(
+    (work, f"FSDP2, {tokens} tokens")
+    for tokens in ("many", "few")
+    for work in ("sharded step", "sharded forward keeps", "sharded peak")
+)
+LINKED = (("deep MLP step", "DDP, over 1 Gbit/s"), ("exposed sums", "of all, over 1 Gbit/s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,9 @@ ALL = (
 )
 # Both sides run on the same processes: a row holds our time and theirs.
 PROCESS_PEER = Peer(PROCESSES, "benchmarks.processes", (2,), TOGETHER, limit=300.0)
+SHARDING_PEER = Peer(PROCESSES, "benchmarks.sharding", (2, 4), SHARDED, limit=600.0)
+LINK_PEER = Peer(PROCESSES, "benchmarks.link", (2,), LINKED)
+ON_PROCESSES = (PROCESS_PEER, SHARDING_PEER, LINK_PEER)
 
 
 def answers(peer: Peer, ranks: int, scale: float) -> Iterator[Row]:
@@ -94,6 +103,9 @@ def _row(peer: Peer, found: dict[str, Any], ranks: int) -> Row:
     place = (peer.who, work, detail, (ranks,), ranks)
     if "copies" in found:
         return Row(*place, "copies", copies=found["copies"])
+    if "megabytes" in found:
+        judged = verdict(goals.of_processes(work, detail), weighed(*found["megabytes"])["ratio"])
+        return Row(*place, "ratio", **weighed(*found["megabytes"]), **judged)
     if peer.who == PROCESSES:
         timing = Timing(*found["timing"])
         judged = verdict(goals.of_processes(work, detail), timing.ratio)

@@ -107,7 +107,7 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Sides, int
     yield WORKS[7], (step, training_step(split, a, b)), 1, 60
     wrapped = DistributedDataParallel(copy.deepcopy(dense))
     yield WORKS[8], (step, training_step(wrapped, x[mine], y[mine])), 1, 60
-    yield WORKS[9], _beside_ddp(_deep(), *_batch(mesh), mesh, training_step), 1, 20
+    yield WORKS[9], beside_ddp(deep_mlp(), *_batch(mesh), mesh, training_step), 1, 20
     yield WORKS[10], _llama_beside_ddp(mesh), 1, 20
 
     def under(check: str) -> Work:
@@ -122,7 +122,7 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Sides, int
     WORLD.check = "sample"
 
 
-def _deep() -> torch.nn.Module:
+def deep_mlp() -> torch.nn.Module:
     layers = [layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
     return torch.nn.Sequential(*layers)
 
@@ -134,7 +134,7 @@ def _batch(mesh: Any) -> tuple[torch.Tensor, torch.Tensor]:
 Make = Callable[[torch.nn.Module, Any, Any], Work]
 
 
-def _beside_ddp(dense: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, mesh: Any, make: Make) -> Sides:
+def beside_ddp(dense: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, mesh: Any, make: Make) -> Sides:
     """A data-parallel step of ours, and of DDP on the rows of this process."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -156,7 +156,7 @@ def _llama_beside_ddp(mesh: Any) -> Sides:
         vocab_size=2048, max_position_embeddings=256,
     )  # fmt: skip
     tokens = torch.randint(config.vocab_size, (8, 128))
-    return _beside_ddp(LlamaForCausalLM(config), tokens, tokens, mesh, _language_step)
+    return beside_ddp(LlamaForCausalLM(config), tokens, tokens, mesh, _language_step)
 
 
 def _language_step(model: torch.nn.Module, tokens: Any, labels: Any) -> Work:

@@ -112,7 +112,10 @@ def process_line(row: Row) -> list[str]:
     ['add', 'DTensor, 32x32', '2.0 us', '40.0 us', '0.05x', '20.0x', '<= 0.333x']
     """
     times = "" if not row.ratio else f"{1 / row.ratio:.1f}x"
-    return [row.work, row.detail, duration(row.ours_us), duration(row.dense_us), figure(row), times, row.goal or ""]
+    both = (duration(row.ours_us), duration(row.dense_us))
+    if row.ours_mb is not None:
+        both = (f"{row.ours_mb:.1f} MB", f"{row.theirs_mb:.1f} MB")
+    return [row.work, row.detail, *both, figure(row), times, row.goal or ""]
 
 
 def _grouped(rows: Iterable[Row]) -> list[list[Row]]:
@@ -156,8 +159,8 @@ def show(console: Console, rows: Sequence[Row], conditions: Setting, complete: b
     compared = [row for row in rows if row not in predicted and row not in together]
     if compared or not rows:
         console.print(table(compared))
-    if together:
-        console.print(processes(together))
+    for count in dict.fromkeys(row.devices for row in together):
+        console.print(processes([row for row in together if row.devices == count]))
     if predicted:
         console.print(predictions(predicted))
     for reason in dict.fromkeys(f"{row.who}: {row.missing}" for row in rows if row.missing is not None):

@@ -41,6 +41,8 @@ class Row:
     theirs_us: float | None = None
     times_ours: float | None = None
     mb_per_s: float | None = None
+    ours_mb: float | None = None
+    theirs_mb: float | None = None
     predicted_us: float | None = None
     error: float | None = None
     rounds: int | None = None
@@ -75,6 +77,15 @@ def compared(beside: Comparison) -> dict[str, Any]:
         "times_ours": beside.times_ours,
         "rounds": beside.rounds,
     }
+
+
+def weighed(ours: float, theirs: float) -> dict[str, Any]:
+    """Megabytes of both sides as the fields of a row.
+
+    >>> weighed(30.0, 40.0)
+    {'ours_mb': 30.0, 'theirs_mb': 40.0, 'ratio': 0.75}
+    """
+    return {"ours_mb": round(ours, 1), "theirs_mb": round(theirs, 1), "ratio": round(ours / theirs, 4)}
 
 
 def verdict(goal: Goal | None, value: float | None) -> dict[str, Any]:

@@ -78,7 +78,8 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
     works = [spec for spec in _specs(devices) if _wanted(spec.name, only)]
     asked = [(peer, count) for peer in peers.ALL for count in peer.ranks if count in devices and _wanted(PEERS, only)]
     if _wanted(PROCESSES, only):
-        asked += [(peers.PROCESS_PEER, count) for count in peers.PROCESS_PEER.ranks]
+        together = peers.ON_PROCESSES
+        asked += [(peer, count) for peer in together for count in peer.ranks]
     predicts = moves.DEVICES in devices and _wanted(PREDICTED, only)
     quick = scale < 1
     total = len(works) + sum(len(peer.works_on(count)) for peer, count in asked)

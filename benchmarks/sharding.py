@@ -2,9 +2,10 @@
 
     python -m benchmarks.sharding --ranks 4
 
-The model is a Llama of 41 MB, an SGD step on 512 tokens per process (many) or on 8 (few). Times are the best of many
-rounds, both sides in turn in the same processes. Memory is that of processes of its own for each side, with the same
-allocator settings: the resident set above that before the step, after forward and at its highest.
+The models are like Llama: one of 41 MB with 512 tokens per process, so many that moving weights is cheaper than moving
+activations, and a wide one of 72 MB with 8 tokens, so few that ours moves activations. A step is one of SGD. Times are
+the best of many rounds, both sides in turn in the same processes. Memory is that of processes of its own for each side,
+with the same allocator settings: the resident set above that before the step, after forward and at its highest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,8 +28,25 @@ from torch import nn
 from benchmarks.beside import tell
 from benchmarks.processes import best_of, launch
 
-WIDTH, HEADS, HIDDEN, LAYERS, VOCABULARY = 256, 4, 704, 12, 1024
-TOKENS = {"many tokens": (4, 128), "few tokens": (1, 8)}  # rows and length, of every process
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a model, and of a batch: rows and length, of every process."""
+
+    width: int
+    hidden: int
+    layers: int
+    vocabulary: int
+    rows: int
+    length: int
+    rounds: int  # that are timed
+
+
+HEAD = 64
+TOKENS = {
+    "many tokens": Sizes(width=256, hidden=704, layers=12, vocabulary=1024, rows=4, length=128, rounds=24),
+    "few tokens": Sizes(width=512, hidden=1408, layers=5, vocabulary=2048, rows=1, length=8, rounds=60),
+}
 OURS, THEIRS = "ours", "FSDP2"
 STEP, KEPT, PEAK = "sharded step", "sharded forward keeps", "sharded peak"
 WORKS = tuple((work, f"{THEIRS}, {tokens}") for tokens in TOKENS for work in (STEP, KEPT, PEAK))
@@ -40,17 +59,18 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Layer(nn.Module):
     """Attention and a gated product, each after a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.before, self.after = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        width, hidden = sizes.width, sizes.hidden
+        self.before, self.after = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The residual stream after this layer."""
         h = self.before(x)
-        q, k, v = (each(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        q, k, v = (each(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         h = self.after(x)
@@ -60,11 +80,11 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Letters to scores of the letter that follows."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
         """A row of scores for every letter."""
@@ -126,9 +146,9 @@ SIDES: dict[str, Callable[[Model, Batch, int], Step]] = {OURS: ours, THEIRS: the
 def make(side: str, tokens: str, count: int) -> Step:
     """A step of one side; both start from the same weights and see the same batch."""
     torch.manual_seed(0)
-    rows, length = TOKENS[tokens]
-    letters = torch.randint(VOCABULARY, (rows * count, length + 1))
-    return SIDES[side](Model(), (letters[:, :-1].clone(), letters[:, 1:].clone()), count)
+    sizes = TOKENS[tokens]
+    letters = torch.randint(sizes.vocabulary, (sizes.rows * count, sizes.length + 1))
+    return SIDES[side](Model(sizes), (letters[:, :-1].clone(), letters[:, 1:].clone()), count)
 
 
 def _resident(name: str) -> float:
@@ -162,13 +182,13 @@ def weigh(side: str, tokens: str, count: int) -> tuple[float, float]:
 
 def compare(count: int, scale: float) -> None:
     """Time both sides in turn."""
-    for tokens, rounds in zip(TOKENS, (24, 60), strict=True):
+    for tokens, sizes in TOKENS.items():
         sides = tuple(make(side, tokens, count) for side in (OURS, THEIRS))
         losses = torch.tensor([side() for side in sides])
         dist.all_reduce(losses)  # FSDP2's is that of the rows of one process, ours that of all
         if abs(losses[0] - losses[1]) > 1e-4 * abs(losses[0]):
             raise AssertionError(f"the losses differ: {losses.tolist()}")
-        taken = max(3, int(rounds * scale))
+        taken = max(3, int(sizes.rounds * scale))
         best = best_of(sides, 1, taken)
         if dist.get_rank() == 0:
             tell((STEP, f"{THEIRS}, {tokens}"), timing=(*best, taken))

@@ -36,6 +36,7 @@ PLACES = {source: page for page, source in MOVED.items()}
 API = {
     "api/placements.md": ("Meshes and placements", ("meshloom.mesh", "meshloom.placement")),
     "api/tensors.md": ("Tensors", ("meshloom.tensor",)),
+    "api/models.md": ("Models", ("meshloom.nn",)),
     "api/observe.md": ("Seeing what happens", ("meshloom",)),
 }
 ROOMS = {

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformer import ParallelPlan, Trainer
+from transformer import Trainer
 
 import meshloom as loom
-from meshloom import Shard
+from meshloom import Plan, Shard
 
 SIDE, CLASSES = 12, 4
-PLAN = ParallelPlan({"dp": Shard(0)})
+PLAN = Plan(batch={"dp": Shard(0)})
 
 
 class Residual(nn.Module):

@@ -38,21 +38,13 @@ class Network(nn.Module):
 
 
 # nn.Linear keeps its weight as (out, in): S(0) splits what comes out, S(1) what goes in.
-PLACEMENTS = {
-    "up.weight": {"tp": Shard(0)},
-    "up.bias": {"tp": Shard(0)},
-    "down.weight": {"tp": Shard(1)},
-    "down.bias": {},
-}
-
-
-def put_on_mesh(model: nn.Module, mesh: loom.Mesh) -> nn.Module:
-    """The model with every parameter on the mesh."""
-    for name, placements in PLACEMENTS.items():
-        layer, _, which = name.rpartition(".")
-        module = model.get_submodule(layer)
-        setattr(module, which, loom.Parameter(getattr(module, which).detach(), mesh, placements))
-    return model
+PLAN = loom.Plan(
+    {
+        "up.*": {"tp": Shard(0)},
+        "down.weight": {"tp": Shard(1)},
+    },
+    batch={"dp": Shard(0)},
+)
 
 
 def batches(mesh: loom.Mesh, count: int):
@@ -70,7 +62,7 @@ def train(steps: int, rows: int, columns: int) -> list[float]:
     """The loss of every step."""
     torch.manual_seed(0)
     mesh = loom.open_mesh((rows, columns), axes=("dp", "tp"))
-    model = put_on_mesh(Network(), mesh)
+    model = loom.parallelize(Network(), mesh, PLAN)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, start = [], time.perf_counter()
     for step, (x, target) in enumerate(batches(mesh, steps)):

@@ -1,4 +1,4 @@
-"""A small GPT in plain torch modules, trained on a mesh by replacing its parameters: one model, several parallel plans.
+"""A small GPT in plain torch modules, trained on a mesh with `loom.parallelize`: one model, several plans.
 
     python examples/transformer.py                   # tensor-parallel on (2, 4), beside the dense model
     python examples/transformer.py --plan sequence   # the same model, another table of placements
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import fnmatch
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshloom as loom
-from meshloom import Shard
+from meshloom import Plan, Shard
 
 TEXT = Path(__file__).with_name("text.txt")
 MESH = (2, 4)
@@ -113,51 +111,21 @@ def angles(length: int, features: int) -> tuple[torch.Tensor, torch.Tensor]:
     return turn.cos(), turn.sin()
 
 
-@dataclass(frozen=True)
-class ParallelPlan:
-    """Where parameters go, by pattern of their names (first fit; none: replicated), and where the batch goes."""
-
-    batch: dict[str, Shard]
-    parameters: dict[str, dict[str, Shard]] = field(default_factory=dict)
-
-    def placements(self, name: str) -> dict[str, Shard]:
-        """The placements of a parameter."""
-        return next((each for pattern, each in self.parameters.items() if fnmatch.fnmatch(name, pattern)), {})
-
-
 # nn.Linear keeps its weight as (out, in): S(0) splits what comes out (columns), S(1) what goes in (rows).
 PLANS = {
-    "data": ParallelPlan({"dp": Shard(0), "tp": Shard(0)}),
-    "tensor": ParallelPlan(
-        {"dp": Shard(0)},
-        {
-            "*.qkv.weight": {"tp": Shard(0)},
-            "*.out.weight": {"tp": Shard(1)},
-            "*.up.weight": {"tp": Shard(0)},
-            "*.down.weight": {"tp": Shard(1)},
-        },
+    "data": Plan(batch={"dp": Shard(0), "tp": Shard(0)}),
+    "tensor": Plan(
+        {"**.{qkv,up}.weight": {"tp": Shard(0)}, "**.{out,down}.weight": {"tp": Shard(1)}},
+        batch={"dp": Shard(0)},
     ),
-    "sequence": ParallelPlan({"dp": Shard(0), "tp": Shard(1)}),
-    "tensor-2d": ParallelPlan(
-        {},
+    "sequence": Plan(batch={"dp": Shard(0), "tp": Shard(1)}),
+    "tensor-2d": Plan(
         {
-            "*.qkv.weight": {"dp": Shard(1), "tp": Shard(0)},
-            "*.out.weight": {"dp": Shard(0), "tp": Shard(1)},
-            "*.up.weight": {"dp": Shard(1), "tp": Shard(0)},
-            "*.down.weight": {"dp": Shard(0), "tp": Shard(1)},
-        },
+            "**.{qkv,up}.weight": {"dp": Shard(1), "tp": Shard(0)},
+            "**.{out,down}.weight": {"dp": Shard(0), "tp": Shard(1)},
+        }
     ),
 }
-
-
-def put_on_mesh(model: GPT, mesh: loom.Mesh, plan: ParallelPlan) -> GPT:
-    """A copy of the model with every parameter on the mesh."""
-    placed = copy.deepcopy(model)
-    for name, parameter in list(placed.named_parameters()):
-        layer, _, which = name.rpartition(".")
-        made = loom.Parameter(parameter.detach(), mesh, plan.placements(name))
-        setattr(placed.get_submodule(layer), which, made)
-    return placed
 
 
 class Text:
@@ -191,9 +159,9 @@ class Text:
 class Trainer:
     """A model with its optimizer; on a mesh if it has a plan."""
 
-    def __init__(self, model: GPT, mesh: loom.Mesh | None = None, plan: ParallelPlan | None = None) -> None:
+    def __init__(self, model: GPT, mesh: loom.Mesh | None = None, plan: Plan | None = None) -> None:
         self.mesh, self.plan = mesh, plan
-        self.model = model if mesh is None or plan is None else put_on_mesh(model, mesh, plan)
+        self.model = model if mesh is None else loom.parallelize(copy.deepcopy(model), mesh, plan)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, foreach=False)
 
     def placed(self, letters: torch.Tensor):
@@ -213,11 +181,7 @@ class Trainer:
     def dense(self) -> GPT:
         """The model as it is now, off the mesh."""
         found = copy.deepcopy(self.model)
-        for name, parameter in list(found.named_parameters()):
-            layer, _, which = name.rpartition(".")
-            value = parameter.to_torch() if isinstance(parameter, loom.Parameter) else parameter
-            setattr(found.get_submodule(layer), which, nn.Parameter(value.detach()))
-        return found
+        return found if self.mesh is None else loom.unparallelize(found)
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,3 +149,48 @@ def small_buckets(elements: int) -> tuple[float, int]:
         ours(loom.distribute(x, mesh, "S(0)")).square().mean().backward()
     dense(x).square().mean().backward()
     return _difference(ours, dense), len([each for each in seen if each.startswith("sum")])
+
+
+def overlap(folder: str) -> tuple[list[float], bool]:
+    """Rank 0 begins two collectives before rank 1 begins any: their values, and whether they came by themselves."""
+    join()
+    mesh = loom.open_mesh((HERE.count,), axes=("dp",))
+    x = loom.from_local(torch.full((1 << 16,), float(HERE.rank + 1)), mesh, "P(sum)")
+    y = loom.from_local(torch.full((1 << 16,), 3.0), mesh, "S(0)")
+    loom.collectives.all_reduce(x)  # the groups are made
+    note = Path(folder) / "begun"
+    if HERE.rank == 1:
+        _wait_for(note.exists)
+    first = loom.collectives.all_reduce_async(x)
+    second = loom.collectives.all_gather_async(y, 0)
+    if HERE.rank == 0:
+        note.touch()
+    between = loom.collectives.all_reduce(x)  # one that is waited for comes after those that have begun
+    _wait_for(lambda: first.done() and second.done())
+    found = [float(each.to_torch().max()) for each in (between, first.wait(), second.wait())]
+    return found, first.done()
+
+
+def _wait_for(is_there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_there():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def late() -> str:
+    """An error of a collective that was begun comes out where it is waited for, with its line."""
+    join(timeout=3)
+    mesh = loom.open_mesh((HERE.count,), axes=("dp",))
+    x = loom.from_local(torch.ones(1 << 16), mesh, "P(sum)")
+    loom.collectives.all_reduce(x)
+    if HERE.rank == 1:
+        time.sleep(30)
+        return ""
+    handle = loom.collectives.all_reduce_async(x)
+    try:
+        handle.wait()
+    except loom.PeerLostError as error:
+        print(str(error))
+        raise
+    return "no error"

@@ -286,6 +286,12 @@ def unet() -> Any:
     return _made(lambda given: UNet2DConditionModel(**given), {**blocks, **back, **sizes})
 
 
+def build_on_meta(name: str) -> Any:
+    """A model without data."""
+    with torch.device("meta"):
+        return PUBLIC[name]()
+
+
 def _made(kind: Callable[..., Any], config: Any) -> Any:
     with seeded():
         made = kind(config).eval()

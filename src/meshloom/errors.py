@@ -40,6 +40,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from functools import cache
 from types import FrameType
@@ -99,7 +100,16 @@ def expect_seconds(what: str, value: object, least: float = 0.0) -> None:
 
 def where() -> str:
     """The line of the program that is calling, outside of meshloom and torch: `train.py:12`."""
-    return line_of(sys._getframe(1)) or "unknown line"
+    return line_of(sys._getframe(1)) or STARTED.line or "unknown line"
+
+
+class _Started(threading.local):
+    """In a thread of ours: the line of the program that started its work."""
+
+    line = ""
+
+
+STARTED = _Started()
 
 
 def line_of(frame: FrameType | None) -> str:

@@ -19,10 +19,10 @@ import meshloom as loom
 from library_models import PUBLIC, example, loss_of
 
 LIMIT = 5e-6
-# In float32, one gradient each of these is a little further away, with ours and the dense one on two sides of that of
-# float64: norm3.bias of the U-Net 5.2e-6 (ours 3.0e-6 from float64, dense 2.1e-6), q_proj.weight of CLIP 5.3e-6
-# (2.7e-6 and 2.6e-6).
-ROUNDED = {"unet": 6e-6, "clip": 6e-6}
+# In float32, one gradient each of these rounds further away. norm3.bias of the U-Net: 5.2e-6 in one process (ours is
+# 3.0e-6 from float64, the dense one 2.1e-6 on the other side), 7.5e-6 on two with fsdp+tensor (5.4e-6 and 2.1e-6);
+# q_proj.weight of CLIP: 5.3e-6 (2.7e-6 and 2.6e-6). In float64 all gradients of both are within 1e-14.
+ROUNDED = {"unet": 1e-5, "clip": 6e-6}
 Place = Callable[[torch.nn.Module], torch.nn.Module]
 MESHES = {"8": ((8,), ("tp",)), "2x4": ((2, 4), ("dp", "tp")), "3": ((3,), ("tp",))}
 TEXT = ("llama", "qwen3", "gpt2", "mixtral", "qwen3_moe", "bert", "t5", "deepseek_v3", "gemma3")

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import meshloom as loom
+import ranks
 from meshloom import Mesh, Plan, Shard
 from meshloom.nn import mesh_of, plan_of
 
@@ -286,6 +288,38 @@ def test_modules_of_torch_go_and_come_back(module, plan):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
     for p, q in zip(back.buffers(), dense.buffers(), strict=True):  # running statistics
         torch.testing.assert_close(p, q)
+
+
+PLACEMENTS = st.one_of(st.just("R"), st.sampled_from(["S(0)", "S(-1)"]))
+LINES = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["**.weight", "**.bias", "blocks.*.up.*", "blocks.0.**", "embedding.weight", "**.{down,norm}.*"]
+        ),
+        PLACEMENTS,
+        PLACEMENTS,
+    ),
+    max_size=4,
+    unique_by=lambda line: line[0],
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(LINES, PLACEMENTS, PLACEMENTS, st.sampled_from([(2, 4), (3, 1), (1, 5), (2, 3)]), st.booleans())
+def test_any_plan_on_any_mesh_is_the_dense_module(lines, rows, columns, shape, recompute):
+    table = {pattern: f"dp={first}, tp={second}" for pattern, first, second in lines}
+    plan = Plan(table, f"dp={rows}, tp={columns}", recompute=["blocks.*"] if recompute else [])
+    assert Plan.parse(str(plan)) == plan
+    dense = net()
+    ours = loom.parallelize(copy.deepcopy(dense), Mesh(dp=shape[0], tp=shape[1]), plan)
+    check_same(gradients(ours, letters()), gradients(dense, letters()))
+    for p, q in zip(loom.unparallelize(ours).parameters(), dense.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_processes_put_a_module_on_a_mesh_and_take_it_back():
+    told = ranks.run(2, "model_ranks:life")
+    assert told[0] == told[1] and len(told[0]) == len(loom.plans.NAMES) + 2
 
 
 # Refusals

@@ -174,3 +174,25 @@ def test_axes_can_be_renamed_everywhere():
     assert plan.axes == ("dp", "tp")
     assert plan.rename({"tp": "model"}).axes == ("dp", "model")
     assert plan.rename({"tp": "model"}).rename({"model": "tp"}) == plan
+
+
+def test_with_a_mesh_the_check_notes_what_does_not_divide():
+    class Attention(nn.Module):
+        num_heads = 4
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.o_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    plan = Plan({"q_proj.*": "tp=S(0)", "o_proj.weight": "tp=S(1)"}, batch="tp=S(0)")
+    assert plan.check(Attention(), loom.Mesh(tp=4)).notes == plan.check(Attention()).notes == ()
+    assert plan.check(Attention(), loom.Mesh(tp=3)).notes == (
+        "8 over tp=3 does not divide, so some devices hold less: q_proj.weight, q_proj.bias, o_proj.weight",
+        "4 heads do not divide over tp=3, so attention may move activations",
+    )
+    assert plan.check(Attention(), loom.Mesh(tp=8)).notes == (
+        "4 heads do not divide over tp=8, so attention may move activations",
+    )
+    assert str(plan.check(Attention(), loom.Mesh(tp=8))).endswith(
+        "\n  note: 4 heads do not divide over tp=8, so attention may move activations"
+    )

@@ -193,6 +193,10 @@ def test_single_numbers_are_not_sharded():
     assert plans.named("fsdp", model, Mesh(fsdp=2)) == Plan({"scale": "R", "**": "fsdp=S(0)"}, batch="fsdp=S(0)")
 
 
+def test_a_model_without_parameters_has_a_plan_too():
+    assert plans.named("fsdp", nn.ReLU(), Mesh(fsdp=2)) == Plan(batch="fsdp=S(0)")
+
+
 def test_blocks_are_the_outermost_lists_of_modules_with_parts():
     assert blocks_of(Model()) == ("layers",)
     nested = nn.ModuleDict(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import ranks
@@ -35,3 +37,17 @@ def test_a_failed_backward_leaves_the_next_one_right() -> None:
 
 def test_nothing_leaves_where_communication_is_forbidden() -> None:
     assert ranks.run(2, "bucket_cases:forbidden") == [[], []]
+
+
+def test_asynchronous_collectives_go_on_while_the_program_does(tmp_path: Path) -> None:
+    environment = {"MESHLOOM_CHECK": "off"}  # a check waits for the other process
+    for found, is_done in ranks.run(2, "bucket_cases:overlap", str(tmp_path), environment=environment):
+        assert found == [3.0, 3.0, 3.0] and is_done
+
+
+def test_a_collective_that_nobody_joins_ends_in_an_error_where_it_is_waited_for() -> None:
+    environment = {"MESHLOOM_CHECK": "off"}
+    with pytest.raises(
+        AssertionError, match=r"all_reduce \d+ of .* at bucket_cases.py:\d+ on rank 0 has waited longer"
+    ):
+        ranks.run(2, "bucket_cases:late", environment=environment)

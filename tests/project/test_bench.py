@@ -264,6 +264,30 @@ def test_work_on_processes_has_a_table_of_its_own(bench: Any, monkeypatch: pytes
 
 def test_the_processes_name_the_works_that_are_expected_of_them(bench: Any) -> None:
     assert bench("peers").PROCESS_PEER.works == bench("processes").WORKS
+    assert bench("peers").SHARDING_PEER.works == bench("sharding").WORKS
+    assert bench("peers").LINK_PEER.works == bench("link").WORKS
+
+
+def test_memory_on_processes_stands_beside_time_in_a_table_per_number_of_processes(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers, report, page = bench("peers"), bench("report"), bench("page")
+    lines = [
+        json.dumps({"work": work, "detail": detail, "timing": [0.09, 0.1, 5]})
+        if work == "sharded step"
+        else json.dumps({"work": work, "detail": detail, "megabytes": [30.0, 25.0]})
+        for work, detail in peers.SHARDING_PEER.works
+    ]
+    monkeypatch.setattr(peers, "_lines", lambda command, limit: iter(lines))
+    rows = [row for count in (2, 4) for row in peers.answers(peers.SHARDING_PEER, count, 1.0)]
+    judged = {(row.work, row.devices): (row.ratio, row.goal, row.ok) for row in rows}
+    assert judged["sharded step", 4] == (0.9, "<= 1.05x", True)
+    assert judged["sharded peak", 2] == (1.2, "<= 1.05x", False)
+    console = Console(width=120, file=io.StringIO())
+    report.show(console, rows, bench("results").setting(True), True)
+    text = console.file.getvalue()
+    assert "on 2 Gloo processes" in text and "on 4 Gloo processes" in text and "30.0 MB" in text
+    assert "### On 4 processes" in page._processes(rows)[1] and "25.0 MB" in page._processes(rows)[1]
 
 
 def test_the_step_of_the_gpt_is_measured_on_both_plans(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

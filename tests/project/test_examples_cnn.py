@@ -37,7 +37,7 @@ def on_mesh(devices: int) -> Trainer:
 def on_a_rank(devices: int, steps: int) -> tuple[list[float], dict[str, torch.Tensor], bool]:
     """For a rank: losses, running statistics, and whether processes split the mesh."""
     trainer = on_mesh(devices)
-    return trained(trainer, steps), statistics(trainer.model), trainer.mesh.is_split
+    return trained(trainer, steps), statistics(trainer.dense()), trainer.mesh.is_split
 
 
 @pytest.fixture(scope="module")

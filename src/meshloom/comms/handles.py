@@ -1,15 +1,17 @@
 """Asynchronous collectives: started at once, valid after `wait()`.
 
-Outside of `stress` a collective runs on a worker thread; one between processes runs where it is started, since all of
-them must do the same in the same order. Inside, it runs when the seed says so: later than others that
-were started after it, after random delays, or not before somebody waits. Until then its memory holds poison (nan, or
-the lowest number), so that a consumer that does not wait computes with it, as it would on hardware.
+Outside of `stress` a collective runs on a worker thread. All processes must begin theirs in the same order: one between
+processes has begun when its handle is there, and goes on while the program does. Inside, it runs when the seed says so:
+later than others that were started after it, after random delays, or not before somebody waits. Until then its memory
+holds poison (nan, or the lowest number), so that a consumer that does not wait computes with it, as it would on
+hardware.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +21,15 @@ from typing import Any
 
 import torch
 
+from meshloom.comms.wire import STARTER
 from meshloom.context import state
 from meshloom.engines.layout import torch_dtype
-from meshloom.errors import RaceError
+from meshloom.errors import STARTED, RaceError, where
 from meshloom.placement import Topology
 
 WORKERS = 2
+
+Run = Callable[[Callable[[], Any]], "Future[Any]"]
 
 
 @lru_cache(maxsize=1)
@@ -33,24 +38,46 @@ def _workers(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(WORKERS, thread_name_prefix="meshloom-collective")
 
 
-def _run_now(work: Callable[[], Any]) -> Future[object]:
+def run_now(work: Callable[[], Any]) -> Future[Any]:
     """Work that was done here and now; its error, if it has one, is kept for whoever waits."""
     future: Future[Any] = Future()
+    _run(work, future)
+    return future
+
+
+def _run(work: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(work())
     except Exception as error:
         future.set_exception(error)
+
+
+def begin(work: Callable[[], Any]) -> Future[Any]:
+    """Work with one collective between processes: when this returns it has begun, and a thread goes on with it."""
+    future: Future[Any] = Future()
+    begun, line = threading.Event(), where()
+
+    def run() -> None:
+        STARTED.line = line
+        STARTER.wait_for(begun.set)
+        try:
+            _run(work, future)
+        finally:
+            begun.set()
+
+    threading.Thread(target=run, name="meshloom-collective", daemon=True).start()
+    begun.wait()
     return future
 
 
 class Handle:
     """A collective under way: `wait()` gives its result, `done()` says whether it is there."""
 
-    def __init__(self, name: str, topology: Topology, work: Callable[[], Any], at_once: bool = False) -> None:
+    def __init__(self, name: str, topology: Topology, work: Callable[[], Any], run: Run | None = None) -> None:
         self.name = name
         self.topology = topology
         self._process = os.getpid()
-        self._future: Future[Any] = _run_now(work) if at_once else _workers(self._process).submit(work)
+        self._future = (run or _workers(self._process).submit)(work)
 
     def done(self) -> bool:
         """Whether the result is there; never waits."""

@@ -6,6 +6,7 @@ goes through `begin`, which numbers it and compares it with what the other proce
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ def begin(
     for log in state.logs:
         log.note_sent(kind, group.processes, sent.nbytes)
     found: UnderWay = WORLD.begin(kind, group, sent, start, combine)
+    STARTER.tell()
     return found
 
 
@@ -46,6 +48,24 @@ def perform(
 ) -> None:
     """Run one collective to its end."""
     begin(kind, group, sent, start, combine).wait()
+
+
+class _Starter(threading.local):
+    """In a thread that carries out a collective for another: how it says that the collective has begun."""
+
+    def __init__(self) -> None:
+        self._tell: Callable[[], None] | None = None
+
+    def tell(self) -> None:
+        if self._tell is not None:
+            self._tell()
+
+    def wait_for(self, tell: Callable[[], None]) -> None:
+        """Call this when the next collective of this thread has begun."""
+        self._tell = tell
+
+
+STARTER = _Starter()
 
 
 def _options(op: str) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshloom.errors import PlacementError
+from meshloom.mesh import Mesh
 from meshloom.nn.patterns import fits, fold, near
 from meshloom.nn.tables import Axes, Table, spell_axes
 from meshloom.placement import Shard
@@ -42,6 +43,7 @@ class Assignment:
     lines: tuple[Line, ...]
     replicated: tuple[str, ...]
     tied: Table[str]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         count = len(self.parameters)
@@ -55,7 +57,7 @@ class Assignment:
             rows.append(("no line names these", "R", fold(self.replicated)))
         if self.tied:
             rows.append(("tied", "", ", ".join(f"{name} to {first}" for name, first in self.tied.items())))
-        return "\n".join([head, *_columns(rows)])
+        return "\n".join([head, *_columns(rows), *(f"  note: {each}" for each in self.notes)])
 
 
 def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
@@ -63,7 +65,7 @@ def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
     return [f"  {a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in rows]
 
 
-def assign(plan: Any, module: Any) -> Assignment:
+def assign(plan: Any, module: Any, mesh: Mesh | None = None) -> Assignment:
     """Every decision of a plan about a module, or an error for a line that fits nothing or a dim that is not there."""
     groups = _tied_names(module)
     modules = [name for name, _ in module.named_modules() if name]
@@ -80,6 +82,7 @@ def assign(plan: Any, module: Any) -> Assignment:
         tuple(lines),
         tuple(first for first in groups if first not in where),
         Table({name: first for first, (names, _) in groups.items() for name in names[1:]}),
+        () if mesh is None else tuple(_notes(lines, groups, module, mesh)),
     )
 
 
@@ -133,3 +136,34 @@ def _named(word: str, pattern: str, modules: list[str]) -> tuple[str, ...]:
     if not found:
         raise PlacementError(f"the {word} {pattern!r} fits no module", fix=near(pattern, modules))
     return found
+
+
+def _notes(lines: Iterable[Line], groups: Groups, module: Any, mesh: Mesh) -> Iterator[str]:
+    """What does not divide over a mesh: dims of parameters, and heads of attention."""
+    sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
+    uneven: dict[str, list[str]] = {}
+    sharding: set[str] = set()
+    for line in lines:
+        for axis, each in (line.axes or {}).items() if line.word == "parameter" else ():
+            sharding.add(axis)
+            for name in line.takes:
+                size = groups[name][1].shape[each.dim] if isinstance(each, Shard) else 0
+                if axis in sizes and size % sizes[axis]:
+                    uneven.setdefault(f"{size} over {axis}={sizes[axis]}", []).append(name)
+    for what, names in uneven.items():
+        yield f"{what} does not divide, so some devices hold less: {fold(names)}"
+    for axis in sorted(sharding & set(sizes)):
+        for count in sorted(_heads(module)):
+            if count % sizes[axis]:
+                yield f"{count} heads do not divide over {axis}={sizes[axis]}, so attention may move activations"
+
+
+def _heads(module: Any) -> set[int]:
+    """The numbers of heads that a model's configuration, or its attention, tells."""
+    words = ("num_attention_heads", "num_key_value_heads", "num_heads", "n_head")
+    owners = [
+        getattr(module, "config", None),
+        *(each for each in module.modules() if "Attention" in type(each).__name__),
+    ]
+    found = [getattr(owner, word, None) for owner in owners for word in words]
+    return {each for each in found if isinstance(each, int) and each > 0}

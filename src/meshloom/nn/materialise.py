@@ -1,24 +1,27 @@
 """Models that were built on `meta`: room on the mesh for their tensors, then values, by their own initialisers.
 
-Random numbers of tensors on a mesh do not depend on placements (`tensor.random`), so a model comes out the same on any
-mesh and on any number of processes. What no initialiser writes is refused by name: nothing is ever left to chance.
+An initialiser draws a whole tensor as torch does, and each process keeps its part of it: nothing is communicated, one
+tensor at a time is whole, and a model comes out the same on any mesh, on any number of processes, and dense. What no
+initialiser writes is refused by name: nothing is ever left to chance.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from meshloom.errors import ArgumentError
 from meshloom.mesh import Mesh
 from meshloom.nn.patterns import fold
 from meshloom.nn.tables import Axes
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.creation import full
+from meshloom.tensor.creation import distribute, full
 
 _FLAG = "_is_hf_initialized"  # transformers' mark of modules and tensors that have their values
 
@@ -29,23 +32,53 @@ def make_room(value: torch.Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     return full(tuple(value.shape), nothing, mesh=mesh, placements=axes, dtype=value.dtype)
 
 
+# Functions that write a tensor without reading it: methods of tensors, and those of torch.nn.init. By name, because
+# transformers puts functions of its own in the place of the latter while it initialises.
+_DRAWS = frozenset(
+    "bernoulli_ cauchy_ constant_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_ random_ uniform_".split()
+)
+
+
+class _Drawing(TorchFunctionMode):
+    """Tensors on a mesh are drawn as dense ones, and each process keeps its part."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target, given = _target(args, kwargs or {})
+        if (
+            getattr(func, "__name__", "") not in _DRAWS
+            or not isinstance(target, Tensor)
+            or any(isinstance(each, Tensor) for each in given)
+        ):
+            return func(*args, **(kwargs or {}))
+        dense = torch.empty(target.shape, dtype=target.dtype)
+        rest = {key: value for key, value in (kwargs or {}).items() if value is not target}
+        func(dense, *args[1:], **rest)
+        return target.copy_(distribute(dense, target.mesh, target.placements))
+
+
+def _target(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """The tensor that is written, and the other arguments."""
+    target = args[0] if args else kwargs.get("tensor")
+    return target, [*args[1:], *(each for each in kwargs.values() if each is not target)]
+
+
 @dataclass(frozen=True)
 class _Mark:
-    """What a tensor looked like before initialisers ran."""
+    """What a tensor looked like before initialisers ran; its array is not kept alive, as it may be replaced."""
 
     tensor: Tensor
-    array: torch.Tensor
+    array: weakref.ref[torch.Tensor]
     version: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Mark:
-        return cls(tensor, tensor._data, tensor._data._version)
+        return cls(tensor, weakref.ref(tensor._data), tensor._data._version)
 
     @property
     def is_written(self) -> bool:
         """Whether somebody has written all of it; of integers, any of it."""
         now = self.tensor._data
-        if now is self.array and now._version == self.version:
+        if now is self.array() and now._version == self.version:
             return False
         numbers = now.is_floating_point() or now.is_complex()
         return not (numbers and bool(self.tensor.isnan().any()))
@@ -55,8 +88,8 @@ def fill(module: torch.nn.Module, empty: Mapping[str, Tensor]) -> None:
     """Run a module's own initialisers for tensors that have no values; those that have some keep them."""
     marks = {name: _Mark.of(tensor) for name, tensor in empty.items()}
     lacking = {id(tensor) for tensor in empty.values()}
-    with torch.no_grad():
-        _initialise(module, lacking)
+    with torch.no_grad(), _Drawing():
+        _initialise(module, lacking, _first_owners(module))
     missed = [name for name, mark in marks.items() if not mark.is_written]
     if missed:
         raise ArgumentError(
@@ -66,17 +99,30 @@ def fill(module: torch.nn.Module, empty: Mapping[str, Tensor]) -> None:
         )
 
 
-def _initialise(module: torch.nn.Module, lacking: set[int]) -> None:
-    """Children first, as they are built; a model of transformers initialises all that is in it."""
-    if not any(id(tensor) in lacking for tensor in _tensors(module)):
+def _initialise(module: torch.nn.Module, lacking: set[int], first: Mapping[int, torch.nn.Module]) -> None:
+    """Children first, as they are built; a model of transformers initialises all that is in it.
+
+    A tied tensor is left to the module that has it first, or to modules around that one.
+    """
+    inside = set(module.modules())
+    own = {key for key in lacking if first[key] in inside}
+    if not own:
         return
     run = _initialiser(module)
     if run is None or not _is_pretrained(module):
         for child in module.children():
-            _initialise(child, lacking)
+            _initialise(child, lacking, first)
     if run is not None:
-        with _kept(module, lacking):
+        with _kept(module, own):
             run()
+
+
+def _first_owners(module: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    found: dict[int, torch.nn.Module] = {}
+    for owner in module.modules():
+        for tensor in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)):
+            found.setdefault(id(tensor), owner)
+    return found
 
 
 def _is_pretrained(module: Any) -> bool:

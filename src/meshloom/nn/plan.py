@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from meshloom.errors import ArgumentError
+from meshloom.mesh import Mesh
 from meshloom.nn.assignment import Assignment, assign
 from meshloom.nn.patterns import check_pattern
 from meshloom.nn.plan_text import read_toml, read_words, write_toml, write_words
@@ -121,8 +122,10 @@ class Plan:
         }
         return replace(self, batch=renamed(self.batch), **changed)
 
-    def check(self, module: Any) -> Assignment:
+    def check(self, module: Any, mesh: Mesh | None = None) -> Assignment:
         """Which line takes which parameter of a module; a line that fits nothing is an error.
+
+        With a mesh it also notes what does not divide over it: that is exact, and costs more.
 
         >>> import torch
         >>> print(Plan({"*.weight": "tp=S(0)"}, batch="dp=S(0)").check(torch.nn.Sequential(torch.nn.Linear(4, 8))))
@@ -131,7 +134,7 @@ class Plan:
           parameter  *.weight  tp=S(0)  0.weight
           no line names these  R        0.bias
         """
-        return assign(self, module)
+        return assign(self, module, mesh)
 
 
 def _patterns(name: str, given: Iterable[str]) -> tuple[str, ...]:

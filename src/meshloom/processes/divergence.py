@@ -205,7 +205,7 @@ def seconds_waited() -> float:
 
 def wait(work: Any, watch: Any) -> None:
     """Wait for the end of a collective, a slice at a time, for as long as nobody has failed."""
-    begin = time.perf_counter()
+    begin = time.monotonic()
     while True:
         try:
             work.wait(SLICE)
@@ -216,9 +216,9 @@ def wait(work: Any, watch: Any) -> None:
             if work.is_completed():
                 work.wait()
                 break
-            watch.look()
+            watch.look(begin)
     watch.works.remove(work)
-    watch.waited += time.perf_counter() - begin
+    watch.waited += time.monotonic() - begin
 
 
 def _divergence(hashes: list[bytes]) -> DivergenceError:

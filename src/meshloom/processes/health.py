@@ -142,11 +142,11 @@ class Watch:
         """The collective has ended, or goes on by itself."""
         self.since = 0.0
 
-    def look(self) -> None:
-        """While waiting: raise if somebody failed, or if this has taken too long."""
+    def look(self, since: float) -> None:
+        """While waiting since then: raise if somebody failed, or if this has taken too long."""
         if self.failure is not None:
             raise self._loss("cannot go on")
-        if self.since and time.monotonic() - self.since > self.world.timeout:
+        if time.monotonic() - since > self.world.timeout:
             raise self._give_up(f"{self._here()} has waited longer than {self.world.timeout:g} s")
 
     def explained(self, error: Exception) -> Exception:

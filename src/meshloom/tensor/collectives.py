@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshloom.comms import WORLD, group_of, wire
-from meshloom.comms.handles import Delayed, Handle, Stress, poison
+from meshloom.comms.handles import Delayed, Handle, Run, Stress, begin, poison, run_now
 from meshloom.comms.literal import MODES, Axis, Call, Operand, Placed, check_member, check_mode
 from meshloom.errors import ArgumentError, GradientError, ShapeError, ViewError
 from meshloom.mesh import Mesh
@@ -324,14 +324,15 @@ def start(name: str, x: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     running = Stress(int(stressed)) if stressed is not None and stressed is not False else state.stress
     if running is not None:
         return Delayed(name, topology, work, running, Tensor(topology, poison(topology)))
-    return Handle(name, topology, work, at_once=_leaves_the_process(function, x, args, kwargs))
+    return Handle(name, topology, work, _runner(function, x, args, kwargs))
 
 
-def _leaves_the_process(
-    function: Callable[..., Tensor], x: Any, args: tuple[object, ...], kwargs: dict[str, object]
-) -> bool:
+def _runner(function: Callable[..., Tensor], x: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Run | None:
+    """Who carries it out: between processes a thread once it has begun, or this one if it has many steps."""
     given = signature(function).bind(x, *args, **kwargs).arguments
-    return Operand(x.topology, x._data, given.get("axis")).group.crosses
+    if not Operand(x.topology, x._data, given.get("axis")).group.crosses:
+        return None
+    return begin if given.get("mode", "direct") == "direct" else run_now
 
 
 def _asynchronous(name: str) -> Callable[..., Handle]:
