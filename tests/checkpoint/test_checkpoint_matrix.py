@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings, strategies as st
 
 import checkpoint_cases as cases
 import meshloom as loom
 import ranks
 from checkpoint_cases import MESHES, check_state, make_state
+from meshloom.checkpoint import arrays, files, saving
+from meshloom.engines.layout import torch_dtype
+from meshloom.types import numel
+from test_placement import topologies
 
 TENSORS = 36  # of a state
 FULL = bool(os.environ.get("MESHLOOM_CASES"))
@@ -61,6 +68,23 @@ def test_an_optimizer_with_a_state_is_read_in_place_and_one_on_another_mesh_anew
     for parameter in state["model"].parameters():
         if id(parameter) in kept:
             assert state["optimizer"].state[parameter]["exp_avg"] is kept[id(parameter)]
+
+
+@given(topologies(partial=False), st.data())
+@settings(max_examples=120, deadline=None)
+def test_any_topology_is_read_as_any_other_in_blocks_of_any_size(source, data):
+    target = data.draw(topologies(partial=False).filter(lambda each: len(each.shape) == len(source.shape)))
+    placements = target.placements
+    block = data.draw(st.sampled_from([1, 16, 100, 1 << 22]))
+    dense = (torch.arange(1, numel(source.shape) + 1).view(source.shape)).to(torch_dtype(source.dtype))
+    with tempfile.TemporaryDirectory() as parent, pytest.MonkeyPatch.context() as patched:
+        for module in (arrays, files, saving):
+            patched.setattr(module, "BLOCK", block)
+        loom.save({"x": loom.distribute(dense, source.mesh, source.placements)}, f"{parent}/a")
+        found = loom.distribute(torch.zeros_like(dense), target.mesh, placements)
+        loom.load(f"{parent}/a", into={"x": found})
+    wanted = loom.distribute(dense, target.mesh, placements)
+    assert torch.equal(found._data, wanted._data)  # padding too
 
 
 # The processes of a run: their number, whose checkpoints they read, and whether they write one themselves.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from meshloom.placement import Topology, extents
 from meshloom.types import Shape, itemsize, numel
@@ -58,7 +57,10 @@ def assign(sources: Mapping[str, Source], count: int) -> list[Share]:
     [('r', (0,), (3,), 1), ('s', (0,), (3,), 0), ('s', (3,), (2,), 1)]
     """
     loads = [0] * count
-    held = [(name, box, _nbytes(source, box)) for name, source in sources.items() for box in _boxes(source, count)]
+    seen: dict[Topology, tuple[Held, ...]] = {}  # layers are alike: many tensors share a topology
+    held = [
+        (name, box, _nbytes(source, box)) for name, source in sources.items() for box in _boxes(source, count, seen)
+    ]
     for _, box, nbytes in held:
         if len(box.ranks) == 1:
             loads[box.ranks[0]] += nbytes
@@ -75,18 +77,17 @@ def _nbytes(source: Source, box: Held) -> int:
     return numel(box.shape) * itemsize(source.dtype)
 
 
-def _boxes(source: Source, count: int) -> Iterator[Held]:
+def _boxes(source: Source, count: int, seen: dict[Topology, tuple[Held, ...]]) -> Iterator[Held]:
     topology = source.topology
     if topology is None or not topology.mesh.is_split:
         whole = Held((0,) * len(source.shape), source.shape, tuple(range(count)))
         boxes: tuple[Held, ...] = (whole,)
     else:
-        boxes = _held_by(topology)
+        boxes = seen[topology] if topology in seen else seen.setdefault(topology, _held_by(topology))
     for box in boxes:
         yield from _share(box, _nbytes(source, box))
 
 
-@lru_cache(maxsize=1024)
 def _held_by(topology: Topology) -> tuple[Held, ...]:
     """The different boxes that processes hold, in the order of ranks."""
     found: dict[tuple[Shape, Shape], list[int]] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from meshloom.placement.topology import Topology
 from meshloom.types import Shape, numel
@@ -56,7 +55,6 @@ class Extent:
         return numel(self.shape)
 
 
-@lru_cache(maxsize=4096)
 def extents(topology: Topology, rank: int | None = None) -> tuple[Extent, ...]:
     """What this process holds of a tensor, or what another rank holds; padding is in none of them.
 
