@@ -55,6 +55,7 @@ class Net(nn.Module):
             self.head.weight = self.embedding.weight
         self.skipped: tuple[int, ...] = ()
         self.recomputed: bool | None = None  # with or without reentrance
+        self.is_turned = False  # the head multiplies by a view of its weight
 
     def forward(self, letters: Any) -> Any:
         x = self.embedding(letters)
@@ -63,7 +64,7 @@ class Net(nn.Module):
                 continue
             again = self.recomputed
             x = block(x) if again is None else checkpoint(block, x, use_reentrant=again)
-        return self.head(x)
+        return x @ self.head.weight.t() if self.is_turned else self.head(x)
 
 
 def mesh_of(shape: tuple[int, ...], grid: tuple[int, ...], axes: tuple[str, ...] = ("fsdp",)) -> Mesh:
@@ -227,7 +228,7 @@ def watched_storages() -> Iterator[list[StorageWeakRef]]:
     def prepare(self: Any, datas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         ready = prepared(self, datas)
         for i in self.weights:
-            if weights.is_weight(datas[i]):
+            if weights.is_held(datas[i]):
                 note(ready[i])
         return ready
 
@@ -256,6 +257,7 @@ def nothing_kept(how: str) -> tuple[int, int, int]:
         for model in (ours, dense):
             for name, p in model.named_parameters():
                 p.requires_grad_("norm" in name)
+    ours.is_turned = dense.is_turned = how == "turned"
     if how == "recomputed":
         ours.recomputed = dense.recomputed = False
     for seed in range(3):
@@ -368,6 +370,13 @@ def _created_graph(ours: Net, dense: Net, mesh: Mesh) -> None:
         both(ours, dense, mesh, twice)
 
 
+def _turned(ours: Net, dense: Net, mesh: Mesh) -> None:
+    ours.is_turned = dense.is_turned = True
+    for seed in range(3):
+        both(ours, dense, mesh, step, seed)
+    _written_between(ours, dense, mesh, "head")
+
+
 def _recomputed(ours: Net, dense: Net, mesh: Mesh) -> None:
     for again in (False, True, False):
         ours.recomputed = dense.recomputed = again
@@ -402,11 +411,11 @@ def _frozen(ours: Net, dense: Net, mesh: Mesh) -> None:
         both(ours, dense, mesh, step, seed)
 
 
-def _written_between(ours: Net, dense: Net, mesh: Mesh) -> None:
+def _written_between(ours: Net, dense: Net, mesh: Mesh, name: str = "blocks.1.down") -> None:
     for model, data in ((ours, batch(mesh)), (dense, batch())):
         loss = loss_of(model, data)
         with torch.no_grad():
-            model.blocks[1].down.weight.mul_(1.0)
+            model.get_submodule(name).weight.mul_(1.0)
         try:
             loss.backward()
         except RuntimeError as error:
@@ -488,8 +497,8 @@ def _assigned(ours: Net, dense: Net, mesh: Mesh) -> None:
 
 CASES = (
     _several_forwards, _retained, _accumulated, _deferred, _asked, _some_inputs, _second_order, _created_graph,
-    _recomputed, _skipping, _hooked, _frozen, _written_between, _activation_written, _broken, _evaluated_between,
-    _autocast, _assigned,
+    _turned, _recomputed, _skipping, _hooked, _frozen, _written_between, _activation_written, _broken,
+    _evaluated_between, _autocast, _assigned,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,8 +39,16 @@ class Model(nn.Module):
 
 PRINTED = {
     "data": "batch      dp=S(0), tp=S(0)",
-    "fsdp": "batch      dp=S(0), tp=S(0)\nparameter  **  dp=S(0), tp=S(0)\nunit       layers.*",
-    "hsdp": "batch      dp=S(0), tp=S(0)\nparameter  **  tp=S(0)\nunit       layers.*",
+    "fsdp": """\
+batch      dp=S(0), tp=S(0)
+parameter  **   dp=S(0), tp=S(0)
+output     wte  dp=S(0), tp=S(0)
+unit       layers.*""",
+    "hsdp": """\
+batch      dp=S(0), tp=S(0)
+parameter  **   tp=S(0)
+output     wte  dp=S(0), tp=S(0)
+unit       layers.*""",
     "tensor": """\
 batch      dp=S(0)
 parameter  wte.weight                                        tp=S(0)
@@ -210,3 +219,20 @@ def test_every_plan_of_every_name_reads_back():
     for name in plans.NAMES:
         plan = plans.named(name, Model(), GRID)
         assert Plan.parse(str(plan)) == plan == Plan.from_toml(plan.to_toml())
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "fsdp+tensor"])
+def test_a_vocabulary_that_is_larger_than_the_batch_leaves_the_batch_where_it_lies(name):
+    class Large(Model):
+        def __init__(self):
+            super().__init__()
+            self.wte = nn.Embedding(6000, 8)
+
+    mesh = loom.open_mesh((2, 2), axes=("dp", "tp") if name != "fsdp+tensor" else ("fsdp", "tp"))
+    asked = plans.named(name, Large(), mesh)
+    letters = loom.distribute(torch.randint(6000, (64, 16)), mesh, dict(asked.batch))
+    found = loom.parallelize(Large(), mesh, asked).wte(letters)
+    assert found.placements == letters.placements
+    unasked = loom.parallelize(Large(), mesh, replace(asked, outputs={})).wte(letters)
+    pairs = zip(unasked.placements, letters.placements, strict=True)
+    assert any(q == Shard(0) != p for p, q in pairs), unasked.topology

@@ -279,6 +279,12 @@ def is_weight(data: torch.Tensor) -> bool:
     return data.is_leaf and not data.is_meta and data.numel() > 0
 
 
+def is_held(data: torch.Tensor) -> bool:
+    """Whether an array stays in memory anyway: a leaf, or a view of one, such as a weight turned round."""
+    base = data._base if data._is_view() else None
+    return is_weight(data) or (base is not None and is_weight(base) and data.numel() > 0)
+
+
 def scatter_back(gather: Gather) -> Callable[[torch.Tensor], torch.Tensor]:
     """A gather for split work of any array: of each process's gradient the parts are summed and scattered."""
     return lambda data: gather.cut.whole(GatherGradient.apply(data, gather.group))

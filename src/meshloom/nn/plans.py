@@ -199,13 +199,13 @@ def _vocabularies(module: nn.Module) -> list[str]:
     return [role.layer for role in roles_of(module).values() if role.layer in tables]
 
 
-def _looked_up(module: nn.Module, rows: Mapping[str, Placement]) -> Lines:
+def _looked_up(module: nn.Module, rows: dict[str, Placement]) -> Lines:
     """What is looked up in a vocabulary lies as the batch does.
 
     A vocabulary that is large against the batch stays where it is, and the rows that are found in its parts are added
     up. Without a request every process would have all of them, and the whole model would go on so.
     """
-    return {name: rows for name in _vocabularies(module)}
+    return dict.fromkeys(_vocabularies(module), rows)
 
 
 def _sequence_dim(module: nn.Module, layer: str) -> int:
