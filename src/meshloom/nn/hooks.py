@@ -155,7 +155,7 @@ def attach(
         handles.append(owner.register_forward_pre_hook(Spread(mesh, axes, moves=True), with_kwargs=True))
     for name, axes in taken["output"].items():
         owner = module.get_submodule(name)
-        if type(owner) is torch.nn.Linear:
+        if type(owner) in (torch.nn.Linear, torch.nn.Embedding):  # one op, which can be asked
             surround(owner, output=axes)
         handles.append(owner.register_forward_hook(Lay(axes)))
     for owner in recomputed:
