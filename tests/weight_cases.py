@@ -10,6 +10,7 @@ import copy
 import gc
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -534,12 +535,19 @@ def joined() -> list[dict[str, int]]:
     return told
 
 
-def ahead() -> list[tuple[int, int, int]]:
-    """Of large weights, at every use: bytes of gathered ones, of those on their way, and of the largest."""
+def ahead(in_units: bool = False) -> list[tuple[int, int, int]]:
+    """Of large weights, at every use: whether it was on its way, the bytes of those that are, and of the largest unit.
+
+    In units, two layers are one.
+    """
     mesh = one()
     torch.manual_seed(0)
     dense = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(6)))
     ours = put(copy.deepcopy(dense), mesh)
+    if in_units:
+        pairs = nn.Sequential(*(nn.Sequential(dense[i], dense[i + 1]) for i in (0, 2, 4)))
+        plan = loom.Plan({"**.weight": "fsdp=S(0)"}, batch="fsdp=S(0)", units=["*"])
+        ours = loom.parallelize(copy.deepcopy(pairs), mesh, plan)
     x = torch.randn(400, 96)
     seen: list[tuple[int, int, int]] = []
     take = weights.Order.take
@@ -558,6 +566,29 @@ def ahead() -> list[tuple[int, int, int]]:
                 model(data).square().mean().backward()
     check_equal(ours, dense)
     return seen
+
+
+def gone() -> int:
+    """A model whose leaves go on one process and not yet on the other: both still do the same; what one kept."""
+    join(check="always")
+    mesh = one()
+    first, dense = pair(mesh)
+    second, _ = pair(mesh)
+    data, kept = batch(mesh), []
+    with torch.no_grad():
+        for _ in range(3):
+            first(data[0])
+            second.blocks[0](first.embedding(data[0]))
+        if HERE.rank == 1:
+            kept = [p._data for p in second.parameters()]
+        alive = weakref.ref(second.head.weight._data)
+        del second
+        gc.collect()
+        assert (alive() is None) == (HERE.rank != 1)
+        for _ in range(3):
+            both(first, dense, mesh, lambda model, data: model(data[0]))
+            both(first, dense, mesh, lambda model, data: model.embedding(data[0]))
+    return len(kept)
 
 
 def in_flight() -> int:

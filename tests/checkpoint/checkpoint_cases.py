@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 import meshloom as loom
 from meshloom import Mesh, Placement, Replicate, Shard
+from meshloom.checkpoint import saving
 
 MESHES = (
     (1,), (2,), (3,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 4), (2, 2, 2), (2, 3, 2),
@@ -164,6 +166,33 @@ def check_state(state: dict[str, Any], mesh: Mesh | None) -> int:
 # What ranks run
 
 
+def work_while_saving(folder: str) -> int:
+    """Threads hold a checkpoint each while the processes communicate and change the state; how often they did."""
+    mesh, gate, write, done = loom.open_mesh((4,), axes=("dp",)), threading.Event(), saving.write_file, 0
+
+    def wait_and_write(*args: Any, **kwargs: Any) -> Any:
+        assert gate.wait(60)
+        return write(*args, **kwargs)
+
+    saving.write_file = wait_and_write  # type: ignore[assignment]
+    x = loom.full((64, 1024), 0.0, mesh=mesh, placements={"dp": Shard(0)})
+    for step in range(1, 4):
+        gate.clear()
+        x.fill_(float(step))
+        under_way = loom.save({"x": x, "step": step}, f"{folder}/step-{step:06d}", asynchronous=True, keep=2)
+        for _ in range(10):
+            x.add_(1.0)
+            done += (x.sum() / x.numel()).item() > step  # an all-reduce of all processes
+        assert not under_way.done
+        gate.set()
+        under_way.wait()
+    found = {"x": x, "step": 0}
+    loom.load(f"{folder}/step-000003", into=found)
+    assert found["step"] == 3 and bool((x == 3.0).all().item())
+    assert sorted(each.name for each in Path(folder).iterdir()) == ["step-000002", "step-000003"]
+    return done
+
+
 def cross(sources: list[str], target: str | None) -> int:
     """Load some checkpoints on the mesh of this number of processes, and write one; how many tensors were compared."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
@@ -175,8 +204,7 @@ def cross(sources: list[str], target: str | None) -> int:
         loom.load(folder, into=state)
         read += check_state(state, mesh)
     if target is not None:
-        saving = loom.save(make_state(mesh, True), target, asynchronous=count == 2)
-        saving.wait()
+        loom.save(make_state(mesh, True), target, asynchronous=count == 2).wait()
         files = [f"rank-{rank:05d}-000.safetensors" for rank in range(count)]
         assert sorted(each.name for each in Path(target).iterdir()) == ["index.json", *files]
     return read

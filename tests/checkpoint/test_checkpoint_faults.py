@@ -179,6 +179,21 @@ def test_every_flipped_bit_is_found(tmp_path):
     assert state["step"] == 5
 
 
+def test_weights_of_a_changed_checkpoint_and_its_export_are_refused(tmp_path):
+    folder = make(tmp_path / "a")
+    flip(folder / DATA, -1)
+    weights = loom.checkpoint.open_weights(folder)
+    topology = loom.Topology(Mesh(x=2), (loom.Shard(0),), (1000, 300), "f32")
+    for act in (
+        lambda: weights.read("weight", topology),
+        lambda: loom.export(folder, tmp_path / "model.safetensors"),
+        lambda: loom.export(folder, tmp_path / "hub", layout="huggingface"),
+    ):
+        with pytest.raises(loom.CheckpointError, match="it was changed"):
+            act()
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
 def replace_by(make_other: Callable[[Path], None]) -> Callable[[Path], None]:
     def change(file: Path) -> None:
         file.unlink()

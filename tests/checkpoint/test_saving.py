@@ -25,7 +25,7 @@ import meshloom as loom
 import ranks
 from checkpoint_cases import make_state, on
 from meshloom import Mesh, Partial, Shard
-from meshloom.checkpoint import files, folders, saving
+from meshloom.checkpoint import files, folders, saving, writers
 from meshloom.checkpoint.index import read_index
 from meshloom.checkpoint.writers import Source, assign
 from meshloom.placement import Replicate, Topology, extents
@@ -141,6 +141,68 @@ def test_a_tied_weight_is_written_once_and_complex_and_odd_dtypes_come_back(tmp_
         assert torch.equal(each.cpu().to(torch.complex128), odd[name].to(torch.complex128)), name
     with pytest.raises(loom.ArgumentError, match="which files do not have"):
         loom.save({"q": torch.empty(2, dtype=torch.float4_e2m1fn_x2)}, tmp_path / "c")
+
+
+class Odd(nn.Module):
+    """Something beside tensors that has a tensor in it."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Custom(nn.Module):
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        return {"steps": 3}
+
+
+def test_whatever_is_saved_can_be_loaded(tmp_path, monkeypatch):
+    """Names that collide in files and in the index, tensors in a module's extra state."""
+    monkeypatch.setattr(writers, "SHARED", 4)
+    state = {
+        "__metadata__": torch.ones(3),
+        "a": torch.arange(4.0),
+        "a[0:2]": torch.full((2,), 7.0),
+        "x/y": torch.zeros(1),
+        "x": {"y": torch.ones(1)},
+        "odd": Odd({"amax": torch.arange(3), "n": 2}),
+    }
+    loom.save(state, tmp_path / "a")
+    fresh = {key: torch.zeros_like(each) for key, each in state.items() if isinstance(each, torch.Tensor)}
+    loom.load(tmp_path / "a", into={**fresh, "x": (x := {"y": torch.zeros(1)}), "odd": (odd := Odd(None))})
+    assert all(torch.equal(each, state[key]) for key, each in fresh.items()) and x["y"] == 1
+    assert odd.extra["amax"].tolist() == [0, 1, 2] and odd.extra["n"] == 2
+    with pytest.raises(loom.ArgumentError, match="and a module's state has tensors"):
+        loom.save({"model": Custom()}, tmp_path / "b")
+    with pytest.raises(loom.ArgumentError, match="two parameters of the state are called 'm/n/weight'"):
+        loom.save({"m/n": nn.Linear(1, 1), "m": {"n": nn.Linear(1, 1)}}, tmp_path / "b")
+
+
+def test_a_tensor_that_has_the_name_of_a_piece_has_another_name_in_the_file(tmp_path, monkeypatch):
+    mesh = Mesh.of((2,), processes=(2,))
+    half = loom.Tensor(Topology(mesh, (Shard(0),), (4,), "f32"), torch.ones(2))
+    sources = {"a": half, "a[0:2]": torch.zeros(2)}
+    with pytest.raises(loom.MeshloomError, match="processes"):
+        loom.save(sources, tmp_path / "z")
+    monkeypatch.setattr(saving.HERE, "count", 2)
+    job = saving.Job(tmp_path / "x", tmp_path / "y", None, saving.Gathered({}, sources))
+    keys = [job._part(number, piece).key for number, piece in enumerate(job.pieces)]
+    assert keys == ["a[0:2]", "a[2:4]", "a[0:2]~"]
+
+
+def test_views_that_are_made_at_every_use_are_not_taken_for_one(tmp_path):
+    base = loom.distribute(torch.arange(40.0).view(4, 10), MESH, "S(0), S(1)")
+    views = {str(row): base[row] for row in range(4)}
+    loom.save(views, tmp_path / "a")
+    fresh = {key: torch.zeros(10) for key in views}
+    loom.load(tmp_path / "a", into=fresh)
+    assert torch.equal(torch.stack(list(fresh.values())), base.to_torch())
 
 
 # Who writes what
@@ -333,6 +395,11 @@ def test_a_program_that_ends_waits_for_its_save_and_a_failure_is_an_exit_code(tm
         assert loom.load(tmp_path / "a", into={"x": torch.zeros(1000)})["x"].sum() == 1000
 
 
+@pytest.mark.slow
+def test_processes_communicate_while_their_threads_save(tmp_path):
+    assert ranks.run(2, "checkpoint_cases:work_while_saving", str(tmp_path)) == [30, 30]
+
+
 # Progress
 
 
@@ -371,7 +438,7 @@ def measure_memory(folder: str) -> tuple[int, int, int, int]:
 
     mesh = loom.open_mesh((2, 4))
     layouts = ("R, S(1)", "S(0), S(0)", "S(0), R", "R, R")
-    state = {f"w{n}": loom.ones(1023, 4095, mesh=mesh, placements=layouts[n % 4]) for n in range(16)}  # 16 MB each
+    state = {f"w{n}": loom.ones(4095, 4095, mesh=mesh, placements=each) for n, each in enumerate(layouts)}
     loom.save({"warm": torch.ones(1 << 20)}, f"{folder}/warm")
     held = sum(each._data.nbytes for each in state.values()) >> 20
     saved = peak(lambda: loom.save(state, f"{folder}/a"))
@@ -384,7 +451,7 @@ def measure_memory(folder: str) -> tuple[int, int, int, int]:
 def test_a_save_takes_the_memory_of_one_shard_and_in_a_thread_of_one_copy(tmp_path):
     ((held, saved, copied, loaded),) = ranks.run(1, "test_saving:measure_memory", str(tmp_path))
     assert held >= 250
-    assert saved <= 16 * 2 and loaded <= 16 * 2, (saved, loaded)  # one tensor, and blocks of 16 MB
+    assert saved <= 64 and loaded <= 64, (saved, loaded)  # one of the four tensors; it is some blocks of 4 MB
     assert held * 0.8 <= copied <= held * 1.15, (copied, held)
 
 

@@ -59,6 +59,19 @@ def test_one_large_weight_is_gathered_ahead_and_no_more() -> None:
         assert all(on_their_way <= largest for _, on_their_way, largest in seen)
 
 
+def test_the_weights_of_the_next_unit_of_a_plan_are_on_their_way() -> None:
+    for seen in ranks.run(2, "weight_cases:ahead", True):
+        weight, unit = 96 * 96 * 4, 2 * 96 * 96 * 4
+        assert {largest for _, _, largest in seen} == {unit}
+        assert max(on_their_way for _, on_their_way, _ in seen) == unit
+        assert all(is_there for is_there, _, _ in seen[12:17])
+        assert seen[11][1] == unit and seen[16][1] == 0 and seen[15][1] == weight
+
+
+def test_processes_do_the_same_whenever_a_weight_goes() -> None:
+    assert ranks.run(2, "weight_cases:gone")[0] == 0
+
+
 def test_two_gradients_are_under_way_and_no_more() -> None:
     assert ranks.run(2, "weight_cases:in_flight") == [2, 2]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-BLOCK = 1 << 24  # bytes that are copied at a time where memory is not in order
+BLOCK = 1 << 22  # bytes that are copied at a time where memory is not in order
 
 
 def as_bytes(array: torch.Tensor) -> memoryview:

@@ -22,7 +22,6 @@ from meshloom.checkpoint.index import Index, Saved, read_index
 from meshloom.checkpoint.progress import Progress, check_progress, show
 from meshloom.checkpoint.values import tag_of
 from meshloom.errors import ArgumentError, CheckpointError, closest
-from meshloom.types import itemsize
 
 LAYOUTS = ("file", "huggingface")
 BLOCK = 1 << 26  # bytes of a tensor that are in memory at a time
@@ -189,7 +188,5 @@ def verify(folder: str | os.PathLike[str], *, progress: Progress = None) -> Inde
     total = sum(file.nbytes for file in index.files.values())
     with open_files(index) as opened, show("comparing", total, progress) as told:
         opened.verify([(name, 0, file.nbytes) for name, file in index.files.items()], told)
-        for saved in index.tensors.values():
-            for box, _ in opened.boxes(saved, (0,) * len(saved.shape), saved.shape):
-                assert box.itemsize == itemsize(saved.dtype)
+        opened.check_headers()
     return index

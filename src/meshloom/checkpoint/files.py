@@ -269,6 +269,12 @@ class Opened:
             self.refuse(piece.file, f"{piece.key!r:.80} lies beyond its end")
         return place
 
+    def check_headers(self) -> None:
+        """An error unless the headers of the files say of every piece what the index says."""
+        for saved in self.index.tensors.values():
+            for piece in saved.pieces:
+                self._offset(saved, piece)
+
     def _header(self, file: str) -> dict[str, Any]:
         if file not in self._headers:
             self._headers[file] = self._read_header(file)

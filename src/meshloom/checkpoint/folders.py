@@ -88,6 +88,7 @@ class Lock:
         if self._number >= 0:
             if remove:
                 self._file.unlink(missing_ok=True)
+            fcntl.flock(self._number, fcntl.LOCK_UN)  # also where a child of this process has the file open
             os.close(self._number)
             self._number = -1
 

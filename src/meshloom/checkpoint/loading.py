@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -214,7 +214,7 @@ class _Planning:
             raise self.refuse(path, f"it is {_kind(node)} there and a {type(target).__name__} here")
         return node[tag]
 
-    def refuse_tag(self, tag: str, inside: Any, path: Path) -> Any:
+    def refuse_tag(self, tag: str, inside: Any, path: Path) -> NoReturn:
         here = "nothing here to read it into"
         raise self.refuse(
             path, f"it is {_kind({tag: inside})} there, and there is {here}", "put one of the same kind into the state"
@@ -309,6 +309,10 @@ class _Planning:
         self.plan.reads.append(Read(saved, made, made._data if isinstance(made, Tensor) else made, True))
         return made
 
+    def fresh_dense(self, tag: str, inside: Any, path: Path) -> torch.Tensor:
+        """A new dense tensor for one that was dense; what else it may be is refused."""
+        return self.fresh({tag: inside}, None, path) if tag == "$dense" else self.refuse_tag(tag, inside, path)
+
     # What has a state of its own
 
     def module(self, inside: Any, module: torch.nn.Module, path: Path) -> Act:
@@ -321,7 +325,7 @@ class _Planning:
             place = (*path, key)
             owner, _, last = key.rpartition(".")
             if last == EXTRA:
-                value = decode(inside[key], place, self.refuse_tag)
+                value = decode(inside[key], place, self.fresh_dense)
                 owning = module.get_submodule(owner)
                 self.plan.acts.append(partial(owning.set_extra_state, value))
             elif not isinstance(each, torch.Tensor):
@@ -417,11 +421,7 @@ class _Planning:
         node = saved.get("options")
         if not isinstance(node, dict) or tag_of(node) is not None:
             raise malformed(path, "a group without options")
-
-        def decode_tag(tag: str, inside: Any, at: Path) -> Any:
-            return self.fresh({tag: inside}, None, at) if tag == "$dense" else self.refuse_tag(tag, inside, at)
-
-        values = {key: decode(each, (*path, key), decode_tag) for key, each in node.items()}
+        values = {key: decode(each, (*path, key), self.fresh_dense) for key, each in node.items()}
         lacking = sorted(set(group) - {"params", "param_names"} - set(values) - _BY_SCHEDULERS)
         if lacking:
             raise self.refuse(

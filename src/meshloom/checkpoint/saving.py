@@ -20,15 +20,15 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshloom.checkpoint.arrays import own_copy
+from meshloom.checkpoint.arrays import BLOCK, own_copy
 from meshloom.checkpoint.files import Part, sync_folder, write_file, write_synced
 from meshloom.checkpoint.folders import (
     Lock,
@@ -51,11 +51,10 @@ from meshloom.comms import WORLD
 from meshloom.engines.layout import short_name
 from meshloom.errors import CheckpointError, MeshloomError, expect
 from meshloom.mesh import HERE
-from meshloom.placement import Topology, extents
+from meshloom.placement import extents
 from meshloom.processes.divergence import checksum, some_of
 from meshloom.processes.exchange import agree
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.moving import same_storage
 
 LARGE = 4 << 30  # bytes after which a process begins another file
 LOOK = 0.02  # seconds between two looks into the folder
@@ -278,6 +277,7 @@ class Job:
     pieces: list[Share] = field(default_factory=list)  # of all processes
     copies: dict[int, torch.Tensor] = field(default_factory=dict)
     held: Lock | None = None
+    _keys: set[str] = field(default_factory=lambda: {"__metadata__"})  # names in files that are taken
     number: int = 0  # of the folder aside, which it keeps when it is renamed
 
     def __post_init__(self) -> None:
@@ -315,22 +315,49 @@ class Job:
         self.gathered.tensors.clear()
 
     def _copy(self, piece: Share) -> torch.Tensor:
-        tensor, array = self.gathered.tensors[piece.name], self.array(piece)
-        held = tensor._data if isinstance(tensor, Tensor) else tensor
-        return own_copy(array) if same_storage(array, held) else array
+        array = self._view(piece)
+        return own_copy(array) if array is not None else self._assemble(piece)
 
-    def array(self, piece: Share) -> torch.Tensor:
-        """What this process holds of a tensor in the box of a piece, as it lies in memory."""
+    def arrays(self, piece: Share) -> Iterator[torch.Tensor]:
+        """What this process holds of a tensor in the box of a piece: as it lies in memory, or some rows at a time."""
+        array = self._view(piece)
+        if array is not None:
+            yield array
+            return
+        rows = max(1, BLOCK * piece.shape[0] // max(1, piece.nbytes))
+        for first in range(0, piece.shape[0], rows):
+            count = min(rows, piece.shape[0] - first)
+            yield self._assemble(
+                replace(piece, start=(piece.start[0] + first, *piece.start[1:]), shape=(count, *piece.shape[1:]))
+            )
+
+    def _view(self, piece: Share) -> torch.Tensor | None:
+        """The box in the memory of its tensor; None where padding lies inside of it."""
         tensor = self.gathered.tensors[piece.name]
         if not isinstance(tensor, Tensor):
             return tensor.detach()[_slices(piece.start, piece.shape)]
-        stored = tensor._data.detach()
         for extent in extents(tensor.topology):
             inside = tuple(a - s for a, s in zip(piece.start, extent.start, strict=True))
             fits = zip(inside, piece.shape, extent.shape, strict=True)
             if all(a >= 0 and a + size <= whole for a, size, whole in fits):
-                return stored[_slices(tuple(map(sum, zip(extent.place, inside, strict=True))), piece.shape)]
-        return _assemble(stored, tensor.topology, piece)
+                place = tuple(map(sum, zip(extent.place, inside, strict=True)))
+                return tensor._data.detach()[_slices(place, piece.shape)]
+        return None
+
+    def _assemble(self, piece: Share) -> torch.Tensor:
+        """A box that lies in several places of the stored array, because padding lies between them."""
+        tensor = self.gathered.tensors[piece.name]
+        assert isinstance(tensor, Tensor)
+        found = torch.empty(piece.shape, dtype=tensor.dtype)
+        end = tuple(a + size for a, size in zip(piece.start, piece.shape, strict=True))
+        for extent in extents(tensor.topology):
+            first, last = tuple(map(max, piece.start, extent.start)), tuple(map(min, end, extent.stop))
+            if all(a < b for a, b in zip(first, last, strict=True)):
+                shape = tuple(b - a for a, b in zip(first, last, strict=True))
+                at = tuple(a - s for a, s in zip(first, piece.start, strict=True))
+                place = tuple(a - s + p for a, s, p in zip(first, extent.start, extent.place, strict=True))
+                found[_slices(at, shape)] = tensor._data.detach()[_slices(place, shape)]
+        return found
 
     def run(self, told: Callable[[int], None]) -> None:
         """Write, and wait until the checkpoint is in place; whatever fails here, the others are told."""
@@ -386,9 +413,12 @@ class Job:
         key = piece.name
         if piece.shape != source.shape:
             key += "[" + ", ".join(f"{a}:{a + size}" for a, size in zip(piece.start, piece.shape, strict=True)) + "]"
+        while key in self._keys:  # a tensor may have the name of another one's piece
+            key += "~"
+        self._keys.add(key)
         if number in self.copies:
             return Part(key, source.dtype, piece.shape, lambda: [self.copies[number]])
-        return Part(key, source.dtype, piece.shape, lambda: [self.array(piece)])
+        return Part(key, source.dtype, piece.shape, lambda: self.arrays(piece))
 
     def _note(self, rank: int, ending: str = "") -> Path:
         return self.aside / f"rank-{rank:05d}.json{ending}"
@@ -487,17 +517,3 @@ class _Patience:
 
 def _slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(a, a + size) for a, size in zip(start, shape, strict=True))
-
-
-def _assemble(stored: torch.Tensor, topology: Topology, piece: Share) -> torch.Tensor:
-    """A box that lies in several places of the stored array, because padding lies between them."""
-    found = torch.empty(piece.shape, dtype=stored.dtype)
-    end = tuple(a + size for a, size in zip(piece.start, piece.shape, strict=True))
-    for extent in extents(topology):
-        first, last = tuple(map(max, piece.start, extent.start)), tuple(map(min, end, extent.stop))
-        if all(a < b for a, b in zip(first, last, strict=True)):
-            shape = tuple(b - a for a, b in zip(first, last, strict=True))
-            at = tuple(a - s for a, s in zip(first, piece.start, strict=True))
-            place = tuple(a - s + p for a, s, p in zip(first, extent.start, extent.place, strict=True))
-            found[_slices(at, shape)] = stored[_slices(place, shape)]
-    return found

@@ -15,9 +15,11 @@ import torch
 
 from meshloom.checkpoint.formats import is_known
 from meshloom.checkpoint.values import Path, encode_container, encode_scalar, is_scalar, refusal, spell
+from meshloom.comms.group import check_joined
 from meshloom.engines.layout import short_name
 from meshloom.errors import ArgumentError
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.lazy import Lazy
 
 EXTRA = "_extra_state"  # torch's key of what a module keeps besides tensors
 
@@ -73,9 +75,12 @@ def find_modules(state: Any, path: Path = ()) -> Iterator[tuple[Path, torch.nn.M
 def name_parameters(state: Any) -> dict[int, str]:
     """The name of every parameter of the modules in a state, by its identity; a tied one has its first name."""
     found: dict[int, str] = {}
+    taken: dict[str, int] = {}
     for path, module in find_modules(state):
         for name, parameter in module.named_parameters():
-            found.setdefault(id(parameter), join((*path, name)))
+            whole = found.setdefault(id(parameter), join((*path, name)))
+            if taken.setdefault(whole, id(parameter)) != id(parameter):
+                raise ArgumentError(f"two parameters of the state are called {whole!r}", fix="use keys without slashes")
     return found
 
 
@@ -99,7 +104,12 @@ def name_of(parameter: torch.Tensor, names: Mapping[int, str], path: Path) -> st
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors share if they are the same memory seen in the same way."""
+    """What two tensors share if they are the same memory seen in the same way.
+
+    The array of a lazy tensor may be made at every use, so that its address says nothing.
+    """
+    if isinstance(tensor, Lazy):
+        return (id(tensor),)
     array = tensor._data if isinstance(tensor, Tensor) else tensor
     topology = tensor.topology if isinstance(tensor, Tensor) else None
     return array.data_ptr(), array.dtype, tuple(array.shape), array.stride(), topology
@@ -113,6 +123,8 @@ def check_tensor(tensor: torch.Tensor, path: Path) -> None:
         raise ArgumentError(f"{spell(path)} is a DTensor", fix="loom.from_dtensor(d) takes it with its placements")
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
         raise refusal(tensor, path)
+    if isinstance(tensor, Tensor) and tensor.mesh.is_split:
+        check_joined(tensor.mesh.processes)
     array = tensor._data if isinstance(tensor, Tensor) else tensor
     if array.is_meta:
         raise ArgumentError(f"{spell(path)} has no values: it lies on meta", fix="materialise it first")
@@ -164,7 +176,15 @@ class _Gathering:
         return name
 
     def module(self, module: torch.nn.Module, path: Path) -> dict[str, Any]:
-        return {key: self.encode(each, (*path, key)) for key, each in module.state_dict().items()}
+        found = {}
+        for key, each in module.state_dict().items():
+            if not isinstance(each, torch.Tensor) and key.rpartition(".")[2] != EXTRA:
+                raise ArgumentError(
+                    f"{spell((*path, key))} is a {type(each).__name__}, and a module's state has tensors",
+                    fix="give the module get_extra_state() and set_extra_state() for what is not a tensor",
+                )
+            found[key] = self.encode(each, (*path, key))
+        return found
 
     def optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
         groups = []

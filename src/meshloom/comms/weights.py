@@ -34,6 +34,7 @@ from meshloom.errors import GradientError, place_name
 SMALL = 1 << 18  # bytes of a gathered weight up to which it travels with others
 TOGETHER = 1 << 20  # bytes of small weights that travel together at most
 FAR = 64  # weights that are looked ahead for small ones
+WAYS = 64  # ways to a weight that are remembered
 
 # ops that autocast runs in the lower precision
 LOWERED = {"linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d", "conv3d"}
@@ -51,10 +52,11 @@ def declare_unit(leaves: Sequence[torch.Tensor]) -> None:
 class Weight:
     """A leaf as some of its uses gather it, and which weight came after it."""
 
-    __slots__ = ("ahead", "bytes", "call", "firsts", "followers", "gather", "leaf")
+    __slots__ = ("ahead", "bytes", "call", "device", "dtype", "firsts", "followers", "gather", "leaf", "shape")
 
     def __init__(self, leaf: torch.Tensor, gather: Gather) -> None:
         self.leaf, self.gather = weakref.ref(leaf), gather
+        self.shape, self.dtype, self.device = leaf.shape, leaf.dtype, leaf.device
         self.bytes = leaf.nbytes * gather.group.processes
         self.ahead = max(self.bytes, getattr(leaf, "_unit", 0) * gather.group.processes)  # bytes of its unit
         self.call = ""  # the last call that used it, as a divergence tells of it
@@ -66,6 +68,20 @@ class Weight:
     def is_small(self) -> bool:
         """Whether it travels with others."""
         return self.bytes <= SMALL
+
+    def array(self) -> torch.Tensor:
+        """The leaf, or zeros in its place if it is gone: nobody will use it, but others may still have to send theirs.
+
+        When a leaf that nobody holds goes is up to the garbage collector of each process.
+        """
+        leaf = self.leaf()
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if leaf is None else leaf
+
+    def learn(self, way: Way, follower: Weight | None) -> None:
+        """What came after it this time."""
+        if len(self.followers) >= WAYS:  # weights of models that come and go lead here
+            self.followers.clear()
+        self.followers[way] = follower
 
 
 class Weights(dict[Any, Weight]):
@@ -133,7 +149,7 @@ class Order:
         self.last: Weight | None = None
         self.guessed: deque[Weight] = deque()
         self.flights: dict[Weight, Flight] = {}
-        self.largest = 0
+        self.largest = self.largest_now = 0  # bytes of the largest unit, of this pass or the one before; of this pass
 
     def take(self, weight: Weight, leaf: torch.Tensor) -> torch.Tensor:
         """The shards of every process, stacked; the next weights are on their way when this returns.
@@ -168,6 +184,7 @@ class Order:
             self._learn(None)
             self.drop()
             self.task, self.before, self.last = task, None, None
+            self.largest, self.largest_now = self.largest_now, 0
         if self.last is None:
             weight.firsts.add(task != -1)
         self._learn(weight)
@@ -176,11 +193,12 @@ class Order:
         else:
             self.drop()
         self.before, self.last = self.last, weight
-        self.largest = max(self.largest, weight.ahead)
+        self.largest_now = max(self.largest_now, weight.ahead)
+        self.largest = max(self.largest, self.largest_now)
 
     def _learn(self, weight: Weight | None) -> None:
         if self.last is not None:
-            self.last.followers[self.task != -1, self.before] = weight
+            self.last.learn((self.task != -1, self.before), weight)
 
     def _begin_next(self) -> None:
         """Start large weights up to the size of the largest unit, and small ones from far ahead together."""
@@ -206,21 +224,16 @@ class Order:
         chosen: dict[Any, list[Weight]] = {}
         size = 0
         for weight in dict.fromkeys(near):
-            leaf = weight.leaf()
             size += weight.bytes
-            if leaf is None or size > TOGETHER:
+            if size > TOGETHER:
                 break
-            chosen.setdefault((weight.gather.group, leaf.dtype), []).append(weight)
+            chosen.setdefault((weight.gather.group, weight.dtype), []).append(weight)
         for alike in chosen.values():
             self._begin(alike)
 
     def _begin(self, weights: list[Weight]) -> None:
-        leaves = [weight.leaf() for weight in weights]
-        held = [leaf for leaf in leaves if leaf is not None]
-        if len(held) < len(weights):
-            return
         call, WORLD.watch.call = WORLD.watch.call, weights[0].call
-        flight = Flight(weights, held)
+        flight = Flight(weights, [weight.array() for weight in weights])
         WORLD.watch.call = call
         self.flights.update(dict.fromkeys(weights, flight))
 
@@ -230,7 +243,7 @@ class Order:
         (before, last), is_back = ends, self.task != -1
         while last is not None and len(self.guessed) < FAR:
             follower = last.followers.get((is_back, before))
-            if follower is None or is_back in follower.firsts or follower.leaf() is None:
+            if follower is None or is_back in follower.firsts:
                 return
             self.guessed.append(follower)
             before, last = last, follower

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from meshloom.comms.weights import declare_unit
 from meshloom.errors import ArgumentError, MeshError, expect
 from meshloom.mesh import Mesh
 from meshloom.nn import hooks, plans
@@ -93,6 +94,7 @@ def parallelize(
         if made.empty:
             fill(module, made.empty)
         placed.handles += hooks.attach(module, chosen, _taken(found), place)
+    _declare_units(module, found)
     vars(module)[_MARK] = placed
     return module
 
@@ -194,6 +196,13 @@ def _taken(found: Assignment) -> dict[str, dict[str, Axes | None]]:
 
 
 # Doing
+
+
+def _declare_units(module: torch.nn.Module, found: Assignment) -> None:
+    """Processes that gather weights for a use have those of the next unit on their way."""
+    for name in [name for line in found.lines if line.word == "unit" for name in line.takes]:
+        held = [each._data for each in module.get_submodule(name).parameters() if isinstance(each, Tensor)]
+        declare_unit(held)
 
 
 def _slots(module: torch.nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:

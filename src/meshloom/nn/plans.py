@@ -74,13 +74,15 @@ def _data(module: nn.Module, mesh: Mesh) -> Plan:
 
 
 def _fsdp(module: nn.Module, mesh: Mesh) -> Plan:
-    return Plan(_first_dims(module, mesh.axes), batch=_rows(mesh.axes), units=_units(module))
+    rows = _rows(mesh.axes)
+    return Plan(_first_dims(module, mesh.axes), batch=rows, outputs=_looked_up(module, rows), units=_units(module))
 
 
 def _hsdp(module: nn.Module, mesh: Mesh) -> Plan:
     _need_two("hsdp", mesh, ("dp", "fsdp"))
     sharded = _axis(mesh, _SHARDED)
-    return Plan(_first_dims(module, [sharded]), batch=_rows(mesh.axes), units=_units(module))
+    rows = _rows(mesh.axes)
+    return Plan(_first_dims(module, [sharded]), batch=rows, outputs=_looked_up(module, rows), units=_units(module))
 
 
 def _tensor(module: nn.Module, mesh: Mesh) -> Plan:
@@ -101,7 +103,8 @@ def _fsdp_tensor(module: nn.Module, mesh: Mesh) -> Plan:
     _need_two("fsdp+tensor", mesh, ("fsdp", "tp"))
     axis = _axis(mesh, _TENSOR)
     data = _others(mesh, axis)
-    return Plan(_by_role(module, axis, data), batch=_rows(data), units=_units(module))
+    rows = _rows(data)
+    return Plan(_by_role(module, axis, data), batch=rows, outputs=_looked_up(module, rows), units=_units(module))
 
 
 def _context(module: nn.Module, mesh: Mesh) -> Plan:
@@ -191,9 +194,21 @@ def _writers(module: nn.Module) -> list[str]:
     inner = ("expert", "x_proj")  # what they write does not leave their block
     roles = [role for role in roles_of(module).values() if role.kind == "row"]
     roles = [role for role in roles if not any(word in role.layer for word in inner)]
+    return list(dict.fromkeys([*_vocabularies(module), *(role.layer for role in roles)]))
+
+
+def _vocabularies(module: nn.Module) -> list[str]:
     tables = [name for name, layer in module.named_modules() if isinstance(layer, nn.Embedding)]
-    looked_up = [role.layer for role in roles_of(module).values() if role.layer in tables]
-    return list(dict.fromkeys([*looked_up, *(role.layer for role in roles)]))
+    return [role.layer for role in roles_of(module).values() if role.layer in tables]
+
+
+def _looked_up(module: nn.Module, rows: Mapping[str, Placement]) -> Lines:
+    """What is looked up in a vocabulary lies as the batch does.
+
+    A vocabulary that is large against the batch stays where it is, and the rows that are found in its parts are added
+    up. Without a request every process would have all of them, and the whole model would go on so.
+    """
+    return {name: rows for name in _vocabularies(module)}
 
 
 def _readers(module: nn.Module) -> list[str]:
