@@ -38,8 +38,16 @@ class Model(nn.Module):
 
 PRINTED = {
     "data": "batch      dp=S(0), tp=S(0)",
-    "fsdp": "batch      dp=S(0), tp=S(0)\nparameter  **  dp=S(0), tp=S(0)\nunit       layers.*",
-    "hsdp": "batch      dp=S(0), tp=S(0)\nparameter  **  tp=S(0)\nunit       layers.*",
+    "fsdp": """\
+batch      dp=S(0), tp=S(0)
+parameter  **   dp=S(0), tp=S(0)
+output     wte  dp=S(0), tp=S(0)
+unit       layers.*""",
+    "hsdp": """\
+batch      dp=S(0), tp=S(0)
+parameter  **   tp=S(0)
+output     wte  dp=S(0), tp=S(0)
+unit       layers.*""",
     "tensor": """\
 batch      dp=S(0)
 parameter  wte.weight                                        tp=S(0)

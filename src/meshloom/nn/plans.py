@@ -208,7 +208,7 @@ def _looked_up(module: nn.Module, rows: Mapping[str, Placement]) -> Lines:
     A vocabulary that is large against the batch stays where it is, and the rows that are found in its parts are added
     up. Without a request every process would have all of them, and the whole model would go on so.
     """
-    return {name: rows for name in _vocabularies(module)}
+    return {name: dict(rows) for name in _vocabularies(module)}
 
 
 def _readers(module: nn.Module) -> list[str]:
