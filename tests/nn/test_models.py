@@ -7,6 +7,7 @@ processes.
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 import meshloom as loom
 import model_matrix
 import ranks
-from library_models import MARKS, PUBLIC
+from library_models import MARKS, PUBLIC, llama, tokens
 from model_matrix import FLAT, PLANS, cases, check_close, compare_gradients, open_mesh
 
 pytestmark = MARKS
@@ -88,3 +89,12 @@ def test_the_plan_that_a_model_brings_trains_it_as_dense(model):
     if not getattr(PUBLIC[model](), "tp_plan", None):
         pytest.skip("transformers has no plan for it")
     check_close(compare_gradients(model, place, torch.float32), model_matrix.LIMIT)
+
+
+def test_sequences_are_gathered_once_for_each_part_of_a_block_and_scattered_after_it():
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = loom.parallelize(llama(**sizes), open_mesh("2x4"), "tensor+sequence")
+    with loom.record() as log:
+        model(tokens(8, 16))
+    moved = Counter((event.call, event.kind) for event in log if event.axis == "tp" and event.call != "embedding")
+    assert moved == {("redistribute", "all_gather"): 4, ("linear", "reduce_scatter"): 4, ("linear", "all_gather"): 1}

@@ -382,13 +382,21 @@ def test_a_list_cannot_be_computed_again():
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-@pytest.mark.parametrize("plan", [Plan({"nothing": "R"}), Plan({"**": "tp=S(1)"}), Plan(recompute=["blocks"])])
+BAD = [
+    Plan({"nothing": "R"}),
+    Plan({"**": "tp=S(1)"}),
+    Plan(batch="dp=S(0)", inputs={"head": "tp=R"}, outputs={"head": "tp=R"}, recompute=["blocks.0", "blocks"]),
+]
+
+
+@pytest.mark.parametrize("plan", BAD)
 def test_a_refused_plan_leaves_the_module_as_it_was(plan):
     model, before = net(), net()
     refusal(lambda: loom.parallelize(model, GRID, plan))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
     assert all(type(p) in (nn.Parameter, torch.Tensor) for p in (*model.parameters(), *model.buffers()))
-    assert not model._forward_pre_hooks and all("forward" not in vars(each) for each in model.modules())
+    for each in model.modules():
+        assert not each._forward_pre_hooks and not each._forward_hooks and "forward" not in vars(each)
     check_same(gradients(model, letters()), gradients(before, letters()))
     loom.parallelize(model, GRID, "fsdp")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import meshloom as loom
-from meshloom import Mesh, Plan, Shard, plans
+from meshloom import Mesh, Plan, Replicate, Shard, plans
 from meshloom.nn.roles import COLUMNS, ROWS, blocks_of, roles_of
 
 GRID = Mesh(dp=2, tp=4)
@@ -104,6 +104,7 @@ def test_between_blocks_the_sequence_lies_over_the_tensor_axis():
     plan = plans.named("tensor+sequence", Model(), GRID)
     assert list(plan.outputs) == ["wte", "layers.*.attention.o_proj", "layers.*.feed.2"]
     assert all(axes == {"tp": Shard(1)} for axes in plan.outputs.values())
+    assert plan.inputs == {"layers.*.attention": {"tp": Replicate()}}  # queries, keys and values read it
     assert plan.parameters == plans.named("tensor", Model(), GRID).parameters
 
 

@@ -45,13 +45,14 @@ def open_files(path: str | os.PathLike[str], module: torch.nn.Module) -> Files:
     """The files of a model, or an error that lists what they do not have."""
     reader = open_weights(path)
     there = frozenset(reader.names())
+    saved = module.state_dict(keep_vars=True).keys()
     names: dict[str, str] = {}
     missing = []
     for aliases in _aliases(module):
         found = next((name for name in aliases if name in there), None)
         if found is not None:
             names.update(dict.fromkeys(aliases, found))
-        elif any(name in module.state_dict(keep_vars=True) for name in aliases):
+        elif any(name in saved for name in aliases):
             missing.append(aliases[0])
     if missing:
         raise ArgumentError(

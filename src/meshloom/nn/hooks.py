@@ -145,6 +145,7 @@ def attach(
     module: torch.nn.Module, plan: Any, taken: Mapping[str, Mapping[str, Any]], mesh: Mesh
 ) -> list[RemovableHandle]:
     """Hooks and forwards as a plan says; `taken` has the names of modules for each kind of line and its axes."""
+    recomputed = [_runs_forward(module.get_submodule(name), name) for name in taken["recompute"]]  # errors come first
     handles = []
     if plan.batch:
         spread = Spread(mesh, plan.batch, moves=False)
@@ -154,11 +155,11 @@ def attach(
         handles.append(owner.register_forward_pre_hook(Spread(mesh, axes, moves=True), with_kwargs=True))
     for name, axes in taken["output"].items():
         owner = module.get_submodule(name)
-        if type(owner) is torch.nn.Linear:
+        if type(owner) in (torch.nn.Linear, torch.nn.Embedding):  # one op, which can be asked
             surround(owner, output=axes)
         handles.append(owner.register_forward_hook(Lay(axes)))
-    for name in taken["recompute"]:
-        surround(_runs_forward(module.get_submodule(name), name), is_recomputed=True)
+    for owner in recomputed:
+        surround(owner, is_recomputed=True)
     return handles
 
 

@@ -20,10 +20,18 @@ def brief(lines: Mapping[str, dict[str, Placement]], known: Mapping[str, object]
     ['layers.*.{q,k}.weight']
     """
     starred: Lines = {}
+    agreed: dict[str, object] = {}
     for name, axes in lines.items():
-        forms = (form for form in _forms(name) if all(known[each] == axes for each in known if fits(form, each)))
-        starred[next(forms, name)] = axes
+        for form in _forms(name):
+            if form not in agreed:
+                agreed[form] = _shared([known[each] for each in known if fits(form, each)])
+        starred[next((form for form in _forms(name) if agreed[form] == axes), name)] = axes
     return _braced(starred)
+
+
+def _shared(values: list[object]) -> object:
+    """The value that all are, or None."""
+    return values[0] if values and all(value == values[0] for value in values) else None
 
 
 def _forms(name: str) -> Iterator[str]:

@@ -6,7 +6,7 @@
 | `fsdp` | rows over every axis | dim 0 over every axis |
 | `hsdp` | rows over every axis | dim 0 over the sharding axis, replicated over the others |
 | `tensor` | rows over the data axes | columns and rows over the tensor axis |
-| `tensor+sequence` | as `tensor` | as `tensor`; between blocks the sequence lies over the tensor axis |
+| `tensor+sequence` | as `tensor` | as `tensor`; outside of products the sequence lies over the tensor axis |
 | `fsdp+tensor` | as `tensor` | as `tensor`, the other dim over the data axes |
 | `context` | rows over the data axes, dim 1 over the context axis | replicated; attention goes around the ring |
 
@@ -18,6 +18,7 @@ others are data axes.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from meshloom.nn.patterns import fold
 from meshloom.nn.plan import Plan
 from meshloom.nn.roles import Role, blocks_of, roles_of
 from meshloom.nn.styles import from_huggingface, from_torch
-from meshloom.placement import Placement, Shard
+from meshloom.placement import Placement, Replicate, Shard
 
 _TENSOR = ("tp", "tensor", "model", "mp")
 _SHARDED = ("fsdp", "shard", "sharded")
@@ -91,9 +92,11 @@ def _tensor(module: nn.Module, mesh: Mesh) -> Plan:
 
 def _tensor_sequence(module: nn.Module, mesh: Mesh) -> Plan:
     axis = _axis(mesh, _TENSOR)
+    names = [name for name, _ in module.named_modules()]
     outputs: Lines = {layer: {axis: Shard(_sequence_dim(module, layer))} for layer in _writers(module)}
-    asked = brief(outputs, {name: outputs.get(name) for name, _ in module.named_modules()})
-    return Plan(_by_role(module, axis, ()), batch=_rows(_others(mesh, axis)), outputs=asked)
+    inputs: Lines = {part: {axis: Replicate()} for part in _readers(module)}
+    taken, given = (brief(lines, {name: lines.get(name) for name in names}) for lines in (inputs, outputs))
+    return Plan(_by_role(module, axis, ()), _rows(_others(mesh, axis)), taken, given)
 
 
 def _fsdp_tensor(module: nn.Module, mesh: Mesh) -> Plan:
@@ -205,7 +208,16 @@ def _looked_up(module: nn.Module, rows: dict[str, Placement]) -> Lines:
     A vocabulary that is large against the batch stays where it is, and the rows that are found in its parts are added
     up. Without a request every process would have all of them, and the whole model would go on so.
     """
-    return dict.fromkeys(_vocabularies(module), rows)
+    return {name: dict(rows) for name in _vocabularies(module)}
+
+
+def _readers(module: nn.Module) -> list[str]:
+    """The parts of blocks in which several layers read the same input: it is gathered once for all of them."""
+    columns = dict.fromkeys(role.layer for role in roles_of(module).values() if role.kind == "column")
+    counts = Counter(layer.rpartition(".")[0] for layer in columns if "expert" not in layer)
+    blocks = tuple(blocks_of(module))
+    inside = [part for part in counts if part.startswith(tuple(f"{each}." for each in blocks))]
+    return [part for part in inside if counts[part] > 1 and part.rpartition(".")[0] not in blocks]
 
 
 def _sequence_dim(module: nn.Module, layer: str) -> int:

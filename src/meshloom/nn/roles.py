@@ -65,7 +65,8 @@ def _kinds_of_layers(module: nn.Module) -> dict[str, str]:
     kinds |= {name: kind for name, kind in _kinds_by_shape(module, layers) if name not in kinds}
     tables = dict(_vocabularies(module))
     shapes = {(table.num_embeddings, table.embedding_dim) for table in tables.values()}
-    heads = [name for name, layer in layers.items() if _sizes(layer) in shapes and not _is_inside(name, module)]
+    blocks = tuple(f"{block}." for block in _blocks(module))  # a layer inside of a block is not the head
+    heads = [name for name, layer in layers.items() if _sizes(layer) in shapes and not name.startswith(blocks)]
     return kinds | dict.fromkeys((*heads, *tables), "vocabulary")
 
 
@@ -119,11 +120,6 @@ def _vocabularies(module: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:
             named = any(fits(pattern, name.rpartition(".")[2]) for pattern in VOCABULARIES)
             if named or layer is known or id(layer.weight) in tied:
                 yield name, layer
-
-
-def _is_inside(name: str, module: nn.Module) -> bool:
-    """Whether a layer lies in a block of the model: there it is not the head."""
-    return any(name.startswith(f"{block}.") for block in _blocks(module))
 
 
 def _layer(name: str, layer: Any, kind: str) -> Iterator[tuple[str, Role]]:
