@@ -1,8 +1,8 @@
 """Models that were built on `meta`: room on the mesh for their tensors, then values, by their own initialisers.
 
-An initialiser draws a whole tensor as torch does, and each process keeps its part of it: nothing is communicated, one
-tensor at a time is whole, and a model comes out the same on any mesh, on any number of processes, and dense. What no
-initialiser writes is refused by name: nothing is ever left to chance.
+Random numbers of tensors on a mesh do not depend on placements (`tensor.random`), and each process draws the tiles that
+it holds a part of: a model comes out the same on any mesh and on any number of processes, and nothing is communicated.
+What no initialiser writes is refused by name: nothing is ever left to chance.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from meshloom.errors import ArgumentError
 from meshloom.mesh import Mesh
 from meshloom.nn.patterns import fold
 from meshloom.nn.tables import Axes
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.creation import distribute, full
+from meshloom.tensor.creation import full
 
 _FLAG = "_is_hf_initialized"  # transformers' mark of modules and tensors that have their values
 
@@ -30,36 +29,6 @@ def make_room(value: torch.Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     """A tensor on the mesh without values: numbers that no initialiser writes, where the dtype has such."""
     nothing = math.nan if value.dtype.is_floating_point or value.dtype.is_complex else 0
     return full(tuple(value.shape), nothing, mesh=mesh, placements=axes, dtype=value.dtype)
-
-
-# Functions that write a tensor without reading it: methods of tensors, and those of torch.nn.init. By name, because
-# transformers puts functions of its own in the place of the latter while it initialises.
-_DRAWS = frozenset(
-    "bernoulli_ cauchy_ constant_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_ random_ uniform_".split()
-)
-
-
-class _Drawing(TorchFunctionMode):
-    """Tensors on a mesh are drawn as dense ones, and each process keeps its part."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target, given = _target(args, kwargs or {})
-        if (
-            getattr(func, "__name__", "") not in _DRAWS
-            or not isinstance(target, Tensor)
-            or any(isinstance(each, Tensor) for each in given)
-        ):
-            return func(*args, **(kwargs or {}))
-        dense = torch.empty(target.shape, dtype=target.dtype)
-        rest = {key: value for key, value in (kwargs or {}).items() if value is not target}
-        func(dense, *args[1:], **rest)
-        return target.copy_(distribute(dense, target.mesh, target.placements))
-
-
-def _target(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-    """The tensor that is written, and the other arguments."""
-    target = args[0] if args else kwargs.get("tensor")
-    return target, [*args[1:], *(each for each in kwargs.values() if each is not target)]
 
 
 @dataclass(frozen=True)
@@ -88,7 +57,7 @@ def fill(module: torch.nn.Module, empty: Mapping[str, Tensor]) -> None:
     """Run a module's own initialisers for tensors that have no values; those that have some keep them."""
     marks = {name: _Mark.of(tensor) for name, tensor in empty.items()}
     lacking = {id(tensor) for tensor in empty.values()}
-    with torch.no_grad(), _Drawing():
+    with torch.no_grad():
         _initialise(module, lacking, _first_owners(module))
     missed = [name for name, mark in marks.items() if not mark.is_written]
     if missed:
