@@ -21,6 +21,7 @@ from meshloom.tensor.writing import assign
 def _fill(input: Tensor, name: str, draw: random.Draw, generator: torch.Generator | None) -> Tensor:
     tensor = shadow_of(input)
     if tensor._data.is_meta:
+        random.note_key(generator)
         return input
     probe = torch.empty(1, dtype=tensor.dtype)
     try:

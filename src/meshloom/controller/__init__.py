@@ -1,0 +1,1 @@
+"""A client that decides and workers that do: `launch`."""

@@ -1,0 +1,425 @@
+"""The client's end of its connections: a queue of commands, and a thread that sends them and listens to the workers.
+
+Whoever calls only appends to the queue. The thread takes what is there, packs it into one frame and sends it to every
+worker, so that a program that is ahead of its workers sends large batches, and Ctrl-C never cuts a frame in two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshloom import errors
+from meshloom.controller import wire
+from meshloom.engines.layout import torch_dtype
+from meshloom.errors import ClosedError, DeviceError, MeshloomError, PeerLostError
+
+BATCH = 256  # commands in a frame
+AHEAD = 8192  # commands that the client may be ahead of its workers
+PIECE = 1 << 20  # bytes that are received at once
+KEPT = 10000  # lines of the log
+
+
+@dataclass
+class Data:
+    """A tensor that is on its way to the workers: to each its own bytes."""
+
+    number: int
+    dtype: str
+    parts: Sequence[tuple[Sequence[int], memoryview, list[Any] | None]]  # shape, bytes and boxes, for each worker
+    sent: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Reply:
+    """What somebody waits for: the answers that have come, and how many are wanted."""
+
+    wanted: int = 1
+    values: list[tuple[Any, torch.Tensor | None]] = field(default_factory=list)
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Status:
+    """What is known of a worker."""
+
+    number: int
+    done: int = 0
+    busy: float = 0.0
+    memory: int = 0
+    call: str = ""
+    line: str = ""
+    heard: float = field(default_factory=time.monotonic)
+
+
+class _Peer:
+    """One worker's connection: what is to be sent, and what has come of the next frame."""
+
+    def __init__(self, number: int, connection: socket.socket) -> None:
+        self.number, self.socket = number, connection
+        self.out: deque[tuple[memoryview, threading.Event | None]] = deque()
+        self.status = Status(number)
+        self._need, self._state = wire.HEAD.size, "head"
+        self._have = bytearray()
+        self._kind, self._header, self._payload = b"", None, None
+        self._filled = 0
+        self._announced = 0
+
+    def receive(self) -> list[tuple[bytes, Any, torch.Tensor | None]] | None:
+        """The frames that are complete; None if the worker is gone."""
+        found: list[tuple[bytes, Any, torch.Tensor | None]] = []
+        while True:
+            try:
+                if self._state == "payload":
+                    assert self._payload is not None
+                    view = memoryview(self._payload.numpy()).cast("B")[self._filled :]
+                    count = self.socket.recv_into(view)
+                    self._filled += count
+                else:
+                    piece = self.socket.recv(self._need - len(self._have))
+                    count = len(piece)
+                    self._have += piece
+            except BlockingIOError:
+                return found
+            except (ConnectionError, OSError):
+                return None
+            if not count:
+                return None
+            self._step(found)
+
+    def _step(self, found: list[tuple[bytes, Any, torch.Tensor | None]]) -> None:
+        if self._state == "head" and len(self._have) == self._need:
+            self._kind, self._need, self._announced = wire.read_head(self._have)
+            self._have, self._state = bytearray(), "header"
+            if not self._need:
+                raise wire.WireError("a frame has no header")
+        elif self._state == "header" and len(self._have) == self._need:
+            self._header = wire.read_header(self._kind, self._have)
+            self._have, self._need = bytearray(), wire.HEAD.size
+            if self._announced:
+                self._payload, self._filled, self._state = torch.empty(self._announced, dtype=torch.uint8), 0, "payload"
+            else:
+                self._state = "head"
+                found.append((self._kind, self._header, None))
+        elif self._state == "payload" and self._filled == self._announced:
+            self._state = "head"
+            found.append((self._kind, self._header, self._payload))
+            self._payload = None
+
+
+class Session:
+    """Everything between this process and the workers of one cluster."""
+
+    def __init__(self, connections: Sequence[socket.socket], timeout: float, name: str) -> None:
+        self.name, self.timeout, self.workers = name, timeout, len(connections)
+        self.queue: deque[Any] = deque()
+        self.numbers = itertools.count(1)
+        self.issued, self._count = 0, itertools.count(1)
+        self.failure: MeshloomError | None = None
+        self.is_closed = False
+        self.log: deque[Any] = deque(maxlen=KEPT)
+        self.counts: Counter[str] = Counter()
+        self.context: Any = None
+        self.plain: dict[Any, int] = {}  # plain tensors that the workers have, by what they hold
+        self.pid = os.getpid()
+        self._peers = [_Peer(number, each) for number, each in enumerate(connections)]
+        self._replies: dict[int, Reply] = {}
+        self._requests = itertools.count(1)
+        self._errors: dict[int, dict[int, dict[str, Any]]] = {}  # by command, by worker
+        self._is_asleep = False
+        self._ear, self._mouth = os.pipe()
+        os.set_blocking(self._ear, False)
+        self._progress = threading.Condition()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._ear, selectors.EVENT_READ)
+        for peer in self._peers:
+            peer.socket.setblocking(False)
+            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="meshloom controller")
+        self._thread.start()
+
+    # what callers do
+
+    @property
+    def done(self) -> int:
+        """The commands that every worker has done."""
+        return min(peer.status.done for peer in self._peers)
+
+    @property
+    def statuses(self) -> list[Status]:
+        """What is known of each worker."""
+        return [peer.status for peer in self._peers]
+
+    def check(self) -> None:
+        """An error if the cluster is closed, broken, or a command failed."""
+        if self.is_closed:
+            raise ClosedError(f"{self.name} has been closed", fix="launch another: loom.launch(workers=...)")
+        if self.failure is not None:
+            failure = self.failure
+            if not getattr(failure, "is_final", False):
+                self.failure = None
+            raise failure
+
+    def put(self, command: Any) -> None:
+        """Queue a command; wait if the workers are too far behind."""
+        if self.failure is not None or self.is_closed:
+            self.check()
+        self.queue.append(command)
+        self.issued = next(self._count)
+        if self._is_asleep:
+            self._wake()
+        if self.issued - self._peers[0].status.done > AHEAD and self.issued - self.done > AHEAD:
+            self._wait_for(lambda: self.issued - self.done <= AHEAD // 2)
+
+    def drop(self, number: int) -> None:
+        """A tensor is gone: told with the next commands."""
+        self.queue.append(number)
+
+    def _wake(self) -> None:
+        self._is_asleep = False
+        os.write(self._mouth, b"w")
+
+    def send_data(self, data: Data) -> None:
+        """A tensor to the workers; large ones are on their way when this returns, so that the caller may change them."""
+        self.put(data)
+        self._await_event(data.sent)
+
+    def ask(self, make: Callable[[int], Any], wanted: int = 1) -> list[tuple[Any, torch.Tensor | None]]:
+        """Queue a command that is answered, and wait for the answers; `wanted` is how many workers answer."""
+        request, reply = next(self._requests), Reply(wanted)
+        self._replies[request] = reply
+        try:
+            self.put(make(request))
+            self._await_event(reply.arrived)
+        finally:
+            self._replies.pop(request, None)
+        if not reply.values or reply.values[0][0] is _LOST:
+            self.check()
+        if self.failure is not None:
+            self.check()
+        return reply.values
+
+    def _await_event(self, event: threading.Event) -> None:
+        while not event.wait(0.5):
+            if self.failure is not None or self.is_closed:
+                self.check()
+
+    def _wait_for(self, is_true: Callable[[], bool]) -> None:
+        with self._progress:
+            while not is_true():
+                if self.failure is not None or self.is_closed:
+                    self.check()
+                self._progress.wait(0.5)
+
+    def wait(self) -> None:
+        """Until the workers have done everything; an error if something failed."""
+        if self.failure is None and not self.is_closed:
+            self.ask(lambda request: ["a", request])
+        self.check()
+
+    def close(self) -> None:
+        """Say goodbye, if anybody listens."""
+        if self.is_closed:
+            return
+        if self.failure is None or not getattr(self.failure, "is_final", False):
+            self.queue.append(["e"])
+        self.is_closed = True
+        self._wake()
+        self._thread.join(5)
+
+    # what the thread does
+
+    def _run(self) -> None:
+        try:
+            while not (self.is_closed and not self.queue and not any(peer.out for peer in self._peers)):
+                self._pump()
+        except MeshloomError as error:
+            self._break(error)
+        except Exception as error:
+            self._break(PeerLostError(f"the connection to the workers broke: {type(error).__name__}: {error}"))
+        finally:
+            for peer in self._peers:
+                peer.socket.close()
+            self._selector.close()
+            os.close(self._ear)
+            self._release()
+
+    def _pump(self) -> None:
+        self._pack()
+        is_writing = False
+        for peer in self._peers:
+            if peer.out and not self._flush(peer):
+                is_writing = True
+                self._selector.modify(peer.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+            else:
+                self._selector.modify(peer.socket, selectors.EVENT_READ, peer)
+        self._is_asleep = True
+        patience = 0.0 if self.queue else 0.5
+        for key, _ in self._selector.select(patience if not is_writing else min(patience, 0.5)):
+            if key.fd == self._ear:
+                os.read(self._ear, 4096)
+            else:
+                self._hear(key.data)
+        self._is_asleep = False
+        self._look_for_hung()
+
+    def _pack(self) -> None:
+        """What is queued, as frames."""
+        if sum(len(peer.out) for peer in self._peers) > 64 * len(self._peers):
+            return  # they do not take what they have been given
+        batch: list[Any] = []
+        drops: list[int] | None = None
+        while self.queue:
+            each = self.queue.popleft()
+            if each.__class__ is int:
+                if drops is None:
+                    drops = []
+                    batch.append(["d", drops])
+                drops.append(each)
+                continue
+            drops = None
+            if each.__class__ is Data:
+                self._send_batch(batch)
+                batch = []
+                self._send_parts(each)
+                continue
+            batch.append(each)
+            if len(batch) >= BATCH:
+                self._send_batch(batch)
+                batch = []
+        self._send_batch(batch)
+
+    def _send_batch(self, batch: list[Any]) -> None:
+        if batch:
+            frame = memoryview(wire.pack(b"call", batch))
+            for peer in self._peers:
+                peer.out.append((frame, None))
+
+    def _send_parts(self, data: Data) -> None:
+        last = len(self._peers) - 1
+        for i, (peer, (shape, content, boxes)) in enumerate(zip(self._peers, data.parts, strict=True)):
+            header = {"id": data.number, "dtype": data.dtype, "shape": list(shape), "boxes": boxes}
+            peer.out.append((memoryview(wire.pack(b"data", header, content.nbytes)), None))
+            peer.out.append((content, data.sent if i == last else None))
+
+    def _flush(self, peer: _Peer) -> bool:
+        """Send what the worker takes; whether all of it has gone."""
+        while peer.out:
+            view, event = peer.out[0]
+            try:
+                count = peer.socket.send(view) if view.nbytes else 0
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise self._lost(peer, f"its connection ended: {error.strerror or error}") from None
+            if count < view.nbytes:
+                peer.out[0] = (view[count:], event)
+                continue
+            peer.out.popleft()
+            if event is not None:
+                event.set()
+        return True
+
+    def _hear(self, peer: _Peer) -> None:
+        frames = peer.receive()
+        for kind, header, payload in frames or ():
+            peer.status.heard = time.monotonic()
+            if kind == b"tell":
+                peer.status.done, peer.status.busy = header["done"], 0.0
+                with self._progress:
+                    self._progress.notify_all()
+            elif kind == b"beat":
+                status = peer.status
+                status.done, status.busy, status.memory = header["done"], float(header["busy"]), header["memory"]
+                status.call, status.line = header["call"], header["line"]
+            elif kind == b"give":
+                self._take_answer(header, payload)
+            elif kind == b"fail":
+                self._take_failure(header)
+        if frames is None and not self.is_closed:
+            raise self._lost(peer, "it has ended")
+
+    def _take_answer(self, header: dict[str, Any], payload: torch.Tensor | None) -> None:
+        reply = self._replies.get(header["request"])
+        if reply is None:
+            return  # whoever asked was interrupted
+        reply.values.append((header["value"], payload))
+        if len(reply.values) >= reply.wanted:
+            reply.arrived.set()
+
+    def _take_failure(self, facts: dict[str, Any]) -> None:
+        """A command failed on a worker: the first who waits is told."""
+        known = self._errors.setdefault(facts["number"], {})
+        known[facts["worker"]] = facts
+        if len(known) == 1 and self.failure is None:
+            self.failure = rebuild(facts)
+            self._release()
+
+    def _lost(self, peer: _Peer, how: str) -> PeerLostError:
+        status = peer.status
+        return PeerLostError(
+            f"worker {peer.number} of {self.name} is lost: {how}",
+            call=status.call or None,
+            where=status.line or None,
+            fix="close the cluster and launch another; what lay on it is gone",
+        )
+
+    def _look_for_hung(self) -> None:
+        now = time.monotonic()
+        behind = [peer for peer in self._peers if peer.status.done < self.issued]
+        for peer in behind:
+            silent = now - peer.status.heard
+            if silent > self.timeout:
+                raise self._lost(peer, f"nothing was heard of it for {silent:.0f} s")
+        if behind and all(peer.status.busy > self.timeout for peer in behind):
+            peer = behind[0]
+            raise self._lost(peer, f"{peer.status.call} has been running for {peer.status.busy:.0f} s")
+
+    def _break(self, error: MeshloomError) -> None:
+        error.is_final = True  # type: ignore[attr-defined]
+        self.failure = error
+        self._release()
+
+    def _release(self) -> None:
+        """Let everybody look who waits."""
+        for reply in list(self._replies.values()):
+            if not reply.arrived.is_set():
+                reply.values.append((_LOST, None))
+                reply.arrived.set()
+        with self._progress:
+            self._progress.notify_all()
+
+
+_LOST = object()
+
+
+def rebuild(facts: dict[str, Any]) -> MeshloomError:
+    """The error of a worker here: its class, its words, who and where."""
+    kind = getattr(errors, facts["error"], None)
+    is_ours = isinstance(kind, type) and issubclass(kind, MeshloomError)
+    name = facts["call"].partition(":")[2] or facts["call"]
+    rest = facts["text"].partition("\n")[2]
+    return (kind if is_ours else DeviceError)(  # type: ignore[misc]
+        facts["headline"] if is_ours else f"{facts['error']}: {facts['headline']}",
+        call=name,
+        where=facts["line"] or None,
+        worker=facts["worker"],
+        details=rest or None,
+    )
+
+
+def dense_of(value: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
+    """The array of an answer."""
+    dtype = torch_dtype(value["dtype"])
+    data = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+    return data.view(dtype).view(tuple(value["shape"]))
