@@ -12,6 +12,7 @@ from torch.overrides import get_overridable_functions, resolve_name
 import meshloom
 from meshloom.errors import UnsupportedError, closest
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.calling import invoke
 from meshloom.tensor.functions import KNOWN, LISTS
 
 Function = Callable[..., Any]
@@ -34,13 +35,13 @@ def torch_names() -> dict[Any, str]:
     for function in (torch.autograd.grad, torch.autograd.backward):
         found[function] = f"torch.autograd.{function.__name__}"
     for function, name in KNOWN.items():  # those that torch does not list
-        found.setdefault(function, f"known.{name}")
+        found.setdefault(function, f"known:{name}")
     return found
 
 
 @cache
 def _by_name() -> dict[str, Function]:
-    return {name: function for function, name in torch_names().items() if not name.startswith("known.")}
+    return {name: function for function, name in torch_names().items() if not name.startswith("known:")}
 
 
 @cache
@@ -62,6 +63,8 @@ def find(name: str) -> Function:
         return lambda tensor, value: setattr(tensor, bare, value)
     if room == "mark" and bare == "parameter":
         return _mark_parameter
+    if room == "known" and bare in KNOWN.values():
+        return lambda *args, **kwargs: invoke(bare, args, kwargs)
     if room == "f" and bare in _by_name():
         return _by_name()[bare]
     raise UnsupportedError(f"workers have no function {name!r}", fix=closest(bare, _by_name()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -313,7 +313,7 @@ class _Call:
         if kind is slice:
             self.key.append(slice)
             return {"s": [self.read(value.start), self.read(value.stop), self.read(value.step)]}
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             self.key += (dict, len(value))
             return {"b": [[self.read(k), self.read(v)] for k, v in value.items()]}
         if isinstance(value, Tensor):
@@ -370,7 +370,7 @@ def plain_operand(session: Session, value: torch.Tensor) -> tuple[int, bytes]:
         note_transfer(session, "broadcast", dense)
         whole = bytes_of(dense.clone()) if content.nbytes < 1 << 20 else content
         name = str(dense.dtype).removeprefix("torch.")
-        data = Data(kept, name, [(dense.shape, whole, None)] * session.workers)
+        data = Data(kept, name, [(dense.shape, whole)] * session.workers)
         if whole is content:
             session.send_data(data)
         else:
@@ -609,10 +609,56 @@ def _distribute(
     if isinstance(value, RemoteTensor):
         return function(*args, **kwargs)
     dense = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-    made = forward(
-        "loom:distribute", lambda data, *a, **k: function(data.detach().to("meta"), *a, **k), (dense, *rest), kwargs
-    )
-    return made
+    named = dict(zip(("mesh", "placements"), rest, strict=False)) | kwargs
+    key = "distribute", tuple(dense.shape), dense.dtype, named["mesh"], _frozen(named.get("placements"))
+    topology = _PLACED.get(key) if _is_hashable(key) else None
+    if topology is None:
+        _DECIDING.now += 1
+        try:
+            topology = function(dense.to("meta"), **named).topology
+        finally:
+            _DECIDING.now -= 1
+        if _is_hashable(key):
+            _PLACED[key] = topology
+    return _put(lease, dense, topology)
+
+
+_PLACED: dict[Any, Topology] = {}
+
+
+def _is_hashable(key: object) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
+
+
+def _put(lease: ClusterLease, dense: torch.Tensor, topology: Topology) -> RemoteTensor:
+    """A dense tensor onto the mesh: to each worker what it holds."""
+    session = lease.session
+    partial = topology.partial_axes
+    there = lease.split(topology.reduced)
+    whole: Any = ((dense.numel(),), bytes_of(dense.contiguous().clone()))
+    boxes = [extents(there, worker) for worker in range(session.workers)] if there.mesh.is_split else []
+    is_same = all(len(each) == 1 and each[0].shape == tuple(dense.shape) for each in boxes)
+    parts = [whole] * session.workers if is_same else [_part_of(dense, each) for each in boxes]
+    made = make_remote(session, topology.reduced)
+    place = {
+        "mesh": lease.meshes[topology.mesh],
+        "placements": encode(topology.reduced.placements, _no_tensor, _no_mesh),
+        "shape": list(topology.shape),
+    }
+    note_transfer(session, "broadcast" if is_same else "scatter", dense)
+    data = Data(made._id, str(dense.dtype).removeprefix("torch."), parts, place)
+    session.put(data)
+    return made.redistribute(topology.placements) if partial else made  # type: ignore[return-value]
+
+
+def _part_of(dense: torch.Tensor, boxes: Any) -> tuple[tuple[int, ...], memoryview]:
+    """What a worker gets: the boxes that it holds, one after the other."""
+    joined = torch.cat([dense[each.slices].reshape(-1) for each in boxes]) if boxes else dense.new_empty(0)
+    return (joined.numel(),), bytes_of(joined)
 
 
 def _parameter(
@@ -957,8 +1003,7 @@ def _torch_function(
             f"{spelled or function} cannot be called on workers",
             fix="fetch the tensor first: x.to_torch()",
         )
-    code = f"f:{name}" if not name.startswith("known.") else f"loom:{name.removeprefix('known.')}"
-    return forward(code, partial(on_torch, Tensor, function, ()) and _calling(function), args, named)
+    return forward(name if name.startswith("known:") else f"f:{name}", _calling(function), args, named)
 
 
 def _calling(function: Any) -> Callable[..., Any]:

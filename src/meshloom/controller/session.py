@@ -36,7 +36,8 @@ class Data:
 
     number: int
     dtype: str
-    parts: Sequence[tuple[Sequence[int], memoryview, list[Any] | None]]  # shape, bytes and boxes, for each worker
+    parts: Sequence[tuple[Sequence[int], memoryview]]  # shape and bytes, for each worker
+    place: dict[str, Any] | None = None  # where the parts belong on a mesh; None of a plain tensor
     sent: threading.Event = field(default_factory=threading.Event)
 
 
@@ -135,7 +136,7 @@ class Session:
         self._peers = [_Peer(number, each) for number, each in enumerate(connections)]
         self._replies: dict[int, Reply] = {}
         self._requests = itertools.count(1)
-        self._errors: dict[int, dict[int, dict[str, Any]]] = {}  # by command, by worker
+        self._told = 0  # the commands whose failures somebody has been told of
         self._is_asleep = False
         self._ear, self._mouth = os.pipe()
         os.set_blocking(self._ear, False)
@@ -167,7 +168,7 @@ class Session:
         if self.failure is not None:
             failure = self.failure
             if not getattr(failure, "is_final", False):
-                self.failure = None
+                self.failure, self._told = None, self.issued
             raise failure
 
     def put(self, command: Any) -> None:
@@ -307,8 +308,8 @@ class Session:
 
     def _send_parts(self, data: Data) -> None:
         last = len(self._peers) - 1
-        for i, (peer, (shape, content, boxes)) in enumerate(zip(self._peers, data.parts, strict=True)):
-            header = {"id": data.number, "dtype": data.dtype, "shape": list(shape), "boxes": boxes}
+        for i, (peer, (shape, content)) in enumerate(zip(self._peers, data.parts, strict=True)):
+            header = {"id": data.number, "dtype": data.dtype, "shape": list(shape), "place": data.place}
             peer.out.append((memoryview(wire.pack(b"data", header, content.nbytes)), None))
             peer.out.append((content, data.sent if i == last else None))
 
@@ -359,9 +360,7 @@ class Session:
 
     def _take_failure(self, facts: dict[str, Any]) -> None:
         """A command failed on a worker: the first who waits is told."""
-        known = self._errors.setdefault(facts["number"], {})
-        known[facts["worker"]] = facts
-        if len(known) == 1 and self.failure is None:
+        if facts["number"] >= self._told and self.failure is None:
             self.failure = rebuild(facts)
             self._release()
 

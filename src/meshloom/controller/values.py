@@ -9,7 +9,7 @@ What is none of these (a function, an object of the user) is refused: it would h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
@@ -42,7 +42,7 @@ def encode(value: Any, tensor: Callable[[torch.Tensor], int], mesh: Callable[[Me
         return found
     if kind is slice:
         return {"s": [encode(each, tensor, mesh) for each in (value.start, value.stop, value.step)]}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {"b": [[encode(k, tensor, mesh), encode(v, tensor, mesh)] for k, v in value.items()]}
     if isinstance(value, Mesh):
         return {"m": mesh(value)}

@@ -29,7 +29,7 @@ GREETING = b"meshloom controller 1\n"
 _NUMBER = (int, float)
 SCHEMAS: dict[bytes, dict[str, Any] | type] = {
     b"call": list,  # commands, in order
-    b"data": {"id": int, "dtype": str, "shape": list, "boxes": (list, type(None))},
+    b"data": {"id": int, "dtype": str, "shape": list, "place": (dict, type(None))},
     b"tell": {"done": int},  # commands that are done
     b"beat": {"worker": int, "done": int, "busy": _NUMBER, "memory": int, "call": str, "line": str},
     b"fail": {"worker": int, "number": int, "call": str, "line": str, "error": str, "headline": str, "text": str},

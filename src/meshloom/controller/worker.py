@@ -25,11 +25,11 @@ from meshloom import settings
 from meshloom.controller import wire
 from meshloom.controller.functions import find
 from meshloom.controller.values import decode
-from meshloom.engines.layout import short_name
+from meshloom.engines.layout import empty_stored, short_name
 from meshloom.errors import STARTED, LaunchError, MeshloomError
-from meshloom.placement import extents
+from meshloom.placement import Topology, extents
 from meshloom.runtime import state
-from meshloom.tensor import random
+from meshloom.tensor import creation, random
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.moving import redistribute
 
@@ -258,7 +258,22 @@ class Worker:
             raise wire.WireError(f"{payload} bytes were sent for {header['dtype']}{header['shape']}")
         if payload:
             self.line.read_into(bytes_of(data))
-        self.tensors[header["id"]] = data
+        place = header["place"]
+        self.tensors[header["id"]] = data if place is None else self._put(data, place)
+
+    def _put(self, data: torch.Tensor, place: dict[str, Any]) -> Tensor:
+        """What this worker holds of a tensor, from its boxes one after the other."""
+        placements = decode(place["placements"], self.tensors, self.meshes)
+        topology = Topology(self.meshes[place["mesh"]], placements, place["shape"], short_name(data.dtype))
+        boxes = extents(topology)
+        if len(boxes) == 1 and boxes[0].shape == topology.stored_shape:
+            stored = data.view(topology.stored_shape)
+        else:
+            stored, at = empty_stored(topology), 0
+            for each in boxes:
+                stored[each.stored] = data[at : at + each.count].view(each.shape)
+                at += each.count
+        return creation._number(Tensor(topology, stored))
 
     # how we are
 
