@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from meshloom import settings
-from meshloom.controller import remote, wire
-from meshloom.controller.remote import ClusterLease
+from meshloom.controller import methods, wire
 from meshloom.controller.session import Session
+from meshloom.controller.tensors import ClusterLease
 from meshloom.controller.worker import VARIABLE
 from meshloom.errors import LaunchError, MeshError
 from meshloom.mesh import Mesh
@@ -53,7 +53,6 @@ class Cluster:
         self.session = Session(connections, timeout, self.name)
         self._lease = ClusterLease(self.name, self.session)
         self._meshes = 0
-        remote.listen()
         atexit.register(self.close)
 
     def _start(self, timeout: float, threads: int | None) -> subprocess.Popen[bytes]:
@@ -155,4 +154,4 @@ class Cluster:
 
 
 _RANKS = frozenset("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split())
-_ = (MeshError, Any)
+_ = (MeshError, Any, methods)

@@ -21,7 +21,6 @@ import torch
 
 from meshloom import errors
 from meshloom.controller import wire
-from meshloom.engines.layout import torch_dtype
 from meshloom.errors import ClosedError, DeviceError, MeshloomError, PeerLostError
 
 BATCH = 256  # commands in a frame
@@ -133,6 +132,7 @@ class Session:
         self.context: Any = None
         self.plain: dict[Any, int] = {}  # plain tensors that the workers have, by what they hold
         self.pid = os.getpid()
+        self.lock = threading.RLock()  # a call and the modes that it is made in go together
         self._peers = [_Peer(number, each) for number, each in enumerate(connections)]
         self._replies: dict[int, Reply] = {}
         self._requests = itertools.count(1)
@@ -416,9 +416,3 @@ def rebuild(facts: dict[str, Any]) -> MeshloomError:
         details=rest or None,
     )
 
-
-def dense_of(value: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
-    """The array of an answer."""
-    dtype = torch_dtype(value["dtype"])
-    data = torch.empty(0, dtype=torch.uint8) if payload is None else payload
-    return data.view(dtype).view(tuple(value["shape"]))

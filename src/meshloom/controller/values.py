@@ -98,7 +98,7 @@ def decode(value: Any, tensors: Any, meshes: Any) -> Any:
     return value
 
 
-_PLACEMENTS: dict[str, Any] = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
+PLACEMENTS: dict[str, Any] = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
 _DECODERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "s": lambda inner, tensors, meshes: slice(*[decode(each, tensors, meshes) for each in inner]),
     "e": lambda inner, tensors, meshes: Ellipsis,
@@ -108,7 +108,7 @@ _DECODERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "l": lambda inner, tensors, meshes: torch.strided,
     "z": lambda inner, tensors, meshes: complex(*inner),
     "m": lambda inner, tensors, meshes: meshes[inner],
-    "p": lambda inner, tensors, meshes: _PLACEMENTS[inner[0]](*inner[1:]),
+    "p": lambda inner, tensors, meshes: PLACEMENTS[inner[0]](*inner[1:]),
     "b": lambda inner, tensors, meshes: {
         decode(k, tensors, meshes): decode(v, tensors, meshes) for k, v in inner
     },

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from meshloom.controller import wire
 from meshloom.controller.functions import find
 from meshloom.controller.values import decode
 from meshloom.engines.layout import empty_stored, short_name
+from meshloom.context import Log, Policy
 from meshloom.errors import STARTED, LaunchError, MeshloomError
 from meshloom.placement import Topology, extents
 from meshloom.runtime import state
@@ -173,6 +175,7 @@ class Worker:
         state._set({
             "output": decode(context["output"], self.tensors, self.meshes),
             "chosen": context["chosen"], "accumulating": context["accumulating"],
+            "policy": Policy("forbid") if context["forbid"] else None,
         })  # fmt: skip
 
     def _do_fetch(self, number: int, request: int) -> None:
@@ -244,6 +247,19 @@ class Worker:
             return [self._describe(each, known, numbers) for each in value]
         return value
 
+    def _do_record(self, command: list[Any], request: int) -> None:
+        """A call with all its collectives, which are told."""
+        log = Log()
+        self.call, self.where = command[1], command[5]
+        STARTED.line = self.where
+        try:
+            with state.changed(logs=(log,)):
+                self._call(command)
+        finally:
+            if not self.number:
+                events = [[list(astuple(each.collective)), each.call, each.where, each.phase, each.host] for each in log]
+                self.send(b"give", {"request": request, "value": events})
+
     def _do_answer(self, request: int) -> None:
         if not self.number:
             self.send(b"give", {"request": request, "value": None})
@@ -297,7 +313,7 @@ class Worker:
                 })  # fmt: skip
 
 
-COMMANDS = {"d": "drop", "m": "open", "x": "set", "f": "fetch", "a": "answer", "e": "end", "q": "ask"}
+COMMANDS = {"d": "drop", "m": "open", "x": "set", "f": "fetch", "a": "answer", "e": "end", "q": "ask", "r": "record"}
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
