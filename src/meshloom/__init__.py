@@ -83,7 +83,7 @@ _LAZY = {
     "load": "meshloom.checkpoint.loading",
     "latest": "meshloom.checkpoint.folders",
     "RandomState": "meshloom.checkpoint.random_state",
-    **dict.fromkeys(("launch",), "meshloom.controller.cluster"),
+    **dict.fromkeys(("attach", "launch"), "meshloom.controller.cluster"),
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
     **dict.fromkeys("Plan data parallelize plans unparallelize".split(), "meshloom.nn"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),

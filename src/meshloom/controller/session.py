@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +24,15 @@ from meshloom import errors
 from meshloom.controller import wire
 from meshloom.errors import ClosedError, DeviceError, MeshloomError, PeerLostError
 
+BEAT = 1.0  # seconds between two signs of life of a worker
 BATCH = 256  # commands in a frame
 AHEAD = 8192  # commands that the client may be ahead of its workers
 PIECE = 1 << 20  # bytes that are received at once
 KEPT = 10000  # lines of the log
+TICK = 0.001  # seconds between two looks at the queue while a program is calling
+IDLE = 0.005  # seconds without a call after which the thread sleeps
+LOOK = 0.5  # seconds between two looks for workers that are lost
+GRACE = 5.0  # seconds in which the others must fail too, or the cluster is broken
 
 
 @dataclass
@@ -62,12 +68,22 @@ class Status:
     heard: float = field(default_factory=time.monotonic)
 
 
+@dataclass
+class _Failed:
+    """A command that failed on some workers."""
+
+    error: MeshloomError
+    since: float
+    workers: set[int] = field(default_factory=set)
+
+
 class _Peer:
     """One worker's connection: what is to be sent, and what has come of the next frame."""
 
     def __init__(self, number: int, connection: socket.socket) -> None:
         self.number, self.socket = number, connection
         self.out: deque[tuple[memoryview, threading.Event | None]] = deque()
+        self.events = selectors.EVENT_READ
         self.status = Status(number)
         self._need, self._state = wire.HEAD.size, "head"
         self._have = bytearray()
@@ -136,8 +152,10 @@ class Session:
         self._peers = [_Peer(number, each) for number, each in enumerate(connections)]
         self._replies: dict[int, Reply] = {}
         self._requests = itertools.count(1)
+        self._failed: dict[int, _Failed] = {}  # commands that some workers have failed in and others not yet
         self._told = 0  # the commands whose failures somebody has been told of
         self._is_asleep = False
+        self._busy_until = self._look_at = 0.0
         self._ear, self._mouth = os.pipe()
         os.set_blocking(self._ear, False)
         self._progress = threading.Condition()
@@ -178,7 +196,7 @@ class Session:
         self.queue.append(command)
         self.issued = next(self._count)
         if self._is_asleep:
-            self._wake()
+            self.wake()
         if self.issued - self._peers[0].status.done > AHEAD and self.issued - self.done > AHEAD:
             self._wait_for(lambda: self.issued - self.done <= AHEAD // 2)
 
@@ -186,9 +204,11 @@ class Session:
         """A tensor is gone: told with the next commands."""
         self.queue.append(number)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the thread look at the queue at once; while it is awake it does so every millisecond."""
         self._is_asleep = False
-        os.write(self._mouth, b"w")
+        with suppress(OSError):  # it has ended
+            os.write(self._mouth, b"w")
 
     def send_data(self, data: Data) -> None:
         """A tensor to the workers; large ones are on their way when this returns, so that the caller may change them."""
@@ -201,6 +221,7 @@ class Session:
         self._replies[request] = reply
         try:
             self.put(make(request))
+            self.wake()
             self._await_event(reply.arrived)
         finally:
             self._replies.pop(request, None)
@@ -228,14 +249,14 @@ class Session:
             self.ask(lambda request: ["a", request])
         self.check()
 
-    def close(self) -> None:
-        """Say goodbye, if anybody listens."""
+    def close(self, stays: bool = False) -> None:
+        """Say goodbye, if anybody listens; workers that stay wait for another client."""
         if self.is_closed:
             return
         if self.failure is None or not getattr(self.failure, "is_final", False):
-            self.queue.append(["e"])
+            self.queue.append(["l"] if stays else ["e"])
         self.is_closed = True
-        self._wake()
+        self.wake()
         self._thread.join(5)
 
     # what the thread does
@@ -256,23 +277,27 @@ class Session:
             self._release()
 
     def _pump(self) -> None:
+        is_busy = bool(self.queue)
         self._pack()
-        is_writing = False
         for peer in self._peers:
-            if peer.out and not self._flush(peer):
-                is_writing = True
-                self._selector.modify(peer.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
-            else:
-                self._selector.modify(peer.socket, selectors.EVENT_READ, peer)
-        self._is_asleep = True
-        patience = 0.0 if self.queue else 0.5
-        for key, _ in self._selector.select(patience if not is_writing else min(patience, 0.5)):
+            events = selectors.EVENT_READ if self._flush(peer) else selectors.EVENT_READ | selectors.EVENT_WRITE
+            if events != peer.events:
+                peer.events = events
+                self._selector.modify(peer.socket, events, peer)
+        now = time.monotonic()
+        self._busy_until = now + IDLE if is_busy else self._busy_until
+        is_awake = now < self._busy_until
+        self._is_asleep = not is_awake
+        patience = 0.0 if self.queue and not is_awake else TICK if is_awake else LOOK
+        for key, _ in self._selector.select(patience):
             if key.fd == self._ear:
                 os.read(self._ear, 4096)
             else:
                 self._hear(key.data)
         self._is_asleep = False
-        self._look_for_hung()
+        if now >= self._look_at:
+            self._look_at = now + LOOK / 2
+            self._look_for_lost(now)
 
     def _pack(self) -> None:
         """What is queued, as frames."""
@@ -360,29 +385,45 @@ class Session:
 
     def _take_failure(self, facts: dict[str, Any]) -> None:
         """A command failed on a worker: the first who waits is told."""
+        failed = self._failed.setdefault(facts["number"], _Failed(rebuild(facts), time.monotonic()))
+        failed.workers.add(facts["worker"])
+        if len(failed.workers) == self.workers:
+            del self._failed[facts["number"]]
         if facts["number"] >= self._told and self.failure is None:
-            self.failure = rebuild(facts)
+            self.failure = failed.error
             self._release()
 
     def _lost(self, peer: _Peer, how: str) -> PeerLostError:
-        status = peer.status
+        call, line = peer.status.call, peer.status.line
+        if not peer.status.busy:
+            call, line = self._first_not_done(peer.status.done)
         return PeerLostError(
             f"worker {peer.number} of {self.name} is lost: {how}",
-            call=status.call or None,
-            where=status.line or None,
+            call=call.rpartition(":")[2] or None,
+            where=line or None,
             fix="close the cluster and launch another; what lay on it is gone",
         )
 
-    def _look_for_hung(self) -> None:
-        now = time.monotonic()
-        behind = [peer for peer in self._peers if peer.status.done < self.issued]
-        for peer in behind:
+    def _first_not_done(self, done: int) -> tuple[str, str]:
+        """The call that a worker was at, or is to do next, from the log."""
+        for number, name, line, *_ in list(self.log):
+            if number > done:
+                return name, line
+        return "", ""
+
+    def _look_for_lost(self, now: float) -> None:
+        for peer in self._peers:
             silent = now - peer.status.heard
-            if silent > self.timeout:
-                raise self._lost(peer, f"nothing was heard of it for {silent:.0f} s")
-        if behind and all(peer.status.busy > self.timeout for peer in behind):
-            peer = behind[0]
-            raise self._lost(peer, f"{peer.status.call} has been running for {peer.status.busy:.0f} s")
+            if silent > max(self.timeout, 2 * BEAT):
+                raise self._lost(peer, f"nothing was heard of it for {silent:.1f} s")
+            if peer.status.busy > self.timeout:
+                raise self._lost(peer, f"{peer.status.call.rpartition(':')[2]} runs for {peer.status.busy:.1f} s")
+        for number, failed in list(self._failed.items()):
+            others = [peer for peer in self._peers if peer.number not in failed.workers]
+            if any(peer.status.done > number for peer in others) or now - failed.since > min(GRACE, self.timeout):
+                who = ", ".join(str(each) for each in sorted(failed.workers))
+                failed.error.details["broken"] = f"it failed on worker {who} only, so the workers no longer agree"
+                raise failed.error.locate()
 
     def _break(self, error: MeshloomError) -> None:
         error.is_final = True  # type: ignore[attr-defined]

@@ -11,11 +11,10 @@ import os
 import resource
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
@@ -25,6 +24,7 @@ import meshloom
 from meshloom import settings
 from meshloom.controller import wire
 from meshloom.controller.functions import find
+from meshloom.controller.session import BEAT
 from meshloom.controller.values import decode
 from meshloom.engines.layout import empty_stored, short_name
 from meshloom.context import Log, Policy
@@ -35,7 +35,8 @@ from meshloom.tensor import creation, random
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.moving import redistribute
 
-BEAT = 1.0  # seconds between two signs of life
+LOOK = 0.2  # seconds between two attempts to reach a client
+FOREVER = 1e9
 VARIABLE = "MESHLOOM_CONTROLLER"
 
 
@@ -48,6 +49,10 @@ class Failed:
 
 class Broken(Exception):
     """A call on a tensor that a failed call should have made; the client knows already."""
+
+
+class Left(Exception):
+    """The client is gone, and this worker stays."""
 
 
 class Table(dict[int, Any]):
@@ -72,6 +77,8 @@ class Worker:
         self.calls = 0
         self._sending = threading.Lock()
         self._is_ended = False
+        self.stays = False
+        self.kept: dict[str, Any] = {}
 
     def send(self, kind: bytes, header: object, payload: memoryview | None = None) -> None:
         """A frame to the client; the thread that tells how we are may be sending too."""
@@ -83,7 +90,7 @@ class Worker:
         while not self._is_ended:
             found = self.line.receive()
             if found is None:
-                raise LaunchError("the client is gone")
+                raise Left if self.stays else LaunchError("the client is gone")
             kind, header, payload = found
             if kind == b"call":
                 for command in header:
@@ -113,7 +120,7 @@ class Worker:
                 getattr(self, "_do_" + COMMANDS[name])(*command[1:])
         except Broken as error:
             self._fail_results(results, str(error))
-        except wire.WireError:
+        except (wire.WireError, Left):
             raise
         except (Exception, MemoryError) as error:
             self.tell_failure(error)
@@ -264,6 +271,34 @@ class Worker:
         if not self.number:
             self.send(b"give", {"request": request, "value": None})
 
+    def _do_count(self, request: int) -> None:
+        held = [each for each in dict.values(self.tensors) if isinstance(each, torch.Tensor)]
+        arrays = [each._data if isinstance(each, Tensor) else each for each in held]
+        self.send(b"give", {"request": request, "value": {
+            "worker": self.number, "calls": self.calls, "tensors": len(held), "memory": memory(), "pid": os.getpid(),
+            "bytes": sum(each.numel() * each.itemsize for each in arrays),
+        }})  # fmt: skip
+
+    # clients that come and go
+
+    def _do_stay(self) -> None:
+        self.stays = True
+
+    def _do_keep(self, name: str, number: int) -> None:
+        self.kept[name] = self.tensors[number]
+
+    def _do_welcome(self, request: int) -> None:
+        """Tell a new client what an earlier one kept."""
+        numbers = itertools.count(1)
+        told = {name: self._describe(tensor, {}, numbers) for name, tensor in self.kept.items()}
+        meshes = [[number, list(mesh.shape), list(mesh.axes)] for number, mesh in self.meshes.items()]
+        if not self.number:
+            value = {"kept": told, "meshes": meshes, "next": len(told) + 1}
+            self.send(b"give", {"request": request, "value": value})
+
+    def _do_leave(self) -> None:
+        raise Left
+
     def _do_end(self) -> None:
         self._is_ended = True
 
@@ -295,25 +330,30 @@ class Worker:
 
     def beat(self) -> None:
         """Tell the client how we are, from a thread of our own; end with the client."""
-        poll = select.poll()
-        poll.register(self.line.socket, select.POLLRDHUP | select.POLLERR | select.POLLHUP)
-        while not self._is_ended:
+        line, poll = self.line, select.poll()
+        poll.register(line.socket, select.POLLRDHUP | select.POLLERR | select.POLLHUP)
+        while not self._is_ended and line is self.line:
             if poll.poll(BEAT * 1000):
                 time.sleep(0.2)  # the other thread may be reading the last words
-                if not self._is_ended:
+                if not self._is_ended and not self.stays:
                     os._exit(1)
                 return
-            began, busy = self.began, 0.0
-            if began:
-                busy = time.monotonic() - began
-            with self._sending:
-                self.line.send(b"beat", {
-                    "worker": self.number, "done": self.done, "busy": busy, "memory": memory(),
-                    "call": self.call, "line": self.where,
+            began, now = self.began, time.monotonic()
+            with suppress(OSError):  # seen at the next look
+                self.send(b"beat", {
+                    "worker": self.number, "done": self.done, "busy": now - began if began else 0.0,
+                    "memory": memory(), "call": self.call, "line": self.where,
                 })  # fmt: skip
 
+    def begin_again(self, line: wire.Line) -> None:
+        """Another client: what the last one did not keep is gone."""
+        self.line, self.done, self.began = line, 0, 0.0
+        self.tensors.clear()
 
-COMMANDS = {"d": "drop", "m": "open", "x": "set", "f": "fetch", "a": "answer", "e": "end", "q": "ask", "r": "record"}
+
+COMMANDS = {
+            "d": "drop", "m": "open", "x": "set", "f": "fetch", "a": "answer", "e": "end", "q": "ask", "r": "record",
+            "n": "count", "b": "stay", "k": "keep", "w": "welcome", "l": "leave"}  # fmt: skip
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -349,32 +389,38 @@ def memory() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-@contextmanager
-def _joined() -> Iterator[tuple[wire.Line, int]]:
-    """The connection to the client."""
-    address, secret = settings.environment().pop(VARIABLE).split(" ")
+def dial(address: str, secret: bytes, number: int, patience: float) -> wire.Line:
+    """The connection to the client, when it is there."""
     host, _, port = address.rpartition(":")
-    number = int(settings.read("RANK"))
-    connection = socket.create_connection((host, int(port)), timeout=30)
-    try:
-        wire.greet(connection, bytes.fromhex(secret), number, time.monotonic() + 30)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=10)
+            wire.greet(connection, secret, number, time.monotonic() + 10)
+        except (OSError, LaunchError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK)
+            continue
         wire.tune(connection)
-        yield wire.Line(connection), number
-    finally:
-        connection.close()
+        return wire.Line(connection)
 
 
 def main() -> None:
-    """Serve one client."""
-    with _joined() as (line, number):
-        worker = Worker(line, number)
+    """Serve a client, and if it leaves us running the next one."""
+    address, text = settings.environment().pop(VARIABLE).split(" ")
+    secret, number = bytes.fromhex(text), int(settings.read("RANK"))
+    worker = Worker(dial(address, secret, number, 30), number)
+    while not worker._is_ended:
         threading.Thread(target=worker.beat, daemon=True).start()
         try:
             worker.serve()
-        except BaseException as error:
-            if not isinstance(error, (LaunchError, KeyboardInterrupt)):
-                print(f"worker {number}: {type(error).__name__}: {error}", file=sys.stderr)
-            raise
+        except (Left, ConnectionError):
+            worker.line.socket.close()
+            if not worker.stays:
+                raise
+            worker.begin_again(dial(address, secret, number, FOREVER))
+    worker.line.socket.close()
 
 
 if __name__ == "__main__":
