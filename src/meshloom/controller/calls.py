@@ -249,6 +249,8 @@ def forward(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     if state.shadows is not None:
         return _replace_in(function, args, kwargs, _shadow_of)
     session = lease.session
+    if session.failure is not None or session.is_closed:
+        session.check()
     call = Reading(name, lease)
     encoded = [call.read(each) for each in args]
     named: Any = 0

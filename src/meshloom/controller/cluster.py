@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from meshloom import settings
-from meshloom.controller import methods, wire
+from meshloom.controller import methods, outcomes, wire
 from meshloom.controller.log import DispatcherLog
 from meshloom.controller.session import Session, Status
 from meshloom.controller.tensors import ClusterLease, RemoteTensor, make_remote
@@ -163,6 +163,7 @@ class _Starter:
         """A connection of every worker that proves the secret; strangers are sent away."""
         deadline = time.monotonic() + START
         found: dict[int, socket.socket] = {}
+        outcomes.warm_up()
         while len(found) < self.workers:
             if self.process is not None and self.process.poll() is not None:
                 raise LaunchError("the workers ended while they started", output=self.output())

@@ -229,6 +229,3 @@ def attach() -> None:
     for name, attribute in _OWN.items():
         setattr(RemoteTensor, name, attribute)
     Clients.take = take
-
-
-attach()

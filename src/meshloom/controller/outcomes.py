@@ -81,6 +81,11 @@ class Outcome:
 ASKED = Outcome(None, is_asked=True)
 
 
+def warm_up() -> None:
+    """Let torch load what it needs for tensors without data, which takes a second, while nobody waits for it."""
+    torch.empty(1, device="meta").add(1)
+
+
 def stand_in(topology: Topology, tracked: int) -> Tensor:
     """A tensor without data; `tracked` is 0 for none, 1 for a leaf with a gradient, 2 for what was computed."""
     dtype = torch_dtype(topology.dtype)
