@@ -82,10 +82,9 @@ def launch(
     listener = _listen(address, 0)
     starter = _Starter(listener, secret, sum(counts), timeout)
     starter.start(hosts, threads)
-    made = Cluster(starter, timeout, detach)
     if detach is not None:
         _write_note(detach, listener, secret, sum(counts), timeout, starter.process.pid)
-    return made
+    return Cluster(starter, timeout, detach)
 
 
 def attach(name: str) -> Cluster:
@@ -222,6 +221,8 @@ class Cluster:
             if starter.process is not None:
                 starter.process.terminate()
             starter.end()
+            if detach is not None:
+                _note_of(detach).unlink(missing_ok=True)
             raise
         starter.listener.close()
         self.session = Session(connections, timeout, self.name)

@@ -380,7 +380,8 @@ class Session:
         if reply is None:
             return  # whoever asked was interrupted
         reply.values.append((header["value"], payload))
-        if len(reply.values) >= reply.wanted:
+        is_broken = isinstance(header["value"], dict) and "broken" in header["value"]
+        if is_broken or len(reply.values) >= reply.wanted:
             reply.arrived.set()
 
     def _take_failure(self, facts: dict[str, Any]) -> None:
