@@ -29,11 +29,12 @@ from meshloom.controller.tensors import (
     lease_of,
     make_remote,
     maker,
+    refuse_foreign,
     set_tracked,
     turn_into,
 )
 from meshloom.controller.values import PLACEMENTS, encode
-from meshloom.controller.worker import bytes_of
+from meshloom.controller.worker import bytes_of, tensors_in
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, MeshError, UnsupportedError, place_of
 from meshloom.fabric import VIRTUAL
@@ -143,6 +144,8 @@ class Reading:
         if kind is RemoteTensor:
             if value._session is not self.session:
                 raise MeshError("tensors of two clusters in one call", fix="fetch one of them: x.to_torch()")
+            if value._is_foreign:
+                refuse_foreign(value)
             self.key += (value.topology, value._tracked)
             self.tensors.append(value)
             return {"t": value._id}
@@ -270,6 +273,11 @@ def forward(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
             keys = [random.draw_key(kwargs.get("generator")) for _ in range(outcome.keys)]
         if outcome.is_asked:
             return _ask(name, encoded, named, keys, call)
+        if outcome.is_unsure:
+            result = _ask(name, encoded, named, keys, call)
+            dtypes = iter([each.topology.dtype for each in tensors_in(result)])
+            outcome.results, outcome.is_unsure = outcomes.retype(outcome.results, dtypes), False
+            return result
         if not state.plain and state.watching:
             state.check(outcome.events)
         numbers: list[int] = []
@@ -324,6 +332,7 @@ def _decide_first(
     if len(OUTCOMES) >= MOST_OUTCOMES:
         del OUTCOMES[next(iter(OUTCOMES))]
     OUTCOMES[key] = found[0]
+    found[0].is_unsure = _any_autocast() and not found[0].is_asked and not found[0].writes
     return found
 
 

@@ -54,7 +54,7 @@ def find(name: str) -> Function:
     if room == "loom" and bare in meshloom.__all__ + meshloom._OPS:
         found: Function = getattr(meshloom, bare)
         return found
-    if room == "moves":
+    if room == "moves" and bare in meshloom.collectives.ON_TENSORS:
         moved: Function = getattr(meshloom.collectives, bare)
         return moved
     if room == "get" and bare in PROPERTIES:

@@ -107,13 +107,9 @@ def _access(function: Any, kind: str, args: tuple[Any, ...]) -> Any:
 
 def _torch_dispatch(cls: type, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
     """What C++ calls by itself."""
-    if function is torch.ops.prim.layout.default:
-        raise UnsupportedError(
-            "a torch.autograd.Function of the program took a tensor of a cluster: its backward would have to run "
-            "inside of a worker",
-            reason="code of the client runs on the client only",
-            fix="write it with ops of tensors",
-        )
+    if function is torch.ops.prim.layout.default:  # a Function gives it as a result; an error here would end the process
+        args[0]._is_foreign = True
+        return torch.strided
     if function is torch.ops.aten.detach.default:
         return args[0].detach()
     raise UnsupportedError(f"torch called {function} by itself on a tensor of a cluster", fix="x.to_torch() first")
@@ -162,6 +158,7 @@ _OWN: dict[str, Any] = {
     "__float__": lambda self: float(reading.item(self)),
     "__int__": lambda self: int(reading.item(self)),
     "__complex__": lambda self: complex(reading.item(self)),
+    "__format__": lambda self, spec: format(reading.item(self), spec) if spec and not self.ndim else str(self),
     "__index__": lambda self: reading.fetch(self, "index").__index__(),
     "__array__": lambda self, dtype=None, copy=None: numpy.asarray(reading.fetch(self, "numpy").numpy(), dtype=dtype),
     # gradients
@@ -204,7 +201,7 @@ _OWN: dict[str, Any] = {
 # those of `Tensor` that ask no array, or are written with other methods
 _INHERITED = frozenset(
     "size numel nelement dim ndimension is_contiguous is_same_size mesh placements shape ndim topology is_sparse "
-    "__len__ __format__ __contains__ __dir__ __pos__ __neg__ __abs__ __invert__ __array_priority__ _guard _seen where "
+    "__len__ __contains__ __dir__ __pos__ __neg__ __abs__ __invert__ __array_priority__ _guard _seen where "
     "_state _repr_html_ __new__ __init__ __doc__ __module__ __slots__ __dict__ __weakref__ __annotations__ __getattr__ "
     "__init_subclass__ __class_getitem__ __reduce_ex__ _data dtype device".split()
 )

@@ -7,8 +7,8 @@ keys were drawn. Calls whose results depend on values cannot be decided here; th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,8 +74,7 @@ class Outcome:
     plans: tuple[Any, ...] = ()
     events: tuple[Event, ...] = ()
     is_asked: bool = False
-    makers: Any = None
-    sizes: dict[str, int] = field(default_factory=dict)
+    is_unsure: bool = False  # of dtypes: torch casts tensors without data otherwise than those with data
 
 
 ASKED = Outcome(None, is_asked=True)
@@ -84,6 +83,17 @@ ASKED = Outcome(None, is_asked=True)
 def warm_up() -> None:
     """Let torch load what it needs for tensors without data, which takes a second, while nobody waits for it."""
     torch.empty(1, device="meta").add(1)
+
+
+def retype(found: Any, dtypes: Iterator[str]) -> Any:
+    """Results with the dtypes that the workers gave them."""
+    if isinstance(found, New):
+        return replace(found, topology=found.topology.with_dtype(next(dtypes)))
+    if isinstance(found, Same):
+        next(dtypes)
+    if isinstance(found, Many):
+        return replace(found, parts=tuple(retype(each, dtypes) for each in found.parts))
+    return found
 
 
 def stand_in(topology: Topology, tracked: int) -> Tensor:

@@ -12,7 +12,7 @@ from meshloom.controller.session import Data
 from meshloom.controller.tensors import ClusterLease, Deciding, RemoteTensor, make_remote
 from meshloom.controller.values import encode
 from meshloom.controller.worker import bytes_of
-from meshloom.errors import ArgumentError, GradientError, MeshError
+from meshloom.errors import ArgumentError, GradientError, MeshError, UnsupportedError
 from meshloom.placement import Topology, extents
 from meshloom.runtime import state
 from meshloom.tensor import creation
@@ -26,9 +26,11 @@ _MAKING = frozenset(
 
 def take(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `tensor.clients` asks: the result if the call is on the mesh of a cluster, else `HERE`."""
-    if Deciding.now or state.shadows is not None:
+    if Deciding.now:
         return HERE
     lease = find_lease(args, kwargs)
+    if state.shadows is not None:
+        return HERE if lease is None else forward(name, function, args, kwargs)
     if lease is None and _names_no_mesh(name, args, kwargs):
         mesh = creation._opened[-1]
         if isinstance(mesh.lease, ClusterLease):
@@ -134,4 +136,15 @@ def _parameter(lease: ClusterLease, function: Callable[..., Any], args: Any, kwa
     return made
 
 
-_SPECIAL: dict[str, Any] = {"loom:distribute": _distribute, "loom:Parameter": _parameter}
+def _refuse_handle(lease: ClusterLease, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f"{args[0]}_async gives a handle of this process, and the tensor is on a cluster",
+        fix=f"call {args[0]}: a call on a cluster returns at once",
+    )
+
+
+_SPECIAL: dict[str, Any] = {
+    "loom:distribute": _distribute,
+    "loom:Parameter": _parameter,
+    "moves:start": _refuse_handle,
+}

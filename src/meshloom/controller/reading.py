@@ -9,7 +9,7 @@ import torch
 
 from meshloom.controller.calls import note_transfer
 from meshloom.controller.session import Session
-from meshloom.controller.tensors import RemoteTensor, lease_of
+from meshloom.controller.tensors import RemoteTensor, lease_of, refuse_foreign
 from meshloom.engines.layout import torch_dtype
 from meshloom.errors import ArgumentError, GradientError, OperandError, UnsupportedError
 from meshloom.runtime import state
@@ -23,6 +23,7 @@ def fetch(tensor: RemoteTensor, call: str = "to_torch") -> torch.Tensor:
             tensor=tensor.topology,
             fix="explain knows shapes only: keep value-dependent code outside",
         )
+    refuse_foreign(tensor)
     topology = tensor.topology
     lease = lease_of(topology)
     session, holders = lease.session, lease.holders(topology.reduced)

@@ -23,6 +23,7 @@ from meshloom.placement import Topology, extents
 from meshloom.runtime.leases import Lease
 from meshloom.tensor import base
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.joining import native
 
 _CPU = torch.device("cpu")
 _FLAG: Any = private.TensorBase.requires_grad
@@ -120,6 +121,7 @@ class RemoteTensor(Tensor):
     _keeps_slope = False
     _writes = 0
     _is_marked = False
+    _is_foreign = False  # the result of an autograd.Function of the program
 
     def __del__(self) -> None:
         number = vars(self).get("_id")
@@ -171,6 +173,18 @@ def make_remote(session: Session, topology: Topology, number: int | None = None)
     made.topology = topology
     made._session, made._id = session, number if number is not None else next(session.numbers)
     return made
+
+
+def refuse_foreign(tensor: RemoteTensor) -> None:
+    """The result of an `autograd.Function` of the program has a backward that no worker can run."""
+    if tensor._is_foreign and native(tensor, "grad_fn") is not None:
+        raise UnsupportedError(
+            "this tensor of a cluster comes from a torch.autograd.Function of the program, whose backward would have "
+            "to run inside of a worker",
+            reason="code of the client runs on the client only",
+            tensor=tensor.topology,
+            fix="write it with ops of tensors, or call it inside of torch.no_grad()",
+        )
 
 
 def set_tracked(tensor: RemoteTensor, tracked: int, node: Node | None) -> None:

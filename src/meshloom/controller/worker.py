@@ -105,38 +105,35 @@ class Worker:
 
     def perform(self, command: list[Any]) -> None:
         """One command; an error is told to the client, and what it should have made stands for the error."""
-        name = command[0]
-        if name == "c":
-            self.call, self.where, results = command[1], command[5], command[4]
-        else:
-            self.call, self.where, results = name, "", []
-        self.began = time.monotonic()
-        STARTED.line = self.where
+        self.began, results = time.monotonic(), []
         try:
+            name = command[0]
             if name == "c":
+                _, self.call, _, _, results, self.where, _ = command
+                STARTED.line = self.where
                 self.calls += 1
                 self._call(command)
             else:
+                self.call, self.where = name, ""
                 getattr(self, "_do_" + COMMANDS[name])(*command[1:])
         except Broken as error:
             self._fail_results(results, str(error))
-        except (wire.WireError, Left):
+        except (wire.WireError, Left, OSError):
             raise
-        except (Exception, MemoryError) as error:
+        except Exception as error:
             self.tell_failure(error)
             self._fail_results(results, str(error).partition("\n")[0])
         self.began = 0.0
 
     def _fail_results(self, results: list[int], reason: str) -> None:
-        for each in results:
-            self.tensors.pop(each, None)
+        for each in results if isinstance(results, list) else ():
             dict.__setitem__(self.tensors, each, Failed(reason))
 
     def tell_failure(self, error: BaseException) -> None:
         """What went wrong, with the class of the error by its name."""
         headline = error.headline if isinstance(error, MeshloomError) else str(error).partition("\n")[0]
         facts = {
-            "worker": self.number, "number": self.done, "call": self.call, "line": self.where,
+            "worker": self.number, "number": self.done, "call": str(self.call), "line": str(self.where),
             "error": type(error).__name__, "headline": headline[:2000], "text": str(error)[:8000],
         }  # fmt: skip
         self.send(b"fail", facts)

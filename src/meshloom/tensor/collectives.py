@@ -21,6 +21,7 @@ from meshloom.ops.labels import normal_dim
 from meshloom.placement import Replicate, Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.clients import sent
 from meshloom.tensor.moving import same_storage, shadow_of
 from meshloom.tensor.shadow import Shadows
 from meshloom.tensor.views import moved_view
@@ -59,6 +60,7 @@ def _dim(x: torch.Tensor, dim: int) -> int:
     return normal_dim(dim, tensor.ndim)
 
 
+@sent("moves:all_reduce")
 def all_reduce(
     x: torch.Tensor,
     axis: Axis = None,
@@ -110,6 +112,7 @@ def _room(out: object, target: Topology, call: Call) -> torch.Tensor:
     return room
 
 
+@sent("moves:all_gather")
 def all_gather(
     x: torch.Tensor,
     dim: int,
@@ -144,6 +147,7 @@ def _make_own(found: Placed, call: Call) -> Tensor:
     return Tensor(topology, data.clone() if same_storage(data, call.operand.data) else data)
 
 
+@sent("moves:reduce_scatter")
 def reduce_scatter(
     x: torch.Tensor,
     dim: int,
@@ -167,6 +171,7 @@ def reduce_scatter(
     return Tensor(*call.scatter(place))
 
 
+@sent("moves:scatter")
 def scatter(
     x: torch.Tensor, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
@@ -176,6 +181,7 @@ def scatter(
     return Tensor(*call.scatter(place))
 
 
+@sent("moves:all_to_all")
 def all_to_all(
     x: torch.Tensor,
     split_dim: int,
@@ -202,6 +208,7 @@ def all_to_all(
     return _make_own(call.exchange(split, concat), call)
 
 
+@sent("moves:broadcast")
 def broadcast(
     x: torch.Tensor, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
@@ -215,6 +222,7 @@ def broadcast(
     return Tensor(*_call("broadcast", x, axis, mode, root=root, algorithm=algorithm).broadcast())
 
 
+@sent("moves:reduce")
 def reduce(
     x: torch.Tensor,
     root: int = 0,
@@ -230,6 +238,7 @@ def reduce(
     return Tensor(*call.at_root(call.reduce()))
 
 
+@sent("moves:gather")
 def gather(
     x: torch.Tensor, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
@@ -239,6 +248,7 @@ def gather(
     return Tensor(*call.at_root(call.gather(place)))
 
 
+@sent("moves:send_recv")
 def send_recv(x: torch.Tensor, source: int, destination: int, axis: Axis = None, mode: str = "direct") -> Tensor:
     """Member `destination` of each group holds what member `source` holds; the others keep what they have.
 
@@ -254,6 +264,7 @@ def send_recv(x: torch.Tensor, source: int, destination: int, axis: Axis = None,
     return _rearrange("send_recv", x, axis, mode, order)
 
 
+@sent("moves:shift")
 def shift(x: torch.Tensor, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: str = "direct") -> Tensor:
     """Each member holds what the member `offset` places before it holds; without `wrap` the first ones hold zero.
 
@@ -308,6 +319,7 @@ def barrier(mesh: Mesh) -> None:
 # started, and waited for later
 
 
+@sent("moves:start")
 def start(name: str, x: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
     """Start a collective; it is checked, and told to whoever watches, here and now."""
     function: Callable[..., Tensor] = globals()[name]
