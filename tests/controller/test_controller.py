@@ -412,3 +412,59 @@ def test_collectives_by_hand(mesh):
     assert gathered.topology.notation == there.topology.notation and gathered.tolist() == there.tolist()
     summed, theirs = (loom.collectives.all_reduce(each, axis="tp") for each in (x, here))
     assert summed.topology.notation == theirs.topology.notation and summed.tolist() == theirs.tolist()
+
+
+# Checkpoints and traces
+
+
+def test_checkpoints_are_written_and_read_by_the_workers(mesh, tmp_path):
+    def make(where):
+        torch.manual_seed(3)
+        model = loom.parallelize(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), where, "fsdp")
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = make(mesh)
+    step(model, optimizer)
+    folder = tmp_path / "step-000001"
+    assert loom.save({"model": model, "optimizer": optimizer, "step": 1}, folder).done
+    step(model, optimizer)
+    for where in (mesh, HERE):  # this cluster again, and one process
+        other, its = make(where)
+        state = loom.load(folder, into={"model": other, "optimizer": its, "step": 0})
+        assert state["step"] == 1
+        step(other, its)
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach().to_torch(), theirs.detach().to_torch())
+    with pytest.raises(loom.CheckpointError):
+        loom.load(tmp_path / "nowhere", into={"model": model})
+
+
+def test_a_trace_is_captured_once_and_replayed_by_name(cluster, mesh):
+    w = loom.ones(4, mesh=mesh).requires_grad_()
+    x = loom.ones(4, mesh=mesh)
+    with cluster.trace("step"):
+        loss = (w * x).square().sum()
+        loss.backward()
+        with torch.no_grad():
+            w.sub_(w.grad, alpha=0.25)
+        w.grad = None
+    assert loss.item() == 4 and w.tolist() == [0.5] * 4
+    issued = cluster.session.issued
+    cluster.replay("step", times=2)
+    assert cluster.session.issued == issued + 1
+    assert loss.item() == 0.25 and w.tolist() == [0.125] * 4
+    with torch.no_grad():
+        x.copy_(torch.zeros(4))
+    cluster.replay("step")
+    assert loss.item() == 0
+    with pytest.raises(loom.TraceError, match="a value was read"), cluster.trace("other"):
+        w.sum().item()
+    with pytest.raises(loom.TraceError, match="random numbers"), cluster.trace("other"):
+        loom.rand(4, mesh=mesh)
+    with pytest.raises(loom.TraceError, match="no trace"):
+        cluster.replay("stpe")

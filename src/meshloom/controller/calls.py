@@ -291,6 +291,8 @@ def forward(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
 def issue(session: Session, command: list[Any], outcome: Outcome | None) -> None:
     """Queue a call and write it into the log; while somebody records, wait and write down what the workers did."""
     line = command[5]
+    if command[6]:
+        session.refuse_while_capturing("random numbers were drawn")
     if not state.plain and state.logs:
         ((told, _),) = session.ask(lambda request: ["r", command, request])
         events = tuple(_read_event(each) for each in told)
@@ -363,6 +365,8 @@ def _make_results(found: Any, tensors: list[RemoteTensor], session: Session, num
                 made._tracked, made._node = 1, Node((), weakref.ref(made))
         if found.view_of is not None:
             join_family(tensors[found.view_of], made)
+        if found.same_as is not None:
+            made._memory = tensors[found.same_as]._memory_key
         return made
     if found.__class__ is Same:
         numbers.append(tensors[found.place]._id)

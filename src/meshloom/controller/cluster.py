@@ -19,19 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from meshloom import settings
 from meshloom.controller import methods, outcomes, wire
+from meshloom.controller.calls import line_here
 from meshloom.controller.log import DispatcherLog
 from meshloom.controller.session import Session, Status
 from meshloom.controller.tensors import ClusterLease, RemoteTensor, make_remote
 from meshloom.controller.values import PLACEMENTS
 from meshloom.controller.worker import VARIABLE
-from meshloom.errors import ArgumentError, LaunchError, closest, expect, expect_seconds
+from meshloom.errors import ArgumentError, LaunchError, TraceError, closest, expect, expect_seconds
 from meshloom.mesh import Mesh
 from meshloom.placement import Topology
 from meshloom.tensor import creation
@@ -213,6 +215,7 @@ class Cluster:
         self.workers = starter.workers
         self.name = f"Cluster(workers={self.workers})"
         self.kept: dict[str, RemoteTensor] = {}
+        self._traces: set[str] = set()
         self._starter, self._detached = starter, detach
         try:
             connections = starter.gather()
@@ -269,6 +272,38 @@ class Cluster:
         """What each worker has counted: calls, tensors that it has, their bytes, its memory and process id."""
         answers = self.session.ask(lambda request: ["n", request], wanted=self.workers)
         return sorted((value for value, _ in answers), key=lambda value: int(value["worker"]))
+
+    # traces
+
+    @contextmanager
+    def trace(self, name: str) -> Iterator[None]:
+        """Capture the calls inside, which run, under a name: `replay` runs them again without sending them.
+
+        A replay computes from what the tensors hold then; results are again in the tensors that had them first.
+        """
+        expect("name", name, str, fix='with cluster.trace("step"): ...')
+        self.session.refuse_while_capturing(f"trace {name!r} began")
+        with self.session.lock:
+            self.session.put(["t", name])
+            self.session.capturing, self.session.context = name, None  # the modes belong to it
+        try:
+            yield
+        finally:
+            with self.session.lock:
+                self.session.capturing = None
+                self.session.context = None  # a replay may leave other modes behind
+                self.session.put(["u"])
+        self._traces.add(name)
+
+    def replay(self, name: str, times: int = 1) -> None:
+        """Run the calls of a trace again."""
+        if name not in self._traces:
+            raise TraceError(f"there is no trace {name!r}", fix=closest(name, self._traces))
+        expect("times", times, int, fix="how often, such as 1")
+        with self.session.lock:
+            self.session.put(["y", name, times])
+            self.session.context = None
+            self.session.log.append((self.session.issued, f"replay of {name}", line_here(2), None, 0))
 
     # tensors that outlive a client
 
@@ -330,5 +365,3 @@ class Cluster:
         state = "closed" if self.session.is_closed else f"{len(self._lease.meshes)} meshes"
         return f"Cluster(workers={self.workers}, {state})"
 
-
-Facts = Mapping[str, Any]

@@ -30,6 +30,7 @@ class New:
     is_tracked: bool
     parents: tuple[int, ...]
     view_of: int | None
+    same_as: int | None  # the operand whose memory it is, seen in the same way, as `detach` gives it
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,8 @@ class _Reader:
                     return Same(place)
             data = value._data
             tracked = data.requires_grad
-            return New(value.topology, tracked, self.parents(data) if tracked else (), self._base(value))
+            parents = self.parents(data) if tracked else ()
+            return New(value.topology, tracked, parents, self._base(value), self._same(value))
         if isinstance(value, torch.Tensor):
             raise UnsupportedError("a plain tensor comes from the workers")
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -187,6 +189,13 @@ class _Reader:
             return None
         base = value._view[0]
         return next((place for place, each in enumerate(self.operands) if each is base), None)
+
+    def _same(self, value: Tensor) -> int | None:
+        held = value._data.untyped_storage()._cdata
+        for place, each in enumerate(self.operands):
+            if each.topology is value.topology and each._data.untyped_storage()._cdata == held:
+                return place
+        return None
 
     def parents(self, data: torch.Tensor) -> tuple[int, ...]:
         """The operands from which a gradient would flow."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from meshloom.controller import checkpoints
 from meshloom.controller.calls import find_lease, forward, note_transfer, refuse_mesh, refuse_tensor
 from meshloom.controller.session import Data
 from meshloom.controller.tensors import ClusterLease, Deciding, RemoteTensor, make_remote
@@ -28,6 +29,8 @@ def take(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """What `tensor.clients` asks: the result if the call is on the mesh of a cluster, else `HERE`."""
     if Deciding.now:
         return HERE
+    if name in _STATES and state.shadows is None:
+        return _STATES[name](function, args, kwargs)
     lease = find_lease(args, kwargs)
     if state.shadows is not None:
         return HERE if lease is None else forward(name, function, args, kwargs)
@@ -43,6 +46,9 @@ def take(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         kwargs = {key: each for key, each in kwargs.items() if key != "device"}
         return forward(name, lambda *given, **named: function(*given, **named, device="meta"), args, kwargs)
     return forward(name, function, args, kwargs)
+
+
+_STATES: dict[str, Any] = {"loom:save": checkpoints.save, "loom:load": checkpoints.load}
 
 
 def _names_no_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

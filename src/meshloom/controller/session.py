@@ -22,7 +22,7 @@ import torch
 
 from meshloom import errors
 from meshloom.controller import wire
-from meshloom.errors import ClosedError, DeviceError, MeshloomError, PeerLostError
+from meshloom.errors import ClosedError, DeviceError, MeshloomError, PeerLostError, TraceError
 
 BEAT = 1.0  # seconds between two signs of life of a worker
 BATCH = 256  # commands in a frame
@@ -148,6 +148,7 @@ class Session:
         self.context: Any = None
         self.plain: dict[Any, int] = {}  # plain tensors that the workers have, by what they hold
         self.pid = os.getpid()
+        self.capturing: str | None = None  # the trace that calls go into
         self.lock = threading.RLock()  # a call and the modes that it is made in go together
         self._peers = [_Peer(number, each) for number, each in enumerate(connections)]
         self._replies: dict[int, Reply] = {}
@@ -193,6 +194,8 @@ class Session:
         """Queue a command; wait if the workers are too far behind."""
         if self.failure is not None or self.is_closed:
             self.check()
+        if command.__class__ is Data:
+            self.refuse_while_capturing("data was sent")
         self.queue.append(command)
         self.issued = next(self._count)
         if self._is_asleep:
@@ -215,8 +218,17 @@ class Session:
         self.put(data)
         self._await_event(data.sent)
 
+    def refuse_while_capturing(self, what: str) -> None:
+        """What a replay could not do again."""
+        if self.capturing is not None:
+            raise TraceError(
+                f"{what} while trace {self.capturing!r} is captured, and a replay could not do it again",
+                fix="do it before or after the trace; copy_ into a tensor gives a replay other data",
+            )
+
     def ask(self, make: Callable[[int], Any], wanted: int = 1) -> list[tuple[Any, torch.Tensor | None]]:
         """Queue a command that is answered, and wait for the answers; `wanted` is how many workers answer."""
+        self.refuse_while_capturing("a value was read")
         request, reply = next(self._requests), Reply(wanted)
         self._replies[request] = reply
         try:

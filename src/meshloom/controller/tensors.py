@@ -110,6 +110,7 @@ def nodes_from(starts: list[Node]) -> Iterator[Node]:
 class RemoteTensor(Tensor):
     """A tensor on the mesh of a cluster: what the client knows of it."""
 
+    _is_remote = True
     _session: Session
     _id: int
     _tracked: int = 0  # 1: a leaf with a gradient; 2: computed from tensors with one
@@ -120,6 +121,7 @@ class RemoteTensor(Tensor):
     _is_old = False  # backward has run since its gradient was handed out
     _keeps_slope = False
     _writes = 0
+    _memory: int = 0  # of a tensor with the memory of another: that one's number
     _is_marked = False
     _is_foreign = False  # the result of an autograd.Function of the program
 
@@ -136,6 +138,11 @@ class RemoteTensor(Tensor):
             kept = vars(self)["_blank"] = (self.topology, self._tracked, stand_in(self.topology, self._tracked)._data)
         found: torch.Tensor = kept[2]
         return found
+
+    @property
+    def _memory_key(self) -> int:
+        """What it shares with tensors that are the same memory, seen in the same way."""
+        return self._memory or self._id
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]

@@ -22,6 +22,8 @@ import torch
 
 import meshloom
 from meshloom import settings
+from meshloom.checkpoint.loading import read_tensors
+from meshloom.checkpoint.state import Gathered
 from meshloom.controller import wire
 from meshloom.controller.functions import find
 from meshloom.controller.session import BEAT
@@ -79,6 +81,8 @@ class Worker:
         self._is_ended = False
         self.stays = False
         self.kept: dict[str, Any] = {}
+        self.traces: dict[str, list[list[Any]]] = {}
+        self.capturing: Any = None
 
     def send(self, kind: bytes, header: object, payload: memoryview | None = None) -> None:
         """A frame to the client; the thread that tells how we are may be sending too."""
@@ -116,6 +120,8 @@ class Worker:
             else:
                 self.call, self.where = name, ""
                 getattr(self, "_do_" + COMMANDS[name])(*command[1:])
+            if self.capturing is not None and name in ("c", "d", "x"):
+                self.capturing[1].append(command)
         except Broken as error:
             self._fail_results(results, str(error))
         except (wire.WireError, Left, OSError):
@@ -276,6 +282,38 @@ class Worker:
             "bytes": sum(each.numel() * each.itemsize for each in arrays),
         }})  # fmt: skip
 
+    # checkpoints
+
+    def _do_save(self, request: int, folder: str, keep: int | None, tree: dict[str, Any], names: dict[str, int]) -> None:
+        found = Gathered(tree, {name: self.tensors[number] for name, number in names.items()})
+        meshloom.save(found, folder, keep=keep, progress=False)
+        self._do_answer(request)
+
+    def _do_load(self, request: int, folder: str, names: dict[str, int]) -> None:
+        read_tensors(folder, {name: self.tensors[number] for name, number in names.items()})
+        self._do_answer(request)
+
+    # traces
+
+    def _do_begin(self, name: str) -> None:
+        self.capturing = (name, [])
+
+    def _do_finish(self) -> None:
+        name, calls = self.capturing
+        self.traces[name], self.capturing = calls, None
+
+    def _do_replay(self, name: str, times: int) -> None:
+        """The calls of a trace again, with what their tensors hold now."""
+        for _ in range(times):
+            for command in self.traces[name]:
+                if command[0] == "c":
+                    self.call, self.where = command[1], command[5]
+                    STARTED.line = self.where
+                    self.calls += 1
+                    self._call(command)
+                else:
+                    getattr(self, "_do_" + COMMANDS[command[0]])(*command[1:])
+
     # clients that come and go
 
     def _do_stay(self) -> None:
@@ -350,7 +388,8 @@ class Worker:
 
 COMMANDS = {
             "d": "drop", "m": "open", "x": "set", "f": "fetch", "a": "answer", "e": "end", "q": "ask", "r": "record",
-            "n": "count", "b": "stay", "k": "keep", "w": "welcome", "l": "leave"}  # fmt: skip
+            "n": "count", "b": "stay", "k": "keep", "w": "welcome", "l": "leave",
+            "v": "save", "i": "load", "t": "begin", "u": "finish", "y": "replay"}  # fmt: skip
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

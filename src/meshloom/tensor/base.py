@@ -89,6 +89,7 @@ class Tensor(torch.Tensor):
     _gradient: tuple[torch.Tensor, Tensor, bool] | None = None  # the gradient that was handed out last, and its array
     _dense: Any  # a dense copy that somebody has a pointer to
     _guarded: bool  # a Function that loses its gradient is refused
+    _is_remote = False  # it lies on a cluster, and here is no data of it
     _is_param = False  # torch's mark of a parameter of another class than its own
 
     if TYPE_CHECKING:  # the ops are attached in tensor.methods
