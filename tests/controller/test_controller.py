@@ -285,7 +285,9 @@ def test_record_explain_and_forbid(mesh):
     assert {each.where.rpartition(":")[0] for each in log} == {"test_controller.py"}
     plan = loom.explain(lambda: x @ w)
     assert [str(each.collective) for each in plan.events] == []
-    assert [str(each.collective) for each in loom.explain(lambda: x.sum()).events] == ["all_reduce(sum) over dp of 2: 4 B"]
+    assert [str(each.collective) for each in loom.explain(lambda: x.sum()).events] == [
+        "all_reduce(sum) over dp of 2: 4 B"
+    ]
     with loom.communication("forbid"):
         assert (x.detach() * 2).shape == (8, 4)
         with pytest.raises(loom.CommunicationError, match="where communication is forbidden"):

@@ -117,8 +117,8 @@ def test_the_schema_is_checked_at_all():
 
 VALUES = [
     1, -0.0, math.inf, True, None, "word", 2**70, [1, [2.5]], (1, (2,)), slice(1, None, 2), Ellipsis, torch.bfloat16,
-    torch.device("cpu"), torch.preserve_format, 1 + 2j, Shard(-1), Replicate(), Partial("max"), {"dp": Shard(0), 1: (2,)},
-    torch.Size((2, 3)),
+    torch.device("cpu"), torch.preserve_format, 1 + 2j, Shard(-1), Replicate(), Partial("max"),
+    {"dp": Shard(0), 1: (2,)}, torch.Size((2, 3)),
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "predict": "say how long a script's step takes on this machine, and compare with the clock",
     "report": "write what a script's step costs on a machine and a mesh as an HTML page",
     "checkpoint": "show what a checkpoint holds, verify it, or export its weights",
+    "monitor": "show the jobs of this host on a page that updates itself",
     "doctor": "check a multi-device program of TTNN while it runs",
 }
 

@@ -326,9 +326,7 @@ def _decide_first(
     ordered = [standing[id(each)] for each in tensors]
     Deciding.now += 1
     try:
-        found = outcomes.decide(
-            lambda: _replace_in(function, args, kwargs, lambda each: standing[id(each)]), ordered
-        )
+        found = outcomes.decide(lambda: _replace_in(function, args, kwargs, lambda each: standing[id(each)]), ordered)
     finally:
         Deciding.now -= 1
     if len(OUTCOMES) >= MOST_OUTCOMES:

@@ -29,6 +29,7 @@ from meshloom import settings
 from meshloom.controller import methods, outcomes, wire
 from meshloom.controller.calls import line_here
 from meshloom.controller.log import DispatcherLog
+from meshloom.controller.monitoring import Reporter
 from meshloom.controller.session import Session, Status
 from meshloom.controller.tensors import ClusterLease, RemoteTensor, make_remote
 from meshloom.controller.values import PLACEMENTS
@@ -59,8 +60,8 @@ def launch(
 ) -> Cluster:
     """Start worker processes and connect to them; they end with the `with` block, or with this process.
 
-    `hosts` such as `["a:4", "b:4"]` starts the workers of the first host here and waits for those of the others: run the
-    command that it prints on each. `address` is where this client listens. `timeout` is how many seconds a call may take
+    `hosts` such as `["a:4", "b:4"]` starts the workers of the first host here and waits for those of the others, which
+    `cluster_command` starts. `address` is where this client listens. `timeout` is how many seconds a call may take
     before its worker counts as lost. With `detach="name"` the workers stay when this process ends, and
     `loom.attach("name")` finds them.
 
@@ -149,7 +150,7 @@ class _Starter:
         environment = {**inherited, VARIABLE: f"{host}:{port} {self.secret.hex()}"}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -232,6 +233,7 @@ class Cluster:
         self._lease = ClusterLease(self.name, self.session)
         if detach is not None:
             self.session.put(["b"])
+        self._reporter = Reporter(self.session, self._lease)
         atexit.register(self._leave)
 
     # what it is for
@@ -348,6 +350,7 @@ class Cluster:
         if creation._opened and creation._opened[-1].lease is self._lease:
             creation._opened.clear()
         self.kept.clear()
+        self._reporter.close()
         self.session.close(stays)
         self._lease.end()
         if not stays:
@@ -364,4 +367,3 @@ class Cluster:
     def __repr__(self) -> str:
         state = "closed" if self.session.is_closed else f"{len(self._lease.meshes)} meshes"
         return f"Cluster(workers={self.workers}, {state})"
-

@@ -1,22 +1,34 @@
-"""The functions that a client may call on its workers, by name: ours, torch's own that take tensors, and nothing else."""
+"""The functions that a client may call on its workers, by name: ours, those of torch that take tensors, no others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch.overrides import get_overridable_functions, resolve_name
 
-import meshloom
+from meshloom import collectives
+from meshloom.collectives import ON_TENSORS
 from meshloom.errors import UnsupportedError, closest
+from meshloom.ops import ALIASES, OPS
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.calling import invoke
+from meshloom.tensor.calling import OVERLOADS, invoke, is_written
 from meshloom.tensor.functions import KNOWN, LISTS
 
 Function = Callable[..., Any]
 
+# What makes tensors of nothing, and where it is.
+_MAKING = {
+    **dict.fromkeys("full arange randn rand from_local".split(), "meshloom.tensor.creation"),
+    **dict.fromkeys(
+        "empty eye linspace logspace randint randint_like randperm normal bernoulli multinomial".split(),
+        "meshloom.tensor.creation_random",
+    ),
+}
+_NAMES = frozenset({*KNOWN.values(), *OPS, *ALIASES, *OVERLOADS})
 # Attributes that are read and written with a call of their own.
 PROPERTIES = ("data", "grad", "T", "mT", "real", "imag", "H", "mH")
 
@@ -51,11 +63,11 @@ def find(name: str) -> Function:
     if room == "m" and bare in vars(Tensor):
         function: Function = getattr(Tensor, bare)
         return function
-    if room == "loom" and bare in meshloom.__all__ + meshloom._OPS:
-        found: Function = getattr(meshloom, bare)
-        return found
-    if room == "moves" and bare in meshloom.collectives.ON_TENSORS:
-        moved: Function = getattr(meshloom.collectives, bare)
+    if room == "loom" and bare in _MAKING:
+        made: Function = getattr(import_module(_MAKING[bare]), bare)
+        return made
+    if room == "moves" and bare in ON_TENSORS:
+        moved: Function = getattr(collectives, bare)
         return moved
     if room == "get" and bare in PROPERTIES:
         return lambda tensor: getattr(tensor, bare)
@@ -63,7 +75,7 @@ def find(name: str) -> Function:
         return lambda tensor, value: setattr(tensor, bare, value)
     if room == "mark" and bare == "parameter":
         return _mark_parameter
-    if room == "known" and bare in KNOWN.values():
+    if room == "known" and (bare in _NAMES or is_written(bare)):
         return lambda *args, **kwargs: invoke(bare, args, kwargs)
     if room == "f" and bare in _by_name():
         return _by_name()[bare]

@@ -1,4 +1,4 @@
-"""The methods and operators of `RemoteTensor`, one for each of `Tensor`: most go to the workers, some the client knows."""
+"""The methods and operators of `RemoteTensor`, one for each of `Tensor`: most go to the workers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def _access(function: Any, kind: str, args: tuple[Any, ...]) -> Any:
 
 def _torch_dispatch(cls: type, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
     """What C++ calls by itself."""
-    if function is torch.ops.prim.layout.default:  # a Function gives it as a result; an error here would end the process
+    if (
+        function is torch.ops.prim.layout.default
+    ):  # a Function gives it as a result; an error here would end the process
         args[0]._is_foreign = True
         return torch.strided
     if function is torch.ops.aten.detach.default:

@@ -214,7 +214,7 @@ class Session:
             os.write(self._mouth, b"w")
 
     def send_data(self, data: Data) -> None:
-        """A tensor to the workers; large ones are on their way when this returns, so that the caller may change them."""
+        """A tensor to the workers, which is on its way when this returns."""
         self.put(data)
         self._await_event(data.sent)
 
@@ -469,4 +469,3 @@ def rebuild(facts: dict[str, Any]) -> MeshloomError:
         worker=facts["worker"],
         details=rest or None,
     )
-

@@ -1,7 +1,7 @@
 """The client's tensors: where they lie and what they were computed from, without data.
 
-`RemoteTensor` is a `Tensor` to programs. This file says what the client knows of one; `controller.methods` attaches what
-can be done with it.
+`RemoteTensor` is a `Tensor` to programs. This file says what the client knows of one; `controller.methods` attaches
+what can be done with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of calls as JSON and back. Numbers, words, lists and None are themselves; the rest is an object with one key.
+"""Arguments of calls as JSON and back. Numbers, words, lists and None are themselves, the rest an object with one key.
 
     {"t": 7}  tensor 7          {"u": [1, 2]}  a tuple        {"s": [0, 5, null]}  a slice      {"e": 0}  ...
     {"y": "float32"}  a dtype   {"v": "cpu"}   a device       {"m": 1}  a mesh                  {"p": "Shard(0)"}
@@ -109,8 +109,6 @@ _DECODERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "z": lambda inner, tensors, meshes: complex(*inner),
     "m": lambda inner, tensors, meshes: meshes[inner],
     "p": lambda inner, tensors, meshes: PLACEMENTS[inner[0]](*inner[1:]),
-    "b": lambda inner, tensors, meshes: {
-        decode(k, tensors, meshes): decode(v, tensors, meshes) for k, v in inner
-    },
+    "b": lambda inner, tensors, meshes: {decode(k, tensors, meshes): decode(v, tensors, meshes) for k, v in inner},
     "g": lambda inner, tensors, meshes: None,
 }

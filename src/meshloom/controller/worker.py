@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-import meshloom
 from meshloom import settings
 from meshloom.checkpoint.loading import read_tensors
+from meshloom.checkpoint.saving import save
 from meshloom.checkpoint.state import Gathered
+from meshloom.context import Log, Policy
 from meshloom.controller import wire
 from meshloom.controller.functions import find
 from meshloom.controller.session import BEAT
 from meshloom.controller.values import decode
 from meshloom.engines.layout import empty_stored, short_name
-from meshloom.context import Log, Policy
 from meshloom.errors import STARTED, LaunchError, MeshloomError
 from meshloom.placement import Topology, extents
 from meshloom.runtime import state
@@ -118,7 +118,7 @@ class Worker:
                 self.calls += 1
                 self._call(command)
             else:
-                self.call, self.where = name, ""
+                self.call, self.where = COMMANDS[name], ""
                 getattr(self, "_do_" + COMMANDS[name])(*command[1:])
             if self.capturing is not None and name in ("c", "d", "x"):
                 self.capturing[1].append(command)
@@ -173,7 +173,7 @@ class Worker:
             self.tensors.pop(number, None)
 
     def _do_open(self, number: int, shape: list[int], axes: list[str] | None, options: dict[str, Any]) -> None:
-        self.meshes[number] = meshloom.open_mesh(tuple(shape), None if axes is None else tuple(axes), **options)
+        self.meshes[number] = creation.open_mesh(tuple(shape), None if axes is None else tuple(axes), **options)
 
     def _do_set(self, context: dict[str, Any]) -> None:
         torch.set_grad_enabled(context["grad"])
@@ -267,7 +267,9 @@ class Worker:
                 self._call(command)
         finally:
             if not self.number:
-                events = [[list(astuple(each.collective)), each.call, each.where, each.phase, each.host] for each in log]
+                events = [
+                    [list(astuple(each.collective)), each.call, each.where, each.phase, each.host] for each in log
+                ]
                 self.send(b"give", {"request": request, "value": events})
 
     def _do_answer(self, request: int) -> None:
@@ -284,9 +286,11 @@ class Worker:
 
     # checkpoints
 
-    def _do_save(self, request: int, folder: str, keep: int | None, tree: dict[str, Any], names: dict[str, int]) -> None:
+    def _do_save(
+        self, request: int, folder: str, keep: int | None, tree: dict[str, Any], names: dict[str, int]
+    ) -> None:
         found = Gathered(tree, {name: self.tensors[number] for name, number in names.items()})
-        meshloom.save(found, folder, keep=keep, progress=False)
+        save(found, folder, keep=keep, progress=False)
         self._do_answer(request)
 
     def _do_load(self, request: int, folder: str, names: dict[str, int]) -> None:

@@ -53,7 +53,7 @@ def table_results(
 def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any] | None = None) -> Any:
     """Call anything by name; `function` is torch's own for the fallback."""
     if Clients.take is not None:
-        found = Clients.take(f"loom:{name}", _calling(name), args, kwargs)
+        found = Clients.take(f"known:{name}", _calling(name), args, kwargs)
         if found is not HERE:
             return found
     try:
