@@ -13,6 +13,7 @@ import atexit
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -60,8 +61,8 @@ def launch(
 ) -> Cluster:
     """Start worker processes and connect to them; they end with the `with` block, or with this process.
 
-    `hosts` such as `["a:4", "b:4"]` starts the workers of the first host here and waits for those of the others, which
-    `cluster_command` starts. `address` is where this client listens. `timeout` is how many seconds a call may take
+    `hosts` such as `["a:4", "b:4"]` starts the workers of the first host here, prints the command that starts those of
+    each other host, and waits for them. `address` is where this client listens. `timeout` is how many seconds a call may take
     before its worker counts as lost. With `detach="name"` the workers stay when this process ends, and
     `loom.attach("name")` finds them.
 
@@ -144,8 +145,16 @@ class _Starter:
         """`meshloom run`, with the workers' module as its script."""
         host, port = self.listener.getsockname()[:2]
         where = ["--hosts", ",".join(hosts), "--node-rank", "0"] if hosts else ["--nproc", str(self.workers)]
-        command = [sys.executable, "-m", "meshloom", "run", *where, "--timeout", str(self.timeout)]
-        command += ["-m", "meshloom.controller.worker"]
+        rest = ["--timeout", str(self.timeout), "-m", "meshloom.controller.worker"]
+        for number, other in enumerate(hosts or ()):
+            if number:
+                told = shlex.join(["meshloom", "run", *where[:-1], str(number), *rest])
+                print(
+                    f"on {other.rpartition(':')[0]}: {VARIABLE}='{host}:{port} {self.secret.hex()}' {told}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        command = [sys.executable, "-m", "meshloom", "run", *where, *rest]
         inherited = {name: text for name, text in settings.environment().items() if name not in _RANKS}
         environment = {**inherited, VARIABLE: f"{host}:{port} {self.secret.hex()}"}
         if threads is not None:
