@@ -43,6 +43,23 @@ def _grouped_mm(local: Local, input: torch.Tensor, mat2: torch.Tensor, offs: tor
     return found + input[:0].sum(dtype=input.dtype) * mat2[:0].sum(dtype=input.dtype)
 
 
+def _expert_mm(input: torch.Tensor, mat2: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """The rows in the order of their experts, one product for each, and back. Without data all have equally many."""
+    rows, experts = input.reshape(-1, input.shape[-1]), mat2.shape[0]
+    shape = (*input.shape[:-1], mat2.shape[2])
+    if input.is_meta or number.is_meta:
+        per = -(-rows.shape[0] // max(experts, 1))
+        padded = F.pad(rows, (0, 0, 0, per * experts - rows.shape[0])).reshape(experts, per, -1)
+        return torch.bmm(padded, mat2).flatten(0, 1).narrow(0, 0, rows.shape[0]).reshape(shape)
+    first = torch.arange(input.shape[-3]).unsqueeze(-1) * -(-experts // max(input.shape[-3], 1))
+    expert = torch.where(number < 0, experts, number + first).flatten()
+    order = expert.argsort(stable=True)
+    counts = expert.bincount(minlength=experts + 1)[:experts].tolist()
+    order = order[: sum(counts)]
+    products = [some @ each for some, each in zip(rows[order].split(counts), mat2.unbind(), strict=True)]
+    return rows.new_zeros(rows.shape[0], mat2.shape[2]).index_copy(0, order, torch.cat(products)).reshape(shape)
+
+
 CONTRACTIONS: dict[str, Function] = {
     "matmul": torch.matmul,
     "mm": torch.mm,
@@ -57,6 +74,7 @@ CONTRACTIONS: dict[str, Function] = {
     "tensordot": torch.tensordot,
     "bilinear": _bilinear,
     "grouped_mm": _grouped_mm,
+    "expert_mm": _expert_mm,
     "cdist": torch.cdist,
     "addmm": torch.addmm,
     "addmv": torch.addmv,
