@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError
-from meshloom.nn.experts import Dispatch, combine, dispatch
-from meshloom.tensor.base import Tensor
+from meshloom.nn.experts import Dispatch, combine, dispatch, go_home
 
 _NEEDED = ("num_experts", "has_gate", "has_bias", "is_transposed", "down_proj")
 
@@ -45,10 +44,7 @@ def forward_experts(
     rows = _multiply(module, sent, wide, "down_proj")
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
-    mixed = combine(sent, rows, top_k_weights).to(hidden_states.dtype)
-    if isinstance(mixed, Tensor) and isinstance(hidden_states, Tensor):
-        return mixed.redistribute(hidden_states.topology.reduced.placements)
-    return mixed
+    return go_home(combine(sent, rows, top_k_weights).to(hidden_states.dtype), hidden_states)
 
 
 def _multiply(module: Any, sent: Dispatch, rows: torch.Tensor, name: str) -> torch.Tensor:

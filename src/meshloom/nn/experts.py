@@ -12,6 +12,7 @@ experts: if every token goes to one device, rows of zeros make the buffers as ma
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,29 @@ import torch
 import torch.nn.functional as F
 
 from meshloom.engines.torch_engine import FUNCTIONS
-from meshloom.errors import ArgumentError, ShapeError
+from meshloom.errors import ArgumentError, DTypeError, ShapeError
+from meshloom.nn.routing import Routing, balance_loss, choose, limit, route, sort_choices, z_loss
 from meshloom.placement import Replicate, Shard, Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import table_call
+from meshloom.tensor.creation import distribute
 from meshloom.tensor.device_dims import join_devices, split_devices
+
+__all__ = [
+    "Dispatch",
+    "Experts",
+    "MoE",
+    "Routing",
+    "balance_loss",
+    "choose",
+    "combine",
+    "dispatch",
+    "limit",
+    "route",
+    "z_loss",
+]
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,16 +81,16 @@ def dispatch(tokens: torch.Tensor, index: torch.Tensor, experts: torch.Tensor) -
     """
     _check(tokens, index, experts)
     count, top_k = experts.shape[0], index.shape[1]
-    tokens, home, index = _spread(tokens, index, experts)
+    tokens, home, index = _spread(tokens, index.long(), experts)
     parts = _parts(experts)
     chunk = -(-count // parts)
     with torch.no_grad():
         chosen = index.flatten(-2)
-        order, place, counts = _sort(chosen, count)
+        order, place, counts = sort_choices(chosen, count)
         counts = F.pad(counts, (0, parts * chunk - count)).unflatten(-1, (parts, chunk))
         sizes = counts.sum(-1)
         starts = sizes.cumsum(-1) - sizes
-        capacity = _agree(sizes, chosen.shape[-1])
+        capacity = _agree(sizes, chosen, count)
         c = torch.arange(capacity, device=chosen.device)
         sorted_places = (starts.unsqueeze(-1) + c).clamp(max=chosen.shape[-1] - 1).flatten(-2)
         source = torch.where((c < sizes.unsqueeze(-1)).flatten(-2), order.gather(-1, sorted_places) // top_k, -1)
@@ -96,6 +114,83 @@ def combine(sent: Dispatch, rows: torch.Tensor, weights: torch.Tensor) -> torch.
     return mixed if sent.tokens is None else join_devices(mixed, sent.tokens)
 
 
+class Experts(torch.nn.Module):
+    """Experts in stacks of weights, [experts, in, out]: gated nets, or plain ones with `gated=False`.
+
+    `forward(tokens, index, weights)` gives for each token the sum of what its experts make of it, weighted.
+    """
+
+    def __init__(
+        self, experts: int, width: int, hidden: int, activation: Activation = F.silu, *, gated: bool = True
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_proj = torch.nn.Parameter(torch.empty(experts, width, hidden)) if gated else None
+        self.up_proj = torch.nn.Parameter(torch.empty(experts, width, hidden))
+        self.down_proj = torch.nn.Parameter(torch.empty(experts, hidden, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform numbers as those of `nn.Linear`."""
+        for weight in self.parameters():
+            bound = weight.shape[1] ** -0.5
+            torch.nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Tokens [tokens, width] through the experts that `index` [tokens, choices] names."""
+        sent = dispatch(tokens, index, self.down_proj)
+        wide = sent.multiply(sent.rows, self.up_proj)
+        if self.gate_proj is None:
+            wide = self.activation(wide)
+        else:
+            wide = self.activation(sent.multiply(sent.rows, self.gate_proj)) * wide
+        return go_home(combine(sent, sent.multiply(wide, self.down_proj), weights), tokens)
+
+
+class MoE(torch.nn.Module):
+    """A feed-forward layer of experts: a router, experts, and `shared` experts that every token goes to.
+
+    `options` are those of `route`. `routing` has the routing of the last call, for `balance_loss` and `z_loss`.
+    """
+
+    def __init__(self, width: int, hidden: int, experts: int, top_k: int, *, shared: int = 0, **options: Any) -> None:
+        super().__init__()
+        self.top_k, self.options = top_k, options
+        self.router = torch.nn.Linear(width, experts, bias=False)
+        self.experts = Experts(experts, width, hidden)
+        self.shared = Shared(width, hidden * shared) if shared else None
+        self.routing: Routing | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens [..., width] through the layer."""
+        tokens = x.flatten(0, -2)
+        self.routing = route(self.router(tokens), self.top_k, **self.options)
+        mixed = self.experts(tokens, self.routing.index, self.routing.weights.to(x.dtype)).reshape(x.shape)
+        return mixed if self.shared is None else mixed + self.shared(x)
+
+
+class Shared(torch.nn.Module):
+    """The gated net that every token goes through; several shared experts are one that is wider."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(width, hidden, bias=False)
+        self.up_proj = torch.nn.Linear(width, hidden, bias=False)
+        self.down_proj = torch.nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens [..., width] through the net."""
+        found: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return found
+
+
+def go_home(mixed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """What was combined, where the tokens came from."""
+    if isinstance(mixed, Tensor) and isinstance(tokens, Tensor):
+        return mixed.redistribute(tokens.topology.reduced.placements)
+    return mixed
+
+
 def _call(name: str, *tensors: torch.Tensor) -> Any:
     """An op of the table, on the mesh or on dense tensors."""
     if any(isinstance(each, Tensor) for each in tensors):
@@ -107,7 +202,9 @@ def _call(name: str, *tensors: torch.Tensor) -> Any:
 
 def dense_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows by number of a dense tensor; zeros for -1."""
-    found = rows.index_select(0, index.clamp(min=0)) if len(rows) else rows.new_zeros(len(index), rows.shape[-1])
+    if not len(rows):
+        return rows.sum(0, keepdim=True).expand(len(index), -1)  # zeros that lead to the rows
+    found = rows.index_select(0, index.clamp(min=0))
     return found.masked_fill((index < 0).unsqueeze(-1), 0)
 
 
@@ -118,6 +215,8 @@ def _check(tokens: torch.Tensor, index: torch.Tensor, experts: torch.Tensor) -> 
             shapes=f"{list(tokens.shape)}, {list(index.shape)} and {list(experts.shape)}",
             fix="x.flatten(0, -2) makes a line of tokens",
         )
+    if index.is_floating_point() or index.dtype == torch.bool:
+        raise DTypeError(f"an index of {index.dtype} names no experts", fix="give whole numbers, such as those of topk")
 
 
 def _spread(
@@ -137,8 +236,6 @@ def _spread(
 
 
 def _on_mesh(tensor: torch.Tensor, mesh: Any) -> Tensor:
-    from meshloom.tensor.creation import distribute
-
     return tensor if isinstance(tensor, Tensor) else distribute(tensor, mesh, {})
 
 
@@ -156,22 +253,23 @@ def _parts(experts: torch.Tensor) -> int:
     return math.prod(experts.mesh.shape[axis] for axis in _expert_axes(experts)) if isinstance(experts, Tensor) else 1
 
 
-def _sort(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choices in the order of their experts, where each went, and how many each expert has."""
-    key = torch.where(chosen < 0, experts, chosen)
-    order = key.argsort(dim=-1, stable=True)
-    counts = key.new_zeros((*key.shape[:-1], experts + 1)).scatter_add(-1, key, torch.ones_like(key))
-    return order, order.argsort(-1), counts[..., :experts]
+def _agree(sizes: torch.Tensor, chosen: torch.Tensor, experts: int) -> int:
+    """How many rows a device sends to each part of the experts: the most that any has for any.
 
-
-def _agree(sizes: torch.Tensor, choices: int) -> int:
-    """How many rows a device sends to each part of the experts: the most that any has for any."""
-    parts = sizes.shape[-1]
-    if parts == 1:
-        return choices
+    The same number tells every device whether somebody names an expert that is not there.
+    """
+    parts, choices = sizes.shape[-1], chosen.shape[-1]
     if sizes.is_meta:
+        state.assume("tokens per expert", "the same for all experts and devices")
         return round_up(-(-choices // parts))
-    return min(choices, round_up(max(int(sizes.max()), 1)))
+    beyond = torch.where(chosen < experts, 0, chosen + choices)
+    most = int(torch.cat([sizes, beyond], -1).max())
+    if most > choices:
+        raise ArgumentError(
+            f"index names expert {most - choices} of {experts}",
+            fix=f"numbers go from 0 to {experts - 1}, and -1 means none",
+        )
+    return choices if parts == 1 else min(choices, round_up(most))
 
 
 def round_up(count: int) -> int:
@@ -190,9 +288,7 @@ def _exchange(rows: torch.Tensor, experts: torch.Tensor, dim: int) -> torch.Tens
     if not axes or not isinstance(rows, Tensor):
         return rows
     place = rows.ndim + dim
-    return rows.redistribute(
-        tuple(Shard(place) if axis in axes else each for axis, each in enumerate(rows.placements))
-    )
+    return rows.redistribute(tuple(Shard(place) if axis in axes else each for axis, each in enumerate(rows.placements)))
 
 
 def _number(counts: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

@@ -45,14 +45,15 @@ def _grouped_mm(local: Local, input: torch.Tensor, mat2: torch.Tensor, offs: tor
 
 def _expert_mm(input: torch.Tensor, mat2: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """The rows in the order of their experts, one product for each, and back. Without data all have equally many."""
-    rows, experts = input.reshape(-1, input.shape[-1]), mat2.shape[0]
+    rows, experts = input.flatten(0, -2), mat2.shape[0]
     shape = (*input.shape[:-1], mat2.shape[2])
     if input.is_meta or number.is_meta:
         per = -(-rows.shape[0] // max(experts, 1))
-        padded = F.pad(rows, (0, 0, 0, per * experts - rows.shape[0])).reshape(experts, per, -1)
+        padded = F.pad(rows, (0, 0, 0, per * experts - rows.shape[0])).unflatten(0, (experts, per))
         return torch.bmm(padded, mat2).flatten(0, 1).narrow(0, 0, rows.shape[0]).reshape(shape)
-    first = torch.arange(input.shape[-3]).unsqueeze(-1) * -(-experts // max(input.shape[-3], 1))
-    expert = torch.where(number < 0, experts, number + first).flatten()
+    own = -(-experts // max(input.shape[-3], 1))  # experts of a part
+    first = torch.arange(input.shape[-3]).unsqueeze(-1) * own
+    expert = torch.where((number < 0) | (number >= own), experts, number + first).flatten()
     order = expert.argsort(stable=True)
     counts = expert.bincount(minlength=experts + 1)[:experts].tolist()
     order = order[: sum(counts)]

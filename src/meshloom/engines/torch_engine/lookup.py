@@ -103,8 +103,8 @@ def _take_rows(local: Local, input: torch.Tensor, index: torch.Tensor) -> torch.
     missing = index < 0
     places = torch.where(missing, 0, index) + batches * count
     if not count:
-        return input.new_zeros(*index.shape, width)
-    found = rows.reshape(-1, width).index_select(0, places.flatten()).reshape(*index.shape, width)
+        return rows.sum(-2, keepdim=True).expand(*index.shape, width)  # zeros that lead to the input
+    found = rows.flatten(0, -2).index_select(0, places.flatten()).reshape(*index.shape, width)
     return found.masked_fill(missing.unsqueeze(-1), 0)
 
 
