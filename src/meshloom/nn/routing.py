@@ -86,8 +86,8 @@ def route(
 
 
 def choose(
-    scores: Any, top_k: int, groups: int = 1, best_groups: int = 1, summed: int = 2, stable: bool = False
-) -> Any:
+    scores: torch.Tensor, top_k: int, groups: int = 1, best_groups: int = 1, summed: int = 2, stable: bool = False
+) -> torch.Tensor:
     """The numbers of the best experts [..., top_k] by their scores [..., experts], of the best groups.
 
     A group is as good as the sum of its `summed` best scores. With `stable` equal scores go to the lower number.
