@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshloom import settings
@@ -17,8 +17,9 @@ from meshloom.processes.splitting import bound_ids, split_bound, visible_ids
 from meshloom.processes.world import join
 from meshloom.runtime import accounts
 from meshloom.runtime.card import Card, Driver
-from meshloom.runtime.chips import chip_of
+from meshloom.runtime.chips import Chip, chip_of
 from meshloom.runtime.device import MeshDevice
+from meshloom.runtime.drivers.process.driver import ProcessDriver
 from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.system import System
 from meshloom.runtime.virtual import VirtualDriver
@@ -26,6 +27,7 @@ from meshloom.runtime.virtual import VirtualDriver
 TIMEOUT = 60.0
 FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0"'
 DEVICE = re.compile(r"(?:/dev/tenstorrent/|virtual:)?(\d+)")
+NAMED: dict[str, Callable[[list[int] | None, Chip], Driver]] = {"virtual": VirtualDriver, "processes": ProcessDriver}
 DRIVER = ("shares_memory", "enumerate", "open", "compile", "is_plain")
 
 
@@ -39,7 +41,7 @@ def open_mesh_device(
     num_command_queues: int = 1,
     memory: float | None = None,
     preset: str | Preset | None = None,
-    driver: Driver | None = None,
+    driver: Driver | str | None = None,
     check: str | None = None,
     dispatch: str | None = None,
     stress: int | None = None,
@@ -54,7 +56,8 @@ def open_mesh_device(
     device) or a machine `preset`, tensors on its mesh are accounted for. `check="races"` watches every queue.
     `dispatch="slow"` (or MESHLOOM_DISPATCH) runs every command at once, card by card. `stress` is a seed that shuffles
     the queues. `timeout` is how many seconds a launch may take; a card that takes longer is lost. `worker_l1_size` is
-    how many bytes of L1 every core has for buffers, all of them for 0.
+    how many bytes of L1 every core has for buffers, all of them for 0. `driver` opens the cards: one of your own, or
+    "virtual" for cards of this process (the default), or "processes" for virtual cards in processes of their own.
 
     >>> with open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2)) as mesh:
     ...     mesh.get_device_ids()
@@ -66,10 +69,8 @@ def open_mesh_device(
     expect_seconds("timeout", timeout, least=1e-9)
     if stress is not None:
         expect("stress", stress, int, fix="give a seed, such as stress=0")
-    _check_driver(driver)
-    chip = chip_of(preset, memory)
-    rack = driver if driver is not None else VirtualDriver(_declared_ids(), chip)
-    if ids is None and shape is not None and driver is None:
+    rack = _driver_of(driver, chip_of(preset, memory))
+    if ids is None and shape is not None and rack is not driver:
         ids = bound_ids(shape)
     sizes, chosen = _fit(shape, ids, rack)
     if isinstance(num_command_queues, bool) or not isinstance(num_command_queues, int) or num_command_queues < 1:
@@ -106,12 +107,18 @@ def read_mesh_type(given: MeshType | str | None) -> MeshType | None:
     return given
 
 
-def _check_driver(driver: Any) -> None:
-    if isinstance(driver, type):
-        raise ArgumentError(f"driver={driver.__name__} is a class", fix=f"make one: driver={driver.__name__}()")
-    if driver is not None and not isinstance(driver, Driver):
-        missing = [name for name in DRIVER if not hasattr(driver, name)]
-        raise ArgumentError(f"driver={driver!r} has no {', '.join(missing)}", fix="see meshloom.runtime.card.Driver")
+def _driver_of(given: Any, chip: Chip) -> Driver:
+    """The driver itself, or one of ours by name."""
+    if given is None or isinstance(given, str):
+        if given not in (None, *NAMED):
+            raise ArgumentError(f"there is no driver {given!r}", fix=closest(given, NAMED))
+        return NAMED[given or "virtual"](_declared_ids(), chip)
+    if isinstance(given, type):
+        raise ArgumentError(f"driver={given.__name__} is a class", fix=f"make one: driver={given.__name__}()")
+    if not isinstance(given, Driver):
+        missing = [name for name in DRIVER if not hasattr(given, name)]
+        raise ArgumentError(f"driver={given!r} has no {', '.join(missing)}", fix="see meshloom.runtime.card.Driver")
+    return given
 
 
 def _declared_ids() -> list[int] | None:

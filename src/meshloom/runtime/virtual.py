@@ -20,12 +20,15 @@ from meshloom.runtime.compile_cache import link, translate
 from meshloom.types import Shape
 
 COMMANDS = ("write", "read", "launch")
-KINDS = ("raise", "hang")
+KINDS = ("raise", "hang", "kill")
 
 
 @dataclass
 class Fault:
-    """What goes wrong: on which command, after how many good ones, how often, and whether it raises or never ends."""
+    """What goes wrong: on which command, after how many good ones, how often; it raises, never ends, or kills the card.
+
+    Only a card in a process of its own can be killed.
+    """
 
     on: str
     kind: str = "raise"
@@ -84,7 +87,48 @@ class SimulatedClock(Clock):
         self._now += seconds
 
 
-class VirtualCard:
+class ImitatedCard:
+    """What all virtual cards have, wherever they live: a driver, an id, faults and delays."""
+
+    def __init__(self, driver: VirtualDriver, index: int) -> None:
+        self._driver, self._index = driver, index
+        self._faults: list[Fault] = []
+        self._delays: dict[str, float] = {}
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._index})"
+
+    def info(self) -> CardInfo:
+        """What it is."""
+        return CardInfo(self._index, f"{self._driver.name}:{self._index}", self._driver.chip)
+
+    def inject(self, fault: Fault) -> None:
+        """Let something go wrong from now on."""
+        self._faults.append(fault)
+        self._driver.special.add(self._index)
+
+    def slow_down(self, **seconds: float) -> None:
+        """Let each command of a kind take so long: `slow_down(launch=0.01)`."""
+        for name in seconds:
+            if name not in COMMANDS:
+                raise ArgumentError(f"a card has no command {name!r}", fix=closest(name, COMMANDS))
+            expect_seconds(name, seconds[name])
+        self._delays.update(seconds)
+        self._driver.special.add(self._index)
+
+    def recover(self) -> None:
+        """No faults and no delays any more."""
+        self._faults.clear()
+        self._delays.clear()
+        self._driver.special.discard(self._index)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise DeviceError(f"card {self._index} is closed")
+
+
+class VirtualCard(ImitatedCard):
     """A device in this process.
 
     >>> card = VirtualDriver().open(0)
@@ -96,18 +140,10 @@ class VirtualCard:
     """
 
     def __init__(self, driver: VirtualDriver, index: int) -> None:
-        self._driver, self._index, self._clock = driver, index, driver.clock
-        self._faults: list[Fault] = []
-        self._delays: dict[str, float] = {}
+        super().__init__(driver, index)
+        self._clock = driver.clock
         self._busy_until = 0.0
         self.hangs = False
-        self.closed = False
-
-    def __repr__(self) -> str:
-        return f"VirtualCard({self._index})"
-
-    def info(self) -> CardInfo:
-        return CardInfo(self._index, f"virtual:{self._index}", self._driver.chip)
 
     def alloc(self, address: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         self._check_open()
@@ -150,33 +186,19 @@ class VirtualCard:
 
     def inject(self, fault: Fault) -> None:
         """Let something go wrong from now on."""
-        self._faults.append(fault)
-        self._driver.special.add(self._index)
-
-    def slow_down(self, **seconds: float) -> None:
-        """Let each command of a kind take so long: `slow_down(launch=0.01)`."""
-        for name in seconds:
-            if name not in COMMANDS:
-                raise ArgumentError(f"a card has no command {name!r}", fix=closest(name, COMMANDS))
-            expect_seconds(name, seconds[name])
-        self._delays.update(seconds)
-        self._driver.special.add(self._index)
+        if fault.kind == "kill":
+            raise ArgumentError(f"card {self._index} lives in this process", fix='open it with driver="processes"')
+        super().inject(fault)
 
     def reset(self) -> None:
         """A card as new: no faults, no delays, nothing running."""
-        self._faults.clear()
-        self._delays.clear()
+        self.recover()
         self.hangs, self._busy_until = False, 0.0
-        self._driver.special.discard(self._index)
 
     @property
     def is_busy(self) -> bool:
         """Whether a command is running on it."""
         return self._busy_until > self._clock.now()
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise DeviceError(f"card {self._index} is closed")
 
     def _begin(self, command: str) -> float:
         """When the command ends: after what the card is doing, and after its own delay. Or a fault."""
@@ -206,6 +228,7 @@ class VirtualDriver:
     ((0, 1, 2, 3), None)
     """
 
+    name = "virtual"
     shares_memory = True
 
     def __init__(self, ids: Iterable[int] | None = None, chip: Chip = HOST, clock: Clock | None = None) -> None:
@@ -221,10 +244,14 @@ class VirtualDriver:
 
     def open(self, index: int) -> VirtualCard:
         """The card of that id."""
+        self.check_id(index)
+        return VirtualCard(self, index)
+
+    def check_id(self, index: int) -> None:
+        """An error unless there is a card of that id."""
         expect("index", index, int)
         if index < 0 or (self.ids is not None and index not in self.ids):
             raise DeviceError(f"there is no card {index}", cards=self.ids)
-        return VirtualCard(self, index)
 
     def compile(self, kernel: Kernel) -> bytes:
         """The kernel's code, to be cached and loaded."""

@@ -1,0 +1,379 @@
+"""Virtual cards in processes of their own, and the driver that opens them.
+
+A card is its owner's end of three things: a process, a line to it, and memory that both have mapped. Writes and reads
+are copies to and from that memory; they wait for launches that use the same piece, and for no others. A launch is a
+message, and so is its end. When the process ends, be it by a crash or by the system, the card is *lost*: what is under
+way on it fails with how it ended, and so does what comes after, until `reset` gives it another process. Its memory
+stays.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from meshloom.errors import ArgumentError, DeviceError, expect
+from meshloom.runtime.card import Kernel
+from meshloom.runtime.chips import HOST, Chip
+from meshloom.runtime.drivers.process import arena, life
+from meshloom.runtime.drivers.process.pickling import dump_arguments, dump_kernel
+from meshloom.runtime.drivers.process.worker import Ended, Launch, Load, Settings
+from meshloom.runtime.virtual import ImitatedCard, VirtualDriver
+from meshloom.types import Shape
+
+SENDING = 60.0  # seconds that a card may take to take a message
+RESET = "card.reset() gives it another process; its memory stays as it is"
+_numbers = count()
+
+
+class Memory:
+    """The handle of some memory of a card."""
+
+    __slots__ = ("dtype", "piece", "shape", "view")
+
+    def __init__(self, piece: arena.Piece, shape: Shape, dtype: torch.dtype, view: torch.Tensor) -> None:
+        self.piece: arena.Piece | None = piece  # None when it was freed
+        self.shape, self.dtype, self.view = tuple(shape), dtype, view
+
+    def check(self) -> arena.Piece:
+        """The piece, or an error if it was freed."""
+        if self.piece is None:
+            raise DeviceError("the memory has been freed", fix="keep the buffer until its last use")
+        return self.piece
+
+
+class Loaded:
+    """A kernel that a card can launch. It is sent to the process of the card before its first launch there."""
+
+    def __init__(self, name: str, message: bytes, drop: Callable[[int], None]) -> None:
+        self.name, self.message, self._drop = name, message, drop
+        self.number = next(_numbers)
+
+    def __del__(self) -> None:
+        self._drop(self.number)  # only makes a note: this may run anywhere
+
+
+class Ticket:
+    """A launch: what it uses, and how it ended."""
+
+    __slots__ = ("error", "is_done", "name", "number", "pieces")
+
+    def __init__(self, name: str, pieces: tuple[arena.Piece, ...]) -> None:
+        self.name, self.pieces, self.number = name, pieces, next(_numbers)
+        self.is_done = False
+        self.error: BaseException | None = None
+
+    def end(self, error: BaseException | None) -> None:
+        """It has ended; what it used may go."""
+        self.error, self.is_done, self.pieces = error, True, ()
+
+
+class ProcessCard(ImitatedCard):
+    """A virtual card in a process of its own.
+
+    >>> card = ProcessDriver().open(0)
+    >>> memory = card.alloc(0, (2,), torch.float32)
+    >>> card.write(memory, torch.tensor([1.0, 2.0]))
+    >>> double = card.load(card.driver.compile(lambda x: x.mul_(2)), lambda x: x.mul_(2))
+    >>> card.wait(card.launch(double, [memory], {}), timeout=60.0), card.read(memory)
+    (True, tensor([2., 4.]))
+    >>> card.close()
+    """
+
+    _driver: ProcessDriver
+
+    def __init__(self, driver: ProcessDriver, index: int) -> None:
+        super().__init__(driver, index)
+        self._owner = os.getpid()
+        self._arena = arena.Arena(arena.size_for(driver.chip), f"card-{index}")
+        self._changed = threading.Condition()
+        self._is_polling = False
+        self._flying: dict[int, Ticket] = {}
+        self._unused: deque[int] = deque()
+        self._lost = ""
+        self._start()
+
+    @property
+    def driver(self) -> ProcessDriver:
+        """What opened it."""
+        return self._driver
+
+    @property
+    def pid(self) -> int:
+        """The process that it is."""
+        return self._life.pid
+
+    # memory
+
+    def alloc(self, address: int, shape: Shape, dtype: torch.dtype) -> Memory:
+        self._check_usable()
+        count = 1
+        for size in shape:
+            count *= size
+        piece = self._arena.take(count * dtype.itemsize)
+        return Memory(piece, shape, dtype, arena.view(self._arena.bytes, piece.start, tuple(shape), dtype))
+
+    def free(self, handle: Memory) -> None:
+        """The memory goes when no launch uses it any more."""
+        handle.piece = None
+
+    def write(self, handle: Memory, data: torch.Tensor, index: Any = ...) -> None:
+        self._begin("write")
+        self._settle(handle)
+        handle.view[index] = data
+
+    def read(self, handle: Memory, index: Any = ...) -> torch.Tensor:
+        self._begin("read")
+        self._settle(handle)
+        return handle.view[index].clone()
+
+    def _settle(self, handle: Memory) -> None:
+        """Wait for the launches that use some memory."""
+        piece = handle.check()
+        for ticket in [each for each in tuple(self._flying.values()) if piece in each.pieces]:
+            self._wait(ticket, None)
+        self._check_usable()
+
+    # kernels
+
+    def load(self, binary: bytes, kernel: Kernel) -> Loaded:
+        return Loaded(kernel.__name__, dump_kernel(binary, kernel), self._unused.append)
+
+    def launch(self, loaded: Loaded, handles: Sequence[Memory], args: Mapping[str, object]) -> Ticket:
+        self._check_alive()
+        fault = self._fault_in("launch")
+        pieces = tuple(handle.check() for handle in handles)
+        arguments = dump_arguments(loaded.name, args)
+        ticket = Ticket(loaded.name, pieces)
+        given = tuple((p.start, h.shape, h.dtype) for p, h in zip(pieces, handles, strict=True))
+        with self._changed:
+            self._check_usable()
+            if loaded.number not in self._known:
+                self._send(Load(loaded.number, loaded.message))
+                self._known.add(loaded.number)
+            unused = tuple(self._unused.popleft() for _ in range(len(self._unused)))
+            seconds = self._delays.get("launch", 0.0)
+            self._flying[ticket.number] = ticket
+            self._send(Launch(ticket.number, loaded.number, given, arguments, seconds, fault, unused))
+        return ticket
+
+    def wait(self, ticket: Ticket, timeout: float | None) -> bool:
+        if not self._wait(ticket, timeout):
+            return False
+        if ticket.error is not None:
+            raise ticket.error
+        return True
+
+    def _send(self, message: Load | Launch) -> None:
+        """Send a message; whatever keeps it from going loses the card, since half of it may have gone."""
+        try:
+            self._life.frames.send(pickle.dumps(message), SENDING)
+        except EOFError:
+            self._lose()
+            raise self._lost_error() from None
+        except BaseException as error:
+            self._lose(f"a message to it did not go: {type(error).__name__}: {error}")
+            raise
+
+    def _wait(self, ticket: Ticket, timeout: float | None) -> bool:
+        """Wait until a launch has ended. One of those who wait listens to the line, for all of them."""
+        self._check_owner()
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                self._take_in()
+                if ticket.is_done:
+                    return True
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                if self._is_polling:
+                    self._changed.wait(left)
+                else:
+                    self._poll(left)
+
+    def _poll(self, timeout: float | None) -> None:
+        self._is_polling = True
+        self._changed.release()
+        try:
+            self._life.poll(timeout)
+        finally:
+            self._changed.acquire()
+            self._is_polling = False
+            self._changed.notify_all()
+
+    def _take_in(self) -> None:
+        """Take what the process has said; or find that it has ended."""
+        if self._lost or self.closed:
+            return
+        try:
+            while (message := self._life.frames.pop()) is not None:
+                self._note(pickle.loads(message))
+        except EOFError:
+            self._lose()
+
+    def _note(self, ended: Ended) -> None:
+        ticket = self._flying.pop(ended.ticket, None)
+        if ticket is not None:
+            ticket.end(_error_of(ended, self._index))
+
+    # when it is lost
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its process has ended; `reset` gives it another one."""
+        with self._changed:
+            self._take_in()
+            return bool(self._lost)
+
+    def end(self, reason: str) -> None:
+        """End its process, whatever it is doing: the card is lost, for this reason."""
+        self._check_owner()
+        with self._changed:
+            if not (self._lost or self.closed):
+                self._life.end()
+                self._lose(reason)
+
+    def _lose(self, reason: str | None = None) -> None:
+        """The process has ended, or has to: everything under way fails with the reason."""
+        told = reason or f"its process {self._life.fate()}"
+        self._life.end()
+        self._lost = told
+        for ticket in self._flying.values():
+            ticket.end(DeviceError(f"card {self._index} was lost in a launch of {ticket.name}: {told}", fix=RESET))
+        self._flying.clear()
+        self._changed.notify_all()
+
+    def _lost_error(self) -> DeviceError:
+        return DeviceError(f"card {self._index} is lost: {self._lost}", fix=RESET)
+
+    def _check_usable(self) -> None:
+        self._check_owner()
+        self._check_open()
+        if self._lost:
+            raise self._lost_error()
+
+    def _check_alive(self) -> None:
+        """An error if the card cannot be used; looks whether its process is still there."""
+        self._check_usable()
+        if self._life.has_ended():
+            with self._changed:
+                self._take_in()
+            self._check_usable()
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise DeviceError(
+                f"card {self._index} was opened by process {self._owner}, and process {os.getpid()} was forked from it",
+                fix="open a mesh device in the child, or start it by multiprocessing.get_context('spawn')",
+            )
+
+    def _begin(self, command: str) -> None:
+        """Wait as long as a write or a read is to take, or fail as it is to fail."""
+        self._check_alive()
+        fault = self._fault_in(command)
+        if fault:
+            self.end(f"it {'was killed' if fault == 'kill' else 'did not answer'} in a {command}")
+            raise self._lost_error()
+        if self._delays.get(command):
+            time.sleep(self._delays[command])
+
+    def _fault_in(self, command: str) -> str:
+        """What is to go wrong in a command beside an error, which is raised here; empty if nothing is."""
+        for fault in self._faults:
+            if fault.on == command and fault.strikes():
+                if fault.kind != "raise":
+                    return fault.kind
+                raise DeviceError(f"card {self._index} failed in a {command}")
+        return ""
+
+    # the end
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a launch is under way on it."""
+        with self._changed:
+            self._take_in()
+            return bool(self._flying)
+
+    def reset(self) -> None:
+        """A card as new, in another process: no faults, no delays, nothing running. Its memory stays."""
+        self._check_owner()
+        self.recover()
+        if not self.closed:
+            self.end("it was reset")
+            self._start()
+
+    def _start(self) -> None:
+        driver = self._driver
+        settings = Settings(self._index, self._arena.size, driver.threads, driver.memory_limit, sys.path)
+        self._life = life.start(self._arena, self._index, settings._asdict())
+        self._known: set[int] = set()
+        self._lost = ""
+
+    def close(self) -> None:
+        if self.closed or os.getpid() != self._owner:
+            return
+        self.end("it was closed")
+        self.closed = True
+        self.recover()
+
+
+def _error_of(ended: Ended, index: int) -> BaseException | None:
+    """What a kernel raised, with the traceback of its process as the cause."""
+    if ended.error is None:
+        return None
+    told = DeviceError(f"{ended.told}, on card {index}", there=ended.traceback)
+    try:
+        error = pickle.loads(ended.error)
+    except Exception:  # an error of a class that only the other process knows
+        return told
+    if not isinstance(error, BaseException):
+        return told
+    error.__cause__ = told
+    return error
+
+
+class ProcessDriver(VirtualDriver):
+    """Virtual cards that are processes: as many as you ask for, or exactly those of some ids.
+
+    Each computes with `threads` threads. With `memory_limit`, a kernel that takes more than so many bytes beside the
+    buffers gets an error.
+    """
+
+    name = "process"
+    shares_memory = False
+
+    def __init__(
+        self,
+        ids: Sequence[int] | None = None,
+        chip: Chip = HOST,
+        *,
+        threads: int = 1,
+        memory_limit: int | None = None,
+    ) -> None:
+        super().__init__(ids, chip)
+        expect("threads", threads, int, fix="give the number of threads of a card, such as 1")
+        if threads < 1:
+            raise ArgumentError(f"threads={threads}", fix="give 1 or more")
+        if memory_limit is not None:
+            expect("memory_limit", memory_limit, int, fix="give bytes, or None for no limit")
+        self.threads, self.memory_limit = threads, memory_limit
+
+    def open(self, index: int) -> ProcessCard:
+        """The card of that id, in a process that is running when this returns."""
+        self.check_id(index)
+        return ProcessCard(self, index)
+
+    def is_plain(self) -> bool:
+        """Whether one array call may stand for all cards: never, since each has memory of its own."""
+        return False

@@ -1,0 +1,152 @@
+"""What the process of a card runs: messages come in, kernels run on the shared memory, and each says how it ended.
+
+It does one thing at a time, in the order of the messages. It ends when its owner closes the line, when the server is
+gone, or by whatever a kernel does to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from meshloom.processes.orphans import end_with
+from meshloom.runtime.card import Kernel
+from meshloom.runtime.drivers.process import arena
+from meshloom.runtime.drivers.process.frames import Frames
+from meshloom.runtime.drivers.process.pickling import load_kernel
+
+LONGEST = 20_000  # characters of a traceback that are told
+FOREVER = 1e9
+
+
+class Load(NamedTuple):
+    """A kernel, to be launched by its number."""
+
+    kernel: int
+    message: bytes
+
+
+class Launch(NamedTuple):
+    """A kernel on pieces of memory. It takes `seconds` at least; `fault` is what is to go wrong instead."""
+
+    ticket: int
+    kernel: int
+    pieces: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+    arguments: bytes
+    seconds: float
+    fault: str
+    unused: tuple[int, ...]  # kernels that nobody will launch again
+
+
+class Ended(NamedTuple):
+    """How a launch ended: well, or with an error, which may be one that only its own process can load."""
+
+    ticket: int
+    error: bytes | None = None
+    told: str = ""
+    traceback: str = ""
+
+
+class Settings(NamedTuple):
+    """How a card's process is to live."""
+
+    index: int
+    size: int  # of the arena
+    threads: int
+    limit: int | None  # bytes that it may have beside the arena
+    path: list[str]  # where modules are
+
+
+def live(line: socket.socket, memory: int, settings: Settings, server: int) -> None:
+    """The whole life of the process."""
+    end_with(server)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if settings.limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (settings.limit, settings.limit))
+    with contextlib.suppress(OSError):  # not on this system: the kernel then chooses among all processes
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    sys.path[:] = settings.path
+    torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.index)
+    os.register_at_fork(after_in_child=line.close)
+    shared = arena.map_file(memory, settings.size)
+    os.close(memory)
+    with contextlib.suppress(EOFError):  # the owner has closed the line
+        serve(Frames(line), shared)
+
+
+def serve(frames: Frames, memory: mmap.mmap) -> None:
+    """Do what the messages say, for ever."""
+    kernels: dict[int, bytes | Kernel] = {}
+    while True:
+        message = frames.receive(None)
+        assert message is not None
+        verb: Load | Launch = pickle.loads(message)
+        if isinstance(verb, Load):
+            kernels[verb.kernel] = verb.message
+        else:
+            drop(kernels, verb.unused)
+            frames.send(pickle.dumps(run(verb, kernels, memory)), None)
+
+
+def drop(kernels: dict[int, bytes | Kernel], unused: Iterable[int]) -> None:
+    """Forget kernels."""
+    for number in unused:
+        kernels.pop(number, None)
+
+
+def run(launch: Launch, kernels: dict[int, bytes | Kernel], memory: mmap.mmap) -> Ended:
+    """Run a kernel and say how it ended."""
+    began = time.monotonic()
+    try:
+        if launch.fault:
+            strike(launch.fault)
+        kernel = kernels[launch.kernel]
+        if isinstance(kernel, bytes):
+            kernel = kernels[launch.kernel] = load_kernel(kernel)
+        arrays = [arena.view(memory, *piece) for piece in launch.pieces]
+        kernel(*arrays, **pickle.loads(launch.arguments))
+    except BaseException as error:  # a kernel may raise what ends programs; the card goes on
+        ended = tell(launch.ticket, error)
+    else:
+        ended = Ended(launch.ticket)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    left = launch.seconds - (time.monotonic() - began)
+    if left > 0:
+        time.sleep(left)
+    return ended
+
+
+def strike(fault: str) -> None:
+    """Go wrong."""
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(FOREVER)
+
+
+def tell(ticket: int, error: BaseException) -> Ended:
+    """An error for another process."""
+    text = "".join(traceback.format_exception(error))[-LONGEST:]
+    told = f"{type(error).__name__}: {str(error)[:LONGEST]}"
+    try:
+        dumped = pickle.dumps(error)
+        pickle.loads(dumped)  # some can be written and not read
+    except Exception:
+        return Ended(ticket, b"", told, text)
+    return Ended(ticket, dumped if len(dumped) <= LONGEST else b"", told, text)

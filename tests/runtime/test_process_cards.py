@@ -1,0 +1,11 @@
+"""Cards in processes of their own: they pass the suite, compute at the same time, and what happens to one stays there."""
+
+from __future__ import annotations
+
+from meshloom.runtime import ProcessDriver
+from runtime_conformance import CardConformance
+
+
+class TestProcessCards(CardConformance):
+    def driver(self) -> ProcessDriver:
+        return ProcessDriver(range(4))
