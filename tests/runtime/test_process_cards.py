@@ -1,4 +1,4 @@
-"""Cards in processes of their own: they pass the suite, compute at the same time, and what happens to one stays there."""
+"""Cards in processes of their own pass the suite, compute at the same time, and keep to themselves what goes wrong."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from meshloom.errors import DeviceTimeoutError, where
 from meshloom.mesh import Coordinate
 from meshloom.runtime import transfers
 from meshloom.runtime.buffer import MeshBuffer
+from meshloom.runtime.card import Card, EndableCard
 from meshloom.runtime.events import MeshEvent
 from meshloom.runtime.launches import GivenUp, UnderWay
 from meshloom.runtime.program import Launch, places_of, total
@@ -243,14 +244,22 @@ class Run(Command):
             left = None if end is None else max(0.0, end - time.monotonic())
             try:
                 if not card.wait(ticket, left):
-                    device.hang(self.buffers)
-                    if not getattr(card, "hangs", False):  # a virtual card refuses work by itself, until it is reset
-                        device.lose((place,), f"{self.text} did not end within {timeout:g} s")
-                    failed.append((place, DeviceTimeoutError(f"did not end within {timeout:g} s")))
+                    failed.append((place, self._leave(place, card, f"did not end within {timeout:g} s")))
             except BaseException as error:
                 failed.append((place, error))
         if failed:
             raise Failures(sorted(failed, key=lambda pair: pair[0]))
+
+    def _leave(self, place: Coordinate, card: Card, late: str) -> DeviceTimeoutError:
+        """A launch took too long: end it, or let its card go."""
+        assert self.queue is not None
+        if isinstance(card, EndableCard):
+            card.end(f"{self.text} {late}")
+            return DeviceTimeoutError(f"{late}, and was ended")
+        self.queue.device.hang(self.buffers)
+        if not getattr(card, "hangs", False):  # a virtual card refuses work by itself, until it is reset
+            self.queue.device.lose((place,), f"{self.text} {late}")
+        return DeviceTimeoutError(late)
 
 
 class Record(Command):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,7 +90,7 @@ class SimulatedClock(Clock):
 class ImitatedCard:
     """What all virtual cards have, wherever they live: a driver, an id, faults and delays."""
 
-    def __init__(self, driver: VirtualDriver, index: int) -> None:
+    def __init__(self, driver: ImitatedDriver, index: int) -> None:
         self._driver, self._index = driver, index
         self._faults: list[Fault] = []
         self._delays: dict[str, float] = {}
@@ -221,31 +221,21 @@ class VirtualCard(ImitatedCard):
             raise DeviceError(f"card {self._index} does not answer to a {command}", fix="reset it: card.reset()")
 
 
-class VirtualDriver:
-    """As many cards as you ask for, or exactly those of some ids.
+class ImitatedDriver:
+    """What all drivers of virtual cards have: ids or no end of them, and a chip."""
 
-    >>> VirtualDriver(range(4)).enumerate(), VirtualDriver().enumerate()
-    ((0, 1, 2, 3), None)
-    """
+    name: ClassVar[str]
 
-    name = "virtual"
-    shares_memory = True
-
-    def __init__(self, ids: Iterable[int] | None = None, chip: Chip = HOST, clock: Clock | None = None) -> None:
+    def __init__(self, ids: Iterable[int] | None, chip: Chip) -> None:
         if ids is not None:
             expect("ids", ids, Iterable, fix="give the ids of the cards, such as range(4)")
         self.ids = None if ids is None else tuple(ids)
-        self.chip, self.clock = chip, clock or Clock()
+        self.chip = chip
         self.special: set[int] = set()
 
     def enumerate(self) -> Sequence[int] | None:
         """The ids there are; None if there is no end of them."""
         return self.ids
-
-    def open(self, index: int) -> VirtualCard:
-        """The card of that id."""
-        self.check_id(index)
-        return VirtualCard(self, index)
 
     def check_id(self, index: int) -> None:
         """An error unless there is a card of that id."""
@@ -256,6 +246,26 @@ class VirtualDriver:
     def compile(self, kernel: Kernel) -> bytes:
         """The kernel's code, to be cached and loaded."""
         return translate(kernel)
+
+
+class VirtualDriver(ImitatedDriver):
+    """As many cards as you ask for, or exactly those of some ids.
+
+    >>> VirtualDriver(range(4)).enumerate(), VirtualDriver().enumerate()
+    ((0, 1, 2, 3), None)
+    """
+
+    name = "virtual"
+    shares_memory = True
+
+    def __init__(self, ids: Iterable[int] | None = None, chip: Chip = HOST, clock: Clock | None = None) -> None:
+        super().__init__(ids, chip)
+        self.clock = clock or Clock()
+
+    def open(self, index: int) -> VirtualCard:
+        """The card of that id."""
+        self.check_id(index)
+        return VirtualCard(self, index)
 
     def is_plain(self) -> bool:
         """Whether no card is slow or faulty."""

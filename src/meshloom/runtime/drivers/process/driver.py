@@ -27,7 +27,7 @@ from meshloom.runtime.chips import HOST, Chip
 from meshloom.runtime.drivers.process import arena, life
 from meshloom.runtime.drivers.process.pickling import dump_arguments, dump_kernel
 from meshloom.runtime.drivers.process.worker import Ended, Launch, Load, Settings
-from meshloom.runtime.virtual import ImitatedCard, VirtualDriver
+from meshloom.runtime.virtual import ImitatedCard, ImitatedDriver
 from meshloom.types import Shape
 
 SENDING = 60.0  # seconds that a card may take to take a message
@@ -202,13 +202,16 @@ class ProcessCard(ImitatedCard):
                     self._poll(left)
 
     def _poll(self, timeout: float | None) -> None:
-        self._is_polling = True
+        """Let others have the card while this thread waits for its process to say something, or to end."""
+        life, self._is_polling = self._life, True
         self._changed.release()
         try:
-            self._life.poll(timeout)
+            life.poll(timeout)
         finally:
             self._changed.acquire()
             self._is_polling = False
+            if self._lost or self.closed:
+                life.close()
             self._changed.notify_all()
 
     def _take_in(self) -> None:
@@ -240,7 +243,6 @@ class ProcessCard(ImitatedCard):
         self._check_owner()
         with self._changed:
             if not (self._lost or self.closed):
-                self._life.end()
                 self._lose(reason)
 
     def _lose(self, reason: str | None = None) -> None:
@@ -248,6 +250,8 @@ class ProcessCard(ImitatedCard):
         told = reason or f"its process {self._life.fate()}"
         self._life.end()
         self._lost = told
+        if not self._is_polling:  # who polls lets go of it
+            self._life.close()
         for ticket in self._flying.values():
             ticket.end(DeviceError(f"card {self._index} was lost in a launch of {ticket.name}: {told}", fix=RESET))
         self._flying.clear()
@@ -343,7 +347,7 @@ def _error_of(ended: Ended, index: int) -> BaseException | None:
     return error
 
 
-class ProcessDriver(VirtualDriver):
+class ProcessDriver(ImitatedDriver):
     """Virtual cards that are processes: as many as you ask for, or exactly those of some ids.
 
     Each computes with `threads` threads. With `memory_limit`, a kernel that takes more than so many bytes beside the

@@ -37,17 +37,20 @@ class Life:
     def __init__(self, line: socket.socket, lifeline: socket.socket, pid: int) -> None:
         self.frames, self.pid = Frames(line), pid
         self._lifeline = lifeline
+        self._both = select.poll()
+        for each in (line, lifeline):
+            self._both.register(each, select.POLLIN)
         self._told = ""
-        self._close = weakref.finalize(self, _close_all, (line, lifeline))
+        self.close = weakref.finalize(self, _close_all, (line, lifeline))
         _lives.add(self)
 
     def poll(self, timeout: float | None) -> None:
-        """Wait until a message has come, or the process has ended."""
-        wait_for([(self.frames.socket, select.POLLIN), (self._lifeline, select.POLLIN)], timeout)
+        """Wait until a message has come, or the process has ended. One thread at a time."""
+        self._both.poll(None if timeout is None else -(-timeout * 1000 // 1))
 
     def has_ended(self) -> bool:
         """Whether it is known to have ended; never waits."""
-        return self._close.alive and wait_for([(self._lifeline, select.POLLIN)], 0.0)
+        return not self.close.alive or wait_for([(self._lifeline, select.POLLIN)], 0.0)
 
     def fate(self) -> str:
         """How it ended, in words; waits until it has."""
@@ -57,12 +60,11 @@ class Life:
         return self._told
 
     def end(self) -> None:
-        """End the process if it has not ended, and let go of it. It is gone when this returns."""
-        if self._close.alive:
+        """End the process if it has not ended. It is gone when this returns; `close` lets go of what is left."""
+        if self.close.alive:
             with contextlib.suppress(OSError):  # it has ended
                 self._lifeline.shutdown(socket.SHUT_WR)
             self.fate()
-            self._close()
 
 
 def describe(status: int) -> str:
@@ -168,7 +170,7 @@ def _forget() -> None:
     global _nursery, _lock
     _lock = threading.Lock()
     for life in list(_lives):
-        life._close()
+        life.close()
     if _nursery is not None:
         _nursery.forget()
         _nursery = None

@@ -1,6 +1,6 @@
 """The server: a process that has imported torch and does nothing but fork cards off itself and look after them.
 
-A card is asked for with three descriptors: its line to the owner, its memory, and a *lifeline* between the owner and the
+A card is asked for with three descriptors: its line to the owner, its memory, and a *lifeline* from the owner to the
 server. On the lifeline the server says which process it is, and later how that ended. When the owner's end is closed,
 by the owner or with it (even by kill -9), the process is ended, and whatever it has started. When all owners' requests
 end, so does the server, and it does not stay without cards for long.

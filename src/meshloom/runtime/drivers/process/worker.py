@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -63,7 +63,7 @@ class Ended(NamedTuple):
 class Settings(NamedTuple):
     """How a card's process is to live."""
 
-    index: int
+    card: int
     size: int  # of the arena
     threads: int
     limit: int | None  # bytes that it may have beside the arena
@@ -82,7 +82,7 @@ def live(line: socket.socket, memory: int, settings: Settings, server: int) -> N
         Path("/proc/self/oom_score_adj").write_text("1000")
     sys.path[:] = settings.path
     torch.set_num_threads(settings.threads)
-    torch.manual_seed(settings.index)
+    torch.manual_seed(settings.card)
     os.register_at_fork(after_in_child=line.close)
     shared = arena.map_file(memory, settings.size)
     os.close(memory)
