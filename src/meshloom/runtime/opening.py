@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from meshloom import settings
@@ -27,7 +27,7 @@ from meshloom.runtime.virtual import VirtualDriver
 TIMEOUT = 60.0
 FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0"'
 DEVICE = re.compile(r"(?:/dev/tenstorrent/|virtual:)?(\d+)")
-NAMED: dict[str, Callable[[list[int] | None, Chip], Driver]] = {"virtual": VirtualDriver, "processes": ProcessDriver}
+DRIVERS = ("virtual", "processes")
 DRIVER = ("shares_memory", "enumerate", "open", "compile", "is_plain")
 
 
@@ -56,8 +56,8 @@ def open_mesh_device(
     device) or a machine `preset`, tensors on its mesh are accounted for. `check="races"` watches every queue.
     `dispatch="slow"` (or MESHLOOM_DISPATCH) runs every command at once, card by card. `stress` is a seed that shuffles
     the queues. `timeout` is how many seconds a launch may take; a card that takes longer is lost. `worker_l1_size` is
-    how many bytes of L1 every core has for buffers, all of them for 0. `driver` opens the cards: one of your own, or
-    "virtual" for cards of this process (the default), or "processes" for virtual cards in processes of their own.
+    how many bytes of L1 every core has for buffers, all of them for 0. `driver="processes"` gives virtual cards in
+    processes of their own.
 
     >>> with open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2)) as mesh:
     ...     mesh.get_device_ids()
@@ -69,8 +69,12 @@ def open_mesh_device(
     expect_seconds("timeout", timeout, least=1e-9)
     if stress is not None:
         expect("stress", stress, int, fix="give a seed, such as stress=0")
-    rack = _driver_of(driver, chip_of(preset, memory))
-    if ids is None and shape is not None and rack is not driver:
+    chip = chip_of(preset, memory)
+    if isinstance(driver, str):
+        driver = _named_driver(driver, chip)
+    _check_driver(driver)
+    rack = driver if driver is not None else VirtualDriver(_declared_ids(), chip)
+    if ids is None and shape is not None and driver is None:
         ids = bound_ids(shape)
     sizes, chosen = _fit(shape, ids, rack)
     if isinstance(num_command_queues, bool) or not isinstance(num_command_queues, int) or num_command_queues < 1:
@@ -107,18 +111,19 @@ def read_mesh_type(given: MeshType | str | None) -> MeshType | None:
     return given
 
 
-def _driver_of(given: Any, chip: Chip) -> Driver:
-    """The driver itself, or one of ours by name."""
-    if given is None or isinstance(given, str):
-        if given not in (None, *NAMED):
-            raise ArgumentError(f"there is no driver {given!r}", fix=closest(given, NAMED))
-        return NAMED[given or "virtual"](_declared_ids(), chip)
-    if isinstance(given, type):
-        raise ArgumentError(f"driver={given.__name__} is a class", fix=f"make one: driver={given.__name__}()")
-    if not isinstance(given, Driver):
-        missing = [name for name in DRIVER if not hasattr(given, name)]
-        raise ArgumentError(f"driver={given!r} has no {', '.join(missing)}", fix="see meshloom.runtime.card.Driver")
-    return given
+def _named_driver(name: str, chip: Chip) -> Driver | None:
+    """A driver of virtual cards by its name; None is the usual one."""
+    if name not in DRIVERS:
+        raise ArgumentError(f"there is no driver {name!r}", fix=closest(name, DRIVERS))
+    return ProcessDriver(_declared_ids(), chip) if name == "processes" else None
+
+
+def _check_driver(driver: Any) -> None:
+    if isinstance(driver, type):
+        raise ArgumentError(f"driver={driver.__name__} is a class", fix=f"make one: driver={driver.__name__}()")
+    if driver is not None and not isinstance(driver, Driver):
+        missing = [name for name in DRIVER if not hasattr(driver, name)]
+        raise ArgumentError(f"driver={driver!r} has no {', '.join(missing)}", fix="see meshloom.runtime.card.Driver")
 
 
 def _declared_ids() -> list[int] | None:

@@ -74,6 +74,12 @@ class Arena:
             view(self.bytes, start, (min(used, start + size) - start,), torch.uint8).zero_()
         return Piece(start, start + size, self._dropped.append)
 
+    def put(self, data: bytes) -> Piece:
+        """A piece that holds these bytes."""
+        piece = self.take(len(data))
+        self.bytes[piece.start : piece.start + len(data)] = data
+        return piece
+
     @property
     def used(self) -> int:
         """The bytes that pieces hold."""

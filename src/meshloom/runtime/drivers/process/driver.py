@@ -26,11 +26,12 @@ from meshloom.runtime.card import Kernel
 from meshloom.runtime.chips import HOST, Chip
 from meshloom.runtime.drivers.process import arena, life
 from meshloom.runtime.drivers.process.pickling import dump_arguments, dump_kernel
-from meshloom.runtime.drivers.process.worker import Ended, Launch, Load, Settings
+from meshloom.runtime.drivers.process.worker import Bytes, Ended, Launch, Load, Settings
 from meshloom.runtime.virtual import ImitatedCard, ImitatedDriver
 from meshloom.types import Shape
 
 SENDING = 60.0  # seconds that a card may take to take a message
+LONGEST = 1 << 14  # bytes that go in a message
 RESET = "card.reset() gives it another process; its memory stays as it is"
 _numbers = count()
 
@@ -152,19 +153,28 @@ class ProcessCard(ImitatedCard):
         self._check_alive()
         fault = self._fault_in("launch")
         pieces = tuple(handle.check() for handle in handles)
-        arguments = dump_arguments(loaded.name, args)
-        ticket = Ticket(loaded.name, pieces)
+        arguments, beside = self._pass_on(dump_arguments(loaded.name, args))
+        ticket = Ticket(loaded.name, (*pieces, *beside))
         given = tuple((p.start, h.shape, h.dtype) for p, h in zip(pieces, handles, strict=True))
         with self._changed:
             self._check_usable()
             if loaded.number not in self._known:
-                self._send(Load(loaded.number, loaded.message))
+                message, beside = self._pass_on(loaded.message)
+                ticket.pieces += beside  # the process has taken it before this launch ends
+                self._send(Load(loaded.number, message))
                 self._known.add(loaded.number)
             unused = tuple(self._unused.popleft() for _ in range(len(self._unused)))
             seconds = self._delays.get("launch", 0.0)
             self._flying[ticket.number] = ticket
             self._send(Launch(ticket.number, loaded.number, given, arguments, seconds, fault, unused))
         return ticket
+
+    def _pass_on(self, data: bytes) -> tuple[Bytes, tuple[arena.Piece, ...]]:
+        """What a message says of some bytes, and memory to keep: long ones go beside it, so that it gets through."""
+        if len(data) <= LONGEST:
+            return data, ()
+        piece = self._arena.put(data)
+        return (piece.start, piece.start + len(data)), (piece,)
 
     def wait(self, ticket: Ticket, timeout: float | None) -> bool:
         if not self._wait(ticket, timeout):

@@ -8,6 +8,7 @@ of one user on one machine.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import importlib
 import io
@@ -91,7 +92,8 @@ def make_function(binary: bytes, name: str) -> Any:
     """A function of some code that refers to nothing yet: what it refers to may refer to it."""
     code: types.CodeType = marshal.loads(binary)
     closure = tuple(types.CellType() for _ in code.co_freevars)
-    return types.FunctionType(code, {"__name__": "kernel"}, name, None, closure)
+    names = {"__name__": "kernel", "__builtins__": builtins}  # where C looks for `__import__`
+    return types.FunctionType(code, names, name, None, closure)
 
 
 def fill_function(function: Any, state: State) -> None:

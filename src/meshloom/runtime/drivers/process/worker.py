@@ -32,11 +32,14 @@ LONGEST = 20_000  # characters of a traceback that are told
 FOREVER = 1e9
 
 
+Bytes = bytes | tuple[int, int]  # themselves, or where they begin and end in the arena
+
+
 class Load(NamedTuple):
     """A kernel, to be launched by its number."""
 
     kernel: int
-    message: bytes
+    message: Bytes
 
 
 class Launch(NamedTuple):
@@ -45,7 +48,7 @@ class Launch(NamedTuple):
     ticket: int
     kernel: int
     pieces: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
-    arguments: bytes
+    arguments: Bytes
     seconds: float
     fault: str
     unused: tuple[int, ...]  # kernels that nobody will launch again
@@ -98,7 +101,7 @@ def serve(frames: Frames, memory: mmap.mmap) -> None:
         assert message is not None
         verb: Load | Launch = pickle.loads(message)
         if isinstance(verb, Load):
-            kernels[verb.kernel] = verb.message
+            kernels[verb.kernel] = fetch(memory, verb.message)
         else:
             drop(kernels, verb.unused)
             frames.send(pickle.dumps(run(verb, kernels, memory)), None)
@@ -108,6 +111,11 @@ def drop(kernels: dict[int, bytes | Kernel], unused: Iterable[int]) -> None:
     """Forget kernels."""
     for number in unused:
         kernels.pop(number, None)
+
+
+def fetch(memory: mmap.mmap, given: Bytes) -> bytes:
+    """Bytes that came with a message, or beside it."""
+    return given if isinstance(given, bytes) else memory[slice(*given)]
 
 
 def run(launch: Launch, kernels: dict[int, bytes | Kernel], memory: mmap.mmap) -> Ended:
@@ -120,7 +128,7 @@ def run(launch: Launch, kernels: dict[int, bytes | Kernel], memory: mmap.mmap) -
         if isinstance(kernel, bytes):
             kernel = kernels[launch.kernel] = load_kernel(kernel)
         arrays = [arena.view(memory, *piece) for piece in launch.pieces]
-        kernel(*arrays, **pickle.loads(launch.arguments))
+        kernel(*arrays, **pickle.loads(fetch(memory, launch.arguments)))
     except BaseException as error:  # a kernel may raise what ends programs; the card goes on
         ended = tell(launch.ticket, error)
     else:
