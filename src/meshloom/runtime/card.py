@@ -4,9 +4,9 @@ Buffers, workloads and queues speak to these two protocols alone, so that anothe
 firmware, launch messages and register maps are the driver's own business. `tests/runtime_conformance.py` is the suite
 that any card must pass.
 
-Three small protocols more are a driver's choice. A *sized* card says how much memory a part takes there, if that is more
-than its elements (tiles, pages). A *linked* card sends to its neighbours without the host. A *fluent* driver has kernels
-of its own for some ops. What a driver does not have goes through the host, and is counted.
+Three small protocols more are a driver's choice. A *sized* card says how much memory an array takes there, if that is
+more than its elements (tiles, pages). A *linked* card sends to its neighbours without the host. A *fluent* driver has
+kernels of its own for some ops. What a driver does not have goes through the host, and is counted.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Part:
 class SourceKernel:
     """A kernel in the language of a driver. It goes wherever a Python kernel goes: `Program(kernel, reads=[x], ...)`.
 
-    `sources` are compiled once, by role. `build(compiled, handles, args)` makes what the driver runs: `compiled` has the
-    roles of `sources`, `handles` the memory of one card in the order reads, writes, updates, `args` the arguments.
+    `sources` are compiled once, by role. `build(compiled, handles, args)` makes what the driver runs: `compiled` has
+    the roles of `sources`, `handles` the memory of one card (reads, writes, updates), `args` the arguments by name.
     """
 
     name: str
@@ -104,9 +104,9 @@ class SizedCard(Protocol):
 
 @runtime_checkable
 class LinkedCard(Protocol):
-    """A card with links to others. Each end of a link has a few *slots*; `runtime/links.py` says who may use which when.
+    """A card with links to others. Each end of a link has a few *slots*; `runtime/links.py` says who may use one when.
 
-    A message is the elements `start` to `stop` of what an index names in memory, counted in row-major order.
+    A message is the elements `start` to `stop` of what an index (of slices) names in memory, in row-major order.
     """
 
     def peers(self) -> Sequence[int]:
@@ -121,6 +121,9 @@ class LinkedCard(Protocol):
     def receive(self, handle: Any, index: Any, start: int, stop: int, peer: int, slot: int, op: str | None) -> Any:
         """Start to copy what a peer has put into a slot here into memory, or with an `op` ("sum", "max", "min", "prod")
         to combine it with what is there; a ticket to wait for."""
+
+    def copy(self, source: Any, source_index: Any, target: Any, target_index: Any) -> Any:
+        """Start to copy elements of this card's memory to another place in it; a ticket to wait for."""
 
 
 @runtime_checkable
