@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from device_dispatch import CoreWork, Cores, Program, bake, resolve_cores
+from device_dispatch import Cores, CoreWork, Program, bake, resolve_cores
 from dram import DramAllocator
 from stand_in import BANKS, MACHINE
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from blackhole import MACHINE, driver, install
+from blackhole import driver, install
 from runtime_conformance import CardConformance
 
 

@@ -111,7 +111,7 @@ def all_reduce_host(x: Any, axis: Axis = None, op: str = "sum", **options: Any) 
 
 
 def all_gather_host(x: Any, dim: int = 0, axis: Axis = None, **options: Any) -> Any:
-    """`all_gather` through the host: read every card, join, and write all of it, or with a `shard_shape` shards of it."""
+    """`all_gather` through the host: read every card, join, write all of it, or with a `shard_shape` shards of it."""
     return all_gather(x, dim, axis, "host", **options)
 
 

@@ -1,7 +1,7 @@
 """The names under which the plan for blackhole-py knows the classes of this room.
 
-`MeshBufferPy` and `MeshWorkloadPy` are the classes; every mesh device is a `MeshDevicePy`, and that one can also be made
-of cards that are open already.
+`MeshBufferPy` and `MeshWorkloadPy` are the classes; every mesh device is a `MeshDevicePy`, which can also be made of
+cards that are open already.
 """
 
 from __future__ import annotations

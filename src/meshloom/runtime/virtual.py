@@ -169,10 +169,9 @@ class VirtualCard:
         if message is None:
             raise DeviceError(f"card {self._index} has no message of card {peer} in slot {slot}")
         region = handle[index]
-        flat = region.reshape(-1)
+        flat = region.flatten()
         flat[start:stop] = message if op is None else REDUCTIONS[op].combine(flat[start:stop], message)
-        if not flat.untyped_storage().data_ptr() == region.untyped_storage().data_ptr():
-            region.copy_(flat.view(region.shape))
+        region.copy_(flat.view(region.shape))
         return Ticket(ends)
 
     def copy(self, source: torch.Tensor, source_index: Any, target: torch.Tensor, target_index: Any) -> Ticket:
