@@ -13,13 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from meshloom.engines.reductions import REDUCTIONS
 from meshloom.errors import ArgumentError, DeviceError, closest, expect, expect_seconds
 from meshloom.runtime.card import CardInfo, Kernel
 from meshloom.runtime.chips import HOST, Chip
 from meshloom.runtime.compile_cache import link, translate
 from meshloom.types import Shape
 
-COMMANDS = ("write", "read", "launch")
+COMMANDS = ("write", "read", "launch", "send", "receive")
+SLOTS, SLOT_SIZE = 2, 1 << 20
 KINDS = ("raise", "hang", "kill")
 
 
@@ -182,6 +184,34 @@ class VirtualCard(ImitatedCard):
         self.closed = True
         self.reset()
 
+    # links: every card has one to every other of its driver
+
+    def peers(self) -> Sequence[int]:
+        return [index for index in self._driver.opened if index != self._index]
+
+    def slots(self, peer: int) -> tuple[int, int]:
+        return SLOTS, SLOT_SIZE
+
+    def send(self, handle: torch.Tensor, index: Any, start: int, stop: int, peer: int, slot: int) -> Ticket:
+        ends = self._begin("send")
+        self._driver.messages[self._index, peer, slot] = handle[index].reshape(-1)[start:stop].clone()
+        return Ticket(ends)
+
+    def receive(
+        self, handle: torch.Tensor, index: Any, start: int, stop: int, peer: int, slot: int, op: str | None
+    ) -> Ticket:
+        ends = self._begin("receive")
+        message = self._driver.messages.pop((peer, self._index, slot), None)
+        if message is None:
+            raise DeviceError(f"card {self._index} has no message of card {peer} in slot {slot}")
+        take_message(handle[index], start, stop, message, op)
+        return Ticket(ends)
+
+    def copy(self, source: torch.Tensor, source_index: Any, target: torch.Tensor, target_index: Any) -> Ticket:
+        ends = self._begin("launch")
+        target[target_index] = source[source_index]
+        return Ticket(ends)
+
     # what only a virtual card can do
 
     def inject(self, fault: Fault) -> None:
@@ -221,6 +251,13 @@ class VirtualCard(ImitatedCard):
             raise DeviceError(f"card {self._index} does not answer to a {command}", fix="reset it: card.reset()")
 
 
+def take_message(region: torch.Tensor, start: int, stop: int, message: torch.Tensor, op: str | None) -> None:
+    """Put a message into the elements `start` to `stop` of some memory, or combine it with what is there."""
+    flat = region.flatten()
+    flat[start:stop] = message if op is None else REDUCTIONS[op].combine(flat[start:stop], message)
+    region.copy_(flat.view(region.shape))
+
+
 class ImitatedDriver:
     """What all drivers of virtual cards have: ids or no end of them, and a chip."""
 
@@ -232,16 +269,18 @@ class ImitatedDriver:
         self.ids = None if ids is None else tuple(ids)
         self.chip = chip
         self.special: set[int] = set()
+        self.opened: dict[int, None] = {}  # the ids of cards that were opened, in order
 
     def enumerate(self) -> Sequence[int] | None:
         """The ids there are; None if there is no end of them."""
         return self.ids
 
-    def check_id(self, index: int) -> None:
-        """An error unless there is a card of that id."""
+    def admit(self, index: int) -> None:
+        """A card is being opened: an error unless there is one of that id."""
         expect("index", index, int)
         if index < 0 or (self.ids is not None and index not in self.ids):
             raise DeviceError(f"there is no card {index}", cards=self.ids)
+        self.opened[index] = None
 
     def compile(self, kernel: Kernel) -> bytes:
         """The kernel's code, to be cached and loaded."""
@@ -261,10 +300,11 @@ class VirtualDriver(ImitatedDriver):
     def __init__(self, ids: Iterable[int] | None = None, chip: Chip = HOST, clock: Clock | None = None) -> None:
         super().__init__(ids, chip)
         self.clock = clock or Clock()
+        self.messages: dict[tuple[int, int, int], torch.Tensor] = {}  # by sender, receiver and slot
 
     def open(self, index: int) -> VirtualCard:
         """The card of that id."""
-        self.check_id(index)
+        self.admit(index)
         return VirtualCard(self, index)
 
     def is_plain(self) -> bool:

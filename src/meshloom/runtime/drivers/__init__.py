@@ -1,1 +1,4 @@
-"""Drivers: what opens cards of one kind. The virtual cards of this process are in `runtime.virtual`."""
+"""Drivers of cards that are not in this process: each puts one kind of card behind the protocols of `runtime/card.py`.
+
+`docs/cards.md` says how to write one.
+"""

@@ -25,12 +25,14 @@ from meshloom.errors import ArgumentError, DeviceError, expect
 from meshloom.runtime.card import Kernel
 from meshloom.runtime.chips import HOST, Chip
 from meshloom.runtime.drivers.process import arena, life
+from meshloom.runtime.drivers.process.moves import duplicate, put, take
 from meshloom.runtime.drivers.process.pickling import dump_arguments, dump_kernel
-from meshloom.runtime.drivers.process.worker import Bytes, Ended, Launch, Load, Settings
-from meshloom.runtime.virtual import ImitatedCard, ImitatedDriver
+from meshloom.runtime.drivers.process.worker import Array, Bytes, Ended, Launch, Load, Settings
+from meshloom.runtime.virtual import SLOT_SIZE, SLOTS, ImitatedCard, ImitatedDriver
 from meshloom.types import Shape
 
 SENDING = 60.0  # seconds that a card may take to take a message
+MAIL = 1 << 40  # bytes for the slots of all links, of which only those are there that are used
 LONGEST = 1 << 14  # bytes that go in a message
 RESET = "card.reset() gives it another process; its memory stays as it is"
 _numbers = count()
@@ -100,6 +102,7 @@ class ProcessCard(ImitatedCard):
         self._is_polling = False
         self._flying: dict[int, Ticket] = {}
         self._unused: deque[int] = deque()
+        self._loaded: dict[Kernel, Loaded] = {}
         self._lost = ""
         self._start()
 
@@ -150,23 +153,34 @@ class ProcessCard(ImitatedCard):
         return Loaded(kernel.__name__, dump_kernel(binary, kernel), self._unused.append)
 
     def launch(self, loaded: Loaded, handles: Sequence[Memory], args: Mapping[str, object]) -> Ticket:
+        return self._start_kernel("launch", loaded, handles, args)
+
+    def _start_kernel(
+        self,
+        command: str,
+        loaded: Loaded,
+        handles: Sequence[Memory],
+        args: Mapping[str, object],
+        beside: tuple[Array, ...] = (),
+    ) -> Ticket:
+        """Let the process run a kernel on memory, and on arrays beside it."""
         self._check_alive()
-        fault = self._fault_in("launch")
+        fault = self._fault_in(command)
         pieces = tuple(handle.check() for handle in handles)
-        arguments, beside = self._pass_on(dump_arguments(loaded.name, args))
-        ticket = Ticket(loaded.name, (*pieces, *beside))
-        given = tuple((p.start, h.shape, h.dtype) for p, h in zip(pieces, handles, strict=True))
+        arguments, kept = self._pass_on(dump_arguments(loaded.name, args))
+        ticket = Ticket(loaded.name, (*pieces, *kept))
+        arrays = tuple(Array(0, p.start, h.shape, h.dtype) for p, h in zip(pieces, handles, strict=True))
         with self._changed:
             self._check_usable()
             if loaded.number not in self._known:
-                message, beside = self._pass_on(loaded.message)
-                ticket.pieces += beside  # the process has taken it before this launch ends
+                message, kept = self._pass_on(loaded.message)
+                ticket.pieces += kept  # the process has taken it before this launch ends
                 self._send(Load(loaded.number, message))
                 self._known.add(loaded.number)
             unused = tuple(self._unused.popleft() for _ in range(len(self._unused)))
-            seconds = self._delays.get("launch", 0.0)
+            seconds = self._delays.get(command, 0.0)
             self._flying[ticket.number] = ticket
-            self._send(Launch(ticket.number, loaded.number, given, arguments, seconds, fault, unused))
+            self._send(Launch(ticket.number, loaded.number, arrays + beside, arguments, seconds, fault, unused))
         return ticket
 
     def _pass_on(self, data: bytes) -> tuple[Bytes, tuple[arena.Piece, ...]]:
@@ -239,6 +253,45 @@ class ProcessCard(ImitatedCard):
         if ticket is not None:
             ticket.end(_error_of(ended, self._index))
 
+    # links: every card has one to every other of its driver
+
+    def peers(self) -> Sequence[int]:
+        return [index for index in self._driver.opened if index != self._index]
+
+    def slots(self, peer: int) -> tuple[int, int]:
+        return SLOTS, SLOT_SIZE
+
+    def send(self, handle: Memory, index: Any, start: int, stop: int, peer: int, slot: int) -> Ticket:
+        place = self._slot(self._index, peer, slot, stop - start, handle.dtype)
+        return self._start_kernel("send", self._own(put), [handle], _range(index, start, stop), (place,))
+
+    def receive(
+        self, handle: Memory, index: Any, start: int, stop: int, peer: int, slot: int, op: str | None
+    ) -> Ticket:
+        place = self._slot(peer, self._index, slot, stop - start, handle.dtype)
+        args = {**_range(index, start, stop), "op": op}
+        return self._start_kernel("receive", self._own(take), [handle], args, (place,))
+
+    def copy(self, source: Memory, source_index: Any, target: Memory, target_index: Any) -> Ticket:
+        args = {"source_index": source_index, "target_index": target_index}
+        return self._start_kernel("launch", self._own(duplicate), [source, target], args)
+
+    def _slot(self, source: int, destination: int, slot: int, elements: int, dtype: torch.dtype) -> Array:
+        """A slot of a link, as much of it as a message takes."""
+        if not 0 <= slot < SLOTS or elements * dtype.itemsize > SLOT_SIZE:
+            raise DeviceError(
+                f"{elements} elements of {dtype} do not fit into slot {slot} from card {source} to card {destination}",
+                slots=f"{SLOTS} of {SLOT_SIZE} bytes",
+            )
+        piece = self._driver.mailbox(source, destination)
+        return Array(1, piece.start + slot * SLOT_SIZE, (elements,), dtype)
+
+    def _own(self, kernel: Kernel) -> Loaded:
+        """A kernel of ours, loaded once."""
+        if kernel not in self._loaded:
+            self._loaded[kernel] = self.load(self._driver.compile(kernel), kernel)
+        return self._loaded[kernel]
+
     # when it is lost
 
     @property
@@ -278,11 +331,11 @@ class ProcessCard(ImitatedCard):
 
     def _check_alive(self) -> None:
         """An error if the card cannot be used; looks whether its process is still there."""
-        self._check_usable()
-        if self._life.has_ended():
-            with self._changed:
-                self._take_in()
+        with self._changed:
             self._check_usable()
+            if self._life.has_news():
+                self._take_in()
+                self._check_usable()
 
     def _check_owner(self) -> None:
         if os.getpid() != self._owner:
@@ -329,8 +382,10 @@ class ProcessCard(ImitatedCard):
 
     def _start(self) -> None:
         driver = self._driver
-        settings = Settings(self._index, self._arena.size, driver.threads, driver.memory_limit, sys.path)
-        self._life = life.start(self._arena, self._index, settings._asdict())
+        arenas = (self._arena, driver.mail)
+        sizes = [each.size for each in arenas]
+        settings = Settings(self._index, sizes, driver.threads, driver.memory_limit, sys.path)
+        self._life = life.start(arenas, self._index, settings._asdict())
         self._known: set[int] = set()
         self._lost = ""
 
@@ -355,6 +410,10 @@ def _error_of(ended: Ended, index: int) -> BaseException | None:
         return told
     error.__cause__ = told
     return error
+
+
+def _range(index: Any, start: int, stop: int) -> dict[str, Any]:
+    return {"index": index, "start": start, "stop": stop}
 
 
 class ProcessDriver(ImitatedDriver):
@@ -382,11 +441,19 @@ class ProcessDriver(ImitatedDriver):
         if memory_limit is not None:
             expect("memory_limit", memory_limit, int, fix="give bytes, or None for no limit")
         self.threads, self.memory_limit = threads, memory_limit
+        self.mail = arena.Arena(MAIL, "links")
+        self._mailboxes: dict[tuple[int, int], arena.Piece] = {}
 
     def open(self, index: int) -> ProcessCard:
         """The card of that id, in a process that is running when this returns."""
-        self.check_id(index)
+        self.admit(index)
         return ProcessCard(self, index)
+
+    def mailbox(self, source: int, destination: int) -> arena.Piece:
+        """The slots of the link from one card to another."""
+        if (source, destination) not in self._mailboxes:
+            self._mailboxes[source, destination] = self.mail.take(SLOTS * SLOT_SIZE)
+        return self._mailboxes[source, destination]
 
     def is_plain(self) -> bool:
         """Whether one array call may stand for all cards: never, since each has memory of its own."""

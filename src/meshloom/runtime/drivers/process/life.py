@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 
 from meshloom.errors import DeviceError
 from meshloom.runtime.drivers.process.arena import Arena
@@ -48,9 +49,9 @@ class Life:
         """Wait until a message has come, or the process has ended. One thread at a time."""
         self._both.poll(None if timeout is None else -(-timeout * 1000 // 1))
 
-    def has_ended(self) -> bool:
-        """Whether it is known to have ended; never waits."""
-        return not self.close.alive or wait_for([(self._lifeline, select.POLLIN)], 0.0)
+    def has_news(self) -> bool:
+        """Whether it has said something, or has ended; never waits."""
+        return wait_for([(self.frames.socket, select.POLLIN), (self._lifeline, select.POLLIN)], 0.0)
 
     def fate(self) -> str:
         """How it ended, in words; waits until it has."""
@@ -110,12 +111,12 @@ class Nursery:
         )
         theirs.close()
 
-    def start(self, arena: Arena, settings: dict[str, object]) -> Life | None:
+    def start(self, arenas: Sequence[Arena], settings: dict[str, object]) -> Life | None:
         """A process for a card; None if the server has gone meanwhile."""
         line, its_line = socket.socketpair()
         lifeline, its_lifeline = socket.socketpair()
         try:
-            given = [its_line.fileno(), its_lifeline.fileno(), arena.file.fileno()]
+            given = [its_line.fileno(), its_lifeline.fileno(), *(each.file.fileno() for each in arenas)]
             socket.send_fds(self._requests, [json.dumps(settings).encode()], given)
         except OSError:
             _close_all((line, lifeline))
@@ -144,14 +145,14 @@ _lock = threading.Lock()
 _nursery: Nursery | None = None
 
 
-def start(arena: Arena, index: int, settings: dict[str, object]) -> Life:
+def start(arenas: Sequence[Arena], index: int, settings: dict[str, object]) -> Life:
     """A process for a card, from the server of this process, which is started if there is none."""
     global _nursery
     with _lock:
         for _ in range(2):  # the server may have ended for want of cards
             if _nursery is None:
                 _nursery = Nursery()
-            found = _nursery.start(arena, settings)
+            found = _nursery.start(arenas, settings)
             if found is not None:
                 return found
             _leave()

@@ -1,9 +1,9 @@
 """The server: a process that has imported torch and does nothing but fork cards off itself and look after them.
 
-A card is asked for with three descriptors: its line to the owner, its memory, and a *lifeline* from the owner to the
-server. On the lifeline the server says which process it is, and later how that ended. When the owner's end is closed,
-by the owner or with it (even by kill -9), the process is ended, and whatever it has started. When all owners' requests
-end, so does the server, and it does not stay without cards for long.
+A card is asked for with four descriptors: its line to the owner, a *lifeline* from the owner to the server, its memory
+and that of the links. On the lifeline the server says which process it is, and later how that ended. When the owner's
+end is closed, by the owner or with it (even by kill -9), the process is ended, and whatever it has started. When nobody
+can ask for cards any more the server ends, and it does not stay without cards for long.
 """
 
 from __future__ import annotations
@@ -64,22 +64,23 @@ class Server:
 
     def _take(self) -> bool:
         """Fork the card that is asked for; False if nobody will ask any more."""
-        message, descriptors, _, _ = socket.recv_fds(self.requests, LONGEST, 3)
+        message, descriptors, _, _ = socket.recv_fds(self.requests, LONGEST, 4)
         if not message:
             return False
         line, lifeline = (socket.socket(fileno=each) for each in descriptors[:2])
         own = os.getpid()
         pid = os.fork()
         if not pid:
-            self._become(own, line, descriptors[2], Settings(**json.loads(message)))
+            self._become(own, line, descriptors[2:], Settings(**json.loads(message)))
         line.close()
-        os.close(descriptors[2])
+        for each in descriptors[2:]:
+            os.close(each)
         self.lifelines[pid] = lifeline
         self.selector.register(lifeline, selectors.EVENT_READ)
         _say(lifeline, f"pid {pid}\n")
         return True
 
-    def _become(self, server: int, line: socket.socket, memory: int, settings: Settings) -> None:
+    def _become(self, server: int, line: socket.socket, memories: list[int], settings: Settings) -> None:
         """Be a card for the rest of this process's life."""
         code = 1
         try:
@@ -88,7 +89,7 @@ class Server:
             self.selector.close()
             for each in (self.requests, *self.lifelines.values()):
                 each.close()
-            live(line, memory, settings, server)
+            live(line, memories, settings, server)
             code = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,15 +24,25 @@ import torch
 
 from meshloom.processes.orphans import end_with
 from meshloom.runtime.card import Kernel
-from meshloom.runtime.drivers.process import arena
+from meshloom.runtime.drivers.process import arena, moves
 from meshloom.runtime.drivers.process.frames import Frames
 from meshloom.runtime.drivers.process.pickling import load_kernel
 
+PRELOADED = (moves,)  # once, in the server
 LONGEST = 20_000  # characters of a traceback that are told
 FOREVER = 1e9
 
 
 Bytes = bytes | tuple[int, int]  # themselves, or where they begin and end in the arena
+
+
+class Array(NamedTuple):
+    """An array for a kernel: in which memory (the card's own, or that of links), from which byte on, and what it is."""
+
+    memory: int
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Load(NamedTuple):
@@ -47,7 +57,7 @@ class Launch(NamedTuple):
 
     ticket: int
     kernel: int
-    pieces: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+    pieces: tuple[Array, ...]
     arguments: Bytes
     seconds: float
     fault: str
@@ -67,13 +77,13 @@ class Settings(NamedTuple):
     """How a card's process is to live."""
 
     card: int
-    size: int  # of the arena
+    sizes: list[int]  # of its memory, and of that of links
     threads: int
     limit: int | None  # bytes that it may have beside the arena
     path: list[str]  # where modules are
 
 
-def live(line: socket.socket, memory: int, settings: Settings, server: int) -> None:
+def live(line: socket.socket, memories: Sequence[int], settings: Settings, server: int) -> None:
     """The whole life of the process."""
     end_with(server)
     os.setsid()
@@ -87,13 +97,14 @@ def live(line: socket.socket, memory: int, settings: Settings, server: int) -> N
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.card)
     os.register_at_fork(after_in_child=line.close)
-    shared = arena.map_file(memory, settings.size)
-    os.close(memory)
+    shared = [arena.map_file(each, size) for each, size in zip(memories, settings.sizes, strict=True)]
+    for each in memories:
+        os.close(each)
     with contextlib.suppress(EOFError):  # the owner has closed the line
         serve(Frames(line), shared)
 
 
-def serve(frames: Frames, memory: mmap.mmap) -> None:
+def serve(frames: Frames, memories: Sequence[mmap.mmap]) -> None:
     """Do what the messages say, for ever."""
     kernels: dict[int, bytes | Kernel] = {}
     while True:
@@ -101,10 +112,10 @@ def serve(frames: Frames, memory: mmap.mmap) -> None:
         assert message is not None
         verb: Load | Launch = pickle.loads(message)
         if isinstance(verb, Load):
-            kernels[verb.kernel] = fetch(memory, verb.message)
+            kernels[verb.kernel] = fetch(memories[0], verb.message)
         else:
             drop(kernels, verb.unused)
-            frames.send(pickle.dumps(run(verb, kernels, memory)), None)
+            frames.send(pickle.dumps(run(verb, kernels, memories)), None)
 
 
 def drop(kernels: dict[int, bytes | Kernel], unused: Iterable[int]) -> None:
@@ -118,7 +129,7 @@ def fetch(memory: mmap.mmap, given: Bytes) -> bytes:
     return given if isinstance(given, bytes) else memory[slice(*given)]
 
 
-def run(launch: Launch, kernels: dict[int, bytes | Kernel], memory: mmap.mmap) -> Ended:
+def run(launch: Launch, kernels: dict[int, bytes | Kernel], memories: Sequence[mmap.mmap]) -> Ended:
     """Run a kernel and say how it ended."""
     began = time.monotonic()
     try:
@@ -127,8 +138,8 @@ def run(launch: Launch, kernels: dict[int, bytes | Kernel], memory: mmap.mmap) -
         kernel = kernels[launch.kernel]
         if isinstance(kernel, bytes):
             kernel = kernels[launch.kernel] = load_kernel(kernel)
-        arrays = [arena.view(memory, *piece) for piece in launch.pieces]
-        kernel(*arrays, **pickle.loads(fetch(memory, launch.arguments)))
+        arrays = [arena.view(memories[each.memory], *each[1:]) for each in launch.pieces]
+        kernel(*arrays, **pickle.loads(fetch(memories[0], launch.arguments)))
     except BaseException as error:  # a kernel may raise what ends programs; the card goes on
         ended = tell(launch.ticket, error)
     else:
