@@ -19,6 +19,7 @@ import torch
 
 from meshloom.errors import ArgumentError, DeviceError, DeviceTimeoutError
 from meshloom.runtime import Fault, MeshWorkload, ProcessDriver, Program, create_mesh_buffer, open_mesh_device
+from meshloom.runtime.buffer_collectives import all_reduce
 from meshloom.runtime.drivers.process import life
 from meshloom.runtime.drivers.process.arena import SLACK, Arena, view
 from meshloom.runtime.drivers.process.frames import Frames
@@ -448,6 +449,123 @@ def test_threads_wait_for_their_own_launches_of_one_card(card):
     for thread in threads:
         thread.join(PATIENCE)
     assert found == dict.fromkeys(range(4), 50.0)
+
+
+# links
+
+REDUCED = {"sum": torch.sum, "max": torch.amax, "prod": torch.prod}
+
+
+@pytest.mark.parametrize("op", REDUCED)
+def test_row_087_cards_reduce_over_links_and_no_byte_comes_near_the_host(op):
+    value = torch.randn(4 * 7, 5)
+    with open_mesh_device((2, 2), driver="processes") as mesh:
+        x = create_mesh_buffer(mesh, layout="sharded", global_shape=(28, 5), shard_shape=(7, 5))
+        mesh.queue().enqueue_write(x, value, blocking=True)
+        before = mesh.counts["host_bytes"]
+        assert before == value.nbytes
+        found = all_reduce(x, op=op, mode="fabric")
+        assert mesh.counts["host_bytes"] == before and mesh.system.routes.bytes > 0
+        torch.testing.assert_close(mesh.queue().enqueue_read(found), REDUCED[op](value.view(4, 7, 5), 0))
+        assert all_reduce(x, op=op, mode="host") is not found and mesh.counts["host_bytes"] > before + value.nbytes
+
+
+def test_messages_longer_than_a_slot_and_parts_of_memory_go_over_links():
+    driver = ProcessDriver()
+    one, other = driver.open(3), driver.open(8)
+    assert (one.peers(), other.peers()) == ([8], [3])
+    value = torch.arange(24.0).view(4, 6)
+    x, y = holding(one, value), holding(other, torch.ones(4, 6))
+    there, back = (slice(None), slice(1, 4)), (slice(0, 4), slice(3, 6))
+    assert one.wait(one.send(x, there, 2, 8, 8, 1), PATIENCE)
+    assert other.wait(other.receive(y, back, 2, 8, 3, 1, "sum"), PATIENCE)
+    expected = torch.ones(4, 6)
+    flat = expected[back].flatten()
+    flat[2:8] += value[there].flatten()[2:8]
+    expected[back] = flat.view(4, 3)
+    assert other.read(y).equal(expected)
+    assert other.wait(other.copy(y, 0, y, 1), PATIENCE) and other.read(y, 1).equal(expected[0])
+    count, size = one.slots(8)
+    for slot, elements in ((count, 1), (0, size // 4 + 1)):
+        with pytest.raises(DeviceError, match="do not fit into slot"):
+            one.send(x, ..., 0, elements, 8, slot)
+    one.close()
+    other.close()
+    with open_mesh_device((2,), driver="processes") as mesh:
+        big = create_mesh_buffer(mesh, layout="sharded", global_shape=(2, 700_000), shard_shape=(1, 700_000))
+        mesh.queue().enqueue_write(big, torch.ones(2, 700_000))
+        assert mesh.queue().enqueue_read(all_reduce(big, mode="fabric")).eq(2).all()
+
+
+def test_a_card_that_is_killed_in_a_send_is_an_error_with_its_coordinate():
+    with open_mesh_device((2,), driver="processes") as mesh:
+        x = create_mesh_buffer(mesh, layout="sharded", global_shape=(4,), shard_shape=(2,))
+        mesh.queue().enqueue_write(x, torch.ones(4))
+        mesh.get_device(1).inject(Fault("send", "kill"))
+        with pytest.raises(
+            DeviceError, match=r"\(1,\): DeviceError: card 1 was lost in a launch of put: its process was"
+        ):
+            all_reduce(x, mode="fabric")
+        assert mesh.queue().enqueue_read(x, coordinate=(0,)).tolist() == [1.0, 1.0]
+
+
+# training
+
+
+def forward(x: Any, up: Any, down: Any, target: Any, grad_up: Any, grad_down: Any, loss: Any) -> None:
+    """Loss and gradients of a part of the batch."""
+    hidden = x @ up
+    active = hidden.relu()
+    wrong = active @ down - target
+    error = wrong * (2 / 64)
+    loss.copy_(wrong.square().sum())
+    grad_up.copy_(x.mT @ ((error @ down.mT) * (hidden > 0)))
+    grad_down.copy_(active.mT @ error)
+
+
+def step(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    weight.sub_(gradient, alpha=0.2)
+
+
+@pytest.mark.parametrize("mode", ["host", "fabric"])
+def test_row_085_an_mlp_trains_on_cards_in_processes_as_it_does_dense(mode):
+    made = torch.Generator().manual_seed(3)
+    x, target = torch.randn(32, 6, generator=made), torch.randn(32, 2, generator=made)
+    weights = [torch.randn(6, 8, generator=made) / 2, torch.randn(8, 2, generator=made) / 2]
+    dense, expected = [w.clone().requires_grad_() for w in weights], []
+    for _ in range(25):
+        loss = ((x @ dense[0]).relu() @ dense[1] - target).square().sum()
+        expected.append(loss.item() / 64)
+        for w, g in zip(dense, torch.autograd.grad(loss / 64, dense), strict=True):
+            w.data.sub_(g, alpha=0.2)
+    with open_mesh_device((4,), driver="processes") as mesh:
+        queue = mesh.queue()
+
+        def put(value: torch.Tensor, sharded: bool) -> Any:
+            shape = (value.shape[0] // 4, *value.shape[1:])
+            options = {"layout": "sharded", "shard_shape": shape} if sharded else {}
+            buffer = create_mesh_buffer(mesh, global_shape=tuple(value.shape), **options)
+            queue.enqueue_write(buffer, value)
+            return buffer
+
+        batch, wanted = put(x, True), put(target, True)
+        held = [put(w, False) for w in weights]
+        parts = [put(torch.zeros(4 * w.shape[0], w.shape[1]), True) for w in weights]
+        loss = put(torch.zeros(4), True)
+        work = MeshWorkload()
+        work.add_program(None, Program(forward, [batch, *held, wanted], [*parts, loss]))
+        losses = []
+        for _ in range(25):
+            queue.enqueue_workload(work)
+            losses.append(queue.enqueue_read(all_reduce(loss, mode=mode)).item() / 64)
+            for weight, part in zip(held, parts, strict=True):
+                update = MeshWorkload()
+                update.add_program(None, Program(step, reads=[], updates=[weight, all_reduce(part, mode=mode)]))
+                queue.enqueue_workload(update)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-6)
+        assert losses[-1] < 0.7 * losses[0]
+        for weight, w in zip(held, dense, strict=True):
+            torch.testing.assert_close(queue.enqueue_read(weight), w.detach(), rtol=1e-4, atol=1e-5)
 
 
 # kernels and what they refer to
