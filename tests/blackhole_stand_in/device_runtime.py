@@ -71,6 +71,8 @@ class CommonDevice:
         if self._board.hangs:
             time.sleep(min(timeout_s, 10.0))
             raise TimeoutError(f"timed out after {timeout_s} s")
+        if self._commands and self._board.delay:
+            time.sleep(self._board.delay)
         while self._commands:
             self._commands.pop(0)()
 

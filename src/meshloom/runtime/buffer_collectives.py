@@ -25,8 +25,8 @@ from meshloom.mesh import Coordinate, Mesh
 from meshloom.runtime import transfers
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.card import Card
-from meshloom.runtime.card_schedules import Piece, run_schedule
-from meshloom.runtime.commands import Command
+from meshloom.runtime.card_schedules import Piece, at_card, run_schedule
+from meshloom.runtime.commands import Transfer
 from meshloom.runtime.layouts import Config, ReplicatedBufferConfig, ShardedBufferConfig
 from meshloom.runtime.races import Access
 from meshloom.runtime.storage import Block
@@ -168,7 +168,7 @@ def groups_of(mesh: Mesh, axis: Axis) -> list[Group]:
     return [tuple(members) for members in found.values()]
 
 
-class _Exchange(Command):
+class _Exchange(Transfer):
     """A collective on a buffer, as a command of a queue: it reads one buffer and writes another."""
 
     captured = "collectives on buffers are not captured"
@@ -236,7 +236,7 @@ class _Exchange(Command):
     def _copy_config(self) -> Config:
         return ReplicatedBufferConfig(None, self._x.local_shape, self._x.dtype)
 
-    def run(self, queue: int) -> None:
+    def move(self, queue: int) -> None:
         if self._mode == "host":
             self._write(self._combine(self._read(queue)), queue)
         else:
@@ -347,8 +347,9 @@ class _Exchange(Command):
         timeout = self._x.device.system.launches.timeout
         tickets = [(place, card, card.copy(*source(place), *target(place))) for place, card in cards.items()]
         for place, card, ticket in tickets:
-            if not card.wait(ticket, timeout):
-                raise DeviceTimeoutError(f"the card at {place} did not end a copy within {timeout} s")
+            with at_card(place):
+                if not card.wait(ticket, timeout):
+                    raise DeviceTimeoutError(f"a copy did not end within {timeout} s")
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:

@@ -8,7 +8,8 @@ packet leaves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 from meshloom.collectives.proof import check_credits, check_form
 from meshloom.collectives.schedule import Schedule, Send
 from meshloom.mesh import Coordinate
-from meshloom.runtime.links import Channel
+from meshloom.runtime.links import Channel, Routes
+from meshloom.runtime.system import Failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +28,6 @@ class Piece:
     index: Any
     start: int
     stop: int
-
-
-class Routes:
-    """The channels between cards, made when they are first used, and what went over them."""
-
-    def __init__(self) -> None:
-        self._channels: dict[tuple[Any, Any], Channel] = {}
-        self.messages = self.bytes = 0
-
-    def channel(self, source: Any, destination: Any) -> Channel:
-        """The channel from one card to another."""
-        pair = (source, destination)
-        if pair not in self._channels:
-            self._channels[pair] = Channel(source, destination)
-        return self._channels[pair]
 
 
 @lru_cache(maxsize=256)
@@ -85,13 +72,26 @@ def _move(
     each = min(channel.slot_size for _, channel in sends) // itemsize
     for start in range(piece.start, piece.stop, each):
         stop = min(start + each, piece.stop)
-        under_way = [
-            channel.start_send(handles[send.source], piece.index, start, stop, timeout) for send, channel in sends
-        ]
-        for finish in under_way:
-            finish()
+        under_way = []
         for send, channel in sends:
-            combine = op if send.reduce else None
-            channel.receive(handles[send.destination], piece.index, start, stop, combine, timeout)
+            with at_card(send.source):
+                finish = channel.start_send(handles[send.source], piece.index, start, stop, timeout)
+            under_way.append((send, finish))
+        for send, finish in under_way:
+            with at_card(send.source):
+                finish()
+        for send, channel in sends:
+            with at_card(send.destination):
+                combine = op if send.reduce else None
+                channel.receive(handles[send.destination], piece.index, start, stop, combine, timeout)
         routes.messages += len(sends)
         routes.bytes += len(sends) * (stop - start) * itemsize
+
+
+@contextmanager
+def at_card(place: Coordinate) -> Iterator[None]:
+    """What goes wrong inside went wrong on the card at a coordinate."""
+    try:
+        yield
+    except Exception as error:
+        raise Failures([(place, error)]) from error

@@ -157,6 +157,21 @@ class _Breaking:
             self._channel._broken = str(error).partition("\n")[0]
 
 
+class Routes:
+    """The channels between cards, made when they are first used, and what went over them."""
+
+    def __init__(self) -> None:
+        self._channels: dict[tuple[Any, Any], Channel] = {}
+        self.messages = self.bytes = 0
+
+    def channel(self, source: Any, destination: Any) -> Channel:
+        """The channel from one card to another."""
+        pair = (source, destination)
+        if pair not in self._channels:
+            self._channels[pair] = Channel(source, destination)
+        return self._channels[pair]
+
+
 def discover_links(cards: Mapping[Coordinate, Any], shape: tuple[int, ...]) -> Fabric:
     """The links between the cards of a mesh, as they say themselves; one that has no way back is an error."""
     places = {card.info().index: place for place, card in cards.items()}

@@ -12,10 +12,10 @@ from typing import Any
 from meshloom.errors import ArgumentError, DeviceTimeoutError, closest
 from meshloom.mesh import Coordinate
 from meshloom.runtime.card import Card, Driver
-from meshloom.runtime.card_schedules import Routes
 from meshloom.runtime.chips import Chip
 from meshloom.runtime.compile_cache import CompileCache
 from meshloom.runtime.launches import Launches
+from meshloom.runtime.links import Routes
 from meshloom.runtime.memory import Allocator
 from meshloom.runtime.races import Races
 from meshloom.runtime.runners import Runner, Shuffle, Shuffled, Threaded
