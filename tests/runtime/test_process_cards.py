@@ -470,6 +470,16 @@ def test_row_087_cards_reduce_over_links_and_no_byte_comes_near_the_host(op):
         assert all_reduce(x, op=op, mode="host") is not found and mesh.counts["host_bytes"] > before + value.nbytes
 
 
+def test_an_all_reduce_over_links_leaves_the_same_bits_on_every_card():
+    value = torch.randn(8 * 100) * torch.logspace(-6, 6, 800)
+    with open_mesh_device((8,), driver="processes") as mesh:
+        x = create_mesh_buffer(mesh, layout="sharded", global_shape=(800,), shard_shape=(100,))
+        mesh.queue().enqueue_write(x, value)
+        mesh.queue().enqueue_read(all_reduce(x, mode="fabric"))  # an error where cards differ
+        with pytest.raises(DeviceError, match="should be the same at"):  # each card adds up in its own order
+            mesh.queue().enqueue_read(all_reduce(x, mode="fabric", algorithm="direct"))
+
+
 def test_messages_longer_than_a_slot_and_parts_of_memory_go_over_links():
     driver = ProcessDriver()
     one, other = driver.open(3), driver.open(8)

@@ -141,6 +141,8 @@ class VirtualCard(ImitatedCard):
     (True, tensor([2., 4.]))
     """
 
+    _driver: VirtualDriver
+
     def __init__(self, driver: VirtualDriver, index: int) -> None:
         super().__init__(driver, index)
         self._clock = driver.clock
