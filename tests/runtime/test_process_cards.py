@@ -578,6 +578,95 @@ def test_row_085_an_mlp_trains_on_cards_in_processes_as_it_does_dense(mode):
             torch.testing.assert_close(queue.enqueue_read(weight), w.detach(), rtol=1e-4, atol=1e-5)
 
 
+# through the mesh
+
+
+def slow_fill(x: torch.Tensor, value: float) -> None:
+    time.sleep(0.1)
+    x.fill_(value)
+
+
+@pytest.mark.parametrize("way", [{}, {"dispatch": "slow"}, {"stress": 3}, {"check": "races"}])
+def test_a_buffer_that_is_freed_while_commands_use_it_gives_its_memory_to_nobody_before_they_are_done(way):
+    with open_mesh_device((2,), driver="processes", **way) as mesh:
+        x, queue = create_mesh_buffer(mesh, global_shape=(4,), name="x"), mesh.queue()
+        queue.enqueue_write(x, torch.zeros(4))
+        queue.enqueue_workload(on_all(slow_fill, x, value=7.0))
+        queue.enqueue_workload(on_all(slow_fill, x, value=8.0))
+        x.free()
+        y = create_mesh_buffer(mesh, global_shape=(4,), name="y")
+        queue.enqueue_write(y, torch.ones(4))
+        queue.enqueue_workload(on_all(add_one, y))
+        assert queue.enqueue_read(y).eq(2).all()
+        queue.finish()
+
+
+def test_what_a_trace_uses_stays_on_the_cards_until_it_is_released():
+    with open_mesh_device((2,), driver="processes") as mesh:
+        x, y = (create_mesh_buffer(mesh, global_shape=(4,), name=name) for name in "xy")
+        queue, workload = mesh.queue(), MeshWorkload()
+        workload.add_program(None, Program(copy_twice, [x], [y]))
+        queue.enqueue_write(x, torch.ones(4))
+        with mesh.capture() as trace:
+            queue.enqueue_workload(workload)
+        x.free()
+        other = create_mesh_buffer(mesh, global_shape=(4,))
+        queue.enqueue_write(other, torch.full((4,), 9.0))
+        mesh.execute_trace(trace)
+        assert queue.enqueue_read(y).eq(2).all()
+        used = mesh.cards[0]._arena.used
+        trace.release()
+        del x, workload, trace
+        gc.collect()
+        assert mesh.cards[0]._arena.used < used
+
+
+def copy_twice(x: torch.Tensor, y: torch.Tensor) -> None:
+    y.copy_(2 * x)
+
+
+def test_a_card_that_hangs_in_a_send_is_ended_and_usable_after_a_reset():
+    with open_mesh_device((2,), driver="processes", timeout=0.3) as mesh:
+        x = create_mesh_buffer(mesh, layout="sharded", global_shape=(4,), shard_shape=(2,))
+        mesh.queue().enqueue_write(x, torch.ones(4))
+        mesh.get_device(0).inject(Fault("send", "hang", times=1))
+        with pytest.raises(DeviceTimeoutError, match=r"\(0,\): DeviceTimeoutError: message 0 from card 0 to card 1"):
+            all_reduce(x, mode="fabric")
+        with pytest.raises(DeviceError, match=r"card 0 is lost: all_reduce of .* did not end in time"):
+            mesh.queue().enqueue_read(x, coordinate=(0,))
+        mesh.get_device(0).reset()
+        assert mesh.queue().enqueue_read(all_reduce(x, mode="host")).eq(2).all()
+
+
+def test_a_program_that_closes_nothing_ends_quietly(tmp_path):
+    import subprocess
+    import sys
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from meshloom.runtime import create_mesh_buffer, open_mesh_device, MeshWorkload, Program\n"
+        "class Shift:\n    by = 1\n"
+        "def add(x):\n    x.add_(2); print('there')\n"
+        "def bad(x):\n    x.add_(Shift.by)\n"
+        "mesh = open_mesh_device((1,), driver='processes')\n"
+        "x = create_mesh_buffer(mesh, global_shape=(2,))\n"
+        "for kernel in (add, bad):\n"
+        "    workload = MeshWorkload(); workload.add_program(None, Program(kernel, updates=[x]))\n"
+        "    try:\n"
+        "        mesh.queue().enqueue_workload(workload, blocking=True)\n"
+        "    except RuntimeError as error:\n"
+        "        print(str(error).splitlines()[2])\n"
+        "print(mesh.queue().enqueue_read(x).tolist(), mesh.cards[0].pid)\n"
+    )
+    ran = subprocess.run([sys.executable, "-X", "dev", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    there, told, result = ran.stdout.splitlines()
+    assert there == "there" and result.startswith("[2.0, 2.0] ")
+    assert "(0,): ArgumentError: kernel 'bad' cannot go to the process of a card: it refers to Shift" in told
+    check_gone([int(result.split()[-1])])
+
+
 # kernels and what they refer to
 
 FACTOR = 3

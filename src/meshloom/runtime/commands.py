@@ -16,7 +16,6 @@ from meshloom.errors import DeviceTimeoutError, where
 from meshloom.mesh import Coordinate
 from meshloom.runtime import transfers
 from meshloom.runtime.buffer import MeshBuffer
-from meshloom.runtime.card import Card, EndableCard
 from meshloom.runtime.events import MeshEvent
 from meshloom.runtime.launches import GivenUp, UnderWay
 from meshloom.runtime.program import Launch, places_of, total
@@ -124,10 +123,7 @@ class Transfer(Command):
             self.move(queue)
         except Failures as error:
             late = [place for place, each in error.found if isinstance(each, DeviceTimeoutError)]
-            if late:
-                device = self.buffers[0].device
-                device.hang(self.buffers)
-                device.lose(late, f"{self.text} did not end in time")
+            self.buffers[0].device.leave(late, self.buffers, f"{self.text} did not end in time")
             raise
 
     def move(self, queue: int) -> None:
@@ -264,22 +260,13 @@ class Run(Command):
             left = None if end is None else max(0.0, end - time.monotonic())
             try:
                 if not card.wait(ticket, left):
-                    failed.append((place, self._leave(place, card, f"did not end within {timeout:g} s")))
+                    late = f"did not end within {timeout:g} s"
+                    is_over = device.leave((place,), self.buffers, f"{self.text} {late}")
+                    failed.append((place, DeviceTimeoutError(late + (", and was ended" if is_over else ""))))
             except BaseException as error:
                 failed.append((place, error))
         if failed:
             raise Failures(sorted(failed, key=lambda pair: pair[0]))
-
-    def _leave(self, place: Coordinate, card: Card, late: str) -> DeviceTimeoutError:
-        """A launch took too long: end it, or let its card go."""
-        assert self.queue is not None
-        if isinstance(card, EndableCard):
-            card.end(f"{self.text} {late}")
-            return DeviceTimeoutError(f"{late}, and was ended")
-        self.queue.device.hang(self.buffers)
-        if not getattr(card, "hangs", False):  # a virtual card refuses work by itself, until it is reset
-            self.queue.device.lose((place,), f"{self.text} {late}")
-        return DeviceTimeoutError(late)
 
 
 class Record(Command):

@@ -32,7 +32,7 @@ from meshloom.runtime.virtual import SLOT_SIZE, SLOTS, ImitatedCard, ImitatedDri
 from meshloom.types import Shape
 
 SENDING = 60.0  # seconds that a card may take to take a message
-MAIL = 1 << 40  # bytes for the slots of all links, of which only those are there that are used
+MAIL = 1 << 36  # bytes for the slots of all links, of which only those are there that are used
 LONGEST = 1 << 14  # bytes that go in a message
 RESET = "card.reset() gives it another process; its memory stays as it is"
 _numbers = count()
@@ -103,7 +103,6 @@ class ProcessCard(ImitatedCard):
         self._flying: dict[int, Ticket] = {}
         self._unused: deque[int] = deque()
         self._loaded: dict[Kernel, Loaded] = {}
-        self._lost = ""
         self._start()
 
     @property
@@ -297,6 +296,7 @@ class ProcessCard(ImitatedCard):
     @property
     def is_lost(self) -> bool:
         """Whether its process has ended; `reset` gives it another one."""
+        self._check_owner()
         with self._changed:
             self._take_in()
             return bool(self._lost)
@@ -304,13 +304,15 @@ class ProcessCard(ImitatedCard):
     def end(self, reason: str) -> None:
         """End its process, whatever it is doing: the card is lost, for this reason."""
         self._check_owner()
+        self._ending = self._ending or reason
+        self._life.kill()  # before the lock, which somebody may hold who waits for the process
         with self._changed:
             if not (self._lost or self.closed):
-                self._lose(reason)
+                self._lose()
 
     def _lose(self, reason: str | None = None) -> None:
         """The process has ended, or has to: everything under way fails with the reason."""
-        told = reason or f"its process {self._life.fate()}"
+        told = self._ending or reason or f"its process {self._life.fate()}"
         self._life.end()
         self._lost = told
         if not self._is_polling:  # who polls lets go of it
@@ -331,6 +333,7 @@ class ProcessCard(ImitatedCard):
 
     def _check_alive(self) -> None:
         """An error if the card cannot be used; looks whether its process is still there."""
+        self._check_owner()
         with self._changed:
             self._check_usable()
             if self._life.has_news():
@@ -368,6 +371,7 @@ class ProcessCard(ImitatedCard):
     @property
     def is_busy(self) -> bool:
         """Whether a launch is under way on it."""
+        self._check_owner()
         with self._changed:
             self._take_in()
             return bool(self._flying)
@@ -384,10 +388,10 @@ class ProcessCard(ImitatedCard):
         driver = self._driver
         arenas = (self._arena, driver.mail)
         sizes = [each.size for each in arenas]
-        settings = Settings(self._index, sizes, driver.threads, driver.memory_limit, sys.path)
+        settings = Settings(self._index, sizes, driver.threads, driver.memory_limit, list(map(str, sys.path)))
         self._life = life.start(arenas, self._index, settings._asdict())
         self._known: set[int] = set()
-        self._lost = ""
+        self._lost = self._ending = ""
 
     def close(self) -> None:
         if self.closed or os.getpid() != self._owner:

@@ -60,11 +60,15 @@ class Life:
             self._told = describe(int(number)) if word == "status" else "does not answer any more"
         return self._told
 
+    def kill(self) -> None:
+        """Let the process be ended, if it has not ended; does not wait for that."""
+        with contextlib.suppress(OSError):  # it has, and this is closed
+            self._lifeline.shutdown(socket.SHUT_WR)
+
     def end(self) -> None:
         """End the process if it has not ended. It is gone when this returns; `close` lets go of what is left."""
         if self.close.alive:
-            with contextlib.suppress(OSError):  # it has ended
-                self._lifeline.shutdown(socket.SHUT_WR)
+            self.kill()
             self.fate()
 
 
@@ -123,11 +127,13 @@ class Nursery:
             return None
         finally:
             _close_all((its_line, its_lifeline))
-        word, _, number = _hear(lifeline, STARTING).partition(" ")
-        if word != "pid":
-            _close_all((line, lifeline))
-            return None
-        return Life(line, lifeline, int(number))
+        number = ""
+        try:
+            number = _hear(lifeline, STARTING).partition(" ")[2]
+        finally:
+            if not number:
+                _close_all((line, lifeline))
+        return Life(line, lifeline, int(number)) if number else None
 
     def leave(self) -> None:
         """The server ends, and with it all of its cards."""
