@@ -15,10 +15,10 @@ from meshloom.runtime import Fault, MeshWorkload, Program, VirtualDriver, create
 from meshloom.runtime.card import CardInfo
 from meshloom.runtime.chips import chip_of
 from meshloom.runtime.compile_cache import link, translate
-from runtime_conformance import CardConformance
+from runtime_conformance import CardConformance, LinkConformance
 
 
-class TestVirtual(CardConformance):
+class TestVirtual(LinkConformance):
     def driver(self) -> VirtualDriver:
         return VirtualDriver(range(4))
 
