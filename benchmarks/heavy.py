@@ -2,8 +2,9 @@
 
     python -m benchmarks.heavy --ranks 4
 
-A figure is that of the heaviest process in MB above what it held before the step, gradients included. What a side keeps
-between steps does not count: DDP's buckets are as large as the gradients and stay.
+A figure is that of the heaviest process in a step that is not the first, in MB above what it held before the side was
+made: parameters, gradients, the optimizer's state, activations, and what a side keeps between steps (DDP its buckets,
+which are as large as the gradients).
 """
 
 from __future__ import annotations
@@ -49,18 +50,20 @@ WORKS = tuple(
 
 
 def weigh(work: str, side: str, count: int) -> float:
-    """MB above those before a step, at the highest."""
+    """MB above those before the side was made, at the highest of a step."""
     import meshloom as loom
 
     torch.manual_seed(0)
     model, step, _ = MODELS[work]
-    placed = SIDES[side](*model(count), loom.open_mesh((count,), axes=("dp",)))
-    run = step(*placed)
-    for _ in range(4):
-        run()
-    for parameter in placed[0].parameters():
-        parameter.grad = None
+    mesh = loom.open_mesh((count,), axes=("dp",))
     with Watched() as memory:
+        placed = SIDES[side](*model(count), mesh)
+        run = step(*placed)
+        for _ in range(4):
+            run()
+        for parameter in placed[0].parameters():
+            parameter.grad = None
+        memory.forget()
         run()
     return memory.highest
 

@@ -39,8 +39,13 @@ class Watched:
     def __enter__(self) -> Watched:
         settle()
         self._before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the highest is that from now on
+        self.forget()
         return self
+
+    def forget(self) -> None:
+        """The highest is that from now on."""
+        settle()
+        Path("/proc/self/clear_refs").write_text("5")
 
     def now(self) -> float:
         """What is held at this moment."""
