@@ -75,6 +75,10 @@ class MeshBuffer:
             if system.driver.shares_memory
             else Scattered(self.layout, cards, self.region.address)
         )
+        self._on_cards = None
+        if isinstance(self.storage, Scattered):
+            self._on_cards = weakref.finalize(self, self.storage.free)
+            self._on_cards.atexit = False
         device.adopt(self)
 
     @property
@@ -123,14 +127,14 @@ class MeshBuffer:
             else:
                 self._drain()
                 self._release()
-                self.let_go()
+                self.tell_cards()
 
     deallocate = free
 
-    def let_go(self) -> None:
-        """Nothing uses it any more: cards that hold memory of their own may have it back."""
-        if isinstance(self.storage, Scattered):
-            self.storage.free()
+    def tell_cards(self) -> None:
+        """Let cards that hold their parts themselves know that nobody uses them any more."""
+        if self._on_cards is not None:
+            self._on_cards()
 
     def _drain(self) -> None:
         """Wait for the commands that use memory which cards would give to others; their errors stay for later."""
