@@ -23,13 +23,13 @@ from meshloom.runtime.buffer_collectives import all_reduce
 from meshloom.runtime.drivers.process import life
 from meshloom.runtime.drivers.process.arena import SLACK, Arena, view
 from meshloom.runtime.drivers.process.frames import Frames
-from runtime_conformance import CardConformance
+from runtime_conformance import LinkConformance
 from test_runtime_launches import in_a_child
 
 PATIENCE = 60.0
 
 
-class TestProcessCards(CardConformance):
+class TestProcessCards(LinkConformance):
     def driver(self) -> ProcessDriver:
         return ProcessDriver(range(4))
 
