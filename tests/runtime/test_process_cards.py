@@ -20,9 +20,11 @@ import torch
 from meshloom.errors import ArgumentError, DeviceError, DeviceTimeoutError
 from meshloom.runtime import Fault, MeshWorkload, ProcessDriver, Program, create_mesh_buffer, open_mesh_device
 from meshloom.runtime.buffer_collectives import all_reduce
+from meshloom.runtime.card import Part
 from meshloom.runtime.drivers.process import life
 from meshloom.runtime.drivers.process.arena import SLACK, Arena, view
 from meshloom.runtime.drivers.process.frames import Frames
+from meshloom.runtime.drivers.process.op_kernels import NAMES
 from runtime_conformance import LinkConformance
 from test_runtime_launches import in_a_child
 
@@ -517,6 +519,29 @@ def test_a_card_that_is_killed_in_a_send_is_an_error_with_its_coordinate():
         ):
             all_reduce(x, mode="fabric")
         assert mesh.queue().enqueue_read(x, coordinate=(0,)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("op", NAMES)
+def test_every_op_that_the_driver_offers_is_that_of_torch(card, op):
+    shapes = {"matmul": [(3, 4), (4, 5)], "sum": [(3, 4)], "transpose": [(3, 4)]}
+    args = {"sum": {"dim": (1,)}, "transpose": {"dim0": 0, "dim1": 1}, "add": {"alpha": 2}}.get(op, {})
+    binary = op in ("add", "sub", "mul", "div") or "backward" in op
+    operands = [torch.rand(shape) + 0.1 for shape in shapes.get(op, [(3, 4)] * (2 if binary else 1))]
+    more = {"threshold": 0} if op == "threshold_backward" else {}
+    wanted = getattr(torch.ops.aten, op)(*operands, **args, **more).contiguous()
+    kernel = card.driver.kernel_of(
+        op, [Part(x.shape, x.dtype) for x in operands], Part(wanted.shape, wanted.dtype), args
+    )
+    out = card.alloc(0, tuple(wanted.shape), wanted.dtype)
+    run(card, kernel, *(holding(card, each) for each in operands), out, **args)
+    torch.testing.assert_close(card.read(out), wanted)
+
+
+def test_ops_on_other_dtypes_and_unknown_ops_are_not_offered():
+    driver, part, other = ProcessDriver(), Part((2,), torch.float32), Part((2,), torch.int64)
+    assert driver.kernel_of("add", [part, part], part, {}) is not None
+    for op, operands in (("add", [part, other]), ("add", [other, other]), ("sort", [part])):
+        assert driver.kernel_of(op, operands, operands[0], {}) is None
 
 
 # training

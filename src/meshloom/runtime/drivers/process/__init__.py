@@ -7,6 +7,7 @@
     life      one process of a card, as its owner sees it
     server    a process that has imported torch, forks the cards off itself and looks after them
     worker    what a card's process runs
+    moves, op_kernels  what cards do for each other, and for tensors, as kernels
 
 Bytes go through shared memory and are nobody's message: a write is a copy into the arena. Messages carry kernels,
 launches and how they ended. Nothing has a name in the file system, so nothing can be left behind there.

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, DeviceError, expect
-from meshloom.runtime.card import Kernel
+from meshloom.runtime.card import Kernel, Part
 from meshloom.runtime.chips import HOST, Chip
 from meshloom.runtime.drivers.process import arena, life
 from meshloom.runtime.drivers.process.moves import duplicate, put, take
+from meshloom.runtime.drivers.process.op_kernels import kernel_of
 from meshloom.runtime.drivers.process.pickling import dump_arguments, dump_kernel
 from meshloom.runtime.drivers.process.worker import Array, Bytes, Ended, Launch, Load, Settings
 from meshloom.runtime.virtual import SLOT_SIZE, SLOTS, ImitatedCard, ImitatedDriver
@@ -452,6 +453,10 @@ class ProcessDriver(ImitatedDriver):
         """The card of that id, in a process that is running when this returns."""
         self.admit(index)
         return ProcessCard(self, index)
+
+    def kernel_of(self, op: str, operands: Sequence[Part], result: Part, args: Mapping[str, Any]) -> Kernel | None:
+        """The kernel of an op, which torch runs on the cards."""
+        return kernel_of(op, operands, result, args)
 
     def mailbox(self, source: int, destination: int) -> arena.Piece:
         """The slots of the link from one card to another."""
