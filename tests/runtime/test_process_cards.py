@@ -157,9 +157,9 @@ def fill(x: torch.Tensor, size: int) -> None:
 
 
 def test_a_kernel_that_takes_too_much_memory_is_an_error_with_its_coordinate_and_its_card_goes_on():
-    with open_mesh_device((2,), driver=ProcessDriver(memory_limit=4 << 30)) as mesh:
+    with open_mesh_device((2,), driver=ProcessDriver(memory_limit=1 << 30)) as mesh:
         x, queue = create_mesh_buffer(mesh, global_shape=(1,), name="x"), mesh.queue()
-        greedy = on_all(fill, x, where=(1,), size=1 << 31)
+        greedy = on_all(fill, x, where=(1,), size=1 << 29)
         with pytest.raises(DeviceError, match=r"\(1,\): RuntimeError: .*(memory|alloc)") as caught:
             queue.enqueue_workload(greedy, blocking=True)
         assert isinstance(caught.value.__cause__, RuntimeError)
@@ -435,6 +435,37 @@ def test_a_write_waits_for_launches_that_use_the_memory_and_for_no_others(card, 
     path.touch()
     reader.join(PATIENCE)
     assert found[0].tolist() == [2.0, 2.0] and card.wait(ticket, PATIENCE)
+
+
+def test_who_waits_hears_of_what_another_thread_has_taken_in(card):
+    """One thread waits for launches, the other only looks: it often takes in the answer before the first can."""
+    loaded, x = card.load(card.driver.compile(add_one), add_one), holding(card, torch.zeros(1))
+    over, looks = threading.Event(), [0]
+
+    def look() -> None:
+        while not over.is_set():
+            looks[0] += card.is_busy or card.is_lost
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(300):
+            began = time.monotonic()
+            assert card.wait(card.launch(loaded, [x], {}), PATIENCE)
+            assert time.monotonic() - began < PATIENCE / 2
+    finally:
+        over.set()
+        thread.join()
+    assert card.read(x).item() == 300 and looks[0]
+
+
+def test_memory_of_another_card_is_refused(card):
+    other = ProcessDriver().open(0)
+    x = holding(other, torch.ones(1))
+    for use in (lambda: card.read(x), lambda: card.write(x, torch.ones(1)), lambda: run(card, add_one, x)):
+        with pytest.raises(DeviceError, match="the memory is of another card"):
+            use()
+    other.close()
 
 
 def test_threads_wait_for_their_own_launches_of_one_card(card):
@@ -816,7 +847,7 @@ def test_a_closed_card_says_so(card):
         with pytest.raises(DeviceError, match="card 0 is closed"):
             use()
     card.reset()  # nothing to start
-    for wrong in ({"threads": 0}, {"threads": 1.5}, {"memory_limit": "1"}):
+    for wrong in ({"threads": 0}, {"threads": 1.5}, {"memory_limit": "1"}, {"memory_limit": 0}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             ProcessDriver(**wrong)
 

@@ -9,6 +9,7 @@ stays.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
@@ -42,16 +43,20 @@ _numbers = count()
 class Memory:
     """The handle of some memory of a card."""
 
-    __slots__ = ("dtype", "piece", "shape", "view")
+    __slots__ = ("_arena", "dtype", "piece", "shape", "view")
 
-    def __init__(self, piece: arena.Piece, shape: Shape, dtype: torch.dtype, view: torch.Tensor) -> None:
+    def __init__(self, place: arena.Arena, shape: Shape, dtype: torch.dtype) -> None:
+        self._arena, self.shape, self.dtype = place, tuple(shape), dtype
+        piece = place.take(math.prod(self.shape) * dtype.itemsize)
         self.piece: arena.Piece | None = piece  # None when it was freed
-        self.shape, self.dtype, self.view = tuple(shape), dtype, view
+        self.view = arena.view(place.bytes, piece.start, self.shape, dtype)
 
-    def check(self) -> arena.Piece:
-        """The piece, or an error if it was freed."""
+    def check(self, place: arena.Arena) -> arena.Piece:
+        """The piece, or an error if it was freed, or is of another card."""
         if self.piece is None:
             raise DeviceError("the memory has been freed", fix="keep the buffer until its last use")
+        if self._arena is not place:
+            raise DeviceError("the memory is of another card", fix="use the handle of this one: buffer.handle(place)")
         return self.piece
 
 
@@ -100,7 +105,7 @@ class ProcessCard(ImitatedCard):
         self._owner = os.getpid()
         self._arena = arena.Arena(arena.size_for(driver.chip), f"card-{index}")
         self._changed = threading.Condition()
-        self._is_polling = False
+        self._polled: life.Life | None = None
         self._flying: dict[int, Ticket] = {}
         self._unused: deque[int] = deque()
         self._loaded: dict[Kernel, Loaded] = {}
@@ -120,11 +125,7 @@ class ProcessCard(ImitatedCard):
 
     def alloc(self, address: int, shape: Shape, dtype: torch.dtype) -> Memory:
         self._check_usable()
-        count = 1
-        for size in shape:
-            count *= size
-        piece = self._arena.take(count * dtype.itemsize)
-        return Memory(piece, shape, dtype, arena.view(self._arena.bytes, piece.start, tuple(shape), dtype))
+        return Memory(self._arena, shape, dtype)
 
     def free(self, handle: Memory) -> None:
         """The memory goes when no launch uses it any more."""
@@ -142,7 +143,7 @@ class ProcessCard(ImitatedCard):
 
     def _settle(self, handle: Memory) -> None:
         """Wait for the launches that use some memory."""
-        piece = handle.check()
+        piece = handle.check(self._arena)
         for ticket in [each for each in tuple(self._flying.values()) if piece in each.pieces]:
             self._wait(ticket, None)
         self._check_usable()
@@ -166,7 +167,7 @@ class ProcessCard(ImitatedCard):
         """Let the process run a kernel on memory, and on arrays beside it."""
         self._check_alive()
         fault = self._fault_in(command)
-        pieces = tuple(handle.check() for handle in handles)
+        pieces = tuple(handle.check(self._arena) for handle in handles)
         arguments, kept = self._pass_on(dump_arguments(loaded.name, args))
         ticket = Ticket(loaded.name, (*pieces, *kept))
         arrays = tuple(Array(0, p.start, h.shape, h.dtype) for p, h in zip(pieces, handles, strict=True))
@@ -220,21 +221,21 @@ class ProcessCard(ImitatedCard):
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     return False
-                if self._is_polling:
+                if self._polled is not None:
                     self._changed.wait(left)
                 else:
                     self._poll(left)
 
     def _poll(self, timeout: float | None) -> None:
         """Let others have the card while this thread waits for its process to say something, or to end."""
-        life, self._is_polling = self._life, True
+        life = self._polled = self._life
         self._changed.release()
         try:
             life.poll(timeout)
         finally:
             self._changed.acquire()
-            self._is_polling = False
-            if self._lost or self.closed:
+            self._polled = None
+            if life.is_over:
                 life.close()
             self._changed.notify_all()
 
@@ -252,6 +253,13 @@ class ProcessCard(ImitatedCard):
         ticket = self._flying.pop(ended.ticket, None)
         if ticket is not None:
             ticket.end(_error_of(ended, self._index))
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let all who wait look: who polls might not hear of what another thread has taken in."""
+        self._changed.notify_all()
+        if self._polled is not None:
+            self._polled.wake()
 
     # links: every card has one to every other of its driver
 
@@ -316,12 +324,12 @@ class ProcessCard(ImitatedCard):
         told = self._ending or reason or f"its process {self._life.fate()}"
         self._life.end()
         self._lost = told
-        if not self._is_polling:  # who polls lets go of it
+        if self._polled is not self._life:  # who polls lets go of it
             self._life.close()
         for ticket in self._flying.values():
             ticket.end(DeviceError(f"card {self._index} was lost in a launch of {ticket.name}: {told}", fix=RESET))
         self._flying.clear()
-        self._changed.notify_all()
+        self._wake()
 
     def _lost_error(self) -> DeviceError:
         return DeviceError(f"card {self._index} is lost: {self._lost}", fix=RESET)
@@ -424,8 +432,8 @@ def _range(index: Any, start: int, stop: int) -> dict[str, Any]:
 class ProcessDriver(ImitatedDriver):
     """Virtual cards that are processes: as many as you ask for, or exactly those of some ids.
 
-    Each computes with `threads` threads. With `memory_limit`, a kernel that takes more than so many bytes beside the
-    buffers gets an error.
+    Each computes with `threads` threads. With `memory_limit`, kernels that take more than so many bytes beside
+    the buffers of their card get an error.
     """
 
     name = "process"
@@ -445,6 +453,8 @@ class ProcessDriver(ImitatedDriver):
             raise ArgumentError(f"threads={threads}", fix="give 1 or more")
         if memory_limit is not None:
             expect("memory_limit", memory_limit, int, fix="give bytes, or None for no limit")
+            if memory_limit < 1:
+                raise ArgumentError(f"memory_limit={memory_limit}", fix="give bytes, or None for no limit")
         self.threads, self.memory_limit = threads, memory_limit
         self.mail = arena.Arena(MAIL, "links")
         self._mailboxes: dict[tuple[int, int], arena.Piece] = {}
@@ -460,9 +470,8 @@ class ProcessDriver(ImitatedDriver):
 
     def mailbox(self, source: int, destination: int) -> arena.Piece:
         """The slots of the link from one card to another."""
-        if (source, destination) not in self._mailboxes:
-            self._mailboxes[source, destination] = self.mail.take(SLOTS * SLOT_SIZE)
-        return self._mailboxes[source, destination]
+        found = self._mailboxes.get((source, destination))
+        return found or self._mailboxes.setdefault((source, destination), self.mail.take(SLOTS * SLOT_SIZE))
 
     def is_plain(self) -> bool:
         """Whether one array call may stand for all cards: never, since each has memory of its own."""

@@ -38,16 +38,29 @@ class Life:
     def __init__(self, line: socket.socket, lifeline: socket.socket, pid: int) -> None:
         self.frames, self.pid = Frames(line), pid
         self._lifeline = lifeline
-        self._both = select.poll()
-        for each in (line, lifeline):
-            self._both.register(each, select.POLLIN)
+        self._woken, self._waking = socket.socketpair()
+        self._woken.setblocking(False)
+        self._all = select.poll()
+        for each in (line, lifeline, self._woken):
+            self._all.register(each, select.POLLIN)
         self._told = ""
-        self.close = weakref.finalize(self, _close_all, (line, lifeline))
+        self.close = weakref.finalize(self, _close_all, (line, lifeline, self._woken, self._waking))
         _lives.add(self)
 
     def poll(self, timeout: float | None) -> None:
-        """Wait until a message has come, or the process has ended. One thread at a time."""
-        self._both.poll(None if timeout is None else -(-timeout * 1000 // 1))
+        """Wait until a message has come, the process has ended, or somebody says `wake`. One thread at a time."""
+        self._all.poll(None if timeout is None else -(-timeout * 1000 // 1))
+        with contextlib.suppress(OSError):  # nobody did
+            self._woken.recv(1 << 12)
+
+    def wake(self) -> None:
+        """Let the thread that polls return."""
+        self._waking.send(b".")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known how the process ended."""
+        return bool(self._told)
 
     def has_news(self) -> bool:
         """Whether it has said something, or has ended; never waits."""

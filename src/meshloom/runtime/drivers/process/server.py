@@ -45,6 +45,7 @@ class Server:
                 self._reap()
             for pid, lifeline in list(self.lifelines.items()):
                 if lifeline in ready:  # nothing is ever said there: it was closed
+                    self.selector.unregister(lifeline)
                     self._end(pid)
             if (self.requests in ready and not self._take()) or not (found or self.lifelines):
                 break
@@ -103,7 +104,8 @@ class Server:
             if ended:
                 _kill(pid)  # what it has started
                 lifeline = self.lifelines.pop(pid)
-                self.selector.unregister(lifeline)
+                if lifeline in self.selector.get_map():
+                    self.selector.unregister(lifeline)
                 _say(lifeline, f"status {status}\n")
                 lifeline.close()
 

@@ -90,7 +90,7 @@ def live(line: socket.socket, memories: Sequence[int], settings: Settings, serve
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if settings.limit is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (settings.limit, settings.limit))
+        limit_memory(settings.limit)
     with contextlib.suppress(OSError):  # not on this system: the kernel then chooses among all processes
         Path("/proc/self/oom_score_adj").write_text("1000")
     sys.path[:] = settings.path
@@ -102,6 +102,13 @@ def live(line: socket.socket, memories: Sequence[int], settings: Settings, serve
         os.close(each)
     with contextlib.suppress(EOFError):  # the owner has closed the line
         serve(Frames(line), shared)
+
+
+def limit_memory(more: int) -> None:
+    """Let this process have so many bytes more than it has, beside what is shared."""
+    pages = Path("/proc/self/statm")
+    held = int(pages.read_text().split()[5]) * mmap.PAGESIZE if pages.exists() else 0
+    resource.setrlimit(resource.RLIMIT_DATA, (held + more, held + more))
 
 
 def serve(frames: Frames, memories: Sequence[mmap.mmap]) -> None:
@@ -144,8 +151,9 @@ def run(launch: Launch, kernels: dict[int, bytes | Kernel], memories: Sequence[m
         ended = tell(launch.ticket, error)
     else:
         ended = Ended(launch.ticket)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # nobody reads what kernels print any more, or they closed it
+        sys.stdout.flush()
+        sys.stderr.flush()
     left = launch.seconds - (time.monotonic() - began)
     if left > 0:
         time.sleep(left)
