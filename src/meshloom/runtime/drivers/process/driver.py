@@ -109,6 +109,7 @@ class ProcessCard(ImitatedCard):
         self._flying: dict[int, Ticket] = {}
         self._unused: deque[int] = deque()
         self._loaded: dict[Kernel, Loaded] = {}
+        self._lost = self._ending = ""  # why, once it is
         self._start()
 
     @property
