@@ -87,12 +87,12 @@ def _unary(
     _, (block,) = operands(name, tensor)
     if len(tensor.shape) < function.rank:
         raise OperandError(f"ttnn.{name} needs a tensor of at least rank {function.rank}, not {list(tensor.shape)}")
-    call = known = function.call
+    call = function.call
     is_fine = block.dtype is torch.bfloat16 and (kind or tensor.dtype) is not DataType.BFLOAT16
     if is_fine or values:
         call = functools.partial(_apply, call, is_fine, tuple(values))
-    how = {"is_pointwise": function.rank == 0, "function": None if values else known}
-    return compute(call, (tensor,), topology_of(function.rule, tensor), **how)
+    label, known = topology_of(function.rule, tensor), None if values else function.call
+    return compute(call, (tensor,), label, is_pointwise=function.rank == 0, function=known)
 
 
 def _apply(call: Callable[..., Block], is_fine: bool, values: tuple[Any, ...], block: Block) -> Block:

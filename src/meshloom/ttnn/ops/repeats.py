@@ -136,8 +136,9 @@ class Result:
         self.dtype, self.layout, self.memory = tensor.dtype, tensor.layout, tensor._memory
         self.topology, self.coords = made.topology, made.coords or made.like._coords
         if made.is_pointwise and self.dtype in BITS:
-            self.is_rounded, self.kernel = False, partial(
-                round_pointwise, made.kernel, BITS[self.dtype], known=made.function
+            self.is_rounded, self.kernel = (
+                False,
+                partial(round_pointwise, made.kernel, BITS[self.dtype], known=made.function),
             )
         shape = tuple(tensor.shape)
         self.size, self.per_bank = bytes_on(self.memory, shape, self.dtype, self.layout, TILE)

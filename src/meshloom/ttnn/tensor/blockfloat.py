@@ -133,9 +133,10 @@ def round_pointwise(
     if not is_even or any(each.shape != first.shape or not each.is_contiguous() for each in blocks):
         fine = [each.float() if each.dtype is torch.bfloat16 else each for each in blocks]
         return round_blocks(function(*fine), bits, torch.bfloat16)
-    if known is not None and (loops := _loops_for(*blocks)) is not None and (code := loops.CODES.get(known)) is not None:
-        if all(each.dtype is torch.bfloat16 for each in blocks):
-            return loops.combine(code, bits, first, blocks[-1])
+    loops = None if known is None else _loops_for(*blocks)
+    if loops is not None and known in loops.CODES and all(each.dtype is torch.bfloat16 for each in blocks):
+        found: torch.Tensor = loops.combine(loops.CODES[known], bits, first, blocks[-1])
+        return found
     flat = [each.view(-1, BLOCK) for each in blocks]
     return _round_all(function, flat, bits, torch.bfloat16).view(first.shape)
 
@@ -167,9 +168,7 @@ def _round_all(
 
 
 def _loops_for(*blocks: torch.Tensor) -> Any:
-    """The compiled loops; None if there are none, or a gradient goes through."""
-    if torch.is_grad_enabled() and any(each.requires_grad for each in blocks):
-        return None
+    """The compiled loops, if they are there and can read these arrays."""
     return _load_loops() if all(each.device.type == "cpu" for each in blocks) else None
 
 

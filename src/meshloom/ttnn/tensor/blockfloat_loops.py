@@ -4,8 +4,8 @@
 works out an op of `CODES` on arrays of bfloat16 and rounds it; `round_floats` rounds what torch has computed.
 Without numba the loops are plain functions, which are right and very slow.
 
-A piece stays in the cache while it is worked on. All of its blocks are rounded in the way that suits nearly every one.
-Blocks of tiny values, and those with an infinity or a NaN, are then rounded again, one by one.
+A piece stays in the cache while it is worked on. Every block is rounded in the way that suits nearly all of them.
+Blocks of tiny values, and those with an infinity or a NaN, are then rounded again, element by element.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import operator
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -54,15 +55,63 @@ CODES: dict[Any, int] = {
 }
 
 
-def _compile(function: Callable[..., Any]) -> Any:
-    """A loop that numba compiles when it is first called, and keeps beside this file or in the user's cache folder."""
+def _compile(function: Callable[..., Any], is_kept: bool = False) -> Any:
+    """A loop that numba compiles when it is first called. It is kept beside this file, or in the user's cache."""
     if numba is None:
         return function
     how = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **how)(function)
-    except RuntimeError:  # it can write to neither folder: every process compiles for itself
+        return numba.njit(cache=is_kept, **how)(function)
+    except RuntimeError:  # neither folder can be written to, so that every process compiles for itself
         return numba.njit(**how)(function)
+
+
+def _in_vectors() -> Any:
+    """`_round_block` with one instruction for all 16 elements: no compiler finds these in the loop by itself."""
+    ir, cgutils = import_module("llvmlite.ir"), import_module("numba.core.cgutils")
+    vector, floats, short = (ir.VectorType(each, BLOCK) for each in (ir.IntType(32), ir.FloatType(), ir.IntType(16)))
+
+    def splat(builder: Any, value: Any) -> Any:
+        empty = ir.Constant(ir.VectorType(value.type, BLOCK), ir.Undefined)
+        first = builder.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
+        return builder.shuffle_vector(first, empty, ir.Constant(vector, [0] * BLOCK))
+
+    def number(value: Any) -> Any:
+        return ir.Constant(ir.IntType(32), int(value))
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words, start, out, limit, coarse = args
+        kinds = signature.args
+        given, into = (
+            builder.bitcast(
+                builder.gep(context.make_array(kind)(context, builder, value=array).data, [start]), each.as_pointer()
+            )
+            for kind, array, each in ((kinds[0], words, vector), (kinds[2], out, short))
+        )
+        bits = builder.load(given, align=4)
+        kind = ir.FunctionType(ir.IntType(32), [vector])
+        top = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.umax.v{BLOCK}i32")
+        largest = builder.call(top, [builder.and_(bits, splat(builder, number(SIZE)))])
+        exponent = builder.and_(largest, number(SPECIAL))
+        calm = builder.select(builder.icmp_signed("<", exponent, number(LOW)), number(LOW), exponent)
+        down = builder.bitcast(builder.sub(number(277 << 23), calm), ir.FloatType())  # 2^(150 - exponent)
+        up = builder.bitcast(builder.sub(calm, number(23 << 23)), ir.FloatType())  # 2^(exponent - 150)
+        whole = builder.fptosi(builder.fmul(builder.bitcast(bits, floats), splat(builder, down)), vector)
+        for sign, bound in ((">", limit), ("<", builder.neg(limit))):
+            wide = splat(builder, bound)
+            whole = builder.select(builder.icmp_signed(sign, whole, wide), wide, whole)
+        much = splat(builder, coarse)
+        kept = builder.fsub(builder.fadd(builder.sitofp(whole, floats), much), much)
+        found = builder.bitcast(builder.fmul(kept, splat(builder, up)), vector)
+        builder.store(builder.trunc(builder.lshr(found, splat(builder, number(16))), short), into, align=2)
+        return exponent
+
+    @import_module("numba.extending").intrinsic  # type: ignore[untyped-decorator]
+    def round_block(typing: Any, words: Any, start: Any, out: Any, limit: Any, coarse: Any) -> Any:
+        types = numba.types
+        return types.int32(words, types.intp, out, types.int32, types.float32), generate
+
+    return round_block
 
 
 @_compile
@@ -112,21 +161,6 @@ def _apply(code: int, x: Array, y: Array, made: Array) -> None:
 
 
 @_compile
-def _share_exponents(words: Array, exponents: Array) -> bool:
-    """The exponent of its block for every element, in the place that float32 has it; whether a block is special."""
-    is_special = False
-    for block in range(words.size // BLOCK):
-        top = int32(0)
-        for at in range(BLOCK):
-            top = max(top, int32(words[BLOCK * block + at] & SIZE))
-        exponent = int32(top & SPECIAL)
-        is_special |= (exponent != 0) & (exponent < LOW) | (exponent == SPECIAL)
-        for at in range(BLOCK):
-            exponents[BLOCK * block + at] = exponent
-    return is_special
-
-
-@_compile
 def _round_one(value: Any, exponent: Any, limit: Any, coarse: Any) -> Any:
     """One element of a block with that exponent, from LOW on: truncated, cut off, and rounded, ties to even.
 
@@ -143,8 +177,28 @@ def _narrow(value: Any) -> Any:
     return uint16(float32(value).view(int32) >> int32(16))
 
 
+def _exponent_of(words: Array, start: int) -> Any:
+    """The exponent of a block, in the place that float32 has it."""
+    top = int32(0)
+    for at in range(start, start + BLOCK):
+        top = max(top, int32(words[at] & SIZE))
+    return int32(top & SPECIAL)
+
+
+def _round_block(words: Array, start: int, out: Array, limit: Any, coarse: Any) -> Any:
+    """Round the block that starts there as nearly every block is rounded; its exponent."""
+    exponent = _exponent_of(words, start)
+    for at in range(start, start + BLOCK):
+        out[at] = _narrow(_round_one(int32(words[at]).view(float32), max(exponent, LOW), limit, coarse))
+    return exponent
+
+
+if numba is not None:
+    _round_block = _in_vectors()
+
+
 @_compile
-def _round_special(values: Array, words: Array, exponent: Any, out: Array, limit: Any, coarse: Any) -> None:
+def _round_special(words: Array, exponent: Any, out: Array, limit: Any, coarse: Any) -> None:
     """One block of tiny values, among which denormals are zero, or one with infinities and NaNs, which stay so."""
     for at in range(BLOCK):
         own = int32(words[at] & SPECIAL)
@@ -153,43 +207,31 @@ def _round_special(values: Array, words: Array, exponent: Any, out: Array, limit
         elif own == 0:
             out[at] = uint16(0)
         elif exponent == SPECIAL:
-            out[at] = _narrow(_round_one(values[at], exponent, limit, coarse))
+            out[at] = _narrow(_round_one(int32(words[at]).view(float32), exponent, limit, coarse))
         else:
-            lifted = _round_one(values[at] * LIFT, int32(exponent + int32(64 << 23)), limit, coarse)
-            out[at] = _narrow(lifted / LIFT)
+            lifted = int32(exponent + int32(64 << 23))
+            out[at] = _narrow(_round_one(int32(words[at]).view(float32) * LIFT, lifted, limit, coarse) / LIFT)
 
 
-@_compile
-def _round_piece(values: Array, exponents: Array, out: Array, bits: int) -> None:
+@partial(_compile, is_kept=True)
+def _round_piece(words: Array, out: Array, bits: int) -> None:
     limit = int32((2**bits - 1) * 2 ** (24 - bits) + 2 ** (23 - bits) - 1)  # the largest that is not rounded to 2^bits
     coarse = float32(1.5 * 2.0 ** (47 - bits))
-    words = values.view(int32)
-    is_special = _share_exponents(words, exponents)
-    for at in range(values.size):
-        out[at] = _narrow(_round_one(values[at], max(exponents[at], LOW), limit, coarse))
-    if is_special:
-        for start in range(0, values.size, BLOCK):
-            end, exponent = start + BLOCK, exponents[start]
-            if exponent == SPECIAL or 0 < exponent < LOW:
-                _round_special(values[start:end], words[start:end], exponent, out[start:end], limit, coarse)
+    for start in range(0, words.size, BLOCK):
+        exponent = _round_block(words, start, out, limit, coarse)
+        if exponent == SPECIAL or 0 < exponent < LOW:
+            end = start + BLOCK
+            _round_special(words[start:end], exponent, out[start:end], limit, coarse)
 
 
-@_compile
+@partial(_compile, is_kept=True)
 def _combine(code: int, x: Array, y: Array, out: Array, bits: int) -> None:
-    made, exponents = numpy.empty(PIECE, float32), numpy.empty(PIECE, int32)
+    made = numpy.empty(PIECE, float32)
     for start in range(0, x.size, PIECE):
         end = min(start + PIECE, x.size)
         piece = made[: end - start]
         _apply(code, x[start:end], y[start:end], piece)
-        _round_piece(piece, exponents, out[start:end], bits)
-
-
-@_compile
-def _round_floats(values: Array, out: Array, bits: int) -> None:
-    exponents = numpy.empty(PIECE, int32)
-    for start in range(0, values.size, PIECE):
-        end = min(start + PIECE, values.size)
-        _round_piece(values[start:end], exponents, out[start:end], bits)
+        _round_piece(piece.view(int32), out[start:end], bits)
 
 
 def combine(code: int, bits: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -212,8 +254,8 @@ def round_floats(values: torch.Tensor, into: torch.Tensor, bits: int) -> None:
     >>> round_floats(torch.tensor([255.0, 1.0, -3.0] + [0.0] * 13), into, 7); into[:3]
     tensor([254.,   0.,  -4.], dtype=torch.bfloat16)
     """
-    given, words = values.view(-1).numpy(), into.view(torch.uint16).view(-1).numpy()
-    _share(len(words), lambda part: _round_floats(given[part], words[part], bits))
+    given, words = values.view(torch.int32).view(-1).numpy(), into.view(torch.uint16).view(-1).numpy()
+    _share(len(words), lambda part: _round_piece(given[part], words[part], bits))
 
 
 def _share(count: int, act: Callable[[slice], None]) -> None:
