@@ -1,0 +1,104 @@
+"""`autoplan`: what is asked for is checked, searched for, and given back in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshloom.errors import ArgumentError, OutOfMemoryError, expect
+from meshloom.fabric import Machine, Preset, preset
+from meshloom.nn.search.choosing import Search
+from meshloom.nn.search.ranking import Candidate, Ranking, explain_difference
+from meshloom.nn.search.trials import Loss, Task
+from meshloom.observe.memory_use import show_bytes
+
+KEPT = 5  # plans that are given back
+
+
+def autoplan(
+    module: nn.Module,
+    example_batch: Any,
+    machine: str | Machine | Preset,
+    devices: int | None = None,
+    memory: float | None = None,
+    *,
+    mode: str = "train",
+    loss: Loss | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    keep: int = KEPT,
+    progress: Callable[[str], None] | None = None,
+) -> Ranking:
+    """The fastest plans of a model on a machine that fit into its memory, each verified by a dry run.
+
+    `example_batch` is what the model is called with: a tensor, a tuple or a dict. `devices` are as many as the machine
+    has, `memory` is the machine's own, unless others are given. `mode` is "train" (forward, backward and a step of the
+    `optimizer`), "prefill" or "decode" (forward only, of the batch that is given). `loss(model, batch)` gives the loss
+    of a batch on the mesh; without it, it is the loss that the model returns, or the mean of its first result. The
+    module may be on `meta`, and is left as it is.
+
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    >>> found = autoplan(model, torch.ones(8, 64), "t3000")
+    >>> found.best.time == min(each.time for each in found)
+    True
+    """
+    expect("module", module, nn.Module, fix="give a torch.nn.Module")
+    found = _machine(machine)
+    task = Task(
+        module,
+        example_batch,
+        found,
+        _count(found) if devices is None else _positive("devices", devices),
+        found.memory if memory is None else memory,
+        mode,
+        loss,
+        optimizer,
+    )
+    search = Search(task, progress or (lambda line: None))
+    verified = search.run(_positive("keep", keep))
+    if not verified:
+        raise _nothing_fits(search)
+    best = verified[0].run
+    whole = search.trials.folded.whole
+    candidates = tuple(
+        Candidate(
+            each.recipe.title,
+            each.mesh,
+            each.recipe.plan(whole, each.mesh),
+            each.run,
+            "" if each.run is best else explain_difference(each.run, best),
+        )
+        for each in verified
+    )
+    refused = tuple(f"{what} on {mesh}: {error}" for (mesh, what), error in search.trials.refused.items())
+    return Ranking(candidates, len(search.found), refused)
+
+
+def _machine(given: str | Machine | Preset) -> Machine:
+    if isinstance(given, str):
+        return preset(given).machine()
+    if isinstance(given, Preset):
+        return given.machine()
+    expect("machine", given, Machine, fix='give a preset\'s name, such as "galaxy"')
+    return given
+
+
+def _count(machine: Machine) -> int:
+    if not machine.axes:
+        raise ArgumentError(f"machine {machine.name!r} does not say how many devices it has", fix="give devices=8")
+    return math.prod(axis.size for axis in machine.axes)
+
+
+def _positive(what: str, value: int) -> int:
+    expect(what, value, int, fix=f"give {what}=8")
+    if value < 1:
+        raise ArgumentError(f"{what}={value} is less than one", fix=f"give {what}=8")
+    return value
+
+
+def _nothing_fits(search: Search) -> OutOfMemoryError:
+    return OutOfMemoryError("no plan fits")

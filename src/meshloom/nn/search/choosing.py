@@ -1,0 +1,267 @@
+"""The search: meshes and recipes are priced on the folded model, the best few are verified on the whole one.
+
+1. Every source of candidates (`SOURCES`) is priced: the named plans on every mesh, and plans that are built by role.
+2. The best of the built ones are refined: the choices of their parts by dynamic programming (`chain.py`), the data axis
+   cut into a replicated and a sharded one, blocks that recompute where memory is short.
+3. The best one is polished: each layer alone is put otherwise, and what is faster stays.
+4. Candidates are verified in the order of their price, until enough are known to fit; the best named plan is one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from meshloom.mesh import Mesh
+from meshloom.nn import plans
+from meshloom.nn.search.chain import frontier
+from meshloom.nn.search.meshes import divisors, make_mesh, orders, tensor_sizes
+from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, parts_of, recipe_ways
+from meshloom.nn.search.trials import Price, Recipe, Task, Trials
+from meshloom.observe.dry_run import DryRun, show_seconds
+from meshloom.observe.memory_use import show_bytes
+
+REFINED = 3  # plans by role that are refined
+CLOSE = 1.02  # a named plan is verified if its price is so near to the best
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recipe on a mesh with its price."""
+
+    mesh: Mesh
+    recipe: Recipe
+    price: Price
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is a plan with a name."""
+        return isinstance(self.recipe, Named)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A recipe on a mesh with the dry run of the whole model."""
+
+    mesh: Mesh
+    recipe: Recipe
+    run: DryRun
+
+
+Source = Callable[[Task], Iterator[tuple[Mesh, Recipe]]]
+
+
+def named_plans(task: Task) -> Iterator[tuple[Mesh, Recipe]]:
+    """Every plan with a name on every mesh that its axes can have."""
+    for name in plans.NAMES:
+        for mesh in _meshes_for(name, task):
+            yield mesh, Named(name)
+
+
+def _meshes_for(name: str, task: Task) -> Iterator[Mesh]:
+    devices, sizes = task.devices, tensor_sizes(task.machine, task.devices)
+    if name in ("data", "fsdp"):
+        inner = [devices]
+    elif name == "hsdp":
+        inner = [each for each in divisors(devices) if 1 < each < devices]
+    else:
+        inner = [each for each in sizes if each > 1]
+    outer, last = _AXES.get(name, ("dp", "tp"))
+    for size in inner:
+        if _has_rows(task, devices if last in ("dp", "fsdp") else devices // size):
+            yield from orders(task.machine, make_mesh(**{outer: devices // size, last: size}))
+
+
+_AXES = {
+    "data": ("tp", "dp"), "fsdp": ("tp", "fsdp"), "hsdp": ("dp", "fsdp"), "fsdp+tensor": ("fsdp", "tp"), "context": ("dp", "cp"),
+}  # fmt: skip
+
+
+def _has_rows(task: Task, parts: int) -> bool:
+    return parts <= task.rows
+
+
+def built_plans(task: Task) -> Iterator[tuple[Mesh, Recipe]]:
+    """Each part by its role, on every mesh; weights replicated or sharded over the devices that share no rows."""
+    for size in tensor_sizes(task.machine, task.devices):
+        rest = task.devices // size
+        for cut in _cuts(task, rest):
+            for weights in ("dp", "fsdp"):
+                mesh = make_mesh(**{weights: rest // cut, "cp": cut, "tp": size})
+                for each in orders(task.machine, mesh):
+                    yield each, Built()
+                    if size > 1 and task.length >= size * cut:
+                        yield each, Built(is_sequence=True)
+
+
+def _cuts(task: Task, devices: int) -> list[int]:
+    """How sequences may be cut where there are fewer rows than devices: not at all, if rows are enough."""
+    if _has_rows(task, devices):
+        return [1]
+    return [each for each in divisors(devices) if _has_rows(task, devices // each) and task.length >= each][:2]
+
+
+# Where candidates come from. Pipelines and other kinds of parallelism join here: a function that gives meshes and recipes.
+SOURCES: tuple[Source, ...] = (named_plans, built_plans)
+
+
+class Search:
+    """One search, with all that was priced on the way."""
+
+    def __init__(self, task: Task, tell: Callable[[str], None]) -> None:
+        self.task, self.tell = task, tell
+        self.trials = Trials(task)
+        self.found: dict[tuple[Mesh, str], Found] = {}
+        self.parts = parts_of(self.trials.sample)
+
+    def run(self, keep: int) -> list[Verified]:
+        """Plans that fit, verified, the fastest first."""
+        for source in SOURCES:
+            for mesh, recipe in source(self.task):
+                self.price(mesh, recipe)
+        self.tell(f"{len(self.found)} plans priced; the best by now: {self._best_line()}")
+        for each in self._promising():
+            self.refine(each)
+        self.polish()
+        self.tell(f"{len(self.found)} plans priced; the best by now: {self._best_line()}")
+        return self.verify(keep)
+
+    def price(self, mesh: Mesh, recipe: Recipe) -> Found | None:
+        """A recipe on a mesh, priced; with as many blocks that recompute as it needs to fit, if that is what helps."""
+        price = self.trials.price(mesh, recipe)
+        if price is None:
+            return None
+        return self._keep(Found(mesh, recipe, price))
+
+    def _keep(self, found: Found) -> Found:
+        return self.found.setdefault((found.mesh, str(found.recipe.plan(self.trials.sample, found.mesh))), found)
+
+    def fitting(self) -> list[Found]:
+        """All that fits, the fastest first."""
+        fit = [each for each in self.found.values() if self.task.fits(each.price.memory)]
+        return sorted(fit, key=lambda each: each.price.time)
+
+    def _promising(self) -> list[Found]:
+        """The plans by role that are fastest once they fit, no two of which differ in their weights only."""
+        built = [each for each in self.found.values() if not each.is_named]
+        ready = [fit for each in built if (fit := self.fit(each)) is not None]
+        best: dict[object, Found] = {}
+        for each in sorted(ready, key=lambda each: each.price.time):
+            sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
+            best.setdefault((sizes.get("tp"), sizes.get("cp")), each)
+        return list(best.values())[:REFINED]
+
+    def fit(self, found: Found) -> Found | None:
+        """The same with as few blocks that recompute as it needs to fit; None if it cannot."""
+        recipe = found.recipe
+        if self.task.fits(found.price.memory):
+            return found
+        if not isinstance(recipe, Built) or self.task.mode != "train" or not self.trials.folded.counts:
+            return None
+        every = self.trials.price(found.mesh, replace(recipe, recompute=ALL))
+        if every is None or not self.task.fits(every.memory):
+            return None
+        assert self.task.memory is not None
+        blocks = sum(self.trials.folded.counts.values())
+        saved = (found.price.memory - every.memory) / blocks
+        count = min(blocks, math.ceil((found.price.memory - self.task.memory) / saved))
+        price = found.price + (every - found.price).times(count / blocks)
+        fitted = Found(found.mesh, replace(recipe, recompute=ALL if count == blocks else count), price)
+        self.found[found.mesh, f"{recipe} {count}"] = fitted
+        return fitted
+
+    def refine(self, found: Found) -> None:
+        """Choose the parts, then cut the data axis, then recompute if memory is short."""
+        recipe = found.recipe
+        assert isinstance(recipe, Built)
+        for each in [*self._choose_parts(replace(found, recipe=replace(recipe, recompute=0)))][:2]:
+            self.fit(each)
+            for mesh in self._cut_data(each.mesh):
+                cut = self.price(mesh, each.recipe)
+                if cut is not None:
+                    self.fit(cut)
+
+    def _choose_parts(self, found: Found) -> Iterator[Found]:
+        """The best choices for all parts by what each of them adds alone, priced together."""
+        recipe = found.recipe
+        base = self.trials.price(found.mesh, recipe)
+        assert isinstance(recipe, Built) and base is not None
+        yield replace(found, price=base)
+        if "tp" not in found.mesh.axes:
+            return
+        changes: dict[str, dict[str, tuple[float, float]]] = {}
+        for part, ways in recipe_ways(self.parts).items():
+            for way in ways:
+                other = self.price(found.mesh, recipe.changed(part, way))
+                if other is not None:
+                    added = other.price - base
+                    changes.setdefault(part, {})[way] = (added.time, added.memory)
+        best = frontier(changes)
+        fit = [each for each in best if self.task.fits(base.memory + each.memory)]
+        for each in dict.fromkeys([*fit[:1], best[0], best[-1]]):
+            chosen = recipe
+            for part, way in each.ways:
+                chosen = chosen.changed(part, way)
+            together = self.price(found.mesh, chosen)
+            if together is not None and each.ways:
+                yield together
+
+    def _cut_data(self, mesh: Mesh) -> Iterator[Mesh]:
+        """The same mesh with its data axis in two: replicated over the outer part, sharded over the inner one."""
+        sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
+        data = sizes.get("dp", 1) * sizes.get("fsdp", 1)
+        rest = {axis: size for axis, size in sizes.items() if axis not in ("dp", "fsdp")}
+        inner = [each for each in divisors(data) if 1 < each < data]
+        near = {axis.size for axis in self.task.machine.axes} | {math.isqrt(data)}
+        chosen = inner if len(inner) <= 3 else [each for each in inner if each in near or each == inner[-1]]
+        for size in [1, *chosen, data]:
+            yield make_mesh(dp=data // size, fsdp=size, **rest)
+
+    def polish(self) -> None:
+        """Put each layer of the best plan otherwise, and keep what is faster."""
+        best = next((each for each in self.fitting() if not each.is_named), None)
+        if best is None or "tp" not in best.mesh.axes:
+            return
+        for layer in [layer for part in self.parts for layer in part.layers]:
+            for way in WAYS:
+                assert isinstance(best.recipe, Built)
+                if best.recipe.recompute not in (0, ALL):
+                    return
+                other = self.price(best.mesh, best.recipe.changed(layer, way))
+                if other is not None and self.task.fits(other.price.memory) and other.price.time < best.price.time:
+                    best = other
+
+    def verify(self, keep: int) -> list[Verified]:
+        """The best that fit when the whole model is run; more blocks recompute where the estimate was short."""
+        order = self.fitting()
+        limit = order[0].price.time * CLOSE if order else 0.0
+        named = [each for each in order if each.is_named]
+        must = [*named[:1], *(each for each in named[1:keep] if each.price.time <= limit)]
+        found: dict[tuple[Mesh, str], Verified] = {}
+        for each in [*must, *(each for each in order if each not in must)]:
+            if len(found) >= max(keep, len(must) + 1) and each not in must:
+                break
+            done = self._verify(each)
+            if done is not None:
+                found[done.mesh, str(done.recipe.plan(self.trials.sample, done.mesh))] = done
+                self.tell(f"verified {show_seconds(done.run.time)}, {show_bytes(done.run.memory.peak)}: {done.recipe.title}")
+        return sorted(found.values(), key=lambda each: each.run.time)[:keep]
+
+    def _verify(self, found: Found) -> Verified | None:
+        recipe = found.recipe
+        for _ in range(3):
+            run = self.trials.verify(found.mesh, recipe)
+            if self.task.fits(run.memory.peak):
+                return Verified(found.mesh, recipe, run)
+            if not isinstance(recipe, Built) or not recipe.recompute or recipe.recompute == ALL:
+                return None
+            blocks = sum(self.trials.folded.counts.values())
+            recipe = replace(recipe, recompute=min(blocks, recipe.recompute + max(1, blocks // 8)))
+        return None
+
+    def _best_line(self) -> str:
+        best = next(iter(self.fitting()), None)
+        if best is None:
+            return "none fits"
+        return f"{show_seconds(best.price.time)}, {best.recipe.title} on {best.mesh}"

@@ -1,0 +1,223 @@
+"""What plans cost: dry runs of a step on a folded model, drawn out to all blocks, and of the whole model.
+
+`Trials.price` runs the step with one block of each kind, and once more with two of it. What the second block adds, each
+further one adds too; a test holds this against whole runs. `Trials.verify` runs the whole model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from meshloom.errors import ArgumentError, MeshloomError, closest
+from meshloom.fabric import Machine
+from meshloom.mesh import Mesh
+from meshloom.nn.hooks import Spread
+from meshloom.nn.parallelize import parallelize
+from meshloom.nn.plan import Plan
+from meshloom.nn.search.blocks import Folded, Kind
+from meshloom.observe.dry_run import DryRun, dry_run
+
+MODES = ("train", "prefill", "decode")
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class Recipe(Protocol):
+    """A way to make a plan for a model on a mesh: the same for a folded model and for the whole one."""
+
+    @property
+    def title(self) -> str:
+        """What it does, in a few words."""
+
+    def plan(self, module: nn.Module, mesh: Mesh) -> Plan:
+        """The plan; an error if the model has nothing that it could be made of."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a plan is wanted for."""
+
+    module: nn.Module
+    batch: Any
+    machine: Machine
+    devices: int
+    memory: float | None  # bytes that one device has; None for no limit
+    mode: str = "train"
+    loss: Loss | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ArgumentError(f"mode={self.mode!r} is no kind of step", fix=closest(self.mode, MODES))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of the batch."""
+        return [*_tensors(self.batch)]
+
+    @property
+    def rows(self) -> int:
+        """How many rows the batch has."""
+        return max((each.shape[0] for each in self.tensors if each.dim()), default=1)
+
+    @property
+    def length(self) -> int:
+        """The size of the second dim of the batch: of text, its tokens."""
+        return max((each.shape[1] for each in self.tensors if each.dim() > 1), default=1)
+
+    def fits(self, memory: float) -> bool:
+        """Whether a device has that much."""
+        return self.memory is None or memory <= self.memory
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a step costs one device: seconds, the most bytes that it holds, the bytes that it receives."""
+
+    time: float
+    memory: float
+    bytes: float
+    added: Mapping[Kind, Price] = field(default_factory=dict)  # by one more block of each kind
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.time + other.time, self.memory + other.memory, self.bytes + other.bytes, self.added)
+
+    def __sub__(self, other: Price) -> Price:
+        return self + other.times(-1)
+
+    def times(self, count: float) -> Price:
+        """That many times the same."""
+        return Price(self.time * count, self.memory * count, self.bytes * count, self.added)
+
+
+class Trials:
+    """Dry runs of one task, each done once."""
+
+    def __init__(self, task: Task, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.task, self.tell = task, tell
+        self.folded = Folded(task.module)
+        self.sample = self.folded.with_blocks(dict.fromkeys(self.folded.counts, 1))
+        self.known: dict[tuple[Mesh, str], Price | MeshloomError] = {}
+        self.whole: dict[tuple[Mesh, str], DryRun] = {}
+        self.runs = 0
+
+    def price(self, mesh: Mesh, recipe: Recipe) -> Price | None:
+        """What a step costs by a recipe; None where the recipe cannot be used, see `refused`."""
+        try:
+            plan = recipe.plan(self.sample, mesh)
+        except MeshloomError as error:
+            self.known[mesh, recipe.title] = error
+            return None
+        key = (mesh, str(plan))
+        if key not in self.known:
+            try:
+                self.known[key] = self._price(mesh, recipe)
+            except MeshloomError as error:
+                self.known[key] = error
+        found = self.known[key]
+        return None if isinstance(found, MeshloomError) else found
+
+    @property
+    def refused(self) -> dict[tuple[Mesh, str], MeshloomError]:
+        """What could not be tried, and why."""
+        return {key: each for key, each in self.known.items() if isinstance(each, MeshloomError)}
+
+    def _price(self, mesh: Mesh, recipe: Recipe) -> Price:
+        counts = self.folded.counts
+        base = self._measure(mesh, recipe, dict.fromkeys(counts, 1))
+        total, added = base, {}
+        for kind, count in counts.items():
+            if count > 1:
+                more = self._measure(mesh, recipe, {**dict.fromkeys(counts, 1), kind: 2})
+                added[kind] = more - base
+                total = total + added[kind].times(count - 1)
+        return Price(total.time, total.memory, total.bytes, added)
+
+    def _measure(self, mesh: Mesh, recipe: Recipe, counts: Mapping[Kind, int]) -> Price:
+        run = self._run(self.folded.with_blocks(counts), mesh, recipe)
+        return Price(run.time, run.memory.peak, run.bytes)
+
+    def verify(self, mesh: Mesh, recipe: Recipe) -> DryRun:
+        """The dry run of the whole model."""
+        model = self.folded.with_blocks({})
+        key = (mesh, str(recipe.plan(model, mesh)))
+        if key not in self.whole:
+            self.whole[key] = self._run(model, mesh, recipe)
+        return self.whole[key]
+
+    def _run(self, model: nn.Module, mesh: Mesh, recipe: Recipe) -> DryRun:
+        self.runs += 1
+        plan = recipe.plan(model, mesh)
+        parallelize(model, mesh, plan, device="meta")
+        args, kwargs = _arguments(self.task.batch)
+        args, kwargs = Spread(mesh, plan.batch, moves=False)(model, args, kwargs)  # type: ignore[arg-type]
+        is_trained = self.task.mode == "train"
+        optimizer = self.task.optimizer(model.parameters()) if is_trained else None
+        with torch.random.fork_rng(devices=[]), dry_run(self.task.machine, memory=math.inf) as run:
+            if optimizer is None:
+                with torch.no_grad():
+                    model(*args, **kwargs)
+            else:
+                _train(model, args, kwargs, self.task, optimizer)
+        run.limit = self.task.memory
+        return run
+
+
+def _train(model: nn.Module, args: Any, kwargs: Any, task: Task, optimizer: torch.optim.Optimizer) -> None:
+    if task.loss is not None:
+        batch = kwargs or (args if isinstance(task.batch, (list, tuple)) else args[0])
+        loss = task.loss(model, batch)
+    else:
+        loss = find_loss(model(*args, **kwargs))
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def find_loss(result: Any) -> torch.Tensor:
+    """The loss that a model returns, or the mean of its first result if it returns none.
+
+    >>> find_loss((torch.ones(2, 3), torch.zeros(1)))
+    tensor(1.)
+    """
+    named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    first = next((each for each in _tensors(result) if each.is_floating_point()), None)
+    if first is None:
+        raise ArgumentError(
+            f"the model returns {type(result).__name__}, and no number in it can be a loss",
+            fix="give a loss: loom.autoplan(..., loss=lambda model, batch: ...)",
+        )
+    return first if first.dim() == 0 else first.float().mean()
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as the arguments of a model; numbers that are computed with need no values."""
+    if isinstance(batch, Mapping):
+        return (), {key: _light(each) for key, each in batch.items()}
+    return tuple(map(_light, batch)) if isinstance(batch, (list, tuple)) else (_light(batch),), {}
+
+
+def _light(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().to("meta")
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_light, value))
+    return {key: _light(each) for key, each in value.items()} if type(value) is dict else value
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
