@@ -14,7 +14,7 @@ from meshloom.errors import ArgumentError, OutOfMemoryError, expect
 from meshloom.fabric import Machine, Preset, preset
 from meshloom.nn.search.choosing import Search
 from meshloom.nn.search.ranking import Candidate, Ranking, explain_difference
-from meshloom.nn.search.trials import Loss, Task
+from meshloom.nn.search.trials import Loss, Task, default_optimizer
 from meshloom.observe.memory_use import show_bytes
 
 KEPT = 5  # plans that are given back
@@ -29,7 +29,7 @@ def autoplan(
     *,
     mode: str = "train",
     loss: Loss | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = default_optimizer,
     keep: int = KEPT,
     progress: Callable[[str], None] | None = None,
 ) -> Ranking:

@@ -16,19 +16,21 @@ class Choices(NamedTuple):
 
     time: float
     memory: float
-    ways: tuple[tuple[str, str], ...] = ()
+    ways: tuple[tuple[str, str, str], ...] = ()  # a part, an axis, and how the part lies on it
 
 
-def frontier(changes: Mapping[str, Mapping[str, tuple[float, float]]]) -> list[Choices]:
-    """For each part and way the seconds and bytes that it adds: all that is worth choosing, the fastest first.
+def frontier(changes: Mapping[tuple[str, str], Mapping[str, tuple[float, float]]]) -> list[Choices]:
+    """For each part on each axis, and each way, the seconds and bytes that it adds: all that is worth choosing.
 
-    >>> frontier({"attention": {"whole": (-1.0, 5.0)}, "feed": {"whole": (2.0, 9.0)}})
-    [Choices(time=-1.0, memory=5.0, ways=(('attention', 'whole'),)), Choices(time=0.0, memory=0.0, ways=())]
+    >>> for each in frontier({("attention", "tp"): {"whole": (-1.0, 5.0)}, ("feed", "tp"): {"whole": (2.0, 9.0)}}):
+    ...     print(each.time, each.memory, each.ways)
+    -1.0 5.0 (('attention', 'tp', 'whole'),)
+    0.0 0.0 ()
     """
     kept = [Choices(0.0, 0.0)]
-    for part, ways in changes.items():
+    for (part, axis), ways in changes.items():
         longer = [
-            Choices(each.time + time, each.memory + memory, (*each.ways, (part, way)))
+            Choices(each.time + time, each.memory + memory, (*each.ways, (part, axis, way)))
             for each in kept
             for way, (time, memory) in ways.items()
         ]

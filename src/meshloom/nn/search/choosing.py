@@ -17,7 +17,7 @@ from meshloom.mesh import Mesh
 from meshloom.nn import plans
 from meshloom.nn.search.chain import frontier
 from meshloom.nn.search.meshes import divisors, make_mesh, orders, tensor_sizes
-from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, parts_of, recipe_ways
+from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, other_ways, parts_of
 from meshloom.nn.search.trials import Price, Recipe, Task, Trials
 from meshloom.observe.dry_run import DryRun, show_seconds
 from meshloom.observe.memory_use import show_bytes
@@ -112,7 +112,7 @@ class Search:
     def __init__(self, task: Task, tell: Callable[[str], None]) -> None:
         self.task, self.tell = task, tell
         self.trials = Trials(task)
-        self.found: dict[tuple[Mesh, str], Found] = {}
+        self.found: dict[object, Found] = {}
         self.parts = parts_of(self.trials.sample)
 
     def run(self, keep: int) -> list[Verified]:
@@ -135,7 +135,7 @@ class Search:
         return self._keep(Found(mesh, recipe, price))
 
     def _keep(self, found: Found) -> Found:
-        return self.found.setdefault((found.mesh, str(found.recipe.plan(self.trials.sample, found.mesh))), found)
+        return self.found.setdefault(self.trials.key(found.mesh, found.recipe), found)
 
     def fitting(self) -> list[Found]:
         """All that fits, the fastest first."""
@@ -168,8 +168,7 @@ class Search:
         count = min(blocks, math.ceil((found.price.memory - self.task.memory) / saved))
         price = found.price + (every - found.price).times(count / blocks)
         fitted = Found(found.mesh, replace(recipe, recompute=ALL if count == blocks else count), price)
-        self.found[found.mesh, f"{recipe} {count}"] = fitted
-        return fitted
+        return self.found.setdefault((self.trials.key(found.mesh, fitted.recipe), count), fitted)
 
     def refine(self, found: Found) -> None:
         """Choose the parts, then cut the data axis, then recompute if memory is short."""
@@ -188,21 +187,19 @@ class Search:
         base = self.trials.price(found.mesh, recipe)
         assert isinstance(recipe, Built) and base is not None
         yield replace(found, price=base)
-        if "tp" not in found.mesh.axes:
-            return
-        changes: dict[str, dict[str, tuple[float, float]]] = {}
-        for part, ways in recipe_ways(self.parts).items():
+        changes: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+        for (part, axis), ways in other_ways(self.parts, found.mesh).items():
             for way in ways:
-                other = self.price(found.mesh, recipe.changed(part, way))
+                other = self.price(found.mesh, recipe.changed(part, axis, way))
                 if other is not None:
                     added = other.price - base
-                    changes.setdefault(part, {})[way] = (added.time, added.memory)
+                    changes.setdefault((part, axis), {})[way] = (added.time, added.memory)
         best = frontier(changes)
         fit = [each for each in best if self.task.fits(base.memory + each.memory)]
         for each in dict.fromkeys([*fit[:1], best[0], best[-1]]):
             chosen = recipe
-            for part, way in each.ways:
-                chosen = chosen.changed(part, way)
+            for way in each.ways:
+                chosen = chosen.changed(*way)
             together = self.price(found.mesh, chosen)
             if together is not None and each.ways:
                 yield together
@@ -224,11 +221,11 @@ class Search:
         if best is None or "tp" not in best.mesh.axes:
             return
         for layer in [layer for part in self.parts for layer in part.layers]:
-            for way in WAYS:
+            for way in WAYS["tp"]:
                 assert isinstance(best.recipe, Built)
                 if best.recipe.recompute not in (0, ALL):
                     return
-                other = self.price(best.mesh, best.recipe.changed(layer, way))
+                other = self.price(best.mesh, best.recipe.changed(layer, "tp", way))
                 if other is not None and self.task.fits(other.price.memory) and other.price.time < best.price.time:
                     best = other
 
@@ -238,13 +235,13 @@ class Search:
         limit = order[0].price.time * CLOSE if order else 0.0
         named = [each for each in order if each.is_named]
         must = [*named[:1], *(each for each in named[1:keep] if each.price.time <= limit)]
-        found: dict[tuple[Mesh, str], Verified] = {}
+        found: dict[object, Verified] = {}
         for each in [*must, *(each for each in order if each not in must)]:
             if len(found) >= max(keep, len(must) + 1) and each not in must:
                 break
             done = self._verify(each)
             if done is not None:
-                found[done.mesh, str(done.recipe.plan(self.trials.sample, done.mesh))] = done
+                found[done.mesh, done.recipe] = done
                 self.tell(f"verified {show_seconds(done.run.time)}, {show_bytes(done.run.memory.peak)}: {done.recipe.title}")
         return sorted(found.values(), key=lambda each: each.run.time)[:keep]
 

@@ -1,8 +1,9 @@
 """Ways to make a plan: the plans with names, and plans that are built part by part.
 
 A *part* is what is placed together: the columns and rows of an attention or a feed-forward, the experts, a vocabulary.
-On the tensor axis it lies as its role says, as a whole on each device, or by the other dim of its matrices. Between the
-parts the sequence may lie over the tensor axis too. Axes are told by their names:
+On the tensor axis it lies as its role says, as a whole on each device, or by the other dim of its matrices; over the
+sharding axis it is sharded, or every device keeps all of it. Between the parts the sequence may lie over the tensor
+axis too. Axes are told by their names:
 
 | axis | rows of the batch | weights |
 |---|---|---|
@@ -14,7 +15,7 @@ parts the sequence may lie over the tensor axis too. Axes are told by their name
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -29,8 +30,12 @@ from meshloom.placement import Placement, Replicate, Shard
 
 ROWS = ("dp", "fsdp")
 CONTEXT, TENSOR, SHARDED = "cp", "tp", "fsdp"
-WAYS = ("role", "whole", "other")  # how a part lies on the tensor axis; the first unless something else is said
+# How a part may lie on an axis; the first of each unless something else is said.
+WAYS = {TENSOR: ("role", "whole", "other"), SHARDED: ("sharded", "kept")}
 ALL = -1
+
+
+Way = tuple[str, str, str]  # a part or a layer, an axis, and how it lies on it
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Named:
 class Built:
     """A plan out of choices: how parts lie, where the sequence lies between them, and how many blocks recompute."""
 
-    ways: tuple[tuple[str, str], ...] = ()  # parts, or single layers of them, that do not lie as their role says
+    ways: tuple[Way, ...] = ()  # of parts, or of single layers, that do not lie as usual
     is_sequence: bool = False  # between parts the sequence lies over the tensor axis
     recompute: int = 0  # blocks whose activations are computed again in backward; ALL for each of them
 
@@ -61,23 +66,27 @@ class Built:
     def title(self) -> str:
         """The choices in a few words."""
         said = ["sequence over tp between parts"] if self.is_sequence else []
-        said += [f"{part} {_SAID[way]}" for part, way in self.ways]
+        said += [f"{part} {_SAID[way]}" for part, _, way in self.ways]
         if self.recompute:
             said.append("all blocks recompute" if self.recompute == ALL else f"{self.recompute} blocks recompute")
         return ", ".join(said) or "each part by its role"
 
-    def changed(self, part: str, way: str) -> Built:
-        """The same with another choice for a part."""
-        ways = {**dict(self.ways), part: way}
-        kept = {name: each for name, each in ways.items() if each != WAYS[0]}
-        return replace(self, ways=tuple(sorted(kept.items())))
+    def changed(self, part: str, axis: str, way: str) -> Built:
+        """The same with another choice for a part.
+
+        >>> Built().changed("feed", "tp", "whole").ways, Built().changed("feed", "tp", "role").ways
+        ((('feed', 'tp', 'whole'),), ())
+        """
+        kept = [each for each in self.ways if each[:2] != (part, axis)]
+        added = [] if way == WAYS[axis][0] else [(part, axis, way)]
+        return replace(self, ways=tuple(sorted([*kept, *added])))
 
     def plan(self, module: nn.Module, mesh: Mesh) -> Plan:
         """The plan for a model on a mesh."""
         return _Draft(self, module, mesh).finish()
 
 
-_SAID = {"whole": "whole on tp", "other": "by its other dim on tp"}
+_SAID = {"whole": "whole on tp", "other": "by its other dim on tp", "kept": "kept on fsdp"}
 
 
 @dataclass(frozen=True)
@@ -149,17 +158,21 @@ class _Draft:
         self.roles = roles_of(module)
         self.ways = self._ways_of_layers()
 
-    def _ways_of_layers(self) -> dict[str, str]:
-        """How each layer lies on the tensor axis."""
-        chosen = dict(self.recipe.ways)
+    def _ways_of_layers(self) -> dict[tuple[str, str], str]:
+        """How each layer lies on each axis: as is said of it, of its part, or as usual."""
+        chosen = {(part, axis): way for part, axis, way in self.recipe.ways}
         found = {}
         for part in parts_of(self.module):
             for layer in part.layers:
-                found[layer] = chosen.get(layer, chosen.get(part.name, WAYS[0]))
+                for axis, usual in WAYS.items():
+                    found[layer, axis] = chosen.get((layer, axis), chosen.get((part.name, axis), usual[0]))
         return found
 
-    def _way(self, layer: str) -> str:
-        return self.ways[generalise(layer)] if self.tensor else "whole"
+    def _way(self, layer: str, axis: str) -> str:
+        return self.ways[generalise(layer), axis]
+
+    def _is_whole(self, layer: str) -> bool:
+        return self.tensor is None or self._way(layer, TENSOR) == "whole"
 
     def finish(self) -> Plan:
         """The plan."""
@@ -187,15 +200,14 @@ class _Draft:
         dim = None if role is None else self._dim(role)
         placed: dict[str, Placement] = {} if dim is None or self.tensor is None else {self.tensor: Shard(dim)}
         free = [each for each in range(dims) if each != dim]
-        if free or (dims and dim is None):
+        if free and (role is None or self._way(role.layer, SHARDED) == "sharded"):
             placed |= {axis: Shard(free[0]) for axis in self.sharded}
         return placed
 
     def _dim(self, role: Role) -> int | None:
-        way = self._way(role.layer)
-        if way == "whole":
+        if self._is_whole(role.layer):
             return None
-        return role.dim if way == "role" else role.other
+        return role.dim if self._way(role.layer, TENSOR) == "role" else role.other
 
     def _outputs(self) -> Lines:
         """Results that go from part to part; what is looked up in a sharded vocabulary lies as the batch does."""
@@ -204,7 +216,7 @@ class _Draft:
         for layer in dict.fromkeys(role.layer for role in self.roles.values()):
             if layer in tables:
                 found[layer] = {**(self.rows if self.sharded else {}), **self._between(layer)}
-            elif self._writes(layer) and self._way(layer) != "whole":
+            elif self._writes(layer) and not self._is_whole(layer):
                 found[layer] = self._between(layer)
         return {layer: axes for layer, axes in found.items() if axes}
 
@@ -221,7 +233,7 @@ class _Draft:
         """Where several layers read what lies by its sequence, it is gathered once for all of them."""
         if self.tensor is None or not self.recipe.is_sequence:
             return {}
-        columns = [name for name, way in self.ways.items() if way == "role"]
+        columns = [name for (name, axis), way in self.ways.items() if axis == TENSOR and way == "role"]
         parts = plans.readers(self.module)
         read = {layer.rpartition(".")[0] for layer in columns}
         return {part: {self.tensor: Replicate()} for part in parts if generalise(part) in read}
@@ -240,6 +252,9 @@ class _Draft:
                 yield f"{name}.{{{','.join(map(str, range(taken)))}}}"
 
 
-def recipe_ways(parts: list[Part]) -> Mapping[str, tuple[str, ...]]:
-    """The other ways of each part: experts have no other dim to lie by that keeps each of them whole."""
-    return {part.name: WAYS[1:] if part.kind == "vocabulary" else WAYS[1:2] for part in parts}
+def other_ways(parts: list[Part], mesh: Mesh) -> dict[tuple[str, str], tuple[str, ...]]:
+    """What may be chosen for each part on each axis, besides the usual; only vocabularies go by their other dim."""
+    tensor, sharded = ({part.name: WAYS[axis][1:] for part in parts} for axis in (TENSOR, SHARDED))
+    tensor |= {part.name: ("whole",) for part in parts if part.kind != "vocabulary"}
+    found = {TENSOR: tensor, SHARDED: sharded}
+    return {(part.name, axis): found[axis][part.name] for axis in WAYS if axis in mesh.axes for part in parts}

@@ -38,6 +38,11 @@ class Recipe(Protocol):
         """The plan; an error if the model has nothing that it could be made of."""
 
 
+def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW, all parameters in one call of each of its kernels."""
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
 @dataclass(frozen=True)
 class Task:
     """What a plan is wanted for."""
@@ -49,7 +54,7 @@ class Task:
     memory: float | None  # bytes that one device has; None for no limit
     mode: str = "train"
     loss: Loss | None = None
-    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    optimizer: Callable[[Any], torch.optim.Optimizer] = default_optimizer
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -102,30 +107,31 @@ class Trials:
         self.task, self.tell = task, tell
         self.folded = Folded(task.module)
         self.sample = self.folded.with_blocks(dict.fromkeys(self.folded.counts, 1))
-        self.known: dict[tuple[Mesh, str], Price | MeshloomError] = {}
+        self.known: dict[object, Price | None] = {}
+        self.refused: dict[tuple[Mesh, str], MeshloomError] = {}  # what could not be tried, and why
         self.whole: dict[tuple[Mesh, str], DryRun] = {}
         self.runs = 0
 
     def price(self, mesh: Mesh, recipe: Recipe) -> Price | None:
         """What a step costs by a recipe; None where the recipe cannot be used, see `refused`."""
         try:
-            plan = recipe.plan(self.sample, mesh)
+            key = self.key(mesh, recipe)
         except MeshloomError as error:
-            self.known[mesh, recipe.title] = error
+            self.refused[mesh, recipe.title] = error
             return None
-        key = (mesh, str(plan))
         if key not in self.known:
             try:
                 self.known[key] = self._price(mesh, recipe)
             except MeshloomError as error:
-                self.known[key] = error
-        found = self.known[key]
-        return None if isinstance(found, MeshloomError) else found
+                self.refused[mesh, recipe.title], self.known[key] = error, None
+        return self.known[key]
 
-    @property
-    def refused(self) -> dict[tuple[Mesh, str], MeshloomError]:
-        """What could not be tried, and why."""
-        return {key: each for key, each in self.known.items() if isinstance(each, MeshloomError)}
+    def key(self, mesh: Mesh, recipe: Recipe) -> object:
+        """What a recipe does with the folded model: two recipes that do the same are one."""
+        found = recipe.plan(self.sample, mesh).check(self.sample)
+        parameters = frozenset((name, axes) for name, axes in found.parameters.items() if axes)
+        lines = frozenset((line.word, name, line.axes) for line in found.lines for name in line.takes if line.word != "parameter")
+        return mesh, found.batch, parameters, lines
 
     def _price(self, mesh: Mesh, recipe: Recipe) -> Price:
         counts = self.folded.counts
@@ -157,7 +163,7 @@ class Trials:
         args, kwargs = _arguments(self.task.batch)
         args, kwargs = Spread(mesh, plan.batch, moves=False)(model, args, kwargs)  # type: ignore[arg-type]
         is_trained = self.task.mode == "train"
-        optimizer = self.task.optimizer(model.parameters()) if is_trained else None
+        optimizer = self._optimizer(model) if is_trained else None
         with torch.random.fork_rng(devices=[]), dry_run(self.task.machine, memory=math.inf) as run:
             if optimizer is None:
                 with torch.no_grad():
@@ -166,6 +172,19 @@ class Trials:
                 _train(model, args, kwargs, self.task, optimizer)
         run.limit = self.task.memory
         return run
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = self.task.optimizer([each for each in model.parameters() if each.requires_grad])
+        _warm(optimizer)
+        return optimizer
+
+
+def _warm(optimizer: torch.optim.Optimizer) -> None:
+    """One step of nothing: from the second step on, the state of an optimizer is there while activations are."""
+    for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _train(model: nn.Module, args: Any, kwargs: Any, task: Task, optimizer: torch.optim.Optimizer) -> None:
