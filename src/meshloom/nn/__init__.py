@@ -1,8 +1,22 @@
-"""From a model to a mesh: plans of models, what carries them out, and data. Start with `Plan` and `parallelize`."""
+"""From a model to a mesh: plans of models, what carries them out, and data.
+
+Start with `Plan`, `parallelize` and `autoplan`.
+"""
 
 from meshloom.nn import data, plans
 from meshloom.nn.parallelize import mesh_of, parallelize, plan_of, unparallelize
 from meshloom.nn.plan import Plan
-from meshloom.nn.search import autoplan
+from meshloom.nn.search import Candidate, Ranking, autoplan
 
-__all__ = ["Plan", "autoplan", "data", "mesh_of", "parallelize", "plan_of", "plans", "unparallelize"]
+__all__ = [
+    "Candidate",
+    "Plan",
+    "Ranking",
+    "autoplan",
+    "data",
+    "mesh_of",
+    "parallelize",
+    "plan_of",
+    "plans",
+    "unparallelize",
+]

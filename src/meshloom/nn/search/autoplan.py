@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshloom.errors import ArgumentError, OutOfMemoryError, expect
+from meshloom.errors import ArgumentError, expect
 from meshloom.fabric import Machine, Preset, preset
 from meshloom.nn.search.choosing import Search
 from meshloom.nn.search.ranking import Candidate, Ranking, explain_difference
+from meshloom.nn.search.remedies import nothing_fits
 from meshloom.nn.search.trials import Loss, Task, default_optimizer
-from meshloom.observe.memory_use import show_bytes
 
 KEPT = 5  # plans that are given back
 
@@ -53,7 +52,7 @@ def autoplan(
         example_batch,
         found,
         _count(found) if devices is None else _positive("devices", devices),
-        found.memory if memory is None else memory,
+        found.memory if memory is None else _bytes(memory),
         mode,
         loss,
         optimizer,
@@ -61,7 +60,7 @@ def autoplan(
     search = Search(task, progress or (lambda line: None))
     verified = search.run(_positive("keep", keep))
     if not verified:
-        raise _nothing_fits(search)
+        raise nothing_fits(search)
     best = verified[0].run
     whole = search.trials.folded.whole
     candidates = tuple(
@@ -93,12 +92,15 @@ def _count(machine: Machine) -> int:
     return math.prod(axis.size for axis in machine.axes)
 
 
+def _bytes(memory: float) -> float:
+    expect("memory", memory, (int, float), fix="give the bytes that one device has")
+    if not memory > 0:
+        raise ArgumentError(f"memory={memory!r} is no memory", fix="give the bytes that one device has, above 0")
+    return memory
+
+
 def _positive(what: str, value: int) -> int:
     expect(what, value, int, fix=f"give {what}=8")
     if value < 1:
         raise ArgumentError(f"{what}={value} is less than one", fix=f"give {what}=8")
     return value
-
-
-def _nothing_fits(search: Search) -> OutOfMemoryError:
-    return OutOfMemoryError("no plan fits")

@@ -90,13 +90,15 @@ def _surplus(kinds: Iterable[Kind], left: dict[Kind, int]) -> Iterable[int]:
 
 def _signature(block: nn.Module) -> object:
     """What makes two blocks do the same: the same modules with the same parameters and the same switches."""
-    parameters = tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in block.named_parameters())
+    parameters = tuple(
+        (name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in block.named_parameters()
+    )
     switches = tuple((name, type(each).__name__, _switches(each)) for name, each in block.named_modules())
     return parameters, switches
 
 
 def _switches(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """What a module's own attributes choose. Numbers may be its place in the list; that there is one may be a choice."""
+    """What a module's own attributes choose. A number may be its place in the list; that there is one is a choice."""
     found = {name: each for name, each in vars(module).items() if not name.startswith("_")}
     chosen = {name: each for name, each in found.items() if each is None or isinstance(each, (bool, str, int, float))}
     plain = {name: "number" if type(each) in (int, float) else each for name, each in chosen.items()}

@@ -4,7 +4,7 @@
 2. The best of the built ones are refined: the choices of their parts by dynamic programming (`chain.py`), the data axis
    cut into a replicated and a sharded one, blocks that recompute where memory is short.
 3. The best one is polished: each layer alone is put otherwise, and what is faster stays.
-4. Candidates are verified in the order of their price, until enough are known to fit; the best named plan is one of them.
+4. Candidates are verified in the order of their price, until enough are known to fit; the best named one is among them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from meshloom.nn.search.trials import Price, Recipe, Task, Trials
 from meshloom.observe.dry_run import DryRun, show_seconds
 from meshloom.observe.memory_use import show_bytes
 
-REFINED = 3  # plans by role that are refined
+REFINED = 3  # plans by role that are refined,
+NEAR = 1.3  # if their price is so near to the best
 CLOSE = 1.02  # a named plan is verified if its price is so near to the best
 
 
@@ -74,7 +75,8 @@ def _meshes_for(name: str, task: Task) -> Iterator[Mesh]:
 
 
 _AXES = {
-    "data": ("tp", "dp"), "fsdp": ("tp", "fsdp"), "hsdp": ("dp", "fsdp"), "fsdp+tensor": ("fsdp", "tp"), "context": ("dp", "cp"),
+    "data": ("tp", "dp"), "fsdp": ("tp", "fsdp"), "hsdp": ("dp", "fsdp"), "fsdp+tensor": ("fsdp", "tp"),
+    "context": ("dp", "cp"),
 }  # fmt: skip
 
 
@@ -102,7 +104,7 @@ def _cuts(task: Task, devices: int) -> list[int]:
     return [each for each in divisors(devices) if _has_rows(task, devices // each) and task.length >= each][:2]
 
 
-# Where candidates come from. Pipelines and other kinds of parallelism join here: a function that gives meshes and recipes.
+# Where candidates come from. Other kinds of parallelism join here: a function that gives meshes and recipes.
 SOURCES: tuple[Source, ...] = (named_plans, built_plans)
 
 
@@ -114,6 +116,7 @@ class Search:
         self.trials = Trials(task)
         self.found: dict[object, Found] = {}
         self.parts = parts_of(self.trials.sample)
+        self.too_large: list[Found] = []  # with all blocks that recompute, and still no room
 
     def run(self, keep: int) -> list[Verified]:
         """Plans that fit, verified, the fastest first."""
@@ -150,7 +153,8 @@ class Search:
         for each in sorted(ready, key=lambda each: each.price.time):
             sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
             best.setdefault((sizes.get("tp"), sizes.get("cp")), each)
-        return list(best.values())[:REFINED]
+        least = min((each.price.time for each in [*ready, *self.fitting()]), default=0.0)
+        return [each for each in best.values() if each.price.time <= NEAR * least][:REFINED]
 
     def fit(self, found: Found) -> Found | None:
         """The same with as few blocks that recompute as it needs to fit; None if it cannot."""
@@ -158,9 +162,11 @@ class Search:
         if self.task.fits(found.price.memory):
             return found
         if not isinstance(recipe, Built) or self.task.mode != "train" or not self.trials.folded.counts:
+            self.too_large.append(found)
             return None
         every = self.trials.price(found.mesh, replace(recipe, recompute=ALL))
         if every is None or not self.task.fits(every.memory):
+            self.too_large.append(found if every is None else Found(found.mesh, replace(recipe, recompute=ALL), every))
             return None
         assert self.task.memory is not None
         blocks = sum(self.trials.folded.counts.values())
@@ -242,7 +248,9 @@ class Search:
             done = self._verify(each)
             if done is not None:
                 found[done.mesh, done.recipe] = done
-                self.tell(f"verified {show_seconds(done.run.time)}, {show_bytes(done.run.memory.peak)}: {done.recipe.title}")
+                self.tell(
+                    f"verified {show_seconds(done.run.time)}, {show_bytes(done.run.memory.peak)}: {done.recipe.title}"
+                )
         return sorted(found.values(), key=lambda each: each.run.time)[:keep]
 
     def _verify(self, found: Found) -> Verified | None:

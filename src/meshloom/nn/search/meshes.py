@@ -1,7 +1,7 @@
 """Meshes to look at: all ways to cut a number of devices into axes for rows, weights, sequences and columns.
 
-The last axis of a mesh lies on links that are nearest to each other, so the axis that talks most, `tp`, is the last, and
-does not leave the innermost level of a machine that has levels. On a machine that is a torus the reverse order is
+The last axis of a mesh lies on links that are nearest to each other, so the axis that talks most, `tp`, is the last,
+and does not leave the innermost level of a machine that has levels. On a machine that is a torus the reverse order is
 looked at too: `tp` then lies on its first axis.
 """
 

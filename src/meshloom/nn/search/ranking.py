@@ -1,10 +1,10 @@
-"""What a search has found: plans in the order of their time, each with what it costs and why it is slower than the first.
-"""
+"""What a search has found: plans in the order of their time, what each costs, and why it is not the first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, TypeVar, overload
 
 from torch import nn
@@ -14,10 +14,12 @@ from meshloom.nn.parallelize import parallelize
 from meshloom.nn.plan import Plan
 from meshloom.observe.dry_run import DryRun, show_seconds
 from meshloom.observe.memory_use import show_bytes
+from meshloom.observe.report import write_report
 from meshloom.tensor.creation import open_mesh
 
 _Module = TypeVar("_Module", bound=nn.Module)
-SHOWN = 3  # reasons that one line names
+SHOWN = 3  # reasons that one line names,
+LEAST = 0.005  # if they are more than so much of the time
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ class Ranking(Sequence[Candidate]):
     def __len__(self) -> int:
         return len(self.candidates)
 
+    def report(self, path: str | PathLike[str]) -> None:
+        """Write the dry run of the fastest as one HTML page, with the others beside it."""
+        write_report(self.best.run, path, [(each.run, each.title, each.why, str(each.plan)) for each in self])
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
@@ -101,7 +107,8 @@ def explain_difference(run: DryRun, best: DryRun) -> str:
     names = dict.fromkeys([*run.bounds, *best.bounds])
     changes = {name: run.bounds.get(name, 0.0) - best.bounds.get(name, 0.0) for name in names}
     slower = run.time - best.time
-    largest = sorted((name for name in changes if abs(changes[name]) > 0.005 * best.time), key=lambda n: -abs(changes[n]))
+    worth = [name for name in changes if abs(changes[name]) > LEAST * best.time]
+    largest = sorted(worth, key=lambda name: -abs(changes[name]))
     said = [f"{name} {'+' if changes[name] > 0 else '-'}{show_seconds(abs(changes[name]))}" for name in largest[:SHOWN]]
     return f"{slower / best.time:+.1%}: {', '.join(said)}" if said else f"{slower / best.time:+.1%}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from meshloom.nn.plan import Plan
 from meshloom.nn.search.blocks import Folded, Kind
 from meshloom.observe.dry_run import DryRun, dry_run
 
+FEW = 2  # blocks of a kind that are not worth folding
 MODES = ("train", "prefill", "decode")
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -75,6 +76,10 @@ class Task:
         """The size of the second dim of the batch: of text, its tokens."""
         return max((each.shape[1] for each in self.tensors if each.dim() > 1), default=1)
 
+    def with_rows(self, rows: int) -> Task:
+        """The same with the first rows of the batch."""
+        return replace(self, batch=_shorten(self.batch, self.rows, rows))
+
     def fits(self, memory: float) -> bool:
         """Whether a device has that much."""
         return self.memory is None or memory <= self.memory
@@ -87,17 +92,20 @@ class Price:
     time: float
     memory: float
     bytes: float
-    added: Mapping[Kind, Price] = field(default_factory=dict)  # by one more block of each kind
 
     def __add__(self, other: Price) -> Price:
-        return Price(self.time + other.time, self.memory + other.memory, self.bytes + other.bytes, self.added)
+        return Price(self.time + other.time, self.memory + other.memory, self.bytes + other.bytes)
 
     def __sub__(self, other: Price) -> Price:
         return self + other.times(-1)
 
     def times(self, count: float) -> Price:
         """That many times the same."""
-        return Price(self.time * count, self.memory * count, self.bytes * count, self.added)
+        return Price(self.time * count, self.memory * count, self.bytes * count)
+
+
+def _read(run: DryRun) -> Price:
+    return Price(run.time, run.memory.peak, run.bytes)
 
 
 class Trials:
@@ -130,30 +138,33 @@ class Trials:
         """What a recipe does with the folded model: two recipes that do the same are one."""
         found = recipe.plan(self.sample, mesh).check(self.sample)
         parameters = frozenset((name, axes) for name, axes in found.parameters.items() if axes)
-        lines = frozenset((line.word, name, line.axes) for line in found.lines for name in line.takes if line.word != "parameter")
+        others = [line for line in found.lines if line.word != "parameter"]
+        lines = frozenset((line.word, name, line.axes) for line in others for name in line.takes)
         return mesh, found.batch, parameters, lines
 
     def _price(self, mesh: Mesh, recipe: Recipe) -> Price:
+        """What all blocks cost: those of one block of each kind, and what a second one of a kind adds, as often as it
+        is there. A model of few blocks is run as it is."""
         counts = self.folded.counts
-        base = self._measure(mesh, recipe, dict.fromkeys(counts, 1))
-        total, added = base, {}
+        if max(counts.values(), default=1) <= FEW:
+            return _read(self.verify(mesh, recipe))
+        one = dict.fromkeys(counts, 1)
+        base = self._measure(mesh, recipe, one)
+        total = base
         for kind, count in counts.items():
             if count > 1:
-                more = self._measure(mesh, recipe, {**dict.fromkeys(counts, 1), kind: 2})
-                added[kind] = more - base
-                total = total + added[kind].times(count - 1)
-        return Price(total.time, total.memory, total.bytes, added)
+                more = self._measure(mesh, recipe, {**one, kind: 2})
+                total = total + (more - base).times(count - 1)
+        return total
 
     def _measure(self, mesh: Mesh, recipe: Recipe, counts: Mapping[Kind, int]) -> Price:
-        run = self._run(self.folded.with_blocks(counts), mesh, recipe)
-        return Price(run.time, run.memory.peak, run.bytes)
+        return _read(self._run(self.folded.with_blocks(counts), mesh, recipe))
 
     def verify(self, mesh: Mesh, recipe: Recipe) -> DryRun:
         """The dry run of the whole model."""
-        model = self.folded.with_blocks({})
-        key = (mesh, str(recipe.plan(model, mesh)))
+        key = (mesh, str(recipe.plan(self.folded.whole, mesh)))
         if key not in self.whole:
-            self.whole[key] = self._run(model, mesh, recipe)
+            self.whole[key] = self._run(self.folded.with_blocks({}), mesh, recipe)
         return self.whole[key]
 
     def _run(self, model: nn.Module, mesh: Mesh, recipe: Recipe) -> DryRun:
@@ -229,6 +240,15 @@ def _light(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_light, value))
     return {key: _light(each) for key, each in value.items()} if type(value) is dict else value
+
+
+def _shorten(value: Any, rows: int, wanted: int) -> Any:
+    """A batch with fewer rows; tensors that have another first dim stay."""
+    if isinstance(value, torch.Tensor):
+        return value[:wanted] if value.dim() and value.shape[0] == rows else value
+    if isinstance(value, Mapping):
+        return {key: _shorten(each, rows, wanted) for key, each in value.items()}
+    return type(value)(_shorten(each, rows, wanted) for each in value) if isinstance(value, (list, tuple)) else value
 
 
 def _tensors(value: Any) -> Any:
