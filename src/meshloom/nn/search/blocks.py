@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -72,9 +72,9 @@ class Folded:
         model = copy.deepcopy(self.whole)
         for name, kinds in self._kinds.items():
             left = dict(counts)
-            blocks = model.get_submodule(name)
+            blocks: Any = model.get_submodule(name)
             for place in reversed([*_surplus(kinds, left)]):
-                del blocks[place]  # type: ignore[attr-defined]
+                del blocks[place]
         return model
 
 

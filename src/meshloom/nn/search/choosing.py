@@ -204,8 +204,8 @@ class Search:
         fit = [each for each in best if self.task.fits(base.memory + each.memory)]
         for each in dict.fromkeys([*fit[:1], best[0], best[-1]]):
             chosen = recipe
-            for way in each.ways:
-                chosen = chosen.changed(*way)
+            for part, axis, way in each.ways:
+                chosen = chosen.changed(part, axis, way)
             together = self.price(found.mesh, chosen)
             if together is not None and each.ways:
                 yield together

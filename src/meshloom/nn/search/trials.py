@@ -7,7 +7,7 @@ further one adds too; a test holds this against whole runs. `Trials.verify` runs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -204,7 +204,7 @@ def _train(model: nn.Module, args: Any, kwargs: Any, task: Task, optimizer: torc
         loss = task.loss(model, batch)
     else:
         loss = find_loss(model(*args, **kwargs))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -251,7 +251,7 @@ def _shorten(value: Any, rows: int, wanted: int) -> Any:
     return type(value)(_shorten(each, rows, wanted) for each in value) if isinstance(value, (list, tuple)) else value
 
 
-def _tensors(value: Any) -> Any:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
