@@ -81,7 +81,10 @@ def test_the_plan_that_was_written_can_be_applied(planned):
 )
 def test_what_cannot_be_planned_is_told(text, words, said, tmp_path, capsys):
     out = tmp_path / "page.html"
-    assert main(["plan", write_script(tmp_path, text), "--machine", "t3000", "--devices", "2", "--out", str(out), *words]) == 1
+    assert (
+        main(["plan", write_script(tmp_path, text), "--machine", "t3000", "--devices", "2", "--out", str(out), *words])
+        == 1
+    )
     assert said in capsys.readouterr().err
     assert not out.exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from torch import nn
 
 import meshloom as loom
 from meshloom.fabric import preset
+from meshloom.nn.search.autoplan import make_task, rank
 from meshloom.nn.search.blocks import Folded, copy_without_data
-from meshloom.nn.search.choosing import named_plans
+from meshloom.nn.search.choosing import Search, named_plans
 from meshloom.nn.search.meshes import make_mesh, tensor_sizes
 from meshloom.nn.search.recipes import ALL, Built, Named, parts_of
 from meshloom.nn.search.trials import Task, Trials
@@ -37,9 +39,14 @@ def plan(model: str = "llama", machine: str = "t3000", devices: int = 4, rows: i
 
 
 @cache
-def ranked(model: str) -> loom.nn.Ranking:
+def searched(model: str) -> tuple[Search, loom.nn.Ranking]:
     """The plans of a tiny model on four chips, searched once."""
-    return plan(model)
+    search = Search(task(model), lambda line: None)
+    return search, rank(search)
+
+
+def ranked(model: str) -> loom.nn.Ranking:
+    return searched(model)[1]
 
 
 @pytest.fixture
@@ -75,11 +82,11 @@ def test_the_figures_are_those_of_a_dry_run_of_the_whole_model(llama):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_it_is_never_slower_than_the_best_named_plan_that_fits(model):
-    found, wanted = ranked(model), task(model)
-    trials = Trials(wanted)
-    named = [trials.verify(mesh, recipe) for mesh, recipe in named_plans(wanted) if trials.price(mesh, recipe)]
-    assert len(named) >= 8
-    assert found.best.time <= min(run.time for run in named if wanted.fits(run.memory.peak))
+    search, found = searched(model)
+    plans = [(mesh, recipe) for mesh, recipe in named_plans(search.task) if search.trials.price(mesh, recipe)]
+    named = [search.trials.verify(mesh, recipe) for mesh, recipe in plans]
+    assert len(named) >= 8 and {recipe.name for _, recipe in plans} >= {"data", "fsdp", "tensor", "hsdp"}
+    assert found.best.time <= min(run.time for run in named if search.task.fits(run.memory.peak))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -99,30 +106,33 @@ def test_each_plan_is_applied_by_parallelize_and_equals_dense(model):
 
 
 def test_short_memory_makes_blocks_recompute_and_no_more_than_needed():
-    wanted = task(devices=2, rows=8, memory=None)
-    free = plan(devices=2, rows=8).best
-    least = min(
-        Trials(wanted).price(mesh, Built(recompute=ALL)).memory for mesh in (make_mesh(fsdp=2), make_mesh(tp=2))
-    )
-    found = plan(devices=2, rows=8, memory=(free.memory + 2 * least) / 3)
-    assert found.best.memory <= (free.memory + 2 * least) / 3 < free.memory
-    assert found.best.time >= free.time
+    with torch.device("meta"):
+        model = plan_models.llama(replace(SIZES["tiny"], layers=2, length=256))
+        tokens = torch.zeros(2, 256, dtype=torch.long)
+    mesh = make_mesh(fsdp=2)
+    trials = Trials(make_task(model, (tokens, tokens), "t3000", 2, 1e12, loss=loss))
+    none, one, every = (trials.verify(mesh, Built(recompute=count)) for count in (0, 1, ALL))
+    assert every.memory.peak < one.memory.peak < none.memory.peak
+    found = loom.autoplan(model, (tokens, tokens), "t3000", 2, one.memory.peak, loss=loss)
+    assert found.best.memory <= one.memory.peak
+    assert any(each.plan.recompute == ("blocks.0",) for each in found)
+    assert all(each.memory <= one.memory.peak for each in found)
 
 
 def test_when_nothing_fits_the_error_says_what_would():
     with pytest.raises(loom.OutOfMemoryError) as error:
-        plan(devices=2, rows=8, memory=400_000)
+        plan(devices=2, rows=8, memory=100_000)
     said = str(error.value)
-    assert said.startswith("no plan fits: one device needs") and "has 400 KB" in said
+    assert said.startswith("no plan fits: one device needs") and "has 100 KB" in said
     assert "closest" in said and "devices:" in said and "rows:" in said
 
 
 def test_what_the_error_says_would_fit_does_fit():
     with pytest.raises(loom.OutOfMemoryError) as error:
-        plan(devices=2, rows=8, memory=400_000)
+        plan(devices=2, rows=8, memory=100_000)
     words = str(error.value).split()
     rows = int(words[words.index("batches") + 2])
-    assert plan(devices=2, rows=rows, memory=400_000).best.memory <= 400_000
+    assert plan(devices=2, rows=rows, memory=100_000).best.memory <= 100_000
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
@@ -134,7 +144,7 @@ def test_inference_has_no_backward_and_no_optimizer(mode):
 
 
 def test_folded_models_predict_whole_ones():
-    sizes = plan_models.replace(SIZES["tiny"], layers=7)
+    sizes = replace(SIZES["tiny"], layers=7)
     with torch.device("meta"):
         model = plan_models.llama(sizes).to(torch.bfloat16)
     wanted = Task(model, example("llama", "tiny", 8), preset("galaxy").machine(), 8, None, loss=loss)
@@ -146,7 +156,7 @@ def test_folded_models_predict_whole_ones():
     ]:  # fmt: skip
         price, run = trials.price(mesh, recipe), trials.verify(mesh, recipe)
         assert price.time == pytest.approx(run.time, rel=0.03), recipe
-        assert price.memory == pytest.approx(run.memory.peak, rel=0.03), recipe
+        assert price.memory == pytest.approx(run.memory.peak, rel=0.1), recipe
         assert price.bytes == pytest.approx(run.bytes, rel=1e-3), recipe
 
 
@@ -216,4 +226,4 @@ def test_a_tensor_axis_stays_inside_of_a_level():
 def test_parts_are_columns_with_their_rows():
     names = {model: [part.name for part in parts_of(build(model, "tiny"))] for model in MODELS}
     assert names["gpt"] == ["embedding", "attention", "net", "head"]
-    assert names["moe"] == ["embedding", "experts", "attention", "head"]
+    assert names["moe"] == ["embedding", "attention", "experts", "head"]

@@ -40,7 +40,8 @@ def test_the_table_has_the_figures_of_every_plan(tab: Tab, found):
 def test_bars_have_one_scale(tab: Tab, found):
     widths = tab.evaluate(
         "[...document.querySelectorAll('#plans .plan .bar')].map(bar => "
-        "[...bar.children].reduce((sum, each) => sum + each.getBoundingClientRect().width, 0) / bar.getBoundingClientRect().width)"
+        "[...bar.children].reduce((sum, each) => sum + each.getBoundingClientRect().width, 0)"
+        " / bar.getBoundingClientRect().width)"
     )
     slowest = max(each.time for each in found)
     assert widths == pytest.approx([each.time / slowest for each in found], abs=0.01)

@@ -45,20 +45,13 @@ def autoplan(
     >>> found.best.time == min(each.time for each in found)
     True
     """
-    expect("module", module, nn.Module, fix="give a torch.nn.Module")
-    found = _machine(machine)
-    task = Task(
-        module,
-        example_batch,
-        found,
-        _count(found) if devices is None else _positive("devices", devices),
-        found.memory if memory is None else _bytes(memory),
-        mode,
-        loss,
-        optimizer,
-    )
-    search = Search(task, progress or (lambda line: None))
-    verified = search.run(_positive("keep", keep))
+    task = make_task(module, example_batch, machine, devices, memory, mode=mode, loss=loss, optimizer=optimizer)
+    return rank(Search(task, progress or (lambda line: None)), _positive("keep", keep))
+
+
+def rank(search: Search, keep: int = KEPT) -> Ranking:
+    """Run a search, and give back what it has found, in order."""
+    verified = search.run(keep)
     if not verified:
         raise nothing_fits(search)
     best = verified[0].run
@@ -75,6 +68,21 @@ def autoplan(
     )
     refused = tuple(f"{what} on {mesh}: {error}" for (mesh, what), error in search.trials.refused.items())
     return Ranking(candidates, len(search.found), refused)
+
+
+def make_task(
+    module: nn.Module,
+    batch: Any,
+    machine: str | Machine | Preset,
+    devices: int | None = None,
+    memory: float | None = None,
+    **more: Any,
+) -> Task:
+    """What a search is about, from the arguments of `autoplan`, which are checked."""
+    expect("module", module, nn.Module, fix="give a torch.nn.Module")
+    found = _machine(machine)
+    count = _count(found) if devices is None else _positive("devices", devices)
+    return Task(module, batch, found, count, found.memory if memory is None else _bytes(memory), **more)
 
 
 def _machine(given: str | Machine | Preset) -> Machine:

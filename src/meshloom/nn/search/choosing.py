@@ -24,7 +24,9 @@ from meshloom.observe.memory_use import show_bytes
 
 REFINED = 3  # plans by role that are refined,
 NEAR = 1.3  # if their price is so near to the best
-CLOSE = 1.02  # a named plan is verified if its price is so near to the best
+CLOSE = 1.05  # so near to the best, a named plan is verified,
+MUST = 3  # but no more of them than this
+ATTEMPTS = 4  # whole runs of one plan, to find how many blocks recompute
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Found:
     mesh: Mesh
     recipe: Recipe
     price: Price
+    saved: float = 0.0  # bytes that one more block saves if it recomputes
 
     @property
     def is_named(self) -> bool:
@@ -115,14 +118,15 @@ class Search:
         self.task, self.tell = task, tell
         self.trials = Trials(task)
         self.found: dict[object, Found] = {}
+        self.built: list[Found] = []  # plans by role, also those that have a name too
         self.parts = parts_of(self.trials.sample)
         self.too_large: list[Found] = []  # with all blocks that recompute, and still no room
 
     def run(self, keep: int) -> list[Verified]:
         """Plans that fit, verified, the fastest first."""
-        for source in SOURCES:
-            for mesh, recipe in source(self.task):
-                self.price(mesh, recipe)
+        for source in (*(source(self.task) for source in SOURCES), self._with_context()):
+            for mesh, recipe in source:
+                self._consider(mesh, recipe)
         self.tell(f"{len(self.found)} plans priced; the best by now: {self._best_line()}")
         for each in self._promising():
             self.refine(each)
@@ -130,8 +134,24 @@ class Search:
         self.tell(f"{len(self.found)} plans priced; the best by now: {self._best_line()}")
         return self.verify(keep)
 
+    def _consider(self, mesh: Mesh, recipe: Recipe) -> None:
+        found = self.price(mesh, recipe)
+        if found is not None and isinstance(recipe, Built):
+            self.built.append(replace(found, recipe=recipe))
+
+    def _with_context(self) -> Iterator[tuple[Mesh, Recipe]]:
+        """If the plan `context` does well, its context axis beside sharded weights and a tensor axis."""
+        priced = list(self.found.values())
+        least = min((each.price.time for each in priced), default=0.0)
+        near = [each for each in priced if "cp" in each.mesh.axes and each.price.time <= NEAR * least]
+        for each in sorted(near, key=lambda each: each.price.time)[:1]:
+            cut = each.mesh.shape[each.mesh.axes.index("cp")]
+            rest = self.task.devices // cut
+            for size in [size for size in tensor_sizes(self.task.machine, rest) if rest % size == 0]:
+                yield make_mesh(fsdp=rest // size, cp=cut, tp=size), Built()
+
     def price(self, mesh: Mesh, recipe: Recipe) -> Found | None:
-        """A recipe on a mesh, priced; with as many blocks that recompute as it needs to fit, if that is what helps."""
+        """A recipe on a mesh with its price; None if it cannot be used there."""
         price = self.trials.price(mesh, recipe)
         if price is None:
             return None
@@ -147,8 +167,7 @@ class Search:
 
     def _promising(self) -> list[Found]:
         """The plans by role that are fastest once they fit, no two of which differ in their weights only."""
-        built = [each for each in self.found.values() if not each.is_named]
-        ready = [fit for each in built if (fit := self.fit(each)) is not None]
+        ready = [fit for each in self.built if (fit := self.fit(each)) is not None]
         best: dict[object, Found] = {}
         for each in sorted(ready, key=lambda each: each.price.time):
             sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
@@ -173,7 +192,7 @@ class Search:
         saved = (found.price.memory - every.memory) / blocks
         count = min(blocks, math.ceil((found.price.memory - self.task.memory) / saved))
         price = found.price + (every - found.price).times(count / blocks)
-        fitted = Found(found.mesh, replace(recipe, recompute=ALL if count == blocks else count), price)
+        fitted = Found(found.mesh, replace(recipe, recompute=ALL if count == blocks else count), price, saved)
         return self.found.setdefault((self.trials.key(found.mesh, fitted.recipe), count), fitted)
 
     def refine(self, found: Found) -> None:
@@ -223,27 +242,34 @@ class Search:
 
     def polish(self) -> None:
         """Put each layer of the best plan otherwise, and keep what is faster."""
-        best = next((each for each in self.fitting() if not each.is_named), None)
-        if best is None or "tp" not in best.mesh.axes:
+        ready = [each for each in [*self.fitting(), *self.built] if self._can_be_polished(each)]
+        best = min(ready, key=lambda each: each.price.time, default=None)
+        if best is None:
             return
+        recipe, least = best.recipe, best.price.time
+        assert isinstance(recipe, Built)
         for layer in [layer for part in self.parts for layer in part.layers]:
             for way in WAYS["tp"]:
-                assert isinstance(best.recipe, Built)
-                if best.recipe.recompute not in (0, ALL):
-                    return
-                other = self.price(best.mesh, best.recipe.changed(layer, "tp", way))
-                if other is not None and self.task.fits(other.price.memory) and other.price.time < best.price.time:
-                    best = other
+                changed = recipe.changed(layer, "tp", way)
+                other = self.price(best.mesh, changed)
+                if other is not None and self.task.fits(other.price.memory) and other.price.time < least:
+                    recipe, least = changed, other.price.time
+
+    def _can_be_polished(self, found: Found) -> bool:
+        """Whether it has choices that the folded model can price: it has too few blocks for some that recompute."""
+        recipe = found.recipe
+        is_built = isinstance(recipe, Built) and recipe.recompute in (0, ALL)
+        return is_built and "tp" in found.mesh.axes and self.task.fits(found.price.memory)
 
     def verify(self, keep: int) -> list[Verified]:
         """The best that fit when the whole model is run; more blocks recompute where the estimate was short."""
         order = self.fitting()
         limit = order[0].price.time * CLOSE if order else 0.0
         named = [each for each in order if each.is_named]
-        must = [*named[:1], *(each for each in named[1:keep] if each.price.time <= limit)]
+        must = [*named[:1], *(each for each in named[1:MUST] if each.price.time <= limit)]
         found: dict[object, Verified] = {}
         for each in [*must, *(each for each in order if each not in must)]:
-            if len(found) >= max(keep, len(must) + 1) and each not in must:
+            if len(found) >= max(keep, len(must) + 2) and each not in must:
                 break
             done = self._verify(each)
             if done is not None:
@@ -254,16 +280,30 @@ class Search:
         return sorted(found.values(), key=lambda each: each.run.time)[:keep]
 
     def _verify(self, found: Found) -> Verified | None:
-        recipe = found.recipe
-        for _ in range(3):
+        """The whole model, with fewer or more blocks that recompute where the estimate was a little off."""
+        best, count = None, self._count(found.recipe)
+        tried: set[int] = set()
+        while count not in tried and len(tried) < ATTEMPTS:
+            tried.add(count)
+            recipe = self._with_count(found.recipe, count)
             run = self.trials.verify(found.mesh, recipe)
-            if self.task.fits(run.memory.peak):
-                return Verified(found.mesh, recipe, run)
-            if not isinstance(recipe, Built) or not recipe.recompute or recipe.recompute == ALL:
-                return None
-            blocks = sum(self.trials.folded.counts.values())
-            recipe = replace(recipe, recompute=min(blocks, recipe.recompute + max(1, blocks // 8)))
-        return None
+            fits = self.task.fits(run.memory.peak)
+            best = Verified(found.mesh, recipe, run) if fits else best
+            if not count or not found.saved or self.task.memory is None or (best is not None and not fits):
+                break
+            room = (self.task.memory - run.memory.peak) / found.saved
+            count -= math.floor(room + 0.5) if fits else min(-1, math.floor(room))
+            count = min(max(count, 0), sum(self.trials.folded.counts.values()))
+        return best
+
+    def _count(self, recipe: Recipe) -> int:
+        """How many blocks recompute."""
+        return sum(self.trials.folded.counts.values()) if recipe.recompute == ALL else recipe.recompute
+
+    def _with_count(self, recipe: Recipe, count: int) -> Recipe:
+        if not isinstance(recipe, Built):
+            return recipe
+        return replace(recipe, recompute=ALL if count and count == self._count(Built(recompute=ALL)) else count)
 
     def _best_line(self) -> str:
         best = next(iter(self.fitting()), None)

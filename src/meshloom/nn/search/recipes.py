@@ -43,6 +43,7 @@ class Named:
     """A plan with a name."""
 
     name: str
+    recompute: int = 0
 
     @property
     def title(self) -> str:
@@ -123,16 +124,14 @@ def _runs(module: nn.Module) -> Iterator[tuple[list[str], str]]:
         kinds[role.layer] = "row" if ends else role.kind
     open_run: list[str] = []
     for layer, kind in kinds.items():
-        if kind in ("expert", "vocabulary"):
+        is_apart = kind in ("expert", "vocabulary")
+        if open_run and (is_apart or (kinds[open_run[-1]] == "row" and kind == "column")):
+            yield open_run, "block"
+            open_run = []
+        if is_apart:
             yield [layer], kind
-            continue
-        if open_run and kinds[open_run[-1]] == "row" and kind == "column":
-            yield open_run, "block"
-            open_run = []
-        open_run.append(layer)
-        if kind == "row" and len(open_run) == 1:
-            yield open_run, "block"
-            open_run = []
+        else:
+            open_run.append(layer)
     if open_run:
         yield open_run, "block"
 

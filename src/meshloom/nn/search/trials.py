@@ -35,6 +35,10 @@ class Recipe(Protocol):
     def title(self) -> str:
         """What it does, in a few words."""
 
+    @property
+    def recompute(self) -> int:
+        """How many blocks recompute: the folded model has too few to tell."""
+
     def plan(self, module: nn.Module, mesh: Mesh) -> Plan:
         """The plan; an error if the model has nothing that it could be made of."""
 
@@ -140,7 +144,7 @@ class Trials:
         parameters = frozenset((name, axes) for name, axes in found.parameters.items() if axes)
         others = [line for line in found.lines if line.word != "parameter"]
         lines = frozenset((line.word, name, line.axes) for line in others for name in line.takes)
-        return mesh, found.batch, parameters, lines
+        return mesh, found.batch, parameters, lines, recipe.recompute
 
     def _price(self, mesh: Mesh, recipe: Recipe) -> Price:
         """What all blocks cost: those of one block of each kind, and what a second one of a kind adds, as often as it
