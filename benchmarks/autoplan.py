@@ -3,17 +3,22 @@
     python -m benchmarks.autoplan                               # all, half an hour on one core
     python -m benchmarks.autoplan --machines t3000 --sizes small --models gpt
     python -m benchmarks.autoplan --page                        # put what was found into docs/autoplan.md
+    python -m benchmarks.autoplan --measure 2 4                 # on real processes of this machine, with a clock
 
-Nothing is measured with a clock but the search itself, so the figures are the same everywhere. What is found goes to
-benchmarks/autoplan.json, case by case, so that a run that was stopped goes on.
+Nothing of the table is measured with a clock but the search itself, so its figures are the same everywhere. What is
+found goes to benchmarks/autoplan.json, case by case, so that a run that was stopped goes on. `make bench` measures on
+processes: the plan that autoplan calls the fastest beside the fastest of the named ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +29,8 @@ if __package__ in (None, ""):  # run as a file
 
 from examples.plan_models import MODELS, build, example, loss
 
+from benchmarks.goals import Goal
+from benchmarks.results import OURS, Row, verdict
 from meshloom.nn.search.autoplan import make_task
 from meshloom.nn.search.choosing import Search
 from meshloom.observe.dry_run import show_seconds
@@ -33,6 +40,9 @@ MACHINES = {"t3000": 8, "galaxy": 32, "nvlink8": 8, "nvlink8x16": 128}
 SIZES = ("small", "medium", "large")
 FOUND = Path(__file__).with_name("autoplan.json")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "autoplan.md"
+RANKS = Path(__file__).with_name("autoplan_ranks.py")
+PROCESSES = (2, 4)
+MEASURED = Goal("ratio", 1.15)
 MARKS = ("<!-- table: made by benchmarks/autoplan.py -->", "<!-- end of table -->")
 
 
@@ -61,6 +71,33 @@ def look(model: str, size: str, machine: str) -> dict[str, Any]:
         seconds, mesh, title = min(fit, key=lambda each: each[0])
         found |= {"named_time": seconds, "named_mesh": str(mesh), "named": title}
     return {**found, "cpu": time.process_time() - start}
+
+
+def measured(quick: bool) -> Iterator[Row]:
+    """On real processes: the plan that autoplan calls the fastest, over the fastest named plan, by the clock."""
+    for count in PROCESSES[: 1 if quick else None]:
+        found = measure_on(count, quick)
+        named = min(took for took, _ in found["named"].values())
+        ratio = found["took"][0] / named
+        times = {"ours_us": round(found["took"][0] * 1e6, 1), "dense_us": round(named * 1e6, 1)}
+        held = {"ratio": round(ratio, 3), **verdict(MEASURED, ratio)}
+        yield Row(OURS, "autoplan", f"{found['best']}, {count} processes", (count,), count, "ratio", **times, **held)
+
+
+def measure_on(count: int, quick: bool) -> dict[str, Any]:
+    """What processes have found that planned and measured together."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), str(RANKS), str(path)]
+        root = {**os.environ, "PYTHONPATH": os.pathsep.join([str(RANKS.parents[1]), os.environ.get("PYTHONPATH", "")])}
+        root["OMP_NUM_THREADS"] = "1"
+        done = subprocess.run([*command, "quick" if quick else "full"], capture_output=True, text=True, env=root)
+        if done.returncode:
+            raise RuntimeError(
+                f"{count} processes did not come to their end:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            )
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
 
 
 def cases(given: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
@@ -122,7 +159,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--again", action="store_true", help="also cases that were looked at before")
     parser.add_argument("--page", action="store_true", help="only write the table into docs/autoplan.md")
+    parser.add_argument("--measure", nargs="+", type=int, help="only measure, on so many processes")
     given = parser.parse_args()
+    for count in given.measure or ():
+        found = measure_on(count, quick=False)
+        FOUND.write_text(json.dumps({**read_found(), f"measured {count}": found}, indent=1, sort_keys=True) + "\n")
+        print(
+            f"{count} processes: {found['best']} takes {show_seconds(found['took'][0])}; named plans, measured and predicted:"
+        )
+        for name, (took, said) in sorted(found["named"].items(), key=lambda pair: pair[1]):
+            print(f"  {show_seconds(took)}, {show_seconds(said)}  {name}", flush=True)
+    if given.measure:
+        return
     for model, size, machine in [] if given.page else cases(given):
         key = f"{machine} {size} {model}"
         if key not in read_found() or given.again:
