@@ -108,10 +108,15 @@ def cases(given: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
                 yield model, size, machine
 
 
-def read_found() -> dict[str, dict[str, Any]]:
+def read_found(path: Path) -> dict[str, dict[str, Any]]:
     """What earlier runs have found."""
-    found: dict[str, dict[str, Any]] = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     return found
+
+
+def keep(path: Path, key: str, each: dict[str, Any]) -> None:
+    """Add what was found to the file."""
+    path.write_text(json.dumps({**read_found(path), key: each}, indent=1, sort_keys=True) + "\n")
 
 
 def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -158,26 +163,26 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--again", action="store_true", help="also cases that were looked at before")
+    parser.add_argument("--found", type=Path, default=FOUND, help="the file of what was found (default %(default)s)")
     parser.add_argument("--page", action="store_true", help="only write the table into docs/autoplan.md")
     parser.add_argument("--measure", nargs="+", type=int, help="only measure, on so many processes")
     given = parser.parse_args()
     for count in given.measure or ():
         found = measure_on(count, quick=False)
-        FOUND.write_text(json.dumps({**read_found(), f"measured {count}": found}, indent=1, sort_keys=True) + "\n")
-        print(
-            f"{count} processes: {found['best']} takes {show_seconds(found['took'][0])}; named plans, measured and predicted:"
-        )
+        keep(given.found, f"measured {count}", found)
+        print(f"{count} processes: {found['best']} takes {show_seconds(found['took'][0])}")
+        print("named plans, measured and predicted:")
         for name, (took, said) in sorted(found["named"].items(), key=lambda pair: pair[1]):
             print(f"  {show_seconds(took)}, {show_seconds(said)}  {name}", flush=True)
     if given.measure:
         return
     for model, size, machine in [] if given.page else cases(given):
         key = f"{machine} {size} {model}"
-        if key not in read_found() or given.again:
+        if key not in read_found(given.found) or given.again:
             each = look(model, size, machine)
-            FOUND.write_text(json.dumps({**read_found(), key: each}, indent=1, sort_keys=True) + "\n")
+            keep(given.found, key, each)
             print(_line(each), f"{each['tried']} tried, {each['cpu']:.0f} s of CPU time", flush=True)
-    write_page(read_found())
+    write_page(read_found(given.found))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshloom.errors import ArgumentError, expect
 from meshloom.fabric import Machine, Preset, preset
+from meshloom.nn.parallelize import refuse_placed
 from meshloom.nn.search.choosing import Search
 from meshloom.nn.search.ranking import Candidate, Ranking, explain_difference
 from meshloom.nn.search.remedies import nothing_fits
@@ -80,7 +81,12 @@ def make_task(
 ) -> Task:
     """What a search is about, from the arguments of `autoplan`, which are checked."""
     expect("module", module, nn.Module, fix="give a torch.nn.Module")
+    refuse_placed(module)
     found = _machine(machine)
+    if more.get("mode", "train") == "train" and not any(each.requires_grad for each in module.parameters()):
+        raise ArgumentError(
+            f"this {type(module).__name__} has no parameters to train", fix='mode="prefill" plans for inference'
+        )
     count = _count(found) if devices is None else _positive("devices", devices)
     return Task(module, batch, found, count, found.memory if memory is None else _bytes(memory), **more)
 

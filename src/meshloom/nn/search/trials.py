@@ -115,14 +115,13 @@ def _read(run: DryRun) -> Price:
 class Trials:
     """Dry runs of one task, each done once."""
 
-    def __init__(self, task: Task, tell: Callable[[str], None] = lambda line: None) -> None:
-        self.task, self.tell = task, tell
+    def __init__(self, task: Task) -> None:
+        self.task = task
         self.folded = Folded(task.module)
         self.sample = self.folded.with_blocks(dict.fromkeys(self.folded.counts, 1))
         self.known: dict[object, Price | None] = {}
         self.refused: dict[tuple[Mesh, str], MeshloomError] = {}  # what could not be tried, and why
         self.whole: dict[tuple[Mesh, str], DryRun] = {}
-        self.runs = 0
 
     def price(self, mesh: Mesh, recipe: Recipe) -> Price | None:
         """What a step costs by a recipe; None where the recipe cannot be used, see `refused`."""
@@ -172,7 +171,6 @@ class Trials:
         return self.whole[key]
 
     def _run(self, model: nn.Module, mesh: Mesh, recipe: Recipe) -> DryRun:
-        self.runs += 1
         plan = recipe.plan(model, mesh)
         parallelize(model, mesh, plan, device="meta")
         args, kwargs = _arguments(self.task.batch)
