@@ -73,13 +73,13 @@ def _meshes_for(name: str, task: Task) -> Iterator[Mesh]:
         inner = [each for each in sizes if each > 1]
     outer, last = _AXES.get(name, ("dp", "tp"))
     for size in inner:
-        if _has_rows(task, devices if last in ("dp", "fsdp") else devices // size):
+        if _has_rows(task, devices if last in ("dp", "fsdp", "ep") else devices // size):
             yield from orders(task.machine, make_mesh(**{outer: devices // size, last: size}))
 
 
 _AXES = {
     "data": ("tp", "dp"), "fsdp": ("tp", "fsdp"), "hsdp": ("dp", "fsdp"), "fsdp+tensor": ("fsdp", "tp"),
-    "context": ("dp", "cp"),
+    "context": ("dp", "cp"), "expert": ("dp", "ep"),
 }  # fmt: skip
 
 

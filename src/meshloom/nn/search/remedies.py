@@ -39,7 +39,8 @@ def _more_devices(search: Search, least: Found) -> Iterator[str]:
     sizes = dict(zip(least.mesh.axes, least.mesh.shape, strict=True))
     recipe = Built(recompute=ALL) if search.task.mode == "train" else Built()
     for factor in (2**power for power in range(1, FURTHER + 1)):
-        mesh = make_mesh(**{**sizes, "fsdp": sizes.get("fsdp", 1) * factor})
+        longer = {"dp": sizes.get("dp", 1), "fsdp": sizes.get("fsdp", 1) * factor}
+        mesh = make_mesh(**longer, **{axis: size for axis, size in sizes.items() if axis not in longer})
         price = search.trials.price(mesh, recipe)
         if price is not None and search.task.fits(price.memory):
             yield f"use {search.task.devices * factor} devices: {show_bytes(price.memory)} each, on {mesh}"
