@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import sys
 from dataclasses import replace
 from functools import cache
@@ -14,12 +15,14 @@ import torch
 from torch import nn
 
 import meshloom as loom
+from meshloom import Mesh
 from meshloom.fabric import preset
+from meshloom.nn.hooks import fitting
 from meshloom.nn.search.autoplan import make_task, rank
 from meshloom.nn.search.blocks import Folded, copy_without_data
 from meshloom.nn.search.choosing import Search, named_plans
 from meshloom.nn.search.meshes import make_mesh, tensor_sizes
-from meshloom.nn.search.recipes import ALL, Built, Named, parts_of
+from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, other_ways, parts_of
 from meshloom.nn.search.trials import Task, Trials
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -89,20 +92,55 @@ def test_it_is_never_slower_than_the_best_named_plan_that_fits(model):
     assert found.best.time <= min(run.time for run in named if search.task.fits(run.memory.peak))
 
 
+@cache
+def dense(model: str) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """A model with its gradients, and the batch that they are of."""
+    torch.manual_seed(0)
+    made = build(model, "tiny", "cpu", torch.float64)
+    batch = example(model, "tiny", 4, "cpu", torch.float64)
+    loss(made, batch).backward()
+    return made, batch
+
+
+def check_equal(model: str, mesh: Mesh, plan: loom.Plan) -> None:
+    """An error unless a model on a mesh has the gradients of the dense one."""
+    expected, batch = dense(model)
+    ours = copy.deepcopy(expected)
+    ours.zero_grad()
+    loom.parallelize(ours, mesh, plan)
+    placed = tuple(loom.distribute(x, mesh, fitting(plan.batch, x.dim())) for x in batch)
+    loss(ours, placed).backward()
+    for (name, p), q in zip(ours.named_parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(p.grad.to_torch(), q.grad, rtol=1e-9, atol=1e-12), f"{name} by\n{plan}"
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_each_plan_is_applied_by_parallelize_and_equals_dense(model):
-    torch.manual_seed(0)
-    dense = build(model, "tiny", "cpu", torch.float64)
-    batch = example(model, "tiny", 4, "cpu", torch.float64)
-    loss(dense, batch).backward()
-    for each in ranked(model)[:3]:
-        ours = copy.deepcopy(dense)
-        ours.zero_grad()
-        each.apply(ours)
-        placed = tuple(loom.distribute(x, each.mesh, loom.nn.hooks.fitting(each.plan.batch, x.dim())) for x in batch)
-        loss(ours, placed).backward()
-        for (name, p), q in zip(ours.named_parameters(), dense.parameters(), strict=True):
-            assert torch.allclose(p.grad.to_torch(), q.grad, rtol=1e-9, atol=1e-12), (each.title, name)
+    for each in ranked(model):
+        check_equal(model, each.mesh, each.plan)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_chosen_equals_dense(seed):
+    draw = random.Random(seed)
+    model = draw.choice(list(MODELS))
+    sizes = {axis: draw.choice((1, 2)) for axis in ("dp", "fsdp", "cp")}
+    mesh = make_mesh(**sizes, tp=draw.choice((2, 3, 4)))
+    recipe = Built((), draw.random() < 0.5, draw.choice((0, ALL)))
+    for (part, axis), ways in other_ways(parts_of(build(model, "tiny")), mesh).items():
+        recipe = recipe.changed(part, axis, draw.choice((WAYS[axis][0], *ways)))
+    check_equal(model, mesh, recipe.plan(build(model, "tiny"), mesh))
+
+
+def test_a_model_that_differs_a_little_is_not_equal():
+    expected, _ = dense("gpt")
+    before = expected.head.weight.grad.clone()
+    try:
+        expected.head.weight.grad[0, 0] *= 1.001
+        with pytest.raises(AssertionError, match=r"embedding\.weight"):
+            check_equal("gpt", make_mesh(tp=2), Built().plan(build("gpt", "tiny"), make_mesh(tp=2)))
+    finally:
+        expected.head.weight.grad.copy_(before)
 
 
 def test_short_memory_makes_blocks_recompute_and_no_more_than_needed():
