@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshloom.mesh import Mesh
@@ -137,7 +137,7 @@ class Search:
     def _consider(self, mesh: Mesh, recipe: Recipe) -> None:
         found = self.price(mesh, recipe)
         if found is not None and isinstance(recipe, Built):
-            self.built.append(replace(found, recipe=recipe))
+            self.built.append(found)
 
     def _with_context(self) -> Iterator[tuple[Mesh, Recipe]]:
         """If the plan `context` does well, its context axis beside sharded weights and a tensor axis."""
@@ -155,10 +155,9 @@ class Search:
         price = self.trials.price(mesh, recipe)
         if price is None:
             return None
-        return self._keep(Found(mesh, recipe, price))
-
-    def _keep(self, found: Found) -> Found:
-        return self.found.setdefault(self.trials.key(found.mesh, found.recipe), found)
+        found = Found(mesh, recipe, price)
+        self.found.setdefault(self.trials.key(mesh, recipe), found)  # the first name of what two recipes do
+        return found
 
     def fitting(self) -> list[Found]:
         """All that fits, the fastest first."""
@@ -264,20 +263,26 @@ class Search:
     def verify(self, keep: int) -> list[Verified]:
         """The best that fit when the whole model is run; more blocks recompute where the estimate was short."""
         order = self.fitting()
-        limit = order[0].price.time * CLOSE if order else 0.0
-        named = [each for each in order if each.is_named]
-        must = [*named[:1], *(each for each in named[1:MUST] if each.price.time <= limit)]
         found: dict[object, Verified] = {}
-        for each in [*must, *(each for each in order if each not in must)]:
-            if len(found) >= max(keep, len(must) + 2) and each not in must:
-                break
+        for each in self._in_turn(order, keep, found):
             done = self._verify(each)
             if done is not None:
                 found[done.mesh, done.recipe] = done
-                self.tell(
-                    f"verified {show_seconds(done.run.time)}, {show_bytes(done.run.memory.peak)}: {done.recipe.title}"
-                )
+                costs = f"{show_seconds(done.run.time)}, {show_bytes(done.run.memory.peak)}"
+                self.tell(f"verified {costs}: {done.recipe.title} on {done.mesh}")
         return sorted(found.values(), key=lambda each: each.run.time)[:keep]
+
+    def _in_turn(self, order: list[Found], keep: int, found: Mapping[object, Verified]) -> Iterator[Found]:
+        """What to verify next: named plans until one fits, and those near to the best; then the best of all others."""
+        tried: list[Found] = []
+        for each in [each for each in order if each.is_named]:
+            if found and (len(tried) >= MUST or each.price.time > CLOSE * order[0].price.time):
+                break
+            tried.append(each)
+            yield each
+        others = [each for each in order if each not in tried]
+        least = max(keep, len(found) + 2)
+        yield from (each for each in others if len(found) < least)
 
     def _verify(self, found: Found) -> Verified | None:
         """The whole model, with fewer or more blocks that recompute where the estimate was a little off."""
