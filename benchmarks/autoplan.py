@@ -52,7 +52,7 @@ def rows_of(machine: str) -> int:
 
 
 def look(model: str, size: str, machine: str) -> dict[str, Any]:
-    """The best plan of a case, and the best named one."""
+    """The best plan of a case by dry runs of the whole model, and the best named one."""
     start = time.process_time()
     given = build(model, size), example(model, size, rows_of(machine))
     task = make_task(*given, machine, MACHINES[machine], loss=loss)

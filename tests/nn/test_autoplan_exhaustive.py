@@ -12,7 +12,9 @@ import itertools
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from meshloom.ops import Call, Ref, find
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
+import plan_models
 from plan_models import Attention, Block, Plain, Sizes
 
 IS_WHOLE = os.environ.get("MESHLOOM_AUTOPLAN") == "all"
@@ -165,6 +168,19 @@ def test_it_is_as_good_as_trying_everything(block, machine, devices, ndim, with_
     assert count >= 100
     print(f"autoplan {found.best.time:.6g} s of {found.tried} plans, the best of {count}: {least:.6g} s")
     assert found.best.time <= 1.05 * least, f"{plan}\n{found}"
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="takes most of a minute; MESHLOOM_AUTOPLAN=all runs it")
+def test_32_blocks_on_1024_devices_take_less_than_a_minute_of_one_core():
+    sizes = replace(plan_models.SIZES["large"], layers=32)
+    with torch.device("meta"):
+        model = plan_models.llama(sizes).to(torch.bfloat16)
+        tokens = torch.zeros(1024, sizes.length, dtype=torch.long)
+    start = time.process_time()
+    found = loom.autoplan(model, (tokens, tokens), "nvlink8x16", 1024, loss=plan_models.loss)
+    took = time.process_time() - start
+    assert len(found.best.run.nodes) > 32 * 20
+    assert took < 60, f"{took:.0f} s of CPU time\n{found}"
 
 
 def test_the_rows_of_the_table_are_the_ones_that_are_known():
