@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import (
     autoplan,
     blockfloat,
+    cards,
     checkpoints,
     first_calls,
     gpt,
@@ -104,7 +105,7 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
 
 
 def _specs(devices: Sequence[int]) -> list[Spec]:
-    beside = (gpt, runtime, blockfloat, first_calls, optimizers, ttnn_calls, checkpoints)
+    beside = (gpt, runtime, cards, blockfloat, first_calls, optimizers, ttnn_calls, checkpoints)
     return [*all_works(devices), *(spec for module in beside for spec in module.works(devices))]
 
 

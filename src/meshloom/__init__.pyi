@@ -196,6 +196,7 @@ __all__ = [
     'exp',
     'exp2',
     'expand',
+    'experts',
     'explain',
     'expm1',
     'export',
@@ -601,6 +602,7 @@ from meshloom.tensor.torch_api.pointwise import dropout as dropout
 from meshloom.observe.dry_run import dry_run as dry_run
 def empty(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def empty_like(input: torch.Tensor, **options: object) -> Tensor: ...
+from meshloom.nn import experts as experts
 from meshloom.observe.explain import explain as explain
 from meshloom.checkpoint.exporting import export as export
 def eye(n: _int, m: _int | None=None, **options: Any) -> Tensor: ...

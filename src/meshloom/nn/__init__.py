@@ -3,11 +3,12 @@
 Start with `Plan`, `parallelize` and `autoplan`.
 """
 
-from meshloom.nn import data, plans
+from meshloom.nn import data, experts, plans
 from meshloom.nn.parallelize import mesh_of, parallelize, plan_of, unparallelize
 from meshloom.nn.plan import Plan
 from meshloom.nn.search import Candidate, Ranking, autoplan
 
+<<<<<<< HEAD
 __all__ = [
     "Candidate",
     "Plan",
@@ -20,3 +21,6 @@ __all__ = [
     "plans",
     "unparallelize",
 ]
+=======
+__all__ = ["Plan", "data", "experts", "mesh_of", "parallelize", "plan_of", "plans", "unparallelize"]
+>>>>>>> main

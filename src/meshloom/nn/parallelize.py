@@ -188,7 +188,7 @@ def _check_tensors(module: torch.nn.Module) -> None:
 
 def _taken(found: Assignment) -> dict[str, dict[str, Axes | None]]:
     """The modules of each kind of line, the first line first."""
-    taken: dict[str, dict[str, Axes | None]] = {"input": {}, "output": {}, "recompute": {}}
+    taken: dict[str, dict[str, Axes | None]] = {"input": {}, "output": {}, "recompute": {}, "experts": {}}
     for line in found.lines:
         if line.word in taken:
             for name in line.takes:
