@@ -8,19 +8,16 @@ from meshloom.nn.parallelize import mesh_of, parallelize, plan_of, unparallelize
 from meshloom.nn.plan import Plan
 from meshloom.nn.search import Candidate, Ranking, autoplan
 
-<<<<<<< HEAD
 __all__ = [
     "Candidate",
     "Plan",
     "Ranking",
     "autoplan",
     "data",
+    "experts",
     "mesh_of",
     "parallelize",
     "plan_of",
     "plans",
     "unparallelize",
 ]
-=======
-__all__ = ["Plan", "data", "experts", "mesh_of", "parallelize", "plan_of", "plans", "unparallelize"]
->>>>>>> main
