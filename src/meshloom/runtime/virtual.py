@@ -169,9 +169,10 @@ class VirtualCard:
         if message is None:
             raise DeviceError(f"card {self._index} has no message of card {peer} in slot {slot}")
         region = handle[index]
-        flat = region.flatten()
+        flat = region.view(-1) if region.is_contiguous() else region.reshape(-1).clone()
         flat[start:stop] = message if op is None else REDUCTIONS[op].combine(flat[start:stop], message)
-        region.copy_(flat.view(region.shape))
+        if not region.is_contiguous():
+            region.copy_(flat.view(region.shape))
         return Ticket(ends)
 
     def copy(self, source: torch.Tensor, source_index: Any, target: torch.Tensor, target_index: Any) -> Ticket:
