@@ -17,7 +17,7 @@ from meshloom.mesh import Mesh
 from meshloom.nn import plans
 from meshloom.nn.search.chain import frontier
 from meshloom.nn.search.meshes import divisors, make_mesh, orders, tensor_sizes
-from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, other_ways, parts_of
+from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, expert_counts, other_ways, parts_of
 from meshloom.nn.search.trials import Price, Recipe, Task, Trials
 from meshloom.observe.dry_run import DryRun, show_seconds
 from meshloom.observe.memory_use import show_bytes
@@ -107,8 +107,18 @@ def _cuts(task: Task, devices: int) -> list[int]:
     return [each for each in divisors(devices) if _has_rows(task, devices // each) and task.length >= each][:2]
 
 
+def expert_plans(task: Task) -> Iterator[tuple[Mesh, Recipe]]:
+    """Where a model has experts: they over an axis of their own, other weights replicated or sharded."""
+    counts = expert_counts(task.module)
+    if counts and _has_rows(task, task.devices):
+        for size in [each for each in tensor_sizes(task.machine, task.devices) if 1 < each <= min(counts)]:
+            for weights in ("dp", "fsdp"):
+                mesh = make_mesh(**{weights: task.devices // size, "ep": size})
+                yield from ((each, Built()) for each in orders(task.machine, mesh))
+
+
 # Where candidates come from. Other kinds of parallelism join here: a function that gives meshes and recipes.
-SOURCES: tuple[Source, ...] = (named_plans, built_plans)
+SOURCES: tuple[Source, ...] = (named_plans, built_plans, expert_plans)
 
 
 class Search:
@@ -170,7 +180,7 @@ class Search:
         best: dict[object, Found] = {}
         for each in sorted(ready, key=lambda each: each.price.time):
             sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
-            best.setdefault((sizes.get("tp"), sizes.get("cp")), each)
+            best.setdefault((sizes.get("tp"), sizes.get("cp"), sizes.get("ep")), each)
         least = min((each.price.time for each in [*ready, *self.fitting()]), default=0.0)
         return [each for each in best.values() if each.price.time <= NEAR * least][:REFINED]
 
