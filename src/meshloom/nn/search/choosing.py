@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -257,9 +258,10 @@ class Search:
             return
         recipe, least = best.recipe, best.price.time
         assert isinstance(recipe, Built)
-        for layer in [layer for part in self.parts for layer in part.layers]:
-            for way in WAYS["tp"]:
-                changed = recipe.changed(layer, "tp", way)
+        layers = [layer for part in self.parts for layer in part.layers]
+        for layer, axis in itertools.product(layers, [axis for axis in WAYS if axis in best.mesh.axes]):
+            for way in WAYS[axis]:
+                changed = recipe.changed(layer, axis, way)
                 other = self.price(best.mesh, changed)
                 if other is not None and self.task.fits(other.price.memory) and other.price.time < least:
                     recipe, least = changed, other.price.time
@@ -268,7 +270,7 @@ class Search:
         """Whether it has choices that the folded model can price: it has too few blocks for some that recompute."""
         recipe = found.recipe
         is_built = isinstance(recipe, Built) and recipe.recompute in (0, ALL)
-        return is_built and "tp" in found.mesh.axes and self.task.fits(found.price.memory)
+        return is_built and bool(WAYS.keys() & set(found.mesh.axes)) and self.task.fits(found.price.memory)
 
     def verify(self, keep: int) -> list[Verified]:
         """The best that fit when the whole model is run; more blocks recompute where the estimate was short."""
