@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import random
 import sys
@@ -265,3 +266,30 @@ def test_parts_are_columns_with_their_rows():
     names = {model: [part.name for part in parts_of(build(model, "tiny"))] for model in MODELS}
     assert names["gpt"] == ["embedding", "attention", "net", "head"]
     assert names["moe"] == ["embedding", "attention", "experts", "head"]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = ROOT / "benchmarks" / "autoplan.json"
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """The module that makes the table of the docs, and the cases that it has found."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    made = importlib.import_module("benchmarks.autoplan")
+    found = made.read_found(FOUND)
+    return made, {key: each for key, each in found.items() if "model" in each}
+
+
+def test_the_table_of_the_docs_is_what_was_found(table):
+    made, found = table
+    assert "\n".join(made.table(found)) in (ROOT / "docs" / "autoplan.md").read_text(encoding="utf-8")
+    assert len(found) == len(made.MACHINES) * len(made.SIZES) * len(MODELS)
+
+
+def test_no_case_of_the_table_is_slower_than_a_named_plan_and_each_machine_has_one_that_is_faster(table):
+    made, found = table
+    assert all(each["time"] <= each["named_time"] for each in found.values() if "named_time" in each)
+    for machine in made.MACHINES:
+        beside = [each for each in found.values() if each["machine"] == machine and "named_time" in each]
+        assert any(each["time"] < 0.98 * each["named_time"] for each in beside), machine
