@@ -209,12 +209,13 @@ class Search:
         """Choose the parts, then cut the data axis, then recompute if memory is short."""
         recipe = found.recipe
         assert isinstance(recipe, Built)
-        for each in [*self._choose_parts(replace(found, recipe=replace(recipe, recompute=0)))][:2]:
-            self.fit(each)
-            for mesh in self._cut_data(each.mesh):
-                cut = self.price(mesh, each.recipe)
-                if cut is not None:
-                    self.fit(cut)
+        chosen = [*self._choose_parts(replace(found, recipe=replace(recipe, recompute=0)))]
+        ready = [each for each in chosen if self.fit(each) is not None]
+        best = min(ready or chosen, key=lambda each: each.price.time)
+        for mesh in self._cut_data(best.mesh):
+            cut = self.price(mesh, best.recipe)
+            if cut is not None:
+                self.fit(cut)
 
     def _choose_parts(self, found: Found) -> Iterator[Found]:
         """The best choices for all parts by what each of them adds alone, priced together."""
