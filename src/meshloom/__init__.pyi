@@ -110,6 +110,7 @@ __all__ = [
     'atan',
     'atan2',
     'atanh',
+    'autoplan',
     'avg_pool1d',
     'avg_pool2d',
     'avg_pool3d',
@@ -584,6 +585,7 @@ from meshloom.checkpoint.saving import Saving as Saving
 from meshloom.observe.simulate import Simulation as Simulation
 from meshloom.tensor.gradient_sums import accumulate as accumulate
 def arange(*bounds: _float, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
+from meshloom.nn import autoplan as autoplan
 def bernoulli(input: torch.Tensor, p: torch.Tensor | _float | None=None, *, generator: torch.Generator | None=None) -> Tensor: ...
 from meshloom.observe.scopes import choose as choose
 from meshloom.observe.scopes import communication as communication

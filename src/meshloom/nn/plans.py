@@ -97,8 +97,8 @@ def _tensor(module: nn.Module, mesh: Mesh) -> Plan:
 def _tensor_sequence(module: nn.Module, mesh: Mesh) -> Plan:
     axis = _axis(mesh, _TENSOR)
     names = [name for name, _ in module.named_modules()]
-    outputs: Lines = {layer: {axis: Shard(_sequence_dim(module, layer))} for layer in _writers(module)}
-    inputs: Lines = {part: {axis: Replicate()} for part in _readers(module)}
+    outputs: Lines = {layer: {axis: Shard(sequence_dim(module, layer))} for layer in _writers(module)}
+    inputs: Lines = {part: {axis: Replicate()} for part in readers(module)}
     taken, given = (brief(lines, {name: lines.get(name) for name in names}) for lines in (inputs, outputs))
     return Plan(_by_role(module, axis, ()), _rows(_others(mesh, axis)), taken, given)
 
@@ -243,10 +243,13 @@ def _units(module: nn.Module) -> list[str]:
 
 def _writers(module: nn.Module) -> list[str]:
     """The modules whose results go from block to block: layers that write, and vocabularies that are looked up."""
-    inner = ("expert", "x_proj")  # what they write does not leave their block
-    roles = [role for role in roles_of(module).values() if role.kind == "row"]
-    roles = [role for role in roles if not any(word in role.layer for word in inner)]
+    roles = [role for role in roles_of(module).values() if role.kind == "row" and not stays_inside(role.layer)]
     return list(dict.fromkeys([*_vocabularies(module), *(role.layer for role in roles)]))
+
+
+def stays_inside(layer: str) -> bool:
+    """Whether what a layer writes does not leave its block: experts, and the small products of a state space."""
+    return any(word in layer for word in ("expert", "x_proj"))
 
 
 def _vocabularies(module: nn.Module) -> list[str]:
@@ -263,7 +266,7 @@ def _looked_up(module: nn.Module, rows: dict[str, Placement]) -> Lines:
     return {name: dict(rows) for name in _vocabularies(module)}
 
 
-def _readers(module: nn.Module) -> list[str]:
+def readers(module: nn.Module) -> list[str]:
     """The parts of blocks in which several layers read the same input: it is gathered once for all of them."""
     columns = dict.fromkeys(role.layer for role in roles_of(module).values() if role.kind == "column")
     counts = Counter(layer.rpartition(".")[0] for layer in columns if "expert" not in layer)
@@ -272,7 +275,8 @@ def _readers(module: nn.Module) -> list[str]:
     return [part for part in inside if counts[part] > 1 and part.rpartition(".")[0] not in blocks]
 
 
-def _sequence_dim(module: nn.Module, layer: str) -> int:
+def sequence_dim(module: nn.Module, layer: str) -> int:
+    """The dim of a layer's result that is the sequence."""
     found = module.get_submodule(layer)
     return 0 if isinstance(found, nn.MultiheadAttention) and not found.batch_first else 1
 
