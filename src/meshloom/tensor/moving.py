@@ -12,6 +12,7 @@ from meshloom.placement import Placements, Topology, as_placements
 from meshloom.planner import moves
 from meshloom.processes.divergence import STORY
 from meshloom.runtime import Event, state, where
+from meshloom.runtime.card_array import CardArray, to_host
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked, watch_dense
 from meshloom.tensor.joining import refuse_plain_results
@@ -25,6 +26,8 @@ def shadow_of(tensor: Tensor) -> Tensor:
 
 def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two arrays share memory."""
+    if isinstance(first, CardArray) or isinstance(second, CardArray):
+        return isinstance(first, CardArray) and isinstance(second, CardArray) and first.memory is second.memory
     if first.is_meta or second.is_meta:
         return first is second or (first._is_view() and first._base is second)
     held, other = first.untyped_storage(), second.untyped_storage()
@@ -126,7 +129,7 @@ def to_torch(tensor: Tensor) -> torch.Tensor:
     """The tensor as one dense torch tensor of its own, always; partial sums are reduced."""
     tensor = shadow_of(tensor)
     refuse_plain_results(tensor)
-    found = to_dense(tensor, "to_torch")
+    found = to_host(to_dense(tensor, "to_torch"))
     return watch_dense(found.clone() if same_storage(found, tensor._data) else found)
 
 
@@ -142,4 +145,4 @@ def read(tensor: Tensor, call: str) -> torch.Tensor:
     if state.capture is not None:
         raise state.capture.refuse(f"{call}() needs values, and while a trace is captured nothing is computed")
     refuse_plain_results(tensor)
-    return to_dense(tensor, call).detach()
+    return to_host(to_dense(tensor, call).detach())

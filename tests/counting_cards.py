@@ -1,0 +1,141 @@
+"""Cards with memory of their own, in numpy, that count every byte which crosses: for tests of tensors on any card."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from meshloom.errors import DeviceError
+from meshloom.runtime.card import CardInfo, Kernel
+from meshloom.runtime.chips import Chip, chip_of
+from meshloom.runtime.compile_cache import link, translate
+
+
+def to_bytes(data: torch.Tensor) -> numpy.ndarray:
+    """The bytes of a tensor of any dtype, as a copy."""
+    return data.detach().contiguous().flatten().view(torch.uint8).numpy().copy()
+
+
+class Piece:
+    """Memory of a card: bytes, with the shape and dtype that they mean."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.address, self.shape, self.dtype = address, tuple(shape), dtype
+        self.bytes = numpy.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=numpy.uint8)
+        self.freed = False
+
+    def array(self) -> torch.Tensor:
+        """The memory as the card's own kernels see it."""
+        return torch.from_numpy(self.bytes).view(self.dtype).view(self.shape)
+
+
+class CountingCard:
+    """A card whose memory nobody else sees. `fail` maps a command to how many of it still work."""
+
+    def __init__(self, driver: CountingDriver, index: int) -> None:
+        self.driver, self.index, self.closed = driver, index, False
+        self.pieces: dict[int, Piece] = {}
+        self.crossed: Counter[str] = Counter()
+        self.launched: Counter[str] = Counter()
+        self.fail: dict[str, int] = {}
+
+    @property
+    def used(self) -> int:
+        """The bytes that it holds."""
+        return sum(len(piece.bytes) for piece in self.pieces.values())
+
+    def info(self) -> CardInfo:
+        return CardInfo(self.index, f"counting:{self.index}", self.driver.chip)
+
+    def alloc(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Piece:
+        self._begin("alloc")
+        piece = Piece(address, shape, dtype)
+        for other in self.pieces.values():
+            lower, upper = sorted((piece, other), key=lambda each: each.address)
+            assert lower.address * self.driver.chip.banks + len(lower.bytes) <= upper.address * self.driver.chip.banks
+        assert address not in self.pieces, "two owners of one address"
+        self.pieces[address] = piece
+        return piece
+
+    def free(self, handle: Piece) -> None:
+        assert not handle.freed and not self.closed, "freed twice, or after the end"
+        handle.freed = True
+        del self.pieces[handle.address]
+
+    def write(self, handle: Piece, data: torch.Tensor, index: Any = ...) -> None:
+        self._begin("write", handle)
+        assert data.dtype == handle.dtype
+        self.crossed["write"] += data.numel() * data.element_size()
+        if index is ...:
+            assert tuple(data.shape) == handle.shape, f"{tuple(data.shape)} into {handle.shape}"
+            handle.bytes[:] = to_bytes(data)
+        else:
+            handle.array()[index] = data
+
+    def read(self, handle: Piece, index: Any = ...) -> torch.Tensor:
+        self._begin("read", handle)
+        found = handle.array()[index].clone()
+        self.crossed["read"] += found.numel() * found.element_size()
+        return found
+
+    def load(self, binary: bytes, kernel: Kernel) -> Kernel:
+        return link(binary, kernel)
+
+    def launch(self, loaded: Kernel, handles: Sequence[Piece], args: Mapping[str, Any]) -> str:
+        self._begin("launch", *handles)
+        self.launched[loaded.__name__] += 1
+        loaded(*(handle.array() for handle in handles), **args)
+        return loaded.__name__
+
+    def wait(self, ticket: str, timeout: float | None) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _begin(self, command: str, *handles: Piece) -> None:
+        assert not any(handle.freed for handle in handles), f"{command} of memory that was freed"
+        if self.closed:
+            raise DeviceError(f"card {self.index} is closed")
+        left = self.fail.get(command)
+        if left is not None:
+            if left <= 0:
+                raise DeviceError(f"card {self.index} failed in a {command}")
+            self.fail[command] = left - 1
+
+
+class CountingDriver:
+    """Cards that share no memory with this process."""
+
+    shares_memory = False
+
+    def __init__(self, kernels: Mapping[str, Kernel] | None = None, chip: Chip | None = None) -> None:
+        self.kernels = dict(kernels or {})
+        self.chip = chip or chip_of("quietbox", None)
+        self.cards: dict[int, CountingCard] = {}
+
+    def enumerate(self) -> Sequence[int] | None:
+        return None
+
+    def open(self, index: int) -> CountingCard:
+        return self.cards.setdefault(index, CountingCard(self, index))
+
+    def compile(self, kernel: Kernel) -> bytes:
+        return translate(kernel)
+
+    def is_plain(self) -> bool:
+        return not any(card.fail for card in self.cards.values())
+
+    @property
+    def crossed(self) -> int:
+        """The bytes that crossed between all cards and the host."""
+        return sum(sum(card.crossed.values()) for card in self.cards.values())
+
+    @property
+    def used(self) -> list[int]:
+        """The bytes that each card holds."""
+        return [self.cards[index].used for index in sorted(self.cards)]
