@@ -120,6 +120,8 @@ def _offset(flat: torch.Tensor, twin: torch.Tensor) -> int:
 def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.is_view or func in _LIKE_VIEWS:
         return _view(func, args, kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        return _turn(func, args, kwargs)
     if func is _CLONE:
         found = _share(args[0], kwargs.get("memory_format"))
         if found is not None:
@@ -141,6 +143,15 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = func(source.twin, *args[1:], **kwargs)
     is_meta = source.is_meta
     return private.tree_map_only(torch.Tensor, lambda twin: CardArray(source.memory, twin, is_meta), found)
+
+
+def _turn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view in place, such as `squeeze_`: the array itself has other sizes from now on."""
+    array: CardArray = args[0]
+    func(array.twin, *args[1:], **kwargs)
+    with private.DisableTorchDispatch():
+        func(*args, **kwargs)
+    return array
 
 
 def _share(array: CardArray, memory_format: object) -> CardArray | None:

@@ -145,7 +145,7 @@ class CardStore:
         parts = shards.layout.cut(array)
 
         def write(place: Coordinate, card: Card) -> None:
-            card.write(shards.handles[place], parts[place].contiguous())
+            card.write(shards.handles[place], _in_a_row(parts[place]))
             self._count("write", place, shards.part_bytes)
 
         self.each("write", shards.layout, places, write)
@@ -327,6 +327,12 @@ class Memory:
         else:
             self._shards = self.store.put(array, layout)
         self._host = None
+
+
+def _in_a_row(part: torch.Tensor) -> torch.Tensor:
+    """A part whose elements follow each other, also by its strides: those of dims of size 1 may be anything."""
+    part = part.contiguous()
+    return part if not part.dim() or part.stride(-1) == 1 else part.clone(memory_format=torch.contiguous_format)
 
 
 def tell(way: str, size: int, cards: int) -> None:
