@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -22,8 +24,10 @@ class CardConformance:
         raise NotImplementedError
 
     @pytest.fixture
-    def card(self) -> Card:
-        return self.driver().open(1)
+    def card(self) -> Iterator[Card]:
+        card = self.driver().open(1)
+        yield card
+        card.close()
 
     def test_it_satisfies_the_protocols(self, card):
         assert isinstance(self.driver(), Driver) and isinstance(card, Card)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from meshloom.errors import ArgumentError, ClosedError, closest, expect, where
+from meshloom.engines.layout import torch_dtype
+from meshloom.errors import ArgumentError, ClosedError, UnsupportedError, closest, expect, where
 from meshloom.mesh import Coordinate
 from meshloom.placement import Topology
+from meshloom.runtime.card import Driver, footprint
 from meshloom.runtime.layouts import (
     LAYOUTS,
     Config,
@@ -57,7 +59,12 @@ class MeshBuffer:
         self._lock = threading.Lock()
         self._last: dict[MeshCommandQueue, int] = {}
         self._watchers: list[Callable[[], bool]] = []
-        size = self.layout.local_bytes
+        cards = [card for _, card in device.members()]
+        if system.driver.shares_memory:
+            size = self.layout.local_bytes
+        else:
+            _check_memory(buffer_type, system.driver)
+            size = footprint(cards, self.layout.local_shape, torch_dtype(self.layout.dtype))
         self.region = self._allocator.allocate(size, device.mask, f"buffer {self.name}", self.where, address)
         self._release = weakref.finalize(self, _drop, self._allocator, self.region)
         self._release.atexit = False
@@ -66,7 +73,7 @@ class MeshBuffer:
         self.storage: Block | Scattered = (
             Block(self.layout, system.races is not None)
             if system.driver.shares_memory
-            else Scattered(self.layout, [card for _, card in device.members()], self.region.address)
+            else Scattered(self.layout, cards, self.region.address)
         )
         device.adopt(self)
 
@@ -173,6 +180,14 @@ class MeshBuffer:
     def __repr__(self) -> str:
         state = f"at {self.address:#x}" if self.is_allocated else "freed"
         return f"MeshBuffer({self.name}: {self.layout}, {state} in {self.buffer_type})"
+
+
+def _check_memory(buffer_type: str, driver: Driver) -> None:
+    if buffer_type != "dram":
+        raise UnsupportedError(
+            f"cards of {type(driver).__name__} keep buffers in DRAM, not in {buffer_type}",
+            fix="leave buffer_type= out",
+        )
 
 
 def _is_int(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -9,23 +10,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom import settings
-from meshloom.errors import ArgumentError, MeshError, closest, expect, expect_seconds
+from meshloom.errors import ArgumentError, DeviceError, MeshError, MeshloomError, closest, expect, expect_seconds
 from meshloom.fabric.catalogue import Preset
-from meshloom.mesh import Mesh
+from meshloom.mesh import Coordinate, Mesh
 from meshloom.processes.discovery import discover
 from meshloom.processes.splitting import bound_ids, split_bound, visible_ids
 from meshloom.processes.world import join
 from meshloom.runtime import accounts
 from meshloom.runtime.card import Card, Driver
-from meshloom.runtime.chips import chip_of
+from meshloom.runtime.chips import Chip, chip_of
 from meshloom.runtime.device import MeshDevice
+from meshloom.runtime.drivers.blackhole import BlackholeDriver
 from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.system import System
 from meshloom.runtime.virtual import VirtualDriver
 
 TIMEOUT = 60.0
 FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0"'
-DEVICE = re.compile(r"(?:/dev/tenstorrent/|virtual:)?(\d+)")
+NODE, VIRTUAL = "/dev/tenstorrent/", "virtual:"
+DEVICE = re.compile(rf"(?:{NODE}|{VIRTUAL})?(\d+)")
 DRIVER = ("shares_memory", "enumerate", "open", "compile", "is_plain")
 
 
@@ -56,7 +59,10 @@ def open_mesh_device(
     the queues. `timeout` is how many seconds a launch may take; a card that takes longer is lost. `worker_l1_size` is
     how many bytes of L1 every core has for buffers, all of them for 0.
 
-    >>> with open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2)) as mesh:
+    Ids, and paths such as "virtual:3", are virtual cards of this process; a path of a node, "/dev/tenstorrent/3", is
+    the Tenstorrent card there. A `driver` says which cards they are, whatever they are called.
+
+    >>> with open_mesh_device(["virtual:3", "virtual:1"], (1, 2)) as mesh:
     ...     mesh.get_device_ids()
     [3, 1]
     """
@@ -68,7 +74,7 @@ def open_mesh_device(
         expect("stress", stress, int, fix="give a seed, such as stress=0")
     _check_driver(driver)
     chip = chip_of(preset, memory)
-    rack = driver if driver is not None else VirtualDriver(_declared_ids(), chip)
+    rack = driver if driver is not None else _driver_of((mesh_shape, device_ids), chip)
     if ids is None and shape is not None and driver is None:
         ids = bound_ids(shape)
     sizes, chosen = _fit(shape, ids, rack)
@@ -91,10 +97,43 @@ def open_mesh_device(
     return made
 
 
+def _driver_of(given: tuple[Any, Any], chip: Chip) -> Driver:
+    """Who opens the devices that were named: nodes are Tenstorrent cards, all others are virtual."""
+    named = [each for listed in given if isinstance(listed, Sequence) for each in listed if _is_path(each)]
+    nodes = [os.fspath(each) for each in named if os.fspath(each).startswith(NODE)]
+    if not nodes:
+        return VirtualDriver(_declared_ids(), chip)
+    virtual = [os.fspath(each) for each in named if os.fspath(each).startswith(VIRTUAL)]
+    if virtual:
+        raise ArgumentError(
+            f"{nodes[0]} is a Tenstorrent card and {virtual[0]} a virtual one: a mesh has one kind", fix=FORMS
+        )
+    return BlackholeDriver()
+
+
 def _open_cards(rack: Driver, mesh: Mesh) -> list[Card | None]:
     """The cards, row-major; those of other processes are opened there, unless they are but a view of our memory."""
-    places = zip(mesh.coordinates(), mesh.device_ids, strict=True)
-    return [rack.open(index) if rack.shares_memory or mesh.is_here(place) else None for place, index in places]
+    opened: list[Card | None] = []
+    try:
+        for place, index in zip(mesh.coordinates(), mesh.device_ids, strict=True):
+            opened.append(_open_card(rack, index, place) if rack.shares_memory or mesh.is_here(place) else None)
+    except BaseException:
+        for card in opened:
+            if card is not None:
+                with contextlib.suppress(Exception):  # why the mesh does not open is what matters
+                    card.close()
+        raise
+    return opened
+
+
+def _open_card(rack: Driver, index: int, place: Coordinate) -> Card:
+    try:
+        return rack.open(index)
+    except (MeshloomError, SystemExit) as error:
+        first, fix = str(error).partition("\n")[0], getattr(error, "details", {}).get("fix")
+        raise DeviceError(
+            f"the device at {place} does not open: {first}", driver=type(rack).__name__, fix=fix
+        ) from error
 
 
 def read_mesh_type(given: MeshType | str | None) -> MeshType | None:
@@ -180,7 +219,8 @@ def _fit(shape: tuple[int, ...] | None, ids: list[int] | None, rack: Driver) -> 
             )
     missing = [each for each in ids if visible is not None and each not in visible]
     if missing:
-        raise MeshError(f"there is no device {missing[0]}", devices=list(visible or ()))
+        lacks = rack.lacks(missing[0]) if isinstance(rack, BlackholeDriver) else {}
+        raise MeshError(f"there is no device {missing[0]}", devices=list(visible or ()), **lacks)
     shape = shape if shape is not None else (len(ids),)
     if math.prod(shape) != len(ids):
         raise MeshError(

@@ -64,8 +64,7 @@ class System:
         self.driver, self.cards, self.launches = driver, tuple(cards), Launches(timeout)
         self.dispatch = _check_known("dispatch", dispatch, DISPATCH)
         self.races = Races() if check is not None and _check_known("check", check, CHECKS) else None
-        chip = next(card for card in cards if card is not None).info().chip
-        self.chip = chip
+        chip = self.chip = _common_chip([card.info().chip for card in cards if card is not None])
         l1 = _check_l1(worker_l1_size, chip) or chip.l1
         self.memory = {
             "dram": Allocator("DRAM", chip.dram, chip.banks, len(cards)),
@@ -123,6 +122,17 @@ class System:
                 failed.append((place, error))
         if failed:
             raise Failures(failed)
+
+
+def _common_chip(chips: Sequence[Chip]) -> Chip:
+    """What every card has: memory is used in lock-step, so the least of each counts."""
+    first = chips[0]
+    if all(chip == first for chip in chips):
+        return first
+    banks = min(chip.banks for chip in chips)
+    dram = min(chip.dram // chip.banks for chip in chips) * banks
+    least = min(chips, key=lambda chip: chip.cores.num_cores)
+    return Chip(first.name, dram, banks, min(chip.l1 for chip in chips), least.cores)
 
 
 def _check_l1(size: int, chip: Chip) -> int:
