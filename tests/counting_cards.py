@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from meshloom.errors import DeviceError
-from meshloom.runtime.card import CardInfo, Kernel
+from meshloom.runtime.card import CardInfo, Kernel, Part
 from meshloom.runtime.chips import Chip, chip_of
 from meshloom.runtime.compile_cache import link, translate
 
@@ -31,6 +31,39 @@ class Piece:
     def array(self) -> torch.Tensor:
         """The memory as the card's own kernels see it."""
         return torch.from_numpy(self.bytes).view(self.dtype).view(self.shape)
+
+
+# Kernels of the card's own: what the op needs for a step of a model and its gradients.
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(a, b, out=out)
+
+
+def add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, alpha: float = 1) -> None:
+    torch.add(a, b, alpha=alpha, out=out)
+
+
+def relu(a: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(a.relu())
+
+
+def relu_backward(gradient: torch.Tensor, result: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(gradient * (result > 0))
+
+
+def transpose(a: torch.Tensor, out: torch.Tensor, dim0: int, dim1: int) -> None:
+    out.copy_(a.transpose(dim0, dim1))
+
+
+def sum_over(a: torch.Tensor, out: torch.Tensor, dim: tuple[int, ...]) -> None:
+    out.copy_(a.sum(dim).view(out.shape))
+
+
+KERNELS: dict[str, Kernel] = {
+    "matmul": matmul, "add": add, "relu": relu, "threshold_backward": relu_backward, "transpose": transpose,
+    "sum": sum_over,
+}  # fmt: skip
 
 
 class CountingCard:
@@ -94,6 +127,30 @@ class CountingCard:
     def wait(self, ticket: str, timeout: float | None) -> bool:
         return True
 
+    # links
+
+    def peers(self) -> Sequence[int]:
+        return [each for each in self.driver.cards if each != self.index]
+
+    def slots(self, peer: int) -> tuple[int, int]:
+        return 1, 256
+
+    def send(self, handle: Piece, index: Any, start: int, stop: int, peer: int, slot: int) -> str:
+        self._begin("send", handle)
+        self.driver.links[self.index, peer] = handle.array()[index].flatten()[start:stop].clone()
+        return "send"
+
+    def receive(self, handle: Piece, index: Any, start: int, stop: int, peer: int, slot: int, op: str | None) -> str:
+        self._begin("receive", handle)
+        assert index is ...
+        arrived, target = self.driver.links.pop((peer, self.index)), handle.array().view(-1)[start:stop]
+        target.add_(arrived) if op == "sum" else target.copy_(arrived)
+        return "receive"
+
+    def copy(self, source: Piece, source_index: Any, target: Piece, target_index: Any) -> str:
+        target.array()[target_index] = source.array()[source_index]
+        return "copy"
+
     def close(self) -> None:
         self.closed = True
 
@@ -115,6 +172,7 @@ class CountingDriver:
 
     def __init__(self, kernels: Mapping[str, Kernel] | None = None, chip: Chip | None = None) -> None:
         self.kernels = dict(kernels or {})
+        self.links: dict[tuple[int, int], torch.Tensor] = {}
         self.chip = chip or chip_of("quietbox", None)
         self.cards: dict[int, CountingCard] = {}
 
@@ -129,6 +187,9 @@ class CountingDriver:
 
     def is_plain(self) -> bool:
         return not any(card.fail for card in self.cards.values())
+
+    def kernel_of(self, op: str, operands: Sequence[Part], result: Part, args: Mapping[str, Any]) -> Kernel | None:
+        return self.kernels.get(op)
 
     @property
     def crossed(self) -> int:

@@ -18,8 +18,8 @@ import torch
 from meshloom.context import state
 from meshloom.engines import private
 from meshloom.placement import Topology
-from meshloom.runtime.card_layouts import Layout, Placed, Spread, placed
-from meshloom.runtime.card_memory import HERE, CardStore, Memory, asked, one_op
+from meshloom.runtime.card_layouts import Layout, Placed, Spread, placed, strip
+from meshloom.runtime.card_memory import CardStore, Memory, asked, named, one_op
 from meshloom.types import Shape, numel
 
 _make: Callable[..., Any] = private.make_wrapper
@@ -81,7 +81,7 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 def make(store: CardStore, array: torch.Tensor, layout: Layout | None = None) -> CardArray:
     """An array of the host, or one without data, on the cards of a store. It may be kept as it is for a while."""
     flat, twin = _flatten(array)
-    fits = layout is not None and twin.is_contiguous() and tuple(layout.shape) == tuple(twin.shape)
+    fits = layout is not None and twin.is_contiguous() and strip(layout.shape) == strip(twin.shape)
     memory = Memory(store, array.dtype)
     chosen = layout if layout is not None and fits else Spread(store.mesh, tuple(flat.shape))
     memory.set(flat, chosen)
@@ -128,8 +128,9 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return found
     from meshloom.runtime.card_kernels import launch
 
-    found = launch(func, args, kwargs)
-    return _through_host(func, args, kwargs) if found is NotImplemented else found
+    with named(func.overloadpacket.__name__):
+        found = launch(func, args, kwargs)
+        return _through_host(func, args, kwargs) if found is NotImplemented else found
 
 
 _aten: Any = torch.ops.aten
@@ -169,15 +170,9 @@ def _share(array: CardArray, memory_format: object) -> CardArray | None:
 def _through_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read the operands, let torch compute, write the results back."""
     call = Call(func)
-    before = HERE.call
-    if HERE.pending is None and not HERE.asked:
-        HERE.call = func.overloadpacket.__name__
-    try:
-        found = func(*call.bring(args), **call.bring(kwargs))
-        call.write_back(args, kwargs)
-        return call.wrap(found)
-    finally:
-        HERE.call = before
+    found = func(*call.bring(args), **call.bring(kwargs))
+    call.write_back(args, kwargs)
+    return call.wrap(found)
 
 
 class Call:
@@ -240,7 +235,7 @@ class Call:
         """The layout of an operand of the same shape: what is computed by element lies like what it comes from."""
         for _, array in self.arrays:
             layout = array.memory.layout
-            if isinstance(layout, Placed) and array.is_whole(tuple(result.shape)) and layout.shape == result.shape:
+            if isinstance(layout, Placed) and array.is_whole(tuple(result.shape)):
                 return layout
         return None
 

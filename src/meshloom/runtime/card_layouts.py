@@ -6,15 +6,16 @@ read to know all of it, and puts what they gave together again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 
 from meshloom.engines.layout import to_block
 from meshloom.mesh import Coordinate, Mesh
-from meshloom.placement import Topology
+from meshloom.placement import Replicate, Shard, Topology
 from meshloom.types import Shape, numel
 
 Parts = Mapping[Coordinate, torch.Tensor]
@@ -92,7 +93,8 @@ class Blocks:
 class Placed(Blocks):
     """The stored array of a topology: every card holds its shard, padding included.
 
-    >>> topology = Topology.parse("f32[4, 3](S(0)) on Mesh(x=2)")
+    >>> from meshloom import parse
+    >>> topology = parse("f32[4, 3](S(0)) on Mesh(x=2)")
     >>> {place: list(part.shape) for place, part in placed(topology).cut(torch.ones(4, 3)).items()}
     {(0,): [2, 3], (1,): [2, 3]}
     """
@@ -109,8 +111,47 @@ class Placed(Blocks):
 
 
 def placed(topology: Topology) -> Placed:
-    """The layout of a topology's stored array; the dtype does not matter to it."""
-    return Placed(topology.mesh, topology.block_shape, topology)
+    """The layout of a topology's stored array. Dims of size 1 in front do not matter to it, and the dtype does not.
+
+    >>> from meshloom import parse
+    >>> placed(parse("f32[1, 4](S(1)) on Mesh(x=2)")) == placed(parse("bf16[4](S(0)) on Mesh(x=2)"))
+    True
+    """
+    bare = _strip(topology)
+    return Placed(bare.mesh, bare.block_shape, bare)
+
+
+@lru_cache(maxsize=4096)
+def _strip(topology: Topology) -> Topology:
+    count = 0
+    if not topology.partial_axes:
+        while count < topology.ndim and topology.shape[count] == topology.stored_shape[count] == 1:
+            count += 1
+    return shift(topology.with_dtype("f32"), -count)
+
+
+def shift(topology: Topology, count: int) -> Topology:
+    """A topology with so many dims of size 1 more in front, or fewer."""
+    if not count:
+        return topology
+    shape = (1,) * count + topology.shape if count > 0 else topology.shape[-count:]
+    placements = [
+        each if not isinstance(each, Shard) else Shard(each.dim + count) if each.dim + count >= 0 else Replicate()
+        for each in topology.placements
+    ]
+    return Topology(topology.mesh, tuple(placements), shape, topology.dtype)
+
+
+def strip(shape: Sequence[int]) -> Shape:
+    """A shape without dims of size 1 in front.
+
+    >>> strip((1, 1, 4, 1)), strip((1,))
+    ((4, 1), ())
+    """
+    sizes = tuple(shape)
+    while sizes and sizes[0] == 1:
+        sizes = sizes[1:]
+    return sizes
 
 
 @dataclass(frozen=True)

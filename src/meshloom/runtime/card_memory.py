@@ -21,9 +21,10 @@ from meshloom.context import Transfer, state
 from meshloom.engines import private
 from meshloom.errors import DeviceError, DeviceTimeoutError, where
 from meshloom.mesh import Coordinate, Mesh
-from meshloom.runtime.card import Card, Kernel
+from meshloom.runtime.card import Card, FluentDriver, Kernel, footprint
 from meshloom.runtime.card_layouts import Layout
 from meshloom.runtime.memory import Region
+from meshloom.runtime.program import Program
 from meshloom.runtime.system import Failures, System
 from meshloom.types import numel
 
@@ -33,7 +34,7 @@ NO_QUEUE = -1  # in a log of what cards did: a tensor asked for it, on the calle
 class _Here(threading.local):
     """What this thread is doing: for which call, whether the program asked for the transfer, what is still here."""
 
-    call = "tensor"
+    call = ""
     asked = False
     pending: list[weakref.ref[Memory]] | None = None
 
@@ -50,6 +51,17 @@ def asked(call: str) -> Iterator[None]:
         yield
     finally:
         HERE.call, HERE.asked = before
+
+
+@contextmanager
+def named(call: str) -> Iterator[None]:
+    """Transfers inside belong to a call, unless they belong to one already."""
+    before = HERE.call
+    HERE.call = before or call
+    try:
+        yield
+    finally:
+        HERE.call = before
 
 
 @contextmanager
@@ -80,16 +92,22 @@ class CardStore:
         self._lock = threading.Lock()
         self._left: deque[Callable[[], None]] = deque()
         self._live: weakref.WeakSet[Shards] = weakref.WeakSet()
-        self._loaded: dict[tuple[str, int], Any] = {}
+        self._programs: dict[int, Program] = {}  # by the id of their kernel, which they keep
 
     @property
-    def kernels(self) -> Mapping[str, Kernel]:
-        """The kernels that the driver offers for ops, by name."""
-        return getattr(self.system.driver, "kernels", None) or {}
+    def fluent(self) -> FluentDriver | None:
+        """The driver, if it has kernels of its own for some ops."""
+        driver = self.system.driver
+        return driver if isinstance(driver, FluentDriver) else None
 
-    def card(self, layout: Layout, place: Coordinate) -> Card:
-        """The card at a coordinate of this process."""
-        found = self.system.cards[self.numbers[layout.mesh.device_id(place)]]
+    @property
+    def cards(self) -> list[Card]:
+        """The cards of this process."""
+        return [self.card(place) for place in self.mesh.local_coordinates()]
+
+    def card(self, place: Coordinate, mesh: Mesh | None = None) -> Card:
+        """The card at a coordinate of this process, of the store's mesh or of another one over the same cards."""
+        found = self.system.cards[self.numbers[(mesh or self.mesh).device_id(place)]]
         assert found is not None  # this process holds the coordinate
         return found
 
@@ -105,7 +123,7 @@ class CardStore:
         self.check()
         with self._lock:
             try:
-                self.system.each(((place, self.card(layout, place)) for place in places), act)
+                self.system.each(((place, self.card(place, layout.mesh)) for place in places), act)
             except Failures as failures:
                 raise _error(what, failures, len(places)) from failures.found[0][1]
         self.tidy()
@@ -115,12 +133,12 @@ class CardStore:
         self.check()
         self.tidy()
         shape = layout.part_shape
-        nbytes = numel(shape) * dtype.itemsize
+        nbytes = footprint(self.cards, shape, dtype) if numel(shape) else 0
         text = f"array {str(dtype).removeprefix('torch.')}{list(layout.shape)}"
         region = self.system.memory["dram"].allocate(nbytes, self.mask, text, where())
         handles: dict[Coordinate, Any] = {}
         made = Shards(self, layout, dtype, handles, region)
-        if nbytes:
+        if made.part_bytes:
 
             def alloc(place: Coordinate, card: Card) -> None:
                 handles[place] = card.alloc(region.address, shape, dtype)
@@ -145,7 +163,7 @@ class CardStore:
         parts = shards.layout.cut(array)
 
         def write(place: Coordinate, card: Card) -> None:
-            card.write(shards.handles[place], _in_a_row(parts[place]))
+            card.write(shards.handles[place], _in_a_row(parts[place]).view(shards.part_shape))
             self._count("write", place, shards.part_bytes)
 
         self.each("write", shards.layout, places, write)
@@ -161,7 +179,7 @@ class CardStore:
         parts: dict[Coordinate, torch.Tensor] = {}
 
         def read(place: Coordinate, card: Card) -> None:
-            parts[place] = card.read(shards.handles[place])
+            parts[place] = card.read(shards.handles[place]).view(layout.part_shape)
             self._count("read", place, shards.part_bytes)
 
         self.each("read", layout, places, read)
@@ -172,13 +190,14 @@ class CardStore:
         self.system.counts["host_bytes"] += size
         self.system.tell(way, [place], size, NO_QUEUE, 1)
 
-    def launch(self, name: str, layout: Layout, operands: Sequence[Shards], args: Mapping[str, object]) -> None:
+    def launch(self, op: str, kernel: Kernel, operands: Sequence[Shards], args: Mapping[str, Any]) -> None:
         """Run a kernel of the driver on every card: on its part of each operand, the last of which it writes."""
-        tickets: dict[Coordinate, Any] = {}
+        layout, tickets = operands[-1].layout, dict[Coordinate, Any]()
+        program = self._programs.setdefault(id(kernel), Program(kernel, name=op))
 
         def start(place: Coordinate, card: Card) -> None:
             handles = [each.handles[place] for each in operands]
-            tickets[place] = card.launch(self._load(name, card), handles, args)
+            tickets[place] = card.launch(program.load(card, self.system), handles, args)
             self.system.tell("launch", [place], 0, NO_QUEUE, 1)
 
         timeout = self.system.launches.timeout
@@ -186,22 +205,13 @@ class CardStore:
         def wait(place: Coordinate, card: Card) -> None:
             if not card.wait(tickets[place], timeout):
                 number = self.numbers[layout.mesh.device_id(place)]
-                late = f"kernel {name} did not end within {timeout} s"
+                late = f"kernel {op} did not end within {timeout} s"
                 self.system.launches.lost[number] = f"at {tuple(place)}, {late}"
                 raise DeviceTimeoutError(late)
 
         places = list(layout.mesh.local_coordinates())
-        self.each(f"kernel {name}", layout, places, start)
-        self.each(f"kernel {name}", layout, places, wait)
-
-    def _load(self, name: str, card: Card) -> Any:
-        """A kernel as a card runs it; compiled once for all cards."""
-        key = name, card.info().index
-        if key not in self._loaded:
-            kernel, system = self.kernels[name], self.system
-            self._loaded[key] = card.load(system.cache.binary(kernel, system.driver.compile), kernel)
-            system.counts["compiles"] = system.cache.compiles
-        return self._loaded[key]
+        self.each(f"kernel {op}", layout, places, start)
+        self.each(f"kernel {op}", layout, places, wait)
 
     # the end of shards
 
@@ -228,13 +238,14 @@ class CardStore:
 class Shards:
     """One value on the cards: a handle on each, at one address. Nobody writes to it again, unless it is a buffer's."""
 
-    __slots__ = ("__weakref__", "dtype", "free", "handles", "is_borrowed", "is_meta", "layout", "part_bytes", "store")
+    __slots__ = ("__weakref__", "dtype", "free", "handles", "is_borrowed", "is_meta", "layout", "part_bytes", "part_shape", "store")
 
     def __init__(
         self, store: CardStore, layout: Layout, dtype: torch.dtype, handles: dict[Coordinate, Any], region: Region | None
     ) -> None:
         self.store, self.layout, self.dtype, self.handles = store, layout, dtype, handles
         self.is_meta, self.is_borrowed = region is None and not handles, region is None and bool(handles)
+        self.part_shape = layout.part_shape  # as the cards know it; of a buffer it may have dims of size 1 in front
         self.part_bytes = numel(layout.part_shape) * dtype.itemsize
         if region is not None:
             self.free = weakref.finalize(self, store.leave, _Free(store, layout, handles, region))
@@ -247,7 +258,7 @@ class _Free:
     def __init__(self, store: CardStore, layout: Layout, handles: Mapping[Coordinate, Any], region: Region) -> None:
         self.store, self.handles, self.region = store, handles, region
         self.cards = {
-            place: (store.numbers[layout.mesh.device_id(place)], store.card(layout, place))
+            place: (store.numbers[layout.mesh.device_id(place)], store.card(place, layout.mesh))
             for place in layout.mesh.local_coordinates()
         }
 
@@ -339,7 +350,7 @@ def tell(way: str, size: int, cards: int) -> None:
     """Bytes are about to go between host and cards: whoever watches is told, and may object."""
     if size and state.watching:
         phase = "forward" if private.current_graph_task_id() == -1 else "backward"
-        state.tell_transfer(Transfer(f"host {way}", size, cards, HERE.call, where(), phase), HERE.asked)
+        state.tell_transfer(Transfer(f"host {way}", size, cards, HERE.call or "tensor", where(), phase), HERE.asked)
 
 
 def _error(what: str, failures: Failures, places: int) -> Exception:
@@ -350,7 +361,7 @@ def _error(what: str, failures: Failures, places: int) -> Exception:
     kind = DeviceTimeoutError if failures.timed_out else DeviceError
     lines = [f"{place}: {type(error).__name__}: {str(error).partition(chr(10))[0]}" for place, error in failures.found]
     return kind(
-        f"{what} for {HERE.call} at {where()} failed on {len(failures.found)} of {places} devices",
+        f"{what} for {HERE.call or 'tensor'} at {where()} failed on {len(failures.found)} of {places} devices",
         devices="\n".join(lines),
         fix="the operands are as they were: run it again, or use the other cards",
     )
