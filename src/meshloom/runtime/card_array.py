@@ -10,17 +10,23 @@ through the host: operands are read, torch computes, results are written back, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshloom.context import state
 from meshloom.engines import private
+from meshloom.engines.layout import torch_dtype
 from meshloom.placement import Topology
 from meshloom.runtime.card_layouts import Layout, Placed, Spread, placed, strip
-from meshloom.runtime.card_memory import CardStore, Memory, asked, named, one_op
+from meshloom.runtime.card_memory import HERE, CardStore, Memory, Shards, asked, named, one_op
+from meshloom.runtime.storage import Scattered
 from meshloom.types import Shape, numel
+
+if TYPE_CHECKING:
+    from meshloom.runtime.buffer import MeshBuffer
 
 _make: Callable[..., Any] = private.make_wrapper
 
@@ -62,6 +68,10 @@ class CardArray(torch.Tensor):
     def numpy(self, **options: Any) -> Any:
         """The values as an array of the host."""
         return read(self).numpy(**options)
+
+    def data_ptr(self) -> int:
+        """Which memory it is and where it begins there: a number to compare, and no address of this process."""
+        return id(self.memory) + self.twin.storage_offset() * self.twin.element_size()
 
     def is_whole(self, shape: Shape | None = None) -> bool:
         """Whether it is all of its memory, in order, seen in a shape."""
@@ -122,6 +132,8 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _view(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         return _turn(func, args, kwargs)
+    if func is _COPY and _is_to_meta(kwargs):
+        return without_data(args[0])
     if func is _CLONE:
         found = _share(args[0], kwargs.get("memory_format"))
         if found is not None:
@@ -134,8 +146,29 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _aten: Any = torch.ops.aten
-_CLONE = _aten.clone.default
+_CLONE, _COPY = _aten.clone.default, _aten._to_copy.default
 _LIKE_VIEWS = frozenset((_aten._unsafe_view.default,))
+
+
+# calls that look at the shape of their first operand and not at its values
+_SHAPES = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full "
+        "new_empty_strided"
+    ).split()
+)
+
+
+def _is_to_meta(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
+
+
+def without_data(array: CardArray) -> CardArray:
+    """An array of the same shape and layout without data: calls tell what they would move, and move nothing."""
+    memory = Memory(array.memory.store, array.memory.dtype)
+    memory.give(Shards(memory.store, array.memory.layout, memory.dtype, {}, None))
+    return CardArray(memory, array.twin, True)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,7 +202,7 @@ def _share(array: CardArray, memory_format: object) -> CardArray | None:
 
 def _through_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read the operands, let torch compute, write the results back."""
-    call = Call(func)
+    call = Call(func, (args, kwargs))
     found = func(*call.bring(args), **call.bring(kwargs))
     call.write_back(args, kwargs)
     return call.wrap(found)
@@ -178,25 +211,26 @@ def _through_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 class Call:
     """One call of torch that goes through the host: what was read, and which array is which."""
 
-    def __init__(self, func: Any) -> None:
+    def __init__(self, func: Any, given: Any) -> None:
         self.func = func
+        self.is_meta = any(isinstance(each, CardArray) and each.is_meta for each in private.tree_flatten(given)[0])
         self.read: dict[Memory, torch.Tensor] = {}
         self.arrays: list[tuple[torch.Tensor, CardArray]] = []  # on the host, and what it was brought from
-        self.is_meta = False
 
     def bring(self, values: Any) -> Any:
         """Arguments with every card array on the host."""
-        leaves, _ = private.tree_flatten(values)
-        self.is_meta = self.is_meta or any(each.__class__ is CardArray and each.is_meta for each in leaves)
         return private.tree_map_only(torch.Tensor, self._bring, values)
 
     def _bring(self, array: torch.Tensor) -> torch.Tensor:
         if not isinstance(array, CardArray):
-            return array
+            return array.to("meta") if self.is_meta else array
         memory = array.memory
-        if memory not in self.read:
-            self.read[memory] = memory.read()
-        found = _realise(array, self.read[memory])
+        if self.func in _SHAPES:
+            found = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=array.device)
+        else:
+            if memory not in self.read:
+                self.read[memory] = memory.read()
+            found = _realise(array, self.read[memory])
         self.arrays.append((found, array))
         return found
 
@@ -279,7 +313,8 @@ def lay(array: torch.Tensor, topology: Topology, store: CardStore) -> torch.Tens
 
 
 def _lay_plain(array: torch.Tensor, topology: Topology, store: CardStore) -> CardArray:
-    with torch.no_grad():
+    whose = asked("distribute") if HERE.pending is None else nullcontext()
+    with torch.no_grad(), whose:
         return make(store, array.detach().contiguous(), placed(topology))
 
 
@@ -334,3 +369,16 @@ def run_op(call: str, function: Callable[[], Any], topologies: tuple[Topology, .
             return lay(results, topologies[0], store)
         lay_each = partial(lay, store=store)
         return tuple(lay_each(each, topology) for each, topology in zip(results, topologies, strict=True))
+
+
+def borrow(buffer: MeshBuffer) -> CardArray:
+    """The memory of a buffer as an array; it is written in place, and the buffer frees it."""
+    store, topology = buffer.device.lease.store, buffer.topology
+    assert store is not None and isinstance(buffer.storage, Scattered)
+    dtype, layout = torch_dtype(buffer.dtype), placed(topology)
+    handles = {place: buffer.storage.at(place) for place in topology.mesh.local_coordinates()}
+    shards = Shards(store, layout, dtype, handles, None)
+    shards.part_shape = buffer.local_shape
+    memory = Memory(store, dtype)
+    memory.give(shards)
+    return CardArray(memory, torch.empty(topology.stored_shape, dtype=dtype, device="meta"))

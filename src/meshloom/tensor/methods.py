@@ -291,7 +291,8 @@ def _place_like(value: Any, like: Topology) -> Tensor:
     """A tensor, of any mesh or a dense one, with the mesh and the placements of another."""
     if isinstance(value, Tensor) and value.mesh == like.mesh:
         return redistribute(value, like.placements)
-    return place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, like.mesh, like.placements)
+    dense = to_dense(value, "to_torch", on_host=True) if isinstance(value, Tensor) else value
+    return place(dense, like.mesh, like.placements)
 
 
 def set_gradient(tensor: Tensor, value: object) -> None:
