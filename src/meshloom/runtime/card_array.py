@@ -20,7 +20,7 @@ from meshloom.context import state
 from meshloom.engines import private
 from meshloom.engines.layout import torch_dtype
 from meshloom.placement import Topology
-from meshloom.runtime.card_layouts import Layout, Placed, Spread, placed, strip
+from meshloom.runtime.card_layouts import Blocks, Layout, Placed, Spread, placed, strip
 from meshloom.runtime.card_memory import HERE, CardStore, Memory, Shards, asked, named, one_op
 from meshloom.runtime.storage import Scattered
 from meshloom.types import Shape, numel
@@ -269,7 +269,7 @@ class Call:
         """The layout of an operand of the same shape: what is computed by element lies like what it comes from."""
         for _, array in self.arrays:
             layout = array.memory.layout
-            if isinstance(layout, Placed) and array.is_whole(tuple(result.shape)):
+            if isinstance(layout, Blocks) and array.is_whole(tuple(result.shape)):
                 return layout
         return None
 
@@ -310,6 +310,19 @@ def lay(array: torch.Tensor, topology: Topology, store: CardStore) -> torch.Tens
     if array.requires_grad:
         return ToCards.apply(array, topology, store)  # type: ignore[no-untyped-call]
     return _lay_plain(array, topology, store)
+
+
+def lay_block(block: torch.Tensor, store: CardStore) -> CardArray:
+    """A block (mesh axes first, 1 where all hold the same) on the cards, each of which holds its part."""
+    if isinstance(block, CardArray) and block.memory.store is not store:
+        block = to_host(block)
+    layout = Blocks(store.mesh, tuple(block.shape))
+    if isinstance(block, CardArray):
+        if block.is_whole():
+            block.memory.lay(layout)
+        return block
+    with torch.no_grad(), asked("to_device"):
+        return make(store, block.detach().contiguous(), layout)
 
 
 def _lay_plain(array: torch.Tensor, topology: Topology, store: CardStore) -> CardArray:
