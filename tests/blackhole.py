@@ -26,4 +26,6 @@ def install(monkeypatch: Any, folder: Path, cards: int = 4, **options: Any) -> N
 def driver(**options: Any) -> BlackholeDriver:
     """A driver that knows how large the stand-in's banks are."""
     board = MACHINE.boards[0]
-    return BlackholeDriver(STAND_IN, **{"bank_size": board.bank_size, "sysmem": MACHINE.sysmem, "timeout": 0.2, **options})
+    return BlackholeDriver(
+        STAND_IN, **{"bank_size": board.bank_size, "sysmem": MACHINE.sysmem, "timeout": 0.2, **options}
+    )

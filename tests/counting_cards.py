@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,6 +68,42 @@ KERNELS: dict[str, Kernel] = {
 }  # fmt: skip
 
 
+class FilePiece(Piece):
+    """The same in a file, so that the memory of this process does not grow with it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.address, self.shape, self.dtype, self.freed = address, tuple(shape), dtype, False
+        self.size = torch.Size(shape).numel() * dtype.itemsize
+        self._file = tempfile.TemporaryFile()
+        self._file.truncate(self.size)
+
+    @property
+    def bytes(self) -> FileBytes:  # type: ignore[override]
+        return FileBytes(self._file, self.size)
+
+    def array(self) -> torch.Tensor:
+        """A copy, which `store` puts back."""
+        self._file.seek(0)
+        data = numpy.frombuffer(bytearray(self._file.read()), dtype=numpy.uint8)
+        return torch.from_numpy(data).view(self.dtype).view(self.shape)
+
+
+class FileBytes:
+    """The bytes of a file, to be replaced."""
+
+    def __init__(self, file: Any, size: int) -> None:
+        self._file, self._size = file, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __setitem__(self, index: slice, data: numpy.ndarray) -> None:
+        assert index == slice(None)
+        self._file.seek(0)
+        self._file.write(memoryview(data))
+        self._file.flush()
+
+
 class CountingCard:
     """A card whose memory nobody else sees. `fail` maps a command to how many of it still work."""
 
@@ -75,6 +113,7 @@ class CountingCard:
         self.crossed: Counter[str] = Counter()
         self.launched: Counter[str] = Counter()
         self.fail: dict[str, int] = {}
+        self.hangs = self.interrupts = False
 
     @property
     def used(self) -> int:
@@ -86,7 +125,7 @@ class CountingCard:
 
     def alloc(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Piece:
         self._begin("alloc")
-        piece = Piece(address, shape, dtype)
+        piece = self.driver.piece(address, shape, dtype)
         for other in self.pieces.values():
             lower, upper = sorted((piece, other), key=lambda each: each.address)
             assert lower.address * self.driver.chip.banks + len(lower.bytes) <= upper.address * self.driver.chip.banks
@@ -121,13 +160,32 @@ class CountingCard:
     def launch(self, loaded: Kernel, handles: Sequence[Piece], args: Mapping[str, Any]) -> str:
         self._begin("launch", *handles)
         self.launched[loaded.__name__] += 1
-        loaded(*(handle.array() for handle in handles), **args)
+        arrays = [handle.array() for handle in handles]
+        loaded(*arrays, **args)
+        handles[-1].bytes[:] = to_bytes(arrays[-1])
         return loaded.__name__
 
     def wait(self, ticket: str, timeout: float | None) -> bool:
-        return True
+        return not self.hangs
 
-    # links
+    def close(self) -> None:
+        self.closed = True
+
+    def _begin(self, command: str, *handles: Piece) -> None:
+        assert not any(handle.freed for handle in handles), f"{command} of memory that was freed"
+        if self.closed:
+            raise DeviceError(f"card {self.index} is closed")
+        if self.interrupts:
+            raise KeyboardInterrupt
+        left = self.fail.get(command)
+        if left is not None:
+            if left <= 0:
+                raise DeviceError(f"card {self.index} failed in a {command}")
+            self.fail[command] = left - 1
+
+
+class LinkedCountingCard(CountingCard):
+    """One with links to all others."""
 
     def peers(self) -> Sequence[int]:
         return [each for each in self.driver.cards if each != self.index]
@@ -151,26 +209,21 @@ class CountingCard:
         target.array()[target_index] = source.array()[source_index]
         return "copy"
 
-    def close(self) -> None:
-        self.closed = True
-
-    def _begin(self, command: str, *handles: Piece) -> None:
-        assert not any(handle.freed for handle in handles), f"{command} of memory that was freed"
-        if self.closed:
-            raise DeviceError(f"card {self.index} is closed")
-        left = self.fail.get(command)
-        if left is not None:
-            if left <= 0:
-                raise DeviceError(f"card {self.index} failed in a {command}")
-            self.fail[command] = left - 1
-
 
 class CountingDriver:
     """Cards that share no memory with this process."""
 
     shares_memory = False
 
-    def __init__(self, kernels: Mapping[str, Kernel] | None = None, chip: Chip | None = None) -> None:
+    def __init__(
+        self,
+        kernels: Mapping[str, Kernel] | None = None,
+        chip: Chip | None = None,
+        *,
+        linked: bool = True,
+        piece: type[Piece] = Piece,
+    ) -> None:
+        self.piece, self.linked = piece, linked
         self.kernels = dict(kernels or {})
         self.links: dict[tuple[int, int], torch.Tensor] = {}
         self.chip = chip or chip_of("quietbox", None)
@@ -180,7 +233,8 @@ class CountingDriver:
         return None
 
     def open(self, index: int) -> CountingCard:
-        return self.cards.setdefault(index, CountingCard(self, index))
+        kind = LinkedCountingCard if self.linked else CountingCard
+        return self.cards.setdefault(index, kind(self, index))
 
     def compile(self, kernel: Kernel) -> bytes:
         return translate(kernel)
@@ -189,7 +243,14 @@ class CountingDriver:
         return not any(card.fail for card in self.cards.values())
 
     def kernel_of(self, op: str, operands: Sequence[Part], result: Part, args: Mapping[str, Any]) -> Kernel | None:
-        return self.kernels.get(op)
+        kernel = self.kernels.get(op)
+        if kernel is None or any(part.dtype != torch.float32 for part in (*operands, result)):
+            return None
+        try:
+            inspect.signature(kernel).bind(*operands, result, **args)
+        except TypeError:  # it does not take these
+            return None
+        return kernel
 
     @property
     def crossed(self) -> int:

@@ -39,9 +39,7 @@ def send(device: CommonDevice, buf: DramBuffer, runs: Runs, peer: int, slot: int
     device._enqueue(act)
 
 
-def receive(
-    device: CommonDevice, buf: DramBuffer, runs: Runs, peer: int, slot: int, op: str | None, kind: str
-) -> None:
+def receive(device: CommonDevice, buf: DramBuffer, runs: Runs, peer: int, slot: int, op: str | None, kind: str) -> None:
     """Queue the way from a slot into memory."""
 
     def act() -> None:

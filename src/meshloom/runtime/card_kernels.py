@@ -274,7 +274,10 @@ RULES: dict[Any, Callable[..., Step | None]] = {
     **{getattr(_aten, name).default: _pointwise(name, ()) for name in _UNARY},
     **{getattr(_aten, f"{name}_").default: _in_place(_pointwise(name, ())) for name in _UNARY},
     **{getattr(_aten, name).Tensor: _pointwise(name, ("other", *more)) for name, more in _BINARY.items()},
-    **{getattr(_aten, f"{name}_").Tensor: _in_place(_pointwise(name, ("other", *more))) for name, more in _BINARY.items()},
+    **{
+        getattr(_aten, f"{name}_").Tensor: _in_place(_pointwise(name, ("other", *more)))
+        for name, more in _BINARY.items()
+    },
     **{getattr(_aten, name).default: _pointwise(name, more) for name, more in _BACKWARD.items()},
 }
 

@@ -118,7 +118,9 @@ class CardStore:
         self.system.launches.check_process()
         self.system.launches.check_cards(self.numbers.values())
 
-    def each(self, what: str, layout: Layout, places: Sequence[Coordinate], act: Callable[[Coordinate, Card], None]) -> None:
+    def each(
+        self, what: str, layout: Layout, places: Sequence[Coordinate], act: Callable[[Coordinate, Card], None]
+    ) -> None:
         """Do something on some cards, one after the other; what fails is an error with their coordinates."""
         self.check()
         with self._lock:
@@ -238,10 +240,26 @@ class CardStore:
 class Shards:
     """One value on the cards: a handle on each, at one address. Nobody writes to it again, unless it is a buffer's."""
 
-    __slots__ = ("__weakref__", "dtype", "free", "handles", "is_borrowed", "is_meta", "layout", "part_bytes", "part_shape", "store")
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "free",
+        "handles",
+        "is_borrowed",
+        "is_meta",
+        "layout",
+        "part_bytes",
+        "part_shape",
+        "store",
+    )
 
     def __init__(
-        self, store: CardStore, layout: Layout, dtype: torch.dtype, handles: dict[Coordinate, Any], region: Region | None
+        self,
+        store: CardStore,
+        layout: Layout,
+        dtype: torch.dtype,
+        handles: dict[Coordinate, Any],
+        region: Region | None,
     ) -> None:
         self.store, self.layout, self.dtype, self.handles = store, layout, dtype, handles
         self.is_meta, self.is_borrowed = region is None and not handles, region is None and bool(handles)

@@ -80,7 +80,9 @@ def _import(name: str, folder: Path) -> ModuleType:
     try:
         found = importlib.import_module(name)
     except Exception as error:
-        raise DeviceError(f"{folder / name}.py cannot be imported", reason=f"{type(error).__name__}: {error}") from error
+        raise DeviceError(
+            f"{folder / name}.py cannot be imported", reason=f"{type(error).__name__}: {error}"
+        ) from error
     origin = Path(found.__file__ or "").resolve()
     if origin.parent != folder:
         raise DeviceError(
