@@ -13,7 +13,13 @@ STAND_IN = Path(__file__).resolve().parent / "blackhole_stand_in"
 if str(STAND_IN) not in sys.path:
     sys.path.append(str(STAND_IN))
 
+import codegen  # noqa: E402
+import device  # noqa: E402
+import dram  # noqa: E402
+import meshloom_kernels as kernels  # noqa: E402
 from stand_in import MACHINE  # noqa: E402
+
+__all__ = ["MACHINE", "STAND_IN", "codegen", "device", "dram", "driver", "install", "kernels"]
 
 
 def install(monkeypatch: Any, folder: Path, cards: int = 4, **options: Any) -> None:

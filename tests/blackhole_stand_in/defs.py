@@ -13,10 +13,10 @@ class DType(Enum):
 
     float32 = 4
     float16 = 2
-    int32 = 4
-    uint32 = 4
-    uint16 = 2
+    int32 = 4  # noqa: PIE796
+    uint32 = 4  # noqa: PIE796
+    uint16 = 2  # noqa: PIE796
     int8 = 1
-    fp8_e4m3 = 1
-    uint8 = 1
-    bfloat16 = 2
+    fp8_e4m3 = 1  # noqa: PIE796
+    uint8 = 1  # noqa: PIE796
+    bfloat16 = 2  # noqa: PIE796

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from codegen import CompiledKernel
 from dram import DramAllocator, DramBuffer
 

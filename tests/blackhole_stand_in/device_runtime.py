@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from device_dispatch import CoreWork, Cores, Program, bake, resolve_cores
+from device_dispatch import Cores, CoreWork, Program, bake, resolve_cores
 from dram import DramAllocator
 from stand_in import BANKS, MACHINE
 
@@ -71,6 +71,8 @@ class CommonDevice:
         if self._board.hangs:
             time.sleep(min(timeout_s, 10.0))
             raise TimeoutError(f"timed out after {timeout_s} s")
+        if self._commands and self._board.delay:
+            time.sleep(self._board.delay)
         while self._commands:
             self._commands.pop(0)()
 

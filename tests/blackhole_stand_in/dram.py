@@ -1,11 +1,13 @@
-"""DRAM: a bump allocator, pages around the banks, and two ways in and out: through windows, or queued through sysmem."""
+"""DRAM: a bump allocator, pages around the banks, and two ways in: through windows, or queued through sysmem."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
 from defs import DRAM_ALIGNMENT, DRAM_WRITE_OFFSET, PAGE_LIMIT, TILE_COLS, TILE_ROWS, DType
 from stand_in import MACHINE, Board
 
@@ -70,8 +72,7 @@ class DramAllocator:
         page = page_size or DRAM_ALIGNMENT
         assert page <= PAGE_LIMIT and page % DRAM_ALIGNMENT == 0
         buf = DramBuffer(name or f"buf{self.next:x}", self.next, size, page, dtype, shape)
-        rounds = -(-(-(-size // page)) // len(self.bank_tiles))
-        self.next += -(-rounds * page // DRAM_ALIGNMENT) * DRAM_ALIGNMENT
+        self.next += math.ceil(math.ceil(size / page) / len(self.bank_tiles)) * page
         return buf
 
     def alloc_write(self, data, name=None, page_size=None, dtype=None, shape=None) -> DramBuffer:

@@ -6,6 +6,7 @@ A message is a list of byte runs of a buffer. Nothing here looks whether a slot 
 from __future__ import annotations
 
 import numpy as np
+
 from device_dispatch import to_bytes, to_numbers
 from device_runtime import CommonDevice
 from dram import DramBuffer

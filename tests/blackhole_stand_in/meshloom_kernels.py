@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from device import DataflowLaunch, Program
 
+from device import DataflowLaunch, Program
 from meshloom.runtime.card import Part, SourceKernel
 from meshloom.runtime.drivers.blackhole_memory import pages
 

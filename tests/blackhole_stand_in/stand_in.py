@@ -45,6 +45,7 @@ class Board:
     harvested: int = 0
     bank_size: int = 4 * MIB
     hangs: bool = False  # whatever it is told to do never ends
+    delay: float = 0.0  # seconds that every wait takes
     owner: int = 0  # which opening of it is the last
     banks: dict[int, np.ndarray] = field(default_factory=dict)
     slots: dict[int, list[Slot]] = field(default_factory=dict)  # by the peer that writes there

@@ -463,8 +463,9 @@ def test_row_074_and_081_blocking_returns_when_all_cards_are_done_and_otherwise_
 def test_row_076_and_091_ids_and_paths_choose_the_cards_and_their_order():
     spellings = (
         lambda: open_mesh_device([3, 1], (1, 2)),
-        lambda: open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2)),
-        lambda: open_mesh_device([Path("/dev/tenstorrent/3"), 1], MeshShape(1, 2)),
+        lambda: open_mesh_device(["virtual:3", "virtual:1"], (1, 2)),
+        lambda: open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2), driver=VirtualDriver()),
+        lambda: open_mesh_device([Path("/dev/tenstorrent/3"), 1], MeshShape(1, 2), driver=VirtualDriver()),
         lambda: open_mesh_device((1, 2), [3, 1]),
         lambda: open_mesh_device((1, 2), device_ids=(3, 1)),
         lambda: open_mesh_device(MeshShape(1, 2), [3, 1]),

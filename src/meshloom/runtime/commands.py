@@ -114,7 +114,27 @@ def _places_of(buffer: MeshBuffer) -> list[Coordinate]:
     return [place for place in buffer.device.coordinates() if buffer.layout.part(place) is not None]
 
 
-class _Transfer(Command):
+class Transfer(Command):
+    """Data to or from cards. One that does not answer in time may still be at it: it gets no more work, and nobody its
+    memory."""
+
+    def run(self, queue: int) -> None:
+        try:
+            self.move(queue)
+        except Failures as error:
+            late = [place for place, each in error.found if isinstance(each, DeviceTimeoutError)]
+            if late:
+                device = self.buffers[0].device
+                device.hang(self.buffers)
+                device.lose(late, f"{self.text} did not end in time")
+            raise
+
+    def move(self, queue: int) -> None:
+        """Do it."""
+        raise NotImplementedError
+
+
+class _HostTransfer(Transfer):
     """Between the host and a buffer: all of it, or the part at one coordinate."""
 
     verb: ClassVar[str]
@@ -130,7 +150,7 @@ class _Transfer(Command):
         return (_access(buffer, places, self.verb == "write"),)
 
 
-class Write(_Transfer):
+class Write(_HostTransfer):
     """Host data into a buffer."""
 
     verb, captured = "write", "writes from the host are not captured"
@@ -139,7 +159,7 @@ class Write(_Transfer):
         super().__init__(buffer, place, index)
         self._value = value
 
-    def run(self, queue: int) -> None:
+    def move(self, queue: int) -> None:
         (buffer,) = self.buffers
         if self._place is None:
             transfers.write_all(buffer, self._value, queue)
@@ -147,7 +167,7 @@ class Write(_Transfer):
             transfers.write_at(buffer, self._place, self._value, self._index, queue)
 
 
-class Read(_Transfer):
+class Read(_HostTransfer):
     """A buffer to the host."""
 
     verb, captured = "read", "reads to the host are not captured"
@@ -158,7 +178,7 @@ class Read(_Transfer):
         self.result: torch.Tensor | None = None
         self._is_gathered = False
 
-    def run(self, queue: int) -> None:
+    def move(self, queue: int) -> None:
         (buffer,) = self.buffers
         if self._place is None:
             found = transfers.read_all(buffer, queue)

@@ -28,6 +28,7 @@ from meshloom.runtime.card_memory import CardStore
 from meshloom.runtime.chips import Grid
 from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.leases import Lease
+from meshloom.runtime.links import discover_links
 from meshloom.runtime.memory import Region, Usage
 from meshloom.runtime.queue import MeshCommandQueue
 from meshloom.runtime.runners import Runner
@@ -146,7 +147,10 @@ class MeshDevice:
 
     @property
     def fabric(self) -> Fabric:
-        """The links between the devices, by the mesh's type: lines, unless it was opened as a ring."""
+        """The links between the devices: of virtual ones by the mesh's type (lines, unless it was opened as a ring), of
+        others as the cards say."""
+        if not self.system.driver.shares_memory:
+            return discover_links(dict(self.members()), self.mesh.shape)
         kinds = (self.mesh_type or MeshType.Mesh).kinds(self.mesh.shape)
         return Fabric.grid(self.mesh.shape, kinds, VIRTUAL.latency, VIRTUAL.bandwidth, name="virtual")
 
@@ -259,7 +263,8 @@ class MeshDevice:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many writes, reads and launches cards were told to do, and how many kernels were compiled."""
+        """How many writes, reads, launches and sends cards were told to do, the bytes between cards and host
+        (`host_bytes`), and how many kernels were compiled."""
         return self.system.counts
 
     # traces

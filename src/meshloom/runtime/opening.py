@@ -18,7 +18,7 @@ from meshloom.processes.splitting import bound_ids, split_bound, visible_ids
 from meshloom.processes.world import join
 from meshloom.runtime import accounts
 from meshloom.runtime.card import Card, Driver
-from meshloom.runtime.chips import Chip, chip_of
+from meshloom.runtime.chips import chip_of
 from meshloom.runtime.device import MeshDevice
 from meshloom.runtime.drivers.blackhole import BlackholeDriver
 from meshloom.runtime.geometry import MeshShape, MeshType
@@ -26,7 +26,7 @@ from meshloom.runtime.system import System
 from meshloom.runtime.virtual import VirtualDriver
 
 TIMEOUT = 60.0
-FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0"'
+FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0" or "virtual:0"'
 NODE, VIRTUAL = "/dev/tenstorrent/", "virtual:"
 DEVICE = re.compile(rf"(?:{NODE}|{VIRTUAL})?(\d+)")
 DRIVER = ("shares_memory", "enumerate", "open", "compile", "is_plain")
@@ -74,7 +74,8 @@ def open_mesh_device(
         expect("stress", stress, int, fix="give a seed, such as stress=0")
     _check_driver(driver)
     chip = chip_of(preset, memory)
-    rack = driver if driver is not None else _driver_of((mesh_shape, device_ids), chip)
+    driver = driver if driver is not None else node_driver(mesh_shape, device_ids)
+    rack = driver if driver is not None else VirtualDriver(_declared_ids(), chip)
     if ids is None and shape is not None and driver is None:
         ids = bound_ids(shape)
     sizes, chosen = _fit(shape, ids, rack)
@@ -97,18 +98,16 @@ def open_mesh_device(
     return made
 
 
-def _driver_of(given: tuple[Any, Any], chip: Chip) -> Driver:
-    """Who opens the devices that were named: nodes are Tenstorrent cards, all others are virtual."""
-    named = [each for listed in given if isinstance(listed, Sequence) for each in listed if _is_path(each)]
-    nodes = [os.fspath(each) for each in named if os.fspath(each).startswith(NODE)]
-    if not nodes:
-        return VirtualDriver(_declared_ids(), chip)
-    virtual = [os.fspath(each) for each in named if os.fspath(each).startswith(VIRTUAL)]
-    if virtual:
+def node_driver(*given: Any) -> Driver | None:
+    """The driver of the cards whose nodes are among the names of devices; None if all of them are virtual."""
+    named = [os.fspath(each) for listed in given if isinstance(listed, Sequence) for each in listed if _is_path(each)]
+    nodes = [each for each in named if each.startswith(NODE)]
+    virtual = [each for each in named if each.startswith(VIRTUAL)]
+    if nodes and virtual:
         raise ArgumentError(
             f"{nodes[0]} is a Tenstorrent card and {virtual[0]} a virtual one: a mesh has one kind", fix=FORMS
         )
-    return BlackholeDriver()
+    return BlackholeDriver() if nodes else None
 
 
 def _open_cards(rack: Driver, mesh: Mesh) -> list[Card | None]:

@@ -15,12 +15,14 @@ from meshloom.runtime.card import Card, Driver
 from meshloom.runtime.chips import Chip
 from meshloom.runtime.compile_cache import CompileCache
 from meshloom.runtime.launches import Launches
+from meshloom.runtime.links import Routes
 from meshloom.runtime.memory import Allocator
 from meshloom.runtime.races import Races
 from meshloom.runtime.runners import Runner, Shuffle, Shuffled, Threaded
 
 CHECKS = ("races",)
 DISPATCH = ("fast", "slow")
+HOST = ("write", "read")  # what goes between cards and the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class System:
             "l1": Allocator("L1", l1 * chip.cores.num_cores, chip.cores.num_cores, len(cards)),
         }
         self.cache = CompileCache(cache)
+        self.routes = Routes()
         self.counts: Counter[str] = Counter()
         self.logs: list[list[Entry]] = []
         self._shuffle = None if stress is None else Shuffle(stress)
@@ -97,6 +100,8 @@ class System:
     def tell(self, kind: str, places: Iterable[Coordinate], nbytes: int, queue: int, number: int) -> None:
         """Count what `number` cards were told to do, and write it down for who asked."""
         self.counts[kind] += number
+        if kind in HOST:
+            self.counts["host_bytes"] += nbytes * number
         if self.logs:
             entries = [Entry(kind, place, nbytes, queue) for place in places]
             for log in self.logs:

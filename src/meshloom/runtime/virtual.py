@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
+from meshloom.engines.reductions import REDUCTIONS
 from meshloom.errors import ArgumentError, DeviceError, closest, expect, expect_seconds
 from meshloom.runtime.card import CardInfo, Kernel
 from meshloom.runtime.chips import HOST, Chip
 from meshloom.runtime.compile_cache import link, translate
 from meshloom.types import Shape
 
-COMMANDS = ("write", "read", "launch")
+COMMANDS = ("write", "read", "launch", "send", "receive")
+SLOTS, SLOT_SIZE = 2, 1 << 20
 KINDS = ("raise", "hang")
 
 
@@ -146,6 +148,37 @@ class VirtualCard:
         self.closed = True
         self.reset()
 
+    # links: every card has one to every other of its driver
+
+    def peers(self) -> Sequence[int]:
+        return [index for index in self._driver.opened if index != self._index]
+
+    def slots(self, peer: int) -> tuple[int, int]:
+        return SLOTS, SLOT_SIZE
+
+    def send(self, handle: torch.Tensor, index: Any, start: int, stop: int, peer: int, slot: int) -> Ticket:
+        ends = self._begin("send")
+        self._driver.messages[self._index, peer, slot] = handle[index].reshape(-1)[start:stop].clone()
+        return Ticket(ends)
+
+    def receive(
+        self, handle: torch.Tensor, index: Any, start: int, stop: int, peer: int, slot: int, op: str | None
+    ) -> Ticket:
+        ends = self._begin("receive")
+        message = self._driver.messages.pop((peer, self._index, slot), None)
+        if message is None:
+            raise DeviceError(f"card {self._index} has no message of card {peer} in slot {slot}")
+        region = handle[index]
+        flat = region.flatten()
+        flat[start:stop] = message if op is None else REDUCTIONS[op].combine(flat[start:stop], message)
+        region.copy_(flat.view(region.shape))
+        return Ticket(ends)
+
+    def copy(self, source: torch.Tensor, source_index: Any, target: torch.Tensor, target_index: Any) -> Ticket:
+        ends = self._begin("launch")
+        target[target_index] = source[source_index]
+        return Ticket(ends)
+
     # what only a virtual card can do
 
     def inject(self, fault: Fault) -> None:
@@ -214,6 +247,8 @@ class VirtualDriver:
         self.ids = None if ids is None else tuple(ids)
         self.chip, self.clock = chip, clock or Clock()
         self.special: set[int] = set()
+        self.opened: dict[int, None] = {}  # the ids of cards that were opened, in order
+        self.messages: dict[tuple[int, int, int], torch.Tensor] = {}  # by sender, receiver and slot
 
     def enumerate(self) -> Sequence[int] | None:
         """The ids there are; None if there is no end of them."""
@@ -224,6 +259,7 @@ class VirtualDriver:
         expect("index", index, int)
         if index < 0 or (self.ids is not None and index not in self.ids):
             raise DeviceError(f"there is no card {index}", cards=self.ids)
+        self.opened[index] = None
         return VirtualCard(self, index)
 
     def compile(self, kernel: Kernel) -> bytes:

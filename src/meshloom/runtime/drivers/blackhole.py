@@ -21,6 +21,7 @@ import os
 import pickle
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class BlackholeCard:
         return memory.footprint(shape, dtype, self._chip.banks)
 
     def alloc(self, address: int, shape: Shape, dtype: torch.dtype) -> Memory:
-        self._check_open()
+        self._check_not_closed()
         rounds = self.footprint(shape, dtype) // self._chip.banks
         if address + rounds > self._driver.bank_size - FIRST:
             raise OutOfMemoryError(
@@ -140,26 +141,27 @@ class BlackholeCard:
             data = whole
         payload = memory.to_card(data.detach().to(handle.dtype).expand(handle.shape))
         with self._guarded("a write"):
-            for buffer, part in self._pieces(handle, payload):
-                self._device.dram.write(buffer, part)
+            for start, buffer in self._pieces(handle):
+                self._device.dram.write(buffer, payload[start : start + buffer.size])
                 self._sync(self._driver.timeout)  # the next write uses the same staging memory
             self._clean.add(handle.buffer.addr - FIRST)
 
     def read(self, handle: Memory, index: Any = ...) -> torch.Tensor:
         with self._guarded("a read"):
-            parts = [self._device.dram.read(buffer) for buffer, _ in self._pieces(handle, bytes(handle.buffer.size))]
+            self._sync(self._driver.timeout)  # a read waits too, but for as long as it likes
+            parts = [self._device.dram.read(buffer) for _, buffer in self._pieces(handle)]
         return memory.from_card(b"".join(parts), handle.shape, handle.dtype)[index].clone()
 
-    def _pieces(self, handle: Memory, payload: bytes) -> Iterator[tuple[Any, bytes]]:
-        """A buffer as buffers that fit into the staging memory: whole rounds of the banks, so that each starts at
-        one offset in all of them."""
-        buffer, banks = handle.buffer, self._chip.banks
-        per_round = banks * buffer.page_size
+    def _pieces(self, handle: Memory) -> Iterator[tuple[int, Any]]:
+        """A buffer as buffers that fit into the staging memory, each with its place in it: whole rounds of the banks,
+        so that each starts at one offset in all of them."""
+        whole, banks = handle.buffer, self._chip.banks
+        per_round = banks * whole.page_size
         step = max(1, self._driver.sysmem // per_round) * per_round
-        for start in range(0, len(payload), step):
-            part = payload[start : start + step]
-            address = buffer.addr + start // banks
-            yield self._driver.modules.DramBuffer(buffer.name, address, len(part), buffer.page_size), part
+        for start in range(0, whole.size, step):
+            size = min(step, whole.size - start)
+            made = self._driver.modules.DramBuffer(whole.name, whole.addr + start // banks, size, whole.page_size)
+            yield start, made
 
     # kernels
 
@@ -202,10 +204,13 @@ class BlackholeCard:
     def wait(self, ticket: Ticket, timeout: float | None) -> bool:
         if ticket.number <= self._done:
             return True
+        began = time.monotonic()
         try:
             with self._guarded("a wait"):
                 self._sync(FOREVER if timeout is None else timeout)
         except DeviceTimeoutError:
+            if timeout is None or time.monotonic() - began < timeout:  # it has given up for a reason of its own
+                raise
             return False
         return True
 
@@ -222,9 +227,12 @@ class BlackholeCard:
             self._release()
             self._programs.clear()
 
-    def _check_open(self) -> None:
+    def _check_not_closed(self) -> None:
         if self.closed:
             raise ClosedError(f"card {self._index} is closed", fix="open the mesh device again")
+
+    def _check_open(self) -> None:
+        self._check_not_closed()
         if self._lost:
             raise DeviceError(
                 f"card {self._index} is lost: {self._lost}",
