@@ -195,13 +195,13 @@ class LinkedCountingCard(CountingCard):
 
     def send(self, handle: Piece, index: Any, start: int, stop: int, peer: int, slot: int) -> str:
         self._begin("send", handle)
-        self.driver.links[self.index, peer] = handle.array()[index].flatten()[start:stop].clone()
+        self.driver.links[self.index, peer, slot] = handle.array()[index].flatten()[start:stop].clone()
         return "send"
 
     def receive(self, handle: Piece, index: Any, start: int, stop: int, peer: int, slot: int, op: str | None) -> str:
         self._begin("receive", handle)
         assert index is ...
-        arrived, target = self.driver.links.pop((peer, self.index)), handle.array().view(-1)[start:stop]
+        arrived, target = self.driver.links.pop((peer, self.index, slot)), handle.array().view(-1)[start:stop]
         target.add_(arrived) if op == "sum" else target.copy_(arrived)
         return "receive"
 
@@ -225,7 +225,7 @@ class CountingDriver:
     ) -> None:
         self.piece, self.linked = piece, linked
         self.kernels = dict(kernels or {})
-        self.links: dict[tuple[int, int], torch.Tensor] = {}
+        self.links: dict[tuple[int, int, int], torch.Tensor] = {}
         self.chip = chip or chip_of("quietbox", None)
         self.cards: dict[int, CountingCard] = {}
 

@@ -46,14 +46,16 @@ class CardArray(torch.Tensor):
             _META if is_meta else _CPU,
         )  # fmt: skip
         made.memory, made.twin = memory, twin
+        if twin.is_conj():
+            private.set_conj(made, True)
+        if twin.is_neg():
+            private.set_neg(made, True)
         return made
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if state.capture is not None:
-            raise state.capture.refuse("arrays on cards with memory of their own cannot be captured yet")
         return _perform(func, args, kwargs or {})
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -132,21 +134,24 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _view(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         return _turn(func, args, kwargs)
+    if func is _WRITE and _take_over(*args[:2]):
+        return args[0]
     if func is _COPY and _is_to_meta(kwargs):
         return without_data(args[0])
     if func is _CLONE:
         found = _share(args[0], kwargs.get("memory_format"))
         if found is not None:
             return found
-    from meshloom.runtime.card_kernels import launch
+    from meshloom.runtime.card_kernels import prepare
 
     with named(func.overloadpacket.__name__):
-        found = launch(func, args, kwargs)
-        return _through_host(func, args, kwargs) if found is NotImplemented else found
+        ready = prepare(func, args, kwargs)
+        # not in a variable: whoever keeps this frame would keep the array, and torch then copies a gradient
+        return _through_host(func, args, kwargs) if ready is None else ready()
 
 
 _aten: Any = torch.ops.aten
-_CLONE, _COPY = _aten.clone.default, _aten._to_copy.default
+_CLONE, _COPY, _WRITE = _aten.clone.default, _aten._to_copy.default, _aten.copy_.default
 _LIKE_VIEWS = frozenset((_aten._unsafe_view.default,))
 
 
@@ -198,6 +203,21 @@ def _share(array: CardArray, memory_format: object) -> CardArray | None:
     memory = Memory(array.memory.store, array.dtype)
     memory.give(shards)
     return CardArray(memory, torch.empty(array.shape, dtype=array.dtype, device="meta"), array.is_meta)
+
+
+def _take_over(target: Any, source: Any) -> bool:
+    """A write of one whole array over another: the target has the same shards from now on; False where it cannot."""
+    if not (isinstance(target, CardArray) and isinstance(source, CardArray)):
+        return False
+    held, given = target.memory.shards, source.memory.shards
+    if held is None or given is None or held.is_borrowed or given.is_borrowed or held.is_meta != given.is_meta:
+        return False
+    if target.memory.store is not source.memory.store or target.memory.dtype != source.memory.dtype:
+        return False
+    if not (target.is_whole() and source.is_whole() and target.shape == source.shape):
+        return False
+    target.memory.give(given)
+    return True
 
 
 def _through_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -376,6 +396,8 @@ class ToCards(torch.autograd.Function):
 
 def run_op(call: str, function: Callable[[], Any], topologies: tuple[Topology, ...], store: CardStore) -> Any:
     """The results of an op, laid on the cards as their topologies say."""
+    if state.capture is not None:
+        raise state.capture.refuse("tensors on cards with memory of their own are not captured yet")
     with one_op(call):
         results = function()
         if isinstance(results, torch.Tensor):

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from meshloom.collectives.schedule import Schedule
 from meshloom.engines import private
 from meshloom.placement import Placement, Replicate, Shard, Topology
-from meshloom.runtime.card import Kernel, LinkedCard, Part
+from meshloom.runtime.card import Kernel, Part
 from meshloom.runtime.card_array import CardArray
 from meshloom.runtime.card_layouts import Placed, placed, shift, strip
-from meshloom.runtime.card_links import all_reduce
+from meshloom.runtime.card_links import plan_sum, run_sum
 from meshloom.runtime.card_memory import CardStore, Memory, Shards
 from meshloom.types import Shape, numel
 
@@ -52,24 +54,24 @@ class Step:
     summed: Axes = ()
 
 
-def launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a call on the cards alone; NotImplemented where the driver offers no kernel that fits."""
+def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """What runs a call on the cards alone; None where the driver offers no kernel that fits."""
     store = _store_of(args)
     if store is None or store.fluent is None:
-        return NotImplemented
+        return None
     rule = RULES.get(func)
     if rule is None:
-        return _launch_each(func, args, kwargs)
+        return _prepare_several(func, args, kwargs)
     step = rule(*args, **kwargs)
-    if step is None:
-        return NotImplemented
-    found = run(step, store)
-    if found is None:
-        return NotImplemented
-    if not func._schema.is_mutable:
-        return _wrap(found, step.result.stored_shape)
-    args[0].memory.give(found)
-    return args[0]
+    ready = None if step is None else _make_ready(step, store)
+    if ready is None:
+        return None
+    return partial(_write, args[0], ready) if func._schema.is_mutable else ready.make
+
+
+def _write(target: CardArray, ready: Ready) -> CardArray:
+    target.memory.give(ready.compute())
+    return target
 
 
 def _store_of(args: Sequence[Any]) -> CardStore | None:
@@ -79,58 +81,75 @@ def _store_of(args: Sequence[Any]) -> CardStore | None:
     return None
 
 
-def _wrap(shards: Shards, shape: Shape) -> CardArray:
-    memory = Memory(shards.store, shards.dtype)
-    memory.give(shards)
-    twin = torch.empty(shape, dtype=shards.dtype, device="meta")
-    return CardArray(memory, twin, shards.is_meta)
+@dataclass(frozen=True)
+class Ready:
+    """A step with all that it needs: its kernel, one for each operand that has to be turned, the sums over links."""
+
+    step: Step
+    store: CardStore
+    kernel: Kernel
+    turns: tuple[Kernel | None, ...]
+    schedules: Sequence[Schedule]
+
+    def make(self) -> CardArray:
+        """The result as an array."""
+        memory = Memory(self.store, self.step.operands[0].shards.dtype)
+        memory.give(self.compute())
+        twin = torch.empty(self.step.result.stored_shape, dtype=memory.dtype, device="meta")
+        return CardArray(memory, twin, any(each.shards.is_meta for each in self.step.operands))
+
+    def compute(self) -> Shards:
+        """The result on the cards."""
+        step = self.step
+        operands = [
+            each.shards if turn is None else self._launch("transpose", turn, [each.shards], each.topology, TURN)
+            for each, turn in zip(step.operands, self.turns, strict=True)
+        ]
+        made = self._launch(step.op, self.kernel, operands, step.result, step.args)
+        if self.schedules and made.handles:
+            run_sum(self.store, made, self.schedules)
+        return made
+
+    def _launch(
+        self, op: str, kernel: Kernel, operands: Sequence[Shards], result: Topology, args: Mapping[str, Any]
+    ) -> Shards:
+        layout, dtype = placed(result), operands[0].dtype
+        if any(each.is_meta for each in operands):
+            return Shards(self.store, layout, dtype, {}, None)
+        made = self.store.allocate(layout, dtype)
+        if made.part_bytes:
+            self.store.launch(op, kernel, [*operands, made], args)
+        return made
 
 
-def run(step: Step, store: CardStore) -> Shards | None:
-    """The result of a step; None if the driver has no kernel for it, or no links for its sum."""
-    operands = []
+TURN = {"dim0": 0, "dim1": 1}
+
+
+def _make_ready(step: Step, store: CardStore) -> Ready | None:
+    """A step with kernels of the driver; None if there is none for it, or no links for its sum."""
+    parts, turns = [], []
     for operand in step.operands:
-        straight = _straighten(operand, store)
-        if straight is None:
+        held = Part(operand.shards.part_shape, operand.shards.dtype)
+        turned = Part(placed(operand.topology).part_shape, held.dtype)
+        turn = _kernel("transpose", [held], turned, TURN, store) if operand.is_turned else None
+        if operand.is_turned and turn is None:
             return None
-        operands.append(straight)
-    links = not step.summed or _are_linked(store)
-    kernel = _kernel(step.op, operands, step.result, step.args, store) if links else None
-    return None if kernel is None else _compute(step, kernel, operands, store)
-
-
-def _compute(step: Step, kernel: Kernel, operands: Sequence[Shards], store: CardStore) -> Shards:
-    layout, dtype = placed(step.result), operands[0].dtype
-    if any(each.is_meta for each in operands):
-        return Shards(store, layout, dtype, {}, None)
-    made = store.allocate(layout, dtype)
-    if made.part_bytes:
-        store.launch(step.op, kernel, [*operands, made], step.args)
-        if step.summed:
-            all_reduce(store, made, step.summed)
-    return made
-
-
-def _are_linked(store: CardStore) -> bool:
-    return all(isinstance(card, LinkedCard) for card in store.cards)
+        turns.append(turn)
+        parts.append(turned if operand.is_turned else held)
+    result = Part(placed(step.result).part_shape, parts[0].dtype)
+    kernel = _kernel(step.op, parts, result, step.args, store)
+    size = numel(result.shape) * result.dtype.itemsize
+    schedules = plan_sum(store, step.result.mesh, step.summed, size) if step.summed else ()
+    if kernel is None or schedules is None:
+        return None
+    return Ready(step, store, kernel, tuple(turns), schedules)
 
 
 def _kernel(
-    op: str, operands: Sequence[Shards], result: Topology, args: Mapping[str, Any], store: CardStore
+    op: str, operands: Sequence[Part], result: Part, args: Mapping[str, Any], store: CardStore
 ) -> Kernel | None:
     assert store.fluent is not None
-    parts = [Part(each.part_shape, each.dtype) for each in operands]
-    return store.fluent.kernel_of(op, parts, Part(placed(result).part_shape, operands[0].dtype), args)
-
-
-def _straighten(operand: Operand, store: CardStore) -> Shards | None:
-    """The shards of an operand as the kernel wants them: a transposed one is transposed on the cards."""
-    if not operand.is_turned:
-        return operand.shards
-    args = {"dim0": 0, "dim1": 1}
-    kernel = _kernel("transpose", [operand.shards], operand.topology, args, store)
-    step = Step("transpose", (operand,), operand.topology, args)
-    return None if kernel is None else _compute(step, kernel, [operand.shards], store)
+    return store.fluent.kernel_of(op, operands, result, args)
 
 
 # Operands
@@ -259,7 +278,7 @@ def _copy(array: Any, memory_format: Any = None) -> Step | None:
     if operand is None or not operand.is_turned or memory_format is not torch.contiguous_format:
         return None
     straight = Operand(operand.shards, operand.topology)
-    return Step("transpose", (straight,), operand.topology, {"dim0": 0, "dim1": 1})
+    return Step("transpose", (straight,), operand.topology, TURN)
 
 
 _UNARY = "relu neg exp log sqrt rsqrt reciprocal abs tanh sigmoid sin cos silu".split()
@@ -285,22 +304,26 @@ RULES: dict[Any, Callable[..., Step | None]] = {
 # Calls that are several
 
 
-def _launch_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _prepare_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """A call that is made of others: a product with a bias, or one of the functions for lists of an optimizer."""
     if func is _aten.addmm.default:
-        return _launch_addmm(*args, **kwargs)
+        return _prepare_addmm(*args, **kwargs)
     single = LISTS.get(func)
     if single is None:
-        return NotImplemented
+        return None
     lists = [each for each in args if isinstance(each, (list, tuple))]
     rest = [each for each in args if not isinstance(each, (list, tuple))]
-    found = [single(*items, *rest, **kwargs) for items in zip(*lists, strict=True)]
-    return None if func._schema.is_mutable else found
+
+    def run() -> list[Any] | None:
+        found = [single(*items, *rest, **kwargs) for items in zip(*lists, strict=True)]
+        return None if func._schema.is_mutable else found
+
+    return run
 
 
-def _launch_addmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    product = launch(_aten.mm.default, (a, b), {}) if beta == 1 and alpha == 1 else NotImplemented
-    return NotImplemented if product is NotImplemented else _aten.add.Tensor(product, bias)
+def _prepare_addmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Callable[[], Any] | None:
+    product = prepare(_aten.mm.default, (a, b), {}) if beta == 1 and alpha == 1 else None
+    return None if product is None else lambda: _aten.add.Tensor(product(), bias)
 
 
 LISTS: dict[Any, Any] = {

@@ -1,42 +1,57 @@
-"""Sums of shards over the links between cards, without the host: each part goes to the first card of its group, which
-adds in a fixed order and sends the sum back."""
+"""Sums of shards over the links between cards: the schedules of the collectives, and not a byte by the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from meshloom.mesh import Coordinate
+from meshloom.collectives.algorithms import choose
+from meshloom.collectives.schedule import Schedule, chunk_sizes
+from meshloom.errors import FabricError
+from meshloom.mesh import Mesh
+from meshloom.runtime.buffer_collectives import cut_pieces, groups_of
 from meshloom.runtime.card_memory import CardStore, Shards
+from meshloom.runtime.card_schedules import run_schedule
+from meshloom.runtime.links import discover_links
 from meshloom.types import numel
 
 
-def all_reduce(store: CardStore, shards: Shards, axes: Sequence[int]) -> None:
-    """Let all cards along some axes hold the sum of what they hold."""
-    groups: dict[Coordinate, list[Coordinate]] = {}
-    for place in shards.layout.mesh.coordinates():
-        groups.setdefault(tuple(c for axis, c in enumerate(place) if axis not in axes), []).append(place)
-    for first, *others in groups.values():
-        for other in others:
-            _send(store, shards, other, first, "sum")
-        for other in others:
-            _send(store, shards, first, other, None)
+def plan_sum(store: CardStore, mesh: Mesh, axes: Sequence[int], size: int) -> list[Schedule] | None:
+    """The schedules that sum so many bytes along some axes; None where no links lead from card to card."""
+    key = mesh, tuple(axes), size
+    if store.has_broken_links:
+        return None
+    if key not in store.schedules:
+        store.schedules[key] = _plan(store, mesh, axes, size)
+    return store.schedules[key]
 
 
-def _send(store: CardStore, shards: Shards, source: Coordinate, target: Coordinate, op: str | None) -> None:
-    """Send what one card holds to another, message by message."""
-    mesh = shards.layout.mesh
-    sender: Any = store.card(source, mesh)
-    receiver: Any = store.card(target, mesh)
-    _, size = receiver.slots(sender.info().index)
-    step, total = size // shards.dtype.itemsize, numel(shards.layout.part_shape)
-    timeout = store.system.launches.timeout
+def _plan(store: CardStore, mesh: Mesh, axes: Sequence[int], size: int) -> list[Schedule] | None:
+    if mesh.is_split:
+        return None
+    try:
+        fabric = discover_links({place: store.card(place, mesh) for place in mesh.coordinates()}, mesh.shape)
+        return [choose("all_reduce", group, fabric, size)(group, fabric) for group in groups_of(mesh, tuple(axes))]
+    except FabricError:
+        return None
 
-    def send(place: Coordinate, card: Any) -> None:
-        for start in range(0, total, step):
-            stop = min(start + step, total)
-            there, here = sender.info().index, receiver.info().index
-            sender.wait(sender.send(shards.handles[source], ..., start, stop, here, 0), timeout)
-            receiver.wait(receiver.receive(shards.handles[target], ..., start, stop, there, 0, op), timeout)
 
-    store.each("link", shards.layout, [target], send)
+def run_sum(store: CardStore, shards: Shards, schedules: Sequence[Schedule]) -> None:
+    """Let all cards of every group hold the sum of what they hold."""
+    mesh, system = shards.layout.mesh, store.system
+    cards = {place: store.card(place, mesh) for place in mesh.coordinates()}
+    size, itemsize = numel(shards.layout.part_shape), shards.dtype.itemsize
+
+    def run() -> None:
+        for schedule in schedules:
+            pieces, before = cut_pieces(..., chunk_sizes(size, schedule.chunks)), system.routes.bytes
+            run_schedule(
+                schedule, cards, shards.handles, pieces, itemsize, system.routes, timeout=system.launches.timeout
+            )
+            sent = system.routes.bytes - before
+            system.tell("send", schedule.group, sent, store.queue, schedule.sends)
+
+    try:
+        store.speak("all_reduce", len(cards), run)
+    except BaseException:
+        store.has_broken_links = True  # nobody knows what is still in their slots
+        raise

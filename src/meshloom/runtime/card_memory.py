@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from meshloom.collectives.schedule import Schedule
 from meshloom.context import Transfer, state
 from meshloom.engines import private
 from meshloom.errors import DeviceError, DeviceTimeoutError, where
@@ -27,9 +28,6 @@ from meshloom.runtime.memory import Region
 from meshloom.runtime.program import Program
 from meshloom.runtime.system import Failures, System
 from meshloom.types import numel
-
-NO_QUEUE = -1  # in a log of what cards did: a tensor asked for it, on the caller's thread
-
 
 class _Here(threading.local):
     """What this thread is doing: for which call, whether the program asked for the transfer, what is still here."""
@@ -85,6 +83,8 @@ def one_op(call: str) -> Iterator[None]:
 class CardStore:
     """The memory of the cards of one mesh device, for the arrays on it."""
 
+    queue = -1  # in a log of what cards did: a tensor asked for it, on the caller's thread
+
     def __init__(self, system: System, mesh: Mesh, numbers: Sequence[int]) -> None:
         self.system, self.mesh = system, mesh
         self.numbers = dict(zip(mesh.device_ids, numbers, strict=True))  # the number of each device's card
@@ -92,6 +92,8 @@ class CardStore:
         self._lock = threading.Lock()
         self._left: deque[Callable[[], None]] = deque()
         self._live: weakref.WeakSet[Shards] = weakref.WeakSet()
+        self.schedules: dict[object, list[Schedule] | None] = {}  # of sums over links, as `card_links` plans them
+        self.has_broken_links = False
         self._programs: dict[int, Program] = {}  # by the id of their kernel, which they keep
 
     @property
@@ -121,14 +123,20 @@ class CardStore:
     def each(
         self, what: str, layout: Layout, places: Sequence[Coordinate], act: Callable[[Coordinate, Card], None]
     ) -> None:
-        """Do something on some cards, one after the other; what fails is an error with their coordinates."""
+        """Do something on some cards, one after the other; what fails does not keep the others from it."""
+        members = ((place, self.card(place, layout.mesh)) for place in places)
+        self.speak(what, len(places), lambda: self.system.each(members, act))
+
+    def speak(self, what: str, cards: int, act: Callable[[], None]) -> None:
+        """Do something with cards; what fails on some of them is an error with their coordinates."""
         self.check()
-        with self._lock:
-            try:
-                self.system.each(((place, self.card(place, layout.mesh)) for place in places), act)
-            except Failures as failures:
-                raise _error(what, failures, len(places)) from failures.found[0][1]
-        self.tidy()
+        try:
+            with self._lock:
+                act()
+        except Failures as failures:
+            raise _error(what, failures, cards) from failures.found[0][1]
+        finally:
+            self.tidy()
 
     def allocate(self, layout: Layout, dtype: torch.dtype) -> Shards:
         """Memory on every card of a layout, at one address."""
@@ -166,7 +174,7 @@ class CardStore:
 
         def write(place: Coordinate, card: Card) -> None:
             card.write(shards.handles[place], _in_a_row(parts[place]).view(shards.part_shape))
-            self._count("write", place, shards.part_bytes)
+            self.system.tell("write", [place], shards.part_bytes, self.queue, 1)
 
         self.each("write", shards.layout, places, write)
 
@@ -182,15 +190,11 @@ class CardStore:
 
         def read(place: Coordinate, card: Card) -> None:
             parts[place] = card.read(shards.handles[place]).view(layout.part_shape)
-            self._count("read", place, shards.part_bytes)
+            self.system.tell("read", [place], shards.part_bytes, self.queue, 1)
 
         self.each("read", layout, places, read)
         layout.join(parts, found)
         return found
-
-    def _count(self, way: str, place: Coordinate, size: int) -> None:
-        self.system.counts["host_bytes"] += size
-        self.system.tell(way, [place], size, NO_QUEUE, 1)
 
     def launch(self, op: str, kernel: Kernel, operands: Sequence[Shards], args: Mapping[str, Any]) -> None:
         """Run a kernel of the driver on every card: on its part of each operand, the last of which it writes."""
@@ -200,7 +204,7 @@ class CardStore:
         def start(place: Coordinate, card: Card) -> None:
             handles = [each.handles[place] for each in operands]
             tickets[place] = card.launch(program.load(card, self.system), handles, args)
-            self.system.tell("launch", [place], 0, NO_QUEUE, 1)
+            self.system.tell("launch", [place], 0, self.queue, 1)
 
         timeout = self.system.launches.timeout
 
