@@ -561,6 +561,32 @@ def test_a_stock_model_and_optimizer_train_as_dense(kernels, optimizer):
     mesh.device.close()
 
 
+def test_a_checkpoint_is_written_from_cards_and_read_onto_them(mesh, tmp_path):
+    state = {"a": mesh.put(torch.randn(7, 5), "S(0), S(1)"), "b": mesh.put(torch.arange(4), "R, S(0)")}
+    state["c"] = mesh.put(torch.randn(7, 5), "S(0), S(1)")  # alike, and no alias of the first
+    loom.save(state, tmp_path / "step")
+    expected = {name: each.to_torch() for name, each in state.items()}
+    for each in state.values():
+        each.zero_()
+    loom.load(tmp_path / "step", into=state)
+    for name, each in state.items():
+        assert each.to_torch().equal(expected[name]) and each._data.__class__ is CardArray
+    elsewhere = {name: loom.zeros_like(each, mesh=loom.open_mesh((3,)), placements="S(0)") for name, each in state.items()}
+    loom.load(tmp_path / "step", into=elsewhere)
+    assert all(each.to_torch().equal(expected[name]) for name, each in elsewhere.items())
+
+
+def test_a_model_is_parallelized_onto_cards_and_back(mesh):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    dense, x = copy.deepcopy(model), torch.randn(4, 6)
+    loom.parallelize(model, mesh.device.mesh, {"0.*": "x1=S(0)", "2.weight": "x1=S(1)", "2.bias": "R"})
+    assert all(each._data.__class__ is CardArray for each in model.parameters())
+    torch.testing.assert_close(model(mesh.put(x, "S(0), R")).to_torch(), dense(x))
+    loom.unparallelize(model)
+    torch.testing.assert_close(model(x), dense(x))
+
+
 def network() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(shape, generator=generator) / 3 for shape in ((6, 16), (16, 2))]

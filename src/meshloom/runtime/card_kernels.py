@@ -38,6 +38,11 @@ class Operand:
     is_turned: bool = False
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the cards know it by the shape that it has here: dims of size 1 in front may differ."""
+        return self.is_turned or self.shards.part_shape == self.topology.local_shape
+
+    @property
     def axes(self) -> tuple[Axes, ...]:
         """The mesh axes that cut each dim."""
         return self.topology.axes_of
@@ -126,8 +131,10 @@ TURN = {"dim0": 0, "dim1": 1}
 
 
 def _make_ready(step: Step, store: CardStore) -> Ready | None:
-    """A step with kernels of the driver; None if there is none for it, or no links for its sum."""
+    """A step with kernels of the driver; None if there is none for it, no links for its sum, or nothing to read."""
     parts, turns = [], []
+    if any(not each.shards.part_bytes for each in step.operands):
+        return None
     for operand in step.operands:
         held = Part(operand.shards.part_shape, operand.shards.dtype)
         turned = Part(placed(operand.topology).part_shape, held.dtype)
@@ -163,7 +170,7 @@ def _read(array: Any) -> Operand | None:
     if shards is None or not isinstance(shards.layout, Placed) or shards.layout.topology.partial_axes:
         return None
     topology = shards.layout.topology
-    if array.is_whole() and strip(array.shape) == strip(topology.stored_shape) and array.dim() >= topology.ndim:
+    if array.is_whole() and strip(array.shape) == strip(topology.stored_shape):
         return Operand(shards, shift(topology, array.dim() - topology.ndim))
     if _is_transpose(array, topology):
         turned = _place(topology, topology.axes_of[::-1], topology.shape[::-1])
@@ -198,6 +205,8 @@ def _contract(a: Any, b: Any) -> Step | None:
     """A product of matrices: rows and columns stay cut as they are, a dim that both have cut alike is summed over."""
     left, right = _read(a), _read(b)
     if left is None or right is None or left.shards.dtype != right.shards.dtype:
+        return None
+    if not (left.is_exact and right.is_exact):
         return None
     (rows, inner), (also_inner, columns) = left.axes, right.axes
     (m, k), (also_k, n) = left.topology.shape, right.topology.shape
@@ -247,7 +256,7 @@ def _reduce(
     operand = _read(array)
     if operand is None or operand.is_turned or dtype not in (None, operand.shards.dtype):
         return None
-    if not operand.shards.dtype.is_floating_point:
+    if not operand.is_exact or not operand.shards.dtype.is_floating_point:
         return None
     topology = operand.topology
     gone = sorted({dim % topology.ndim for dim in dims}) if dims else list(range(topology.ndim))

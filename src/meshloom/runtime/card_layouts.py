@@ -89,9 +89,10 @@ class Blocks:
         return array.view(self.block_shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placed(Blocks):
-    """The stored array of a topology: every card holds its shard, padding included.
+    """The stored array of a topology: every card holds its shard, padding included. Two of them are equal if every card
+    holds the same bytes for the same array, whatever dims of size 1 there are in front.
 
     >>> from meshloom import parse
     >>> topology = parse("f32[4, 3](S(0)) on Mesh(x=2)")
@@ -100,6 +101,12 @@ class Placed(Blocks):
     """
 
     topology: Topology
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placed) and _strip(self.topology) is _strip(other.topology)
+
+    def __hash__(self) -> int:
+        return hash(_strip(self.topology))
 
     @property
     def shape(self) -> Shape:
@@ -111,18 +118,18 @@ class Placed(Blocks):
 
 
 def placed(topology: Topology) -> Placed:
-    """The layout of a topology's stored array. Dims of size 1 in front do not matter to it, and the dtype does not.
+    """The layout of a topology's stored array.
 
     >>> from meshloom import parse
     >>> placed(parse("f32[1, 4](S(1)) on Mesh(x=2)")) == placed(parse("bf16[4](S(0)) on Mesh(x=2)"))
     True
     """
-    bare = _strip(topology)
-    return Placed(bare.mesh, bare.block_shape, bare)
+    return Placed(topology.mesh, topology.block_shape, topology)
 
 
 @lru_cache(maxsize=4096)
 def _strip(topology: Topology) -> Topology:
+    """A topology without dims of size 1 in front, and of one dtype."""
     count = 0
     if not topology.partial_axes:
         while count < topology.ndim and topology.shape[count] == topology.stored_shape[count] == 1:

@@ -267,7 +267,7 @@ class Shards:
     ) -> None:
         self.store, self.layout, self.dtype, self.handles = store, layout, dtype, handles
         self.is_meta, self.is_borrowed = region is None and not handles, region is None and bool(handles)
-        self.part_shape = layout.part_shape  # as the cards know it; of a buffer it may have dims of size 1 in front
+        self.part_shape = layout.part_shape  # as the cards know it
         self.part_bytes = numel(layout.part_shape) * dtype.itemsize
         if region is not None:
             self.free = weakref.finalize(self, store.leave, _Free(store, layout, handles, region))

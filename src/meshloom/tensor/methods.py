@@ -359,7 +359,7 @@ def _set_data(self: Tensor, value: Any) -> None:
 
 def _as_it_is(value: Any, mesh: Any) -> Tensor:
     on_mesh = isinstance(value, Tensor) and value.mesh == mesh
-    return value if on_mesh else place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, mesh, {})
+    return value if on_mesh else place(to_dense(value, "to_torch", on_host=True) if isinstance(value, Tensor) else value, mesh, {})
 
 
 def _torch_dispatch(cls: type, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -392,7 +392,7 @@ _OWN: dict[str, Any] = {
     "is_contiguous": lambda self, **_: True,
     "is_same_size": lambda self, other: self.shape == other.shape,
     "element_size": lambda self: self._data.element_size(),
-    "_read": lambda self, call: to_dense(shadow_of(self), call).detach(),
+    "_read": lambda self, call: to_dense(shadow_of(self), call, on_host=True).detach(),
     "_seen": staticmethod(watch_dense),
     "data_ptr": data_ptr,
     "untyped_storage": untyped_storage,
