@@ -78,7 +78,7 @@ class FilePiece(Piece):
     def __init__(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.address, self.shape, self.dtype, self.freed = address, tuple(shape), dtype, False
         self.size = torch.Size(shape).numel() * dtype.itemsize
-        self._file = tempfile.TemporaryFile()
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed with the piece
         self._file.truncate(self.size)
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ def test_a_card_that_computes_wrongly_is_found(monkeypatch):
 
     device = open_mesh_device((2,), driver=CountingDriver({"add": wrong}))
     with device, pytest.raises(AssertionError):
-        run_cases("add", {shape: device for shape in SHAPES}, 40)
+        run_cases("add", dict.fromkeys(SHAPES, device), 40)
 
 
 def test_a_card_that_loses_a_byte_is_found(monkeypatch):
@@ -87,7 +87,7 @@ def test_a_card_that_loses_a_byte_is_found(monkeypatch):
 
     monkeypatch.setattr(card, "read", read)
     with device, pytest.raises(AssertionError):
-        run_cases("mul", {shape: device for shape in SHAPES}, 40)
+        run_cases("mul", dict.fromkeys(SHAPES, device), 40)
 
 
 def test_the_cases_are_on_cards(devices):

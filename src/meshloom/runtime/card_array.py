@@ -20,7 +20,7 @@ from meshloom.context import state
 from meshloom.engines import private
 from meshloom.engines.layout import torch_dtype
 from meshloom.placement import Topology
-from meshloom.runtime.card_layouts import Blocks, Layout, Placed, Spread, placed, strip
+from meshloom.runtime.card_layouts import Blocks, Layout, Spread, placed, strip
 from meshloom.runtime.card_memory import HERE, CardStore, Memory, Shards, asked, named, one_op
 from meshloom.runtime.storage import Scattered
 from meshloom.types import Shape, numel
@@ -70,6 +70,18 @@ class CardArray(torch.Tensor):
     def numpy(self, **options: Any) -> Any:
         """The values as an array of the host."""
         return read(self).numpy(**options)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The array without its graph; set to another array, it has the memory of that one."""
+        found: torch.Tensor = private.TensorBase.data.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        assert isinstance(other, CardArray)
+        private.TensorBase.data.__set__(self, other)
+        self.memory, self.twin = other.memory, other.twin
 
     def data_ptr(self) -> int:
         """Which memory it is and where it begins there: a number to compare, and no address of this process."""
@@ -137,7 +149,7 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is _WRITE and _take_over(*args[:2]):
         return args[0]
     if func is _COPY and _is_to_meta(kwargs):
-        return without_data(args[0])
+        return func(args[0].twin, **kwargs)
     if func is _CLONE:
         found = _share(args[0], kwargs.get("memory_format"))
         if found is not None:
@@ -181,7 +193,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source: CardArray = args[0]
     found = func(source.twin, *args[1:], **kwargs)
     is_meta = source.is_meta
-    return private.tree_map_only(torch.Tensor, lambda twin: CardArray(source.memory, twin, is_meta), found)
+    with torch.inference_mode(source.is_inference()):  # a view is what its base is
+        return private.tree_map_only(torch.Tensor, lambda twin: CardArray(source.memory, twin, is_meta), found)
 
 
 def _turn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,7 +338,7 @@ def lay(array: torch.Tensor, topology: Topology, store: CardStore) -> torch.Tens
         if array.is_whole(topology.stored_shape):
             array.memory.lay(placed(topology))
         return array
-    if array.is_meta:
+    if array.is_meta or private.is_functorch_wrapped_tensor(array):  # the latter is refused where it is used
         return array
     if array.requires_grad:
         return ToCards.apply(array, topology, store)  # type: ignore[no-untyped-call]
@@ -372,7 +385,8 @@ class FromHost(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, array: torch.Tensor, store: CardStore, layout: Layout) -> torch.Tensor:
         """The array on the cards."""
-        return array if isinstance(array, CardArray) else make(store, array, layout)
+        with asked("to_torch"):
+            return array if isinstance(array, CardArray) else make(store, array, layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -1,9 +1,9 @@
 """Calls of torch as kernels that a driver offers for its cards: launched on every card, and not a byte by the host.
 
-Torch calls an op on stored arrays, whose dims are cut over the mesh as their layouts say. Each rule here says what every
-card does on its shard then, how the result lies, and over which axes the shards have to be summed: a product over a dim
-that both operands have cut in the same way is a product on each card and a sum over their links. The driver is asked for
-a kernel by the name of the op; where it has none, or no rule fits the layouts, the call goes through the host.
+Torch calls an op on stored arrays, whose dims are cut over the mesh as their layouts say. Each rule here says what
+every card does on its shard then, how the result lies, and over which axes the shards have to be summed: a product over
+a dim that both operands have cut in the same way is a product on each card and a sum over their links. The driver is
+asked for a kernel by the name of the op; where it has none, or no rule fits, the call goes through the host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How an array is cut over cards that have memory of their own: as a topology says, by leading axes, or in equal pieces.
+"""How an array is cut over cards with memory of their own: as a topology says, by leading axes, or in equal pieces.
 
 A layout is a value. It cuts a contiguous array into the part of every card of this process, says which cards have to be
 read to know all of it, and puts what they gave together again.

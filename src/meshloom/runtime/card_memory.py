@@ -1,9 +1,9 @@
-"""Memory of arrays on cards that share none with this process: what they hold, and every byte between them and the host.
+"""Memory of arrays on cards that share none with this process: what they hold, and every byte that comes to the host.
 
 A `CardStore` is what the tensors on one mesh device know of its cards. `Shards` are one value there: a handle on every
 card at one address, written once and given back when nobody refers to them. A `Memory` is a cell that has a value: its
-shards, or, inside of an op, an array on the host that no card has got yet. A write in place gives the cell other shards,
-so that a card which fails in the middle leaves the old value as it was.
+shards, or, inside of an op, an array on the host that no card has got yet. A write in place gives the cell other
+shards, so that a card which fails in the middle leaves the old value as it was.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from meshloom.runtime.memory import Region
 from meshloom.runtime.program import Program
 from meshloom.runtime.system import Failures, System
 from meshloom.types import numel
+
 
 class _Here(threading.local):
     """What this thread is doing: for which call, whether the program asked for the transfer, what is still here."""

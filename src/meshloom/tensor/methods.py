@@ -359,7 +359,11 @@ def _set_data(self: Tensor, value: Any) -> None:
 
 def _as_it_is(value: Any, mesh: Any) -> Tensor:
     on_mesh = isinstance(value, Tensor) and value.mesh == mesh
-    return value if on_mesh else place(to_dense(value, "to_torch", on_host=True) if isinstance(value, Tensor) else value, mesh, {})
+    return (
+        value
+        if on_mesh
+        else place(to_dense(value, "to_torch", on_host=True) if isinstance(value, Tensor) else value, mesh, {})
+    )
 
 
 def _torch_dispatch(cls: type, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
