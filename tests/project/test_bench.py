@@ -264,6 +264,7 @@ def test_work_on_processes_has_a_table_of_its_own(bench: Any, monkeypatch: pytes
 
 def test_the_processes_name_the_works_that_are_expected_of_them(bench: Any) -> None:
     assert bench("peers").PROCESS_PEER.works == bench("processes").WORKS
+    assert bench("peers").HEAVY_PEER.works == bench("heavy").WORKS
     assert bench("peers").SHARDING_PEER.works == bench("sharding").WORKS
     assert bench("peers").LINK_PEER.works == bench("link").WORKS
 

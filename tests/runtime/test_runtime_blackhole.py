@@ -32,7 +32,7 @@ from meshloom.runtime.card import FluentDriver, LinkedCard, Part, SizedCard, Sou
 from meshloom.runtime.drivers import blackhole_memory as memory, blackhole_modules
 from meshloom.runtime.drivers.blackhole import BlackholeDriver
 from meshloom.runtime.links import Channel
-from runtime_conformance import CardConformance
+from runtime_conformance import CardConformance, LinkConformance
 
 Device, DataflowLaunch, CardProgram, Compiler = cards.Device, cards.DataflowLaunch, cards.Program, codegen.Compiler
 ADD, FILL, MATMUL, RELU = kernels.ADD, kernels.FILL, kernels.MATMUL, kernels.RELU
@@ -50,9 +50,14 @@ def machine(monkeypatch, tmp_path):
     install(monkeypatch, tmp_path)
 
 
-class TestBlackhole(CardConformance):
+class TestBlackhole(LinkConformance):
     def driver(self):
         return driver()
+
+    def test_row_169_this_is_the_suite_of_cards_and_nothing_of_it_is_left_out(self):
+        suite = [name for name in dir(LinkConformance) if name.startswith("test_")]
+        assert len(suite) >= 17 and isinstance(self.driver(), BlackholeDriver)
+        assert all(getattr(type(self), name) is getattr(LinkConformance, name) for name in suite)
 
 
 class TestSlowBlackhole(CardConformance):

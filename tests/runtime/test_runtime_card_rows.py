@@ -359,6 +359,9 @@ def test_row_086_links_are_discovered_and_routes_follow_them():
         with pytest.raises(FabricError):  # no link leads down a column
             all_reduce(x, axis=0, mode="fabric")
         all_reduce(x, axis=1, mode="fabric")
+    with pytest.raises(FabricError, match=r"a ring of \(2, 4\) needs a link from \(0, 0\) to \(0, 3\)"):
+        open_mesh_device((2, 4), mesh_type="Ring", driver=driver())  # the links form one ring of 8
+    open_mesh_device((8,), mesh_type="Ring", driver=driver()).close()
     with open_mesh_device((2,), [0, 4], driver=driver()) as mesh, pytest.raises(FabricError):
         mesh.fabric.route((0,), (1,))
     MACHINE.boards[1].slots.pop(0)

@@ -75,6 +75,10 @@ class MeshBuffer:
             if system.driver.shares_memory
             else Scattered(self.layout, cards, self.region.address)
         )
+        self._on_cards = None
+        if isinstance(self.storage, Scattered):
+            self._on_cards = weakref.finalize(self, self.storage.free)
+            self._on_cards.atexit = False
         device.adopt(self)
 
     @property
@@ -121,10 +125,14 @@ class MeshBuffer:
                 self.device.free_later(self)
             else:
                 self._release()
-            if isinstance(self.storage, Scattered):
-                self.storage.free()
+                self.tell_cards()
 
     deallocate = free
+
+    def tell_cards(self) -> None:
+        """Let cards that hold their parts themselves know that nobody uses them any more."""
+        if self._on_cards is not None:
+            self._on_cards()
 
     def handle(self, *place: Any) -> Any:
         """What the card at a coordinate calls its part: `handle(r, c)`."""

@@ -341,6 +341,7 @@ class MeshDevice:
         for pair in [pair for pair in self._later if not self.is_held(pair[0])]:
             self._later.remove(pair)
             self.system.memory[pair[0].buffer_type].drop(pair[1])
+            pair[0].tell_cards()
 
     # the end
 

@@ -10,14 +10,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom import settings
-from meshloom.errors import ArgumentError, DeviceError, MeshError, MeshloomError, closest, expect, expect_seconds
+from meshloom.errors import (
+    ArgumentError,
+    DeviceError,
+    FabricError,
+    MeshError,
+    MeshloomError,
+    closest,
+    expect,
+    expect_seconds,
+)
+from meshloom.fabric import VIRTUAL as VIRTUAL_MACHINE, Fabric
 from meshloom.fabric.catalogue import Preset
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.processes.discovery import discover
 from meshloom.processes.splitting import bound_ids, split_bound, visible_ids
 from meshloom.processes.world import join
 from meshloom.runtime import accounts
-from meshloom.runtime.card import Card, Driver
+from meshloom.runtime.card import Card, Driver, LinkedCard
 from meshloom.runtime.chips import chip_of
 from meshloom.runtime.device import MeshDevice
 from meshloom.runtime.drivers.blackhole import BlackholeDriver
@@ -93,6 +103,7 @@ def open_mesh_device(
         worker_l1_size=worker_l1_size,
     )
     made = MeshDevice(mesh, range(mesh.size), system, num_command_queues, kind)
+    _check_links(made)
     if memory is not None or preset is not None:
         accounts.note_open(made)
     return made
@@ -133,6 +144,30 @@ def _open_card(rack: Driver, index: int, place: Coordinate) -> Card:
         raise DeviceError(
             f"the device at {place} does not open: {first}", driver=type(rack).__name__, fix=fix
         ) from error
+
+
+def _check_links(device: MeshDevice) -> None:
+    """An error, and the cards closed, if a type of mesh was asked for that the links of the cards do not form."""
+    cards = device.cards
+    if device.mesh_type is None or device.mesh.is_split or device.system.driver.shares_memory:
+        return
+    if not all(isinstance(card, LinkedCard) for card in cards):
+        return
+    shape = device.mesh.shape
+    wanted = Fabric.grid(shape, device.mesh_type.kinds(shape), VIRTUAL_MACHINE.latency, VIRTUAL_MACHINE.bandwidth)
+    try:
+        there = device.fabric
+        lost = next((link for link in wanted.links if there.link(link.source, link.destination) is None), None)
+        if lost is not None:
+            raise FabricError(
+                f"a {device.mesh_type.value} of {shape} needs a link from {lost.source} to {lost.destination}, "
+                "and the cards have none",
+                links=", ".join(f"{link.source}-{link.destination}" for link in there.links),
+                fix="give the cards in another order, another shape, or no mesh_type",
+            )
+    except FabricError:
+        device.close()
+        raise
 
 
 def read_mesh_type(given: MeshType | str | None) -> MeshType | None:

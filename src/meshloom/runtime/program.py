@@ -55,20 +55,20 @@ class Program:
         name: str | None = None,
         vectorised: bool | None = None,
     ) -> None:
-        is_source = isinstance(kernel, SourceKernel)
-        if not is_source:
+        if not isinstance(kernel, SourceKernel):
             code_of(kernel)
         for role, given in (("reads", reads), ("writes", writes), ("updates", updates)):
             if not isinstance(given, Sequence) or not all(isinstance(each, MeshBuffer) for each in given):
                 raise ArgumentError(f"{role}={given!r:.80} is no list of buffers", fix=f"{role}=[buffer, ...]")
         expect("args", args or {}, Mapping, fix='give arguments by name: args={"by": 2}')
-        self.kernel = kernel
+        self.kernel: Any = kernel
         self.reads, self.writes, self.updates = tuple(reads), tuple(writes), tuple(updates)
         self.buffers = (*self.reads, *self.writes, *self.updates)
         self.args = dict(args or {})
-        self.name: str = name or str(getattr(kernel, "name" if is_source else "__name__", "kernel"))
+        own = kernel.name if isinstance(kernel, SourceKernel) else getattr(kernel, "__name__", "kernel")
+        self.name: str = name or str(own)
         self.vectorised = vectorised
-        self._signature = None if is_source else inspect.signature(kernel)
+        self._signature = None if isinstance(kernel, SourceKernel) else inspect.signature(kernel)
         names = self._signature.parameters if self._signature is not None else ()
         self.wants_coordinate = COORDINATE in names and COORDINATE not in self.args
         self._loaded: dict[int, Any] = {}
