@@ -26,7 +26,6 @@ from meshloom.errors import (
     OutOfMemoryError,
     RaceError,
     ShapeError,
-    UnsupportedError,
 )
 from meshloom.processes import discovery as control
 from meshloom.runtime import (
@@ -711,7 +710,7 @@ def test_row_177_use_after_close_raises_in_the_runtime_and_in_ttnn():
             use()
 
 
-def test_tensors_on_cards_with_memory_of_their_own_are_refused():
+def test_tensors_on_cards_with_memory_of_their_own_lie_there():
     with open_mesh_device((2, 2), driver=Strangers()) as mesh:
         for make in (
             lambda: loom.ones(4, mesh=mesh),
@@ -720,14 +719,17 @@ def test_tensors_on_cards_with_memory_of_their_own_are_refused():
             lambda: loom.from_local([torch.ones(1)] * 4, mesh, "S(0), S(0)"),
             lambda: loom.Parameter(torch.ones(4), mesh),
         ):
-            with pytest.raises(UnsupportedError, match="would stay in host memory"):
-                make()
-        assert not any(card.memory for card in mesh.cards)
+            made = make()
+            held = [next(iter(card.memory.values())) for card in mesh.cards]
+            assert torch.cat(held).equal(made.to_torch().detach())
+            del made
+            assert not any(card.memory for card in mesh.cards)
     with ttnn.create_mesh_device(ttnn.MeshShape(2, 2), driver=Strangers()) as device:
         host = ttnn.from_torch(torch.ones(4, 4))
-        for make in (lambda: ttnn.from_torch(torch.ones(4), device=device), lambda: ttnn.to_device(host, device)):
-            with pytest.raises(UnsupportedError, match="would stay in host memory"):
-                make()
+        for make in (lambda: ttnn.from_torch(torch.ones(4, 4), device=device), lambda: ttnn.to_device(host, device)):
+            made = make()
+            assert all(next(iter(card.memory.values())).sum() == 16 for card in device.runtime.cards)
+            del made
 
 
 def test_row_098_shuffled_completion_finds_a_planted_race_that_the_usual_order_hides():

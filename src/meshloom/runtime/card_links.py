@@ -51,7 +51,7 @@ def run_sum(store: CardStore, shards: Shards, schedules: Sequence[Schedule]) -> 
             system.tell("send", schedule.group, sent, store.queue, schedule.sends)
 
     try:
-        store.speak("all_reduce", len(cards), run)
+        store.speak("all_reduce", mesh, len(cards), run)
     except BaseException:
         store.has_broken_links = True  # nobody knows what is still in their slots
         raise

@@ -126,15 +126,19 @@ class CardStore:
     ) -> None:
         """Do something on some cards, one after the other; what fails does not keep the others from it."""
         members = ((place, self.card(place, layout.mesh)) for place in places)
-        self.speak(what, len(places), lambda: self.system.each(members, act))
+        self.speak(what, layout.mesh, len(places), lambda: self.system.each(members, act))
 
-    def speak(self, what: str, cards: int, act: Callable[[], None]) -> None:
+    def speak(self, what: str, mesh: Mesh, cards: int, act: Callable[[], None]) -> None:
         """Do something with cards; what fails on some of them is an error with their coordinates."""
         self.check()
         try:
             with self._lock:
                 act()
         except Failures as failures:
+            for place, error in failures.found:
+                if isinstance(error, DeviceTimeoutError):  # it may still be at it, and gets no more work
+                    reason = str(error).partition("\n")[0]
+                    self.system.launches.lost[self.numbers[mesh.device_id(place)]] = f"at {tuple(place)}, {reason}"
             raise _error(what, failures, cards) from failures.found[0][1]
         finally:
             self.tidy()
@@ -211,10 +215,7 @@ class CardStore:
 
         def wait(place: Coordinate, card: Card) -> None:
             if not card.wait(tickets[place], timeout):
-                number = self.numbers[layout.mesh.device_id(place)]
-                late = f"kernel {op} did not end within {timeout} s"
-                self.system.launches.lost[number] = f"at {tuple(place)}, {late}"
-                raise DeviceTimeoutError(late)
+                raise DeviceTimeoutError(f"kernel {op} did not end within {timeout} s")
 
         places = list(layout.mesh.local_coordinates())
         self.each(f"kernel {op}", layout, places, start)
