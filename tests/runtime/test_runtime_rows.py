@@ -635,7 +635,7 @@ def test_row_177_every_use_of_a_tensor_on_a_closed_mesh_device_raises():
     for made in (
         lambda: loom.ones(4, mesh=mesh),
         lambda: loom.distribute([1.0], mesh.mesh),
-        lambda: loom.Parameter(torch.ones(4), mesh),
+        lambda: loom.Parameter(torch.ones(4), mesh, "S(0), S(0)"),
     ):
         with pytest.raises(ClosedError, match="has been closed"):
             made()
@@ -717,7 +717,7 @@ def test_tensors_on_cards_with_memory_of_their_own_lie_there():
             lambda: loom.randn(4, mesh=mesh.mesh),
             lambda: loom.distribute(torch.ones(4), mesh),
             lambda: loom.from_local([torch.ones(1)] * 4, mesh, "S(0), S(0)"),
-            lambda: loom.Parameter(torch.ones(4), mesh),
+            lambda: loom.Parameter(torch.ones(4), mesh, "S(0), S(0)"),
         ):
             made = make()
             held = [next(iter(card.memory.values())) for card in mesh.cards]
