@@ -84,7 +84,7 @@ _LAZY = {
     "latest": "meshloom.checkpoint.folders",
     "RandomState": "meshloom.checkpoint.random_state",
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
-    **dict.fromkeys("Plan data parallelize plans unparallelize".split(), "meshloom.nn"),
+    **dict.fromkeys("Plan autoplan data experts parallelize plans unparallelize".split(), "meshloom.nn"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 

@@ -96,6 +96,7 @@ class Log:
     pending: list[Event] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)  # for each call, how many events there were before its own
     transfers: list[Transfer] = field(default_factory=list)
+    assumed: dict[str, str] = field(default_factory=dict)  # what was taken for granted where there were no values
 
     def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
         """A planned call is about to run; a log of collectives waits until it has."""
@@ -266,6 +267,11 @@ class State(threading.local):
             self.policy.check_transfer(transfer)
         for log in self.logs:
             log.note_transfer(transfer)
+
+    def assume(self, what: str, value: str) -> None:
+        """Write into every open log what is taken for granted because there are no values to look at."""
+        for log in self.logs:
+            log.assumed[what] = value
 
     def log(self, events: Iterable[Event], of: Any = None, first: bool = False) -> None:
         """Write what was done into every open log; `of` and `first` as in `Log.note_events`."""

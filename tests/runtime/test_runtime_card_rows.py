@@ -1,4 +1,4 @@
-"""Checklist rows that speak of cards, on virtual cards and on the driver for blackhole-py over its stand-in."""
+"""Checklist rows that speak of cards: virtual ones, those in processes, and blackhole-py's over its stand-in."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from meshloom.runtime import (
     MeshDevicePy,
     MeshWorkload,
     MeshWorkloadPy,
+    ProcessDriver,
     Program,
     VirtualDriver,
     all_gather,
@@ -54,7 +55,7 @@ def machine(monkeypatch, tmp_path):
     install(monkeypatch, tmp_path, cards=8)
 
 
-DRIVERS = {"virtual": VirtualDriver, "stand-in": driver}
+DRIVERS = {"virtual": VirtualDriver, "stand-in": driver, "processes": ProcessDriver}
 on_linked_cards = pytest.mark.parametrize("made", DRIVERS.values(), ids=DRIVERS)
 on_any_cards = pytest.mark.parametrize("made", [*DRIVERS.values(), Strangers], ids=[*DRIVERS, "stranger"])
 

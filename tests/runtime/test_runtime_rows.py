@@ -34,6 +34,7 @@ from meshloom.runtime import (
     MeshShape,
     MeshType,
     MeshWorkload,
+    ProcessDriver,
     Program,
     ShardedBufferConfig,
     VirtualDriver,
@@ -91,7 +92,7 @@ def test_row_030_a_mesh_device_is_a_grid_of_devices_in_row_major_order():
                 mesh.get_device(outside)
 
 
-@pytest.mark.parametrize("driver", [VirtualDriver, Strangers])
+@pytest.mark.parametrize("driver", [VirtualDriver, Strangers, ProcessDriver])
 def test_row_031_and_071_two_programs_on_two_ranges_run_on_exactly_their_coordinates(driver):
     with open_mesh_device((2, 2), driver=driver()) as mesh:
         x = create_mesh_buffer(mesh, global_shape=(1,))
@@ -365,7 +366,7 @@ def test_row_064_slow_and_fast_dispatch_give_equal_results(monkeypatch):
         open_mesh_device((2,), dispatch="slwo")
 
 
-@pytest.mark.parametrize("driver", [VirtualDriver, Strangers])
+@pytest.mark.parametrize("driver", [VirtualDriver, Strangers, ProcessDriver])
 def test_row_065_and_069_a_card_is_used_through_memory_kernels_and_waiting_alone(driver):
     """Firmware, launch messages, multicast and structs are the driver's business: the protocol has no verb for them."""
     spoken = {name for name in vars(Card) if not name.startswith("_")}

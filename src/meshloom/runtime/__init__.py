@@ -54,6 +54,8 @@ _LAZY = {
     "VirtualCard": "virtual",
     "SimulatedClock": "virtual",
     "Fault": "virtual",
+    "ProcessDriver": "drivers.process.driver",
+    "ProcessCard": "drivers.process.driver",
     "Usage": "memory",
     "tilize": "tiles",
     "untilize": "tiles",

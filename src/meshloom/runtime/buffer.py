@@ -118,12 +118,14 @@ class MeshBuffer:
         return self._release.alive and not self.device.closed
 
     def free(self) -> None:
-        """Give the memory back; a second time does nothing. What a live trace uses keeps its place until release."""
+        """Give the memory back; a second time does nothing. What a live trace uses keeps its place until release. Cards
+        that hold memory of their own first finish the commands that use it."""
         if self._release.alive:
             if self.device.is_held(self):
                 self._release.detach()
                 self.device.free_later(self)
             else:
+                self._drain()
                 self._release()
                 self.tell_cards()
 
@@ -133,6 +135,14 @@ class MeshBuffer:
         """Let cards that hold their parts themselves know that nobody uses them any more."""
         if self._on_cards is not None:
             self._on_cards()
+
+    def _drain(self) -> None:
+        """Wait for the commands that use memory which cards would give to others; their errors stay for later."""
+        if isinstance(self.storage, Scattered) and not self.device.is_closing:
+            with self._lock:
+                pending = dict(self._last)
+            for queue, number in pending.items():
+                queue.wait(number)
 
     def handle(self, *place: Any) -> Any:
         """What the card at a coordinate calls its part: `handle(r, c)`."""

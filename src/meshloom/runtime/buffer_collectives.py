@@ -9,18 +9,21 @@ default; its members are in row-major order. Tensors go to the collectives on te
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from meshloom import collectives
-from meshloom.collectives.algorithms import algorithm as find_algorithm, choose
+from meshloom.collectives.algorithms import algorithm as find_algorithm, candidates, choose
 from meshloom.collectives.schedule import Schedule, chunk_sizes
 from meshloom.comms.schedules import chunks_by_owner
 from meshloom.engines.layout import torch_dtype
 from meshloom.engines.reductions import REDUCTIONS
 from meshloom.errors import ArgumentError, DeviceTimeoutError, ModeError, ShapeError, UnsupportedError, closest
+from meshloom.fabric import Fabric
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.runtime import transfers
 from meshloom.runtime.buffer import MeshBuffer
@@ -168,6 +171,24 @@ def groups_of(mesh: Mesh, axis: Axis) -> list[Group]:
     return [tuple(members) for members in found.values()]
 
 
+@lru_cache(maxsize=256)
+def _fastest(kind: str, group: Group, fabric: Fabric, size: int) -> Schedule:
+    """The fastest schedule after which all members of an all-reduce hold the same bits."""
+    schedule = choose(kind, group, fabric, size)(group, fabric)
+    if kind != "all_reduce" or sums_once(schedule):
+        return schedule
+    every = (each.schedule for each in candidates(kind, group, fabric, size))
+    return next(each for each in every if each is not None and sums_once(each))
+
+
+def sums_once(schedule: Schedule) -> bool:
+    """Whether one member ends the sum of each chunk and the others get a copy of it. Where each member adds up by
+    itself, it does so in an order of its own, and floats differ in the last bits."""
+    last = {(send.destination, chunk): send.reduce for step in schedule.steps for send in step for chunk in send.chunks}
+    ended = Counter(chunk for (_, chunk), reduce in last.items() if reduce)
+    return all(count == 1 for count in ended.values())
+
+
 class _Exchange(Transfer):
     """A collective on a buffer, as a command of a queue: it reads one buffer and writes another."""
 
@@ -285,8 +306,9 @@ class _Exchange(Transfer):
         fabric, size = self._x.device.fabric, self._x.size
         found = []
         for group in self._groups:
-            chosen = find_algorithm(self._kind, name) if name else choose(self._kind, group, fabric, size)
-            found.append(chosen(group, fabric))
+            found.append(
+                find_algorithm(self._kind, name)(group, fabric) if name else _fastest(self._kind, group, fabric, size)
+            )
         return found
 
     def _send(self, queue: int) -> None:

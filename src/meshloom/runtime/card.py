@@ -95,6 +95,14 @@ class Card(Protocol):
 
 
 @runtime_checkable
+class EndableCard(Protocol):
+    """A card on which a launch that takes too long can be ended. Others may go on writing to memory: they are lost."""
+
+    def end(self, reason: str) -> None:
+        """End what is running. The card says the reason to whoever uses it, until it is reset."""
+
+
+@runtime_checkable
 class SizedCard(Protocol):
     """A card on which an array takes more than its elements."""
 

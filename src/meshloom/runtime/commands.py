@@ -123,10 +123,7 @@ class Transfer(Command):
             self.move(queue)
         except Failures as error:
             late = [place for place, each in error.found if isinstance(each, DeviceTimeoutError)]
-            if late:
-                device = self.buffers[0].device
-                device.hang(self.buffers)
-                device.lose(late, f"{self.text} did not end in time")
+            self.buffers[0].device.leave(late, self.buffers, f"{self.text} did not end in time")
             raise
 
     def move(self, queue: int) -> None:
@@ -263,10 +260,9 @@ class Run(Command):
             left = None if end is None else max(0.0, end - time.monotonic())
             try:
                 if not card.wait(ticket, left):
-                    device.hang(self.buffers)
-                    if not getattr(card, "hangs", False):  # a virtual card refuses work by itself, until it is reset
-                        device.lose((place,), f"{self.text} did not end within {timeout:g} s")
-                    failed.append((place, DeviceTimeoutError(f"did not end within {timeout:g} s")))
+                    late = f"did not end within {timeout:g} s"
+                    is_over = device.leave((place,), self.buffers, f"{self.text} {late}")
+                    failed.append((place, DeviceTimeoutError(late + (", and was ended" if is_over else ""))))
             except BaseException as error:
                 failed.append((place, error))
         if failed:

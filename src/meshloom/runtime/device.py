@@ -23,7 +23,7 @@ from meshloom.mesh import Coordinate, Mesh
 from meshloom.processes.discovery import Scope, check_scope
 from meshloom.runtime import accounts
 from meshloom.runtime.buffer import MeshBuffer
-from meshloom.runtime.card import Card
+from meshloom.runtime.card import Card, EndableCard
 from meshloom.runtime.card_memory import CardStore
 from meshloom.runtime.chips import Grid
 from meshloom.runtime.geometry import MeshShape, MeshType
@@ -66,7 +66,7 @@ class MeshDevice:
             self.lease.store = CardStore(system, self.mesh, self.numbers)
         self.mesh_type = mesh_type
         self.mask = sum(1 << number for number in self.numbers)
-        self.closed = False
+        self.closed = self.is_closing = False
         self._children: weakref.WeakSet[MeshDevice] = weakref.WeakSet()
         self._buffers: weakref.WeakSet[MeshBuffer] = weakref.WeakSet()
         self._traces: weakref.WeakValueDictionary[int, Trace] = weakref.WeakValueDictionary()
@@ -328,6 +328,22 @@ class MeshDevice:
             number = self.numbers[self.mesh.index(place)]
             self.system.launches.lost[number] = f"at {tuple(place)}, {reason}"
 
+    def leave(self, places: Iterable[Coordinate], buffers: Iterable[MeshBuffer], reason: str) -> bool:
+        """Something takes too long on some cards. Where a card can end it, it does: True if all could. Elsewhere it may
+        still write: the card is lost, and nobody gets the memory."""
+        stuck = []
+        for place in places:
+            card = self.card(place)
+            if isinstance(card, EndableCard):
+                card.end(reason)
+            else:
+                stuck.append((place, card))
+        if stuck:
+            self.hang(buffers)
+            lost = (place for place, card in stuck if not getattr(card, "hangs", False))
+            self.lose(lost, reason)  # a virtual card that hangs refuses work by itself, until it is reset
+        return not stuck
+
     def free_later(self, buffer: MeshBuffer) -> None:
         """A buffer was freed that something still uses: its place stays taken until that is over."""
         names = ", ".join(str(trace.id) for trace in self._traces.values() if buffer in trace.buffers)
@@ -356,6 +372,7 @@ class MeshDevice:
         for child in self.get_submeshes():
             child.close(timeout)
         self._end_capture()
+        self.is_closing = True
         stopped = [queue.runner.stop(timeout) for queue in self.queues]
         self._stop.detach()
         errors = [error for queue in self.queues if (error := queue.forget()) is not None]

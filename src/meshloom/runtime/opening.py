@@ -28,9 +28,10 @@ from meshloom.processes.splitting import bound_ids, split_bound, visible_ids
 from meshloom.processes.world import join
 from meshloom.runtime import accounts
 from meshloom.runtime.card import Card, Driver, LinkedCard
-from meshloom.runtime.chips import chip_of
+from meshloom.runtime.chips import Chip, chip_of
 from meshloom.runtime.device import MeshDevice
 from meshloom.runtime.drivers.blackhole import BlackholeDriver
+from meshloom.runtime.drivers.process.driver import ProcessDriver
 from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.system import System
 from meshloom.runtime.virtual import VirtualDriver
@@ -39,6 +40,7 @@ TIMEOUT = 60.0
 FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0" or "virtual:0"'
 NODE, VIRTUAL = "/dev/tenstorrent/", "virtual:"
 DEVICE = re.compile(rf"(?:{NODE}|{VIRTUAL})?(\d+)")
+DRIVERS = ("virtual", "processes")
 DRIVER = ("shares_memory", "enumerate", "open", "compile", "is_plain")
 
 
@@ -52,7 +54,7 @@ def open_mesh_device(
     num_command_queues: int = 1,
     memory: float | None = None,
     preset: str | Preset | None = None,
-    driver: Driver | None = None,
+    driver: Driver | str | None = None,
     check: str | None = None,
     dispatch: str | None = None,
     stress: int | None = None,
@@ -67,7 +69,8 @@ def open_mesh_device(
     device) or a machine `preset`, tensors on its mesh are accounted for. `check="races"` watches every queue.
     `dispatch="slow"` (or MESHLOOM_DISPATCH) runs every command at once, card by card. `stress` is a seed that shuffles
     the queues. `timeout` is how many seconds a launch may take; a card that takes longer is lost. `worker_l1_size` is
-    how many bytes of L1 every core has for buffers, all of them for 0.
+    how many bytes of L1 every core has for buffers, all of them for 0. `driver="processes"` gives virtual cards in
+    processes of their own.
 
     Ids, and paths such as "virtual:3", are virtual cards of this process; a path of a node, "/dev/tenstorrent/3", is
     the Tenstorrent card there. A `driver` says which cards they are, whatever they are called.
@@ -82,11 +85,14 @@ def open_mesh_device(
     expect_seconds("timeout", timeout, least=1e-9)
     if stress is not None:
         expect("stress", stress, int, fix="give a seed, such as stress=0")
-    _check_driver(driver)
     chip = chip_of(preset, memory)
+    is_ours = driver is None or isinstance(driver, str)
+    if isinstance(driver, str):
+        driver = _named_driver(driver, chip)
+    _check_driver(driver)
     driver = driver if driver is not None else node_driver(mesh_shape, device_ids)
     rack = driver if driver is not None else VirtualDriver(_declared_ids(), chip)
-    if ids is None and shape is not None and driver is None:
+    if ids is None and shape is not None and is_ours:
         ids = bound_ids(shape)
     sizes, chosen = _fit(shape, ids, rack)
     if isinstance(num_command_queues, bool) or not isinstance(num_command_queues, int) or num_command_queues < 1:
@@ -177,6 +183,14 @@ def read_mesh_type(given: MeshType | str | None) -> MeshType | None:
     if given is not None and not isinstance(given, MeshType):
         raise ArgumentError(f"there is no mesh type {given!r}", fix=closest(given, MeshType.__members__))
     return given
+
+
+def _named_driver(name: str, chip: Chip) -> Driver:
+    """A driver of virtual cards by its name."""
+    if name not in DRIVERS:
+        raise ArgumentError(f"there is no driver {name!r}", fix=closest(name, DRIVERS))
+    kind = ProcessDriver if name == "processes" else VirtualDriver
+    return kind(_declared_ids(), chip)
 
 
 def _check_driver(driver: Any) -> None:
