@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import os
 import pickle
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import blackhole
 import meshloom as loom
 from counting_cards import KERNELS, CountingDriver, FilePiece
 from meshloom import ttnn
@@ -28,6 +33,7 @@ from meshloom.errors import (
 from meshloom.runtime import create_mesh_buffer, open_mesh_device
 from meshloom.runtime.card_array import CardArray
 from meshloom.runtime.chips import chip_of
+from meshloom.runtime.drivers.process.driver import ProcessDriver
 
 
 class Mesh:
@@ -587,6 +593,40 @@ def test_a_model_is_parallelized_onto_cards_and_back(mesh):
     torch.testing.assert_close(model(x), dense(x))
 
 
+def test_a_step_on_the_stand_in_for_blackhole_py_moves_no_byte_through_the_host(monkeypatch, tmp_path):
+    blackhole.install(monkeypatch, tmp_path)
+    a, up, bias, down = torch.randn(64, 64), torch.randn(64, 96), torch.randn(1, 96), torch.randn(96, 32)
+    with open_mesh_device((2, 2), driver=blackhole.driver()) as mesh:
+        x, w1, b = (loom.distribute(each, mesh, p) for each, p in ((a, "S(0), R"), (up, "R, S(1)"), (bias, "R, S(1)")))
+        w2 = loom.distribute(down, mesh, "R, S(0)")
+        before = mesh.counts["host_bytes"]
+        y = torch.relu(x @ w1 + b) @ w2
+        assert mesh.counts["host_bytes"] == before and mesh.counts["launch"] == 16 and mesh.counts["send"] == 4
+        torch.testing.assert_close(y.to_torch(), torch.relu(a @ up + bias) @ down, rtol=1e-4, atol=1e-4)
+
+
+def test_a_whole_step_on_cards_in_processes_moves_no_byte_through_the_host():
+    with open_mesh_device((2, 2), driver=ProcessDriver()) as device:
+        mesh = SimpleNamespace(put=lambda dense, placements: loom.distribute(dense, device, placements))
+        dense, ours = layers(PLACED["columns then rows"], mesh)
+        expected, before = step(*dense), device.counts["host_bytes"]
+        found = step(*ours)
+        assert device.counts["host_bytes"] == before
+        torch.testing.assert_close(found.to_torch().detach(), expected.detach())
+        for mine, theirs in zip(ours[1:5], dense[1:5], strict=True):
+            torch.testing.assert_close(mine.to_torch().detach(), theirs.detach())
+
+
+def test_a_card_in_a_process_that_is_killed_in_the_middle_of_a_program_is_an_error_with_its_coordinate():
+    with pytest.raises(DeviceError) as caught, open_mesh_device((2,), driver=ProcessDriver()) as device:
+        x = loom.distribute(torch.ones(8), device, "S(0)")
+        os.kill(device.get_device(1).pid, signal.SIGKILL)
+        for _ in range(100):
+            x = x + 1
+            time.sleep(0.01)
+    assert "(1,)" in str(caught.value) and "test_cards.py:" in str(caught.value)
+
+
 def network() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(shape, generator=generator) / 3 for shape in ((6, 16), (16, 2))]
@@ -609,14 +649,20 @@ def gradients(x: Any, target: Any, up: Any, down: Any, partial: Any) -> tuple[An
 
 
 @pytest.mark.filterwarnings("ignore::meshloom.comms.modes.HostTrafficWarning")
-@pytest.mark.parametrize("kernels", [{}, KERNELS], ids=["by the host", "by kernels"])
 @pytest.mark.parametrize("mode", ["host", "direct"])
-def test_row_85_the_mlp_trains_on_cards_with_host_collectives(kernels, mode):
-    mesh = Mesh((4,), kernels)
+@pytest.mark.parametrize("cards", ["by the host", "by kernels", "in processes", "stand-in"])
+def test_row_85_the_mlp_trains_on_cards_with_host_collectives(cards, mode, monkeypatch, tmp_path):
+    blackhole.install(monkeypatch, tmp_path)
+    makers = {
+        "by kernels": lambda: CountingDriver(KERNELS),
+        "in processes": ProcessDriver,
+        "stand-in": blackhole.driver,
+    }
+    device = open_mesh_device((4,), driver=makers.get(cards, CountingDriver)())
     dense, (data, labels) = network()
-    x, target = mesh.put(data, "S(0)"), mesh.put(labels, "S(0)")
-    ours, losses = [mesh.put(each, "R") for each in dense], []
-    for _ in range(25):
+    x, target = loom.distribute(data, device, "S(0)"), loom.distribute(labels, device, "S(0)")
+    ours, losses = [loom.distribute(each, device, "R") for each in dense], []
+    for _ in range(15):
         parts = gradients(x, target, *ours, loom.Partial("sum"))
         loss, *mine = (loom.collectives.all_reduce(part, mode=mode) for part in parts)
         expected, *theirs = gradients(data, labels, *dense, None)
@@ -626,5 +672,5 @@ def test_row_85_the_mlp_trains_on_cards_with_host_collectives(kernels, mode):
         assert losses[-1] == pytest.approx(expected.item(), rel=1e-4)
     for found, wanted in zip(ours, dense, strict=True):
         torch.testing.assert_close(found.to_torch(), wanted, rtol=1e-4, atol=1e-5)
-    assert losses[-1] < 0.7 * losses[0]
-    mesh.device.close()
+    assert losses[-1] < 0.8 * losses[0]
+    device.close()

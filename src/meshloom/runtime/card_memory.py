@@ -22,7 +22,7 @@ from meshloom.context import Transfer, state
 from meshloom.engines import private
 from meshloom.errors import DeviceError, DeviceTimeoutError, where
 from meshloom.mesh import Coordinate, Mesh
-from meshloom.runtime.card import Card, FluentDriver, Kernel, footprint
+from meshloom.runtime.card import Card, EndableCard, FluentDriver, Kernel, footprint
 from meshloom.runtime.card_layouts import Layout
 from meshloom.runtime.memory import Region
 from meshloom.runtime.program import Program
@@ -136,12 +136,19 @@ class CardStore:
                 act()
         except Failures as failures:
             for place, error in failures.found:
-                if isinstance(error, DeviceTimeoutError):  # it may still be at it, and gets no more work
-                    reason = str(error).partition("\n")[0]
-                    self.system.launches.lost[self.numbers[mesh.device_id(place)]] = f"at {tuple(place)}, {reason}"
+                if isinstance(error, DeviceTimeoutError):
+                    self._end(place, mesh, str(error).partition("\n")[0])
             raise _error(what, failures, cards) from failures.found[0][1]
         finally:
             self.tidy()
+
+    def _end(self, place: Coordinate, mesh: Mesh, reason: str) -> None:
+        """Something takes too long on a card: it ends it, or it may still be at it, and gets no more work."""
+        card = self.card(place, mesh)
+        if isinstance(card, EndableCard):
+            card.end(reason)
+        else:
+            self.system.launches.lost[self.numbers[mesh.device_id(place)]] = f"at {tuple(place)}, {reason}"
 
     def allocate(self, layout: Layout, dtype: torch.dtype) -> Shards:
         """Memory on every card of a layout, at one address."""
