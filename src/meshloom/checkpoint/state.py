@@ -124,7 +124,7 @@ def check_tensor(tensor: torch.Tensor, path: Path) -> None:
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
         raise refusal(tensor, path)
     if isinstance(tensor, Tensor) and tensor.mesh.is_split:
-        check_joined(tensor.mesh.processes)
+        check_joined(tensor.mesh)
     array = tensor._data if isinstance(tensor, Tensor) else tensor
     if array.is_meta:
         raise ArgumentError(f"{spell(path)} has no values: it lies on meta", fix="materialise it first")

@@ -22,7 +22,7 @@ from meshloom.engines import private
 from meshloom.errors import ArgumentError, PeerLostError, closest, where
 from meshloom.mesh import HERE, Mesh
 from meshloom.processes.bindings import process, read_place
-from meshloom.processes.divergence import begin, compare_at_end
+from meshloom.processes.divergence import begin, begin_message, compare_at_end
 from meshloom.processes.health import Watch
 from meshloom.processes.store import MARGIN, Board, bounded, meet
 
@@ -80,7 +80,7 @@ def _meet() -> None:
     ranks = tuple(range(HERE.count))
     WORLD.handles[ranks] = dist.group.WORLD
     WORLD.watch = Watch(WORLD, board)
-    WORLD.connect, WORLD.begin = _handle, begin
+    WORLD.connect, WORLD.begin, WORLD.message = _handle, begin, begin_message
     WORLD.watch.start()
     private.set_group_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     if HERE.rank == 0:
@@ -147,30 +147,32 @@ def _leave(is_theirs: bool) -> None:
     for group in WORLD.connected:
         object.__setattr__(group, "handle", None)
     WORLD.handles.clear()
+    WORLD.stories.clear()
     WORLD.device_meshes.clear()
     if not is_theirs and dist.is_initialized() and not (WORLD.watch is not None and WORLD.watch.failure):
         dist.destroy_process_group()
 
 
-def _handle(ranks: tuple[int, ...]) -> Any:
-    """torch's group of these ranks, made once."""
-    if ranks not in WORLD.handles:
-        WORLD.handles[ranks] = _new_handle(ranks)
-    return WORLD.handles[ranks]
+def _handle(ranks: tuple[int, ...], alone: bool = False, use: str = "") -> Any:
+    """torch's group of these ranks, made once for each use; `alone` says that only they make it."""
+    key = (ranks, alone, use) if alone else ranks
+    if key not in WORLD.handles:
+        WORLD.handles[key] = _new_handle(ranks, "gloo" if use == "check" else None, alone)
+    return WORLD.handles[key]
 
 
-def _connect(ranks: tuple[int, ...], backend: str | None) -> Any:
-    handle = dist.new_group(list(ranks), timeout=_patience(1), backend=backend)
+def _connect(ranks: tuple[int, ...], backend: str | None, alone: bool) -> Any:
+    handle = dist.new_group(list(ranks), timeout=_patience(1), backend=backend, use_local_synchronization=alone)
     if HERE.rank in ranks:
         handle.allreduce([torch.zeros(1)]).wait(_patience(1))
     return handle
 
 
-def _new_handle(ranks: tuple[int, ...], backend: str | None = None) -> Any:
-    """A new group, which all processes make together; nobody goes on, or away, before all members are connected."""
+def _new_handle(ranks: tuple[int, ...], backend: str | None = None, alone: bool = False) -> Any:
+    """A new group, which all processes make together, or its members alone; nobody goes on before all are connected."""
     WORLD.watch.enter("new_group")
     try:
-        handle = bounded(WORLD.timeout + MARGIN, lambda: _connect(ranks, backend))
+        handle = bounded(WORLD.timeout + MARGIN, lambda: _connect(ranks, backend, alone))
     except RuntimeError as error:
         raise WORLD.watch.explained(error) from None
     WORLD.watch.leave()

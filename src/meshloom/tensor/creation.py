@@ -104,19 +104,22 @@ def _topology(shape: Shape, dtype: torch.dtype, mesh: Mesh | None, placements: P
 def place(data: torch.Tensor, mesh: Mesh | None, placements: Placements | None) -> Tensor:
     """A dense torch tensor on a mesh; may share memory with it."""
     topology = _topology(tuple(data.shape), data.dtype, mesh, placements)
-    if topology.mesh.is_split and not data.is_meta:
+    if topology.mesh.is_elsewhere:
+        data = data.to("meta")
+    elif topology.mesh.is_split and not data.is_meta:
         data = data.to(WORLD.device)
     return _number(Tensor(topology, move(data, topology.replicated, topology)))
 
 
 def _number(made: Tensor) -> Tensor:
     """A tensor that was made of nothing on the mesh: every process makes them in the same order."""
-    if made.topology.mesh.is_split:
-        made._number = next(_numbers)
+    mesh = made.topology.mesh
+    if mesh.is_split:
+        made._number = next(_numbers.setdefault(mesh.ranks or WORLD.within, itertools.count(1)))
     return made
 
 
-_numbers = itertools.count(1)
+_numbers: dict[tuple[int, ...], Iterator[int]] = {}  # by who counts: everybody, or those that hold a submesh
 
 
 def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | None = None) -> Tensor:
@@ -134,7 +137,7 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
         )
     data = _check_plain(value) if isinstance(value, torch.Tensor) else _dense(value)
     if _choose_mesh(mesh).is_split and is_compared() and not data.is_meta and state.shadows is None:
-        note_data("given to distribute", data)
+        note_data("given to distribute", data, _choose_mesh(mesh).ranks)
     made = place(data, mesh, placements)
     if state.shadows is not None:
         result: Tensor = state.shadows.of(made)
@@ -443,6 +446,8 @@ def draw_like(
 ) -> Tensor:
     """Random numbers that lie as a topology says; of a partial one they are the value."""
     whole = topology.reduced
+    if whole.mesh.is_elsewhere:
+        return Tensor(topology, torch.empty(topology.stored_shape, dtype=torch_dtype(topology.dtype), device="meta"))
     data = random.fill(whole, draw, key).to(WORLD.device if whole.mesh.is_split else device or "cpu")
     return _number(Tensor(topology, move(data, whole, topology)))
 
@@ -519,6 +524,8 @@ def dropout_mask(tensor: Tensor, keep: float) -> Tensor:
     """1 / keep where an element is kept, 0 elsewhere, placed as the tensor is."""
     topology = tensor.topology.reduced
     if tensor._data.is_meta:
+        if topology.mesh.is_elsewhere and state.shadows is None:
+            random.draw_key()  # those that hold it draw one too
         return Tensor(topology, torch.empty(topology.stored_shape, dtype=tensor.dtype, device="meta"))
     drawn = random.fill(topology.with_dtype("f32"), random.uniform, random.draw_key())
     scale = 1.0 / keep if keep > 0 else 0.0

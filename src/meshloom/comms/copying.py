@@ -1,0 +1,164 @@
+"""A copy between two meshes: every process that holds some of the target receives what it lacks, once.
+
+Within one process it is an array operation. Between processes each pair has messages of its own (`wire.begin_message`):
+what a process gives another travels in one of them, and sending does not wait. A process that holds nothing of the
+target has an array without data there, of the shape that all others have; so has one that holds nothing of the source.
+The gradient is copied back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from meshloom.comms import wire
+from meshloom.comms.group import WORLD
+from meshloom.context import state
+from meshloom.engines import layout
+from meshloom.engines.node import Node
+from meshloom.errors import DivergenceError, UnsupportedError
+from meshloom.mesh import HERE
+from meshloom.placement import Topology, Transfer, transfers
+
+_HEAD = 16  # bytes in front of a message, which say what it is
+
+Finish = Callable[[], torch.Tensor]
+
+
+def copy(data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
+    """The stored array of a tensor on another mesh; neither topology is partial."""
+    if not crosses(source, target) or state.shadows is not None:
+        return _copy_here(data, source, target)
+    return Copy.apply(data, source, target)
+
+
+def crosses(source: Topology, target: Topology) -> bool:
+    """Whether a copy is between processes: they hold different parts of the meshes."""
+    return any(each.is_split or each.ranks for each in (source.mesh, target.mesh))
+
+
+def _copy_here(data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
+    """Through the dense tensor, which is what a replicated one stores on any mesh."""
+    if data.is_meta:
+        made = torch.empty(target.stored_shape, dtype=data.dtype, device="meta")
+        return made if not data.requires_grad else _Along.apply(data, made)
+    for step in (layout.mover(source, source.replicated), layout.mover(target.replicated, target)):
+        data = data if step is None else step(data)
+    return data
+
+
+class _Along(Node):
+    """An array without data in place of another, with a gradient of the other's shape."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        ctx.like = data.shape, data.dtype
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        shape, dtype = ctx.like
+        return torch.empty(shape, dtype=dtype, device="meta"), None
+
+
+class Copy(Node):
+    """A copy between processes; its gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
+        ctx.way, ctx.call = (target, source), WORLD.watch.call
+        return begin_copy(data.detach(), source, target)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        WORLD.watch.call = ctx.call if ctx.call.endswith(" backward") else f"{ctx.call} backward"
+        return Copy.apply(gradient, *ctx.way), None, None
+
+
+def begin_copy(data: torch.Tensor, source: Topology, target: Topology) -> Finish:
+    """Send what others need of this process, and begin to receive; call what comes back for the array, once.
+
+    What is sent is on its way by itself: `wire.settle_messages` waits for it.
+    """
+    if not source.mesh.is_elsewhere and data.is_meta:
+        raise UnsupportedError(
+            "a tensor without data cannot be copied to other processes, which wait for it",
+            tensor=source,
+            target=target,
+            fix="run dry runs and meta tensors in one process; loom.explain works in many",
+        )
+    found = [each for each in transfers(source, target) if HERE.rank in (each.source, each.target)]
+    rooms = [(each, _begin_to_receive(each, source, target)) for each in found if each.source != HERE.rank]
+    own = [(each, data) for each in found if each.source == HERE.rank == each.target]
+    for each in found:
+        if each.source == HERE.rank != each.target:
+            wire.begin_message(_pack(each, data, source, target), each.source, each.target)
+    return lambda: _join(target, data.dtype, own, rooms)
+
+
+def _begin_to_receive(transfer: Transfer, source: Topology, target: Topology) -> Finish:
+    dtype = layout.torch_dtype(target.dtype)
+    room = torch.empty(_HEAD + transfer.count * dtype.itemsize, dtype=torch.uint8, device=WORLD.device)
+    under_way = wire.begin_message(room, transfer.source, transfer.target)
+
+    def finish() -> torch.Tensor:
+        under_way.wait()
+        _check(room, transfer, source, target)
+        return room[_HEAD:].view(dtype)
+
+    return finish
+
+
+def _pack(transfer: Transfer, data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
+    """The boxes of a transfer one after the other, with what it is in front."""
+    room = torch.empty(_HEAD + transfer.count * data.element_size(), dtype=torch.uint8, device=data.device)
+    room[:_HEAD] = _head(source, target).to(room.device)
+    flat = room[_HEAD:].view(data.dtype)
+    for box, part in zip(transfer.boxes, _cut(flat, transfer), strict=True):
+        part.copy_(data[box.taken])
+    return room
+
+
+def _cut(flat: torch.Tensor, transfer: Transfer) -> Sequence[torch.Tensor]:
+    """The boxes in the order in which a message has them."""
+    sizes = [torch.Size(each.shape).numel() for each in transfer.boxes]
+    return [part.view(each.shape) for part, each in zip(flat.split(sizes), transfer.boxes, strict=True)]
+
+
+def _head(source: Topology, target: Topology) -> torch.Tensor:
+    text = f"{source} -> {target}".encode()
+    told = zlib.crc32(text).to_bytes(8, "little") + len(text).to_bytes(8, "little")
+    return torch.frombuffer(bytearray(told), dtype=torch.uint8)
+
+
+def _check(room: torch.Tensor, transfer: Transfer, source: Topology, target: Topology) -> None:
+    if not torch.equal(room[:_HEAD].cpu(), _head(source, target)):
+        error: DivergenceError = WORLD.watch.diverged(
+            f"rank {transfer.source} copies another tensor to rank {transfer.target} than that awaits",
+            awaited=f"{source} -> {target}",
+            fix="every rank runs the same calls in the same order; branch on values that all of them share",
+        )
+        raise error
+
+
+def _join(
+    target: Topology,
+    dtype: torch.dtype,
+    own: Sequence[tuple[Transfer, torch.Tensor]],
+    rooms: Sequence[tuple[Transfer, Finish]],
+) -> torch.Tensor:
+    """The array of the target from what this process has and what has arrived."""
+    stored = layout.empty_stored(target)
+    if stored.is_meta:
+        return stored
+    stored = stored.to(WORLD.device) if HERE.count > 1 else stored
+    for transfer, data in own:
+        for box in transfer.boxes:
+            stored[box.put] = data[box.taken]
+    for transfer, finish in rooms:
+        for box, part in zip(transfer.boxes, _cut(finish(), transfer), strict=True):
+            stored[box.put] = part
+    return stored
