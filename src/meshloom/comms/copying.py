@@ -91,12 +91,21 @@ def begin_copy(data: torch.Tensor, source: Topology, target: Topology) -> Finish
             fix="run dry runs and meta tensors in one process; loom.explain works in many",
         )
     found = [each for each in transfers(source, target) if HERE.rank in (each.source, each.target)]
+    connect(source, target)
     rooms = [(each, _begin_to_receive(each, source, target)) for each in found if each.source != HERE.rank]
     own = [(each, data) for each in found if each.source == HERE.rank == each.target]
     for each in found:
         if each.source == HERE.rank != each.target:
             wire.begin_message(_pack(each, data, source, target), each.source, each.target)
     return lambda: _join(target, data.dtype, own, rooms)
+
+
+def connect(source: Topology, target: Topology) -> None:
+    """Make the groups that a copy and its gradient need, if there are none: in an order that all processes share."""
+    pairs = {(min(each.source, each.target), max(each.source, each.target)) for each in transfers(source, target)}
+    for pair in sorted(pairs):
+        if HERE.rank in pair and pair[0] != pair[1]:
+            wire.connect_pair(*pair)
 
 
 def _begin_to_receive(transfer: Transfer, source: Topology, target: Topology) -> Finish:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -155,27 +156,47 @@ def _leave(is_theirs: bool) -> None:
 
 def _handle(ranks: tuple[int, ...], alone: bool = False, use: str = "") -> Any:
     """torch's group of these ranks, made once for each use; `alone` says that only they make it."""
-    key = (ranks, alone, use) if alone else ranks
+    key = (ranks, use) if alone else ranks
     if key not in WORLD.handles:
-        WORLD.handles[key] = _new_handle(ranks, "gloo" if use == "check" else None, alone)
+        make = partial(_connect_alone, ranks, use)
+        WORLD.handles[key] = _await_all(make) if alone else _new_handle(ranks)
     return WORLD.handles[key]
 
 
-def _connect(ranks: tuple[int, ...], backend: str | None, alone: bool) -> Any:
-    handle = dist.new_group(list(ranks), timeout=_patience(1), backend=backend, use_local_synchronization=alone)
+def _connect_alone(ranks: tuple[int, ...], use: str) -> Any:
+    """A group that its members make and nobody else hears of: torch's own are named by how many a process has made."""
+    store = dist.PrefixStore(f"meshloom {use} {ranks}", private.default_store())
+    handle: Any = dist.ProcessGroupGloo(store, ranks.index(HERE.rank), len(ranks), _patience(10))
+    handle.allreduce([torch.zeros(1)]).wait(_patience(1))
+    return handle
+
+
+def _connect(ranks: tuple[int, ...], backend: str | None) -> Any:
+    handle = dist.new_group(list(ranks), timeout=_patience(1), backend=backend)
     if HERE.rank in ranks:
         handle.allreduce([torch.zeros(1)]).wait(_patience(1))
     return handle
 
 
-def _new_handle(ranks: tuple[int, ...], backend: str | None = None, alone: bool = False) -> Any:
-    """A new group, which all processes make together, or its members alone; nobody goes on before all are connected."""
+def _new_handle(ranks: tuple[int, ...], backend: str | None = None) -> Any:
+    """A new group, which all processes make together."""
+    handle = _await_all(partial(_connect, ranks, backend))
+    _be_patient(ranks, handle)
+    return handle
+
+
+def _await_all(make: Callable[[], Any]) -> Any:
+    """Make a group; nobody goes on, or away, before all members are connected."""
     WORLD.watch.enter("new_group")
     try:
-        handle = bounded(WORLD.timeout + MARGIN, lambda: _connect(ranks, backend, alone))
+        handle = bounded(WORLD.timeout + MARGIN, make)
     except RuntimeError as error:
         raise WORLD.watch.explained(error) from None
     WORLD.watch.leave()
+    return handle
+
+
+def _be_patient(ranks: tuple[int, ...], handle: Any) -> None:
+    """Our own timeouts are the ones that report."""
     if HERE.rank in ranks:
         private.set_group_timeout(_patience(10), handle)
-    return handle
