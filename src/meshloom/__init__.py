@@ -33,6 +33,7 @@ from meshloom.errors import (
     OperandError,
     OutOfMemoryError,
     PeerLostError,
+    PipelineError,
     PlacementError,
     RaceError,
     ScheduleError,
@@ -84,7 +85,7 @@ _LAZY = {
     "latest": "meshloom.checkpoint.folders",
     "RandomState": "meshloom.checkpoint.random_state",
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
-    **dict.fromkeys("Plan data parallelize plans unparallelize".split(), "meshloom.nn"),
+    **dict.fromkeys("Pipeline Plan data parallelize pipeline plans unparallelize".split(), "meshloom.nn"),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
@@ -107,6 +108,7 @@ __all__ = [
     "LaunchError",
     "LostError",
     "PeerLostError",
+    "PipelineError",
     "Machine",
     "Mesh",
     "MeshError",

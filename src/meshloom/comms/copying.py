@@ -78,11 +78,13 @@ class Copy(Node):
         return Copy.apply(gradient, *ctx.way), None, None
 
 
-def begin_copy(data: torch.Tensor, source: Topology, target: Topology) -> Finish:
+def begin_copy(data: torch.Tensor, source: Topology, target: Topology, channel: str = "") -> Finish:
     """Send what others need of this process, and begin to receive; call what comes back for the array, once.
 
-    What is sent is on its way by itself: `wire.settle_messages` waits for it.
+    What is sent is on its way by itself: `wire.settle_messages` waits for it. Messages of one channel are in order.
     """
+    if not crosses(source, target) or state.shadows is not None:
+        return lambda: _copy_here(data, source, target)
     if not source.mesh.is_elsewhere and data.is_meta:
         raise UnsupportedError(
             "a tensor without data cannot be copied to other processes, which wait for it",
@@ -91,27 +93,27 @@ def begin_copy(data: torch.Tensor, source: Topology, target: Topology) -> Finish
             fix="run dry runs and meta tensors in one process; loom.explain works in many",
         )
     found = [each for each in transfers(source, target) if HERE.rank in (each.source, each.target)]
-    connect(source, target)
-    rooms = [(each, _begin_to_receive(each, source, target)) for each in found if each.source != HERE.rank]
+    connect(source, target, channel)
+    rooms = [(each, _begin_to_receive(each, source, target, channel)) for each in found if each.source != HERE.rank]
     own = [(each, data) for each in found if each.source == HERE.rank == each.target]
     for each in found:
         if each.source == HERE.rank != each.target:
-            wire.begin_message(_pack(each, data, source, target), each.source, each.target)
+            wire.begin_message(_pack(each, data, source, target), each.source, each.target, channel)
     return lambda: _join(target, data.dtype, own, rooms)
 
 
-def connect(source: Topology, target: Topology) -> None:
+def connect(source: Topology, target: Topology, channel: str = "") -> None:
     """Make the groups that a copy and its gradient need, if there are none: in an order that all processes share."""
     pairs = {(min(each.source, each.target), max(each.source, each.target)) for each in transfers(source, target)}
     for pair in sorted(pairs):
         if HERE.rank in pair and pair[0] != pair[1]:
-            wire.connect_pair(*pair)
+            wire.connect_pair(*pair, channel)
 
 
-def _begin_to_receive(transfer: Transfer, source: Topology, target: Topology) -> Finish:
+def _begin_to_receive(transfer: Transfer, source: Topology, target: Topology, channel: str) -> Finish:
     dtype = layout.torch_dtype(target.dtype)
     room = torch.empty(_HEAD + transfer.count * dtype.itemsize, dtype=torch.uint8, device=WORLD.device)
-    under_way = wire.begin_message(room, transfer.source, transfer.target)
+    under_way = wire.begin_message(room, transfer.source, transfer.target, channel)
 
     def finish() -> torch.Tensor:
         under_way.wait()

@@ -65,6 +65,7 @@ class World:
     story: Story = field(default_factory=Story)
     stories: dict[tuple[int, ...], Story] = field(default_factory=dict)  # of those that hold a submesh
     within: tuple[int, ...] = ()  # who works alone now, on a stage of a pipeline
+    is_muted: bool = False  # what is done now is nobody else's business
     connect: Callable[..., Any] = _nobody
     begin: Callable[..., Any] = _nobody
     message: Callable[..., Any] = _nobody

@@ -157,13 +157,13 @@ class _Outbox(threading.local):
 _OUTBOX = _Outbox()
 
 
-def begin_message(data: torch.Tensor, source: int, target: int) -> UnderWay:
-    """Send an array to another process, or begin to receive one; those of a pair arrive in the order of sending.
+def begin_message(data: torch.Tensor, source: int, target: int, channel: str = "") -> UnderWay:
+    """Send an array to another process, or begin to receive one; those of a channel arrive in the order of sending.
 
     A message is a broadcast in a group of two, one for each direction: unlike torch's own `send` and `recv` it can be
     waited for by slices, and goes on by itself.
     """
-    handle = connect_pair(source, target)
+    handle = connect_pair(source, target, channel)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = int(source > target), 0
     for log in state.logs:
@@ -175,10 +175,10 @@ def begin_message(data: torch.Tensor, source: int, target: int) -> UnderWay:
     return under_way  # type: ignore[no-any-return]
 
 
-def connect_pair(source: int, target: int) -> Any:
+def connect_pair(source: int, target: int, channel: str = "") -> Any:
     """The group for messages from one process to another; both make those of both directions together."""
     pair = (min(source, target), max(source, target))
-    handles = {way: WORLD.connect(pair, True, f"{way[0]} -> {way[1]}") for way in (pair, pair[::-1])}
+    handles = {way: WORLD.connect(pair, True, f"{way[0]} -> {way[1]} {channel}") for way in (pair, pair[::-1])}
     return handles[source, target]
 
 

@@ -2,6 +2,17 @@
 
 from meshloom.nn import data, plans
 from meshloom.nn.parallelize import mesh_of, parallelize, plan_of, unparallelize
+from meshloom.nn.pipeline import Pipeline, pipeline
 from meshloom.nn.plan import Plan
 
-__all__ = ["Plan", "data", "mesh_of", "parallelize", "plan_of", "plans", "unparallelize"]
+__all__ = [
+    "Pipeline",
+    "Plan",
+    "data",
+    "mesh_of",
+    "parallelize",
+    "pipeline",
+    "plan_of",
+    "plans",
+    "unparallelize",
+]

@@ -39,14 +39,14 @@ STORY = WORLD.story
 
 def is_listening(world: World = WORLD) -> bool:
     """Whether calls that do not communicate are written down too."""
-    if world.watch is None or world.check == "off":
+    if world.watch is None or world.check == "off" or world.is_muted:
         return False
     return world.check == "always" or world.story_of().number < FIRST
 
 
 def is_compared(world: World = WORLD) -> bool:
     """Whether this process compares what it does with others at all."""
-    return world.watch is not None and world.check != "off"
+    return world.watch is not None and world.check != "off" and not world.is_muted
 
 
 def note(text: str, line: str, ranks: tuple[int, ...] = ()) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from meshloom.comms import WORLD, move
+from meshloom.comms.copying import begin_copy
 from meshloom.comms.group import one_device_each
 from meshloom.errors import UnsupportedError, expect
 from meshloom.mesh import HERE, Mesh
@@ -91,6 +92,34 @@ def redistribute(
     if tensor._number and target.mesh is tensor.mesh:
         made._number = tensor._number
     return made
+
+
+def begin_redistribution(tensor: Tensor, target: Topology, call: str, channel: str, phase: str) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to another mesh; call what comes back for the tensor there, once. No gradient follows.
+
+    Processes that hold nothing of its mesh give a tensor without data. Messages of a `channel` are in order among
+    themselves alone.
+    """
+    source = tensor.topology
+    events = [Event(each, call, where(), phase) for each in moves(source, target, state.machine)]
+    state.check(events)
+    there = settle(source, state.machine)
+    with torch.no_grad():
+        data = move(tensor._data.detach(), source, there, state.machine, call)
+        finish = begin_copy(data, there, target.reduced, channel)
+    for log in state.logs:
+        log.note_tensor(tensor)
+    state.log(events, of=tensor)
+
+    def end() -> Tensor:
+        with torch.no_grad():
+            made = move(finish(), target.reduced, target, state.machine, call)
+            made = made.clone() if same_storage(made, tensor._data) else made
+        for log in state.logs:
+            log.note_move(tensor, target, made)
+        return Tensor(target, made)
+
+    return end
 
 
 def _is_hashable(key: object) -> bool:
