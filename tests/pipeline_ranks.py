@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -36,3 +39,96 @@ def program_on_two_submeshes() -> dict[str, object]:
     torch.testing.assert_close(w.detach().to_torch(), plain[0].detach())
     torch.testing.assert_close(v.detach().to_torch(), plain[1].detach())
     return {"elsewhere": (first.is_elsewhere, second.is_elsewhere), "data": (w._data.is_meta, v._data.is_meta)}
+
+
+class Block(torch.nn.Module):
+    """A block with a residual sum, as models have them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(width), torch.nn.Linear(width, 24), torch.nn.Linear(24, width)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """(rows, width) to the same."""
+        return x + self.down(torch.relu(self.up(self.norm(x)))) * scale
+
+
+class Net(torch.nn.Module):
+    """A model that is no Sequential: an embedding, blocks that take a second tensor, and a head; Python in between."""
+
+    def __init__(self, blocks: int = 4, width: int = 12) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, width)
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = torch.nn.Linear(width, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, length) to (rows, length, 11)."""
+        x = self.embedding(tokens)
+        scale = x.mean() + 1.0  # of the first stage, for all others
+        for block in self.blocks:
+            x = block(x, scale)
+        return self.head(x * 0.5)
+
+
+def loss_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each token."""
+    return torch.nn.functional.cross_entropy(scores.transpose(1, 2), tokens)
+
+
+def check_pipeline(stages: int, schedule: str, shape: tuple[int, ...], plan: str, batches: int = 4, steps: int = 2) -> str:
+    """Steps of a pipeline beside the dense model: losses, gradients, weights; order and micro-batches alive."""
+    axes = ("pp", "dp", "tp")[: len(shape)]
+    mesh = loom.open_mesh(shape, axes=axes)
+    torch.manual_seed(3)
+    dense = Net()
+    ours = copy.deepcopy(dense)
+    pipe = loom.pipeline(ours, stages, mesh, schedule, micro_batches=batches, plan=plan, loss=loss_of)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (ours, dense)]
+    for _ in range(steps):
+        tokens, target = torch.randint(11, (10, 3)), torch.randint(11, (10, 3))
+        for each in optimizers:
+            each.zero_grad()
+        # sums of a batch in parts: scale is a mean over the micro-batch, so the dense model takes micro-batches too
+        expected = sum(
+            loss_of(dense(x), y) * (len(x) / 10) for x, y in zip(tokens.split(3), target.split(3), strict=True)
+        )
+        expected.backward()
+        loss = pipe.step(tokens, target=target)
+        torch.testing.assert_close(loss.to_torch(), expected.detach())
+        check_gradients(ours, dense)
+        check_report(pipe, schedule)
+        for each in optimizers:
+            each.step()
+    scores = torch.cat([dense(each) for each in tokens.split(3)]).detach()
+    torch.testing.assert_close(pipe(tokens).to_torch(), scores, rtol=1e-4, atol=1e-4)
+    back = pipe.unparallelize()
+    for (name, p), q in zip(back.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=partial("{}: {}".format, name), rtol=1e-4, atol=1e-5)
+    return f"{stages} {schedule} {shape} {plan}"
+
+
+def check_gradients(ours: torch.nn.Module, dense: torch.nn.Module) -> None:
+    """Gradients are those of the dense model, asked for in every process."""
+    for (name, p), q in zip(ours.named_parameters(), dense.parameters(), strict=True):
+        assert p.grad._data.is_meta == p.mesh.is_elsewhere
+        told = partial("{}: {}".format, name)
+        torch.testing.assert_close(p.grad.to_torch(), q.grad, msg=told, rtol=1e-4, atol=1e-5)
+
+
+def check_report(pipe: loom.Pipeline, schedule: str) -> None:
+    """Each stage that is here did its row in order, and kept no more micro-batches than the schedule says."""
+    report = pipe.report
+    assert report is not None
+    for stage in pipe.stages:
+        if stage.is_here:
+            assert report.order(stage.number) == report.schedule.rows[stage.number]
+            assert report.alive[stage.number] == report.schedule.alive(stage.number)
+            assert schedule != "1f1b" or report.alive[stage.number] <= len(pipe.stages)
+        else:
+            assert not report.order(stage.number)
+
+
+def matrix(cases: list[tuple[Any, ...]]) -> list[str]:
+    """Pipelines of all kinds; what was checked."""
+    return [check_pipeline(*each) for each in cases]

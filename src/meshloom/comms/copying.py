@@ -98,8 +98,8 @@ def begin_copy(data: torch.Tensor, source: Topology, target: Topology, channel: 
     own = [(each, data) for each in found if each.source == HERE.rank == each.target]
     for each in found:
         if each.source == HERE.rank != each.target:
-            wire.begin_message(_pack(each, data, source, target), each.source, each.target, channel)
-    return lambda: _join(target, data.dtype, own, rooms)
+            _send(each, data, source, target, channel)
+    return lambda: _join(target, own, rooms)
 
 
 def connect(source: Topology, target: Topology, channel: str = "") -> None:
@@ -110,27 +110,43 @@ def connect(source: Topology, target: Topology, channel: str = "") -> None:
             wire.connect_pair(*pair, channel)
 
 
-def _begin_to_receive(transfer: Transfer, source: Topology, target: Topology, channel: str) -> Finish:
-    dtype = layout.torch_dtype(target.dtype)
-    room = torch.empty(_HEAD + transfer.count * dtype.itemsize, dtype=torch.uint8, device=WORLD.device)
-    under_way = wire.begin_message(room, transfer.source, transfer.target, channel)
+def _is_announced(channel: str) -> bool:
+    """Whether a message says what it is before it comes: one of another size than awaited would end the process.
 
-    def finish() -> torch.Tensor:
-        under_way.wait()
-        _check(room, transfer, source, target)
-        return room[_HEAD:].view(dtype)
-
-    return finish
+    On channels of their own, messages are known beforehand, and are compared when they have come.
+    """
+    return WORLD.check == "always" or (not channel and WORLD.check != "off")
 
 
-def _pack(transfer: Transfer, data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
+def _send(transfer: Transfer, data: torch.Tensor, source: Topology, target: Topology, channel: str) -> None:
     """The boxes of a transfer one after the other, with what it is in front."""
     room = torch.empty(_HEAD + transfer.count * data.element_size(), dtype=torch.uint8, device=data.device)
     room[:_HEAD] = _head(source, target).to(room.device)
     flat = room[_HEAD:].view(data.dtype)
     for box, part in zip(transfer.boxes, _cut(flat, transfer), strict=True):
         part.copy_(data[box.taken])
-    return room
+    if _is_announced(channel):
+        wire.begin_message(room[:_HEAD].clone(), transfer.source, transfer.target, channel)
+    wire.begin_message(room, transfer.source, transfer.target, channel)
+
+
+def _begin_to_receive(transfer: Transfer, source: Topology, target: Topology, channel: str) -> Finish:
+    dtype = layout.torch_dtype(target.dtype)
+    is_announced = _is_announced(channel)
+    size = _HEAD if is_announced else _HEAD + transfer.count * dtype.itemsize
+    room = torch.empty(size, dtype=torch.uint8, device=WORLD.device)
+    under_way = wire.begin_message(room, transfer.source, transfer.target, channel)
+
+    def finish() -> torch.Tensor:
+        under_way.wait()
+        _check(room, transfer, source, target)
+        if not is_announced:
+            return room[_HEAD:].view(dtype)
+        rest = torch.empty(_HEAD + transfer.count * dtype.itemsize, dtype=torch.uint8, device=WORLD.device)
+        wire.begin_message(rest, transfer.source, transfer.target, channel).wait()
+        return rest[_HEAD:].view(dtype)
+
+    return finish
 
 
 def _cut(flat: torch.Tensor, transfer: Transfer) -> Sequence[torch.Tensor]:
@@ -157,7 +173,6 @@ def _check(room: torch.Tensor, transfer: Transfer, source: Topology, target: Top
 
 def _join(
     target: Topology,
-    dtype: torch.dtype,
     own: Sequence[tuple[Transfer, torch.Tensor]],
     rooms: Sequence[tuple[Transfer, Finish]],
 ) -> torch.Tensor:

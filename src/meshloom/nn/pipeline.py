@@ -251,7 +251,10 @@ class Pipeline:
             result = self.module(*args, **named)
             passing.found.result = describe(result)
             if is_trained:
-                passing.found.loss = self._lose(passing, self.stages[-1], result, target).topology
+                loss = self._lose(passing, self.stages[-1], result, target)
+                passing.found.loss = loss.topology
+                passing.ends.append(loss)
+                passing.found.used = passing.find_used(list(self.module.parameters()))
         for way, slots in sorted(passing.found.slots.items()):
             for slot in slots:
                 if crosses(slot.source, slot.target):
@@ -332,6 +335,8 @@ class _Run:
             with self._explain(turn), self._within(turn.stage):
                 self._do(turn, free)
         wire.settle_messages()
+        if self.is_trained:
+            self._give_gradients()
         self.report.seconds = time.perf_counter() - begin
 
     def _do(self, turn: Turn, free: float) -> None:
@@ -456,11 +461,20 @@ class _Run:
                 torch.autograd.backward(roots, seeds)
         for way, slots in survey.into(turn.stage):
             pairs = [(each, slot) for each, slot in zip(kept.arrived[way], slots, strict=True) if slot.is_tracked]
+            synchronize([each for each, _ in pairs])  # what goes back is the whole gradient
             gradients = [_gradient(each) for each, _ in pairs]
             self._send(gradients, [slot for _, slot in pairs], way, turn.batch, BACKWARD)
         self.backward_left[turn.stage] -= 1
         if not self.backward_left[turn.stage]:
             synchronize(self.pipe._parts[turn.stage].parameters())
+
+    def _give_gradients(self) -> None:
+        """Parameters that other processes hold have a gradient there, and here one without data."""
+        used = {number for survey in self.surveys for number in survey.used}
+        for number, parameter in enumerate(self.pipe.module.parameters()):
+            if number in used and isinstance(parameter, Tensor) and parameter.mesh.is_elsewhere:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
 
     # results
 

@@ -51,6 +51,7 @@ class Survey:
     slots: dict[Way, list[Slot]] = field(default_factory=dict)
     result: Any = None
     loss: Topology | None = None
+    used: frozenset[int] = frozenset()  # the parameters that have a gradient, by their numbers in the model
 
     def into(self, stage: int) -> Iterator[tuple[Way, list[Slot]]]:
         """What arrives at a stage, by the stages that it comes from."""
@@ -138,6 +139,7 @@ class Surveying(Pass):
         self.found = Survey()
         self.last = 0
         self.moved: dict[tuple[int, int], Tensor] = {}
+        self.ends: list[Tensor] = []  # what gradients come back to
 
     def call(self, unit: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         number = self.numbers[id(unit)]
@@ -166,9 +168,22 @@ class Surveying(Pass):
             self.kept.append(value)
             slot = Slot(value.topology, arrive(value.topology, stage.mesh), value.requires_grad)
             self.found.slots.setdefault((source, stage.number), []).append(slot)
+            self.ends += [value] if slot.is_tracked else []
             made: Tensor = stand_in(slot.target)
             self.moved[key] = made.requires_grad_() if slot.is_tracked else made
         return self.moved[key]
+
+
+    def find_used(self, parameters: Sequence[Any]) -> frozenset[int]:
+        """The parameters that a pass of backward reaches, by number."""
+        ends = [each._data for each in self.ends if each.requires_grad]
+        leaves = {i: state.shadows.of(each)._data for i, each in enumerate(parameters) if isinstance(each, Tensor)}
+        tracked = {i: each for i, each in leaves.items() if each.requires_grad}
+        if not ends or not tracked:
+            return frozenset()
+        seeds = [torch.empty_like(each) for each in ends]
+        found = torch.autograd.grad(ends, list(tracked.values()), seeds, allow_unused=True)
+        return frozenset(i for i, each in zip(tracked, found, strict=True) if each is not None)
 
 
 def describe(value: Any) -> Any:
