@@ -43,8 +43,7 @@ def crosses(source: Topology, target: Topology) -> bool:
 def _copy_here(data: torch.Tensor, source: Topology, target: Topology) -> torch.Tensor:
     """Through the dense tensor, which is what a replicated one stores on any mesh."""
     if data.is_meta:
-        made = torch.empty(target.stored_shape, dtype=data.dtype, device="meta")
-        return made if not data.requires_grad else _Along.apply(data, made)
+        return _Along.apply(data, target.stored_shape)
     for step in (layout.mover(source, source.replicated), layout.mover(target.replicated, target)):
         data = data if step is None else step(data)
     return data
@@ -54,14 +53,13 @@ class _Along(Node):
     """An array without data in place of another, with a gradient of the other's shape."""
 
     @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        ctx.like = data.shape, data.dtype
-        return made
+    def forward(ctx: Any, data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        ctx.shape = data.shape
+        return data.new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        shape, dtype = ctx.like
-        return torch.empty(shape, dtype=dtype, device="meta"), None
+        return gradient.new_empty(ctx.shape), None
 
 
 class Copy(Node):
