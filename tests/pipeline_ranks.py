@@ -46,7 +46,11 @@ class Block(torch.nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = torch.nn.LayerNorm(width), torch.nn.Linear(width, 24), torch.nn.Linear(24, width)
+        self.norm, self.up, self.down = (
+            torch.nn.LayerNorm(width),
+            torch.nn.Linear(width, 24),
+            torch.nn.Linear(24, width),
+        )
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """(rows, width) to the same."""
@@ -76,7 +80,9 @@ def loss_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores.transpose(1, 2), tokens)
 
 
-def check_pipeline(stages: int, schedule: str, shape: tuple[int, ...], plan: str, batches: int = 4, steps: int = 2) -> str:
+def check_pipeline(
+    stages: int, schedule: str, shape: tuple[int, ...], plan: str, batches: int = 4, steps: int = 2
+) -> str:
     """Steps of a pipeline beside the dense model: losses, gradients, weights; order and micro-batches alive."""
     axes = ("pp", "dp", "tp")[: len(shape)]
     mesh = loom.open_mesh(shape, axes=axes)

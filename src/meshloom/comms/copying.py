@@ -106,6 +106,8 @@ def connect(source: Topology, target: Topology, channel: str = "") -> None:
     for pair in sorted(pairs):
         if HERE.rank in pair and pair[0] != pair[1]:
             wire.connect_pair(*pair, channel)
+            if _is_announced(channel):
+                wire.connect_pair(*pair, f"{channel} heads")
 
 
 def _is_announced(channel: str) -> bool:
@@ -124,7 +126,7 @@ def _send(transfer: Transfer, data: torch.Tensor, source: Topology, target: Topo
     for box, part in zip(transfer.boxes, _cut(flat, transfer), strict=True):
         part.copy_(data[box.taken])
     if _is_announced(channel):
-        wire.begin_message(room[:_HEAD].clone(), transfer.source, transfer.target, channel)
+        wire.begin_message(room[:_HEAD].clone(), transfer.source, transfer.target, f"{channel} heads")
     wire.begin_message(room, transfer.source, transfer.target, channel)
 
 
@@ -133,7 +135,8 @@ def _begin_to_receive(transfer: Transfer, source: Topology, target: Topology, ch
     is_announced = _is_announced(channel)
     size = _HEAD if is_announced else _HEAD + transfer.count * dtype.itemsize
     room = torch.empty(size, dtype=torch.uint8, device=WORLD.device)
-    under_way = wire.begin_message(room, transfer.source, transfer.target, channel)
+    first = f"{channel} heads" if is_announced else channel
+    under_way = wire.begin_message(room, transfer.source, transfer.target, first)
 
     def finish() -> torch.Tensor:
         under_way.wait()

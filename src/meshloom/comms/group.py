@@ -119,8 +119,8 @@ class Group:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the processes, in order."""
-        return next(ranks for ranks in self._beside if HERE.rank in ranks)
+        """The ranks of the processes, in order; those of the first group, where this one holds nothing of the mesh."""
+        return next((ranks for ranks in self._beside if HERE.rank in ranks), self._beside[0])
 
     @cached_property
     def processes(self) -> int:

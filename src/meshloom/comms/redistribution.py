@@ -48,9 +48,7 @@ def move(
     return data if step is None else step(data)
 
 
-def _move_between(
-    data: torch.Tensor, source: Topology, target: Topology, machine: Machine, call: str
-) -> torch.Tensor:
+def _move_between(data: torch.Tensor, source: Topology, target: Topology, machine: Machine, call: str) -> torch.Tensor:
     """To another mesh: settled on the one, copied, and on the other made partial if it should be."""
     there = settle(source, machine)
     data = move(data, source, there, machine, call)

@@ -254,7 +254,7 @@ class Mesh:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The ranks of the processes that hold some of it, in the order of their grid; all of them where each holds all."""
+        """The ranks of the processes that hold some of it, in the order of their grid; all, where each holds all."""
         return self.ranks or tuple(range(math.prod(self.processes) if self.is_split else HERE.count))
 
     @property

@@ -36,7 +36,7 @@ Way = tuple[int, int]  # from one stage to another
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor that goes from one stage to another: where it lies before and after, and whether a gradient comes back."""
+    """A tensor that goes from one stage to another: where it lies before and after, and if its gradient returns."""
 
     source: Topology
     target: Topology
@@ -73,7 +73,11 @@ class Pass:
     """A call of the model, in which its units ask what to do."""
 
     def __init__(self, stages: Sequence[Stage], numbers: Mapping[int, int], rows: int) -> None:
-        self.stages, self.numbers, self.rows = stages, numbers, rows  # the stage of a unit, by its id; rows of the batch
+        self.stages, self.numbers, self.rows = (
+            stages,
+            numbers,
+            rows,
+        )  # the stage of a unit, by its id; rows of the batch
         self.meshes: dict[Mesh, int] = {each.mesh: each.number for each in stages}
         self.kept: list[Any] = []  # tensors whose ids are known here
 
@@ -146,7 +150,7 @@ class Surveying(Pass):
         if number < self.last:
             raise ArgumentError(
                 f"a {type(unit).__name__} of stage {number} is called after stage {self.last} has begun",
-                fix="cut the model in the order of its calls: stages=[[patterns of stage 0], [patterns of stage 1], ...]",
+                fix="cut the model in the order of its calls: stages=[[patterns of stage 0], [those of stage 1], ...]",
             )
         self.last, stage = number, self.stages[number]
 
@@ -172,7 +176,6 @@ class Surveying(Pass):
             made: Tensor = stand_in(slot.target)
             self.moved[key] = made.requires_grad_() if slot.is_tracked else made
         return self.moved[key]
-
 
     def find_used(self, parameters: Sequence[Any]) -> frozenset[int]:
         """The parameters that a pass of backward reaches, by number."""
@@ -318,7 +321,9 @@ def mark_unit(unit: nn.Module) -> None:
     """Let a module ask the pass that is running, whenever it is called: its class becomes one of that class's own."""
     kind = type(unit)
     if not hasattr(kind, "_is_unit"):
-        unit.__class__ = type(kind.__name__, (kind,), {"__call__": _call, "_is_unit": True, "__module__": kind.__module__})
+        unit.__class__ = type(
+            kind.__name__, (kind,), {"__call__": _call, "_is_unit": True, "__module__": kind.__module__}
+        )
 
 
 def unmark_unit(unit: nn.Module) -> None:

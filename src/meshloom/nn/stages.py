@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -131,7 +132,7 @@ def _cut_by_patterns(units: Sequence[str], rows: Sequence[Sequence[str]]) -> tup
 
 def _slice(units: Sequence[str], places: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     bounds = [0, *places, len(units)]
-    return tuple(tuple(units[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(tuple(units[a:b]) for a, b in pairwise(bounds))
 
 
 def choose_meshes(mesh: Mesh | Sequence[Mesh], axis: str | None, count: int) -> tuple[Mesh, ...]:
@@ -226,4 +227,3 @@ def refuse_shared(module: nn.Module, rows: Sequence[Sequence[str]]) -> None:
                         fix="give each its own (for transformers: tie_word_embeddings=False), or put both into one "
                         "stage: stages=[[patterns of stage 0], ...]",
                     )
-

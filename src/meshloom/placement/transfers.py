@@ -82,12 +82,14 @@ def bytes_received(source: Topology, target: Topology) -> int:
 
     >>> from meshloom.mesh import Mesh
     >>> from meshloom.placement.placements import Shard
-    >>> mesh = Mesh(a=2)
-    >>> here, other = Topology(mesh, (Shard(0),), (4,), "f32"), Topology(mesh.reshape(b=2), (Shard(0),), (4,), "f32")
-    >>> bytes_received(here, other), bytes_received(here, Topology(Mesh.of((1,), device_ids=[7]), (Shard(0),), (4,), "f32"))
+    >>> meshes = Mesh(a=2), Mesh(b=2), Mesh.of((1,), device_ids=[7])
+    >>> here, again, there = (Topology(each, (Shard(0),), (4,), "f32") for each in meshes)
+    >>> bytes_received(here, again), bytes_received(here, there)
     (0, 16)
     """
-    places = {source.mesh.device_id(place): place for place in source.mesh.coordinates()} if _meet(source, target) else {}
+    places = (
+        {source.mesh.device_id(place): place for place in source.mesh.coordinates()} if _meet(source, target) else {}
+    )
     if not places:
         return target.local_bytes
     most = 0

@@ -98,9 +98,13 @@ class PipelineSchedule:
         found: list[tuple[Turn, float, float]] = []
         total = sum(map(len, self.rows))
         while len(found) < total:
-            ready = [each for each in self._ready(done, free, places, sending)]
+            ready = list(self._ready(done, free, places, sending))
             if not ready:
-                waiting = [f"stage {s} at {row[i]}" for s, (i, row) in enumerate(zip(places, self.rows, strict=True)) if i < len(row)]
+                waiting = [
+                    f"stage {s} at {row[i]}"
+                    for s, (i, row) in enumerate(zip(places, self.rows, strict=True))
+                    if i < len(row)
+                ]
                 raise ScheduleError("every stage waits for another", waiting="\n".join(waiting))
             start, turn = min(ready)
             end = start + seconds(turn)
@@ -177,9 +181,7 @@ def forward_schedule(stages: int, batches: int) -> PipelineSchedule:
     return _make("forward", _forward_only, stages, batches)
 
 
-def _make(
-    name: str, row: Callable[[int, int, int], list[Turn]], stages: int, batches: int
-) -> PipelineSchedule:
+def _make(name: str, row: Callable[[int, int, int], list[Turn]], stages: int, batches: int) -> PipelineSchedule:
     return PipelineSchedule(name, batches, tuple(tuple(row(stage, stages, batches)) for stage in range(stages)))
 
 
