@@ -72,7 +72,7 @@ def pipeline(
     stage 0  F0 F1 B0 F2 B1 B2
     stage 1  F0 B0 F1 B1 F2 B2
     """
-    whole = nn.Sequential(*module) if isinstance(module, (list, tuple)) else module
+    whole: Any = nn.Sequential(*module) if isinstance(module, (list, tuple)) else module
     expect("module", whole, nn.Module, fix="give a torch.nn.Module, or a list of them")
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction={reduction!r} is not known", fix='"mean" or "sum"')

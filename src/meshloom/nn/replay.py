@@ -125,7 +125,14 @@ def stand_in(value: Any) -> Any:
     """A tensor of a topology without data; anything else is itself."""
     if not isinstance(value, Topology):
         return value
-    return Tensor(value, torch.empty(value.stored_shape, dtype=torch_dtype(value.dtype), device="meta"))
+    return _stand(Tensor(value, torch.empty(value.stored_shape, dtype=torch_dtype(value.dtype), device="meta")))
+
+
+def _stand(value: torch.Tensor) -> torch.Tensor:
+    """A tensor without data that says it has some: models put their own masks where a value is."""
+    if isinstance(value, Tensor) and value._data.is_meta:
+        value._stands_on = WORLD.device
+    return value
 
 
 def arrive(topology: Topology, mesh: Mesh) -> Topology:
@@ -159,7 +166,7 @@ class Surveying(Pass):
 
         result = run(*map_tensors(args, bring), **map_tensors(kwargs, bring))
         self.found.returns.append(describe(result))
-        return result
+        return map_tensors(result, _stand)
 
     def _bring(self, value: torch.Tensor, stage: Stage) -> torch.Tensor:
         if not isinstance(value, Tensor):
@@ -174,7 +181,9 @@ class Surveying(Pass):
             self.found.slots.setdefault((source, stage.number), []).append(slot)
             self.ends += [value] if slot.is_tracked else []
             made: Tensor = stand_in(slot.target)
-            self.moved[key] = made.requires_grad_() if slot.is_tracked else made
+            if slot.is_tracked:
+                made.requires_grad_()
+            self.moved[key] = made
         return self.moved[key]
 
     def find_used(self, parameters: Sequence[Any]) -> frozenset[int]:

@@ -138,11 +138,11 @@ def _slice(units: Sequence[str], places: Sequence[int]) -> tuple[tuple[str, ...]
 def choose_meshes(mesh: Mesh | Sequence[Mesh], axis: str | None, count: int) -> tuple[Mesh, ...]:
     """The mesh of each stage: the submeshes along an axis, or those that were given."""
     if isinstance(mesh, (list, tuple)):
-        found = tuple(getattr(each, "mesh", each) for each in mesh)
+        found: tuple[Mesh, ...] = tuple(getattr(each, "mesh", each) for each in mesh)
         if len(found) != count:
             raise MeshError(f"{count} stages and {len(found)} meshes do not pair up", fix="give one mesh per stage")
     else:
-        place = getattr(mesh, "mesh", mesh)
+        place: Any = getattr(mesh, "mesh", mesh)
         expect("mesh", place, Mesh, fix='open one: mesh = loom.open_mesh((2, 4), axes=("pp", "tp"))')
         name = place.axes[place.axis(axis if axis is not None else ("pp" if "pp" in place.axes else 0))]
         size = place.shape[place.axis(name)]
@@ -224,6 +224,5 @@ def refuse_shared(module: nn.Module, rows: Sequence[Sequence[str]]) -> None:
                 if first[0] != number:
                     raise ArgumentError(
                         f"{first[1]!r} of stage {first[0]} and '{unit}.{name}' of stage {number} are one parameter",
-                        fix="give each its own (for transformers: tie_word_embeddings=False), or put both into one "
-                        "stage: stages=[[patterns of stage 0], ...]",
+                        fix="give each its own; models of transformers take tie_word_embeddings=False",
                     )

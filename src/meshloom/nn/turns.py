@@ -216,7 +216,8 @@ class Run:
 
     def _backward(self, turn: Turn, arrived: dict[Way, list[Tensor]]) -> None:
         survey, kept = self.surveys[turn.batch], self.kept.pop((turn.stage, turn.batch))
-        roots, seeds = ([kept.loss], [None]) if kept.loss is not None else ([], [])
+        roots: list[Any] = [kept.loss] if kept.loss is not None else []
+        seeds: list[Any] = [None] * len(roots)
         for way, slots in survey.out_of(turn.stage):
             tracked = [each for each, slot in zip(kept.leaving[way], slots, strict=True) if slot.is_tracked]
             roots += tracked
@@ -247,8 +248,8 @@ class Run:
         """The loss of the batch."""
         if not self.pipe.stages[-1].is_here:
             return stand_in(self.surveys[0].loss)  # type: ignore[no-any-return]
-        found: Tensor = torch.stack(self.losses).sum() if len(self.losses) > 1 else self.losses[0]
-        return found
+        found: Any = torch.stack(self.losses).sum() if len(self.losses) > 1 else self.losses[0]
+        return found  # type: ignore[no-any-return]
 
     def results(self) -> Any:
         """What the model returns for all micro-batches, one behind the other."""

@@ -95,7 +95,7 @@ def settle(source: Topology, machine: Machine) -> Topology:
     """
     if not source.partial_axes:
         return source
-    options = [
+    options: list[list[Placement]] = [
         [Replicate(), *map(Shard, range(source.ndim))] if isinstance(each, Partial) else [each]
         for each in source.placements
     ]

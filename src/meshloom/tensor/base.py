@@ -89,6 +89,7 @@ class Tensor(torch.Tensor):
     _gradient: tuple[torch.Tensor, Tensor, bool] | None = None  # the gradient that was handed out last, and its array
     _dense: Any  # a dense copy that somebody has a pointer to
     _guarded: bool  # a Function that loses its gradient is refused
+    _stands_on: torch.device | None = None  # of a stand-in without data
     _is_param = False  # torch's mark of a parameter of another class than its own
 
     if TYPE_CHECKING:  # the ops are attached in tensor.methods
@@ -153,8 +154,8 @@ class Tensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the block is held."""
-        return self._data.device
+        """Where the block is held; of a stand-in, where that of what it stands for is."""
+        return self._stands_on or self._data.device
 
     @property
     def ndim(self) -> int:  # type: ignore[override]

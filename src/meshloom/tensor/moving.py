@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def target_topology(tensor: Tensor, placements: Placements | None, mesh: Mesh | 
 
 
 def _check_mesh(given: object) -> Mesh:
-    mesh = getattr(given, "mesh", given)  # a MeshDevice has a mesh
+    mesh: Any = getattr(given, "mesh", given)  # a MeshDevice has a mesh
     expect("mesh", mesh, Mesh, fix="give a mesh, such as mesh.submesh(pp=1)")
     if mesh.lease is not None:
         mesh.lease.check_tensors()
