@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 import meshloom as loom
+from samples import Seeded
 
 
 def program_on_two_submeshes() -> dict[str, object]:
@@ -39,6 +43,35 @@ def program_on_two_submeshes() -> dict[str, object]:
     torch.testing.assert_close(w.detach().to_torch(), plain[0].detach())
     torch.testing.assert_close(v.detach().to_torch(), plain[1].detach())
     return {"elsewhere": (first.is_elsewhere, second.is_elsewhere), "data": (w._data.is_meta, v._data.is_meta)}
+
+
+def random_copies(number: int) -> int:
+    """Copies between all kinds of meshes of this run: values and gradients are those of the dense tensor."""
+    d = Seeded("copies")
+    whole = loom.open_mesh((4, 2), axes=("pp", "tp"))
+    pair = whole.submesh(pp=slice(2, 4))
+    meshes = [whole, whole.submesh(pp=0), whole.submesh(pp=3), pair, pair.reshape(x=4), loom.Mesh.of((3,), ("z",))]
+    for _ in range(number):
+        mesh, other = d.pick(meshes), d.pick(meshes)
+        shape = tuple(d.number(0, 5) for _ in range(d.number(0, 2)))
+        options = [loom.Replicate(), *map(loom.Shard, range(len(shape)))]
+        dense, weights = torch.randn(shape), torch.randn(shape)
+        x = loom.distribute(dense, mesh, tuple(d.pick(options) for _ in mesh.shape)).requires_grad_()
+        placed = tuple(d.pick([*options, loom.Partial("sum")]) for _ in mesh.shape)
+        y = x.redistribute(placed).redistribute(tuple(d.pick(options) for _ in other.shape), mesh=other)
+        assert y._data.is_meta == other.is_elsewhere
+        torch.testing.assert_close(y.detach().to_torch(), dense)
+        (y * loom.distribute(weights, other, {})).sum().backward()
+        torch.testing.assert_close(x.grad.to_torch(), weights)
+    return number
+
+
+def copy_differently() -> None:
+    """Rank 1 waits for another tensor than rank 0 sends."""
+    mesh = loom.open_mesh((2,), axes=("pp",))
+    shape = (4,) if loom.process().rank else (6,)
+    x = loom.ones(*shape, mesh=mesh.submesh(pp=slice(0, 1)), placements="R")
+    x.redistribute("R", mesh=mesh.submesh(pp=slice(1, 2)))
 
 
 class Block(torch.nn.Module):
@@ -138,3 +171,63 @@ def check_report(pipe: loom.Pipeline, schedule: str) -> None:
 def matrix(cases: list[tuple[Any, ...]]) -> list[str]:
     """Pipelines of all kinds; what was checked."""
     return [check_pipeline(*each) for each in cases]
+
+
+class Napping(torch.nn.Linear):
+    """Sleeps in both passes, except on shapes alone."""
+
+    seconds = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, 4) to the same."""
+        if not x._data.is_meta:
+            time.sleep(self.seconds)
+        made = super().forward(x)
+        if made.requires_grad and not x._data.is_meta:
+            made.register_hook(lambda gradient: time.sleep(self.seconds))
+        return made
+
+
+def sleep_in_stages(seconds: float) -> tuple[float, int]:
+    """How long a step of two sleeping stages takes, and how often both of them sleep in it."""
+    mesh = loom.open_mesh((2,), axes=("pp",))
+    net = torch.nn.Sequential(Napping(4, 4), Napping(4, 4))
+    pipe = loom.pipeline(net, 2, mesh, micro_batches=6, loss=torch.nn.functional.mse_loss)
+    x = torch.ones(6, 4)
+    pipe.step(x, target=x)
+    Napping.seconds = seconds
+    pipe.step(x, target=x)
+    assert pipe.report is not None
+    assert len(pipe.report.done) == 12
+    return pipe.report.seconds, 24
+
+
+def fail_in_a_stage() -> None:
+    """The second stage fails at its second micro-batch."""
+    pipe, x = _stages(lambda count: 1 // (2 - count))
+    pipe.step(x, target=x)
+
+
+def interrupt_a_stage() -> None:
+    """Somebody presses Ctrl-C where the second stage runs."""
+    pipe, x = _stages(lambda count: os.kill(os.getpid(), signal.SIGINT) if count == 2 else None)
+    pipe.step(x, target=x)
+
+
+def _stages(act: Callable[[int], object]) -> tuple[loom.Pipeline, torch.Tensor]:
+    class Acting(torch.nn.Linear):
+        count = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not x._data.is_meta:
+                self.count += 1
+                try:
+                    act(self.count)
+                except ZeroDivisionError:
+                    raise ZeroDivisionError("no luck") from None
+            return super().forward(x)
+
+    mesh = loom.open_mesh((2,), axes=("pp",), timeout=20)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), Acting(4, 4))
+    pipe = loom.pipeline(net, 2, mesh, micro_batches=4, loss=torch.nn.functional.mse_loss)
+    return pipe, torch.ones(8, 4)

@@ -50,7 +50,9 @@ def test_sending_makes_the_bubble_larger():
     assert schedule.bubble() < schedule.bubble(sending=0.5) < 1
 
 
-@pytest.mark.parametrize(("name", "stages", "batches"), [*itertools.product(("1f1b", "gpipe"), (1, 2, 3, 4), (1, 2, 4, 7))])
+@pytest.mark.parametrize(
+    ("name", "stages", "batches"), [*itertools.product(("1f1b", "gpipe"), (1, 2, 3, 4), (1, 2, 4, 7))]
+)
 def test_rows_are_those_of_torch(name, stages, batches):
     ours = schedule_of(name, stages, batches)
     for stage in range(stages):
