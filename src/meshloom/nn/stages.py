@@ -138,7 +138,8 @@ def _slice(units: Sequence[str], places: Sequence[int]) -> tuple[tuple[str, ...]
 def choose_meshes(mesh: Mesh | Sequence[Mesh], axis: str | None, count: int) -> tuple[Mesh, ...]:
     """The mesh of each stage: the submeshes along an axis, or those that were given."""
     if isinstance(mesh, (list, tuple)):
-        found: tuple[Mesh, ...] = tuple(getattr(each, "mesh", each) for each in mesh)
+        given: Sequence[Any] = mesh
+        found: tuple[Mesh, ...] = tuple(getattr(each, "mesh", each) for each in given)
         if len(found) != count:
             raise MeshError(f"{count} stages and {len(found)} meshes do not pair up", fix="give one mesh per stage")
     else:
