@@ -18,7 +18,7 @@ from meshloom.errors import DivergenceError, PeerLostError, PipelineError
 from meshloom.nn.replay import Playing, Slot, Way, map_topologies, stand_in
 from meshloom.planner.pipelines import BACKWARD, FORWARD, PipelineSchedule, Turn
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.gradient_sums import accumulate, synchronize
+from meshloom.tensor.gradient_sums import accumulate, discard, synchronize
 from meshloom.tensor.moving import begin_redistribution
 
 if TYPE_CHECKING:
@@ -94,16 +94,27 @@ class Run:
     def run(self) -> None:
         """Do all turns in order; what the next one needs is on its way meanwhile."""
         begin = time.perf_counter()
-        for place, turn in enumerate(self.turns):
-            free = time.perf_counter()
-            for each in self.turns[place : place + 2]:
-                self._post(each)
-            with self._explain(turn), self._within(turn.stage):
-                self._do(turn, free)
+        try:
+            for place, turn in enumerate(self.turns):
+                free = time.perf_counter()
+                for each in self.turns[place : place + 2]:
+                    self._post(each)
+                with self._explain(turn), self._within(turn.stage):
+                    self._do(turn, free)
+        except BaseException:
+            self._discard()
+            raise
         wire.settle_messages()
         if self.is_trained:
             self._give_gradients()
         self.report.seconds = time.perf_counter() - begin
+
+    def _discard(self) -> None:
+        """A step that failed leaves no parts of gradients that wait for others."""
+        for part in self.pipe._parts:
+            for each in part.parameters():
+                if isinstance(each, Tensor):
+                    discard(each)
 
     def _do(self, turn: Turn, free: float) -> None:
         arrived = self._receive(turn)
