@@ -179,7 +179,7 @@ def test_a_checkpoint_of_a_pipeline_is_that_of_its_model(tmp_path):
     pipe = loom.pipeline(layers(), 2, meshes(2, 2), plan="tensor", loss=mse)
     loom.save({"model": pipe.module}, tmp_path / "saved")
     other = loom.pipeline(nn.Sequential(*(nn.Linear(6, 6), nn.Tanh()) * 1, *layers(3)), 4, meshes(4), loss=mse)
-    loom.load(tmp_path / "saved", {"model": other.module})
+    loom.load(tmp_path / "saved", into={"model": other.module})
     for p, q in zip(pipe.module.parameters(), other.module.parameters(), strict=True):
         torch.testing.assert_close(p.to_torch(), q.to_torch())
 
@@ -294,6 +294,13 @@ def test_an_interrupt_ends_all_processes():
 # dry runs
 
 
+def expected_bubble(schedule):
+    """The bubble if a product takes one second: a pass of backward has two, but one where no input wants a gradient."""
+    played = schedule.play(lambda turn: 1.0 if turn.phase == FORWARD or turn.stage == 0 else 2.0)
+    busy, time = sum(end - start for _, start, end in played), max(end for _, _, end in played)
+    return 1 - busy / (time * schedule.stages)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_dry_run_has_the_bubble_and_the_order_of_the_schedule(schedule, stages):
@@ -304,13 +311,12 @@ def test_a_dry_run_has_the_bubble_and_the_order_of_the_schedule(schedule, stages
         net, stages, mesh, schedule, micro_batches=6, plan="data", loss=lambda a, b: a.sum(), device="meta"
     )
     x = torch.empty(6 * 64, 512, device="meta")
-    free = loom.Machine("free links", latency=0.0, bandwidth=1e18, flops=1e12, memory_bandwidth=1e18)
+    free = loom.Machine("free links", latency=1e-12, bandwidth=1e18, flops=1e12, memory_bandwidth=1e18)
     with loom.dry_run(free, memory=math.inf) as run:
         pipe.step(x, target=x)
     assert len(run.classes) == stages
     assert [each.devices for each in run.classes] == [2] * stages
-    # the first stage has no gradient of its input, so one product of three is missing there
-    assert run.bubble == pytest.approx(pipe.report.schedule.bubble(), abs=0.1)
+    assert run.bubble == pytest.approx(expected_bubble(pipe.report.schedule), rel=0.01)
     assert f"bubble {100 * run.classes[0].bubble:.0f} %" in str(run)
     for stage in pipe.stages:
         number = run.graph.meshes.index(stage.mesh)
