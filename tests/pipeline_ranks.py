@@ -173,6 +173,29 @@ def matrix(cases: list[tuple[Any, ...]]) -> list[str]:
     return [check_pipeline(*each) for each in cases]
 
 
+def save_and_load(folder: str) -> list[str]:
+    """A pipeline with its optimizer goes to files and comes back on other stages; the names that were compared."""
+    mesh = loom.open_mesh((2, 2), axes=("pp", "tp"))
+    torch.manual_seed(3)
+    pipe = loom.pipeline(Net(), 2, mesh, micro_batches=2, plan="tensor", loss=loss_of)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    tokens = torch.randint(11, (4, 3))
+    pipe.step(tokens, target=tokens)
+    optimizer.step()
+    loom.save({"model": pipe.module, "optimizer": optimizer}, folder)
+    torch.manual_seed(4)
+    other = loom.pipeline(Net(), ["blocks.0"], mesh, micro_batches=2, plan="data", loss=loss_of)
+    again = torch.optim.AdamW(other.parameters(), lr=0.5)
+    loom.load(folder, into={"model": other.module, "optimizer": again})
+    for p, q in zip(pipe.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().to_torch(), q.detach().to_torch())
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(optimizer.state[p][key].to_torch(), again.state[q][key].to_torch())
+    losses = [each.step(tokens, target=tokens).item() for each in (pipe, other)]
+    assert abs(losses[0] - losses[1]) < 1e-5
+    return [name for name, _ in pipe.module.named_parameters()]
+
+
 class Napping(torch.nn.Linear):
     """Sleeps in both passes, except on shapes alone."""
 
