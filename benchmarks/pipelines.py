@@ -3,8 +3,8 @@
     python -m benchmarks.pipelines    # starts the processes, prints one line of JSON per schedule and size
 
 The prediction is that of `loom.dry_run` of the same step, on `meta`, on a machine whose arithmetic and link are
-measured here first: the seconds of one product, of a pass over memory, and of one message between the processes. The clock is
-that of `pipe.report` on each process.
+measured here first: the seconds of one product, of a pass over memory, and of one message between the processes. The
+clock is that of `pipe.report` on each process.
 """
 
 from __future__ import annotations

@@ -203,10 +203,9 @@ class Napping(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(rows, 4) to the same."""
-        if not x._data.is_meta:
-            time.sleep(self.seconds)
         made = super().forward(x)
-        if made.requires_grad and not x._data.is_meta:
+        if not made._data.is_meta:
+            time.sleep(self.seconds)
             made.register_hook(lambda gradient: time.sleep(self.seconds))
         return made
 
