@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -64,6 +65,32 @@ def random_copies(number: int) -> int:
         (y * loom.distribute(weights, other, {})).sum().backward()
         torch.testing.assert_close(x.grad.to_torch(), weights)
     return number
+
+
+def use_from_elsewhere() -> list[str]:
+    """What every process may do with a tensor that one of them holds, whatever it holds itself; as text."""
+    mesh = loom.open_mesh((2, 2), axes=("pp", "tp"))
+    part = mesh.submesh(pp=0)
+    torch.manual_seed(0)
+    x = loom.randn(6, 4, mesh=part, placements="S(0)")
+    x[0] = 1.0
+    local = loom.from_local([torch.ones(2)] * len(list(part.local_coordinates())), part, "S(0)")
+    dropped = torch.nn.functional.dropout(x, 0.5)
+    found = [
+        x.to_torch(), loom.collectives.all_reduce(x).to_torch(), x.sort(0).values.to_torch(), torch.unique(x).shape,
+        loom.collectives.all_gather(x, 0, mode="fabric").to_torch(), loom.collectives.all_reduce_async(x).wait().shape,
+        x.sum().item(), bool((x > -100).all()), repr(x), x.numpy().sum(), x.tolist()[0], local.to_torch(),
+        dropped.shape,
+        (x + torch.ones(4)).sum().item(), torch.rand(2), loom.explain(lambda: x.redistribute("R", mesh=mesh)).bytes,
+    ]  # fmt: skip
+    loom.collectives.barrier(part)
+    for act in (lambda: pickle.dumps(x), lambda: x.shard_at((0,))):
+        try:
+            act()
+            found.append("given")
+        except loom.MeshloomError as error:
+            found.append(error.headline)
+    return [str(each) for each in found]
 
 
 def copy_differently() -> None:

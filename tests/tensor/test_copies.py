@@ -149,6 +149,13 @@ def test_copies_between_processes_are_those_of_one(count):
     assert all(number == 12 for number in ranks.run(count, "pipeline_ranks:random_copies", 12))
 
 
+def test_a_process_that_holds_nothing_of_a_tensor_takes_part_all_the_same():
+    holder, other = ranks.run(2, "pipeline_ranks:use_from_elsewhere")
+    assert holder[:-1] == other[:-1]
+    assert holder[-2].startswith("a tensor that is split over processes cannot be pickled")
+    assert (holder[-1], other[-1]) == ("given", "the shard at (0,) is held by rank 0 and not by this one")
+
+
 def test_ranks_that_copy_different_tensors_are_told_so():
     with pytest.raises(AssertionError, match="copies another tensor to rank 1 than that awaits"):
         ranks.run(2, "pipeline_ranks:copy_differently")

@@ -25,11 +25,13 @@ from meshloom.tensor.accounting import account
 
 def refuse_part(topology: Topology) -> None:
     """An error if this process holds only a part: a file or a message would pass it off as the whole tensor."""
-    if not topology.is_whole:
+    if not topology.is_whole or topology.mesh.ranks:
         raise UnsupportedError(
             "a tensor that is split over processes cannot be pickled or sent: each process has its own part",
             tensor=topology,
-            here=f"{topology.mesh.local_offset} and on, a box of {topology.mesh.local_shape}",
+            here="nothing"
+            if topology.mesh.is_elsewhere
+            else f"{topology.mesh.local_offset} and on, a box of {topology.mesh.local_shape}",
             fix="loom.save(state, folder) and torch.distributed.checkpoint write a part of each process; for one file: "
             "full = x.to_torch() on all ranks, torch.save(full, file) on one",
         )
@@ -181,11 +183,12 @@ class Tensor(torch.Tensor):
         start = self.mesh.local_offset
         box = zip(place, start, self.placements, strict=True)
         inside = tuple(0 if isinstance(placement, Replicate) else c - first for c, first, placement in box)
-        if any(not 0 <= i < size for i, size in zip(inside, self.topology.block_shape, strict=False)):
+        lacks = any(not 0 <= i < size for i, size in zip(inside, self.topology.block_shape, strict=False))
+        if lacks or self.mesh.is_elsewhere:
             raise PlacementError(
                 f"the shard at {place} is held by rank {self.mesh.owner(place)} and not by this one",
                 tensor=self.topology,
-                here=f"{start} and on, a box of {self.mesh.local_shape}",
+                here="nothing" if self.mesh.is_elsewhere else f"{start} and on, a box of {self.mesh.local_shape}",
                 fix="x.to_torch() gathers the whole tensor; loom.current_mesh().local_coordinates() lists what is here",
             )
         part = self.block[inside]
@@ -253,7 +256,7 @@ class Tensor(torch.Tensor):
         return ", requires_grad=True" if self._data.requires_grad else ""
 
     def _value_text(self) -> str:
-        if self._data.is_meta:
+        if self._data.is_meta and (state.shadows is not None or not self.topology.mesh.is_elsewhere):
             return repr(self._data.detach().new_empty(self.topology.shape))  # not the shape that is stored
         try:
             return repr(self._read("repr"))

@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from meshloom.comms import WORLD, move
-from meshloom.engines.layout import from_block, short_name, torch_dtype
+from meshloom.engines.layout import empty_stored, from_block, short_name, torch_dtype
 from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, expect
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
@@ -218,13 +218,20 @@ def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | 
         "parts", parts, (Sequence, Mapping, torch.Tensor), fix="give one part per device, in a list or by coordinate"
     )
     held = _by_coordinate(parts, chosen)
-    first = next(iter(held.values()))
-    placed = as_placements(placements, chosen, first.dim())
-    known = described(held, chosen, any(isinstance(each, Replicate) for each in placed))
-    shape = _global_shape(known, chosen, placed, first.dim())
-    topology = Topology(chosen, placed, shape, short_name(first.dtype))
+    if chosen.ranks:  # who holds nothing of it learns from the others what it is
+        known = described(held, chosen, True)
+        dims = len(known[(0,) * chosen.ndim].shape)
+        placed = as_placements(placements, chosen, dims)
+    else:
+        dims = next(iter(held.values())).dim()
+        placed = as_placements(placements, chosen, dims)
+        known = described(held, chosen, any(isinstance(each, Replicate) for each in placed))
+    shape = _global_shape(known, chosen, placed, dims)
+    topology = Topology(chosen, placed, shape, known[(0,) * chosen.ndim].dtype)
     for coordinate, part in known.items():
         _check_part(coordinate, part, topology, known)
+    if chosen.is_elsewhere:
+        return _number(Tensor(topology, empty_stored(topology)))
     blocks = [_pad(held[c], topology.local_shape) for c in _distinct(topology)]
     block = torch.stack(blocks).view(topology.block_shape)
     return _number(Tensor(topology, from_block(block, topology)))
