@@ -33,7 +33,7 @@ MORE = [
     for stages, shape in ((2, (2, 2)), (4, (4,)), (2, (2, 4)), (4, (4, 2)), (2, (2, 2, 2)))
     for schedule, plan in itertools.product(("1f1b", "gpipe"), ("data", "tensor", "fsdp"))
 ]
-EVERYTHING = os.environ.get("MESHLOOM_PIPELINES") == "all"
+EVERYTHING = os.environ.get("MESHLOOM_MODELS") == "all"
 
 
 def layers(count: int = 4, width: int = 6) -> nn.Sequential:
@@ -164,6 +164,42 @@ def test_dropout_is_the_same_for_any_schedule():
         after = torch.rand(1).item()
         found.append(after)
     assert found[:2] == found[2:]
+
+
+def test_frozen_stages_autocast_and_batches_on_a_mesh():
+    dense = layers()
+    dense[0].requires_grad_(False)
+    dense[2].requires_grad_(False)
+    ours = copy.deepcopy(dense)
+    pipe = loom.pipeline(ours, 2, meshes(2, 2), micro_batches=2, plan="data", loss=mse)
+    x = torch.randn(8, 6)
+    with loom.record() as log:
+        loss = pipe.step(loom.distribute(x, loom.open_mesh((3,))), target=x)
+    assert not [event for event in log if event.kind == "copy" and event.phase == "backward"]
+    expected = mse(dense(x), x)
+    expected.backward()
+    torch.testing.assert_close(loss.to_torch(), expected.detach())
+    for p, q in zip(ours.parameters(), dense.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.to_torch(), q.grad)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = pipe.step(x, target=x)
+    assert half.item() == pytest.approx(expected.item(), rel=0.05)
+
+
+def test_statistics_are_written_once_for_every_micro_batch():
+    torch.manual_seed(1)
+    dense = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False), nn.Linear(6, 6), nn.BatchNorm1d(6))
+    ours = copy.deepcopy(dense)
+    pipe = loom.pipeline(ours, 2, meshes(2, 2), micro_batches=2, plan="data", loss=mse)
+    x = torch.randn(8, 6)
+    pipe.step(x, target=x)
+    for part in x.split(4):
+        dense(part)
+    for number in (1, 3):
+        torch.testing.assert_close(ours[number].running_mean.to_torch(), dense[number].running_mean)
+        assert ours[number].num_batches_tracked.item() == 2
 
 
 def test_a_model_comes_back_from_its_stages():

@@ -36,6 +36,7 @@ from meshloom.tensor.base import Tensor
 
 Loss = Callable[[Any, Any], Any]
 REDUCTIONS = ("mean", "sum")
+_KEPT = 64  # surveys, of micro-batches of different shapes
 
 
 def pipeline(
@@ -169,7 +170,7 @@ class Pipeline:
         Tensors of the batch, the target included, are cut along dim 0; give the whole batch in every process. The loss
         is a tensor on the mesh of the last stage: `item()` has its value in every process that asks, and all must.
         """
-        batches = _split((inputs, named, target), self.micro_batches)
+        batches = _split(_make_dense((inputs, named, target)), self.micro_batches)
         run = Run(self, batches, schedule_of(self.schedule, len(self.stages), len(batches)))
         run.run()
         self.report = run.report
@@ -177,7 +178,7 @@ class Pipeline:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the model returns for a batch, on the mesh of the last stage; without gradients."""
-        batches = _split((inputs, named, None), self.micro_batches)
+        batches = _split(_make_dense((inputs, named, None)), self.micro_batches)
         run = Run(self, batches, forward_schedule(len(self.stages), len(batches)), is_trained=False)
         with torch.no_grad():
             run.run()
@@ -186,8 +187,11 @@ class Pipeline:
 
     def survey(self, batch: Any, rows: int, is_trained: bool) -> Survey:
         """What goes from where to where for a micro-batch of these shapes."""
-        key = (_signature(batch), self.module.training, is_trained, self.loss)
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        key = (_signature(batch), self.module.training, is_trained, self.loss, autocast)
         if key not in self._surveys:
+            if len(self._surveys) >= _KEPT:
+                self._surveys.clear()
             self._surveys[key] = self._survey(batch, rows, is_trained)
         return self._surveys[key]
 
@@ -233,6 +237,11 @@ def _signature(batch: Any) -> Any:
     if isinstance(batch, dict):
         return tuple((key, _signature(each)) for key, each in batch.items())
     return repr(batch)
+
+
+def _make_dense(batch: Any) -> Any:
+    """A batch of plain tensors: those on a mesh are gathered, since each stage lays them otherwise."""
+    return map_tensors(batch, lambda each: each.to_torch() if isinstance(each, Tensor) else each)
 
 
 def _split(batch: Any, count: int) -> list[tuple[Any, int]]:

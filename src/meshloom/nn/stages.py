@@ -62,13 +62,19 @@ def find_units(module: nn.Module, cuts: Iterable[str] = ()) -> tuple[str, ...]:
 def _walk(module: nn.Module, prefix: str, around: set[str]) -> Iterator[str]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if next(child.parameters(), None) is None:
+        if not has_state(child):
             continue
         is_around = any(each == path or each.startswith(f"{path}.") for each in around)
         if isinstance(child, _LISTS) or is_around:
             yield from _walk(child, f"{path}.", around)
         else:
             yield path
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether a module has parameters, or statistics that it writes."""
+    kinds = (nn.modules.batchnorm._NormBase,)
+    return next(module.parameters(), None) is not None or any(isinstance(each, kinds) for each in module.modules())
 
 
 def cut(module: nn.Module, stages: int | Sequence[Any]) -> tuple[tuple[str, ...], ...]:
