@@ -153,6 +153,33 @@ def test_the_record_has_each_copy_once_and_gradients_are_summed_once():
         pipe.step(x, target=x)
 
 
+def test_steps_inside_of_accumulate_sum_gradients_once():
+    dense = layers()
+    ours = copy.deepcopy(dense)
+    pipe = loom.pipeline(ours, 2, meshes(2, 2), micro_batches=2, plan="data", loss=mse)
+    x = torch.randn(8, 6)
+    with loom.record() as log:
+        with loom.accumulate():
+            pipe.step(x, target=x)
+        pipe.step(x, target=x)
+    assert len([event for event in log if event.kind == "all_reduce" and event.phase == "backward"]) == 8
+    (2 * mse(dense(x), x)).backward()
+    for p, q in zip(ours.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.to_torch(), q.grad)
+
+
+def test_blocks_may_be_computed_again_in_backward():
+    dense = pipeline_ranks.Net()
+    ours = copy.deepcopy(dense)
+    plan = loom.Plan(batch="dp=S(0)", recompute=["blocks.*"])
+    pipe = loom.pipeline(ours, 2, meshes(2, 2), micro_batches=1, plan=plan, loss=pipeline_ranks.loss_of)
+    tokens = torch.randint(11, (4, 3))
+    loss, expected = pipe.step(tokens, target=tokens), pipeline_ranks.loss_of(dense(tokens), tokens)
+    expected.backward()
+    torch.testing.assert_close(loss.to_torch(), expected.detach())
+    pipeline_ranks.check_gradients(ours, dense)
+
+
 def test_dropout_is_the_same_for_any_schedule():
     found = []
     for schedule in ("1f1b", "gpipe"):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshloom.comms import WORLD, wire
+from meshloom.context import state
 from meshloom.errors import DivergenceError, PeerLostError, PipelineError
 from meshloom.nn.replay import Playing, Slot, Way, map_topologies, stand_in
 from meshloom.planner.pipelines import BACKWARD, FORWARD, PipelineSchedule, Turn
@@ -89,6 +90,7 @@ class Run:
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.outputs: dict[int, Any] = {}
         self.losses: list[Any] = []
+        self.is_accumulating = state.accumulating  # then sums wait for a step that does not
         self.backward_left = {each.number: len(batches) for each in pipe.stages}
 
     def run(self) -> None:
@@ -142,7 +144,7 @@ class Run:
             f"stage {turn.stage} of {len(self.pipe.stages)} failed in the {turn.phase} pass of micro-batch "
             f"{turn.batch}: {type(error).__name__}: {first}",
             mesh=stage.mesh,
-            here=f"coordinate {stage.mesh.local_offset} and on" if stage.mesh.is_split else None,
+            here=f"coordinate {stage.mesh.local_offset} and on, a box of {stage.mesh.local_shape}",
             modules=" ".join(stage.units),
         )
 
@@ -242,7 +244,7 @@ class Run:
             gradients = [_gradient(each) for each, _ in pairs]
             self._send(gradients, [slot for _, slot in pairs], way, turn.batch, BACKWARD)
         self.backward_left[turn.stage] -= 1
-        if not self.backward_left[turn.stage]:
+        if not self.backward_left[turn.stage] and not self.is_accumulating:
             synchronize(self.pipe._parts[turn.stage].parameters())
 
     def _give_gradients(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from meshloom import settings
 from meshloom.comms.group import WORLD, Group, World
+from meshloom.comms.wire import settle_messages
 from meshloom.context import state
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, PeerLostError, closest, where
@@ -143,6 +145,7 @@ def _device() -> torch.device:
 def _leave(is_theirs: bool) -> None:
     """End our threads and torch's before the interpreter does; a group that the program made is its own to end."""
     if WORLD.watch is not None:
+        _settle()
         compare_at_end()
         WORLD.watch.stop()
     for group in WORLD.connected:
@@ -152,6 +155,16 @@ def _leave(is_theirs: bool) -> None:
     WORLD.device_meshes.clear()
     if not is_theirs and dist.is_initialized() and not (WORLD.watch is not None and WORLD.watch.failure):
         dist.destroy_process_group()
+
+
+def _settle() -> None:
+    """Messages to others arrive before this process goes; an exit code says if they cannot."""
+    if WORLD.watch.failure is None:
+        try:
+            settle_messages()
+        except PeerLostError as error:
+            print(f"PeerLostError: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 def _handle(ranks: tuple[int, ...], alone: bool = False, use: str = "") -> Any:
