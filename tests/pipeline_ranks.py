@@ -164,6 +164,9 @@ def check_pipeline(
         torch.testing.assert_close(loss.to_torch(), expected.detach())
         check_gradients(ours, dense)
         check_report(pipe, schedule)
+        norms = pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.1)
+        torch.testing.assert_close(*norms)
+        check_gradients(ours, dense)
         for each in optimizers:
             each.step()
     scores = torch.cat([dense(each) for each in tokens.split(3)]).detach()

@@ -153,6 +153,22 @@ class Pipeline:
         """The parameters of all stages; of those that other processes hold, this one has no data and no gradient."""
         return self.module.parameters()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of all stages so that their norm together is at most `max_norm`; the norm before that.
+
+        `torch.nn.utils.clip_grad_norm_` does so for tensors on one mesh. Every process calls it.
+        """
+        norms = []
+        for part in self._parts:
+            gradients = [each.grad for each in part.parameters() if each.grad is not None]
+            if gradients:
+                found: Any = nn.utils.get_total_norm(gradients, norm_type)
+                norms.append(found.to_torch() if isinstance(found, Tensor) else found)
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+        for part in self._parts:
+            nn.utils.clip_grads_with_norm_(part.parameters(), max_norm, total)
+        return total
+
     def unparallelize(self) -> nn.Module:
         """The model off its meshes, dense and whole in every process."""
         owners = find_owners(self.module, [name for stage in self.stages for name in stage.units])
