@@ -85,7 +85,9 @@ _LAZY = {
     "latest": "meshloom.checkpoint.folders",
     "RandomState": "meshloom.checkpoint.random_state",
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
-    **dict.fromkeys("Pipeline Plan data parallelize pipeline plans unparallelize".split(), "meshloom.nn"),
+    **dict.fromkeys(
+        "Pipeline Plan autoplan data experts parallelize pipeline plans unparallelize".split(), "meshloom.nn"
+    ),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 

@@ -112,6 +112,7 @@ __all__ = [
     'atan',
     'atan2',
     'atanh',
+    'autoplan',
     'avg_pool1d',
     'avg_pool2d',
     'avg_pool3d',
@@ -197,6 +198,7 @@ __all__ = [
     'exp',
     'exp2',
     'expand',
+    'experts',
     'explain',
     'expm1',
     'export',
@@ -587,6 +589,7 @@ from meshloom.checkpoint.saving import Saving as Saving
 from meshloom.observe.simulate import Simulation as Simulation
 from meshloom.tensor.gradient_sums import accumulate as accumulate
 def arange(*bounds: _float, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
+from meshloom.nn import autoplan as autoplan
 def bernoulli(input: torch.Tensor, p: torch.Tensor | _float | None=None, *, generator: torch.Generator | None=None) -> Tensor: ...
 from meshloom.observe.scopes import choose as choose
 from meshloom.observe.scopes import communication as communication
@@ -603,6 +606,7 @@ from meshloom.tensor.torch_api.pointwise import dropout as dropout
 from meshloom.observe.dry_run import dry_run as dry_run
 def empty(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def empty_like(input: torch.Tensor, **options: object) -> Tensor: ...
+from meshloom.nn import experts as experts
 from meshloom.observe.explain import explain as explain
 from meshloom.checkpoint.exporting import export as export
 def eye(n: _int, m: _int | None=None, **options: Any) -> Tensor: ...

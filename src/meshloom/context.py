@@ -72,6 +72,7 @@ class Log:
     fallbacks: Counter[str] = field(default_factory=Counter)
     pending: list[Event] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)  # for each call, how many events there were before its own
+    assumed: dict[str, str] = field(default_factory=dict)  # what was taken for granted where there were no values
 
     def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
         """A planned call is about to run; a log of collectives waits until it has."""
@@ -212,6 +213,11 @@ class State(threading.local):
         """Let the policy object before anything is done."""
         if self.policy is not None:
             self.policy.check(events)
+
+    def assume(self, what: str, value: str) -> None:
+        """Write into every open log what is taken for granted because there are no values to look at."""
+        for log in self.logs:
+            log.assumed[what] = value
 
     def log(self, events: Iterable[Event], of: Any = None, first: bool = False) -> None:
         """Write what was done into every open log; `of` and `first` as in `Log.note_events`."""

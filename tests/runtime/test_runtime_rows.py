@@ -35,6 +35,7 @@ from meshloom.runtime import (
     MeshShape,
     MeshType,
     MeshWorkload,
+    ProcessDriver,
     Program,
     ShardedBufferConfig,
     VirtualDriver,
@@ -92,7 +93,7 @@ def test_row_030_a_mesh_device_is_a_grid_of_devices_in_row_major_order():
                 mesh.get_device(outside)
 
 
-@pytest.mark.parametrize("driver", [VirtualDriver, Strangers])
+@pytest.mark.parametrize("driver", [VirtualDriver, Strangers, ProcessDriver])
 def test_row_031_and_071_two_programs_on_two_ranges_run_on_exactly_their_coordinates(driver):
     with open_mesh_device((2, 2), driver=driver()) as mesh:
         x = create_mesh_buffer(mesh, global_shape=(1,))
@@ -366,7 +367,7 @@ def test_row_064_slow_and_fast_dispatch_give_equal_results(monkeypatch):
         open_mesh_device((2,), dispatch="slwo")
 
 
-@pytest.mark.parametrize("driver", [VirtualDriver, Strangers])
+@pytest.mark.parametrize("driver", [VirtualDriver, Strangers, ProcessDriver])
 def test_row_065_and_069_a_card_is_used_through_memory_kernels_and_waiting_alone(driver):
     """Firmware, launch messages, multicast and structs are the driver's business: the protocol has no verb for them."""
     spoken = {name for name in vars(Card) if not name.startswith("_")}
@@ -463,8 +464,9 @@ def test_row_074_and_081_blocking_returns_when_all_cards_are_done_and_otherwise_
 def test_row_076_and_091_ids_and_paths_choose_the_cards_and_their_order():
     spellings = (
         lambda: open_mesh_device([3, 1], (1, 2)),
-        lambda: open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2)),
-        lambda: open_mesh_device([Path("/dev/tenstorrent/3"), 1], MeshShape(1, 2)),
+        lambda: open_mesh_device(["virtual:3", "virtual:1"], (1, 2)),
+        lambda: open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2), driver=VirtualDriver()),
+        lambda: open_mesh_device([Path("/dev/tenstorrent/3"), 1], MeshShape(1, 2), driver=VirtualDriver()),
         lambda: open_mesh_device((1, 2), [3, 1]),
         lambda: open_mesh_device((1, 2), device_ids=(3, 1)),
         lambda: open_mesh_device(MeshShape(1, 2), [3, 1]),

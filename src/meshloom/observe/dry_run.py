@@ -389,6 +389,8 @@ def _assumptions(run: DryRun) -> Iterator[Assumption]:
     yield Assumption("starting a kernel", show_seconds(machine.overhead), source)
     yield Assumption("starting a collective", show_seconds(machine.launch), source)
     yield from _MODEL
+    for what, value in run.log.assumed.items():
+        yield Assumption(what, value, "no data to look at")
     scores = "a fused kernel, which keeps no scores" if run.fused_attention else "keeps its scores"
     yield Assumption("attention without data", scores, f"dry_run(fused_attention={run.fused_attention})")
     together = "may run beside compute" if run.overlap else "never runs beside compute"

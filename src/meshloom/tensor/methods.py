@@ -298,6 +298,7 @@ def set_gradient(tensor: Tensor, value: object) -> None:
     """Replace a leaf's gradient; None takes it away."""
     tensor = shadow_of(tensor)
     discard(tensor)
+    tensor._gradient = None  # nobody else may keep the old one in memory
     if value is None:
         tensor._data.grad = None
         return
