@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshloom as loom
+import pipeline_ranks
 import ranks
 from meshloom import Partial, Replicate, Shard, Topology
 from meshloom.cost import price
@@ -136,24 +137,23 @@ def test_a_mesh_with_ranks_is_a_value():
     assert part != part.held_by(()) != part.held_by((0,))
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_program_on_two_submeshes_is_run_by_every_process(count):
-    found = ranks.run(count, "pipeline_ranks:program_on_two_submeshes")
-    half = [(False, True)] * (count // 2) + [(True, False)] * (count // 2)
-    assert [each["elsewhere"] for each in found] == (half if count > 1 else [(False, False)])
-    assert all(each["data"] == each["elsewhere"] for each in found)
-
-
 @pytest.mark.parametrize("count", [2, 4])
-def test_copies_between_processes_are_those_of_one(count):
-    assert all(number == 12 for number in ranks.run(count, "pipeline_ranks:random_copies", 12))
-
-
-def test_a_process_that_holds_nothing_of_a_tensor_takes_part_all_the_same():
-    holder, other = ranks.run(2, "pipeline_ranks:use_from_elsewhere")
+def test_every_process_runs_the_program_whatever_it_holds(count):
+    """Programs on two submeshes and copies of all kinds equal dense; values reach processes that hold nothing."""
+    found = ranks.run(count, "pipeline_ranks:copies")
+    elsewhere = [(False, True)] * (count // 2) + [(True, False)] * (count // 2)
+    assert [each["program"]["elsewhere"] for each in found] == elsewhere
+    assert [each["program"]["data"] for each in found] == elsewhere
+    assert [each["random"] for each in found] == [12] * count
+    holder, *_, other = (each["uses"] for each in found)
     assert holder[:-1] == other[:-1]
     assert holder[-2].startswith("a tensor that is split over processes cannot be pickled")
     assert (holder[-1], other[-1]) == ("given", "the shard at (0,) is held by rank 0 and not by this one")
+
+
+def test_one_process_runs_the_same_program():
+    assert pipeline_ranks.program_on_two_submeshes()["elsewhere"] == (False, False)
+    assert pipeline_ranks.random_copies(12) == 12
 
 
 def test_ranks_that_copy_different_tensors_are_told_so():
