@@ -19,6 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTED := $(VENV)/.installed-for-tests
 DOCUMENTED := $(VENV)/.installed-for-docs
+FAST := $(VENV)/.installed-for-speed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -49,7 +50,8 @@ test: $(TESTED) $(if $(CI),browser) ## lint, types, doctests and tests
 
 # The long runs draw new cases each time and print their seed; with SEED they draw the same again.
 full: test ## make test, then the long runs that do not fit into it: more than an hour
-	@MESHLOOM_MODELS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nn/test_models.py tests/processes/test_weights.py
+	@MESHLOOM_AUTOPLAN=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nn/test_autoplan_exhaustive.py
+	@MESHLOOM_MODELS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nn/test_models.py tests/nn/test_pipeline.py tests/processes/test_weights.py
 	@$(MAKE) --no-print-directory soak CASES=20000 SEED=$(SEED)
 
 docs: $(DOCUMENTED) ## build the docs site into site/, strictly
@@ -60,7 +62,7 @@ browser: ## install Debian's Chromium for the tests that look at pages, unless a
 	@for each in $(BROWSERS); do command -v $$each >/dev/null && exit 0; done; \
 	    $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends chromium
 
-bench: $(STAMP) ## measure against dense torch, DTensor and (with the bench extra) JAX
+bench: $(FAST) ## measure against dense torch, DTensor and (with the bench extra) JAX
 	@$(BIN)/python benchmarks/run.py
 
 soak: $(TESTED) ## CASES calls of ops and CASES programs (100000) from a new SEED, and torch's databases whole
@@ -86,10 +88,15 @@ $(STAMP): pyproject.toml constraints.txt
 # Thousands of modules that no test imports need no compiling.
 $(TESTED): $(STAMP)
 	@echo "adding what the tests need; the first time this takes a minute"
-	@$(PIP) --no-compile --no-build-isolation --editable '.[test,models,docs]'
-	@touch $@ $(DOCUMENTED)
+	@$(PIP) --no-compile --no-build-isolation --editable '.[test,models,docs,fast]'
+	@touch $@ $(DOCUMENTED) $(FAST)
 
 $(DOCUMENTED): $(STAMP)
 	@echo "adding what the docs site needs"
 	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+$(FAST): $(STAMP)
+	@echo "adding what makes block floats fast"
+	@$(PIP) --no-build-isolation --editable '.[fast]'
 	@touch $@

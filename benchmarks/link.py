@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.beside import tell
-from benchmarks.processes import LIMIT_SECONDS, WIDTH, beside_ddp, best_of, deep_mlp
+from benchmarks.processes import LIMIT_SECONDS, beside_ddp, best_of, deep_mlp
 from benchmarks.works import training_step
 
 CABLE, RATE, PORT = "cable", "1gbit", 29500
@@ -123,8 +123,7 @@ def rank(scale: float) -> None:
 
     torch.manual_seed(0)
     mesh = loom.open_mesh((2,), axes=("dp",))
-    x, y = (torch.randn(2 * ROWS, WIDTH) for _ in range(2))
-    sides = beside_ddp(deep_mlp(), x, y, mesh, training_step)
+    sides = beside_ddp(*deep_mlp(2, ROWS), mesh, training_step)
     rounds = max(3, int(12 * scale))
     best = best_of(sides, 1, rounds)
     shares = []

@@ -44,6 +44,11 @@ TOGETHER = (
     ("divergence check", "MLP step, sample against off"),
     ("divergence check", "MLP step, always against off"),
 )
+HEAVY = (
+    ("MLP step peak", "DTensor, data-parallel"),
+    ("deep MLP step peak", "DDP, 84 MB of gradients"),
+    ("Llama step peak", "DDP, AdamW"),
+)
 SHARDED = tuple(
     (work, f"FSDP2, {tokens} tokens")
     for tokens in ("many", "few")
@@ -73,10 +78,11 @@ ALL = (
     Peer(JAX, "benchmarks.jaxdevices", (8, 32, 128), COMMON, " (pip install meshloom[bench])"),
 )
 # Both sides run on the same processes: a row holds our time and theirs.
-PROCESS_PEER = Peer(PROCESSES, "benchmarks.processes", (2,), TOGETHER, limit=300.0)
+PROCESS_PEER = Peer(PROCESSES, "benchmarks.processes", (2, 4), TOGETHER, limit=600.0)
+HEAVY_PEER = Peer(PROCESSES, "benchmarks.heavy", (2, 4), HEAVY)
 SHARDING_PEER = Peer(PROCESSES, "benchmarks.sharding", (2, 4), SHARDED, limit=600.0)
 LINK_PEER = Peer(PROCESSES, "benchmarks.link", (2,), LINKED)
-ON_PROCESSES = (PROCESS_PEER, SHARDING_PEER, LINK_PEER)
+ON_PROCESSES = (PROCESS_PEER, HEAVY_PEER, SHARDING_PEER, LINK_PEER)
 
 
 def answers(peer: Peer, ranks: int, scale: float) -> Iterator[Row]:

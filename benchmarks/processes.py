@@ -30,7 +30,7 @@ MEGABYTES = 64
 ADD, INNER, REDUCE, GATHER, SCATTER = "add", "matmul inner", "all-reduce", "all-gather", "reduce-scatter"
 STEP, DEEP, LLAMA, CHECK = "MLP step", "deep MLP step", "Llama step", "divergence check"
 DEPTH, WIDTH, ROWS = 20, 1024, 64  # of the deep MLP, and rows per process
-LIMIT_SECONDS = 240.0
+LIMIT_SECONDS = 540.0
 
 # work, detail: as `benchmarks.peers` expects them
 WORKS = (
@@ -86,29 +86,18 @@ def _works(count: int, megabytes: int) -> Iterator[tuple[tuple[str, str], Sides,
     h = DTensor.from_local(part, theirs, [Shard(0)])
     yield WORKS[5], (lambda: g.redistribute("R"), lambda: h.redistribute(theirs, [Replicate()])), 1, 40
     yield WORKS[6], scatter, 1, 40
-    yield from _steps(mesh, theirs)
+    yield from _steps(mesh)
 
 
-def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Sides, int, int]]:
-    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-    from torch.nn.parallel import DistributedDataParallel
-
-    import meshloom as loom
+def _steps(mesh: Any) -> Iterator[tuple[tuple[str, str], Sides, int, int]]:
     from meshloom.comms import WORLD
 
-    x, y = torch.randn(BATCH, FEATURES[0]), torch.randn(BATCH, FEATURES[-1])
-    rows = BATCH // mesh.size
-    mine = slice(loom.process().rank * rows, (loom.process().rank + 1) * rows)
-    dense = mlp()
-    ours = _placed(copy.deepcopy(dense), mesh)
-    step = training_step(ours, loom.distribute(x, mesh, "S(0)"), loom.distribute(y, mesh, "S(0)"))
-    split = distribute_module(copy.deepcopy(dense), theirs)
-    a, b = (distribute_tensor(each, theirs, [Shard(0)]) for each in (x, y))
-    yield WORKS[7], (step, training_step(split, a, b)), 1, 60
-    wrapped = DistributedDataParallel(copy.deepcopy(dense))
-    yield WORKS[8], (step, training_step(wrapped, x[mine], y[mine])), 1, 60
-    yield WORKS[9], beside_ddp(deep_mlp(), *_batch(mesh), mesh, training_step), 1, 20
-    yield WORKS[10], _llama_beside_ddp(mesh), 1, 20
+    model, x, y = small_mlp()
+    step = training_step(*ours(model, x, y, mesh))
+    yield WORKS[7], (step, training_step(*with_dtensor(model, x, y, mesh))), 1, 60
+    yield WORKS[8], (step, training_step(*with_ddp(model, x, y, mesh))), 1, 60
+    yield WORKS[9], beside_ddp(*deep_mlp(mesh.size), mesh, training_step), 1, 20
+    yield WORKS[10], beside_ddp(*llama(), mesh, language_step), 1, 20
 
     def under(check: str) -> Work:
         def run() -> object:
@@ -122,33 +111,55 @@ def _steps(mesh: Any, theirs: Any) -> Iterator[tuple[tuple[str, str], Sides, int
     WORLD.check = "sample"
 
 
-def deep_mlp() -> torch.nn.Module:
+def small_mlp() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """The MLP of the works, with a batch."""
+    return mlp(), torch.randn(BATCH, FEATURES[0]), torch.randn(BATCH, FEATURES[-1])
+
+
+def deep_mlp(count: int, rows: int = ROWS) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """Many layers, with a batch of so many rows for every process."""
     layers = [layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
-    return torch.nn.Sequential(*layers)
+    return torch.nn.Sequential(*layers), torch.randn(rows * count, WIDTH), torch.randn(rows * count, WIDTH)
 
 
-def _batch(mesh: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(ROWS * mesh.size, WIDTH), torch.randn(ROWS * mesh.size, WIDTH)
-
-
+Placed = tuple[torch.nn.Module, Any, Any]  # a model with its batch
 Make = Callable[[torch.nn.Module, Any, Any], Work]
+
+
+def ours(dense: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, mesh: Any) -> Placed:
+    """A model replicated on the mesh, with its batch sharded."""
+    import meshloom as loom
+
+    a, b = (loom.distribute(each, mesh, "S(0)") for each in (x, y))
+    return _placed(copy.deepcopy(dense), mesh), a, b
+
+
+def with_ddp(dense: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, mesh: Any) -> Placed:
+    """A model in DDP, with the rows of this process."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    rows = len(x) // mesh.size
+    mine = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
+    return DistributedDataParallel(copy.deepcopy(dense)), x[mine], y[mine]
+
+
+def with_dtensor(dense: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, mesh: Any) -> Placed:
+    """A model of replicated DTensors, with its batch sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    theirs = init_device_mesh("cpu", (mesh.size,))
+    a, b = (distribute_tensor(each, theirs, [Shard(0)]) for each in (x, y))
+    return distribute_module(copy.deepcopy(dense), theirs), a, b
 
 
 def beside_ddp(dense: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, mesh: Any, make: Make) -> Sides:
     """A data-parallel step of ours, and of DDP on the rows of this process."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    import meshloom as loom
-
-    rows = len(x) // mesh.size
-    mine = slice(loom.process().rank * rows, (loom.process().rank + 1) * rows)
-    ours = _placed(copy.deepcopy(dense), mesh)
-    wrapped = DistributedDataParallel(copy.deepcopy(dense))
-    a, b = (loom.distribute(each, mesh, "S(0)") for each in (x, y))
-    return make(ours, a, b), make(wrapped, x[mine], y[mine])
+    return make(*ours(dense, x, y, mesh)), make(*with_ddp(dense, x, y, mesh))
 
 
-def _llama_beside_ddp(mesh: Any) -> Sides:
+def llama() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A small Llama with a batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -156,10 +167,10 @@ def _llama_beside_ddp(mesh: Any) -> Sides:
         vocab_size=2048, max_position_embeddings=256,
     )  # fmt: skip
     tokens = torch.randint(config.vocab_size, (8, 128))
-    return beside_ddp(LlamaForCausalLM(config), tokens, tokens, mesh, _language_step)
+    return LlamaForCausalLM(config), tokens, tokens
 
 
-def _language_step(model: torch.nn.Module, tokens: Any, labels: Any) -> Work:
+def language_step(model: torch.nn.Module, tokens: Any, labels: Any) -> Work:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> object:

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import (
+    autoplan,
     blockfloat,
+    cards,
     checkpoints,
     first_calls,
     gpt,
@@ -38,6 +40,7 @@ DEVICES = (1, 8, 32, 128)
 PEERS = "peers"
 PROCESSES = "processes"
 PREDICTED = "predicted"
+PLANNED = "autoplan"
 QUICK = 0.1
 
 
@@ -83,7 +86,8 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
     predicts = moves.DEVICES in devices and _wanted(PREDICTED, only)
     quick = scale < 1
     total = len(works) + sum(len(peer.works_on(count)) for peer, count in asked)
-    meter = Meter(console, total + (prediction.count(quick) if predicts else 0))
+    planned = len(autoplan.PROCESSES[: 1 if quick else None]) if _wanted(PLANNED, only) else 0
+    meter = Meter(console, total + planned + (prediction.count(quick) if predicts else 0))
     with meter.bar:
         for spec in works:
             meter.begin(f"{spec.name}, {spec.detail}, {spec.devices} devices")
@@ -92,13 +96,16 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
         if predicts:
             meter.begin("calibrating, then predicting")
             _take(prediction.predictions(quick), rows, meter)
+        if planned:
+            meter.begin("planning for processes, then measuring")
+            _take(autoplan.measured(quick), rows, meter)
         for peer, count in asked:
             meter.begin(f"{peer.who}, {count} ranks")
             _take(peers.answers(peer, count, scale), rows, meter)
 
 
 def _specs(devices: Sequence[int]) -> list[Spec]:
-    beside = (gpt, runtime, blockfloat, first_calls, optimizers, ttnn_calls, checkpoints)
+    beside = (gpt, runtime, cards, blockfloat, first_calls, optimizers, ttnn_calls, checkpoints)
     return [*all_works(devices), *(spec for module in beside for spec in module.works(devices))]
 
 
@@ -127,9 +134,10 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
 
 
 def names() -> list[str]:
-    """What `--only` knows: the works, their first words, the predictions, the peers and the processes."""
+    """What `--only` knows: the works, their first words, predictions, plans, the peers and the processes."""
     works = dict.fromkeys(spec.name for spec in _specs(DEVICES))
-    return [*dict.fromkeys(part for name in works for part in (name.split()[0], name)), PREDICTED, PEERS, PROCESSES]
+    parts = dict.fromkeys(part for name in works for part in (name.split()[0], name))
+    return [*parts, PREDICTED, PLANNED, PEERS, PROCESSES]
 
 
 def _devices(text: str) -> tuple[int, ...]:

@@ -11,14 +11,10 @@ with the same allocator settings: the resident set above that before the step, a
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -26,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.beside import tell
+from benchmarks.memory import Watched, tell_heaviest, weigh_sides
 from benchmarks.processes import best_of, launch
 
 
@@ -50,8 +47,6 @@ TOKENS = {
 OURS, THEIRS = "ours", "FSDP2"
 STEP, KEPT, PEAK = "sharded step", "sharded forward keeps", "sharded peak"
 WORKS = tuple((work, f"{THEIRS}, {tokens}") for tokens in TOKENS for work in (STEP, KEPT, PEAK))
-# memory that is freed goes back at once, so that the resident set is what is held
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -151,33 +146,18 @@ def make(side: str, tokens: str, count: int) -> Step:
     return SIDES[side](Model(sizes), (letters[:, :-1].clone(), letters[:, 1:].clone()), count)
 
 
-def _resident(name: str) -> float:
-    """MB of this process that are in memory now (VmRSS), or were at most (VmHWM)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def _settle() -> None:
-    """Give back what is free."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
 def weigh(side: str, tokens: str, count: int) -> tuple[float, float]:
     """MB above those before a step: what forward keeps, and the highest."""
     step = make(side, tokens, count)
     for _ in range(4):
         step()
     step.optimizer.zero_grad()
-    _settle()
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the highest is that from now on
-    loss = step.forward()
-    _settle()
-    kept = _resident("VmRSS") - before
-    loss.backward()
-    step.optimizer.step()
-    return kept, _resident("VmHWM") - before
+    with Watched() as memory:
+        loss = step.forward()
+        kept = memory.now()
+        loss.backward()
+        step.optimizer.step()
+    return kept, memory.highest
 
 
 def compare(count: int, scale: float) -> None:
@@ -194,27 +174,15 @@ def compare(count: int, scale: float) -> None:
             tell((STEP, f"{THEIRS}, {tokens}"), timing=(*best, taken))
 
 
-def report_memory(side: str, tokens: str, count: int) -> None:
-    """Weigh one side; the heaviest process counts."""
-    found = torch.tensor(weigh(side, tokens, count))
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        Path(os.environ["FIGURES"]).write_text(" ".join(map(str, found.tolist())))
-
-
 def weigh_both(count: int) -> int:
     """Every side in processes of its own."""
     worst = 0
-    with TemporaryDirectory() as folder:
-        for tokens in TOKENS:
-            found = []
-            for side in SIDES:
-                file = Path(folder) / f"{side} {tokens}"
-                command = ["-m", "benchmarks.sharding", "--ranks", str(count), "--weigh", side, "--tokens", tokens]
-                worst = max(worst, launch(command, count, {**ALLOCATOR, "FIGURES": str(file)}))
-                found.append([float(each) for each in file.read_text().split()])
-            for work, (mine, other) in zip((KEPT, PEAK), zip(*found, strict=True), strict=True):
-                tell((work, f"{THEIRS}, {tokens}"), megabytes=(mine, other))
+    for tokens in TOKENS:
+        command = ["-m", "benchmarks.sharding", "--ranks", str(count), "--tokens", tokens, "--weigh"]
+        failed, found = weigh_sides(command, tuple(SIDES), count)
+        worst = max(worst, failed)
+        for work, megabytes in zip((KEPT, PEAK), found, strict=False):
+            tell((work, f"{THEIRS}, {tokens}"), megabytes=megabytes)
     return worst
 
 
@@ -234,7 +202,7 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if given.weigh is not None:
-        report_memory(given.weigh, given.tokens, given.ranks)
+        tell_heaviest(weigh(given.weigh, given.tokens, given.ranks))
     else:
         compare(given.ranks, given.scale)
     dist.destroy_process_group()

@@ -119,7 +119,7 @@ def check_identity(call: Call, choices: Choices, row: Row, case: Case, devices: 
 
 def is_runnable(row: Row, operands: Sequence[Operand], choices: Choices, devices: int) -> bool:
     """Whether the row's conditions hold and no device is left without an element."""
-    if any(even.units % devices for even in row.even):
+    if not all(even.holds((devices,)) for even in row.even):
         return False
     for placement, operand in zip(row.ins, operands, strict=True):
         if isinstance(placement, Partial) and not can_be_partial(placement, short_name(operand.dtype)):

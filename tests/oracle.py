@@ -42,6 +42,8 @@ def draw_values(operand: Operand, seed: int, lead: tuple[int, ...] = ()) -> torc
     shape = lead + operand.shape
     if operand.values.startswith("below:"):
         return torch.randint(0, int(operand.values[6:]), shape, generator=generator)
+    if operand.values.startswith("numbers:"):  # -1 means nothing
+        return torch.randint(-1, int(operand.values[8:]), shape, generator=generator)
     if operand.values.startswith("distinct:"):
         return torch.randperm(int(operand.values[9:]), generator=generator)[: shape[0]]
     if operand.values.startswith("ends:"):

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
-from meshloom.runtime import MeshWorkload, Program, create_mesh_buffer, open_mesh_device
-from meshloom.runtime.card import Card, Driver
+from meshloom.runtime import (
+    MeshWorkload,
+    Program,
+    all_gather,
+    all_reduce,
+    create_mesh_buffer,
+    open_mesh_device,
+    reduce_scatter,
+)
+from meshloom.runtime.card import Card, Driver, LinkedCard
 
 IDS = (0, 1, 2, 3)
 
@@ -22,8 +33,10 @@ class CardConformance:
         raise NotImplementedError
 
     @pytest.fixture
-    def card(self) -> Card:
-        return self.driver().open(1)
+    def card(self) -> Iterator[Card]:
+        card = self.driver().open(1)
+        yield card
+        card.close()
 
     def test_it_satisfies_the_protocols(self, card):
         assert isinstance(self.driver(), Driver) and isinstance(card, Card)
@@ -115,3 +128,77 @@ class CardConformance:
             first.enqueue_write(x, torch.full((4, 4), 2.0))
             mesh.execute_trace(trace)
             assert first.enqueue_read(y).equal(2 * expected)
+
+
+class LinkConformance(CardConformance):
+    """What cards with links must do beyond that: cards 0 and 1 are neighbours."""
+
+    @pytest.fixture
+    def pair(self) -> Iterator[tuple[Any, Any]]:
+        driver = self.driver()
+        cards = driver.open(0), driver.open(1)
+        yield cards
+        for card in cards:
+            card.close()
+
+    def test_links_lead_both_ways_and_have_slots(self, pair):
+        assert all(isinstance(card, LinkedCard) for card in pair)
+        assert 1 in pair[0].peers() and 0 in pair[1].peers() and 0 not in pair[0].peers()
+        count, size = pair[1].slots(0)
+        assert count >= 1 and size >= 64
+
+    def test_a_message_is_the_elements_of_an_index_in_row_major_order(self, pair):
+        one, other = pair
+        value = torch.arange(40.0 * 40).view(40, 40)
+        here, there = one.alloc(0, (40, 40), torch.float32), other.alloc(0, (12,), torch.float32)
+        one.write(here, value)
+        index = (slice(3, 9), slice(30, 34))
+        assert one.wait(one.send(here, index, 5, 17, 1, 0), 10.0)
+        assert other.wait(other.receive(there, ..., 0, 12, 0, 0, None), 10.0)
+        assert other.read(there).equal(value[index].flatten()[5:17])
+
+    @pytest.mark.parametrize("op", ["sum", "max", "min", "prod"])
+    def test_what_arrives_is_combined_with_what_is_there(self, pair, op):
+        one, other = pair
+        here, there = one.alloc(0, (2, 3), torch.int32), other.alloc(0, (2, 3), torch.int32)
+        mine, theirs = torch.tensor([[1, -2, 3], [4, 5, -6]]), torch.tensor([[-7, 8, 9], [1, 2, 3]])
+        one.write(here, theirs)
+        other.write(there, mine)
+        assert one.wait(one.send(here, (slice(1, 2),), 0, 3, 1, 0), 10.0)
+        assert other.wait(other.receive(there, (slice(1, 2),), 0, 3, 0, 0, op), 10.0)
+        combined = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul}[op]
+        assert other.read(there).equal(torch.stack([mine[0], combined(mine[1], theirs[1])]).int())
+
+    def test_slots_hold_messages_until_they_are_taken(self, pair):
+        one, other = pair
+        count, _ = other.slots(0)
+        here, there = one.alloc(0, (1,), torch.float32), other.alloc(0, (1,), torch.float32)
+        for slot in range(count):
+            one.write(here, torch.tensor([float(slot)]))
+            assert one.wait(one.send(here, ..., 0, 1, 1, slot), 10.0)
+        for slot in reversed(range(count)):
+            assert other.wait(other.receive(there, ..., 0, 1, 0, slot, None), 10.0)
+            assert other.read(there).item() == slot
+
+    def test_a_card_copies_within_its_memory(self, pair):
+        card, _ = pair
+        source, target = card.alloc(0, (3, 4), torch.float32), card.alloc(1 << 16, (2, 2), torch.float32)
+        card.write(source, torch.arange(12.0).view(3, 4))
+        assert card.wait(card.copy(source, (slice(1, 3), slice(0, 4, 2)), target, ...), 10.0)
+        assert card.read(target).tolist() == [[4, 6], [8, 10]]
+
+    def test_collectives_over_links_are_those_of_the_host(self):
+        with open_mesh_device((2,), driver=self.driver()) as mesh:
+            x = create_mesh_buffer(mesh, layout="sharded", global_shape=(4, 6), shard_shape=(2, 6))
+            value = torch.arange(24.0).view(4, 6)
+            mesh.queue().enqueue_write(x, value, blocking=True)
+            before = mesh.counts["host_bytes"]
+            total, whole, part = (
+                all_reduce(x, mode="fabric"),
+                all_gather(x, mode="fabric"),
+                reduce_scatter(x, 1, mode="fabric"),
+            )
+            assert mesh.counts["host_bytes"] == before
+            assert mesh.queue().enqueue_read(total).equal(value[:2] + value[2:])
+            assert mesh.queue().enqueue_read(whole).equal(value)
+            assert mesh.queue().enqueue_read(part).equal(value[:2] + value[2:])

@@ -33,6 +33,7 @@ from meshloom.errors import (
     OperandError,
     OutOfMemoryError,
     PeerLostError,
+    PipelineError,
     PlacementError,
     RaceError,
     ScheduleError,
@@ -85,7 +86,9 @@ _LAZY = {
     "RandomState": "meshloom.checkpoint.random_state",
     **dict.fromkeys(("attach", "launch"), "meshloom.controller.cluster"),
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
-    **dict.fromkeys("Plan data parallelize plans unparallelize".split(), "meshloom.nn"),
+    **dict.fromkeys(
+        "Pipeline Plan autoplan data experts parallelize pipeline plans unparallelize".split(), "meshloom.nn"
+    ),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
@@ -108,6 +111,7 @@ __all__ = [
     "LaunchError",
     "LostError",
     "PeerLostError",
+    "PipelineError",
     "Machine",
     "Mesh",
     "MeshError",

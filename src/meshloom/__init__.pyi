@@ -57,6 +57,8 @@ __all__ = [
     'Parameter',
     'Partial',
     'PeerLostError',
+    'Pipeline',
+    'PipelineError',
     'Placement',
     'PlacementError',
     'Plan',
@@ -111,6 +113,7 @@ __all__ = [
     'atan2',
     'atanh',
     'attach',
+    'autoplan',
     'avg_pool1d',
     'avg_pool2d',
     'avg_pool3d',
@@ -196,6 +199,7 @@ __all__ = [
     'exp',
     'exp2',
     'expand',
+    'experts',
     'explain',
     'expm1',
     'export',
@@ -352,6 +356,7 @@ __all__ = [
     'parallelize',
     'parse',
     'permute',
+    'pipeline',
     'pixel_shuffle',
     'pixel_unshuffle',
     'plans',
@@ -579,6 +584,7 @@ from meshloom.observe.scopes import CommunicationWarning as CommunicationWarning
 from meshloom.observe.dry_run import DryRun as DryRun
 from meshloom.observe.explain import Explanation as Explanation
 from meshloom.observe.scopes import FallbackWarning as FallbackWarning
+from meshloom.nn import Pipeline as Pipeline
 from meshloom.nn import Plan as Plan
 from meshloom.checkpoint.random_state import RandomState as RandomState
 from meshloom.checkpoint.saving import Saving as Saving
@@ -586,6 +592,7 @@ from meshloom.observe.simulate import Simulation as Simulation
 from meshloom.tensor.gradient_sums import accumulate as accumulate
 def arange(*bounds: _float, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
 from meshloom.controller.cluster import attach as attach
+from meshloom.nn import autoplan as autoplan
 def bernoulli(input: torch.Tensor, p: torch.Tensor | _float | None=None, *, generator: torch.Generator | None=None) -> Tensor: ...
 from meshloom.observe.scopes import choose as choose
 from meshloom.observe.scopes import communication as communication
@@ -602,6 +609,7 @@ from meshloom.tensor.torch_api.pointwise import dropout as dropout
 from meshloom.observe.dry_run import dry_run as dry_run
 def empty(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
 def empty_like(input: torch.Tensor, **options: object) -> Tensor: ...
+from meshloom.nn import experts as experts
 from meshloom.observe.explain import explain as explain
 from meshloom.checkpoint.exporting import export as export
 def eye(n: _int, m: _int | None=None, **options: Any) -> Tensor: ...
@@ -622,6 +630,7 @@ def ones(*size: _int | Sequence[_int], dtype: torch.dtype | str | None=None, **o
 def ones_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 from meshloom.tensor.creation import open_mesh as open_mesh
 from meshloom.nn import parallelize as parallelize
+from meshloom.nn import pipeline as pipeline
 from meshloom.nn import plans as plans
 from meshloom.processes.bindings import process as process
 def rand(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
@@ -667,6 +676,7 @@ from meshloom.errors import OperandError as OperandError
 from meshloom.errors import OutOfMemoryError as OutOfMemoryError
 from meshloom.placement import Partial as Partial
 from meshloom.errors import PeerLostError as PeerLostError
+from meshloom.errors import PipelineError as PipelineError
 from meshloom.placement import Placement as Placement
 from meshloom.errors import PlacementError as PlacementError
 from meshloom.errors import RaceError as RaceError

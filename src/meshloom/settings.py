@@ -26,6 +26,7 @@ MESHLOOM_CHECK            words    sample     how often ranks compare: always, s
 MESHLOOM_DEVICE           text     -          cpu keeps the blocks of a rank off its GPU
 MESHLOOM_DISPATCH         text     fast       slow runs every command of the mesh runtime at once, card by card
 MESHLOOM_CACHE            path     -          the folder of compiled kernels; only its user may write there
+MESHLOOM_BLACKHOLE        path     -          the folder of blackhole-py, the driver of Tenstorrent cards
 MESHLOOM_SYSTEM           text     -          the devices that ttnn imitates: T3000, Galaxy, 2x4, 8
 MESHLOOM_VIRTUAL_DEVICES  number   -          how many virtual devices there are, instead of looking for real ones
 MESHLOOM_VISIBLE_DEVICES  numbers  -          the ids of the devices that this process sees; set and empty: none
@@ -39,6 +40,7 @@ MESHLOOM_LIFELINE         text     -          how a rank reports to its launcher
 TT_VISIBLE_DEVICES        numbers  -          the same as MESHLOOM_VISIBLE_DEVICES
 TT_MESH_ID                number   -          the same as MESHLOOM_MESH_ID
 TT_MESH_HOST_RANK         number   -          the same as MESHLOOM_HOST_RANK
+TT_METAL_CACHE            path     -          the folder of compiled kernels, where MESHLOOM_CACHE is not set
 TT_MESH_GRAPH_DESC_PATH   path     -          handed on to ranks whose rank file names a mesh graph; not read
 TTNN_CONFIG_PATH          path     -          a JSON file with settings of ttnn.CONFIG
 TTNN_CONFIG_OVERRIDES     JSON     -          settings of ttnn.CONFIG, after those of the file

@@ -27,6 +27,7 @@ Place = Callable[[torch.nn.Module], torch.nn.Module]
 MESHES = {"8": ((8,), ("tp",)), "2x4": ((2, 4), ("dp", "tp")), "3": ((3,), ("tp",))}
 TEXT = ("llama", "qwen3", "gpt2", "mixtral", "qwen3_moe", "bert", "t5", "deepseek_v3", "gemma3")
 ATTENTION = (*TEXT, "vit", "whisper", "clip")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
 PLANS: dict[str, tuple[str, ...]] = {
     "data": tuple(PUBLIC),
     "fsdp": tuple(PUBLIC),
@@ -35,6 +36,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "tensor+sequence": ATTENTION,
     "fsdp+tensor": tuple(PUBLIC),
     "context": TEXT,
+    "expert": EXPERTS,
 }
 FLAT = ("hsdp", "fsdp+tensor")  # plans that need a mesh of two axes
 

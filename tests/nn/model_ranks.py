@@ -77,7 +77,7 @@ def life() -> dict[str, str]:
     for name in (*loom.plans.NAMES, *extra):
         mesh = meshes[2] if name in (*model_matrix.FLAT, *extra) else meshes[1]
         assert mesh.is_split
-        dense = net()
+        dense = net(name)
         ours = loom.parallelize(copy.deepcopy(dense), mesh, extra.get(name, name))
         other = copy.deepcopy(ours)
         check_same(gradients(ours, letters()), gradients(dense, letters()))

@@ -54,9 +54,24 @@ class Net(nn.Module):
         return self.head(x) * self.scale
 
 
-def net() -> Net:
+class ExpertBlock(nn.Module):
+    """A block of five experts, of which each token goes to two, and one that all go to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = loom.experts.MoE(6, 4, experts=5, top_k=2, shared=1)
+
+    def forward(self, x: Any, scale: float = 1.0) -> Any:
+        return x + self.down(x) * scale
+
+
+def net(plan: str = "") -> Net:
+    """A net; for the plan `expert` one with experts."""
     torch.manual_seed(0)
-    return Net()
+    made = Net()
+    if plan == "expert":
+        made.blocks.append(ExpertBlock())
+    return made
 
 
 def letters() -> torch.Tensor:
@@ -81,7 +96,7 @@ def check_same(ours: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]) ->
 def test_results_and_gradients_are_those_of_the_dense_module(plan, mesh):
     if plan in ("hsdp", "fsdp+tensor") and MESHES[mesh].ndim == 1:
         pytest.skip("needs two axes")
-    dense = net()
+    dense = net(plan)
     ours = loom.parallelize(copy.deepcopy(dense), MESHES[mesh], plan)
     check_same({"y": ours(letters()).to_torch()}, {"y": dense(letters())})
     check_same(gradients(ours, letters()), gradients(dense, letters()))

@@ -264,6 +264,7 @@ def test_work_on_processes_has_a_table_of_its_own(bench: Any, monkeypatch: pytes
 
 def test_the_processes_name_the_works_that_are_expected_of_them(bench: Any) -> None:
     assert bench("peers").PROCESS_PEER.works == bench("processes").WORKS
+    assert bench("peers").HEAVY_PEER.works == bench("heavy").WORKS
     assert bench("peers").SHARDING_PEER.works == bench("sharding").WORKS
     assert bench("peers").LINK_PEER.works == bench("link").WORKS
 
@@ -459,3 +460,17 @@ def test_a_checkpoint_of_a_few_bytes_is_saved_and_loaded_beside_the_same_bytes(b
     assert checkpoints.peak_above(lambda: bytearray(1 << 26)) >= 1 << 25
     goals = {spec.detail: spec.goal and spec.goal.bound for spec in checkpoints.works((8,))}
     assert goals == {"save of 2 GB": 1.25, "save in a thread of 2 GB": None, "load of 2 GB": 1.25}
+
+
+def test_works_of_cards_in_processes_run_and_are_held_to_a_speed(bench: Any) -> None:
+    cards = bench("cards")
+    for make in (cards.write, cards.read, cards.launch, cards.queue_write, cards.queue_read, cards.queue_launch):
+        pair = make(1 << 10)
+        pair.ours()
+        pair.dense()
+        assert pair.nbytes in (None, 4 << 10)
+    goals = [(spec.name, spec.goal and str(spec.goal)) for spec in cards.works((1, 8))]
+    assert goals[:3] == [
+        ("card write", ">= 1000 MB/s"), ("card read", ">= 1000 MB/s"), ("card launch", "<= 150 us at most")
+    ]  # fmt: skip
+    assert not cards.works((8,))

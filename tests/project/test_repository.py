@@ -71,8 +71,8 @@ def _normal(name: str) -> str:
 
 def declared_dependencies() -> set[str]:
     text = (ROOT / "pyproject.toml").read_text()
-    lists = re.findall(r"^(?:requires|dependencies|test|models|docs|bench) = \[(.*)\]$", text, re.MULTILINE)
-    assert len(lists) == 6
+    lists = re.findall(r"^(?:requires|dependencies|test|models|docs|fast|bench) = \[(.*)\]$", text, re.MULTILINE)
+    assert len(lists) == 7
     return {_normal(name) for each in lists for name in re.findall(r'"([A-Za-z][\w.-]*)', each)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +15,10 @@ from meshloom.runtime import Fault, MeshWorkload, Program, VirtualDriver, create
 from meshloom.runtime.card import CardInfo
 from meshloom.runtime.chips import chip_of
 from meshloom.runtime.compile_cache import link, translate
-from runtime_conformance import CardConformance
+from runtime_conformance import CardConformance, LinkConformance
 
 
-class TestVirtual(CardConformance):
+class TestVirtual(LinkConformance):
     def driver(self) -> VirtualDriver:
         return VirtualDriver(range(4))
 
@@ -265,3 +266,21 @@ def test_a_kernel_that_loops_forever_on_the_host_is_a_timeout_of_the_queue():
     assert "#1 workload stuck at test_runtime_cards.py" in str(caught.value)
     gate.set()
     mesh.close()
+
+
+def test_cards_are_told_of_a_buffer_that_nobody_refers_to_and_keep_what_a_trace_uses():
+    with open_mesh_device((2,), driver=Strangers()) as mesh:
+        x = create_mesh_buffer(mesh, global_shape=(4,))
+        del x
+        gc.collect()
+        assert not any(card.memory for card in mesh.cards)
+        y = create_mesh_buffer(mesh, global_shape=(4,))
+        work = MeshWorkload()
+        work.add_program(None, Program(add_one, updates=[y]))
+        with mesh.capture() as trace:
+            mesh.queue().enqueue_workload(work)
+        y.free()
+        mesh.execute_trace(trace)
+        assert all(card.memory for card in mesh.cards)
+        trace.release()
+        assert not any(card.memory for card in mesh.cards)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.tensor.calling import table_call
 from samples.drawing import FLOATS, Case, Draw, Operand, Sample
 
 
@@ -51,6 +52,25 @@ def grouped_mm(d: Draw) -> Case:
         return torch.cat([x[a:b] @ each for a, b, each in zip(bounds[:-1], bounds[1:], w, strict=True)])
 
     return Case((tokens, experts, ends), run)
+
+
+def expert_mm(d: Draw) -> Case:
+    """Rows in parts, each with its experts; some experts have none, some rows have no expert."""
+    parts, experts, rows = d.number(1, 4), d.number(1, 9), d.number(1, 6)
+    lead, k, n = d.shape(0, 2, empty=False), d.size(), d.size()
+    shape = (*lead, parts, rows)
+    numbers = Operand(shape, torch.int64, f"numbers:{-(-experts // parts)}", gradient=False)
+    dtype = d.pick(FLOATS)
+
+    def run(x: Any, w: Any, number: Any) -> Any:
+        if type(x) is not torch.Tensor:
+            return table_call("expert_mm", x, w, number)
+        first = torch.arange(parts).unsqueeze(-1) * -(-experts // parts)
+        expert = torch.where(number < 0, experts, number + first).clamp(max=experts)
+        stack = torch.cat([w, torch.zeros_like(w[:1])])
+        return (x.unsqueeze(-2) @ stack[expert]).squeeze(-2)
+
+    return Case((Operand((*shape, k), dtype), Operand((experts, k, n), dtype), numbers), run)
 
 
 def cdist(d: Draw) -> Case:
@@ -152,6 +172,7 @@ CONTRACTIONS: dict[str, Sample] = {
     "mm": mm,
     "bmm": bmm,
     "grouped_mm": grouped_mm,
+    "expert_mm": expert_mm,
     "cdist": cdist,
     "mv": mv,
     "dot": dot,

@@ -19,7 +19,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand to make: its shape, dtype, and which values it takes ("any", "nonzero", "below:N")."""
+    """One operand to make: its shape, dtype, and which values it takes ("any", "nonzero", "below:N", "numbers:N")."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

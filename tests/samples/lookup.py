@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshloom.tensor.calling import table_call
 from samples.drawing import ALL, FLOATS, NUMBERS, Case, Draw, Operand, Sample, without_gradients
 
 
@@ -67,6 +68,19 @@ def index_select(d: Draw) -> Case:
     dim = d.dim(shape)
     operands = (Operand(shape, d.pick(ALL)), _index((d.size(),), shape[dim]))
     return Case(operands, lambda x, i: torch.index_select(x, dim, i))
+
+
+def take_rows(d: Draw) -> Case:
+    lead, count, width, taken = d.shape(0, 2, empty=False), d.size(empty=False), d.size(), d.size()
+    index = Operand((*lead, taken), torch.int64, f"numbers:{count}")
+
+    def run(x: Any, i: Any) -> Any:
+        if type(x) is not torch.Tensor:
+            return table_call("take_rows", x, i)
+        rows = torch.cat([x, torch.zeros_like(x[..., :1, :])], -2)
+        return torch.take_along_dim(rows, torch.where(i < 0, count, i).unsqueeze(-1), -2)
+
+    return Case((Operand((*lead, count, width), d.pick(ALL)), index), run)
 
 
 def _lines(d: Draw, dtypes: Any) -> tuple[tuple[Operand, ...], int]:
@@ -179,6 +193,7 @@ LOOKUP: dict[str, Sample] = {
     "take_along_dim": take_along_dim,
     "take": take,
     "index_select": index_select,
+    "take_rows": take_rows,
     "index": index,
     "index_put": index_put,
     "index_add": index_add,

@@ -207,3 +207,21 @@ def test_a_call_that_is_remembered_keeps_none_of_its_tensors(call, placements):
         CALLS[call](x, w)
     del x, w
     assert alive(references) == 0
+
+
+@pytest.mark.parametrize("take_away", [torch.optim.Optimizer.zero_grad, lambda optimizer: _delete_gradients(optimizer)])
+def test_a_gradient_that_was_taken_away_is_not_in_memory(take_away: Callable[[torch.optim.Optimizer], None]) -> None:
+    weight = loom.Parameter(torch.ones(4, 3), loom.open_mesh((2,), axes=("dp",)), "R")
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    (weight * 2).sum().backward()
+    optimizer.step()  # reads the gradient, which is remembered for the next one who asks
+    old = weakref.ref(weight.grad._data)
+    assert old() is not None
+    take_away(optimizer)
+    assert old() is None
+
+
+def _delete_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            del parameter.grad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,19 +17,21 @@ from meshloom import Mesh
 from meshloom.ops import ALIASES, OPS
 from meshloom.planner import Plan
 from meshloom.runtime import Log
+from meshloom.tensor.calling import invoke, table_call
 
 NAMES = """
 ArgumentError BindingError BoundsError CheckpointError ClosedError CommunicationError CommunicationWarning DTypeError
 DeviceError DeviceTimeoutError DivergenceError DryRun Explanation FabricError FallbackWarning GradientError LaunchError
 LostError Machine Mesh MeshError MeshloomError ModeError NotationError OperandError OutOfMemoryError Parameter Partial
-PeerLostError Placement PlacementError RaceError Replicate ScheduleError ShapeError Shard Simulation Tensor Topology
+PeerLostError Pipeline PipelineError Placement PlacementError RaceError Replicate ScheduleError ShapeError Shard
+Simulation Tensor Topology
 TraceError UncoveredError UnsupportedError ViewError arange bernoulli checkpoint choose collectives communication
 communication_table control current_mesh discover distribute draw draw_mesh dropout dry_run empty empty_like engines
 explain eye fabric from_buffer from_local full full_like linspace logspace multinomial normal ones ones_like open_mesh
 parse process rand rand_like randint randint_like randn randn_like randperm record runtime simulate stress ttnn
 use_fabric use_machine with_output zeros zeros_like accumulate distributed extend synchronize distribute_tensor
 from_device_mesh from_dtensor data seconds_waited RandomState Saving export latest load save Plan parallelize plans
-unparallelize launch attach
+unparallelize autoplan experts pipeline launch attach
 """.split()
 
 OP_NAMES = """
@@ -68,12 +71,14 @@ tril triu unbind unflatten unfold view_as_complex view_as_real
 # Public, but not taken along by `from meshloom import *`, which would hide Python's own.
 AS_BUILTINS = "abs all any complex max min pow round sum".split()
 
+# Ops that `loom.experts` is made of: their arguments mean nothing to anybody else.
+OF_EXPERTS = {"expert_mm", "take_rows"}
 # Ops of the table without a public name: max and min are reached by their own names, which sort out the overloads.
-NO_FUNCTION = {"max_dim", "min_dim"}
+NO_FUNCTION = {"max_dim", "min_dim", *OF_EXPERTS}
 # Ops whose first operand is not the tensor that torch has the method on, or that take several.
 NOT_FIRST = ("embedding", "cat", "stack", "where", "cross_entropy", "meshgrid")
 # Ops without a method, as in torch: indexing is x[...], einsum starts with its equation.
-NO_METHOD = {"getitem", "einsum", "max_dim", "min_dim"}
+NO_METHOD = {"getitem", "einsum", "max_dim", "min_dim", *OF_EXPERTS}
 
 
 def test_the_public_names_are_these():
@@ -215,6 +220,8 @@ SAMPLES: dict[str, Callable[[], Arguments]] = {
     **{name: lambda: given(x(), 0.5, 0) for name in ("quantile", "nanquantile")},
     "cdist": lambda: given(x(), y()),
     "grouped_mm": lambda: given(x(), put("S(0), R", 2, 4, 4), offs=torch.tensor([2, 6], dtype=torch.int32)),
+    "expert_mm": lambda: given(put("S(0), R", 2, 6, 4), put("S(0), R", 4, 4, 5), torch.ones(2, 6, dtype=torch.int64)),
+    "take_rows": lambda: given(put("S(0), R", 2, 6, 4), torch.ones(2, 5, dtype=torch.int64)),
     "outer": lambda: given(put("S(0), R", 6), put("R, S(0)", 4)),
     "inner": lambda: given(x(), y()),
     "vdot": lambda: given(put("S(0), R", 6), put("S(0), R", 6)),
@@ -316,6 +323,10 @@ def ways(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     public = {"max_dim": "max", "min_dim": "min"}.get(name, name)
     if public in {*loom.__all__, *AS_BUILTINS}:
         yield f"loom.{public}", getattr(loom, public)
+    if name in OF_EXPERTS:
+        yield "table_call", partial(table_call, name)
+        yield "invoke", lambda *args: invoke(name, args, {})
+        return
     if name == "getitem":
         yield "x[...]", operator.getitem
     elif public not in NO_METHOD and name not in NOT_FIRST:

@@ -17,6 +17,12 @@ BITS = (7, 3)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+@pytest.fixture(autouse=True)
+def with_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is without numba; `test_ttnn_blockfloat_loops.py` compares what it is with it."""
+    monkeypatch.setattr(blockfloat, "_load_loops", lambda: None)
+
+
 def bits_of(value: float) -> int:
     """A float32 as its 32 bits."""
     return struct.unpack("<I", struct.pack("<f", value))[0]

@@ -16,6 +16,7 @@ COMMANDS = {
     "run": "run a script as several processes, on one host or on several",
     "calibrate": "measure this machine and write its figures as a preset",
     "predict": "say how long a script's step takes on this machine, and compare with the clock",
+    "plan": "search for the fastest plan of a script's model on a machine, and write its report",
     "report": "write what a script's step costs on a machine and a mesh as an HTML page",
     "checkpoint": "show what a checkpoint holds, verify it, or export its weights",
     "monitor": "show the jobs of this host on a page that updates itself",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import signal
 import sys
 from types import TracebackType
 from typing import Any
 
 from meshloom import settings
+from meshloom.processes.orphans import end_with
 
 LIFELINE = "MESHLOOM_LIFELINE"  # the descriptor of the line, and the process id of the guardian
 LONGEST = 600  # characters of an error on the line
@@ -87,17 +87,6 @@ def of_script(trace: TracebackType | None) -> TracebackType | None:
     while found is not None and found.tb_frame.f_code.co_filename in own:
         found = found.tb_next
     return found or trace
-
-
-def end_with(parent: int) -> None:
-    """Let the system end this process when its guardian dies, even by kill -9 (Linux only)."""
-    if sys.platform != "linux":
-        return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        sys.exit("the launcher is gone")
 
 
 if __name__ == "__main__":

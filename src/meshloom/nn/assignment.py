@@ -73,7 +73,7 @@ def assign(plan: Any, module: Any, mesh: Mesh | None = None) -> Assignment:
     _check_dims(lines, groups)
     for word, table in (("input", plan.inputs), ("output", plan.outputs)):
         lines += [Line(word, each, axes, _named(word, each, modules)) for each, axes in table.items()]
-    for word, patterns in (("unit", plan.units), ("recompute", plan.recompute)):
+    for word, patterns in (("unit", plan.units), ("recompute", plan.recompute), ("experts", plan.experts)):
         lines += [Line(word, each, None, _named(word, each, modules)) for each in patterns]
     return Assignment(
         type(module).__name__,

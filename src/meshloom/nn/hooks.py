@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshloom.errors import ArgumentError
 from meshloom.mesh import Mesh
+from meshloom.nn.expert_forward import check_experts, forward_experts
 from meshloom.nn.tables import Axes
 from meshloom.placement import Placement, Shard
 from meshloom.runtime import state
@@ -94,7 +95,8 @@ def lay(tensor: Tensor, axes: Axes) -> Tensor:
 
 @dataclass
 class Around:
-    """What stands around the forward of a module: a request for its result, and whether it is computed again.
+    """What stands around the forward of a module: a request for its result, whether it is computed again, and whether
+    tokens travel to its experts.
 
     `inner` is a forward that the module had as an attribute of its own.
     """
@@ -102,12 +104,15 @@ class Around:
     inner: Callable[..., Any] | None = None
     output: Axes | None = None
     is_recomputed: bool = False
+    is_dispatched: bool = False
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module with something around it."""
     around: Around = vars(self)[_AROUND]
     call: Callable[..., Any] = around.inner or partial(type(self).forward, self)
+    if around.is_dispatched:
+        call = partial(forward_experts, self)
     if around.output is not None:
         call = partial(_ask, call, around.output)
     if around.is_recomputed and torch.is_grad_enabled():
@@ -146,6 +151,7 @@ def attach(
 ) -> list[RemovableHandle]:
     """Hooks and forwards as a plan says; `taken` has the names of modules for each kind of line and its axes."""
     recomputed = [_runs_forward(module.get_submodule(name), name) for name in taken["recompute"]]  # errors come first
+    dispatched = [check_experts(module.get_submodule(name), name) for name in taken["experts"]]
     handles = []
     if plan.batch:
         spread = Spread(mesh, plan.batch, moves=False)
@@ -160,6 +166,8 @@ def attach(
         handles.append(owner.register_forward_hook(Lay(axes)))
     for owner in recomputed:
         surround(owner, is_recomputed=True)
+    for owner in dispatched:
+        surround(owner, is_dispatched=True)
     return handles
 
 

@@ -83,7 +83,7 @@ def parallelize(
     expect("module", module, torch.nn.Module, fix="give a torch.nn.Module")
     place = getattr(mesh, "mesh", mesh)
     expect("mesh", place, Mesh, fix='open one: mesh = loom.open_mesh((2, 4), axes=("dp", "tp"))')
-    _refuse_placed(module)
+    refuse_placed(module)
     chosen = plans.as_plan(plan, module, place)
     _check_axes(chosen, place)
     found = chosen.check(module)
@@ -150,7 +150,8 @@ def _placed(module: torch.nn.Module) -> Placed | None:
 # Deciding
 
 
-def _refuse_placed(module: torch.nn.Module) -> None:
+def refuse_placed(module: torch.nn.Module) -> None:
+    """An error if a module, or a part of it, is on a mesh."""
     for name, each in module.named_modules():
         if _placed(each) is not None:
             what = f"its part {name!r}" if name else f"this {type(module).__name__}"
@@ -187,7 +188,7 @@ def _check_tensors(module: torch.nn.Module) -> None:
 
 def _taken(found: Assignment) -> dict[str, dict[str, Axes | None]]:
     """The modules of each kind of line, the first line first."""
-    taken: dict[str, dict[str, Axes | None]] = {"input": {}, "output": {}, "recompute": {}}
+    taken: dict[str, dict[str, Axes | None]] = {"input": {}, "output": {}, "recompute": {}, "experts": {}}
     for line in found.lines:
         if line.word in taken:
             for name in line.takes:

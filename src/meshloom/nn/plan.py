@@ -26,7 +26,7 @@ class Plan:
     `batch`: where plain tensors go that the model is called with. `inputs` and `outputs`: where tensors go that
     modules take and return, by patterns of module names; axes that such a line does not name stay as they are.
     `units`: modules whose parameters are gathered together. `recompute`: modules whose activations are computed again
-    in backward.
+    in backward. `experts`: modules with stacks of experts, to which their tokens travel by all-to-all.
 
     >>> from meshloom import Shard
     >>> plan = Plan({"**.{up,gate}.weight": {"tp": Shard(0)}, "**.down.weight": "tp=S(1)"}, batch={"dp": Shard(0)})
@@ -44,13 +44,14 @@ class Plan:
     outputs: Mapping[str, AxesLike] = field(default_factory=lambda: Table({}))
     units: Sequence[str] = ()
     recompute: Sequence[str] = ()
+    experts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "batch", read_axes(self.batch))
         for name in ("parameters", "inputs", "outputs"):
             put(self, name, read_table(getattr(self, name), keep=name != "parameters"))
-        for name in ("units", "recompute"):
+        for name in ("units", "recompute", "experts"):
             put(self, name, _patterns(name, getattr(self, name)))
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from meshloom.errors import NotationError, closest
 from meshloom.nn.tables import spell_axes
 
 _TABLES = {"parameter": "parameters", "input": "inputs", "output": "outputs"}
-_LISTS = {"unit": "units", "recompute": "recompute"}
+_LISTS = {"unit": "units", "recompute": "recompute", "experts": "experts"}
 _KEYS = ("batch", *_LISTS.values(), *_TABLES.values())
 _EXAMPLE = "write lines such as 'parameter  **.q_proj.weight  tp=S(0)'"
 

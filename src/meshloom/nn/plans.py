@@ -9,14 +9,16 @@
 | `tensor+sequence` | as `tensor` | as `tensor`; outside of products the sequence lies over the tensor axis |
 | `fsdp+tensor` | as `tensor` | as `tensor`, the other dim over the data axes |
 | `context` | rows over the data axes, dim 1 over the context axis | replicated; attention goes around the ring |
+| `expert` | rows over every axis but the tensor axis | experts over the expert axis, the rest as `tensor` |
 
 Axes go by their names: `tp`, `tensor`, `model` or `mp` is a tensor axis, `fsdp`, `shard` or `sharded` a sharding axis,
-`cp`, `context`, `sp`, `sequence` or `seq` a context axis. If a mesh has no such name, it is the last axis. The
-others are data axes.
+`cp`, `context`, `sp`, `sequence` or `seq` a context axis, `ep`, `expert` or `experts` an expert axis. If a mesh has no
+such name, it is the last axis; experts then take the tensor axis, if there is one. The others are data axes.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +28,7 @@ from torch import nn
 
 from meshloom.errors import ArgumentError, MeshError, closest
 from meshloom.mesh import Mesh
+from meshloom.nn.expert_forward import can_dispatch
 from meshloom.nn.lines import Lines, brief
 from meshloom.nn.patterns import fold
 from meshloom.nn.plan import Plan
@@ -35,6 +38,7 @@ from meshloom.placement import Placement, Replicate, Shard
 
 _TENSOR = ("tp", "tensor", "model", "mp")
 _SHARDED = ("fsdp", "shard", "sharded")
+_EXPERT = ("ep", "expert", "experts")
 _CONTEXT = ("cp", "context", "sp", "sequence", "seq")
 
 
@@ -93,8 +97,8 @@ def _tensor(module: nn.Module, mesh: Mesh) -> Plan:
 def _tensor_sequence(module: nn.Module, mesh: Mesh) -> Plan:
     axis = _axis(mesh, _TENSOR)
     names = [name for name, _ in module.named_modules()]
-    outputs: Lines = {layer: {axis: Shard(_sequence_dim(module, layer))} for layer in _writers(module)}
-    inputs: Lines = {part: {axis: Replicate()} for part in _readers(module)}
+    outputs: Lines = {layer: {axis: Shard(sequence_dim(module, layer))} for layer in _writers(module)}
+    inputs: Lines = {part: {axis: Replicate()} for part in readers(module)}
     taken, given = (brief(lines, {name: lines.get(name) for name in names}) for lines in (inputs, outputs))
     return Plan(_by_role(module, axis, ()), _rows(_others(mesh, axis)), taken, given)
 
@@ -112,6 +116,19 @@ def _context(module: nn.Module, mesh: Mesh) -> Plan:
     return Plan(batch={**_rows(_others(mesh, axis)), axis: Shard(1)})
 
 
+def _expert(module: nn.Module, mesh: Mesh) -> Plan:
+    """Experts over their axis, and over a tensor axis beside it if they divide over both; the rest as `tensor`."""
+    tensor = next((axis for axis in _TENSOR if axis in mesh.axes), None)
+    axis = next((axis for axis in _EXPERT if axis in mesh.axes), tensor or mesh.axes[-1])
+    counts = {name: module.get_parameter(name).shape[0] for name in _expert_weights(module)}
+    over = [each for each in mesh.axes if each in (axis, tensor)]
+    if any(count % math.prod(mesh.shape[mesh.axis(each)] for each in over) for count in counts.values()):
+        over = [axis]
+    where = _places(module, lambda role, _: _of_expert(role, over, tensor))
+    lines = brief({name: axes for name, axes in where.items() if axes}, where)
+    return Plan(lines, _rows(_others(mesh, tensor)), experts=dispatched(module))
+
+
 NAMES: dict[str, Callable[[nn.Module, Mesh], Plan]] = {
     "data": _data,
     "fsdp": _fsdp,
@@ -120,6 +137,7 @@ NAMES: dict[str, Callable[[nn.Module, Mesh], Plan]] = {
     "tensor+sequence": _tensor_sequence,
     "fsdp+tensor": _fsdp_tensor,
     "context": _context,
+    "expert": _expert,
 }
 
 
@@ -130,7 +148,7 @@ def _axis(mesh: Mesh, names: Iterable[str]) -> str:
     return next((axis for axis in names if axis in mesh.axes), mesh.axes[-1])
 
 
-def _others(mesh: Mesh, axis: str) -> list[str]:
+def _others(mesh: Mesh, axis: str | None) -> list[str]:
     return [each for each in mesh.axes if each != axis]
 
 
@@ -165,14 +183,21 @@ def _by_role(module: nn.Module, axis: str, data: Iterable[str]) -> Lines:
             layers=fold(layers),
             fix="write the plan: loom.Plan({'**.first.weight': 'tp=S(0)', '**.second.weight': 'tp=S(1)'})",
         )
+    where = _places(module, lambda role, parameter: _of_one(role, parameter.dim(), axis, tuple(data)))
+    return brief({name: axes for name, axes in where.items() if axes}, where)
+
+
+def _places(module: nn.Module, of: Callable[[Role | None, nn.Parameter], dict[str, Placement]]) -> Lines:
+    """Where each parameter goes by its role; a tied one by that of any of its names."""
+    roles = roles_of(module)
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     where = {}
     for name, parameter in module.named_parameters():
         role = next((roles[each] for each in names[id(parameter)] if each in roles), None)
-        where[name] = _of_one(role, parameter.dim(), axis, tuple(data))
-    return brief({name: axes for name, axes in where.items() if axes}, where)
+        where[name] = of(role, parameter)
+    return where
 
 
 def _of_one(role: Role | None, dims: int, axis: str, data: tuple[str, ...]) -> dict[str, Placement]:
@@ -182,7 +207,34 @@ def _of_one(role: Role | None, dims: int, axis: str, data: tuple[str, ...]) -> d
     return {axis: Shard(role.dim), **rest}
 
 
+def _of_expert(role: Role | None, over: Iterable[str], tensor: str | None) -> dict[str, Placement]:
+    if role is None:
+        return {}
+    if role.kind == "expert":
+        return {axis: Shard(0) for axis in over}
+    return {} if tensor is None else {tensor: Shard(role.dim)}
+
+
+def _expert_weights(module: nn.Module) -> list[str]:
+    found = [name for name, role in roles_of(module).items() if role.kind == "expert"]
+    if not found:
+        layers = [name for name, layer in module.named_modules() if not list(layer.children())]
+        raise ArgumentError(
+            f"this {type(module).__name__} has no experts: modules of that name with weights [experts, ...]",
+            layers=fold(layers),
+            fix='loom.plans.named("tensor", model, mesh), or loom.experts.Experts for the experts of a model of yours',
+        )
+    return found
+
+
 # Modules
+
+
+def dispatched(module: nn.Module) -> list[str]:
+    """The modules whose forward is exchanged for one in which tokens travel; others call `loom.experts` themselves."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in _expert_weights(module))
+    found: Lines = {name: {} for name in owners if can_dispatch(module.get_submodule(name))}
+    return list(brief(found, {name: found.get(name) for name, _ in module.named_modules()}))
 
 
 def _units(module: nn.Module) -> list[str]:
@@ -191,10 +243,13 @@ def _units(module: nn.Module) -> list[str]:
 
 def _writers(module: nn.Module) -> list[str]:
     """The modules whose results go from block to block: layers that write, and vocabularies that are looked up."""
-    inner = ("expert", "x_proj")  # what they write does not leave their block
-    roles = [role for role in roles_of(module).values() if role.kind == "row"]
-    roles = [role for role in roles if not any(word in role.layer for word in inner)]
+    roles = [role for role in roles_of(module).values() if role.kind == "row" and not stays_inside(role.layer)]
     return list(dict.fromkeys([*_vocabularies(module), *(role.layer for role in roles)]))
+
+
+def stays_inside(layer: str) -> bool:
+    """Whether what a layer writes does not leave its block: experts, and the small products of a state space."""
+    return any(word in layer for word in ("expert", "x_proj"))
 
 
 def _vocabularies(module: nn.Module) -> list[str]:
@@ -211,7 +266,7 @@ def _looked_up(module: nn.Module, rows: dict[str, Placement]) -> Lines:
     return {name: dict(rows) for name in _vocabularies(module)}
 
 
-def _readers(module: nn.Module) -> list[str]:
+def readers(module: nn.Module) -> list[str]:
     """The parts of blocks in which several layers read the same input: it is gathered once for all of them."""
     columns = dict.fromkeys(role.layer for role in roles_of(module).values() if role.kind == "column")
     counts = Counter(layer.rpartition(".")[0] for layer in columns if "expert" not in layer)
@@ -220,7 +275,8 @@ def _readers(module: nn.Module) -> list[str]:
     return [part for part in inside if counts[part] > 1 and part.rpartition(".")[0] not in blocks]
 
 
-def _sequence_dim(module: nn.Module, layer: str) -> int:
+def sequence_dim(module: nn.Module, layer: str) -> int:
+    """The dim of a layer's result that is the sequence."""
     found = module.get_submodule(layer)
     return 0 if isinstance(found, nn.MultiheadAttention) and not found.batch_first else 1
 

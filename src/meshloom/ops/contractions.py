@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshloom.errors import ShapeError
 from meshloom.ops.labels import SUM, contraction_rows, fresh_labels, labels, normal_dim
-from meshloom.ops.rule import Call, Choices, named_row, with_none
+from meshloom.ops.rule import Call, Choices, Even, named_row, with_none
 from meshloom.placement import Partial, Shard
 from meshloom.types import Shape
 
@@ -48,6 +48,24 @@ def grouped_mm(call: Call) -> Choices:
         replace(named_row(call, "experts", (SUM,), mat2=Shard(0)), local=False),
     ]
     return with_none(call, [(tokens[0], experts[2])], rows, flops=2 * tokens[0] * tokens[1] * experts[2])
+
+
+def expert_mm(call: Call) -> Choices:
+    """`expert_mm(rows, experts, number)`: rows [..., d, c, k] in d parts, each with as many experts of [e, k, n].
+
+    Row (d, c) meets expert `d * ceil(e / d) + number[d, c]`, none if the number is -1. So a device that has some parts
+    and their experts needs no others; if experts do not divide, a part is what one device has.
+    """
+    parts, experts = call.shape("input")[-3:-2], call.shape("mat2")[:1]
+    found = labels("...dck, ekn, ...dc -> ...dcn", "input", "mat2", "number")(call)
+    place, own = len(call.shape("input")) - 3, call.index("mat2")
+    kept = [row for row in found.rows if row.label != "e" and not any(isinstance(each, Partial) for each in row.ins)]
+    even = Even(call.index("input"), place, parts[0], alone=bool(experts[0] % parts[0]) if parts[0] else True)
+    rows = [
+        replace(row, ins=row.ins[:own] + (Shard(0),) + row.ins[own + 1 :], even=(even,)) if row.label == "d" else row
+        for row in kept
+    ]
+    return replace(found, rows=tuple(rows), flops=2 * math.prod(found.shapes[0]) * call.shape("mat2")[1])
 
 
 def cdist(call: Call) -> Choices:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshloom.errors import ArgumentError, ShapeError
-from meshloom.ops.labels import SUM, R, broadcast, carried_placement, normal_dim, others
+from meshloom.ops.labels import SUM, R, broadcast, carried_placement, labels, normal_dim, others
 from meshloom.ops.rule import Call, Choices, Ref, Row, named_row, with_none
 from meshloom.placement import PARTIAL_OPS, Partial, Placement, Shard
 from meshloom.types import Shape, numel
@@ -117,6 +117,18 @@ def take(call: Call, name: str = "index", out: Shape | None = None) -> Choices:
     rows = [named_row(call, f"index {d}", (Shard(d),), **{name: Shard(d)}) for d in kept]
     rows += [masked_row(call, d) for d in range(ndim)]
     return with_none(call, [result], rows)
+
+
+def take_rows(call: Call) -> Choices:
+    """`take_rows(index)`: of every batch some rows by number, zeros for -1."""
+    found = labels("...nh, ...m -> ...mh", "input", "index")(call)
+    if call.shape("input")[:-2] != call.shape("index")[:-1]:
+        raise ShapeError(
+            "take_rows needs an index for every batch of rows",
+            shapes=f"{list(call.shape('input'))} and {list(call.shape('index'))}",
+        )
+    kept = [row for row in found.rows if not any(isinstance(each, Partial) for each in (*row.ins, *row.outs))]
+    return replace(found, rows=tuple(kept), flops=0)
 
 
 def _line(call: Call) -> tuple[Shape, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,24 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Even:
-    """The row holds only if the shards of `dim` of operand `operand` divide `units`."""
+    """The row holds only if the shards of `dim` of operand `operand` divide `units`.
+
+    With `alone` only if one mesh axis cuts the dim, into just as many shards as there are units.
+    """
 
     operand: int
     dim: int
     units: int
+    alone: bool = False
+
+    def holds(self, shards: Sequence[int]) -> bool:
+        """Whether the sizes of the mesh axes that cut the dim are as the row needs them.
+
+        >>> Even(0, 1, units=8).holds((2, 4)), Even(0, 1, units=8, alone=True).holds((2, 4))
+        (True, False)
+        """
+        cuts = [each for each in shards if each > 1]
+        return cuts in ([], [self.units]) if self.alone else self.units % math.prod(cuts) == 0
 
 
 @dataclass(frozen=True, slots=True)

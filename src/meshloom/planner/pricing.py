@@ -233,10 +233,8 @@ def is_possible(call: Call, rows: Sequence[Row]) -> bool:
     mesh = call.operands[0].mesh
     for row in rows:
         for even in row.even:
-            shards = math.prod(
-                mesh.shape[axis] for axis, other in enumerate(rows) if other.ins[even.operand] == Shard(even.dim)
-            )
-            if even.units % shards:
+            cut = Shard(even.dim)
+            if not even.holds([mesh.shape[axis] for axis, other in enumerate(rows) if other.ins[even.operand] == cut]):
                 return False
     sides = [*zip(*(row.ins for row in rows), strict=True), *zip(*(row.outs for row in rows), strict=True)]
     return all(reduce_together(placements) for placements in sides)

@@ -173,6 +173,12 @@ def _count_declared(given: Environment) -> int:
     return int(given[DEVICES])
 
 
+def find_cards(environment: Environment | None = None) -> list[Device]:
+    """The Tenstorrent cards that this process sees, in the order of its visible ids."""
+    visible = visible_devices(settings.environment() if environment is None else environment)
+    return _pick(_cards(), visible)
+
+
 def _pick(devices: list[Device], visible: tuple[int, ...] | None) -> list[Device]:
     if visible is None:
         return devices

@@ -17,7 +17,7 @@ The names above load on first use; those of `meshloom.context`, which need no to
 from importlib import import_module
 from typing import Any
 
-from meshloom.context import Event, Log, Policy, State, state
+from meshloom.context import Event, Log, Policy, State, Transfer, state
 from meshloom.errors import where
 
 _LAZY = {
@@ -34,6 +34,16 @@ _LAZY = {
     "create_mesh_buffer": "buffer",
     "ReplicatedBufferConfig": "layouts",
     "ShardedBufferConfig": "layouts",
+    "all_reduce": "buffer_collectives",
+    "all_gather": "buffer_collectives",
+    "reduce_scatter": "buffer_collectives",
+    "all_reduce_host": "buffer_collectives",
+    "all_gather_host": "buffer_collectives",
+    "reduce_scatter_host": "buffer_collectives",
+    "MeshDevicePy": "document_names",
+    "MeshBufferPy": "document_names",
+    "MeshWorkloadPy": "document_names",
+    "SourceKernel": "card",
     "Program": "program",
     "MeshWorkload": "workload",
     "MeshCommandQueue": "queue",
@@ -44,12 +54,14 @@ _LAZY = {
     "VirtualCard": "virtual",
     "SimulatedClock": "virtual",
     "Fault": "virtual",
+    "ProcessDriver": "drivers.process.driver",
+    "ProcessCard": "drivers.process.driver",
     "Usage": "memory",
     "tilize": "tiles",
     "untilize": "tiles",
 }
 
-__all__ = ["Event", "Log", "Policy", "State", "state", "where", *_LAZY]
+__all__ = ["Event", "Log", "Policy", "State", "Transfer", "state", "where", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from meshloom.errors import ArgumentError, ClosedError, closest, expect, where
+from meshloom.engines.layout import torch_dtype
+from meshloom.errors import ArgumentError, ClosedError, UnsupportedError, closest, expect, where
 from meshloom.mesh import Coordinate
 from meshloom.placement import Topology
+from meshloom.runtime.card import Driver, footprint
 from meshloom.runtime.layouts import (
     LAYOUTS,
     Config,
@@ -58,6 +60,9 @@ class MeshBuffer:
         self._last: dict[MeshCommandQueue, int] = {}
         self._watchers: list[Callable[[], bool]] = []
         size = self.layout.local_bytes
+        if not system.driver.shares_memory:
+            _check_memory(buffer_type, system.driver)
+            size = footprint(device.cards, self.layout.local_shape, torch_dtype(self.layout.dtype))
         self.region = self._allocator.allocate(size, device.mask, f"buffer {self.name}", self.where, address)
         self._release = weakref.finalize(self, _drop, self._allocator, self.region)
         self._release.atexit = False
@@ -66,8 +71,12 @@ class MeshBuffer:
         self.storage: Block | Scattered = (
             Block(self.layout, system.races is not None)
             if system.driver.shares_memory
-            else Scattered(self.layout, [card for _, card in device.members()], self.region.address)
+            else Scattered(self.layout, device.cards, self.region.address)
         )
+        self._on_cards = None
+        if isinstance(self.storage, Scattered):
+            self._on_cards = weakref.finalize(self, self.storage.free)
+            self._on_cards.atexit = False
         device.adopt(self)
 
     @property
@@ -107,17 +116,31 @@ class MeshBuffer:
         return self._release.alive and not self.device.closed
 
     def free(self) -> None:
-        """Give the memory back; a second time does nothing. What a live trace uses keeps its place until release."""
+        """Give the memory back; a second time does nothing. What a live trace uses keeps its place until release. Cards
+        that hold memory of their own first finish the commands that use it."""
         if self._release.alive:
             if self.device.is_held(self):
                 self._release.detach()
                 self.device.free_later(self)
             else:
+                self._drain()
                 self._release()
-            if isinstance(self.storage, Scattered):
-                self.storage.free()
+                self.tell_cards()
 
     deallocate = free
+
+    def tell_cards(self) -> None:
+        """Let cards that hold their parts themselves know that nobody uses them any more."""
+        if self._on_cards is not None:
+            self._on_cards()
+
+    def _drain(self) -> None:
+        """Wait for the commands that use memory which cards would give to others; their errors stay for later."""
+        if isinstance(self.storage, Scattered) and not self.device.is_closing:
+            with self._lock:
+                pending = dict(self._last)
+            for queue, number in pending.items():
+                queue.wait(number)
 
     def handle(self, *place: Any) -> Any:
         """What the card at a coordinate calls its part: `handle(r, c)`."""
@@ -173,6 +196,14 @@ class MeshBuffer:
     def __repr__(self) -> str:
         state = f"at {self.address:#x}" if self.is_allocated else "freed"
         return f"MeshBuffer({self.name}: {self.layout}, {state} in {self.buffer_type})"
+
+
+def _check_memory(buffer_type: str, driver: Driver) -> None:
+    if buffer_type != "dram":
+        raise UnsupportedError(
+            f"cards of {type(driver).__name__} keep buffers in DRAM, not in {buffer_type}",
+            fix="leave buffer_type= out",
+        )
 
 
 def _is_int(value: object) -> bool:

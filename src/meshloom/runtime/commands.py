@@ -114,7 +114,24 @@ def _places_of(buffer: MeshBuffer) -> list[Coordinate]:
     return [place for place in buffer.device.coordinates() if buffer.layout.part(place) is not None]
 
 
-class _Transfer(Command):
+class Transfer(Command):
+    """Data to or from cards. One that does not answer in time may still be at it: it gets no more work, and nobody its
+    memory."""
+
+    def run(self, queue: int) -> None:
+        try:
+            self.move(queue)
+        except Failures as error:
+            late = [place for place, each in error.found if isinstance(each, DeviceTimeoutError)]
+            self.buffers[0].device.leave(late, self.buffers, f"{self.text} did not end in time")
+            raise
+
+    def move(self, queue: int) -> None:
+        """Do it."""
+        raise NotImplementedError
+
+
+class _HostTransfer(Transfer):
     """Between the host and a buffer: all of it, or the part at one coordinate."""
 
     verb: ClassVar[str]
@@ -130,7 +147,7 @@ class _Transfer(Command):
         return (_access(buffer, places, self.verb == "write"),)
 
 
-class Write(_Transfer):
+class Write(_HostTransfer):
     """Host data into a buffer."""
 
     verb, captured = "write", "writes from the host are not captured"
@@ -139,7 +156,7 @@ class Write(_Transfer):
         super().__init__(buffer, place, index)
         self._value = value
 
-    def run(self, queue: int) -> None:
+    def move(self, queue: int) -> None:
         (buffer,) = self.buffers
         if self._place is None:
             transfers.write_all(buffer, self._value, queue)
@@ -147,7 +164,7 @@ class Write(_Transfer):
             transfers.write_at(buffer, self._place, self._value, self._index, queue)
 
 
-class Read(_Transfer):
+class Read(_HostTransfer):
     """A buffer to the host."""
 
     verb, captured = "read", "reads to the host are not captured"
@@ -158,7 +175,7 @@ class Read(_Transfer):
         self.result: torch.Tensor | None = None
         self._is_gathered = False
 
-    def run(self, queue: int) -> None:
+    def move(self, queue: int) -> None:
         (buffer,) = self.buffers
         if self._place is None:
             found = transfers.read_all(buffer, queue)
@@ -231,8 +248,10 @@ class Run(Command):
             under_way = self._begin((place,))
             try:
                 handles = [buffer.storage.at(place) for buffer in launch.program.buffers]
+                before = getattr(card, "host_bytes", 0)
                 ticket = card.launch(launch.program.load(card, system), handles, launch.args_at(place))
                 tickets.append((place, card, ticket))
+                system.counts["host_bytes"] += getattr(card, "host_bytes", 0) - before  # a kernel that ran on the host
             except BaseException as error:
                 failed.append((place, error))
             system.launches.end(under_way)
@@ -243,10 +262,9 @@ class Run(Command):
             left = None if end is None else max(0.0, end - time.monotonic())
             try:
                 if not card.wait(ticket, left):
-                    device.hang(self.buffers)
-                    if not getattr(card, "hangs", False):  # a virtual card refuses work by itself, until it is reset
-                        device.lose((place,), f"{self.text} did not end within {timeout:g} s")
-                    failed.append((place, DeviceTimeoutError(f"did not end within {timeout:g} s")))
+                    late = f"did not end within {timeout:g} s"
+                    is_over = device.leave((place,), self.buffers, f"{self.text} {late}")
+                    failed.append((place, DeviceTimeoutError(late + (", and was ended" if is_over else ""))))
             except BaseException as error:
                 failed.append((place, error))
         if failed:

@@ -1,6 +1,7 @@
 """Kernels compiled once: a binary by the fingerprint of the kernel's code, in memory or in a directory that is shared.
 
-Without a directory the cache is this process's own. With one (an argument, or MESHLOOM_CACHE), processes share it: a
+Without a directory the cache is this process's own. With one (an argument, MESHLOOM_CACHE, or a folder of ours in
+TT_METAL_CACHE), processes share it: a
 binary is written beside its place and renamed onto it, so that nobody ever reads half of one, and whoever finds a
 broken one (its checksum tells) compiles again. Two that compile the same kernel at once write the same file twice.
 
@@ -27,7 +28,8 @@ from typing import Any
 from meshloom import settings
 from meshloom.errors import ArgumentError, expect
 
-VARIABLE = "MESHLOOM_CACHE"
+VARIABLE, SHARED = "MESHLOOM_CACHE", "TT_METAL_CACHE"
+FOLDER = "meshloom"  # ours in the folder that TT_METAL_CACHE names, in which others have theirs
 _MAGIC = b"loom2\n"
 _DIGEST = hashlib.sha256().digest_size
 Kernel = Callable[..., Any]
@@ -47,6 +49,9 @@ def fingerprint(kernel: Kernel) -> str:
     >>> fingerprint(lambda x: x + 1) == fingerprint(lambda x: x + 1), fingerprint(lambda x: x) == fingerprint(print_it)
     (True, False)
     """
+    own = getattr(kernel, "fingerprint", None)
+    if isinstance(own, str):  # a kernel in the language of a driver
+        return own
     text = repr((importlib.util.MAGIC_NUMBER, _describe_code(code_of(kernel))))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -109,11 +114,17 @@ def is_own(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
+def _named_directory() -> str | None:
+    """The directory that the environment names."""
+    shared = settings.read(SHARED)
+    return settings.read(VARIABLE) or (os.path.join(shared, FOLDER) if shared else None)
+
+
 class CompileCache:
     """Binaries by fingerprint. `compiles` counts how many this process had to make, `hits` how many it found."""
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
-        named = directory if directory is not None else settings.read(VARIABLE) or None
+        named = directory if directory is not None else _named_directory()
         if named is not None:
             expect("cache", named, (str, os.PathLike), fix="give the path of a directory of your own")
         self.directory = None if named is None else Path(named)
@@ -122,9 +133,9 @@ class CompileCache:
         self._lock = threading.Lock()
         self._check_owner()
 
-    def binary(self, kernel: Kernel, compile: Callable[[Kernel], bytes]) -> bytes:
-        """The kernel's binary, compiled if nobody has."""
-        name = fingerprint(kernel)
+    def binary(self, kernel: Kernel, compile: Callable[[Kernel], bytes], compiler: str = "") -> bytes:
+        """The kernel's binary, compiled if nobody has; by a compiler of that name, where there are several."""
+        name = fingerprint(kernel) + (f"-{compiler}" if compiler else "")
         with self._lock:
             found = self._known.get(name) or self._read(name)
             if found is None:

@@ -23,14 +23,16 @@ from meshloom.mesh import Coordinate, Mesh
 from meshloom.processes.discovery import Scope, check_scope
 from meshloom.runtime import accounts
 from meshloom.runtime.buffer import MeshBuffer
-from meshloom.runtime.card import Card
+from meshloom.runtime.card import Card, EndableCard
+from meshloom.runtime.card_memory import CardStore
 from meshloom.runtime.chips import Grid
 from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.leases import Lease
+from meshloom.runtime.links import discover_links
 from meshloom.runtime.memory import Region, Usage
 from meshloom.runtime.queue import MeshCommandQueue
 from meshloom.runtime.runners import Runner
-from meshloom.runtime.system import Entry, System
+from meshloom.runtime.system import Entry, System, close_cards
 from meshloom.runtime.trace import Capture, Trace
 from meshloom.runtime.workload import MeshWorkload
 
@@ -58,12 +60,13 @@ class MeshDevice:
     ) -> None:
         self.id = next(_ids)
         self.system, self.numbers, self.parent = system, tuple(numbers), parent
-        driver = None if system.driver.shares_memory else type(system.driver).__name__
-        self.lease = Lease(_describe_mesh(mesh), driver)
+        self.lease = Lease(_describe_mesh(mesh))
         self.mesh = mesh.with_lease(self.lease)
+        if not system.driver.shares_memory:
+            self.lease.store = CardStore(system, self.mesh, self.numbers)
         self.mesh_type = mesh_type
         self.mask = sum(1 << number for number in self.numbers)
-        self.closed = False
+        self.closed = self.is_closing = False
         self._children: weakref.WeakSet[MeshDevice] = weakref.WeakSet()
         self._buffers: weakref.WeakSet[MeshBuffer] = weakref.WeakSet()
         self._traces: weakref.WeakValueDictionary[int, Trace] = weakref.WeakValueDictionary()
@@ -144,7 +147,10 @@ class MeshDevice:
 
     @property
     def fabric(self) -> Fabric:
-        """The links between the devices, by the mesh's type: lines, unless it was opened as a ring."""
+        """The links between the devices: of virtual ones by the mesh's type (lines, unless it was opened as a ring), of
+        others as the cards say."""
+        if not self.system.driver.shares_memory:
+            return discover_links(dict(self.members()), self.mesh.shape)
         kinds = (self.mesh_type or MeshType.Mesh).kinds(self.mesh.shape)
         return Fabric.grid(self.mesh.shape, kinds, VIRTUAL.latency, VIRTUAL.bandwidth, name="virtual")
 
@@ -257,7 +263,8 @@ class MeshDevice:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many writes, reads and launches cards were told to do, and how many kernels were compiled."""
+        """How many writes, reads, launches and sends cards were told to do, the bytes between cards and host
+        (`host_bytes`), and how many kernels were compiled."""
         return self.system.counts
 
     # traces
@@ -321,6 +328,22 @@ class MeshDevice:
             number = self.numbers[self.mesh.index(place)]
             self.system.launches.lost[number] = f"at {tuple(place)}, {reason}"
 
+    def leave(self, places: Iterable[Coordinate], buffers: Iterable[MeshBuffer], reason: str) -> bool:
+        """Something takes too long on some cards. Where a card can end it, it does: True if all could. Elsewhere it may
+        still write: the card is lost, and nobody gets the memory."""
+        stuck = []
+        for place in places:
+            card = self.card(place)
+            if isinstance(card, EndableCard):
+                card.end(reason)
+            else:
+                stuck.append((place, card))
+        if stuck:
+            self.hang(buffers)
+            lost = (place for place, card in stuck if not getattr(card, "hangs", False))
+            self.lose(lost, reason)  # a virtual card that hangs refuses work by itself, until it is reset
+        return not stuck
+
     def free_later(self, buffer: MeshBuffer) -> None:
         """A buffer was freed that something still uses: its place stays taken until that is over."""
         names = ", ".join(str(trace.id) for trace in self._traces.values() if buffer in trace.buffers)
@@ -334,6 +357,7 @@ class MeshDevice:
         for pair in [pair for pair in self._later if not self.is_held(pair[0])]:
             self._later.remove(pair)
             self.system.memory[pair[0].buffer_type].drop(pair[1])
+            pair[0].tell_cards()
 
     # the end
 
@@ -348,9 +372,10 @@ class MeshDevice:
         for child in self.get_submeshes():
             child.close(timeout)
         self._end_capture()
+        self.is_closing = True
         stopped = [queue.runner.stop(timeout) for queue in self.queues]
         self._stop.detach()
-        errors = [error for queue in self.queues if (error := queue.forget()) is not None]
+        errors: list[Exception] = [error for queue in self.queues if (error := queue.forget()) is not None]
         for trace in list(self._traces.values()):
             trace.release()
         self._hung.clear()
@@ -361,9 +386,7 @@ class MeshDevice:
         accounts.note_closed(self)
         self.lease.end()
         if self.parent is None:
-            for card in self.system.cards:
-                if card is not None:
-                    card.close()
+            errors += close_cards(self.system.cards)
         if not all(stopped):
             late = [queue.cq_id for queue, ended in zip(self.queues, stopped, strict=True) if not ended]
             raise DeviceTimeoutError(

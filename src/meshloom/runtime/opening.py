@@ -9,23 +9,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom import settings
-from meshloom.errors import ArgumentError, MeshError, closest, expect, expect_seconds
+from meshloom.errors import (
+    ArgumentError,
+    DeviceError,
+    FabricError,
+    MeshError,
+    MeshloomError,
+    closest,
+    expect,
+    expect_seconds,
+)
+from meshloom.fabric import VIRTUAL as VIRTUAL_MACHINE, Fabric
 from meshloom.fabric.catalogue import Preset
-from meshloom.mesh import Mesh
+from meshloom.mesh import Coordinate, Mesh
 from meshloom.processes.discovery import discover
 from meshloom.processes.splitting import bound_ids, split_bound, visible_ids
 from meshloom.processes.world import join
 from meshloom.runtime import accounts
-from meshloom.runtime.card import Card, Driver
-from meshloom.runtime.chips import chip_of
+from meshloom.runtime.card import Card, Driver, LinkedCard
+from meshloom.runtime.chips import Chip, chip_of
 from meshloom.runtime.device import MeshDevice
+from meshloom.runtime.drivers.blackhole import BlackholeDriver
+from meshloom.runtime.drivers.process.driver import ProcessDriver
 from meshloom.runtime.geometry import MeshShape, MeshType
-from meshloom.runtime.system import System
+from meshloom.runtime.system import System, close_cards
 from meshloom.runtime.virtual import VirtualDriver
 
 TIMEOUT = 60.0
-FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0"'
-DEVICE = re.compile(r"(?:/dev/tenstorrent/|virtual:)?(\d+)")
+FORMS = 'sizes are whole numbers; devices are ids, or paths such as "/dev/tenstorrent/0" or "virtual:0"'
+NODE, VIRTUAL = "/dev/tenstorrent/", "virtual:"
+DEVICE = re.compile(rf"(?:{NODE}|{VIRTUAL})?(\d+)")
+DRIVERS = ("virtual", "processes")
 DRIVER = ("shares_memory", "enumerate", "open", "compile", "is_plain")
 
 
@@ -39,7 +53,7 @@ def open_mesh_device(
     num_command_queues: int = 1,
     memory: float | None = None,
     preset: str | Preset | None = None,
-    driver: Driver | None = None,
+    driver: Driver | str | None = None,
     check: str | None = None,
     dispatch: str | None = None,
     stress: int | None = None,
@@ -54,9 +68,13 @@ def open_mesh_device(
     device) or a machine `preset`, tensors on its mesh are accounted for. `check="races"` watches every queue.
     `dispatch="slow"` (or MESHLOOM_DISPATCH) runs every command at once, card by card. `stress` is a seed that shuffles
     the queues. `timeout` is how many seconds a launch may take; a card that takes longer is lost. `worker_l1_size` is
-    how many bytes of L1 every core has for buffers, all of them for 0.
+    how many bytes of L1 every core has for buffers, all of them for 0. `driver="processes"` gives virtual cards in
+    processes of their own.
 
-    >>> with open_mesh_device(["/dev/tenstorrent/3", "/dev/tenstorrent/1"], (1, 2)) as mesh:
+    Ids, and paths such as "virtual:3", are virtual cards of this process; a path of a node, "/dev/tenstorrent/3", is
+    the Tenstorrent card there. A `driver` says which cards they are, whatever they are called.
+
+    >>> with open_mesh_device(["virtual:3", "virtual:1"], (1, 2)) as mesh:
     ...     mesh.get_device_ids()
     [3, 1]
     """
@@ -66,35 +84,93 @@ def open_mesh_device(
     expect_seconds("timeout", timeout, least=1e-9)
     if stress is not None:
         expect("stress", stress, int, fix="give a seed, such as stress=0")
-    _check_driver(driver)
     chip = chip_of(preset, memory)
+    is_ours = driver is None or isinstance(driver, str)
+    if isinstance(driver, str):
+        driver = _named_driver(driver, chip)
+    _check_driver(driver)
+    driver = driver if driver is not None else node_driver(mesh_shape, device_ids)
     rack = driver if driver is not None else VirtualDriver(_declared_ids(), chip)
-    if ids is None and shape is not None and driver is None:
+    if ids is None and shape is not None and is_ours:
         ids = bound_ids(shape)
     sizes, chosen = _fit(shape, ids, rack)
     if isinstance(num_command_queues, bool) or not isinstance(num_command_queues, int) or num_command_queues < 1:
         raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="give 1 or more")
     mesh = split_bound(Mesh.of(sizes, axes, chosen, physical, processes), processes)
-    system = System(
-        rack,
-        _open_cards(rack, mesh),
-        check=check,
-        dispatch=dispatch or settings.read("MESHLOOM_DISPATCH"),
-        stress=stress,
-        timeout=timeout,
-        cache=cache,
-        worker_l1_size=worker_l1_size,
-    )
-    made = MeshDevice(mesh, range(mesh.size), system, num_command_queues, kind)
+    cards = _open_cards(rack, mesh)
+    try:
+        system = System(
+            rack,
+            cards,
+            check=check,
+            dispatch=dispatch or settings.read("MESHLOOM_DISPATCH"),
+            stress=stress,
+            timeout=timeout,
+            cache=cache,
+            worker_l1_size=worker_l1_size,
+        )
+        made = MeshDevice(mesh, range(mesh.size), system, num_command_queues, kind)
+        _check_links(made)
+    except BaseException:
+        close_cards(cards)
+        raise
     if memory is not None or preset is not None:
         accounts.note_open(made)
     return made
 
 
+def node_driver(*given: Any) -> Driver | None:
+    """The driver of the cards whose nodes are among the names of devices; None if all of them are virtual."""
+    named = [os.fspath(each) for listed in given if isinstance(listed, Sequence) for each in listed if _is_path(each)]
+    nodes = [each for each in named if each.startswith(NODE)]
+    virtual = [each for each in named if each.startswith(VIRTUAL)]
+    if nodes and virtual:
+        raise ArgumentError(
+            f"{nodes[0]} is a Tenstorrent card and {virtual[0]} a virtual one: a mesh has one kind", fix=FORMS
+        )
+    return BlackholeDriver() if nodes else None
+
+
 def _open_cards(rack: Driver, mesh: Mesh) -> list[Card | None]:
     """The cards, row-major; those of other processes are opened there, unless they are but a view of our memory."""
-    places = zip(mesh.coordinates(), mesh.device_ids, strict=True)
-    return [rack.open(index) if rack.shares_memory or mesh.is_here(place) else None for place, index in places]
+    opened: list[Card | None] = []
+    try:
+        for place, index in zip(mesh.coordinates(), mesh.device_ids, strict=True):
+            opened.append(_open_card(rack, index, place) if rack.shares_memory or mesh.is_here(place) else None)
+    except BaseException:
+        close_cards(opened)  # why the mesh does not open is what matters
+        raise
+    return opened
+
+
+def _open_card(rack: Driver, index: int, place: Coordinate) -> Card:
+    try:
+        return rack.open(index)
+    except (MeshloomError, SystemExit) as error:
+        first, fix = str(error).partition("\n")[0], getattr(error, "details", {}).get("fix")
+        raise DeviceError(
+            f"the device at {place} does not open: {first}", driver=type(rack).__name__, fix=fix
+        ) from error
+
+
+def _check_links(device: MeshDevice) -> None:
+    """An error if a type of mesh was asked for that the links of the cards do not form."""
+    cards = device.cards
+    if device.mesh_type is None or device.mesh.is_split or device.system.driver.shares_memory:
+        return
+    if not all(isinstance(card, LinkedCard) for card in cards):
+        return
+    shape = device.mesh.shape
+    wanted = Fabric.grid(shape, device.mesh_type.kinds(shape), VIRTUAL_MACHINE.latency, VIRTUAL_MACHINE.bandwidth)
+    there = device.fabric
+    lost = next((link for link in wanted.links if there.link(link.source, link.destination) is None), None)
+    if lost is not None:
+        raise FabricError(
+            f"a {device.mesh_type.value} of {shape} needs a link from {lost.source} to {lost.destination}, "
+            "and the cards have none",
+            links=", ".join(f"{link.source}-{link.destination}" for link in there.links),
+            fix="give the cards in another order, another shape, or no mesh_type",
+        )
 
 
 def read_mesh_type(given: MeshType | str | None) -> MeshType | None:
@@ -104,6 +180,14 @@ def read_mesh_type(given: MeshType | str | None) -> MeshType | None:
     if given is not None and not isinstance(given, MeshType):
         raise ArgumentError(f"there is no mesh type {given!r}", fix=closest(given, MeshType.__members__))
     return given
+
+
+def _named_driver(name: str, chip: Chip) -> Driver:
+    """A driver of virtual cards by its name."""
+    if name not in DRIVERS:
+        raise ArgumentError(f"there is no driver {name!r}", fix=closest(name, DRIVERS))
+    kind = ProcessDriver if name == "processes" else VirtualDriver
+    return kind(_declared_ids(), chip)
 
 
 def _check_driver(driver: Any) -> None:
@@ -180,7 +264,8 @@ def _fit(shape: tuple[int, ...] | None, ids: list[int] | None, rack: Driver) -> 
             )
     missing = [each for each in ids if visible is not None and each not in visible]
     if missing:
-        raise MeshError(f"there is no device {missing[0]}", devices=list(visible or ()))
+        lacks = rack.lacks(missing[0]) if isinstance(rack, BlackholeDriver) else {}
+        raise MeshError(f"there is no device {missing[0]}", devices=list(visible or ()), **lacks)
     shape = shape if shape is not None else (len(ids),)
     if math.prod(shape) != len(ids):
         raise MeshError(

@@ -21,7 +21,7 @@ from meshloom.engines.private import disable_current_modes
 from meshloom.errors import ArgumentError, expect
 from meshloom.mesh import Coordinate
 from meshloom.runtime.buffer import MeshBuffer
-from meshloom.runtime.card import Card, Kernel
+from meshloom.runtime.card import Card, Kernel, SourceKernel
 from meshloom.runtime.compile_cache import code_of
 from meshloom.runtime.geometry import MeshCoordinateRange
 from meshloom.runtime.storage import Block
@@ -46,7 +46,7 @@ class Program:
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: Kernel | SourceKernel,
         reads: Sequence[MeshBuffer] = (),
         writes: Sequence[MeshBuffer] = (),
         updates: Sequence[MeshBuffer] = (),
@@ -55,24 +55,29 @@ class Program:
         name: str | None = None,
         vectorised: bool | None = None,
     ) -> None:
-        code_of(kernel)
+        if not isinstance(kernel, SourceKernel):
+            code_of(kernel)
         for role, given in (("reads", reads), ("writes", writes), ("updates", updates)):
             if not isinstance(given, Sequence) or not all(isinstance(each, MeshBuffer) for each in given):
                 raise ArgumentError(f"{role}={given!r:.80} is no list of buffers", fix=f"{role}=[buffer, ...]")
         expect("args", args or {}, Mapping, fix='give arguments by name: args={"by": 2}')
-        self.kernel = kernel
+        self.kernel: Any = kernel
         self.reads, self.writes, self.updates = tuple(reads), tuple(writes), tuple(updates)
         self.buffers = (*self.reads, *self.writes, *self.updates)
         self.args = dict(args or {})
-        self.name: str = name or str(getattr(kernel, "__name__", "kernel"))
+        own = kernel.name if isinstance(kernel, SourceKernel) else getattr(kernel, "__name__", "kernel")
+        self.name: str = name or str(own)
         self.vectorised = vectorised
-        self._signature = inspect.signature(kernel)
-        self.wants_coordinate = COORDINATE in self._signature.parameters and COORDINATE not in self.args
+        self._signature = None if isinstance(kernel, SourceKernel) else inspect.signature(kernel)
+        names = self._signature.parameters if self._signature is not None else ()
+        self.wants_coordinate = COORDINATE in names and COORDINATE not in self.args
         self._loaded: dict[int, Any] = {}
         self._detected: dict[Any, bool] = {}
 
     def check_args(self, args: Mapping[str, object]) -> None:
         """An error unless the kernel takes its buffers and these arguments."""
+        if self._signature is None:  # `build` will say
+            return
         place = {COORDINATE: ()} if self.wants_coordinate and COORDINATE not in args else {}
         try:
             self._signature.bind(*self.buffers, **args, **place)
@@ -88,7 +93,9 @@ class Program:
         """The kernel as a card runs it; compiled once for all cards."""
         index = card.info().index
         if index not in self._loaded:
-            self._loaded[index] = card.load(system.cache.binary(self.kernel, system.driver.compile), self.kernel)
+            compiler = getattr(system.driver, "fingerprint", "") if self._signature is None else ""
+            binary = system.cache.binary(self.kernel, system.driver.compile, compiler)
+            self._loaded[index] = card.load(binary, self.kernel)
             system.counts["compiles"] = system.cache.compiles
         return self._loaded[index]
 

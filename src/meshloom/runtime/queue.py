@@ -232,8 +232,7 @@ class MeshCommandQueue:
         """A launch takes too long: it is left to itself, its cards are lost, and what is behind it is not run."""
         note, late = launch.command.note, f"did not end within {self.system.launches.timeout:g} s"
         note.status = GIVEN_UP
-        self.device.lose(launch.places, f"{note.text} at {note.where} {late}")
-        self.device.hang(launch.command.buffers)
+        self.device.leave(launch.places, launch.command.buffers, f"{note.text} at {note.where} {late}")
         found = [(place, DeviceTimeoutError(late)) for place in launch.places]
         with self._lock:
             self._failures.append((note, Failures(found)))

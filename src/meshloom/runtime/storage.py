@@ -87,13 +87,17 @@ class Scattered:
         dtype = torch_dtype(layout.dtype)
         self._cards = cards
         self._handles: dict[Coordinate, Any] = {}
-        for place, card in zip(layout.mesh.local_coordinates(), cards, strict=True):
-            self._handles[place] = card.alloc(address, layout.local_shape, dtype)
+        try:
+            for place, card in zip(layout.mesh.local_coordinates(), cards, strict=True):
+                self._handles[place] = card.alloc(address, layout.local_shape, dtype)
+        except BaseException:
+            self.free()
+            raise
 
     def at(self, place: Coordinate) -> Any:
         return self._handles[place]
 
     def free(self) -> None:
         """Tell every card."""
-        for card, handle in zip(self._cards, self._handles.values(), strict=True):
+        for card, handle in zip(self._cards, self._handles.values(), strict=False):
             card.free(handle)

@@ -15,12 +15,14 @@ from meshloom.runtime.card import Card, Driver
 from meshloom.runtime.chips import Chip
 from meshloom.runtime.compile_cache import CompileCache
 from meshloom.runtime.launches import Launches
+from meshloom.runtime.links import Routes
 from meshloom.runtime.memory import Allocator
 from meshloom.runtime.races import Races
 from meshloom.runtime.runners import Runner, Shuffle, Shuffled, Threaded
 
 CHECKS = ("races",)
 DISPATCH = ("fast", "slow")
+HOST = ("write", "read")  # what goes between cards and the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,14 @@ class System:
         self.driver, self.cards, self.launches = driver, tuple(cards), Launches(timeout)
         self.dispatch = _check_known("dispatch", dispatch, DISPATCH)
         self.races = Races() if check is not None and _check_known("check", check, CHECKS) else None
-        chip = next(card for card in cards if card is not None).info().chip
-        self.chip = chip
+        chip = self.chip = _common_chip([card.info().chip for card in cards if card is not None])
         l1 = _check_l1(worker_l1_size, chip) or chip.l1
         self.memory = {
             "dram": Allocator("DRAM", chip.dram, chip.banks, len(cards)),
             "l1": Allocator("L1", l1 * chip.cores.num_cores, chip.cores.num_cores, len(cards)),
         }
         self.cache = CompileCache(cache)
+        self.routes = Routes()
         self.counts: Counter[str] = Counter()
         self.logs: list[list[Entry]] = []
         self._shuffle = None if stress is None else Shuffle(stress)
@@ -98,6 +100,8 @@ class System:
     def tell(self, kind: str, places: Iterable[Coordinate], nbytes: int, queue: int, number: int) -> None:
         """Count what `number` cards were told to do, and write it down for who asked."""
         self.counts[kind] += number
+        if kind in HOST:
+            self.counts["host_bytes"] += nbytes * number
         if self.logs:
             entries = [Entry(kind, place, nbytes, queue) for place in places]
             for log in self.logs:
@@ -123,6 +127,29 @@ class System:
                 failed.append((place, error))
         if failed:
             raise Failures(failed)
+
+
+def close_cards(cards: Iterable[Card | None]) -> list[Exception]:
+    """Let all cards go; what fails on some does not keep the others open."""
+    errors: list[Exception] = []
+    for card in cards:
+        try:
+            if card is not None:
+                card.close()
+        except Exception as error:
+            errors.append(error)
+    return errors
+
+
+def _common_chip(chips: Sequence[Chip]) -> Chip:
+    """What every card has: memory is used in lock-step, so the least of each counts."""
+    first = chips[0]
+    if all(chip == first for chip in chips):
+        return first
+    banks = min(chip.banks for chip in chips)
+    dram = min(chip.dram // chip.banks for chip in chips) * banks
+    least = min(chips, key=lambda chip: chip.cores.num_cores)
+    return Chip(first.name, dram, banks, min(chip.l1 for chip in chips), least.cores)
 
 
 def _check_l1(size: int, chip: Chip) -> int:

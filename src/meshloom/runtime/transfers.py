@@ -13,6 +13,7 @@ from meshloom.errors import ArgumentError, DTypeError, PlacementError, ShapeErro
 from meshloom.mesh import Coordinate
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.card import Card
+from meshloom.runtime.card_array import borrow
 from meshloom.runtime.layouts import need_topology
 from meshloom.runtime.storage import Block
 
@@ -89,7 +90,7 @@ def read_all(buffer: MeshBuffer, queue: int) -> torch.Tensor:
             system.tell("read", [place], buffer.size, queue, 1)
 
     system.each(buffer.device.members(), read)
-    return _stack(buffer, parts) if buffer.device.mesh.is_split else _put_together(buffer, parts)
+    return _stack(buffer, parts) if buffer.device.mesh.is_split else _put_together(buffer, parts, are_copies=True)
 
 
 def _stack(buffer: MeshBuffer, parts: dict[Coordinate, torch.Tensor]) -> torch.Tensor:
@@ -121,16 +122,19 @@ def _join_parts(buffer: MeshBuffer, storage: Block) -> torch.Tensor:
     return _put_together(buffer, {place: storage.at(place) for place in places})
 
 
-def _put_together(buffer: MeshBuffer, parts: dict[Coordinate, torch.Tensor]) -> torch.Tensor:
+def _put_together(buffer: MeshBuffer, parts: dict[Coordinate, torch.Tensor], are_copies: bool = False) -> torch.Tensor:
+    """The whole; where it is but one part, and that is a copy that nobody else has, the part itself."""
     layout = buffer.layout
-    whole = torch.empty(layout.shape, dtype=torch_dtype(layout.dtype))
+    is_part = are_copies and layout.is_replicated
+    whole = next(iter(parts.values())) if is_part else torch.empty(layout.shape, dtype=torch_dtype(layout.dtype))
     first: dict[int, Coordinate] = {}
     for place, number in zip(buffer.device.coordinates(), layout.shards, strict=True):
         if number is None:
             continue
         if number not in first:
             first[number] = place
-            whole[layout.slices(number)] = parts[place]
+            if parts[place] is not whole:
+                whole[layout.slices(number)] = parts[place]
         elif not torch.equal(parts[place], parts[first[number]]):
             raise PlacementError(
                 f"{buffer.name} should be the same at {first[number]} and {place}, and is not",
@@ -180,11 +184,9 @@ def part_shape(buffer: MeshBuffer, index: Any) -> tuple[int, ...]:
 def stored_array(buffer: MeshBuffer) -> torch.Tensor:
     """The array that a tensor over the buffer shares, or an error if its devices no longer agree."""
     storage = buffer.storage
-    if not isinstance(storage, Block):
-        raise PlacementError(
-            f"{buffer.name} is not in this process's memory", fix="read it: queue.enqueue_read(buffer)"
-        )
     need_topology(buffer.layout)
+    if not isinstance(storage, Block):
+        return borrow(buffer)
     if storage.data is None:
         raise PlacementError(
             f"{buffer.name} was written at single coordinates: its devices may differ",

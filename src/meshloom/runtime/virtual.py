@@ -9,23 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from meshloom.engines.reductions import REDUCTIONS
 from meshloom.errors import ArgumentError, DeviceError, closest, expect, expect_seconds
 from meshloom.runtime.card import CardInfo, Kernel
 from meshloom.runtime.chips import HOST, Chip
 from meshloom.runtime.compile_cache import link, translate
 from meshloom.types import Shape
 
-COMMANDS = ("write", "read", "launch")
-KINDS = ("raise", "hang")
+COMMANDS = ("write", "read", "launch", "send", "receive")
+SLOTS, SLOT_SIZE = 2, 1 << 20
+KINDS = ("raise", "hang", "kill")
 
 
 @dataclass
 class Fault:
-    """What goes wrong: on which command, after how many good ones, how often, and whether it raises or never ends."""
+    """What goes wrong: on which command, after how many good ones, how often; it raises, never ends, or kills the card.
+
+    Only a card in a process of its own can be killed.
+    """
 
     on: str
     kind: str = "raise"
@@ -84,7 +89,48 @@ class SimulatedClock(Clock):
         self._now += seconds
 
 
-class VirtualCard:
+class ImitatedCard:
+    """What all virtual cards have, wherever they live: a driver, an id, faults and delays."""
+
+    def __init__(self, driver: ImitatedDriver, index: int) -> None:
+        self._driver, self._index = driver, index
+        self._faults: list[Fault] = []
+        self._delays: dict[str, float] = {}
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._index})"
+
+    def info(self) -> CardInfo:
+        """What it is."""
+        return CardInfo(self._index, f"{self._driver.name}:{self._index}", self._driver.chip)
+
+    def inject(self, fault: Fault) -> None:
+        """Let something go wrong from now on."""
+        self._faults.append(fault)
+        self._driver.special.add(self._index)
+
+    def slow_down(self, **seconds: float) -> None:
+        """Let each command of a kind take so long: `slow_down(launch=0.01)`."""
+        for name in seconds:
+            if name not in COMMANDS:
+                raise ArgumentError(f"a card has no command {name!r}", fix=closest(name, COMMANDS))
+            expect_seconds(name, seconds[name])
+        self._delays.update(seconds)
+        self._driver.special.add(self._index)
+
+    def recover(self) -> None:
+        """No faults and no delays any more."""
+        self._faults.clear()
+        self._delays.clear()
+        self._driver.special.discard(self._index)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise DeviceError(f"card {self._index} is closed")
+
+
+class VirtualCard(ImitatedCard):
     """A device in this process.
 
     >>> card = VirtualDriver().open(0)
@@ -95,19 +141,13 @@ class VirtualCard:
     (True, tensor([2., 4.]))
     """
 
+    _driver: VirtualDriver
+
     def __init__(self, driver: VirtualDriver, index: int) -> None:
-        self._driver, self._index, self._clock = driver, index, driver.clock
-        self._faults: list[Fault] = []
-        self._delays: dict[str, float] = {}
+        super().__init__(driver, index)
+        self._clock = driver.clock
         self._busy_until = 0.0
         self.hangs = False
-        self.closed = False
-
-    def __repr__(self) -> str:
-        return f"VirtualCard({self._index})"
-
-    def info(self) -> CardInfo:
-        return CardInfo(self._index, f"virtual:{self._index}", self._driver.chip)
 
     def alloc(self, address: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         self._check_open()
@@ -146,37 +186,51 @@ class VirtualCard:
         self.closed = True
         self.reset()
 
+    # links: every card has one to every other of its driver
+
+    def peers(self) -> Sequence[int]:
+        return [index for index in self._driver.opened if index != self._index]
+
+    def slots(self, peer: int) -> tuple[int, int]:
+        return SLOTS, SLOT_SIZE
+
+    def send(self, handle: torch.Tensor, index: Any, start: int, stop: int, peer: int, slot: int) -> Ticket:
+        ends = self._begin("send")
+        self._driver.messages[self._index, peer, slot] = handle[index].reshape(-1)[start:stop].clone()
+        return Ticket(ends)
+
+    def receive(
+        self, handle: torch.Tensor, index: Any, start: int, stop: int, peer: int, slot: int, op: str | None
+    ) -> Ticket:
+        ends = self._begin("receive")
+        message = self._driver.messages.pop((peer, self._index, slot), None)
+        if message is None:
+            raise DeviceError(f"card {self._index} has no message of card {peer} in slot {slot}")
+        take_message(handle[index], start, stop, message, op)
+        return Ticket(ends)
+
+    def copy(self, source: torch.Tensor, source_index: Any, target: torch.Tensor, target_index: Any) -> Ticket:
+        ends = self._begin("launch")
+        target[target_index] = source[source_index]
+        return Ticket(ends)
+
     # what only a virtual card can do
 
     def inject(self, fault: Fault) -> None:
         """Let something go wrong from now on."""
-        self._faults.append(fault)
-        self._driver.special.add(self._index)
-
-    def slow_down(self, **seconds: float) -> None:
-        """Let each command of a kind take so long: `slow_down(launch=0.01)`."""
-        for name in seconds:
-            if name not in COMMANDS:
-                raise ArgumentError(f"a card has no command {name!r}", fix=closest(name, COMMANDS))
-            expect_seconds(name, seconds[name])
-        self._delays.update(seconds)
-        self._driver.special.add(self._index)
+        if fault.kind == "kill":
+            raise ArgumentError(f"card {self._index} lives in this process", fix='open it with driver="processes"')
+        super().inject(fault)
 
     def reset(self) -> None:
         """A card as new: no faults, no delays, nothing running."""
-        self._faults.clear()
-        self._delays.clear()
+        self.recover()
         self.hangs, self._busy_until = False, 0.0
-        self._driver.special.discard(self._index)
 
     @property
     def is_busy(self) -> bool:
         """Whether a command is running on it."""
         return self._busy_until > self._clock.now()
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise DeviceError(f"card {self._index} is closed")
 
     def _begin(self, command: str) -> float:
         """When the command ends: after what the card is doing, and after its own delay. Or a fault."""
@@ -199,36 +253,62 @@ class VirtualCard:
             raise DeviceError(f"card {self._index} does not answer to a {command}", fix="reset it: card.reset()")
 
 
-class VirtualDriver:
+def take_message(region: torch.Tensor, start: int, stop: int, message: torch.Tensor, op: str | None) -> None:
+    """Put a message into the elements `start` to `stop` of some memory, or combine it with what is there."""
+    flat = region.view(-1) if region.is_contiguous() else region.reshape(-1).clone()
+    flat[start:stop] = message if op is None else REDUCTIONS[op].combine(flat[start:stop], message)
+    if not region.is_contiguous():
+        region.copy_(flat.view(region.shape))
+
+
+class ImitatedDriver:
+    """What all drivers of virtual cards have: ids or no end of them, and a chip."""
+
+    name: ClassVar[str]
+
+    def __init__(self, ids: Iterable[int] | None, chip: Chip) -> None:
+        if ids is not None:
+            expect("ids", ids, Iterable, fix="give the ids of the cards, such as range(4)")
+        self.ids = None if ids is None else tuple(ids)
+        self.chip = chip
+        self.special: set[int] = set()
+        self.opened: dict[int, None] = {}  # the ids of cards that were opened, in order
+
+    def enumerate(self) -> Sequence[int] | None:
+        """The ids there are; None if there is no end of them."""
+        return self.ids
+
+    def admit(self, index: int) -> None:
+        """A card is being opened: an error unless there is one of that id."""
+        expect("index", index, int)
+        if index < 0 or (self.ids is not None and index not in self.ids):
+            raise DeviceError(f"there is no card {index}", cards=self.ids)
+        self.opened[index] = None
+
+    def compile(self, kernel: Kernel) -> bytes:
+        """The kernel's code, to be cached and loaded."""
+        return translate(kernel)
+
+
+class VirtualDriver(ImitatedDriver):
     """As many cards as you ask for, or exactly those of some ids.
 
     >>> VirtualDriver(range(4)).enumerate(), VirtualDriver().enumerate()
     ((0, 1, 2, 3), None)
     """
 
+    name = "virtual"
     shares_memory = True
 
     def __init__(self, ids: Iterable[int] | None = None, chip: Chip = HOST, clock: Clock | None = None) -> None:
-        if ids is not None:
-            expect("ids", ids, Iterable, fix="give the ids of the cards, such as range(4)")
-        self.ids = None if ids is None else tuple(ids)
-        self.chip, self.clock = chip, clock or Clock()
-        self.special: set[int] = set()
-
-    def enumerate(self) -> Sequence[int] | None:
-        """The ids there are; None if there is no end of them."""
-        return self.ids
+        super().__init__(ids, chip)
+        self.clock = clock or Clock()
+        self.messages: dict[tuple[int, int, int], torch.Tensor] = {}  # by sender, receiver and slot
 
     def open(self, index: int) -> VirtualCard:
         """The card of that id."""
-        expect("index", index, int)
-        if index < 0 or (self.ids is not None and index not in self.ids):
-            raise DeviceError(f"there is no card {index}", cards=self.ids)
+        self.admit(index)
         return VirtualCard(self, index)
-
-    def compile(self, kernel: Kernel) -> bytes:
-        """The kernel's code, to be cached and loaded."""
-        return translate(kernel)
 
     def is_plain(self) -> bool:
         """Whether no card is slow or faulty."""

@@ -8,13 +8,14 @@ goes to a spare line in what is written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from meshloom.engines.torch_engine.local import Function, Local, shared
+from meshloom.engines.torch_engine.local import Function, Local, aware, shared
 from meshloom.ops.lookup import indexed_places
 
 Find = Callable[..., torch.Tensor]
@@ -91,6 +92,20 @@ def _take(local: Local, input: torch.Tensor, index: torch.Tensor, function: Find
         missing, flat = missing | (place < 0), flat + torch.where(place < 0, 0, place) * stride
         step, stride = step * shape[dim], stride * input.shape[dim]
     return torch.take(input.contiguous(), flat).masked_fill(missing, 0)
+
+
+@aware
+def _take_rows(local: Local, input: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """One look-up in the rows of all batches."""
+    rows = local.whole("input", input, input.dim() - 2)
+    count, width = rows.shape[-2:]
+    batches = torch.arange(math.prod(rows.shape[:-2]), device=index.device).reshape(*rows.shape[:-2], 1)
+    missing = index < 0
+    places = torch.where(missing, 0, index) + batches * count
+    if not count:
+        return rows.sum(-2, keepdim=True).expand(*index.shape, width)  # zeros that lead to the input
+    found = rows.flatten(0, -2).index_select(0, places.flatten()).reshape(*index.shape, width)
+    return found.masked_fill(missing.unsqueeze(-1), 0)
 
 
 def _writing(function: Callable[..., torch.Tensor], from_end: bool = False) -> Function:
@@ -185,6 +200,7 @@ LOOKUP: dict[str, Function] = {
     "take_along_dim": _finding(torch.take_along_dim, wraps=True),
     "index_select": _finding(torch.index_select),
     "take": _take,
+    "take_rows": _take_rows,
     "index": _index,
     "index_put": _index_put,
     "index_add": _writing(torch.index_add),

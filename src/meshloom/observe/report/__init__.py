@@ -6,19 +6,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshloom.observe.report.figures import collect_figures
+from meshloom.observe.report.figures import collect_figures, compare_plans
 from meshloom.observe.report.page import fill_page
 
 if TYPE_CHECKING:
     from meshloom.observe.dry_run import DryRun
 
 
-def write_report(run: DryRun, path: str | PathLike[str]) -> None:
-    """The report of a dry run as a file.
+def write_report(run: DryRun, path: str | PathLike[str], plans: Sequence[tuple[DryRun, str, str, str]] = ()) -> None:
+    """The report of a dry run as a file; `plans` are shown side by side: run, title, why it is slower, lines.
 
     >>> import tempfile
     >>> import meshloom as loom
@@ -30,7 +31,10 @@ def write_report(run: DryRun, path: str | PathLike[str]) -> None:
     ...     print(Path(folder, "report.html").read_text(encoding="utf-8")[:15])
     <!doctype html>
     """
-    Path(path).write_text(fill_page(collect_figures(run)), encoding="utf-8")
+    figures = collect_figures(run)
+    if plans:
+        figures["plans"] = compare_plans(plans)
+    Path(path).write_text(fill_page(figures), encoding="utf-8")
 
 
 __all__ = ["collect_figures", "fill_page", "write_report"]

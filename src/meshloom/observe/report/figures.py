@@ -54,6 +54,22 @@ def collect_figures(run: DryRun) -> Figures:
     return {**found, "names": names.all}
 
 
+def compare_plans(plans: Sequence[tuple[DryRun, str, str, str]]) -> list[Figures]:
+    """The totals of several runs side by side, each with why it is slower than the first, and its plan."""
+    return [
+        {
+            "title": title, "mesh": ", ".join(map(str, run.graph.meshes)), "why": why, "plan": plan, **_few_totals(run),
+            "bounds": [{"what": what, "seconds": seconds} for what, seconds in run.bounds.items()],
+        }
+        for run, title, why, plan in plans
+    ]  # fmt: skip
+
+
+def _few_totals(run: DryRun) -> Figures:
+    found = totals(run)
+    return {name: found[name] for name in ("time", "compute", "exposed", "mfu", "memory", "bytes")}
+
+
 class Names:
     """Texts as numbers."""
 

@@ -116,7 +116,7 @@
     place("headline").append(tiles, make("div", { class: "tile" }, make("span", { class: "note" }, "What the time goes to"), bar, key));
   }
 
-  const waits = figures.bounds.map((each) => each.what).filter((what) => what.startsWith("waits"));
+  const waits = [...new Set([figures, ...(figures.plans || [])].flatMap((run) => run.bounds.map((each) => each.what)))].filter((what) => what.startsWith("waits"));
   const boundColour = (what) => what === "arithmetic" ? "var(--phase-0)" : what === "memory traffic" ? "var(--phase-2)"
     : `color-mix(in srgb, var(--wait) ${100 - 30 * (waits.indexOf(what) % 3)}%, var(--card))`;
 
@@ -136,6 +136,37 @@
     return make("div", { class: "bar", "aria-hidden": "true" },
       make("span", { style: `width:${Math.min(100 * share, 100)}%;background:var(${share > 1 ? "--wait" : "--accent"})` }));
   }
+
+  // Plans side by side, where there are several
+
+  function plans() {
+    if (!figures.plans) return;
+    place("time").before(make("section", { id: "plans", "aria-labelledby": "plans-h" }, make("h2", { id: "plans-h" }, "Plans side by side"),
+      make("p", { class: "note" }, "The figures of this page are those of the first plan. The bars have one scale; a shorter bar is a faster step."),
+      legend(boundsOfPlans().map((what) => [boundColour(what), what])), figures.plans.map(planBar), planTable(), figures.plans.map(planLines)));
+    document.querySelector("nav a[href='#time']").before(make("a", { href: "#plans" }, "Plans"), " ");
+  }
+
+  const boundsOfPlans = () => [...new Set(figures.plans.flatMap((plan) => plan.bounds.map((each) => each.what)))];
+
+  function planBar(plan, i) {
+    const slowest = Math.max(...figures.plans.map((each) => each.time)) || 1;
+    return make("div", { class: "plan" }, make("div", {}, make("b", {}, `${i + 1}. ${show("seconds", plan.time)}`), ` ${plan.title} on `, code(plan.mesh)),
+      make("div", { class: "bar", "aria-hidden": "true" }, plan.bounds.map((each) =>
+        make("span", { style: `width:${(100 * each.seconds) / slowest}%;background:${boundColour(each.what)}` }))));
+  }
+
+  const planTable = () => table("Plans, the fastest first", [
+    text("Plan", (row) => row.title), text("Mesh", (row) => code(row.mesh)),
+    { title: "Time", id: "time", kind: "seconds", of: (row) => row.time },
+    { title: "Compute", id: "compute", kind: "seconds", of: (row) => row.compute },
+    { title: "Exposed", id: "exposed", kind: "seconds", of: (row) => row.exposed },
+    { title: "Memory", id: "memory", kind: "bytes", of: (row) => row.memory },
+    BYTES, { title: "MFU", id: "mfu", kind: "share", of: (row) => row.mfu },
+    text("Beside the first", (row) => row.why),
+  ], figures.plans);
+
+  const planLines = (plan, i) => more(`Lines of plan ${i + 1}: ${plan.title}`, make("pre", {}, plan.plan));
 
   // Time by phase and kind
 
@@ -632,6 +663,7 @@
 
   headline();
   timeTable();
+  plans();
   memoryParts();
   modules();
   links();

@@ -51,6 +51,7 @@ CONTRACTIONS: tuple[Op, ...] = (
         "trimmed",
     ),
     Op("grouped_mm", contractions.grouped_mm, "input, mat2, offs", "trimmed", result="input"),
+    Op("expert_mm", contractions.expert_mm, "input, mat2, number", "trimmed", result="input", surface="inner"),
     Op("cdist", contractions.cdist, _CDIST, "trimmed", result="float"),
     # a product that is added to something
     Op("addmm", labels("mk, kn -> mn", "mat1", "mat2", bias="input"), "input, mat1, mat2" + _SCALED, "trimmed"),

@@ -11,6 +11,7 @@ LOOKUP: tuple[Op, ...] = (
     Op("take_along_dim", lookup.take_along_dim, "input, indices, dim=None", "trimmed", result="input"),
     Op("take", lookup.take, "input, index", "trimmed", result="input"),
     Op("index_select", lookup.index_select, "input, dim, index", "trimmed", result="input"),
+    Op("take_rows", lookup.take_rows, "input, index", "trimmed", result="input", surface="inner"),
     Op("index", lookup.index, "input, indices", "trimmed", result="input"),
     Op("index_put", lookup.index_put, "input, indices, values, accumulate=False", "trimmed", result="input"),
     Op(

@@ -22,6 +22,8 @@ def _fill(input: Tensor, name: str, draw: random.Draw, generator: torch.Generato
     tensor = shadow_of(input)
     if tensor._data.is_meta:
         random.note_key(generator)
+        if tensor.mesh.is_elsewhere and tensor is input:
+            random.draw_key(generator)  # those that hold it draw one too
         return input
     probe = torch.empty(1, dtype=tensor.dtype)
     try:

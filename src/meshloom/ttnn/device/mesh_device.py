@@ -17,7 +17,7 @@ from meshloom.processes.splitting import bound_ids
 from meshloom.runtime.device import MeshDevice as RuntimeDevice
 from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.memory import Usage
-from meshloom.runtime.opening import read_mesh_type, sorted_out
+from meshloom.runtime.opening import node_driver, read_mesh_type, sorted_out
 from meshloom.runtime.virtual import VirtualDriver
 from meshloom.settings import read as read_setting
 from meshloom.ttnn.device import fabric
@@ -73,9 +73,11 @@ class MeshDevice(SubDevices):
         tell("opened", self)
 
     def is_watched(self) -> bool:
-        """Whether ops say what they use: its shape has changed, races are looked for, or every call is compared with
-        those of the other processes."""
+        """Whether ops say what they use: its shape has changed, races are looked for, every call is compared with those
+        of the other processes, or the cards have memory of their own."""
         is_compared = self.runtime.mesh.is_split and runtime.state.checked
+        if self.runtime.lease.store is not None:
+            return True
         return self.reshaped or is_compared or self.runtime.system.races is not None
 
     # the grid
@@ -380,7 +382,7 @@ def open_mesh_device(
     fabric.check_opening(system, chosen)
     settings.setdefault("check", "races" if "races" in read_setting(RACES).split(",") else None)
     if not {"driver", "memory", "preset"} & settings.keys():
-        settings["driver"] = VirtualDriver(None, system.chip)
+        settings["driver"] = node_driver(mesh_shape, device_ids) or VirtualDriver(None, system.chip)
     kind = fabric.mesh_type_of(read_mesh_type(mesh_type))
     made = runtime.open_mesh_device(
         sizes,

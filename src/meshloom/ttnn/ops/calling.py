@@ -64,6 +64,7 @@ class Made:
     given: Sequence[Tensor] = ()
     takes_mesh: bool = False  # the kernel takes the mesh first
     is_pointwise: bool = False  # it works element by element, and may be given pieces of blocks of one shape
+    function: Any = None  # of torch or Python, that the kernel is for blocks of one shape in float32
     is_rounded: bool = False  # the kernel gives more than the dtype can say
 
     def into(self, output: Tensor | None) -> Made:

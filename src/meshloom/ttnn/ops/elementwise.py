@@ -7,6 +7,7 @@ comparisons give ones and zeros of it. Values are worked out once in torch's way
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,7 +91,8 @@ def _unary(
     is_fine = block.dtype is torch.bfloat16 and (kind or tensor.dtype) is not DataType.BFLOAT16
     if is_fine or values:
         call = functools.partial(_apply, call, is_fine, tuple(values))
-    return compute(call, (tensor,), topology_of(function.rule, tensor), is_pointwise=function.rank == 0)
+    label, known = topology_of(function.rule, tensor), None if values else function.call
+    return compute(call, (tensor,), label, is_pointwise=function.rank == 0, function=known)
 
 
 def _apply(call: Callable[..., Block], is_fine: bool, values: tuple[Any, ...], block: Block) -> Block:
@@ -212,7 +214,8 @@ def binary(
     if activations or any(before):
         function, rule = _fused(function, before, activations), EACH
     kernel, tensors = _pair_kernel(name, function, a, b, kind if output is None else output.dtype)
-    return compute(kernel, tensors, topology_of(rule, a, b), output=output, is_pointwise=True)
+    known = getattr(function, "on_arrays", function) if len(tensors) == 2 else None
+    return compute(kernel, tensors, topology_of(rule, a, b), output=output, is_pointwise=True, function=known)
 
 
 def _fused(
@@ -274,12 +277,18 @@ def _both(function: Callable[[Block, Block], Block]) -> Callable[[Any, Any], Blo
             return function(x if isinstance(x, torch.Tensor) else y.new_tensor(x), y)
         return function(x, x.new_tensor(y))
 
+    call.on_arrays = function  # type: ignore[attr-defined]
     return call
 
 
 def _first(function: Callable[[Any, Any], Block]) -> Callable[[Any, Any], Block]:
     """A function whose first argument torch wants as an array."""
-    return lambda x, y: function(x if isinstance(x, torch.Tensor) else torch.full_like(y, x), y)
+
+    def call(x: Any, y: Any) -> Block:
+        return function(x if isinstance(x, torch.Tensor) else torch.full_like(y, x), y)
+
+    call.on_arrays = function  # type: ignore[attr-defined]
+    return call
 
 
 def _squared_difference(x: Any, y: Any) -> Block:
@@ -315,8 +324,8 @@ for _name in "maximum minimum gcd lcm atan2 hypot nextafter".split():
 for _name in "bitwise_and bitwise_or bitwise_xor bitwise_right_shift".split():
     _pair(_name, _first(getattr(torch, _name)))
 _pair("add", torch.add, in_place="add_")
-_pair("subtract sub", lambda x, y: x - y, in_place="subtract_ sub_")
-_pair("multiply mul", lambda x, y: x * y, in_place="multiply_ mul_")
+_pair("subtract sub", operator.sub, in_place="subtract_ sub_")
+_pair("multiply mul", operator.mul, in_place="multiply_ mul_")
 _pair("rsub", lambda x, y: y - x, "sub", "rsub_")
 _pair("bitwise_left_shift logical_left_shift", _first(torch.bitwise_left_shift))
 _pair("logical_right_shift", _first(_shift_in_zeros))
@@ -335,9 +344,9 @@ def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode: str 
     if rounding_mode not in (None, "trunc", "floor"):
         raise ArgumentError(f"ttnn.div: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
     rule = "div" if rounding_mode is None else EACH
-    function = _first(lambda x, y: divide(x, y, rounding_mode))
+    function = _first(torch.div)
     if rounding_mode is not None:
-        function = _by_whole_numbers(function)
+        function = _by_whole_numbers(_first(lambda x, y: divide(x, y, rounding_mode)))
     return binary("div", function, input_tensor_a, input_tensor_b, rule, **how)
 
 

@@ -6,12 +6,10 @@ is decided on its own, so labels keep every dim but that of the experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
+from meshloom.nn.routing import SCORES, choose
 from meshloom.ttnn.ops.block_moves import inside, spread, take_rows
 from meshloom.ttnn.ops.calling import Made, make, op, operands
 from meshloom.ttnn.ops.topologies import moves, rows
@@ -20,11 +18,6 @@ from meshloom.ttnn.tensor.padding import real_places
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
 
-SCORES: dict[str, Callable[[Block], Block]] = {
-    "sigmoid": torch.sigmoid,
-    "softmax": lambda x: x.softmax(-1),
-    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
-}
 Places = tuple[int | None, ...]
 
 
@@ -55,7 +48,8 @@ def moe(input_tensor: Tensor, expert_mask_tensor: Tensor, topk_mask_tensor: Tens
 def _score(name: str, function: str, block: Block) -> Block:
     if function not in SCORES:
         raise ArgumentError(f"ttnn.{name}: score_func={function!r}", fix=" or ".join(map(repr, SCORES)))
-    return SCORES[function](block.float())
+    scores: Block = SCORES[function](block.float())
+    return scores
 
 
 def _choose(
@@ -80,12 +74,7 @@ def _choose(
     plain = _score(name, score_func, block)
     biased = plain + aligned(added.float(), axes, rank)
     plain = plain.expand(biased.shape)
-    groups = biased.unflatten(-1, (n_groups, -1))
-    best = groups.topk(min(summed_experts_per_group, groups.shape[-1]), -1).values.sum(-1)
-    chosen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(topk_groups, -1).indices, True)
-    among = groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
-    ordered = among.sort(dim=-1, descending=True, stable=True) if stable else among.topk(n_activated_experts, -1)
-    numbers = ordered.indices[..., :n_activated_experts]
+    numbers = choose(biased, n_activated_experts, n_groups, topk_groups, summed_experts_per_group, stable)
     broadcast: Places = tuple(
         at if size != 1 else None for at, size in enumerate(bias.shape[:-1], rank - len(bias.shape))
     )

@@ -136,7 +136,10 @@ class Result:
         self.dtype, self.layout, self.memory = tensor.dtype, tensor.layout, tensor._memory
         self.topology, self.coords = made.topology, made.coords or made.like._coords
         if made.is_pointwise and self.dtype in BITS:
-            self.kernel, self.is_rounded = partial(round_pointwise, made.kernel, BITS[self.dtype]), False
+            self.is_rounded, self.kernel = (
+                False,
+                partial(round_pointwise, made.kernel, BITS[self.dtype], known=made.function),
+            )
         shape = tuple(tensor.shape)
         self.size, self.per_bank = bytes_on(self.memory, shape, self.dtype, self.layout, TILE)
         self.is_l1 = self.memory.buffer_type is not BufferType.DRAM

@@ -8,17 +8,23 @@ filled up with to a whole block counts for its exponent.
 
 `levels` finds the whole number that every element is of its block's unit, with float arithmetic that is exact: scaling
 by powers of two, truncating, rounding. `round_blocks` is for values, `pack` and `unpack` are for the bytes of tiles.
+Where numba is installed, large arrays are rounded by `blockfloat_loops`, with the same bits.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy
 import torch
 
+from meshloom.context import FallbackWarning
 from meshloom.errors import ArgumentError
 from meshloom.runtime import state
 from meshloom.runtime.tiles import FACE, SQUARE, tilize, untilize
@@ -112,9 +118,12 @@ def round_blocks(
     return found.reshape(-1, width + missing)[:, :width].reshape(values.shape) if missing else found.view(values.shape)
 
 
-def round_pointwise(function: Callable[..., torch.Tensor], bits: int, *blocks: torch.Tensor) -> torch.Tensor:
+def round_pointwise(
+    function: Callable[..., torch.Tensor], bits: int, *blocks: torch.Tensor, known: Any = None
+) -> torch.Tensor:
     """What a function makes of arrays element by element, as block floats in bfloat16; it is given bfloat16 as float32.
-    Where all have one shape, it is worked out piece by piece, so that what comes in between never leaves the cache.
+    Where all have one shape, it is worked out piece by piece, so that what comes in between never leaves the cache; or
+    in one loop, if it is `known` by another name to `blockfloat_loops`.
 
     >>> round_pointwise(torch.add, 7, torch.tensor([200.0, 1.0]), torch.tensor([55.0, 0.0]))
     tensor([254.,   0.], dtype=torch.bfloat16)
@@ -124,6 +133,10 @@ def round_pointwise(function: Callable[..., torch.Tensor], bits: int, *blocks: t
     if not is_even or any(each.shape != first.shape or not each.is_contiguous() for each in blocks):
         fine = [each.float() if each.dtype is torch.bfloat16 else each for each in blocks]
         return round_blocks(function(*fine), bits, torch.bfloat16)
+    loops = None if known is None else _loops_for(*blocks)
+    if loops is not None and known in loops.CODES and all(each.dtype is torch.bfloat16 for each in blocks):
+        found: torch.Tensor = loops.combine(loops.CODES[known], bits, first, blocks[-1])
+        return found
     flat = [each.view(-1, BLOCK) for each in blocks]
     return _round_all(function, flat, bits, torch.bfloat16).view(first.shape)
 
@@ -133,7 +146,9 @@ def _round_all(
 ) -> torch.Tensor:
     """What a function makes of blocks of 16, or the blocks themselves, rounded piece by piece in float32."""
     found, size = torch.empty(blocks[0].shape, dtype=dtype), min(CHUNK, len(blocks[0]))
-    work, sizes = torch.empty(size, BLOCK), torch.zeros(size, 2 * BLOCK)
+    is_large = len(found) > size and dtype is torch.bfloat16
+    loops = _loops_for(*blocks) if is_large else None
+    work, sizes = (torch.empty(size, BLOCK), torch.zeros(size, 2 * BLOCK)) if loops is None else (found, found)
     fine = [torch.empty(size, BLOCK) if each.dtype is torch.bfloat16 else None for each in blocks]
     is_fine = len(found) <= size  # of one piece alone it is not worth while to ask
     for start in range(0, len(found), size):
@@ -144,9 +159,34 @@ def _round_all(
         given = [part if room is None else room.copy_(part) for part, room in zip(parts, fine, strict=True)]
         made = given[0] if function is None else function(*given)
         made = made if made.dtype is torch.float32 else made.float()
+        if loops is not None:
+            loops.round_floats(made.contiguous(), into, bits)
+            continue
         is_fine = is_fine or _has_fine_bits(made, bits)  # then the next pieces have some, too
         _round_into(into, made, bits, work, sizes, is_fine)
     return found
+
+
+def _loops_for(*blocks: torch.Tensor) -> Any:
+    """The compiled loops, if they are there and can read these arrays."""
+    return _load_loops() if all(each.device.type == "cpu" for each in blocks) else None
+
+
+@functools.cache
+def _load_loops() -> Any:
+    """`blockfloat_loops`, where numba is installed."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        return import_module("meshloom.ttnn.tensor.blockfloat_loops")
+    except ImportError as error:
+        warnings.warn(
+            f"numba is installed and cannot be loaded: {error}. Block floats are rounded with torch: the same values, "
+            "more slowly. Install a numba that fits: pip install 'meshloom[fast]'",
+            FallbackWarning,
+            stacklevel=2,
+        )
+        return None
 
 
 def _has_fine_bits(values: torch.Tensor, bits: int) -> bool:
