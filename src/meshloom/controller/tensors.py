@@ -6,6 +6,7 @@ what can be done with it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -29,10 +30,13 @@ _CPU = torch.device("cpu")
 _FLAG: Any = private.TensorBase.requires_grad
 
 
-class Deciding:
-    """How many calls are being decided on stand-ins."""
+class _Deciding(threading.local):
+    """How many calls this thread is deciding on stand-ins."""
 
     now = 0
+
+
+Deciding = _Deciding()
 
 
 class ClusterLease(Lease):
@@ -41,12 +45,12 @@ class ClusterLease(Lease):
     __slots__ = ("_holders", "meshes", "session")
 
     def __init__(self, name: str, session: Session) -> None:
-        super().__init__(name, None)
+        super().__init__(name)
         self.session = session
         self.meshes: dict[Mesh, int] = {}  # their numbers on the workers
         self._holders: dict[Topology, tuple[int, ...]] = {}
 
-    def check_tensors(self) -> None:
+    def check_making(self) -> None:
         """Tensors are made by the workers; here only stand-ins are, while a call is decided."""
         self.check_open()
         if not Deciding.now:
