@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -470,3 +471,44 @@ def test_a_trace_is_captured_once_and_replayed_by_name(cluster, mesh):
         loom.rand(4, mesh=mesh)
     with pytest.raises(loom.TraceError, match="no trace"):
         cluster.replay("stpe")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers here")
+def test_a_public_llama_trains_as_in_one_process(mesh):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def losses(where):
+        torch.manual_seed(0)
+        sizes = LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=64, max_position_embeddings=32,
+        )  # fmt: skip
+        model = loom.parallelize(LlamaForCausalLM(sizes), where, "fsdp")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(mesh) == pytest.approx(losses(HERE), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_four_workers_give_what_one_process_gives():
+    with loom.launch(workers=4, timeout=60, threads=1) as four:
+        mesh = four.open_mesh((2, 2), axes=("dp", "tp"))
+        for plan in ("fsdp", "tensor"):
+            losses, weights = train(mesh, plan, *OPTIMIZERS[1])
+            wanted, theirs = train(HERE, plan, *OPTIMIZERS[1])
+            torch.testing.assert_close(losses, wanted)
+            for mine, other in zip(weights, theirs, strict=True):
+                torch.testing.assert_close(mine, other)
+        for name in ("matmul", "softmax", "layer_norm", "getitem", "cumsum", "cross_entropy"):
+            for number in range(3):
+                check_remote_case(four, name, number)

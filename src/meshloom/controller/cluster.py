@@ -62,8 +62,8 @@ def launch(
     """Start worker processes and connect to them; they end with the `with` block, or with this process.
 
     `hosts` such as `["a:4", "b:4"]` starts the workers of the first host here, prints the command that starts those of
-    each other host, and waits for them. `address` is where this client listens. `timeout` is how many seconds a call may take
-    before its worker counts as lost. With `detach="name"` the workers stay when this process ends, and
+    each other host, and waits for them. `address` is where this client listens. `timeout` is how many seconds a call
+    may take before its worker counts as lost. With `detach="name"` the workers stay when this process ends, and
     `loom.attach("name")` finds them.
 
     >>> import meshloom as loom
