@@ -512,3 +512,27 @@ def test_four_workers_give_what_one_process_gives():
         for name in ("matmul", "softmax", "layer_norm", "getitem", "cumsum", "cross_entropy"):
             for number in range(3):
                 check_remote_case(four, name, number)
+
+
+def test_loaders_files_and_accumulation_work_from_the_client(mesh, tmp_path):
+    batches = [each.tolist() for each in loom.data.Loader(torch.arange(10.0), 4, mesh, {"dp": Shard(0)}, seed=3)]
+    assert batches == [
+        each.tolist() for each in loom.data.Loader(torch.arange(10.0), 4, HERE, {"dp": Shard(0)}, seed=3)
+    ]
+
+    def make(seed):
+        torch.manual_seed(seed)
+        return nn.Linear(6, 5)
+
+    there = loom.parallelize(make(1), HERE, "fsdp")
+    loom.save({"model": there}, tmp_path / "first")
+    model = loom.parallelize(make(2), mesh, "fsdp", weights=tmp_path / "first")
+    assert type(model.weight) is RemoteTensor and torch.equal(model.weight.detach().to_torch(), make(1).weight.detach())
+    for each in (model, there):
+        with loom.accumulate():
+            each(torch.ones(4, 6)).sum().backward()
+        loom.synchronize(each.parameters())
+    assert model.weight.grad.tolist() == there.weight.grad.tolist()
+    with pytest.raises(loom.UnsupportedError, match="from_local"):
+        loom.from_local([torch.ones(2)] * 4, mesh, "S(0), R")
+    assert loom.dropout(loom.ones(64, mesh=mesh)).unique().tolist() in ([0.0, 2.0], [2.0])

@@ -20,9 +20,10 @@ from meshloom.tensor.functions import KNOWN, LISTS
 
 Function = Callable[..., Any]
 
-# What makes tensors of nothing, and where it is.
+# What is no op: what makes tensors of nothing, mostly; and where it is.
 _MAKING = {
-    **dict.fromkeys("full arange randn rand from_local".split(), "meshloom.tensor.creation"),
+    **dict.fromkeys("full arange randn rand".split(), "meshloom.tensor.creation"),
+    "_synchronize": "meshloom.tensor.gradient_sums",
     **dict.fromkeys(
         "empty eye linspace logspace randint randint_like randperm normal bernoulli multinomial".split(),
         "meshloom.tensor.creation_random",

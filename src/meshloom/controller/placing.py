@@ -17,7 +17,9 @@ from meshloom.errors import ArgumentError, GradientError, MeshError, Unsupported
 from meshloom.placement import Topology, extents
 from meshloom.runtime import state
 from meshloom.tensor import creation
+from meshloom.tensor.base import Tensor
 from meshloom.tensor.clients import HERE
+from meshloom.tensor.moving import to_dense
 from meshloom.tensor.refusals import refuse_partial_leaf
 
 _MAKING = frozenset(
@@ -31,6 +33,8 @@ def take(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return HERE
     if name in _STATES and state.shadows is None:
         return _STATES[name](function, args, kwargs)
+    if name == "loom:put_stored":
+        return _put_stored(*args)
     lease = find_lease(args, kwargs)
     if state.shadows is not None:
         return HERE if lease is None else forward(name, function, args, kwargs)
@@ -109,6 +113,14 @@ def _put(lease: ClusterLease, dense: torch.Tensor, topology: Topology) -> Any:
     return made.redistribute(topology.placements) if whole is not topology else made
 
 
+def _put_stored(topology: Topology, stored: torch.Tensor) -> Any:
+    """What was read from files, or of a batch: here it is all of the tensor."""
+    lease = topology.mesh.lease
+    if not isinstance(lease, ClusterLease):
+        return HERE
+    return _put(lease, to_dense(Tensor(topology, stored), "distribute"), topology)
+
+
 def _part_of(dense: torch.Tensor, boxes: Any) -> tuple[tuple[int, ...], memoryview]:
     """What a worker gets: the boxes that it holds, one after the other."""
     joined = torch.cat([dense[each.slices].reshape(-1) for each in boxes]) if boxes else dense.new_empty(0)
@@ -142,6 +154,13 @@ def _parameter(lease: ClusterLease, function: Callable[..., Any], args: Any, kwa
     return made
 
 
+def _refuse_parts(lease: ClusterLease, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    raise UnsupportedError(
+        "from_local takes what this process holds, and on a cluster it holds nothing",
+        fix="put the whole tensor there: loom.distribute(torch.cat(parts), mesh, placements)",
+    )
+
+
 def _refuse_handle(lease: ClusterLease, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     raise UnsupportedError(
         f"{args[0]}_async gives a handle of this process, and the tensor is on a cluster",
@@ -152,5 +171,6 @@ def _refuse_handle(lease: ClusterLease, function: Callable[..., Any], args: Any,
 _SPECIAL: dict[str, Any] = {
     "loom:distribute": _distribute,
     "loom:Parameter": _parameter,
+    "loom:from_local": _refuse_parts,
     "moves:start": _refuse_handle,
 }

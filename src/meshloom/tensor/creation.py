@@ -112,6 +112,12 @@ def place(data: torch.Tensor, mesh: Mesh | None, placements: Placements | None) 
     return _number(Tensor(topology, move(data, topology.replicated, topology)))
 
 
+@sent("loom:put_stored")
+def put_stored(topology: Topology, stored: torch.Tensor) -> Tensor:
+    """A tensor from what this process stores of it."""
+    return _number(Tensor(topology, stored))
+
+
 def _number(made: Tensor) -> Tensor:
     """A tensor that was made of nothing on the mesh: every process makes them in the same order."""
     mesh = made.topology.mesh
