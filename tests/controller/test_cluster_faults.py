@@ -286,6 +286,8 @@ def test_strangers_at_the_door_are_sent_away(monkeypatch):
     monkeypatch.setattr("meshloom.controller.cluster.GREET", 0.5)
     with loom.launch(workers=2, timeout=TIMEOUT, threads=1) as made:
         assert ones(made, 8).sum().item() == 8
+    for each in strangers:
+        each.close()
 
 
 def test_a_queue_that_is_too_far_ahead_waits(cluster, monkeypatch):

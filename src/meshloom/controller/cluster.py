@@ -280,7 +280,7 @@ class Cluster:
         return self.session.statuses
 
     def counters(self) -> list[dict[str, Any]]:
-        """What each worker has counted: calls, tensors that it has, their bytes, its memory and process id."""
+        """What each worker has counted: calls, tensors with their bytes, memory, seconds of CPU, process id."""
         answers = self.session.ask(lambda request: ["n", request], wanted=self.workers)
         return sorted((value for value, _ in answers), key=lambda value: int(value["worker"]))
 

@@ -99,8 +99,8 @@ class _Peer:
             try:
                 if self._state == "payload":
                     assert self._payload is not None
-                    view = memoryview(self._payload.numpy()).cast("B")[self._filled :]
-                    count = self.socket.recv_into(view)
+                    array: Any = self._payload.numpy()
+                    count = self.socket.recv_into(memoryview(array)[self._filled :])
                     self._filled += count
                 else:
                     piece = self.socket.recv(self._need - len(self._have))

@@ -283,6 +283,7 @@ class Worker:
         arrays = [each._data if isinstance(each, Tensor) else each for each in held]
         self.send(b"give", {"request": request, "value": {
             "worker": self.number, "calls": self.calls, "tensors": len(held), "memory": memory(), "pid": os.getpid(),
+            "cpu": time.process_time(),
             "bytes": sum(each.numel() * each.itemsize for each in arrays),
         }})  # fmt: skip
 
