@@ -24,6 +24,7 @@ from meshloom.processes.discovery import Scope, check_scope
 from meshloom.runtime import accounts
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.card import Card, EndableCard
+from meshloom.runtime.card_memory import CardStore
 from meshloom.runtime.chips import Grid
 from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.leases import Lease
@@ -59,9 +60,10 @@ class MeshDevice:
     ) -> None:
         self.id = next(_ids)
         self.system, self.numbers, self.parent = system, tuple(numbers), parent
-        driver = None if system.driver.shares_memory else type(system.driver).__name__
-        self.lease = Lease(_describe_mesh(mesh), driver)
+        self.lease = Lease(_describe_mesh(mesh))
         self.mesh = mesh.with_lease(self.lease)
+        if not system.driver.shares_memory:
+            self.lease.store = CardStore(system, self.mesh, self.numbers)
         self.mesh_type = mesh_type
         self.mask = sum(1 << number for number in self.numbers)
         self.closed = self.is_closing = False
