@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -653,12 +654,9 @@ def gradients(x: Any, target: Any, up: Any, down: Any, partial: Any) -> tuple[An
 @pytest.mark.parametrize("cards", ["by the host", "by kernels", "in processes", "stand-in"])
 def test_row_85_the_mlp_trains_on_cards_with_host_collectives(cards, mode, monkeypatch, tmp_path):
     blackhole.install(monkeypatch, tmp_path)
-    makers = {
-        "by kernels": lambda: CountingDriver(KERNELS),
-        "in processes": ProcessDriver,
-        "stand-in": blackhole.driver,
-    }
-    device = open_mesh_device((4,), driver=makers.get(cards, CountingDriver)())
+    counting = partial(CountingDriver, KERNELS if cards == "by kernels" else {})
+    make = {"in processes": ProcessDriver, "stand-in": blackhole.driver}.get(cards, counting)
+    device = open_mesh_device((4,), driver=make())
     dense, (data, labels) = network()
     x, target = loom.distribute(data, device, "S(0)"), loom.distribute(labels, device, "S(0)")
     ours, losses = [loom.distribute(each, device, "R") for each in dense], []
