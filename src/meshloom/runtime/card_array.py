@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,7 +141,15 @@ def _offset(flat: torch.Tensor, twin: torch.Tensor) -> int:
 # Calls of torch
 
 
+@cache
+def _is_formula(func: Any) -> bool:
+    """Whether a call is made of others, of which torch tells where it has not taken it apart itself."""
+    return private.has_kernel(func.name(), "CompositeImplicitAutograd")
+
+
 def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _is_formula(func):
+        return func.decompose(*args, **kwargs)
     if func.is_view or func in _LIKE_VIEWS:
         return _view(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
