@@ -758,6 +758,51 @@ def test_a_kernel_may_import_and_call_what_imports(card):
     assert card.read(x).tolist() == [1.0, 2.0]
 
 
+def test_a_card_works_in_the_folder_and_finds_the_modules_of_its_owner(tmp_path, monkeypatch):
+    (tmp_path / "beside_the_kernel.py").write_text("VALUE = 5.0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def kernel(x: torch.Tensor, name: str) -> None:
+        import beside_the_kernel
+
+        x.fill_(beside_the_kernel.VALUE * os.path.exists(name))
+
+    card = ProcessDriver().open(0)
+    x = holding(card, torch.zeros(1))
+    run(card, kernel, x, name="beside_the_kernel.py")
+    assert card.read(x).tolist() == [5.0]
+    card.close()
+
+
+def test_a_reset_ends_what_others_wait_for(card):
+    x = holding(card, torch.ones(1))
+    told: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(DeviceError) as caught:
+            run(card, spin, x)
+        told.append(caught.value.headline)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not card.is_busy:
+        time.sleep(0.01)
+    card.reset()
+    thread.join(PATIENCE)
+    assert told == ["card 0 was lost in a launch of spin: it was reset"]
+    run(card, add_one, x)
+
+
+def test_a_card_that_the_system_has_stopped_is_ended_after_the_timeout():
+    with open_mesh_device((2,), driver="processes", timeout=0.3) as mesh:
+        x, pid = create_mesh_buffer(mesh, global_shape=(1,)), mesh.cards[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(DeviceTimeoutError, match=r"\(1,\): DeviceTimeoutError: did not end within 0\.3 s, and was"):
+            mesh.queue().enqueue_workload(on_all(add_one, x), blocking=True)
+        check_gone([pid])
+
+
 def test_an_attribute_with_the_name_of_a_global_is_not_taken_along(card):
     names: dict[str, Any] = {"view": threading.Lock()}
     exec("def kernel(x):\n    x.view(-1).add_(1)", names)

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from meshloom.comms.copying import copy
 from meshloom.comms.gradients import (
     AllGather,
     AllReduce,
@@ -32,17 +33,28 @@ from meshloom.engines.reductions import REDUCTIONS, total
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
-from meshloom.planner import stations
+from meshloom.planner import settle, stations
 
 
 def move(
     data: torch.Tensor, source: Topology, target: Topology, machine: Machine = VIRTUAL, call: str = "redistribute"
 ) -> torch.Tensor:
-    """The stored array of `source` laid out as `target` wants it, wherever its parts are."""
+    """The stored array of `source` laid out as `target` wants it, wherever its parts are, on its mesh or another."""
+    if source.mesh != target.mesh:
+        return _move_between(data, source, target, machine, call)
     step = _known_mover(source, target, machine)
     if source.mesh.is_split and WORLD.watch is not None:
         WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
     return data if step is None else step(data)
+
+
+def _move_between(data: torch.Tensor, source: Topology, target: Topology, machine: Machine, call: str) -> torch.Tensor:
+    """To another mesh: settled on the one, copied, and on the other made partial if it should be."""
+    there = settle(source, machine)
+    data = move(data, source, there, machine, call)
+    if WORLD.watch is not None:
+        WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
+    return move(copy(data, there, target.reduced), target.reduced, target, machine, call)
 
 
 @lru_cache(maxsize=4096)

@@ -58,7 +58,7 @@ class Dispatch:
     slots: torch.Tensor
     tokens: Topology | None
     sent: Topology | None
-    top_k: int
+    choices: tuple[int, int]
 
     @property
     def capacity(self) -> int:
@@ -67,6 +67,7 @@ class Dispatch:
 
     def multiply(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Each row times the matrix of its expert, of [experts, in, out], and its bias of [experts, out]."""
+        rows = rows.to(weight.dtype)
         found = _call("expert_mm", rows, weight, self.number)
         if bias is None:
             return found
@@ -80,7 +81,7 @@ def dispatch(tokens: torch.Tensor, index: torch.Tensor, experts: torch.Tensor) -
     `experts` is any weight of theirs, [experts, ...]: dim 0 says how many there are, and on which devices.
     """
     _check(tokens, index, experts)
-    count, top_k = experts.shape[0], index.shape[1]
+    count, choices, top_k = experts.shape[0], (index.shape[0], index.shape[1]), index.shape[1]
     tokens, home, index = _spread(tokens, index.long(), experts)
     parts = _parts(experts)
     chunk = -(-count // parts)
@@ -99,15 +100,22 @@ def dispatch(tokens: torch.Tensor, index: torch.Tensor, experts: torch.Tensor) -
     rows = _call("take_rows", tokens, source).unflatten(-2, (parts, capacity))
     sent = rows.topology if isinstance(rows, Tensor) else None
     rows, counts = _exchange(rows, experts, -3), _exchange(counts, experts, -2)
-    return Dispatch(rows, _number(counts, c), slots, home, sent, top_k)
+    return Dispatch(rows, _number(counts, c), slots, home, sent, choices)
 
 
 def combine(sent: Dispatch, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """What experts made of the rows, back where the tokens are: for each token the sum of its choices, weighted."""
-    if isinstance(rows, Tensor):
-        assert sent.sent is not None
-        rows = rows.redistribute(sent.sent.placements)
-    found = _call("take_rows", rows.flatten(-3, -2), sent.slots).unflatten(-2, (-1, sent.top_k))
+    if rows.shape[:-1] != sent.rows.shape[:-1] or tuple(weights.shape) != sent.choices:
+        raise ShapeError(
+            "combine needs a row for each row that was sent, and a weight for each choice",
+            shapes=f"rows {list(rows.shape)} of {list(sent.rows.shape)}, weights {list(weights.shape)}",
+            fix=f"give the rows of this dispatch, and weights {list(sent.choices)}",
+        )
+    if sent.sent is not None:
+        rows = _lay_rows(rows, sent.sent)
+    top_k = sent.choices[1]
+    found = _call("take_rows", rows.flatten(-3, -2), sent.slots)
+    found = found.unflatten(-2, (found.shape[-2] // top_k, top_k))
     if sent.tokens is not None:
         weights = split_devices(_lay_rows(weights, sent.tokens))
     mixed = (found * weights.unsqueeze(-1)).sum(-2).to(rows.dtype)
@@ -161,11 +169,15 @@ class MoE(torch.nn.Module):
         self.shared = Shared(width, hidden * shared) if shared else None
         self.routing: Routing | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "routing": None}  # tensors that a graph has made cannot be copied
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens [..., width] through the layer."""
         tokens = x.flatten(0, -2)
         self.routing = route(self.router(tokens), self.top_k, **self.options)
-        mixed = self.experts(tokens, self.routing.index, self.routing.weights.to(x.dtype)).reshape(x.shape)
+        mixed: torch.Tensor = self.experts(tokens, self.routing.index, self.routing.weights.to(x.dtype))
+        mixed = mixed.reshape(x.shape)
         return mixed if self.shared is None else mixed + self.shared(x)
 
 
@@ -187,17 +199,18 @@ class Shared(torch.nn.Module):
 def go_home(mixed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """What was combined, where the tokens came from."""
     if isinstance(mixed, Tensor) and isinstance(tokens, Tensor):
-        return mixed.redistribute(tokens.topology.reduced.placements)
+        mixed = mixed.redistribute(tokens.topology.reduced.placements)
     return mixed
 
 
-def _call(name: str, *tensors: torch.Tensor) -> Any:
+def _call(name: str, *tensors: torch.Tensor) -> torch.Tensor:
     """An op of the table, on the mesh or on dense tensors."""
     if any(isinstance(each, Tensor) for each in tensors):
         return table_call(name, *tensors)
     if name == "take_rows":
         return dense_rows(*tensors)
-    return FUNCTIONS[name](*tensors)
+    found: torch.Tensor = FUNCTIONS[name](*tensors)
+    return found
 
 
 def dense_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -209,7 +222,13 @@ def dense_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _check(tokens: torch.Tensor, index: torch.Tensor, experts: torch.Tensor) -> None:
-    if tokens.ndim != 2 or index.ndim != 2 or tokens.shape[0] != index.shape[0] or experts.ndim < 1:
+    if (
+        tokens.ndim != 2
+        or index.ndim != 2
+        or tokens.shape[0] != index.shape[0]
+        or not index.shape[1]
+        or not experts.ndim
+    ):
         raise ShapeError(
             "dispatch needs tokens [tokens, width], an index [tokens, choices] and a weight [experts, ...]",
             shapes=f"{list(tokens.shape)}, {list(index.shape)} and {list(experts.shape)}",
@@ -240,7 +259,8 @@ def _on_mesh(tensor: torch.Tensor, mesh: Any) -> Tensor:
 
 
 def _lay_rows(tensor: torch.Tensor, like: Topology) -> Tensor:
-    return _on_mesh(tensor, like.mesh).redistribute(like.placements)
+    found: Tensor = _on_mesh(tensor, like.mesh).redistribute(like.placements)
+    return found
 
 
 def _expert_axes(experts: torch.Tensor) -> list[int]:
@@ -288,7 +308,9 @@ def _exchange(rows: torch.Tensor, experts: torch.Tensor, dim: int) -> torch.Tens
     if not axes or not isinstance(rows, Tensor):
         return rows
     place = rows.ndim + dim
-    return rows.redistribute(tuple(Shard(place) if axis in axes else each for axis, each in enumerate(rows.placements)))
+    there = tuple(Shard(place) if axis in axes else each for axis, each in enumerate(rows.placements))
+    found: Tensor = rows.redistribute(there)
+    return found
 
 
 def _number(counts: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

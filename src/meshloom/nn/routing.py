@@ -108,30 +108,35 @@ def limit(index: torch.Tensor, experts: int, capacity: int) -> torch.Tensor:
     [[0, 1], [0, 2], [-1, 1]]
     """
     with torch.no_grad():
-        if isinstance(index, Tensor):
-            rows = [each if each == Shard(0) else Replicate() for each in index.placements]
-            index = index.redistribute(tuple(rows))
-        home = index.topology if isinstance(index, Tensor) else None
-        choices = split_devices(index + 1) - 1 if isinstance(index, Tensor) else index  # padding is zero: no expert
-        chosen = choices.flatten(-2)
-        _, place, counts = sort_choices(chosen, experts)
-        key = chosen.clamp(min=0)
-        rank = place - (counts.cumsum(-1) - counts - _before(counts)).gather(-1, key)
-        kept = torch.where((chosen >= 0) & (rank < capacity), chosen, -1).unflatten(-1, (-1, index.shape[-1]))
-        return kept if home is None else join_devices(kept + 1, home) - 1
+        if not isinstance(index, Tensor):
+            return _keep_first(index, experts, capacity)
+        rows: Any = index.redistribute(tuple(p if p == Shard(0) else Replicate() for p in index.placements))
+        choices = split_devices(rows + 1) - 1  # padding is zero: no expert
+        kept: Any = _keep_first(choices, experts, capacity) + 1
+        return join_devices(kept, rows.topology) - 1
+
+
+def _keep_first(choices: torch.Tensor, experts: int, capacity: int) -> torch.Tensor:
+    chosen = choices.flatten(-2)
+    _, place, counts = sort_choices(chosen, experts)
+    first = counts.cumsum(-1) - counts - _before(counts)
+    rank = place - first.gather(-1, chosen.clamp(min=0, max=experts - 1))
+    kept: torch.Tensor = torch.where((chosen >= 0) & (rank < capacity), chosen, -1).unflatten(-1, choices.shape[-2:])
+    return kept
 
 
 def _before(counts: torch.Tensor) -> torch.Tensor:
     """How many choices of each expert earlier devices have, of [*devices, experts]."""
     if not isinstance(counts, Tensor) or counts.ndim == 1:
         return torch.zeros_like(counts)
-    whole = counts.redistribute((Replicate(),) * counts.mesh.ndim).flatten(0, -2)
-    return (whole.cumsum(0) - whole).unflatten(0, counts.shape[:-1])
+    whole: torch.Tensor = counts.redistribute((Replicate(),) * counts.mesh.ndim).flatten(0, -2)
+    before: torch.Tensor = (whole.cumsum(0) - whole).unflatten(0, counts.shape[:-1])
+    return before
 
 
 def sort_choices(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choices in the order of their experts, where each went, and how many each expert has."""
-    key = torch.where(chosen < 0, experts, chosen)
+    key = torch.where((chosen < 0) | (chosen >= experts), experts, chosen)
     order = key.argsort(dim=-1, stable=True)
     counts = key.new_zeros((*key.shape[:-1], experts + 1)).scatter_add(-1, key, torch.ones_like(key))
     return order, order.argsort(-1), counts[..., :experts]

@@ -170,7 +170,7 @@ def to_dtensor(self: Tensor, device_mesh: DeviceMesh | None = None) -> DTensor:
             fix="leave device_mesh out",
         )
     if not tensor.mesh.is_split:
-        return _make_dtensor(to_dense(tensor, "to_dtensor"), tensor.topology.reduced, where)
+        return _make_dtensor(to_dense(tensor, "to_dtensor", on_host=True), tensor.topology.reduced, where)
     shared = _nearest_shared(tensor.topology)
     found = _make_dtensor(_local_part(redistribute(tensor, shared.placements)), shared, where)
     return found if shared is tensor.topology else found.redistribute(placements=_all_theirs(tensor.topology))
@@ -197,6 +197,12 @@ def _check_one_device(tensor: Tensor) -> None:
             "a DTensor needs torch's processes, and they are not initialised",
             tensor=tensor.topology,
             fix="start with torchrun and open the mesh, or torch.distributed.init_process_group(...)",
+        )
+    if mesh.ranks:
+        raise MeshError(
+            f"a DTensor is on all processes, and this tensor is held by ranks {list(mesh.ranks)}",
+            tensor=tensor.topology,
+            fix="bring it to a mesh of all processes first: x.redistribute(placements, mesh=mesh)",
         )
     if math.prod(mesh.local_shape) != 1 and (mesh.is_split or HERE.count > 1):
         raise MeshError(

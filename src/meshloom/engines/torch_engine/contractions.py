@@ -66,7 +66,8 @@ def _expert_mm(input: torch.Tensor, mat2: torch.Tensor, number: torch.Tensor) ->
     order = expert.argsort(stable=True)
     counts = expert.bincount(minlength=experts + 1)[:experts].tolist()
     order = order[: sum(counts)]
-    products = [some @ each for some, each in zip(rows[order].split(counts), mat2.unbind(), strict=True)]
+    with torch.autocast(rows.device.type, enabled=False):  # as torch's own product in groups
+        products = [some @ each for some, each in zip(rows[order].split(counts), mat2.unbind(), strict=True)]
     return rows.new_zeros(rows.shape[0], mat2.shape[2]).index_copy(0, order, torch.cat(products)).reshape(shape)
 
 

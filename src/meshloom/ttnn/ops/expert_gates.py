@@ -48,7 +48,8 @@ def moe(input_tensor: Tensor, expert_mask_tensor: Tensor, topk_mask_tensor: Tens
 def _score(name: str, function: str, block: Block) -> Block:
     if function not in SCORES:
         raise ArgumentError(f"ttnn.{name}: score_func={function!r}", fix=" or ".join(map(repr, SCORES)))
-    return SCORES[function](block.float())
+    scores: Block = SCORES[function](block.float())
+    return scores
 
 
 def _choose(

@@ -398,7 +398,8 @@ class ProcessCard(ImitatedCard):
         driver = self._driver
         arenas = (self._arena, driver.mail)
         sizes = [each.size for each in arenas]
-        settings = Settings(self._index, sizes, driver.threads, driver.memory_limit, list(map(str, sys.path)))
+        path, folder = list(map(str, sys.path)), os.getcwd()
+        settings = Settings(self._index, sizes, driver.threads, driver.memory_limit, path, folder)
         self._life = life.start(arenas, self._index, settings._asdict())
         self._known: set[int] = set()
         self._lost = self._ending = ""

@@ -81,6 +81,7 @@ class Settings(NamedTuple):
     threads: int
     limit: int | None  # bytes that it may have beside the arena
     path: list[str]  # where modules are
+    folder: str  # in which the owner works
 
 
 def live(line: socket.socket, memories: Sequence[int], settings: Settings, server: int) -> None:
@@ -94,6 +95,8 @@ def live(line: socket.socket, memories: Sequence[int], settings: Settings, serve
     with contextlib.suppress(OSError):  # not on this system: the kernel then chooses among all processes
         Path("/proc/self/oom_score_adj").write_text("1000")
     sys.path[:] = settings.path
+    with contextlib.suppress(OSError):  # it is gone, and was of no use to the owner either
+        os.chdir(settings.folder)
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.card)
     os.register_at_fork(after_in_child=line.close)
