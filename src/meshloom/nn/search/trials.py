@@ -120,6 +120,7 @@ class Trials:
         self.folded = Folded(task.module)
         self.sample = self.folded.with_blocks(dict.fromkeys(self.folded.counts, 1))
         self.known: dict[object, Price | None] = {}
+        self.unfolded: Exception | None = None  # why the model cannot be run with fewer blocks
         self.refused: dict[tuple[Mesh, str], MeshloomError] = {}  # what could not be tried, and why
         self.whole: dict[tuple[Mesh, str], DryRun] = {}
 
@@ -147,13 +148,20 @@ class Trials:
 
     def _price(self, mesh: Mesh, recipe: Recipe) -> Price:
         """What all blocks cost: those of one block of each kind, and what a second one of a kind adds, as often as it
-        is there. A model of few blocks is run as it is."""
+        is there. A model of few blocks is run as it is, and one that cannot do without some of them."""
+        if self.unfolded is None and max(self.folded.counts.values(), default=1) > FEW:
+            try:
+                return self._draw_out(mesh, recipe)
+            except MeshloomError:
+                raise
+            except Exception as error:  # a model may count on all of its blocks being there
+                self.unfolded = error
+        return _read(self.verify(mesh, recipe))
+
+    def _draw_out(self, mesh: Mesh, recipe: Recipe) -> Price:
         counts = self.folded.counts
-        if max(counts.values(), default=1) <= FEW:
-            return _read(self.verify(mesh, recipe))
         one = dict.fromkeys(counts, 1)
-        base = self._measure(mesh, recipe, one)
-        total = base
+        base = total = self._measure(mesh, recipe, one)
         for kind, count in counts.items():
             if count > 1:
                 more = self._measure(mesh, recipe, {**one, kind: 2})
