@@ -59,12 +59,35 @@ class Event:
         return f"{self.collective} for {self.call}{backward} at {self.where}"
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Bytes between the host and cards that have memory of their own, with the line of the program that caused it.
+
+    >>> print(Transfer("host read", 4096, 4, "softmax", "train.py:12"))
+    host read of 4096 B from 4 cards for softmax at train.py:12
+    """
+
+    kind: str  # "host read" or "host write"
+    bytes: int  # of all cards together
+    cards: int
+    call: str
+    where: str
+    phase: str = "forward"
+
+    def __str__(self) -> str:
+        way = "from" if self.kind == "host read" else "to"
+        backward = " backward" if self.phase == "backward" else ""
+        cards = f"{self.cards} card{'' if self.cards == 1 else 's'}"
+        return f"{self.kind} of {self.bytes} B {way} {cards} for {self.call}{backward} at {self.where}"
+
+
 @dataclass
 class Log:
     """What happened while it was open.
 
     `calls` are the planned calls in order (plans, or a text for a call that went through the fallback), `pending` the
-    sums of leaves that `accumulate` holds back.
+    sums of leaves that `accumulate` holds back, `transfers` what went between the host and cards with memory of their
+    own.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -72,6 +95,7 @@ class Log:
     fallbacks: Counter[str] = field(default_factory=Counter)
     pending: list[Event] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)  # for each call, how many events there were before its own
+    transfers: list[Transfer] = field(default_factory=list)
     assumed: dict[str, str] = field(default_factory=dict)  # what was taken for granted where there were no values
 
     def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
@@ -107,6 +131,10 @@ class Log:
     def note_move(self, tensor: Any, target: Any, data: Any) -> None:
         """The program has redistributed a tensor: to which topology, and the array that came of it."""
 
+    def note_transfer(self, transfer: Transfer) -> None:
+        """Bytes went between the host and cards."""
+        self.transfers.append(transfer)
+
     def note_sent(self, kind: str, processes: int, size: int) -> None:
         """A collective between processes is about to run, of so many bytes of this one."""
 
@@ -118,7 +146,7 @@ class Log:
     @property
     def host_bytes(self) -> int:
         """The bytes that went through the host."""
-        return sum(event.host for event in self.events)
+        return sum(event.host for event in self.events) + sum(each.bytes for each in self.transfers)
 
     def kinds(self) -> Counter[str]:
         """How often each collective ran."""
@@ -133,6 +161,7 @@ class Log:
     def __str__(self) -> str:
         lines = [str(event) for event in self.events]
         lines += [f"fallback: {name} x{count}" for name, count in self.fallbacks.items()]
+        lines += map(str, self.transfers)
         return "\n".join([*lines, f"{len(self.events)} collectives, {self.bytes} B per device"])
 
 
@@ -162,6 +191,24 @@ class Policy:
                 fix="place the operands so that they line up, ask for another output, or allow it here",
             )
         warnings.warn(f"{first.call} communicates {size} B at {first.where}", CommunicationWarning, stacklevel=3)
+
+    def check_transfer(self, transfer: Transfer) -> None:
+        """Raise or warn before an op goes through the host."""
+        if self.level == "allow" or transfer.bytes <= (self.above if self.level == "warn" else 0):
+            return
+        if self.level == "forbid":
+            raise CommunicationError(
+                f"{transfer.call} would move {transfer.bytes} B through the host where communication is forbidden",
+                where=transfer.where,
+                moves=f"{transfer.kind} ({transfer.phase})",
+                fix="use a driver that offers a kernel for it, place the operands so that its kernel fits, "
+                "or allow it here",
+            )
+        warnings.warn(
+            f"{transfer.call} moves {transfer.bytes} B through the host at {transfer.where}",
+            CommunicationWarning,
+            stacklevel=3,
+        )
 
 
 class State(threading.local):
@@ -213,6 +260,13 @@ class State(threading.local):
         """Let the policy object before anything is done."""
         if self.policy is not None:
             self.policy.check(events)
+
+    def tell_transfer(self, transfer: Transfer, is_asked: bool) -> None:
+        """Bytes are about to go between the host and cards; those that the program asked for are never refused."""
+        if self.policy is not None and not is_asked:
+            self.policy.check_transfer(transfer)
+        for log in self.logs:
+            log.note_transfer(transfer)
 
     def assume(self, what: str, value: str) -> None:
         """Write into every open log what is taken for granted because there are no values to look at."""

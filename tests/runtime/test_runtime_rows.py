@@ -26,7 +26,6 @@ from meshloom.errors import (
     OutOfMemoryError,
     RaceError,
     ShapeError,
-    UnsupportedError,
 )
 from meshloom.processes import discovery as control
 from meshloom.runtime import (
@@ -637,7 +636,7 @@ def test_row_177_every_use_of_a_tensor_on_a_closed_mesh_device_raises():
     for made in (
         lambda: loom.ones(4, mesh=mesh),
         lambda: loom.distribute([1.0], mesh.mesh),
-        lambda: loom.Parameter(torch.ones(4), mesh),
+        lambda: loom.Parameter(torch.ones(4), mesh, "S(0), S(0)"),
     ):
         with pytest.raises(ClosedError, match="has been closed"):
             made()
@@ -712,23 +711,26 @@ def test_row_177_use_after_close_raises_in_the_runtime_and_in_ttnn():
             use()
 
 
-def test_tensors_on_cards_with_memory_of_their_own_are_refused():
+def test_tensors_on_cards_with_memory_of_their_own_lie_there():
     with open_mesh_device((2, 2), driver=Strangers()) as mesh:
         for make in (
             lambda: loom.ones(4, mesh=mesh),
             lambda: loom.randn(4, mesh=mesh.mesh),
             lambda: loom.distribute(torch.ones(4), mesh),
             lambda: loom.from_local([torch.ones(1)] * 4, mesh, "S(0), S(0)"),
-            lambda: loom.Parameter(torch.ones(4), mesh),
+            lambda: loom.Parameter(torch.ones(4), mesh, "S(0), S(0)"),
         ):
-            with pytest.raises(UnsupportedError, match="would stay in host memory"):
-                make()
-        assert not any(card.memory for card in mesh.cards)
+            made = make()
+            held = [next(iter(card.memory.values())) for card in mesh.cards]
+            assert torch.cat(held).equal(made.to_torch().detach())
+            del made
+            assert not any(card.memory for card in mesh.cards)
     with ttnn.create_mesh_device(ttnn.MeshShape(2, 2), driver=Strangers()) as device:
         host = ttnn.from_torch(torch.ones(4, 4))
-        for make in (lambda: ttnn.from_torch(torch.ones(4), device=device), lambda: ttnn.to_device(host, device)):
-            with pytest.raises(UnsupportedError, match="would stay in host memory"):
-                make()
+        for make in (lambda: ttnn.from_torch(torch.ones(4, 4), device=device), lambda: ttnn.to_device(host, device)):
+            made = make()
+            assert all(next(iter(card.memory.values())).sum() == 16 for card in device.runtime.cards)
+            del made
 
 
 def test_row_098_shuffled_completion_finds_a_planted_race_that_the_usual_order_hides():

@@ -41,6 +41,7 @@ from meshloom.engines.layout import short_name, torch_dtype
 from meshloom.errors import CheckpointError, MeshloomError, closest
 from meshloom.placement import Replicate, Shard, Topology, extents
 from meshloom.processes.exchange import agree
+from meshloom.runtime.card_array import CardArray
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.lazy import Lazy
 from meshloom.types import Shape
@@ -109,6 +110,11 @@ def _act(found: dict[str, Any], folder: Any, progress: Progress) -> None:
         ) from error
 
 
+def is_copied_to(target: torch.Tensor) -> bool:
+    """Whether files are read beside a tensor and copied in: it asks for its array, or cards hold it."""
+    return isinstance(target, Lazy) or (isinstance(target, Tensor) and isinstance(target._data, CardArray))
+
+
 @dataclass
 class Read:
     """A tensor to be read: what is saved, where it goes, and what this process holds of it."""
@@ -134,7 +140,7 @@ class Read:
 
     def finish(self) -> None:
         """Let torch and the tensor know that its memory was written."""
-        if self.is_fresh and isinstance(self.target, Lazy):
+        if self.is_fresh and is_copied_to(self.target):
             with torch.no_grad():
                 self.target.copy_(Tensor(self.target.topology, self.array))
             return
@@ -276,7 +282,7 @@ class _Planning:
         key, name = identity(target), next(iter(node.values()))
         if target.numel() and self.targets.setdefault(key, name) != name:
             raise self.refuse(path, f"it is the same tensor as {self.targets[key]!r} here, and another one there")
-        if isinstance(target, Lazy):
+        if isinstance(target, Tensor) and is_copied_to(target):
             self.plan.reads.append(Read(saved, target, make_room(target.topology), True))
         else:
             self.plan.reads.append(Read(saved, target, target._data if isinstance(target, Tensor) else target))
@@ -307,7 +313,8 @@ class _Planning:
             made = torch.empty(saved.shape, dtype=torch_dtype(saved.dtype), device=device)
         else:
             made = Tensor(topology, make_room(topology))
-        self.plan.reads.append(Read(saved, made, made._data if isinstance(made, Tensor) else made, True))
+        here = make_room(topology) if topology is not None and is_copied_to(made) else getattr(made, "_data", made)
+        self.plan.reads.append(Read(saved, made, here, True))
         return made
 
     def fresh_dense(self, tag: str, inside: Any, path: Path) -> torch.Tensor:

@@ -54,6 +54,7 @@ from meshloom.mesh import HERE
 from meshloom.placement import extents
 from meshloom.processes.divergence import checksum, some_of
 from meshloom.processes.exchange import agree
+from meshloom.runtime.card_array import to_host
 from meshloom.tensor.base import Tensor
 
 LARGE = 4 << 30  # bytes after which a process begins another file
@@ -341,7 +342,7 @@ class Job:
             fits = zip(inside, piece.shape, extent.shape, strict=True)
             if all(a >= 0 and a + size <= whole for a, size, whole in fits):
                 place = tuple(map(sum, zip(extent.place, inside, strict=True)))
-                return tensor._data.detach()[_slices(place, piece.shape)]
+                return to_host(tensor._data.detach()[_slices(place, piece.shape)])
         return None
 
     def _assemble(self, piece: Share) -> torch.Tensor:
@@ -356,7 +357,7 @@ class Job:
                 shape = tuple(b - a for a, b in zip(first, last, strict=True))
                 at = tuple(a - s for a, s in zip(first, piece.start, strict=True))
                 place = tuple(a - s + p for a, s, p in zip(first, extent.start, extent.place, strict=True))
-                found[_slices(at, shape)] = tensor._data.detach()[_slices(place, shape)]
+                found[_slices(at, shape)] = to_host(tensor._data.detach()[_slices(place, shape)])
         return found
 
     def run(self, told: Callable[[int], None]) -> None:

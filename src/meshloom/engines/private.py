@@ -58,6 +58,11 @@ fused_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cp
 fused_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # products of tokens with the experts that they belong to
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
+# torch's own call on a tensor of a class of ours, which is not asked: `squeeze_` changes its sizes
+DisableTorchDispatch: Callable[[], AbstractContextManager[object]] = torch._C._DisableTorchDispatch
+# the marks of an array that stands for the conjugate, or the negative, of what lies in its memory
+set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
+set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
 # an array seen with the other sign, as imaginary parts of conjugates are
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 # array calls seen as they are made, by their operator, or left alone; lists and dictionaries of tensors taken apart

@@ -32,13 +32,15 @@ FEW = 1 << 20
 
 
 class Lease(Protocol):
-    """What a device gives the meshes that it owns: it ends when the device is closed."""
+    """What a device gives the meshes that it owns: it ends when the device is closed.
+
+    `store` is where tensors lie whose device has memory of its own; None where they lie in this process's.
+    """
+
+    store: Any
 
     def check_open(self) -> None:
         """An error if it has been closed."""
-
-    def check_tensors(self) -> None:
-        """An error if tensors cannot lie on it."""
 
 
 class Homes(Sequence[Home]):

@@ -11,7 +11,7 @@ from meshloom.cost import fastest
 from meshloom.errors import ArgumentError
 from meshloom.observe.advice import Flow, advise, describe_advice
 from meshloom.planner import Advice, Plan, consider
-from meshloom.runtime import Event, Log, state
+from meshloom.runtime import Event, Log, Transfer, state
 
 PAGE = 40  # calls up to which each is printed with its rows; a longer program is one page
 
@@ -32,6 +32,16 @@ class Explanation:
     def bytes(self) -> int:
         """The bytes that one device would receive."""
         return self.log.bytes
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What would go between the host and cards with memory of their own, backward included."""
+        return self.log.transfers
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that would go through the host."""
+        return self.log.host_bytes
 
     @property
     def plans(self) -> list[Plan]:
@@ -91,6 +101,8 @@ class Explanation:
             lines += ["also:", *(f"  {event}" for event in moved)]
         if self.log.pending:
             lines += ["held back by accumulate:", *(f"  {event}" for event in self.log.pending)]
+        if self.transfers:
+            lines += ["through the host:", *(f"  {each}" for each in self.transfers)]
         if len(self.log.calls) <= PAGE and self.advice is not None:
             lines += describe_advice(self.advice)
         count = len(self.events)
@@ -126,6 +138,8 @@ def _page(found: Explanation) -> Iterator[str]:
     yield f"{len(found.log.calls)} calls, {len(found.events)} collectives, {found.bytes} B per device"
     yield f"{found.cost * 1e3:.3f} ms by the planner's prices, which leave backward's compute out"
     yield from _moved(found.events)
+    if found.transfers:
+        yield f"{len(found.transfers)} transfers between host and cards, {found.host_bytes} B: found.transfers"
     groups: dict[str, list[float]] = {}
     for each, where in found.log.calls:
         text = next(_describe(each, where, rows=False)) if isinstance(each, Plan) else f"{each}  at {where}"

@@ -214,7 +214,12 @@ class _Exchange(Transfer):
         self._out = MeshBuffer(device, self._config(shard_shape), name=f"{self._kind}({self._x.name})")
         self._work = MeshBuffer(device, self._copy_config()) if self._needs_work else None
         self.buffers = tuple(each for each in (self._x, self._out, self._work) if each is not None)
-        device.queue(cq_id).submit(self, blocking)
+        try:
+            device.queue(cq_id).submit(self, blocking)
+        except BaseException:
+            for made in self.buffers[1:]:
+                made.free()
+            raise
         return self._out
 
     def accesses(self) -> Iterable[Access]:
@@ -351,11 +356,11 @@ class _Exchange(Transfer):
         """Where every chunk of a schedule lies."""
         elements = math.prod(self._x.local_shape)
         if self._kind == "all_reduce":
-            return _cut(..., chunk_sizes(elements, schedule.chunks))
+            return cut_pieces(..., chunk_sizes(elements, schedule.chunks))
         found: list[Piece] = [Piece(..., 0, 0)] * schedule.chunks
         each = elements if self._kind == "all_gather" else elements // self._members
         for chunks, index in zip(chunks_by_owner(schedule), self._slices(), strict=True):
-            for chunk, piece in zip(chunks, _cut(index, chunk_sizes(each, len(chunks))), strict=True):
+            for chunk, piece in zip(chunks, cut_pieces(index, chunk_sizes(each, len(chunks))), strict=True):
                 found[chunk] = piece
         return found
 
@@ -384,7 +389,8 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     return (total / len(parts) if op == "mean" else total).to(kind, copy=len(parts) == 1)
 
 
-def _cut(index: Any, sizes: Sequence[int]) -> list[Piece]:
+def cut_pieces(index: Any, sizes: Sequence[int]) -> list[Piece]:
+    """The chunks of what an index names, one after the other."""
     found, start = [], 0
     for size in sizes:
         found.append(Piece(index, start, start + size))

@@ -24,6 +24,7 @@ from meshloom.processes.discovery import Scope, check_scope
 from meshloom.runtime import accounts
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.card import Card, EndableCard
+from meshloom.runtime.card_memory import CardStore
 from meshloom.runtime.chips import Grid
 from meshloom.runtime.geometry import MeshShape, MeshType
 from meshloom.runtime.leases import Lease
@@ -31,7 +32,7 @@ from meshloom.runtime.links import discover_links
 from meshloom.runtime.memory import Region, Usage
 from meshloom.runtime.queue import MeshCommandQueue
 from meshloom.runtime.runners import Runner
-from meshloom.runtime.system import Entry, System
+from meshloom.runtime.system import Entry, System, close_cards
 from meshloom.runtime.trace import Capture, Trace
 from meshloom.runtime.workload import MeshWorkload
 
@@ -59,9 +60,10 @@ class MeshDevice:
     ) -> None:
         self.id = next(_ids)
         self.system, self.numbers, self.parent = system, tuple(numbers), parent
-        driver = None if system.driver.shares_memory else type(system.driver).__name__
-        self.lease = Lease(_describe_mesh(mesh), driver)
+        self.lease = Lease(_describe_mesh(mesh))
         self.mesh = mesh.with_lease(self.lease)
+        if not system.driver.shares_memory:
+            self.lease.store = CardStore(system, self.mesh, self.numbers)
         self.mesh_type = mesh_type
         self.mask = sum(1 << number for number in self.numbers)
         self.closed = self.is_closing = False
@@ -373,7 +375,7 @@ class MeshDevice:
         self.is_closing = True
         stopped = [queue.runner.stop(timeout) for queue in self.queues]
         self._stop.detach()
-        errors = [error for queue in self.queues if (error := queue.forget()) is not None]
+        errors: list[Exception] = [error for queue in self.queues if (error := queue.forget()) is not None]
         for trace in list(self._traces.values()):
             trace.release()
         self._hung.clear()
@@ -384,9 +386,7 @@ class MeshDevice:
         accounts.note_closed(self)
         self.lease.end()
         if self.parent is None:
-            for card in self.system.cards:
-                if card is not None:
-                    card.close()
+            errors += close_cards(self.system.cards)
         if not all(stopped):
             late = [queue.cq_id for queue, ended in zip(self.queues, stopped, strict=True) if not ended]
             raise DeviceTimeoutError(

@@ -8,9 +8,13 @@ So the next use of such a tensor is a first use, and ends at what is missing. On
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from meshloom.errors import ClosedError, UnsupportedError
+from meshloom.errors import ClosedError
 from meshloom.placement import Topology
+
+if TYPE_CHECKING:
+    from meshloom.runtime.card_memory import CardStore
 
 _listeners: list[Callable[[Lease], None]] = []
 
@@ -23,29 +27,21 @@ def listen(listener: Callable[[Lease], None]) -> None:
 class Lease:
     """The time in which a device is open, for the meshes that it has."""
 
-    __slots__ = ("_closed", "_name", "driver")
+    __slots__ = ("_closed", "_name", "store")
 
-    def __init__(self, name: str, driver: str | None) -> None:
+    def __init__(self, name: str) -> None:
         self._name, self._closed = name, False
-        self.driver = driver  # the name of one whose cards have memory of their own
+        self.store: CardStore | None = None  # of cards that have memory of their own
 
     def check_open(self) -> None:
         """An error if the device has been closed."""
         if self._closed:
             raise ClosedError(f"{self._name} has been closed", fix="open it again: open_mesh_device(...)")
 
-    def check_tensors(self) -> None:
-        """An error if tensors cannot lie on the device: it is closed, or its memory is not this process's."""
-        self.check_open()
-        if self.driver is not None:
-            raise UnsupportedError(
-                f"tensors do not lie on the cards of {self.driver} yet: they would stay in host memory",
-                device=self._name,
-                fix="use create_mesh_buffer, queues and workloads there, or a mesh of virtual devices for tensors",
-            )
-
     def end(self) -> None:
         """The device is closed: so is all that lies on it."""
+        if self.store is not None and not self._closed:
+            self.store.close()
         self._closed = True
         if Topology.close(self):
             for listener in _listeners:

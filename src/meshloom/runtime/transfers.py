@@ -13,6 +13,7 @@ from meshloom.errors import ArgumentError, DTypeError, PlacementError, ShapeErro
 from meshloom.mesh import Coordinate
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.card import Card
+from meshloom.runtime.card_array import borrow
 from meshloom.runtime.layouts import need_topology
 from meshloom.runtime.storage import Block
 
@@ -183,11 +184,9 @@ def part_shape(buffer: MeshBuffer, index: Any) -> tuple[int, ...]:
 def stored_array(buffer: MeshBuffer) -> torch.Tensor:
     """The array that a tensor over the buffer shares, or an error if its devices no longer agree."""
     storage = buffer.storage
-    if not isinstance(storage, Block):
-        raise PlacementError(
-            f"{buffer.name} is not in this process's memory", fix="read it: queue.enqueue_read(buffer)"
-        )
     need_topology(buffer.layout)
+    if not isinstance(storage, Block):
+        return borrow(buffer)
     if storage.data is None:
         raise PlacementError(
             f"{buffer.name} was written at single coordinates: its devices may differ",

@@ -14,6 +14,7 @@ import torch
 
 from meshloom.errors import OutOfMemoryError, where
 from meshloom.runtime import accounts, state
+from meshloom.runtime.card_array import CardArray
 
 if TYPE_CHECKING:
     from meshloom.runtime.device import MeshDevice
@@ -32,7 +33,7 @@ def account(tensor: Tensor, data: torch.Tensor) -> None:
     """Note that a tensor on the mesh of a device has this array."""
     device = accounts.account_of(tensor.topology.mesh)
     before = _held.get(id(tensor))
-    if device is None or data.is_meta:
+    if device is None or data.is_meta or data.__class__ is CardArray:  # whose memory is the cards' own
         return
     key = id(device.system), data.untyped_storage()._cdata
     if key == before:

@@ -20,6 +20,7 @@ from meshloom.mesh import Mesh
 from meshloom.placement import Placement, Replicate, Topology
 from meshloom.placement.picture import draw_html
 from meshloom.runtime import state
+from meshloom.runtime.card_array import lay, to_host
 from meshloom.tensor.accounting import account
 
 
@@ -99,6 +100,9 @@ class Tensor(torch.Tensor):
         def __getattr__(self, name: str) -> Any: ...
 
     def __new__(cls, topology: Topology, data: torch.Tensor) -> Tensor:
+        lease = topology.mesh.lease
+        if lease is not None and lease.store is not None:
+            data = lay(data, topology, lease.store)
         tracked = data.requires_grad
         made: Tensor = _make(
             Tensor, topology.shape, None, None, None, data.dtype, torch.strided, data.device, False, tracked, None,
@@ -106,15 +110,18 @@ class Tensor(torch.Tensor):
         )  # fmt: skip
         made.topology = topology
         made._data = data
-        if topology.mesh.lease is not None:
+        if lease is not None:
             account(made, data)
         return made
 
     def _replace(self, data: torch.Tensor) -> None:
         """Give the tensor another array."""
+        lease = self.topology.mesh.lease
+        if lease is not None and lease.store is not None:
+            data = lay(data, self.topology, lease.store)
         self._data = data
         vars(self).pop("_dense", None)
-        if self.topology.mesh.lease is not None:
+        if lease is not None:
             account(self, data)
         self._mirror()
 
@@ -166,10 +173,11 @@ class Tensor(torch.Tensor):
 
     @property
     def block(self) -> torch.Tensor:
-        """What this process holds: mesh axes first (size 1 where replicated), then the shard's dims. Shares memory."""
+        """What this process holds: mesh axes first (size 1 where replicated), then the shard's dims. Shares memory,
+        unless cards with memory of their own hold it: then it is read."""
         self.topology.check_open()
         self._guard()
-        return to_block(self._data, self.topology)
+        return to_block(to_host(self._data), self.topology)
 
     def shard_at(self, coordinate: Sequence[int]) -> torch.Tensor:
         """What the device at a coordinate holds, padding left out.
@@ -237,10 +245,10 @@ class Tensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         refuse_part(self.topology)
-        return (rebuild, self._value()) if self._is_param else (Tensor, (self.topology, self._data))
+        return (rebuild, self._value()) if self._is_param else (Tensor, (self.topology, to_host(self._data)))
 
     def _value(self) -> tuple[Topology, torch.Tensor, bool]:
-        return self.topology, self._data.detach(), self._data.requires_grad
+        return self.topology, to_host(self._data.detach()), self._data.requires_grad
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         name = "Parameter containing:\nTensor" if self._is_param else "Tensor"

@@ -86,7 +86,7 @@ def _choose_mesh(mesh: Mesh | None) -> Mesh:
     if not isinstance(found, Mesh):
         raise MeshError(f"mesh= takes a mesh, not {found!r}", fix="open one with loom.open_mesh((2, 4))")
     if found.lease is not None:
-        found.lease.check_tensors()
+        found.lease.check_open()
     return found
 
 

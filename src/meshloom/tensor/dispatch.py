@@ -20,10 +20,10 @@ from meshloom.ops.binding import bind, refer
 from meshloom.placement import Partial, Topology
 from meshloom.planner import Plan, plan, retype
 from meshloom.processes.divergence import STORY
-from meshloom.processes.split_kernel import kernel_of
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS, freeze
+from meshloom.tensor.card_kernel import kernel_for
 from meshloom.tensor.entries import CACHE, Entry, identity, remember
 from meshloom.tensor.reading import Reader, autocast_key, follow_to_meta, read_number, read_request
 from meshloom.tensor.views import attach
@@ -112,7 +112,7 @@ class Resolved:
             decided = plan_call(Call(self.op.name, operands, arguments, leaves), request)
         except MeshloomError as error:
             raise locate(error, self.op.name, operands) from None
-        kernel = kernel_of(decided)
+        kernel = kernel_for(decided)
         return Entry(decided, kernel, _direct(decided, kernel))
 
     def perform(self) -> Any:

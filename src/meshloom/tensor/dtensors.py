@@ -170,7 +170,7 @@ def to_dtensor(self: Tensor, device_mesh: DeviceMesh | None = None) -> DTensor:
             fix="leave device_mesh out",
         )
     if not tensor.mesh.is_split:
-        return _make_dtensor(to_dense(tensor, "to_dtensor"), tensor.topology.reduced, where)
+        return _make_dtensor(to_dense(tensor, "to_dtensor", on_host=True), tensor.topology.reduced, where)
     shared = _nearest_shared(tensor.topology)
     found = _make_dtensor(_local_part(redistribute(tensor, shared.placements)), shared, where)
     return found if shared is tensor.topology else found.redistribute(placements=_all_theirs(tensor.topology))

@@ -133,7 +133,7 @@ def follow(
             sources.append((i, data.grad_fn or tensors[i], data.output_nr))
     note = Note(call, back, place_of(sys._getframe(depth)), sources)
     operands = () if is_written else tensors
-    if results.__class__ is torch.Tensor:
+    if isinstance(results, torch.Tensor):
         return _mark(results, note, operands)
     return tuple(_mark(each, note, operands) for each in results)
 

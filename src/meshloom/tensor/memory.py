@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from meshloom.runtime.card_array import CardArray
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.moving import same_storage, shadow_of, to_torch
 from meshloom.tensor.views import base_of, moved_view, recipe_of
@@ -42,7 +43,7 @@ def dense_of(tensor: Tensor) -> torch.Tensor:
         return found
     is_here = not topology.mesh.ranks  # where some processes hold it, all of them ask for it
     is_dense = topology.is_whole and tuple(data.shape) == topology.shape and data.is_contiguous()
-    if is_here and (data.is_meta or is_dense):
+    if is_here and (data.is_meta or (is_dense and data.__class__ is not CardArray)):
         return data
     dense = to_torch(tensor).detach().contiguous()
     storage = data.untyped_storage()

@@ -291,7 +291,8 @@ def _place_like(value: Any, like: Topology) -> Tensor:
     """A tensor, of any mesh or a dense one, with the mesh and the placements of another."""
     if isinstance(value, Tensor) and value.mesh == like.mesh:
         return redistribute(value, like.placements)
-    return place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, like.mesh, like.placements)
+    dense = to_dense(value, "to_torch", on_host=True) if isinstance(value, Tensor) else value
+    return place(dense, like.mesh, like.placements)
 
 
 def set_gradient(tensor: Tensor, value: object) -> None:
@@ -359,7 +360,11 @@ def _set_data(self: Tensor, value: Any) -> None:
 
 def _as_it_is(value: Any, mesh: Any) -> Tensor:
     on_mesh = isinstance(value, Tensor) and value.mesh == mesh
-    return value if on_mesh else place(to_dense(value, "to_torch") if isinstance(value, Tensor) else value, mesh, {})
+    return (
+        value
+        if on_mesh
+        else place(to_dense(value, "to_torch", on_host=True) if isinstance(value, Tensor) else value, mesh, {})
+    )
 
 
 def _torch_dispatch(cls: type, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -392,7 +397,7 @@ _OWN: dict[str, Any] = {
     "is_contiguous": lambda self, **_: True,
     "is_same_size": lambda self, other: self.shape == other.shape,
     "element_size": lambda self: self._data.element_size(),
-    "_read": lambda self, call: to_dense(shadow_of(self), call).detach(),
+    "_read": lambda self, call: to_dense(shadow_of(self), call, on_host=True).detach(),
     "_seen": staticmethod(watch_dense),
     "data_ptr": data_ptr,
     "untyped_storage": untyped_storage,

@@ -16,6 +16,7 @@ from meshloom.placement import Placements, Replicate, Topology, as_placements
 from meshloom.planner import moves, settle
 from meshloom.processes.divergence import STORY
 from meshloom.runtime import Event, state, where
+from meshloom.runtime.card_array import CardArray, run_op, to_host
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked, watch_dense
 from meshloom.tensor.joining import refuse_plain_results
@@ -29,6 +30,8 @@ def shadow_of(tensor: Tensor) -> Tensor:
 
 def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two arrays share memory."""
+    if isinstance(first, CardArray) or isinstance(second, CardArray):
+        return isinstance(first, CardArray) and isinstance(second, CardArray) and first.memory is second.memory
     if first.is_meta or second.is_meta:
         return first is second or (first._is_view() and first._base is second)
     held, other = first.untyped_storage(), second.untyped_storage()
@@ -144,13 +147,30 @@ def _keep_target(key: object, target: Topology) -> None:
     _TARGETS[key] = target
 
 
-def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
-    """The stored array of a tensor at another topology; may share memory with it."""
-    source = tensor.topology
+def carry(tensor: Tensor, target: Topology, call: str, on_host: bool = False) -> torch.Tensor:
+    """The stored array of a tensor at another topology; may share memory with it. With `on_host` it is read first,
+    where cards with memory of their own hold it."""
+    source, array = tensor.topology, tensor._data
+    if on_host:
+        array = to_host(array)
     if source is target:
-        return tensor._data
-    if state.plain and not (source.mesh.is_split or tensor._data.requires_grad):
-        return move(tensor._data, source, target, state.machine, call)
+        return array
+    if array.__class__ is CardArray:
+        return _carry_on_cards(tensor, target, call)
+    if state.plain and not source.mesh.is_split and not array.requires_grad:
+        return move(array, source, target, state.machine, call)
+    return _carry(tensor, array, target, call)
+
+
+def _carry_on_cards(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
+    """The same where cards with memory of their own hold the array: at the end they hold what came of it."""
+    store = tensor.topology.mesh.lease.store  # type: ignore[union-attr]
+    found: torch.Tensor = run_op(call, lambda: _carry(tensor, tensor._data, target, call), (target,), store)
+    return found
+
+
+def _carry(tensor: Tensor, array: torch.Tensor, target: Topology, call: str) -> torch.Tensor:
+    source = tensor.topology
     events: list[Event] = []
     if state.watching:
         line = where()
@@ -159,7 +179,7 @@ def carry(tensor: Tensor, target: Topology, call: str) -> torch.Tensor:
         events = [Event(each, call, line) for each in moves(source, target, state.machine)]
         state.check(events)
     STORY.identity = tensor._number
-    data = move(tensor._data, source, target, state.machine, call)
+    data = move(array, source, target, state.machine, call)
     STORY.identity = 0
     if is_tracked(data) and (back := _moves_back(source, target)):
         data = follow(call, back, data, (tensor,))
@@ -176,20 +196,21 @@ def _moves_back(source: Topology, target: Topology) -> Back:
     return Back((), (moves(target.reduced, source.reduced, state.machine),), (False,))
 
 
-def to_dense(tensor: Tensor, call: str) -> torch.Tensor:
-    """The dense array of a tensor; may share memory with it."""
+def to_dense(tensor: Tensor, call: str, on_host: bool = False) -> torch.Tensor:
+    """The dense array of a tensor; may share memory with it. With `on_host` it is one of this process in any case."""
     topology = tensor.topology
     if topology.mesh.ranks and topology.mesh.ranks != WORLD.within and state.shadows is None:
         everybody = one_device_each((HERE.count,))
-        return carry(tensor, Topology(everybody, (Replicate(),), topology.shape, topology.dtype), call)
-    return carry(tensor, topology.replicated, call)
+        target = Topology(everybody, (Replicate(),), topology.shape, topology.dtype)
+        return carry(tensor, target, call, on_host)
+    return carry(tensor, topology.replicated, call, on_host)
 
 
 def to_torch(tensor: Tensor) -> torch.Tensor:
     """The tensor as one dense torch tensor of its own, always; partial sums are reduced."""
     tensor = shadow_of(tensor)
     refuse_plain_results(tensor)
-    found = to_dense(tensor, "to_torch")
+    found = to_dense(tensor, "to_torch", on_host=True)
     return watch_dense(found.clone() if same_storage(found, tensor._data) else found)
 
 
@@ -205,4 +226,4 @@ def read(tensor: Tensor, call: str) -> torch.Tensor:
     if state.capture is not None:
         raise state.capture.refuse(f"{call}() needs values, and while a trace is captured nothing is computed")
     refuse_plain_results(tensor)
-    return to_dense(tensor, call).detach()
+    return to_dense(tensor, call, on_host=True).detach()

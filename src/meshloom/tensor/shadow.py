@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from meshloom.runtime.card_array import CardArray, without_data
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.lazy import STORED, ask
 from meshloom.tensor.views import MovedView, moved_view
@@ -35,7 +36,7 @@ class Shadows:
         data = STORED.__get__(tensor)  # as it is: nothing is made again for the sake of its shape
         if _has_known_values(tensor):
             return Tensor(tensor.topology, tensor._data.clone())
-        shape = torch.empty_like(data, device="meta", requires_grad=False)
+        shape = _without_data(data)
         if data.requires_grad:
             shape.requires_grad_()
             shape = shape if data.is_leaf else shape.view_as(shape)
@@ -48,6 +49,12 @@ class Shadows:
             if view is not None:
                 ask(made, MovedView(self.of(view.base), view.recipe, view.tracked))
         return made
+
+
+def _without_data(data: torch.Tensor) -> torch.Tensor:
+    if isinstance(data, CardArray):
+        return without_data(data)
+    return torch.empty_like(data, device="meta", requires_grad=False)
 
 
 def _has_known_values(tensor: Tensor) -> bool:

@@ -143,7 +143,7 @@ def assign(target: Tensor, value: object, name: str = "copy_") -> Tensor:
     source = value if isinstance(value, Tensor) else as_tensor(torch.as_tensor(value), tensor.mesh)
     source = shadow_of(source)
     if source.mesh != tensor.mesh:
-        source = as_tensor(to_dense(source, name), tensor.mesh)
+        source = as_tensor(to_dense(source, name, on_host=True), tensor.mesh)
     if source.topology.shape != tensor.topology.shape:
         source = call("expand", (source, *tensor.topology.shape), {})
     there = source.topology.with_placements(_settle_placements(tensor.topology, source.topology.dtype))
@@ -319,5 +319,5 @@ def write_out(result: Any, out: Any) -> Any:
         assign(target, result, "out=")
     elif state.shadows is None:  # what is explained is not written
         refuse_plain_results(result)
-        target.copy_(to_dense(result, "out="))
+        target.copy_(to_dense(result, "out=", on_host=True))
     return out

@@ -73,9 +73,11 @@ class MeshDevice(SubDevices):
         tell("opened", self)
 
     def is_watched(self) -> bool:
-        """Whether ops say what they use: its shape has changed, races are looked for, or every call is compared with
-        those of the other processes."""
+        """Whether ops say what they use: its shape has changed, races are looked for, every call is compared with those
+        of the other processes, or the cards have memory of their own."""
         is_compared = self.runtime.mesh.is_split and runtime.state.checked
+        if self.runtime.lease.store is not None:
+            return True
         return self.reshaped or is_compared or self.runtime.system.races is not None
 
     # the grid

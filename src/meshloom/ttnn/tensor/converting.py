@@ -18,6 +18,7 @@ import torch
 from meshloom.errors import ArgumentError, DTypeError, OperandError
 from meshloom.processes.divergence import is_compared, note_data
 from meshloom.runtime import MeshShape
+from meshloom.runtime.card_array import CardArray
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
@@ -270,6 +271,8 @@ def to_torch(
     tensor.block  # noqa: B018  an error if it is gone
     if tensor.device() is not None:
         queues.transfer(tensor, cq_id, writes=False)
+    if tensor.block.__class__ is CardArray:
+        tensor = tensor._like(tensor.block, device=None, home=None)
     composer = mesh_composer if mesh_composer is not None else _composer.get()
     if composer is None and len(tensor.device_coords()) > 1:
         refuse_addition(

@@ -23,6 +23,7 @@ import torch
 from meshloom.engines.private import disable_current_modes
 from meshloom.errors import ArgumentError, BoundsError, OperandError, TraceError
 from meshloom.runtime import MeshCoordinate, state
+from meshloom.runtime.card_array import CardArray, lay_block, to_host
 from meshloom.runtime.memory import Region
 from meshloom.ttnn import surface
 from meshloom.ttnn.device import queues
@@ -107,6 +108,12 @@ def bytes_on(
     return _bytes(shape, dtype, layout, tile), False
 
 
+def lie(block: Block, device: MeshDevice | None) -> Block:
+    """A block where its tensor is: on the cards of a device that have memory of their own, or here."""
+    store = None if device is None else device.runtime.lease.store
+    return lay_block(block, store) if store is not None else to_host(block)
+
+
 class _Making(type):
     """Ops make tensors from a block and its grid; people from data, as TTNN's constructors take it."""
 
@@ -151,6 +158,8 @@ class Tensor(metaclass=_Making):
         room: Room | None = None,
         home: MeshDevice | None = None,
     ) -> None:
+        if block.__class__ is CardArray or (device is not None and device.runtime.lease.store is not None):
+            block = lie(block, device)
         self._block, self.dtype, self.layout, self.tile = block, dtype, layout, tile
         self._grid = grid if isinstance(grid, tuple) else tuple(grid)
         self._topology, self._device, self._memory, self._pad = topology, device, memory_config, pad_value
@@ -165,14 +174,14 @@ class Tensor(metaclass=_Making):
             queues.note_use(self._room)
 
     def _allocate(self, device: MeshDevice) -> Room:
-        if device.runtime.lease.driver is not None:
-            device.runtime.lease.check_tensors()
         shape = self._block.shape[len(self._grid) :]  # type: ignore[union-attr]
         if self._memory.memory_layout is not TensorMemoryLayout.INTERLEAVED:
             flaw = self.flaw_of_shards()
             if flaw is not None:
                 refuse(flaw, "give another shard spec")
         size, per_bank = bytes_on(self._memory, shape, self.dtype, self.layout, self.tile)
+        if self._block.__class__ is CardArray:  # its memory is counted already: an address is all that is missing
+            size = 0
         made = room_on(device, self._memory.buffer_type, size, Owner(self.dtype, shape), per_bank)
         queues.note_allocation(device, made.region)
         return made
@@ -375,7 +384,7 @@ class Tensor(metaclass=_Making):
         block = self.block
         is_outside = state.capture is not None and not state.capture.makes(block)  # of a trace: replays must not copy
         with disable_current_modes() if is_outside else nullcontext():
-            self._block = block.clone(memory_format=torch.contiguous_format)
+            self._block = lie(block.clone(memory_format=torch.contiguous_format), self.home)
         self._room = self._allocate(self.home)
         self._device = self.home
 
