@@ -55,7 +55,7 @@ def _check_mesh(given: object) -> Mesh:
     mesh: Any = getattr(given, "mesh", given)  # a MeshDevice has a mesh
     expect("mesh", mesh, Mesh, fix="give a mesh, such as mesh.submesh(pp=1)")
     if mesh.lease is not None:
-        mesh.lease.check_tensors()
+        mesh.lease.check_open()
     found: Mesh = mesh
     return found
 
@@ -151,7 +151,7 @@ def carry(tensor: Tensor, target: Topology, call: str, on_host: bool = False) ->
     """The stored array of a tensor at another topology; may share memory with it. With `on_host` it is read first,
     where cards with memory of their own hold it."""
     source, array = tensor.topology, tensor._data
-    if on_host:
+    if on_host or source.mesh.lease is not target.mesh.lease:  # what leaves cards is read from them
         array = to_host(array)
     if source is target:
         return array
