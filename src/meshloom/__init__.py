@@ -84,6 +84,7 @@ _LAZY = {
     "load": "meshloom.checkpoint.loading",
     "latest": "meshloom.checkpoint.folders",
     "RandomState": "meshloom.checkpoint.random_state",
+    **dict.fromkeys(("attach", "launch"), "meshloom.controller.cluster"),
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
     **dict.fromkeys(
         "Pipeline Plan autoplan data experts parallelize pipeline plans unparallelize".split(), "meshloom.nn"

@@ -112,6 +112,7 @@ __all__ = [
     'atan',
     'atan2',
     'atanh',
+    'attach',
     'autoplan',
     'avg_pool1d',
     'avg_pool2d',
@@ -263,6 +264,7 @@ __all__ = [
     'kthvalue',
     'l1_loss',
     'latest',
+    'launch',
     'layer_norm',
     'lcm',
     'ldexp',
@@ -589,6 +591,7 @@ from meshloom.checkpoint.saving import Saving as Saving
 from meshloom.observe.simulate import Simulation as Simulation
 from meshloom.tensor.gradient_sums import accumulate as accumulate
 def arange(*bounds: _float, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
+from meshloom.controller.cluster import attach as attach
 from meshloom.nn import autoplan as autoplan
 def bernoulli(input: torch.Tensor, p: torch.Tensor | _float | None=None, *, generator: torch.Generator | None=None) -> Tensor: ...
 from meshloom.observe.scopes import choose as choose
@@ -617,6 +620,7 @@ def from_local(parts: Parts, mesh: Mesh | None=None, placements: Placements | No
 def full(size: Sequence[_int], fill_value: _complex | torch.Tensor, *, mesh: Mesh | None=None, placements: Placements | None=None, dtype: torch.dtype | str | None=None, device: torch.device | str | _int | None=None, requires_grad: _bool=False) -> Tensor: ...
 def full_like(input: torch.Tensor, fill_value: _complex | torch.Tensor, **options: Any) -> Tensor: ...
 from meshloom.checkpoint.folders import latest as latest
+from meshloom.controller.cluster import launch as launch
 def linspace(start: torch.Tensor | _float, end: torch.Tensor | _float, steps: _int, **options: Any) -> Tensor: ...
 from meshloom.checkpoint.loading import load as load
 def logspace(start: torch.Tensor | _float, end: torch.Tensor | _float, steps: _int, base: _float=10.0, **options: Any) -> Tensor: ...

@@ -125,7 +125,8 @@ def place_of(frame: FrameType | None) -> tuple[str, int]:
         if is_program(file):
             return file, frame.f_lineno
         frame = frame.f_back
-    return "", 0
+    file, _, line = STARTED.line.rpartition(":")
+    return (file, int(line)) if line.isdecimal() else ("", 0)
 
 
 def place_name(place: tuple[str, int]) -> str:

@@ -35,6 +35,7 @@ MESHLOOM_HOST_RANK        number   -          its place among the processes of t
 MESHLOOM_SECRET           text     -          the secret that the hosts of a run share
 MESHLOOM_SECRET_FILE      path     -          the file of the secret; meshloom/secret in XDG_CONFIG_HOME
 MESHLOOM_STORE            URL      -          where the ranks meet; set by `meshloom run`
+MESHLOOM_CONTROLLER       text     -          where a worker finds its client, and their secret; set by loom.launch
 MESHLOOM_LIFELINE         text     -          how a rank reports to its launcher; set by `meshloom run`
 TT_VISIBLE_DEVICES        numbers  -          the same as MESHLOOM_VISIBLE_DEVICES
 TT_MESH_ID                number   -          the same as MESHLOOM_MESH_ID

@@ -142,15 +142,16 @@ def test_an_interrupted_demo_stops_without_a_traceback():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="no nbclient here")
-def test_the_notebook_runs_from_top_to_bottom():
+@pytest.mark.parametrize("name, words", [("train_llama", "the same losses"), ("cluster", "the same random numbers")])
+def test_the_notebook_runs_from_top_to_bottom(name, words):
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = nbformat.read(ROOT / "examples" / "train_llama.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(ROOT / "examples")}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(output.get("text", "") for output in outputs)
-    assert "the same losses" in printed
+    assert words in printed
     assert not [each for each in outputs if each.output_type == "error"]
 
 

@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "meshloom"
 ORDER = (
     "errors types settings mesh placement fabric collectives context ops cost planner engines comms processes runtime "
-    "tensor checkpoint observe nn ttnn distributed extend cli"
+    "tensor checkpoint observe nn controller ttnn distributed extend cli"
 ).split()
 PURE = (*ORDER[: ORDER.index("planner") + 1], "observe")
 # A module of ours as a string, or the beginning of one in an f-string: what `import_module` is given, in some table.

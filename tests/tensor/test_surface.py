@@ -31,7 +31,7 @@ explain eye fabric from_buffer from_local full full_like linspace logspace multi
 parse process rand rand_like randint randint_like randn randn_like randperm record runtime simulate stress ttnn
 use_fabric use_machine with_output zeros zeros_like accumulate distributed extend synchronize distribute_tensor
 from_device_mesh from_dtensor data seconds_waited RandomState Saving export latest load save Plan parallelize plans
-unparallelize autoplan experts pipeline
+unparallelize autoplan experts pipeline launch attach
 """.split()
 
 OP_NAMES = """

@@ -43,12 +43,15 @@ from meshloom.placement import Replicate, Shard, Topology, extents
 from meshloom.processes.exchange import agree
 from meshloom.runtime.card_array import CardArray
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.clients import sent
+from meshloom.tensor.creation import full
 from meshloom.tensor.lazy import Lazy
 from meshloom.types import Shape
 
 Act = Callable[[], Any]  # what is done once all have agreed; gives the value that takes its place in the state
 
 
+@sent("loom:load")
 def load(folder: str | os.PathLike[str], *, into: dict[str, Any], progress: Progress = None) -> dict[str, Any]:
     """Read a checkpoint into a state: tensors in place, plain values replaced; the state is returned.
 
@@ -63,13 +66,28 @@ def load(folder: str | os.PathLike[str], *, into: dict[str, Any], progress: Prog
     {'weight': tensor([0., 1., 2.]), 'step': 7}
     """
     check_progress(progress)
+    carry_out(folder, lambda index: make_plan(index, into), progress)
+    return into
+
+
+def read_tensors(folder: str | os.PathLike[str], targets: Mapping[str, Tensor]) -> None:
+    """Read tensors of a checkpoint by their names in its index; the client of a cluster has planned it."""
+
+    def plan(index: Index) -> Plan:
+        return Plan([Read(index.tensors[name], target, target._data) for name, target in targets.items()])
+
+    carry_out(folder, plan, False)
+
+
+def carry_out(folder: str | os.PathLike[str], make: Callable[[Index], Plan], progress: Progress) -> None:
+    """Read, plan, verify, agree, act."""
     finish_earlier()
     found: dict[str, Any] = {}
 
     def prepare() -> dict[str, Any]:
         place = as_folder(folder)
         index = read_index(place)
-        plan = found["plan"] = make_plan(index, into)
+        plan = found["plan"] = make(index)
         found["files"] = stack = open_files(index)
         opened = found["opened"] = stack.__enter__()
         jobs = found["jobs"] = [job for read in plan.reads for job in read.jobs(opened)]
@@ -88,7 +106,6 @@ def load(folder: str | os.PathLike[str], *, into: dict[str, Any], progress: Prog
     finally:
         if "opened" in found:
             found["files"].__exit__(None, None, None)
-    return into
 
 
 def _act(found: dict[str, Any], folder: Any, progress: Progress) -> None:
@@ -296,7 +313,7 @@ class _Planning:
             )
         if isinstance(target, Tensor) and target.topology.partial_axes:
             raise self.refuse(path, f"it is {target.topology} here, and a file has the value itself", "redistribute it")
-        is_elsewhere = isinstance(target, Tensor) and target.mesh.is_elsewhere
+        is_elsewhere = isinstance(target, Tensor) and (target._is_remote or target.mesh.is_elsewhere)
         if (target._data if isinstance(target, Tensor) else target).is_meta and not is_elsewhere:
             raise self.refuse(path, "it has no memory here: it lies on meta", "materialise it first")
         if target.layout is not torch.strided or hasattr(target, "device_mesh"):
@@ -311,6 +328,9 @@ class _Planning:
         saved = self.saved(node, path)
         if topology is None:
             made = torch.empty(saved.shape, dtype=torch_dtype(saved.dtype), device=device)
+        elif getattr(topology.mesh.lease, "session", None) is not None:  # a cluster's
+            kind = torch_dtype(topology.dtype)
+            made = full(topology.shape, 0, mesh=topology.mesh, placements=topology.placements, dtype=kind)
         else:
             made = Tensor(topology, make_room(topology))
         here = make_room(topology) if topology is not None and is_copied_to(made) else getattr(made, "_data", made)

@@ -56,6 +56,7 @@ from meshloom.processes.divergence import checksum, some_of
 from meshloom.processes.exchange import agree
 from meshloom.runtime.card_array import to_host
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.clients import sent
 
 LARGE = 4 << 30  # bytes after which a process begins another file
 LOOK = 0.02  # seconds between two looks into the folder
@@ -104,6 +105,7 @@ class Saving:
 _under_way: list[Saving] = []
 
 
+@sent("loom:save")
 def save(
     state: dict[str, Any],
     folder: str | os.PathLike[str],

@@ -33,7 +33,9 @@ class Gathered:
 
 
 def gather(state: Any) -> Gathered:
-    """A state, taken apart."""
+    """A state, taken apart; the client of a cluster has done that for its workers."""
+    if isinstance(state, Gathered):
+        return state
     check_state(state)
     return _Gathering(state).run()
 
@@ -110,6 +112,8 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """
     if isinstance(tensor, Lazy):
         return (id(tensor),)
+    if isinstance(tensor, Tensor) and tensor._is_remote:
+        return (tensor._memory_key,)
     array = tensor._data if isinstance(tensor, Tensor) else tensor
     topology = tensor.topology if isinstance(tensor, Tensor) else None
     if topology is not None and topology.mesh.is_elsewhere:
@@ -128,7 +132,7 @@ def check_tensor(tensor: torch.Tensor, path: Path) -> None:
     if isinstance(tensor, Tensor) and tensor.mesh.is_split:
         check_joined(tensor.mesh)
     array = tensor._data if isinstance(tensor, Tensor) else tensor
-    is_elsewhere = isinstance(tensor, Tensor) and tensor.mesh.is_elsewhere
+    is_elsewhere = isinstance(tensor, Tensor) and (tensor._is_remote or tensor.mesh.is_elsewhere)
     if array.is_meta and not is_elsewhere:
         raise ArgumentError(f"{spell(path)} has no values: it lies on meta", fix="materialise it first")
     if not is_known(short_name(tensor.dtype)):

@@ -25,7 +25,7 @@ from meshloom.engines.layout import empty_stored
 from meshloom.errors import ArgumentError, CheckpointError, closest
 from meshloom.placement import Topology, extents
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.creation import _number
+from meshloom.tensor.creation import put_stored
 from meshloom.types import Shape
 
 Path_ = str | os.PathLike[str]
@@ -91,7 +91,7 @@ class Weights:
         _check_fits(name, entry, topology)
         stored = make_room(topology)
         self._fill(name, topology, stored)
-        return _number(Tensor(topology, stored))
+        return put_stored(topology, stored)
 
     def _fill(self, name: str, topology: Topology, stored: torch.Tensor) -> None:
         source = self._files[self._entry(name).file].get_slice(name)

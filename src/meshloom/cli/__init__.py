@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "search for the fastest plan of a script's model on a machine, and write its report",
     "report": "write what a script's step costs on a machine and a mesh as an HTML page",
     "checkpoint": "show what a checkpoint holds, verify it, or export its weights",
+    "monitor": "show the jobs of this host on a page that updates itself",
     "doctor": "check a multi-device program of TTNN while it runs",
 }
 

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from meshloom.cli.merging import Lines, Merger, Said, tag
 from meshloom.cli.run import Launch
 from meshloom.cli.showing import DESCRIPTORS, Screen, open_log
 from meshloom.errors import LaunchError
+from meshloom.processes.jobs import is_watched, remove_job, write_job
 
 GRACE = 5  # seconds between asking a rank to end and ending it
 PIECE = 1 << 16  # bytes that are read at once
@@ -139,6 +140,7 @@ class Run:
         self.order: list[int] = []  # ranks as they ended or said that they failed
         self.ranks = {binding.rank: Rank(binding.rank) for binding in plan.local}
         self.stopped_by: signal.Signals | None = None
+        self._job, self._began, self._report_at = f"run-{os.getpid()}", time.time(), 0.0
         self._patient_until = math.inf  # with a reader that does not read
         self._plan, self._screen, self._logs = plan, screen, logs
         self._selector = selectors.PollSelector()  # the screen may be a file, which epoll does not take
@@ -187,7 +189,9 @@ class Run:
         try:
             while any(rank.code is None for rank in self.ranks.values()):
                 self._listen_once(self._patience())
+                self._report()
         finally:
+            remove_job(self._job)
             is_well = self.stopped_by is None and all(rank.code == 0 for rank in self.ranks.values())
             self._guardian.end(is_well)
         for _ in range(ROUNDS):  # not until nothing comes: children that go on may speak on, to nobody
@@ -196,6 +200,18 @@ class Run:
         for descriptor in (*self._logs.values(), *self._lifelines.values(), *self._pipes, self._guardian.reports):
             os.close(descriptor)
         self._selector.close()
+
+    def _report(self) -> None:
+        """Tell `meshloom monitor` of the ranks, while somebody watches."""
+        now = time.monotonic()
+        if now < self._report_at:
+            return
+        self._report_at = now + 0.5
+        with suppress(OSError):  # a folder that cannot be written shows nothing
+            if is_watched() and "meshloom.controller.worker" not in self._plan.typed:  # its client tells more
+                ranks = [_shown(rank) for rank in self.ranks.values()]
+                title = f"meshloom run {' '.join(self._plan.typed)}"
+                write_job(self._job, {"kind": "run", "title": title, "began": self._began, "workers": ranks})
 
     def _listen_once(self, patience: float) -> None:
         self._register_screen()
@@ -359,6 +375,12 @@ class Run:
         """Wait for a slow reader, unless somebody has stopped the run and it had its moment."""
         while self._screen.waiting and time.monotonic() < self._patient_until:
             self._listen_once(0.1)
+
+
+def _shown(rank: Rank) -> dict[str, object]:
+    """What the monitor shows of a rank."""
+    state = "ready" if rank.code is None else _ending(rank.code)
+    return {"number": rank.number, "state": state, "pid": rank.pid or 0, "line": rank.tail[-1] if rank.tail else ""}
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from meshloom.placement import Partial, Placement, Placements, Replicate, Shard,
 from meshloom.placement.extents import runs
 from meshloom.placement.spelling import spell
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.creation import _number, current_mesh
+from meshloom.tensor.creation import current_mesh, put_stored
 
 _STATE = ("epoch", "samples", "seed", "shuffle", "size")
 
@@ -156,9 +156,8 @@ class Loader:
             at = first[extent.start[0]]
             own = (slice(at, at + extent.shape[0]), *extent.slices[1:])
             stored[extent.stored].copy_(rows[own])
-        return _number(
-            Tensor(topology, stored.to(WORLD.device) if self.mesh.is_split and not stored.is_meta else stored)
-        )
+        is_moved = self.mesh.is_split and not stored.is_meta
+        return put_stored(topology, stored.to(WORLD.device) if is_moved else stored)
 
     # where it is
 

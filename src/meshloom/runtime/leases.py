@@ -38,6 +38,10 @@ class Lease:
         if self._closed:
             raise ClosedError(f"{self._name} has been closed", fix="open it again: open_mesh_device(...)")
 
+    def check_making(self) -> None:
+        """An error if this process cannot make tensors there: it is closed, or others hold them."""
+        self.check_open()
+
     def end(self) -> None:
         """The device is closed: so is all that lies on it."""
         if self.store is not None and not self._closed:

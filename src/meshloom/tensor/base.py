@@ -92,6 +92,7 @@ class Tensor(torch.Tensor):
     _gradient: tuple[torch.Tensor, Tensor, bool] | None = None  # the gradient that was handed out last, and its array
     _dense: Any  # a dense copy that somebody has a pointer to
     _guarded: bool  # a Function that loses its gradient is refused
+    _is_remote = False  # it lies on a cluster, and here is no data of it
     _stands_on: torch.device | None = None  # of a stand-in without data
     _is_param = False  # torch's mark of a parameter of another class than its own
 

@@ -16,6 +16,7 @@ from meshloom.errors import ArgumentError
 from meshloom.ops import ALIASES, OPS
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import Unhashable
+from meshloom.tensor.clients import HERE, Clients
 from meshloom.tensor.dispatch import call
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.writing import write, write_out
@@ -51,6 +52,10 @@ def table_results(
 
 def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any] | None = None) -> Any:
     """Call anything by name; `function` is torch's own for the fallback."""
+    if Clients.take is not None:
+        found = Clients.take(f"known:{name}", _calling(name), args, kwargs)
+        if found is not HERE:
+            return found
     try:
         overload = OVERLOADS.get(name)
         if overload is not None:
@@ -62,6 +67,10 @@ def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: C
     except Unhashable:
         pass
     return fallback(function or torch_function(name), args, kwargs, name)
+
+
+def _calling(name: str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: invoke(name, args, kwargs)
 
 
 INPLACE = {f"__i{name}__": op for name, op in {

@@ -22,6 +22,7 @@ from meshloom.placement import Replicate, Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.card_collectives import place, sum_over_links
+from meshloom.tensor.clients import sent
 from meshloom.tensor.moving import same_storage, shadow_of
 from meshloom.tensor.shadow import Shadows
 from meshloom.tensor.views import moved_view
@@ -60,6 +61,7 @@ def _dim(x: torch.Tensor, dim: int) -> int:
     return normal_dim(dim, tensor.ndim)
 
 
+@sent("moves:all_reduce")
 def all_reduce(
     x: torch.Tensor,
     axis: Axis = None,
@@ -112,6 +114,7 @@ def _room(out: object, target: Topology, call: Call) -> torch.Tensor:
     return room
 
 
+@sent("moves:all_gather")
 def all_gather(
     x: torch.Tensor,
     dim: int,
@@ -146,6 +149,7 @@ def _make_own(found: Placed, call: Call) -> Placed:
     return topology, data.clone() if same_storage(data, call.operand.data) else data
 
 
+@sent("moves:reduce_scatter")
 def reduce_scatter(
     x: torch.Tensor,
     dim: int,
@@ -169,6 +173,7 @@ def reduce_scatter(
     return place(call, lambda: call.scatter(at))
 
 
+@sent("moves:scatter")
 def scatter(
     x: torch.Tensor, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
@@ -178,6 +183,7 @@ def scatter(
     return place(call, lambda: call.scatter(at))
 
 
+@sent("moves:all_to_all")
 def all_to_all(
     x: torch.Tensor,
     split_dim: int,
@@ -204,6 +210,7 @@ def all_to_all(
     return place(call, lambda: _make_own(call.exchange(split, concat), call))
 
 
+@sent("moves:broadcast")
 def broadcast(
     x: torch.Tensor, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
@@ -218,6 +225,7 @@ def broadcast(
     return place(call, call.broadcast)
 
 
+@sent("moves:reduce")
 def reduce(
     x: torch.Tensor,
     root: int = 0,
@@ -233,6 +241,7 @@ def reduce(
     return place(call, lambda: call.at_root(call.reduce()))
 
 
+@sent("moves:gather")
 def gather(
     x: torch.Tensor, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
@@ -242,6 +251,7 @@ def gather(
     return place(call, lambda: call.at_root(call.gather(at)))
 
 
+@sent("moves:send_recv")
 def send_recv(x: torch.Tensor, source: int, destination: int, axis: Axis = None, mode: str = "direct") -> Tensor:
     """Member `destination` of each group holds what member `source` holds; the others keep what they have.
 
@@ -257,6 +267,7 @@ def send_recv(x: torch.Tensor, source: int, destination: int, axis: Axis = None,
     return _rearrange("send_recv", x, axis, mode, order)
 
 
+@sent("moves:shift")
 def shift(x: torch.Tensor, offset: int = 1, axis: Axis = None, wrap: bool = True, mode: str = "direct") -> Tensor:
     """Each member holds what the member `offset` places before it holds; without `wrap` the first ones hold zero.
 
@@ -311,6 +322,7 @@ def barrier(mesh: Mesh) -> None:
 # started, and waited for later
 
 
+@sent("moves:start")
 def start(name: str, x: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
     """Start a collective; it is checked, and told to whoever watches, here and now."""
     function: Callable[..., Tensor] = globals()[name]

@@ -28,6 +28,7 @@ from meshloom.processes.splitting import split_mesh
 from meshloom.runtime import state
 from meshloom.tensor import random
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.clients import sent
 from meshloom.tensor.moving import same_storage
 from meshloom.tensor.refusals import refuse_partial_leaf
 from meshloom.types import Shape
@@ -86,7 +87,7 @@ def _choose_mesh(mesh: Mesh | None) -> Mesh:
     if not isinstance(found, Mesh):
         raise MeshError(f"mesh= takes a mesh, not {found!r}", fix="open one with loom.open_mesh((2, 4))")
     if found.lease is not None:
-        found.lease.check_open()
+        found.lease.check_making()
     return found
 
 
@@ -111,6 +112,12 @@ def place(data: torch.Tensor, mesh: Mesh | None, placements: Placements | None) 
     return _number(Tensor(topology, move(data, topology.replicated, topology)))
 
 
+@sent("loom:put_stored")
+def put_stored(topology: Topology, stored: torch.Tensor) -> Tensor:
+    """A tensor from what this process stores of it."""
+    return _number(Tensor(topology, stored))
+
+
 def _number(made: Tensor) -> Tensor:
     """A tensor that was made of nothing on the mesh: every process makes them in the same order."""
     mesh = made.topology.mesh
@@ -122,6 +129,7 @@ def _number(made: Tensor) -> Tensor:
 _numbers: dict[tuple[int, ...], Iterator[int]] = {}  # by who counts: everybody, or those that hold a submesh
 
 
+@sent("loom:distribute")
 def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | None = None) -> Tensor:
     """Put a dense tensor (torch, numpy, or nested lists) on a mesh; the result has memory of its own.
 
@@ -203,6 +211,7 @@ def _dense(value: object) -> torch.Tensor:
 Parts = Sequence[torch.Tensor] | Mapping[Coordinate, torch.Tensor]
 
 
+@sent("loom:from_local")
 def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | None = None) -> Tensor:
     """A tensor from what each device already holds: a list in row-major order of coordinates, or a dict by coordinate.
 
@@ -353,6 +362,7 @@ def _device(device: torch.device | str | int | None) -> torch.device | str | Non
     return None if device is None else checked_device(device)
 
 
+@sent("loom:full")
 def full(
     size: Sequence[int],
     fill_value: complex | torch.Tensor,
@@ -401,6 +411,7 @@ def ones(*size: int | Sequence[int], dtype: torch.dtype | str | None = None, **o
     return full(_sizes(size), 1, dtype=_dtype(dtype), **options)
 
 
+@sent("loom:arange")
 def arange(
     *bounds: float,
     mesh: Mesh | None = None,
@@ -439,6 +450,7 @@ def _draw(
     if not kind.is_floating_point:
         raise ArgumentError(f"random values need a floating dtype, not {short_name(kind)}")
     if str(_device(device)) == "meta":
+        random.note_key(generator)
         return _finish(place(torch.empty(size, dtype=kind, device="meta"), mesh, placements), requires_grad)
     topology = _topology(size, kind, mesh, placements)  # raises before a key is drawn
     if generator is not None:
@@ -459,6 +471,7 @@ def draw_like(
     return _number(Tensor(topology, move(data, whole, topology)))
 
 
+@sent("loom:randn")
 def randn(*size: int | Sequence[int], **options: Any) -> Tensor:
     """Standard normal values; the same for any placements, mesh and number of devices.
 
@@ -472,6 +485,7 @@ def randn(*size: int | Sequence[int], **options: Any) -> Tensor:
     return _draw(_sizes(size), random.normal, **options)
 
 
+@sent("loom:rand")
 def rand(*size: int | Sequence[int], **options: Any) -> Tensor:
     """Uniform values in [0, 1); the same for any placements, mesh and number of devices."""
     return _draw(_sizes(size), random.uniform, **options)
@@ -531,6 +545,7 @@ def dropout_mask(tensor: Tensor, keep: float) -> Tensor:
     """1 / keep where an element is kept, 0 elsewhere, placed as the tensor is."""
     topology = tensor.topology.reduced
     if tensor._data.is_meta:
+        random.note_key()
         if topology.mesh.is_elsewhere and state.shadows is None:
             random.draw_key()  # those that hold it draw one too
         return Tensor(topology, torch.empty(topology.stored_shape, dtype=tensor.dtype, device="meta"))

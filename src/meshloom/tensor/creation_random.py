@@ -19,6 +19,7 @@ from meshloom.runtime import state
 from meshloom.tensor import creation, random
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import table_call, table_results
+from meshloom.tensor.clients import sent
 from meshloom.tensor.moving import shadow_of
 
 Dense = Callable[[torch.dtype | None, Any], torch.Tensor]
@@ -40,6 +41,7 @@ def _make(
     return made
 
 
+@sent("loom:empty")
 def empty(*size: int | Sequence[int], **options: Any) -> Tensor:
     """A tensor whose values do not matter; zeros, since padding must be zero anyway.
 
@@ -49,6 +51,7 @@ def empty(*size: int | Sequence[int], **options: Any) -> Tensor:
     return creation.zeros(*size, **options)
 
 
+@sent("loom:eye")
 def eye(n: int, m: int | None = None, **options: Any) -> Tensor:
     """Ones on the diagonal, zeros elsewhere.
 
@@ -60,6 +63,7 @@ def eye(n: int, m: int | None = None, **options: Any) -> Tensor:
     return _make(lambda dtype, device: torch.eye(n, columns, dtype=dtype, device=device), **options)
 
 
+@sent("loom:linspace")
 def linspace(start: torch.Tensor | float, end: torch.Tensor | float, steps: int, **options: Any) -> Tensor:
     """Evenly spaced numbers, both ends included.
 
@@ -69,6 +73,7 @@ def linspace(start: torch.Tensor | float, end: torch.Tensor | float, steps: int,
     return _make(lambda dtype, device: torch.linspace(start, end, steps, dtype=dtype, device=device), **options)
 
 
+@sent("loom:logspace")
 def logspace(
     start: torch.Tensor | float, end: torch.Tensor | float, steps: int, base: float = 10.0, **options: Any
 ) -> Tensor:
@@ -84,10 +89,12 @@ def _draw_tiles(
     size: Sequence[int], dtype: torch.dtype, device: Any, draw: random.Draw, generator: torch.Generator | None
 ) -> torch.Tensor:
     if str(device) == "meta":
+        random.note_key(generator)
         return torch.empty(tuple(size), dtype=dtype, device="meta")
     return random.fill_tiles(tuple(size), dtype, draw, random.draw_key(generator)).to(device or "cpu")
 
 
+@sent("loom:randint")
 def randint(*bounds: Any, size: Any = None, generator: torch.Generator | None = None, **options: Any) -> Tensor:
     """Whole numbers from low (0 if left out) to below high: `randint(low, high, size)` or `randint(high, size)`.
 
@@ -113,6 +120,7 @@ def randint(*bounds: Any, size: Any = None, generator: torch.Generator | None = 
     return _make(dense, **options)
 
 
+@sent("loom:randint_like")
 def randint_like(input: Tensor, *bounds: int, **options: object) -> Tensor:
     """Whole numbers with the shape, dtype, mesh and placements of a tensor.
 
@@ -122,6 +130,7 @@ def randint_like(input: Tensor, *bounds: int, **options: object) -> Tensor:
     return randint(*bounds, size=input.topology.shape, **creation.like(input, options))
 
 
+@sent("loom:randperm")
 def randperm(n: int, *, generator: torch.Generator | None = None, **options: Any) -> Tensor:
     """The numbers below n in random order.
 
@@ -132,6 +141,7 @@ def randperm(n: int, *, generator: torch.Generator | None = None, **options: Any
     def dense(dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
         kind = dtype or torch.int64
         if str(device) == "meta":
+            random.note_key(generator)
             return torch.empty(n, dtype=kind, device="meta")
         drawn = torch.randperm(n, generator=random.STREAMS.at(random.draw_key(generator), 0), dtype=kind)
         return drawn.to(device or "cpu")
@@ -147,6 +157,7 @@ def _noise(
     return make(like.topology.shape, **kept)
 
 
+@sent("loom:normal")
 def normal(
     mean: torch.Tensor | float,
     std: torch.Tensor | float = 1.0,
@@ -176,6 +187,7 @@ def _broadcast_pair(mean: object, std: object) -> Tensor:
     return shadow_of(tensors[0] if len(tensors) == 1 else table_call("mul", *tensors))
 
 
+@sent("loom:bernoulli")
 def bernoulli(
     input: Tensor, p: torch.Tensor | float | None = None, *, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -191,6 +203,7 @@ def bernoulli(
     return result
 
 
+@sent("loom:multinomial")
 def multinomial(
     input: Tensor, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
 ) -> Tensor:

@@ -29,6 +29,7 @@ from meshloom.engines import private
 from meshloom.errors import expect, place_name, place_of
 from meshloom.runtime import Event, state
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.clients import sent
 
 
 class Back:
@@ -328,6 +329,11 @@ def synchronize(parameters: Iterable[torch.Tensor] | None = None) -> None:
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for each in given:
         expect("parameters", each, torch.Tensor, fix="loom.synchronize(model.parameters())")
+    _synchronize(given)
+
+
+@sent("loom:_synchronize")
+def _synchronize(given: list[torch.Tensor]) -> None:
     leaves = [each for each in given if isinstance(each, Tensor)]
     waiting = [state.waiting[id(each)] for each in leaves if id(each) in state.waiting]
     _carry_out(waiting, {id(each._data) for each in leaves})

@@ -55,7 +55,7 @@ def _check_mesh(given: object) -> Mesh:
     mesh: Any = getattr(given, "mesh", given)  # a MeshDevice has a mesh
     expect("mesh", mesh, Mesh, fix="give a mesh, such as mesh.submesh(pp=1)")
     if mesh.lease is not None:
-        mesh.lease.check_open()
+        mesh.lease.check_making()
     found: Mesh = mesh
     return found
 

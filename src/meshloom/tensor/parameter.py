@@ -9,6 +9,7 @@ from meshloom.mesh import Mesh
 from meshloom.mesh.mesh import Homes, _made
 from meshloom.placement import Partial, Placements, Replicate, Shard, Topology, as_placements
 from meshloom.tensor.base import Tensor, rebuild
+from meshloom.tensor.clients import sent
 from meshloom.tensor.creation import distribute
 from meshloom.tensor.moving import redistribute
 from meshloom.tensor.refusals import refuse_partial_leaf
@@ -35,6 +36,7 @@ class Parameter(Tensor, torch.nn.Parameter, metaclass=_ParameterMeta):
     (True, True, True)
     """
 
+    @sent("loom:Parameter")
     def __new__(  # type: ignore[misc]
         cls,
         data: torch.Tensor,

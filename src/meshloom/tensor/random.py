@@ -8,7 +8,8 @@ part of a tile draws the tile, so the values are the same wherever they are need
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy
 import torch
@@ -26,8 +27,36 @@ _MASK = (1 << 64) - 1
 Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 
+class _Keys(threading.local):
+    """The keys of one call where a client draws them: the client notes them, its workers are given them."""
+
+    drawn: list[int] | None = None
+    given: Iterator[int] | None = None
+
+
+KEYS = _Keys()
+
+
+@contextmanager
+def keys_given(keys: Sequence[int]) -> Iterator[None]:
+    """The next keys are these."""
+    KEYS.given = iter(keys)
+    try:
+        yield
+    finally:
+        KEYS.given = None
+
+
+def note_key(generator: torch.Generator | None = None) -> None:
+    """Where there is no data, nothing is drawn, unless workers are to be given the key."""
+    if KEYS.drawn is not None:
+        KEYS.drawn.append(draw_key(generator))
+
+
 def draw_key(generator: torch.Generator | None = None) -> int:
     """One 64-bit key from torch's default generator, or from a given one."""
+    if KEYS.given is not None:
+        return next(KEYS.given)
     key = int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, generator=generator).item()) & _MASK
     if is_compared() and state.shadows is None:
         note(f"random key {key:016x}", where())

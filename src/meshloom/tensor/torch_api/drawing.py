@@ -21,6 +21,7 @@ from meshloom.tensor.writing import assign
 def _fill(input: Tensor, name: str, draw: random.Draw, generator: torch.Generator | None) -> Tensor:
     tensor = shadow_of(input)
     if tensor._data.is_meta:
+        random.note_key(generator)
         if tensor.mesh.is_elsewhere and tensor is input:
             random.draw_key(generator)  # those that hold it draw one too
         return input

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from meshloom.errors import ArgumentError, DTypeError
 from meshloom.tensor import creation
 from meshloom.tensor.calling import Overload, invoke, pure, table_call
+from meshloom.tensor.clients import sent
 from meshloom.tensor.fallback import fallback
 from meshloom.tensor.moving import shadow_of
 from meshloom.tensor.writing import write
@@ -69,6 +70,7 @@ def _rrelu(
     return _activation("leaky_relu")(input, (lower + upper) / 2, inplace=inplace)
 
 
+@sent("known:dropout")
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Zero each element with probability p and scale the rest; the same elements for any placements.
 

@@ -1,0 +1,75 @@
+"""The oracle of ops over a launched cluster: the same call on dense tensors of this process, values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import meshloom as loom
+from meshloom import Mesh, Topology
+from meshloom.engines.layout import short_name
+from oracle import MESHES, check_close, check_placements, draw_placements, draw_request, draw_values
+from samples import SAMPLES, Draw, Operand, Seeded
+
+SHAPES = [shape for shape in MESHES if len(shape) < 3]
+
+
+class Made:
+    """An operand made twice: dense here, and on the workers."""
+
+    def __init__(self, d: Draw, mesh: Mesh, operand: Operand, gradients: bool) -> None:
+        placements = draw_placements(d, mesh, operand.shape, operand.dtype, partial=operand.values == "any")
+        self.differentiable = gradients and operand.gradient and operand.dtype.is_floating_point
+        self.topology = Topology(mesh, placements, operand.shape, short_name(operand.dtype))
+        self.dense = draw_values(operand, d.number(0, 10_000)).requires_grad_(self.differentiable)
+        self.leaf = loom.distribute(self.dense.detach(), mesh, self.topology.reduced.placements)
+        if self.differentiable:
+            self.leaf.requires_grad_()
+        self.tensor = self.leaf.redistribute(placements)
+
+
+def check_remote_case(cluster: Any, name: str, number: int) -> None:
+    """One case of an op: mesh, placements and values all follow from its name and number."""
+    d = Seeded(f"{name} {number}")
+    mesh = cluster.open_mesh(d.pick(SHAPES))
+    case = SAMPLES[name](d)
+    made = [Made(d, mesh, operand, case.gradients) for operand in case.operands]
+    dense = _listed(case.run(*(each.dense for each in made)))
+    request = draw_request(d, made, dense)
+    what = f"{name} {number}: {[str(each.tensor.topology) for each in made]} asked {request}"
+    if request is None:
+        case.run(*(each.tensor for each in made))  # the second call is one that was seen before
+        ours = _listed(case.run(*(each.tensor for each in made)))
+    else:
+        with loom.with_output(request):
+            ours = _listed(case.run(*(each.tensor for each in made)))
+    assert len(ours) == len(dense), what
+    for mine, theirs in zip(ours, dense, strict=True):
+        assert isinstance(mine, loom.Tensor), what
+        assert tuple(mine.shape) == tuple(theirs.shape), what
+        check_close(mine.detach().to_torch(), theirs.detach(), what)
+        check_placements(mine, request, what)
+    _check_gradients(d, made, ours, dense, what)
+
+
+def _check_gradients(d: Draw, made: list[Made], ours: Any, dense: Any, what: str) -> None:
+    seeds = d.number(0, 10_000)
+    for place, (mine, theirs) in enumerate(zip(ours, dense, strict=True)):
+        assert mine.requires_grad == theirs.requires_grad, f"{what}: requires_grad {mine.requires_grad}"
+        if theirs.requires_grad:
+            seed = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(seeds + place)).to(theirs.dtype)
+            theirs.backward(seed, retain_graph=True)
+            mine.backward(seed, retain_graph=True)
+    for number, each in enumerate(made):
+        if each.differentiable and each.dense.grad is not None:
+            found = each.leaf.grad
+            assert found is not None, f"{what}: operand {number} has no gradient"
+            assert found.placements == each.leaf.placements, f"{what}: gradient of {number} is {found.topology}"
+            check_close(found.to_torch(), each.dense.grad, f"{what}: gradient of {number}")
+        elif each.differentiable:
+            assert each.leaf.grad is None, f"{what}: operand {number} has a gradient and should have none"
+
+
+def _listed(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
