@@ -259,9 +259,9 @@ def forward(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     named: Any = 0
     if kwargs:
         named = {}
-        for key, each in kwargs.items():
-            call.key.append(key)
-            named[key] = call.read(each)
+        for word, each in kwargs.items():
+            call.key.append(word)
+            named[word] = call.read(each)
     with session.lock:
         call.key.append(match_context(session))
         key = tuple(call.key)
@@ -275,7 +275,7 @@ def forward(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
             return _ask(name, encoded, named, keys, call)
         if outcome.is_unsure:
             result = _ask(name, encoded, named, keys, call)
-            dtypes = iter([each.topology.dtype for each in tensors_in(result)])
+            dtypes = iter([each.topology.dtype for each in tensors_in(result) if isinstance(each, Tensor)])
             outcome.results, outcome.is_unsure = outcomes.retype(outcome.results, dtypes), False
             return result
         if not state.plain and state.watching:

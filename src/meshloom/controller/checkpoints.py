@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from meshloom.checkpoint.index import Index
@@ -32,7 +33,7 @@ def save(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     }
     place = os.path.abspath(folder)
     session.ask(lambda request: ["v", request, place, kwargs.get("keep"), gathered.tree, numbers])
-    saving = Saving(place)  # type: ignore[arg-type]
+    saving = Saving(Path(place))
     saving._run(lambda: None)
     return saving
 

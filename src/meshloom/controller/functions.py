@@ -16,6 +16,7 @@ from meshloom.errors import UnsupportedError, closest
 from meshloom.ops import ALIASES, OPS
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import OVERLOADS, invoke, is_written
+from meshloom.tensor.dispatch import call
 from meshloom.tensor.functions import KNOWN, LISTS
 
 Function = Callable[..., Any]
@@ -47,8 +48,8 @@ def torch_names() -> dict[Any, str]:
         found[function] = f"torch.{name}"
     for function in (torch.autograd.grad, torch.autograd.backward):
         found[function] = f"torch.autograd.{function.__name__}"
-    for function, name in KNOWN.items():  # those that torch does not list
-        found.setdefault(function, f"known:{name}")
+    for known, name in KNOWN.items():  # those that torch does not list
+        found.setdefault(known, f"known:{name}")
     return found
 
 
@@ -76,6 +77,8 @@ def find(name: str) -> Function:
         return lambda tensor, value: setattr(tensor, bare, value)
     if room == "mark" and bare == "parameter":
         return _mark_parameter
+    if room == "table" and bare in OPS:
+        return lambda *args, **kwargs: call(bare, args, kwargs)
     if room == "known" and (bare in _NAMES or is_written(bare)):
         return lambda *args, **kwargs: invoke(bare, args, kwargs)
     if room == "f" and bare in _by_name():

@@ -125,13 +125,18 @@ def _mark(self: RemoteTensor, value: bool) -> None:
 
 def _copy(self: RemoteTensor, *memo: dict[int, object]) -> RemoteTensor:
     """`copy.deepcopy` has memory of its own, `copy.copy` the same."""
-    copied: RemoteTensor = self.detach().clone() if memo else self.detach()
+    copied: Any = self.detach().clone() if memo else self.detach()
     copied.requires_grad_(bool(self._tracked))
     if self._is_marked:
         copied._is_param = True
     if memo:
         memo[0][id(self)] = copied
-    return copied
+    made: RemoteTensor = copied
+    return made
+
+
+def _set_requires_grad(self: RemoteTensor, value: bool) -> None:
+    gradients.requires_grad_(self, bool(value))
 
 
 def _show(self: RemoteTensor, **_: object) -> str:
@@ -165,7 +170,7 @@ _OWN: dict[str, Any] = {
     "__array__": lambda self, dtype=None, copy=None: numpy.asarray(reading.fetch(self, "numpy").numpy(), dtype=dtype),
     # gradients
     "requires_grad_": gradients.requires_grad_,
-    "requires_grad": property(lambda self: bool(self._tracked), gradients.requires_grad_),
+    "requires_grad": property(lambda self: bool(self._tracked), _set_requires_grad),
     "is_leaf": property(lambda self: self._tracked != 2),
     "retain_grad": gradients.retain_grad,
     "retains_grad": property(lambda self: self._keeps_slope),

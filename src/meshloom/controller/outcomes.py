@@ -201,7 +201,7 @@ class _Reader:
         """The operands from which a gradient would flow."""
         found: set[int] = set()
         seen: set[Any] = set()
-        left = [data.grad_fn] if data.grad_fn is not None else []
+        left: list[Any] = [data.grad_fn] if data.grad_fn is not None else []
         if not left and data.requires_grad:
             return tuple(place for place, each in enumerate(self.operands) if each._data is data)
         while left:

@@ -98,6 +98,7 @@ def _put(lease: ClusterLease, dense: torch.Tensor, topology: Topology) -> Any:
     there = lease.split(whole)
     boxes = [extents(there, worker) for worker in range(session.workers)] if there.mesh.is_split else []
     is_same = all(len(each) == 1 and each[0].shape == tuple(dense.shape) for each in boxes)
+    parts: list[tuple[tuple[int, ...], memoryview]]
     if is_same:
         parts = [((dense.numel(),), bytes_of(dense.contiguous().clone()))] * session.workers
     else:

@@ -67,7 +67,7 @@ def to_torch(tensor: RemoteTensor) -> torch.Tensor:
     """The values; where they have a gradient, one that ends here with an error rather than silently."""
     found = fetch(tensor)
     if tensor._tracked and torch.is_grad_enabled():
-        ended: torch.Tensor = Fetched.apply(torch.zeros((), requires_grad=True), found)
+        ended: torch.Tensor = Fetched.apply(torch.zeros((), requires_grad=True), found)  # type: ignore[no-untyped-call]
         return ended
     return found
 

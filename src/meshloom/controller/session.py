@@ -87,7 +87,8 @@ class _Peer:
         self.status = Status(number)
         self._need, self._state = wire.HEAD.size, "head"
         self._have = bytearray()
-        self._kind, self._header, self._payload = b"", None, None
+        self._kind, self._header = b"", None
+        self._payload: torch.Tensor | None = None
         self._filled = 0
         self._announced = 0
 

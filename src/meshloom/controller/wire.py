@@ -49,7 +49,7 @@ def pack(kind: bytes, header: object, payload: int = 0) -> bytes:
     return HEAD.pack(kind, len(text), payload) + text
 
 
-def read_head(data: bytes | memoryview, most: int = MOST_PAYLOAD) -> tuple[bytes, int, int]:
+def read_head(data: bytes | bytearray | memoryview, most: int = MOST_PAYLOAD) -> tuple[bytes, int, int]:
     """Kind, length of the header and length of the payload."""
     kind, header, payload = HEAD.unpack(data)
     if kind not in SCHEMAS:

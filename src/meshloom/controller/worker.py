@@ -31,6 +31,7 @@ from meshloom.controller.session import BEAT
 from meshloom.controller.values import decode
 from meshloom.engines.layout import empty_stored, short_name
 from meshloom.errors import STARTED, LaunchError, MeshloomError
+from meshloom.mesh import Mesh
 from meshloom.placement import Topology, extents
 from meshloom.runtime import state
 from meshloom.tensor import creation, random
@@ -72,7 +73,8 @@ class Worker:
 
     def __init__(self, line: wire.Line, number: int) -> None:
         self.line, self.number = line, number
-        self.tensors, self.meshes = Table(), {}
+        self.tensors = Table()
+        self.meshes: dict[int, Mesh] = {}
         self.done = 0
         self.began = 0.0  # when the command under way began
         self.call = self.where = ""
@@ -289,7 +291,7 @@ class Worker:
     def _do_save(
         self, request: int, folder: str, keep: int | None, tree: dict[str, Any], names: dict[str, int]
     ) -> None:
-        found = Gathered(tree, {name: self.tensors[number] for name, number in names.items()})
+        found: Any = Gathered(tree, {name: self.tensors[number] for name, number in names.items()})
         save(found, folder, keep=keep, progress=False)
         self._do_answer(request)
 
@@ -420,7 +422,8 @@ def bytes_of(data: torch.Tensor) -> memoryview:
     """The memory of a dense tensor."""
     if not data.numel():
         return memoryview(b"")
-    return memoryview(data.reshape(-1).view(torch.uint8).numpy()).cast("B")
+    array: Any = data.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
 
 
 def memory() -> int:

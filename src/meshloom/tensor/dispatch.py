@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS, freeze
 from meshloom.tensor.card_kernel import kernel_for
+from meshloom.tensor.clients import HERE, Clients
 from meshloom.tensor.entries import CACHE, Entry, identity, remember
 from meshloom.tensor.reading import Reader, autocast_key, follow_to_meta, read_number, read_request
 from meshloom.tensor.views import attach
@@ -36,11 +38,20 @@ _ARRAY = object()  # stands among arguments for an array that is given later
 
 def call(name: str, args: Sequence[object], kwargs: dict[str, object], output: object = None) -> Any:
     """Run an op of the table on any mix of operands and return the wrapped result."""
+    if Clients.take is not None:
+        with nullcontext() if output is None else state.changed(output=output):
+            sent = Clients.take(f"table:{name}", _calling(name), tuple(args), kwargs)
+        if sent is not HERE:
+            return sent
     found = Resolved(name, args, kwargs, output)
     result = found.perform()
     if TRAIL.calls is not None:
         TRAIL.calls.append((found, result))
     return result
+
+
+def _calling(name: str) -> Any:
+    return lambda *args, **kwargs: call(name, args, kwargs)
 
 
 class _Trail(threading.local):

@@ -11,7 +11,7 @@ import torch
 
 from meshloom.engines import private
 from meshloom.engines.layout import short_name
-from meshloom.errors import MeshError
+from meshloom.errors import MeshError, UnsupportedError
 from meshloom.mesh import Mesh
 from meshloom.ops import OPS
 from meshloom.placement import Replicate, Topology, as_placements
@@ -57,6 +57,12 @@ class Reader:
         """The argument as dispatch uses it."""
         kind = value.__class__
         if kind is Tensor or isinstance(value, Tensor):
+            if value._is_remote:
+                raise UnsupportedError(
+                    f"{self.key[0]} was called on a tensor of a cluster by a function that works on arrays here",
+                    tensor=value.topology,
+                    fix="use ops of tensors, or x.to_torch()",
+                )
             if self.shadows is not None:
                 value = self.shadows.of(value)
         elif kind in NUMBERS:
