@@ -51,7 +51,7 @@ test: $(TESTED) $(if $(CI),browser) ## lint, types, doctests and tests
 # The long runs draw new cases each time and print their seed; with SEED they draw the same again.
 full: test ## make test, then the long runs that do not fit into it: more than an hour
 	@MESHLOOM_AUTOPLAN=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nn/test_autoplan_exhaustive.py
-	@MESHLOOM_MODELS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nn/test_models.py tests/processes/test_weights.py
+	@MESHLOOM_MODELS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nn/test_models.py tests/nn/test_pipeline.py tests/processes/test_weights.py
 	@MESHLOOM_CARDS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ops/test_property_cards.py
 	@$(MAKE) --no-print-directory soak CASES=20000 SEED=$(SEED)
 

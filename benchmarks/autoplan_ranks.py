@@ -8,9 +8,10 @@ autoplan plans for. Every process calls the same things as often as the others.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,19 +41,21 @@ EFFORT = {
 MODEL = {"full": Sizes(384, 2, 6, 6, 1536, 2048, 128), "quick": replace(SIZES["tiny"], layers=2)}
 ROUNDS = {"full": 7, "quick": 2}
 ROWS = 8
+BEST = "the best"
 
 
-def seconds_of(work: Callable[[], object], rounds: int) -> float:
-    """The least seconds of some calls, of the slowest process; all processes call it as often."""
-    found = []
-    work()
-    for _ in range(rounds):
-        dist.barrier()
-        start = time.perf_counter()
-        work()
-        dist.barrier()
-        found.append(time.perf_counter() - start)
-    return average(min(found))
+def seconds_of(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The least seconds of each, in turn round by round; all processes call each as often."""
+    best = dict.fromkeys(works, math.inf)
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            dist.barrier()
+            start = time.perf_counter()
+            work()
+            dist.barrier()
+            if number:  # the first round warms up
+                best[name] = min(best[name], time.perf_counter() - start)
+    return {name: average(seconds) for name, seconds in best.items()}
 
 
 def average(value: float) -> float:
@@ -70,16 +73,16 @@ def measure_machine(effort: Effort, rounds: int) -> loom.Machine:
     copied = average(memory_bandwidth(effort))
     small = loom.open_mesh((HERE.count,), axes=("d",))
     overhead = average(op_seconds(small, effort))
-    points = []
-    for kind in ("all_reduce", "all_gather"):
-        for size in effort.collectives:
-            points.append(Point(kind, HERE.count, size, seconds_of(collective_work(kind, mesh, "d", size), 3 * rounds)))
+    cases = {f"{kind} {size}": (kind, size) for kind in ("all_reduce", "all_gather") for size in effort.collectives}
+    works = {name: collective_work(kind, mesh, "d", size) for name, (kind, size) in cases.items()}
+    took = seconds_of(works, 3 * rounds)
+    points = [Point(kind, HERE.count, size, took[name]) for name, (kind, size) in cases.items()]
     latency, bandwidth = fit(points)
     return loom.Machine("here", latency, bandwidth, flops, copied, memory=8e9, overhead=overhead)
 
 
-def measure_plan(mesh: loom.Mesh, plan: loom.Plan, sizes: Sizes, rounds: int) -> float:
-    """Seconds of a training step on real processes."""
+def make_step(mesh: loom.Mesh, plan: loom.Plan, sizes: Sizes) -> Callable[[], None]:
+    """A training step on real processes."""
     torch.manual_seed(0)
     opened = loom.open_mesh(mesh.shape, axes=mesh.axes)
     model = loom.parallelize(gpt(sizes), opened, plan)
@@ -92,8 +95,7 @@ def measure_plan(mesh: loom.Mesh, plan: loom.Plan, sizes: Sizes, rounds: int) ->
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    return seconds_of(step, rounds)
+    return step
 
 
 def main() -> None:
@@ -106,13 +108,18 @@ def main() -> None:
     task = make_task(gpt(sizes), (tokens, tokens), machine, HERE.count, loss=loss)
     search = Search(task, lambda line: None)
     best = search.run(3)[0]
-    plans = [(mesh, recipe) for mesh, recipe in named_plans(task) if search.trials.price(mesh, recipe) is not None]
-    named = {}
-    for mesh, recipe in plans:
-        took = measure_plan(mesh, recipe.plan(search.trials.folded.whole, mesh), sizes, rounds)
-        named[f"{recipe.title} on {mesh}"] = [took, search.trials.verify(mesh, recipe).time]
-    took = measure_plan(best.mesh, best.recipe.plan(search.trials.folded.whole, best.mesh), sizes, rounds)
-    found = {"best": f"{best.recipe.title} on {best.mesh}", "took": [took, best.run.time], "named": named}
+    plans = {f"{recipe.title} on {mesh}": (mesh, recipe) for mesh, recipe in named_plans(task)}
+    plans = {name: pair for name, pair in plans.items() if search.trials.price(*pair) is not None}
+    named = list(plans)
+    plans[BEST] = (best.mesh, best.recipe)
+    whole = search.trials.folded.whole
+    took = seconds_of({name: make_step(m, r.plan(whole, m), sizes) for name, (m, r) in plans.items()}, rounds)
+    both = {name: [took[name], search.trials.verify(*pair).time] for name, pair in plans.items()}
+    found = {
+        "best": f"{best.recipe.title} on {best.mesh}",
+        "took": both[BEST],
+        "named": {name: both[name] for name in named},
+    }
     if HERE.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps({**found, "machine": repr(machine)}, indent=1), encoding="utf-8")
 

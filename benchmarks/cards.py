@@ -28,7 +28,7 @@ def works(devices: Sequence[int]) -> list[Spec]:
         ("card read", "64 MB, to a copy", read, SPEED, "mb_per_s"),
         ("card launch", "empty, and its wait", launch, LAUNCH, "ours_us"),
         ("card queue", "write of 64 MB, to a copy", queue_write, SPEED, "mb_per_s"),
-        ("card queue", "read of 64 MB, to a copy", queue_read, None, "mb_per_s"),
+        ("card queue", "read of 64 MB, to a copy", queue_read, SPEED, "mb_per_s"),
         ("card queue", "empty workload, enqueue and finish", queue_launch, None, "ours_us"),
     )
     return [Spec(name, detail, (1,), partial(make, SIZE), goal, shown) for name, detail, make, goal, shown in named]

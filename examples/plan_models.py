@@ -1,5 +1,5 @@
 """Five kinds of models in plain torch, three sizes each, to plan for: GPT, Llama with grouped heads, BERT, ViT and a
-mixture of experts. None of them knows of meshes.
+mixture of experts. None of them knows what mesh it is on.
 
     python examples/plan_models.py llama small     # its plans on a T3000
 """
@@ -35,9 +35,9 @@ class Sizes:
 
 SIZES = {
     "tiny": Sizes(32, 1, 4, 2, 48, 64, 16, 4),
-    "small": Sizes(512, 6, 8, 4, 2048, 8192, 512),
-    "medium": Sizes(2048, 12, 16, 8, 8192, 32768, 1024),
-    "large": Sizes(4096, 24, 32, 8, 11008, 32768, 2048),
+    "small": Sizes(512, 4, 8, 4, 2048, 8192, 512),
+    "medium": Sizes(2048, 8, 16, 8, 8192, 32768, 1024),
+    "large": Sizes(4096, 16, 32, 8, 11008, 32768, 2048),
 }
 
 
@@ -86,40 +86,6 @@ class Gated(nn.Module):
     def forward(self, x):
         """(..., width) to the same."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Experts(nn.Module):
-    """The nets of all experts, in one weight for each product."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(sizes.experts, sizes.width, sizes.hidden) * sizes.width**-0.5)
-        self.down = nn.Parameter(torch.randn(sizes.experts, sizes.hidden, sizes.width) * sizes.hidden**-0.5)
-
-    def forward(self, x):
-        """(batch, experts, places, width) to the same."""
-        return torch.einsum("becf,efd->becd", F.silu(torch.einsum("becd,edf->becf", x, self.up)), self.down)
-
-
-class Mixture(nn.Module):
-    """Each token goes to two experts; an expert takes so many tokens of a text, and drops those that come later."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.places = max(1, 5 * sizes.length // (2 * sizes.experts))
-        self.router = nn.Linear(sizes.width, sizes.experts, bias=False)
-        self.experts = Experts(sizes)
-
-    def forward(self, x):
-        """(batch, length, width) to the same."""
-        chances = self.router(x).softmax(-1)
-        least = chances.topk(2, -1).values[..., -1:]
-        chosen = (chances >= least).to(x.dtype)
-        place = chosen.cumsum(1) - 1
-        taken = chosen.unsqueeze(-1) * (place.unsqueeze(-1) == torch.arange(self.places)).to(x.dtype)
-        given = torch.einsum("bld,blec->becd", x, taken)
-        weights = taken * (chances * chosen).unsqueeze(-1)
-        return torch.einsum("becd,blec->bld", self.experts(given), weights)
 
 
 class Block(nn.Module):
@@ -209,11 +175,16 @@ def vit(sizes: Sizes) -> nn.Module:
     return Pictures(found, lambda: Block(found, Attention(found, found.heads, False, True), Plain(found), nn.LayerNorm))
 
 
+def mixture(sizes: Sizes) -> nn.Module:
+    """A router and experts; each token goes to two of them."""
+    return loom.experts.MoE(sizes.width, sizes.hidden, experts=sizes.experts, top_k=2)
+
+
 def moe(sizes: Sizes) -> nn.Module:
     """A Llama whose nets are experts."""
     make = partial(Block, sizes, norm=nn.RMSNorm)
     return Text(
-        sizes, lambda: make(Attention(sizes, sizes.groups, True, False), Mixture(sizes)), nn.RMSNorm, is_tied=False
+        sizes, lambda: make(Attention(sizes, sizes.groups, True, False), mixture(sizes)), nn.RMSNorm, is_tied=False
     )
 
 

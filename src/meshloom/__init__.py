@@ -33,6 +33,7 @@ from meshloom.errors import (
     OperandError,
     OutOfMemoryError,
     PeerLostError,
+    PipelineError,
     PlacementError,
     RaceError,
     ScheduleError,
@@ -84,7 +85,9 @@ _LAZY = {
     "latest": "meshloom.checkpoint.folders",
     "RandomState": "meshloom.checkpoint.random_state",
     **dict.fromkeys(("stress",), "meshloom.comms.handles"),
-    **dict.fromkeys("Plan autoplan data experts parallelize plans unparallelize".split(), "meshloom.nn"),
+    **dict.fromkeys(
+        "Pipeline Plan autoplan data experts parallelize pipeline plans unparallelize".split(), "meshloom.nn"
+    ),
     **dict.fromkeys(("draw", "draw_mesh", "communication_table"), "meshloom.observe.pictures"),
 }
 
@@ -107,6 +110,7 @@ __all__ = [
     "LaunchError",
     "LostError",
     "PeerLostError",
+    "PipelineError",
     "Machine",
     "Mesh",
     "MeshError",

@@ -57,6 +57,8 @@ __all__ = [
     'Parameter',
     'Partial',
     'PeerLostError',
+    'Pipeline',
+    'PipelineError',
     'Placement',
     'PlacementError',
     'Plan',
@@ -352,6 +354,7 @@ __all__ = [
     'parallelize',
     'parse',
     'permute',
+    'pipeline',
     'pixel_shuffle',
     'pixel_unshuffle',
     'plans',
@@ -579,6 +582,7 @@ from meshloom.observe.scopes import CommunicationWarning as CommunicationWarning
 from meshloom.observe.dry_run import DryRun as DryRun
 from meshloom.observe.explain import Explanation as Explanation
 from meshloom.observe.scopes import FallbackWarning as FallbackWarning
+from meshloom.nn import Pipeline as Pipeline
 from meshloom.nn import Plan as Plan
 from meshloom.checkpoint.random_state import RandomState as RandomState
 from meshloom.checkpoint.saving import Saving as Saving
@@ -622,6 +626,7 @@ def ones(*size: _int | Sequence[_int], dtype: torch.dtype | str | None=None, **o
 def ones_like(input: torch.Tensor, **options: Any) -> Tensor: ...
 from meshloom.tensor.creation import open_mesh as open_mesh
 from meshloom.nn import parallelize as parallelize
+from meshloom.nn import pipeline as pipeline
 from meshloom.nn import plans as plans
 from meshloom.processes.bindings import process as process
 def rand(*size: _int | Sequence[_int], **options: Any) -> Tensor: ...
@@ -667,6 +672,7 @@ from meshloom.errors import OperandError as OperandError
 from meshloom.errors import OutOfMemoryError as OutOfMemoryError
 from meshloom.placement import Partial as Partial
 from meshloom.errors import PeerLostError as PeerLostError
+from meshloom.errors import PipelineError as PipelineError
 from meshloom.placement import Placement as Placement
 from meshloom.errors import PlacementError as PlacementError
 from meshloom.errors import RaceError as RaceError

@@ -17,6 +17,7 @@
     ├── LaunchError          RuntimeError         a run that cannot start, or a rank of it that failed
     ├── CheckpointError      RuntimeError         files of weights or states that cannot be written, read or trusted
     ├── PeerLostError        RuntimeError         a process that is gone, never came, or does not answer in time
+    ├── PipelineError        RuntimeError         a stage of a pipeline that failed, with its micro-batch
     ├── RaceError            RuntimeError         two uses of one memory that nothing orders, or a result used too early
     ├── OutOfMemoryError     MemoryError *        a buffer or tensor that the devices have no room for
     ├── ClosedError          RuntimeError         a mesh that was closed, a buffer freed, a trace released
@@ -226,6 +227,10 @@ class PeerLostError(MeshloomError, RuntimeError):
 
 
 LostError = PeerLostError  # the name before 0.2
+
+
+class PipelineError(MeshloomError, RuntimeError):
+    """A stage of a pipeline that failed, with its micro-batch."""
 
 
 class GradientError(MeshloomError, RuntimeError):

@@ -236,7 +236,7 @@ CASES: dict[str, Case] = {
   call    add(f32[16, 8](S(0), R), f32[16, 8](S(0)))
   mesh    Mesh(dp=2, tp=4)
   meshes  Mesh(dp=2, tp=4) and Mesh(all=8)
-  fix     bring them to one mesh: loom.distribute(x.to_torch(), mesh, placements)""",
+  fix     bring them to one mesh: x.redistribute(placements, mesh=mesh)""",
     ),
     "shapes that do not add": (
         loom.ShapeError,

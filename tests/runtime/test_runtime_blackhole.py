@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import os
 import subprocess
@@ -22,6 +24,7 @@ from meshloom.errors import (
     ClosedError,
     DeviceError,
     DeviceTimeoutError,
+    FabricError,
     MeshError,
     OutOfMemoryError,
     UnsupportedError,
@@ -31,6 +34,7 @@ from meshloom.runtime import MeshWorkload, Program, create_mesh_buffer, open_mes
 from meshloom.runtime.card import FluentDriver, LinkedCard, Part, SizedCard, SourceKernel
 from meshloom.runtime.drivers import blackhole_memory as memory, blackhole_modules
 from meshloom.runtime.drivers.blackhole import BlackholeDriver
+from meshloom.runtime.drivers.card_locks import alone
 from meshloom.runtime.links import Channel
 from runtime_conformance import CardConformance, LinkConformance
 
@@ -650,3 +654,70 @@ def test_the_memory_of_indices_is_runs_of_bytes():
         runs = memory.runs_of(shape, 4, memory.index_key(index), 2, 9)
         found = np.concatenate([flat[start : start + length] for start, length in runs]).view(np.float32)
         assert found.tolist() == torch.arange(1600.0).view(shape)[index].reshape(-1)[2:9].tolist()
+
+
+def test_a_forked_child_leaves_the_card_to_its_parent():
+    with open_mesh_device((1,), driver=driver()) as mesh:
+        x = create_mesh_buffer(mesh, global_shape=(4,))
+        mesh.queue().enqueue_write(x, [1.0, 2.0, 3.0, 4.0], blocking=True)
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                mesh.cards[0].close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(DeviceError, match="in use by this process"):
+            driver().open(0)
+        assert mesh.queue().enqueue_read(x).tolist() == [1, 2, 3, 4]
+
+
+def test_wrong_options_leave_no_card_open():
+    for options in ({"dispatch": "slwo"}, {"check": "rcaes"}, {"worker_l1_size": -1}, {"mesh_type": "Torus"}):
+        with pytest.raises((ArgumentError, FabricError)):
+            open_mesh_device((2, 2), driver=driver(), **options)
+        assert all(not _is_locked(discovery.CARDS / str(index)) for index in range(4))
+
+
+def _is_locked(node: Path) -> bool:
+    with node.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_a_card_that_fails_in_closing_is_an_error_and_the_others_are_closed():
+    mesh = open_mesh_device((3,), driver=driver())
+
+    def fail() -> None:
+        raise SystemExit("planted")
+
+    mesh.cards[0]._device.close = fail
+    with pytest.raises(DeviceError, match="blackhole-py failed in closing the card: SystemExit: planted"):
+        mesh.close()
+    assert not any(_is_locked(discovery.CARDS / str(index)) for index in range(3))
+
+
+def test_writes_of_pieces_from_two_threads_are_not_lost():
+    card = driver().open(0)
+    x = card.alloc(0, (2, 8), torch.float32)
+    card.write(x, torch.zeros(2, 8))
+
+    def work(row: int) -> None:
+        for column in range(8):
+            card.write(x, torch.tensor(1.0), (row, column))
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert card.read(x).eq(1).all()
+    card.close()
+
+
+def test_whoever_waits_for_a_compiler_that_hangs_gets_an_error(tmp_path):
+    lock, text = tmp_path / "lock", r"this process has held .* for 0\.05 s"
+    with alone(lock, 1.0), pytest.raises(DeviceTimeoutError, match=text), alone(lock, 0.05):
+        pass

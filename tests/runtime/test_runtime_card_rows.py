@@ -21,6 +21,7 @@ from meshloom.collectives import Schedule, Send
 from meshloom.errors import ArgumentError, DeviceError, FabricError, ModeError, OutOfMemoryError, ShapeError
 from meshloom.processes import discovery
 from meshloom.runtime import (
+    Fault,
     MeshBufferPy,
     MeshCoordinateRange,
     MeshDevice,
@@ -664,3 +665,75 @@ def test_row_172_tt_metal_cache_is_where_compiled_kernels_lie(monkeypatch, tmp_p
     monkeypatch.setenv("MESHLOOM_CACHE", str(tmp_path / "three"))  # ours comes first
     assert compile_once() == 1 and len(list((tmp_path / "three").iterdir())) == 1
     assert STAND_IN.is_dir()
+
+
+# corners
+
+
+@on_linked_cards
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 3), (1, 1), (3, 0, 2)])
+def test_collectives_of_nothing_and_of_single_elements(made, shape):
+    with open_mesh_device((3,), driver=made()) as mesh:
+        x = create_mesh_buffer(mesh, global_shape=shape)
+        mesh.queue().enqueue_write(x, torch.full(shape, 2.0), blocking=True)
+        for mode in ("host", "fabric"):
+            assert mesh.queue().enqueue_read(all_reduce(x, mode=mode)).equal(torch.full(shape, 6.0))
+            if shape:
+                joined = mesh.queue().enqueue_read(all_gather(x, -1, mode=mode))
+                assert joined.equal(torch.full((*shape[:-1], 3 * shape[-1]), 2.0))
+
+
+@on_linked_cards
+def test_collectives_are_ordered_by_queues_and_events_and_seen_by_the_race_detector(made):
+    with open_mesh_device((2,), driver=made(), num_command_queues=2, check="races") as mesh:
+        x = sharded(mesh, 4, shard=(2,))
+        mesh.queue(0).enqueue_write(x, [1.0, 2.0, 3.0, 4.0])
+        with pytest.raises(loom.RaceError, match="not ordered after write"):
+            all_reduce(x, cq_id=1)
+        mesh.queue(1).wait_for_event(mesh.queue(0).record_event())
+        for mode in ("host", "fabric"):
+            total = all_reduce(x, mode=mode, cq_id=1, blocking=False)
+            assert mesh.queue(1).enqueue_read(total).tolist() == [4, 6]
+
+
+@on_linked_cards
+def test_two_queues_may_use_the_links_at_once(made):
+    with open_mesh_device((4,), driver=made(), num_command_queues=2) as mesh:
+        buffers = [create_mesh_buffer(mesh, global_shape=(300,)) for _ in range(2)]
+        for number, buffer in enumerate(buffers):
+            mesh.queue(number).enqueue_write(buffer, torch.full((300,), number + 1.0))
+        found = [
+            (number, all_reduce(buffers[number], mode="fabric", cq_id=number, blocking=False))
+            for _ in range(5)
+            for number in range(2)
+        ]
+        for number, total in found:
+            assert mesh.queue(number).enqueue_read(total).eq(4 * (number + 1)).all()
+
+
+def test_collectives_on_buffers_are_not_captured_and_leave_no_memory_behind():
+    with open_mesh_device((2,)) as mesh:
+        x = sharded(mesh, 4, shard=(2,))
+        used = mesh.memory_usage()[0,].used
+        with pytest.raises(loom.TraceError, match="collectives on buffers are not captured"), mesh.capture():
+            all_reduce(x)
+        assert mesh.memory_usage()[0,].used == used
+        with pytest.raises(DeviceError):
+            mesh.cards[0].inject(Fault("read", times=1))
+            all_reduce_host(x)
+        assert mesh.memory_usage()[0,].used == used
+        reduce_scatter(x, mode="fabric")
+        assert mesh.memory_usage()[0,].used == used
+
+
+def test_a_failed_collective_names_the_coordinate_and_the_next_one_works():
+    with open_mesh_device((4,)) as mesh:
+        x = create_mesh_buffer(mesh, global_shape=(8,))
+        mesh.queue().enqueue_write(x, torch.ones(8), blocking=True)
+        mesh.get_device(2).inject(Fault("write", times=1))
+        with pytest.raises(DeviceError, match=r"all_reduce of \w+ by host .*(.|\n)*\(2,\): DeviceError: card 2 failed"):
+            all_reduce_host(x)
+        assert mesh.queue().enqueue_read(all_reduce_host(x)).eq(4).all()
+        mesh.get_device(1).inject(Fault("receive", times=1))
+        with pytest.raises(DeviceError, match=r"\(1,\): DeviceError: card 1 failed in a receive"):
+            all_reduce(x, mode="fabric")

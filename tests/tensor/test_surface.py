@@ -23,14 +23,15 @@ NAMES = """
 ArgumentError BindingError BoundsError CheckpointError ClosedError CommunicationError CommunicationWarning DTypeError
 DeviceError DeviceTimeoutError DivergenceError DryRun Explanation FabricError FallbackWarning GradientError LaunchError
 LostError Machine Mesh MeshError MeshloomError ModeError NotationError OperandError OutOfMemoryError Parameter Partial
-PeerLostError Placement PlacementError RaceError Replicate ScheduleError ShapeError Shard Simulation Tensor Topology
+PeerLostError Pipeline PipelineError Placement PlacementError RaceError Replicate ScheduleError ShapeError Shard
+Simulation Tensor Topology
 TraceError UncoveredError UnsupportedError ViewError arange bernoulli checkpoint choose collectives communication
 communication_table control current_mesh discover distribute draw draw_mesh dropout dry_run empty empty_like engines
 explain eye fabric from_buffer from_local full full_like linspace logspace multinomial normal ones ones_like open_mesh
 parse process rand rand_like randint randint_like randn randn_like randperm record runtime simulate stress ttnn
 use_fabric use_machine with_output zeros zeros_like accumulate distributed extend synchronize distribute_tensor
 from_device_mesh from_dtensor data seconds_waited RandomState Saving export latest load save Plan parallelize plans
-unparallelize autoplan experts
+unparallelize autoplan experts pipeline
 """.split()
 
 OP_NAMES = """

@@ -296,7 +296,8 @@ class _Planning:
             )
         if isinstance(target, Tensor) and target.topology.partial_axes:
             raise self.refuse(path, f"it is {target.topology} here, and a file has the value itself", "redistribute it")
-        if (target._data if isinstance(target, Tensor) else target).is_meta:
+        is_elsewhere = isinstance(target, Tensor) and target.mesh.is_elsewhere
+        if (target._data if isinstance(target, Tensor) else target).is_meta and not is_elsewhere:
             raise self.refuse(path, "it has no memory here: it lies on meta", "materialise it first")
         if target.layout is not torch.strided or hasattr(target, "device_mesh"):
             raise self.refuse(

@@ -112,6 +112,8 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
         return (id(tensor),)
     array = tensor._data if isinstance(tensor, Tensor) else tensor
     topology = tensor.topology if isinstance(tensor, Tensor) else None
+    if topology is not None and topology.mesh.is_elsewhere:
+        return (id(array),)
     return array.data_ptr(), array.dtype, tuple(array.shape), array.stride(), topology
 
 
@@ -124,9 +126,10 @@ def check_tensor(tensor: torch.Tensor, path: Path) -> None:
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
         raise refusal(tensor, path)
     if isinstance(tensor, Tensor) and tensor.mesh.is_split:
-        check_joined(tensor.mesh.processes)
+        check_joined(tensor.mesh)
     array = tensor._data if isinstance(tensor, Tensor) else tensor
-    if array.is_meta:
+    is_elsewhere = isinstance(tensor, Tensor) and tensor.mesh.is_elsewhere
+    if array.is_meta and not is_elsewhere:
         raise ArgumentError(f"{spell(path)} has no values: it lies on meta", fix="materialise it first")
     if not is_known(short_name(tensor.dtype)):
         raise ArgumentError(f"{spell(path)} has dtype {tensor.dtype}, which files do not have", fix="cast it first")

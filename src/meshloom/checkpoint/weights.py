@@ -128,7 +128,7 @@ class SavedWeights(Weights):
 def make_room(topology: Topology) -> torch.Tensor:
     """Memory for what this process holds, where it holds its blocks; its padding is zero, the rest is to be filled."""
     stored = empty_stored(topology)
-    return stored.to(WORLD.device) if topology.mesh.is_split else stored
+    return stored.to(WORLD.device) if topology.mesh.is_split and not stored.is_meta else stored
 
 
 def _check_fits(name: str, entry: Entry, topology: Topology) -> None:

@@ -79,7 +79,7 @@ def _nbytes(source: Source, box: Held) -> int:
 
 def _boxes(source: Source, count: int, seen: dict[Topology, tuple[Held, ...]]) -> Iterator[Held]:
     topology = source.topology
-    if topology is None or not topology.mesh.is_split:
+    if topology is None or not (topology.mesh.is_split or topology.mesh.ranks):
         whole = Held((0,) * len(source.shape), source.shape, tuple(range(count)))
         boxes: tuple[Held, ...] = (whole,)
     else:
@@ -91,8 +91,7 @@ def _boxes(source: Source, count: int, seen: dict[Topology, tuple[Held, ...]]) -
 def _held_by(topology: Topology) -> tuple[Held, ...]:
     """The different boxes that processes hold, in the order of ranks."""
     found: dict[tuple[Shape, Shape], list[int]] = {}
-    ranks = numel(topology.mesh.processes)
-    for rank in range(ranks):
+    for rank in topology.mesh.holders:
         for extent in extents(topology, rank):
             found.setdefault((extent.start, extent.shape), []).append(rank)
     return tuple(Held(start, shape, tuple(ranks)) for (start, shape), ranks in found.items())

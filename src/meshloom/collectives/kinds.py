@@ -47,12 +47,13 @@ KINDS: dict[str, Kind] = {
     "scatter": Kind(lambda before, after, p: after, lambda size, p: size * p),
     "send_recv": Kind(lambda before, after, p: before, lambda size, p: size * p),
     "shift": Kind(lambda before, after, p: before, lambda size, p: size * p),
+    "copy": Kind(lambda before, after, p: after, lambda size, p: size),  # between meshes: what a device lacks
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective over one mesh axis.
+    """One collective over one mesh axis; of a copy between meshes, `axis` is the two meshes.
 
     >>> print(Collective("all_reduce", "tp", 4, 96, "f32", (4, 4), "sum"))
     all_reduce(sum) over tp of 4: 96 B
@@ -68,4 +69,6 @@ class Collective:
 
     def __str__(self) -> str:
         name = self.kind if self.op is None else f"{self.kind}({self.op})"
+        if self.kind == "copy":
+            return f"copy {self.axis}: {self.bytes} B"
         return f"{name} over {self.axis} of {self.devices}: {self.bytes} B"

@@ -25,10 +25,16 @@ TIMEOUT = 300.0
 
 
 class Story:
-    """The running hash of what this process has done, and which tensors the call that is under way works on."""
+    """The running hash of what this process has done, and which tensors the call that is under way works on.
 
-    def __init__(self) -> None:
+    There is one of all processes, and one of those that hold a submesh: they compare what they do on it, and what they
+    do while they work on it alone (`within`).
+    """
+
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        self.ranks = ranks  # whose story it is; () for all
         self.hash = 0
+        self.number = 0  # collectives begun
         self.identity = 0
 
     def add(self, text: str) -> None:
@@ -46,7 +52,8 @@ def _nobody(*_: object) -> Any:
 class World:
     """All processes of this run, and how they look after each other.
 
-    `connect` makes torch's group of some ranks, `begin` begins one collective and gives what is waited for.
+    `connect` makes torch's group of some ranks, `begin` begins one collective and gives what is waited for, `message`
+    does so for what two processes do alone.
     """
 
     timeout: float = TIMEOUT
@@ -56,16 +63,25 @@ class World:
     bindings: list[Any] = field(default_factory=list)  # mesh id, host rank and visible devices of every process
     watch: Any = None
     story: Story = field(default_factory=Story)
-    connect: Callable[[tuple[int, ...]], Any] = _nobody
+    stories: dict[tuple[int, ...], Story] = field(default_factory=dict)  # of those that hold a submesh
+    within: tuple[int, ...] = ()  # who works alone now, on a stage of a pipeline
+    is_muted: bool = False  # what is done now is nobody else's business
+    connect: Callable[..., Any] = _nobody
     begin: Callable[..., Any] = _nobody
+    message: Callable[..., Any] = _nobody
     connected: list[Group] = field(default_factory=list)
-    handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    handles: dict[Any, Any] = field(default_factory=dict)
     device_meshes: dict[Mesh, tuple[Any, Any]] = field(default_factory=dict)  # torch's own, and its group
 
     @property
     def is_joined(self) -> bool:
         """Whether there are other processes."""
         return self.control is not None
+
+    def story_of(self, ranks: tuple[int, ...] = ()) -> Story:
+        """What is compared by the processes that hold a mesh; without any, by those that work together now."""
+        wanted = ranks or self.within
+        return self.stories.setdefault(wanted, Story(wanted)) if wanted else self.story
 
 
 WORLD = World()
@@ -86,7 +102,8 @@ class Group:
     def connect(self) -> None:
         """Have torch's group, if there is none yet: those along the same axes are made together."""
         if self.handle is None:
-            handles = {ranks: WORLD.connect(ranks) for ranks in self._beside}
+            beside = [self.ranks] if self.mesh.ranks else self._beside  # of a submesh, by its members alone
+            handles = {ranks: WORLD.connect(ranks, bool(self.mesh.ranks)) for ranks in beside}
             self.use(handles[self.ranks])
 
     def use(self, handle: object) -> None:
@@ -96,13 +113,14 @@ class Group:
 
     @cached_property
     def _beside(self) -> list[tuple[int, ...]]:
-        check_joined(self.mesh.processes)
-        return partition(self.mesh.processes, self.axes)
+        check_joined(self.mesh)
+        found = partition(self.mesh.processes, self.axes)
+        return [tuple(self.mesh.holders[place] for place in ranks) for ranks in found]
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the processes, in order."""
-        return next(ranks for ranks in self._beside if HERE.rank in ranks)
+        """The ranks of the processes, in order; those of the first group, where this one holds nothing of the mesh."""
+        return next((ranks for ranks in self._beside if HERE.rank in ranks), self._beside[0])
 
     @cached_property
     def processes(self) -> int:
@@ -197,13 +215,14 @@ def group_of(mesh: Mesh, axes: Iterable[int]) -> Group | None:
     crossing = tuple(axis for axis in axes if mesh.processes[axis] > 1)
     if not crossing:
         return None
-    check_joined(mesh.processes)
-    return members_of(_one_device_each(mesh.processes), crossing)
+    check_joined(mesh)
+    return members_of(one_device_each(mesh.processes, mesh.ranks), crossing)
 
 
 @lru_cache(maxsize=256)
-def _one_device_each(grid: tuple[int, ...]) -> Mesh:
-    return Mesh.of(grid, processes=grid)
+def one_device_each(grid: tuple[int, ...], ranks: tuple[int, ...] = ()) -> Mesh:
+    """A mesh of one device for each process of a grid."""
+    return Mesh.of(grid, processes=grid).held_by(ranks)
 
 
 @lru_cache(maxsize=1024)
@@ -212,11 +231,12 @@ def members_of(mesh: Mesh, axes: tuple[int, ...]) -> Group:
     return Group(mesh, axes)
 
 
-def check_joined(grid: tuple[int, ...]) -> None:
+def check_joined(mesh: Mesh) -> None:
     """A mesh that processes split is used by all of them, not by one that read it from a file."""
-    if math.prod(grid) != HERE.count or not WORLD.is_joined:
+    count = max(mesh.holders) + 1
+    if (count > HERE.count if mesh.ranks else count != HERE.count) or not WORLD.is_joined:
         raise PeerLostError(
-            f"a mesh over {math.prod(grid)} processes is used by {HERE.count}",
+            f"a mesh over {count} processes is used by {HERE.count}",
             fix="open it in the processes that use it: loom.open_mesh(...); for a file that others read, "
             "save x.to_torch()",
         )

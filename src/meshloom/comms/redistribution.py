@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from meshloom.comms.copying import copy
 from meshloom.comms.gradients import (
     AllGather,
     AllReduce,
@@ -32,22 +33,38 @@ from meshloom.engines.reductions import REDUCTIONS, total
 from meshloom.fabric import VIRTUAL, Machine
 from meshloom.mesh import Mesh
 from meshloom.placement import Partial, Placement, Replicate, Shard, Topology
-from meshloom.planner import stations
+from meshloom.planner import settle, stations
 
 
 def move(
     data: torch.Tensor, source: Topology, target: Topology, machine: Machine = VIRTUAL, call: str = "redistribute"
 ) -> torch.Tensor:
-    """The stored array of `source` laid out as `target` wants it, wherever its parts are."""
+    """The stored array of `source` laid out as `target` wants it, wherever its parts are, on its mesh or another."""
     step = _known_mover(source, target, machine)
+    if step is _to_another_mesh:
+        return _move_between(data, source, target, machine, call)
     if source.mesh.is_split and WORLD.watch is not None:
         WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
     return data if step is None else step(data)
 
 
+def _move_between(data: torch.Tensor, source: Topology, target: Topology, machine: Machine, call: str) -> torch.Tensor:
+    """To another mesh: settled on the one, copied, and on the other made partial if it should be."""
+    there = settle(source, machine)
+    data = move(data, source, there, machine, call)
+    if WORLD.watch is not None:
+        WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
+    return move(copy(data, there, target.reduced), target.reduced, target, machine, call)
+
+
 @lru_cache(maxsize=4096)
 def _known_mover(source: Topology, target: Topology, machine: Machine) -> Step | None:
-    return mover(source, target, machine)
+    return mover(source, target, machine) if source.mesh == target.mesh else _to_another_mesh
+
+
+def _to_another_mesh(data: torch.Tensor) -> torch.Tensor:
+    """The mark of a move between meshes, which `_move_between` makes."""
+    raise NotImplementedError
 
 
 def mover(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from meshloom.comms.group import WORLD, Group
 from meshloom.context import state
 from meshloom.engines.reductions import REDUCTIONS
+from meshloom.mesh import HERE
 
 # what Gloo cannot carry as it is, and what carries it instead
 _CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}
@@ -146,8 +147,51 @@ def begin_sum(data: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
     return lambda: _decode(finish(), data.dtype)
 
 
+class _Outbox(threading.local):
+    """Messages of this process that are on their way."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+
+_OUTBOX = _Outbox()
+
+
+def begin_message(data: torch.Tensor, source: int, target: int, channel: str = "") -> UnderWay:
+    """Send an array to another process, or begin to receive one; those of a channel arrive in the order of sending.
+
+    A message is a broadcast in a group of two, one for each direction: unlike torch's own `send` and `recv` it can be
+    waited for by slices, and goes on by itself.
+    """
+    handle = connect_pair(source, target, channel)
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = int(source > target), 0
+    for log in state.logs:
+        log.note_sent("copy", 2, data.nbytes)
+    _OUTBOX.messages[:] = [each for each in _OUTBOX.messages if not each.has_ended()]
+    under_way: Any = WORLD.message("copy", lambda: handle.broadcast([data], options))
+    if source == HERE.rank:
+        _OUTBOX.messages.append(under_way)
+    return under_way  # type: ignore[no-any-return]
+
+
+def connect_pair(source: int, target: int, channel: str = "") -> Any:
+    """The group for messages from one process to another; both make those of both directions together."""
+    pair = (min(source, target), max(source, target))
+    handles = {way: WORLD.connect(pair, True, f"{way[0]} -> {way[1]} {channel}") for way in (pair, pair[::-1])}
+    return handles[source, target]
+
+
+def settle_messages() -> None:
+    """Wait until what this process has sent has arrived."""
+    while _OUTBOX.messages:
+        _OUTBOX.messages.pop(0).wait()
+
+
 def barrier(group: Group) -> None:
     """Return when every process of the group is here."""
+    if group.mesh.is_elsewhere:
+        return
     all_reduce(torch.zeros(1), group, own=True)
 
 

@@ -19,6 +19,7 @@ from meshloom.collectives.kinds import KINDS, Collective
 from meshloom.fabric import AxisLinks, Machine
 from meshloom.fabric.axis import is_joined
 from meshloom.fabric.binding import join
+from meshloom.fabric.machine import slowest
 
 # The bytes of all chunks together, which the formulas speak of, from the bytes that one device receives.
 _WHOLE: dict[str, Callable[[int], float]] = {
@@ -83,6 +84,8 @@ def price_of(kind: str, devices: int, size: int, machine: Machine, axis: int | N
 def _fastest(kind: str, devices: int, size: int, machine: Machine, links: AxisLinks | None) -> tuple[float, str]:
     if links is None:
         return _fastest_on_a_ring(kind, devices, size, machine)
+    if kind == "copy":  # from one mesh to another, by the slowest links that there are
+        return machine.launch + slowest(machine.axes).time(size), "one send"
     if devices == 1:
         return 0.0, "nothing"
     if kind in _TO_THE_NEXT:

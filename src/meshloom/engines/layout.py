@@ -37,7 +37,9 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def empty_stored(topology: Topology) -> torch.Tensor:
-    """Memory for what this process holds; its padding is zero, the rest is to be filled."""
+    """Memory for what this process holds, `meta` if nothing; its padding is zero, the rest is to be filled."""
+    if topology.mesh.is_elsewhere:
+        return torch.empty(topology.stored_shape, dtype=torch_dtype(topology.dtype), device="meta")
     held = sum(extent.count for extent in extents(topology))
     make = torch.empty if held == numel(topology.stored_shape) else torch.zeros
     return make(topology.stored_shape, dtype=torch_dtype(topology.dtype))

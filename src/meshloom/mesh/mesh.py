@@ -5,7 +5,9 @@ mesh of 4x4 virtual devices on 2x2 physical ones has four lanes per device. Home
 `reshape` and `submesh`, so `virtual_to_physical` keeps its answer.
 
 Several processes may split a mesh: `processes` is their grid, one number per axis, and each holds the box of
-coordinates at its place in it. Meshes are equal by names, sizes, device ids and that grid.
+coordinates at its place in it. A submesh stays with the processes that hold its devices: `ranks` lists them, in the
+order of the grid, where they are not all processes of the run; the others hold nothing of it (`is_elsewhere`). Meshes
+are equal by names, sizes, device ids, that grid and those ranks.
 
 A mesh costs what its shape costs: ids and homes that follow from the shape are worked out when somebody asks.
 
@@ -97,7 +99,7 @@ class Mesh:
 
     __slots__ = (
         "__weakref__", "_hash", "_ids", "_index", "_local",
-        "axes", "homes", "is_split", "lease", "processes", "shape", "size",
+        "axes", "homes", "is_split", "lease", "processes", "ranks", "shape", "size",
     )  # fmt: skip
 
     axes: tuple[str, ...]
@@ -105,6 +107,7 @@ class Mesh:
     size: int
     homes: Sequence[Home]
     processes: tuple[int, ...]
+    ranks: tuple[int, ...]  # who holds it, where not everybody does
     is_split: bool
     lease: Lease | None
     _ids: Sequence[int]  # a range where they count through
@@ -157,6 +160,7 @@ class Mesh:
         homes: Sequence[Home] | None,
         processes: tuple[int, ...] | None = None,
         lease: Lease | None = None,
+        ranks: tuple[int, ...] = (),
     ) -> None:
         put = object.__setattr__
         put(self, "axes", axes)
@@ -167,6 +171,7 @@ class Mesh:
         put(self, "lease", lease)
         put(self, "_index", {name: i for i, name in enumerate(axes)})
         put(self, "processes", processes or (1,) * len(shape))
+        put(self, "ranks", ranks)
         put(self, "is_split", math.prod(self.processes) > 1)
         put(self, "_local", None)
         put(self, "_hash", hash(self._key()))
@@ -178,7 +183,7 @@ class Mesh:
         raise AttributeError(f"a Mesh is a value and cannot change: del {name}")
 
     def _key(self) -> tuple[object, ...]:
-        return self.axes, self.shape, self._ids, self.processes, self.lease
+        return self.axes, self.shape, self._ids, self.processes, self.ranks, self.lease
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -210,7 +215,7 @@ class Mesh:
         """In a file it is a value: the lease does not go along."""
         ids = None if self._is_plain() else self._ids
         homes = None if self.homes == Homes(self.shape, self.shape) else self.homes
-        return _made, (self.axes, self.shape, ids, homes, self.processes)
+        return _made, (self.axes, self.shape, ids, homes, self.processes, None, self.ranks)
 
     def __copy__(self) -> Mesh:
         return self
@@ -233,7 +238,11 @@ class Mesh:
 
     def with_lease(self, lease: Lease | None) -> Mesh:
         """The same mesh as that of a device, or with None as a value and nothing else."""
-        return _made(self.axes, self.shape, self._ids, self.homes, self.processes, lease)
+        return _made(self.axes, self.shape, self._ids, self.homes, self.processes, lease, self.ranks)
+
+    def held_by(self, ranks: tuple[int, ...]) -> Mesh:
+        """The same mesh, held by some processes of the run, in the order of their grid; () for all."""
+        return _made(self.axes, self.shape, self._ids, self.homes, self.processes, self.lease, ranks)
 
     @property
     def ndim(self) -> int:
@@ -241,9 +250,24 @@ class Mesh:
         return len(self.shape)
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether other processes hold it and this one holds nothing of it."""
+        return bool(self.ranks) and HERE.rank not in self.ranks
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks of the processes that hold some of it, in the order of their grid; all, where each holds all."""
+        return self.ranks or tuple(range(math.prod(self.processes) if self.is_split else HERE.count))
+
+    @property
     def place(self) -> Coordinate:
-        """The position of this process in the grid of processes."""
-        return place_of(HERE.rank, self.processes) if self.is_split else (0,) * self.ndim
+        """The position of this process in the grid of processes; that of the first, where this one holds nothing."""
+        return self._place_of(HERE.rank) if self.is_split else (0,) * self.ndim
+
+    def _place_of(self, rank: int) -> Coordinate:
+        if self.ranks:
+            rank = self.ranks.index(rank) if rank in self.ranks else 0
+        return place_of(rank, self.processes)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -261,7 +285,7 @@ class Mesh:
 
     def offset_of(self, rank: int | None) -> Coordinate:
         """The first coordinate of the box of a rank; None is this process."""
-        place = self.place if rank is None else place_of(rank, self.processes)
+        place = self.place if rank is None else self._place_of(rank)
         return tuple(c * size for c, size in zip(place, self.local_shape, strict=True))
 
     @property
@@ -276,11 +300,15 @@ class Mesh:
 
     def is_here(self, coordinate: Sequence[int]) -> bool:
         """Whether this process holds a coordinate."""
+        if self.is_elsewhere:
+            return False
         box = zip(coordinate, self.local_offset, self.local_shape, strict=True)
         return all(start <= c < start + size for c, start, size in box)
 
     def local_coordinates(self, rank: int | None = None) -> Iterator[Coordinate]:
         """The coordinates that this process holds, or that of another rank, row-major."""
+        if self.ranks and (HERE.rank if rank is None else rank) not in self.ranks:
+            return iter(())
         return _grid(self.local_shape, self.offset_of(rank))
 
     def owner(self, coordinate: Sequence[int]) -> int:
@@ -288,7 +316,7 @@ class Mesh:
         rank = 0
         for c, size, parts in zip(self.check(coordinate), self.local_shape, self.processes, strict=True):
             rank = rank * parts + c // size
-        return rank
+        return self.ranks[rank] if self.ranks else rank
 
     def split(self, count: int) -> Mesh:
         """The same mesh, split into equal boxes over a number of processes; as it is where that cannot be.
@@ -296,7 +324,7 @@ class Mesh:
         >>> Mesh(dp=2, tp=4).split(4).processes
         (2, 2)
         """
-        return _made(self.axes, self.shape, self._ids, self.homes, divide(self.shape, count), self.lease)
+        return _made(self.axes, self.shape, self._ids, self.homes, divide(self.shape, count), self.lease, self.ranks)
 
     def axis(self, name: str | int) -> int:
         """The position of an axis given by name or by position.
@@ -377,7 +405,7 @@ class Mesh:
                 asked=", ".join(f"{name}={size}" for name, size in axes.items()),
                 fix=f"use sizes whose product is {self.size}",
             )
-        made = _made(tuple(axes), shape, self._ids, self.homes, lease=self.lease)
+        made = _made(tuple(axes), shape, self._ids, self.homes, lease=self.lease, ranks=self.ranks)
         return made.split(math.prod(self.processes))
 
     def reordered(self, order: Sequence[int]) -> Mesh:
@@ -391,25 +419,49 @@ class Mesh:
         if _is_counting(order):
             return self
         ids, homes = tuple(self._ids[i] for i in order), tuple(self.homes[i] for i in order)
-        return _made(self.axes, self.shape, ids, homes, self.processes, self.lease)
+        return _made(self.axes, self.shape, ids, homes, self.processes, self.lease, self.ranks)
 
     def submesh(self, where: Mapping[str, int | slice] | None = None, /, **ranges: int | slice) -> Mesh:
         """The devices at the given places: an int drops the axis, a slice keeps a part of it.
 
+        Devices stay with the process that holds them; where these do not hold equal boxes of the submesh, every process
+        holds all of it.
+
         >>> Mesh(dp=2, tp=4).submesh(dp=1).device_ids
         (4, 5, 6, 7)
+        >>> Mesh.of((2, 4), ("dp", "tp"), processes=(2, 1)).submesh(dp=1).ranks
+        (1,)
         """
         wanted = {self.axes[self.axis(name)]: place for name, place in {**(where or {}), **ranges}.items()}
         picks = [self._places(name, wanted.get(name, slice(None))) for name in self.axes]
         kept = [i for i, name in enumerate(self.axes) if not isinstance(wanted.get(name), int)]
         indices = [self.index(place) for place in itertools.product(*picks)]
+        grid, ranks = self._holders_of(picks, kept)
         return _made(
             tuple(self.axes[i] for i in kept),
             tuple(len(picks[i]) for i in kept),
             tuple(self._ids[i] for i in indices),
             tuple(self.homes[i] for i in indices),
-            lease=self.lease,
-        ).split(math.prod(self.processes))
+            grid,
+            self.lease,
+            ranks,
+        )
+
+    def _holders_of(
+        self, picks: Sequence[Sequence[int]], kept: Sequence[int]
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+        """The grid of the processes that hold a part of the mesh, and their ranks unless they are all of them."""
+        cuts = [_boxes(each, size) for each, size in zip(picks, self.local_shape, strict=True)]
+        if self.lease is not None:  # the driver of a device decides
+            return divide(tuple(len(picks[i]) for i in kept), math.prod(self.processes)), ()
+        if not self.is_split or any(each is None for each in cuts):
+            return None, self.ranks if not self.is_split else ()
+        firsts = itertools.product(*([box[0] for box in each or ()] for each in cuts))
+        ranks = tuple(self.owner(first) for first in firsts)
+        grid = tuple(len(cuts[i] or ()) for i in kept)
+        if list(ranks) != sorted(ranks):  # torch numbers the members of a group by rank
+            return None, ()
+        return grid, () if ranks == tuple(range(math.prod(self.processes))) and not self.ranks else ranks
 
     def _places(self, name: str, place: int | slice) -> Sequence[int]:
         size = self.shape[self.axis(name)]
@@ -434,11 +486,23 @@ def _made(
     homes: Sequence[Home] | None,
     processes: tuple[int, ...] | None = None,
     lease: Lease | None = None,
+    ranks: tuple[int, ...] = (),
 ) -> Mesh:
     mesh = Mesh.__new__(Mesh)
     ids = device_ids if device_ids is not None else range(math.prod(shape))
-    mesh._fill(axes, shape, ids, homes, processes, lease)
+    mesh._fill(axes, shape, ids, homes, processes, lease, ranks)
     return mesh
+
+
+def _boxes(places: Sequence[int], size: int) -> list[list[int]] | None:
+    """Places of an axis by the box that each is in; None where they do not make boxes of one size, each in one piece.
+
+    >>> _boxes([2, 3, 4, 5], 2), _boxes([0, 2], 4), _boxes([1, 2, 3], 2)
+    ([[2, 3], [4, 5]], [[0, 2]], None)
+    """
+    found = [list(each) for _, each in itertools.groupby(places, lambda place: place // size)]
+    numbers = [each[0] // size for each in found]
+    return found if len({len(each) for each in found}) == 1 and len(set(numbers)) == len(numbers) else None
 
 
 def _grid(shape: Sequence[int], start: Sequence[int] | None = None) -> Iterator[Coordinate]:

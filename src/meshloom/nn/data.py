@@ -156,7 +156,9 @@ class Loader:
             at = first[extent.start[0]]
             own = (slice(at, at + extent.shape[0]), *extent.slices[1:])
             stored[extent.stored].copy_(rows[own])
-        return _number(Tensor(topology, stored.to(WORLD.device) if self.mesh.is_split else stored))
+        return _number(
+            Tensor(topology, stored.to(WORLD.device) if self.mesh.is_split and not stored.is_meta else stored)
+        )
 
     # where it is
 

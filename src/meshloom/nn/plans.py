@@ -126,7 +126,7 @@ def _expert(module: nn.Module, mesh: Mesh) -> Plan:
         over = [axis]
     where = _places(module, lambda role, _: _of_expert(role, over, tensor))
     lines = brief({name: axes for name, axes in where.items() if axes}, where)
-    return Plan(lines, _rows(_others(mesh, tensor)), experts=_dispatched(module))
+    return Plan(lines, _rows(_others(mesh, tensor)), experts=dispatched(module))
 
 
 NAMES: dict[str, Callable[[nn.Module, Mesh], Plan]] = {
@@ -230,7 +230,7 @@ def _expert_weights(module: nn.Module) -> list[str]:
 # Modules
 
 
-def _dispatched(module: nn.Module) -> list[str]:
+def dispatched(module: nn.Module) -> list[str]:
     """The modules whose forward is exchanged for one in which tokens travel; others call `loom.experts` themselves."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in _expert_weights(module))
     found: Lines = {name: {} for name in owners if can_dispatch(module.get_submodule(name))}

@@ -110,26 +110,28 @@ def limit(index: torch.Tensor, experts: int, capacity: int) -> torch.Tensor:
     with torch.no_grad():
         if not isinstance(index, Tensor):
             return _keep_first(index, experts, capacity)
-        rows: Tensor = index.redistribute(tuple(p if p == Shard(0) else Replicate() for p in index.placements))
+        rows: Any = index.redistribute(tuple(p if p == Shard(0) else Replicate() for p in index.placements))
         choices = split_devices(rows + 1) - 1  # padding is zero: no expert
-        found: Tensor = join_devices(_keep_first(choices, experts, capacity) + 1, rows.topology) - 1
-        return found
+        kept: Any = _keep_first(choices, experts, capacity) + 1
+        return join_devices(kept, rows.topology) - 1
 
 
-def _keep_first(choices: Any, experts: int, capacity: int) -> Any:
+def _keep_first(choices: torch.Tensor, experts: int, capacity: int) -> torch.Tensor:
     chosen = choices.flatten(-2)
     _, place, counts = sort_choices(chosen, experts)
     first = counts.cumsum(-1) - counts - _before(counts)
     rank = place - first.gather(-1, chosen.clamp(min=0, max=experts - 1))
-    return torch.where((chosen >= 0) & (rank < capacity), chosen, -1).unflatten(-1, choices.shape[-2:])
+    kept: torch.Tensor = torch.where((chosen >= 0) & (rank < capacity), chosen, -1).unflatten(-1, choices.shape[-2:])
+    return kept
 
 
 def _before(counts: torch.Tensor) -> torch.Tensor:
     """How many choices of each expert earlier devices have, of [*devices, experts]."""
     if not isinstance(counts, Tensor) or counts.ndim == 1:
         return torch.zeros_like(counts)
-    whole: Tensor = counts.redistribute((Replicate(),) * counts.mesh.ndim).flatten(0, -2)
-    return (whole.cumsum(0) - whole).unflatten(0, counts.shape[:-1])
+    whole: torch.Tensor = counts.redistribute((Replicate(),) * counts.mesh.ndim).flatten(0, -2)
+    before: torch.Tensor = (whole.cumsum(0) - whole).unflatten(0, counts.shape[:-1])
+    return before
 
 
 def sort_choices(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,13 +15,13 @@ from functools import cached_property
 from os import PathLike
 from typing import Any
 
-from meshloom.cost.step import PHASES, Node, StepGraph
+from meshloom.cost.step import PHASES, DeviceClass, Node, StepGraph
 from meshloom.errors import ArgumentError, UnsupportedError, closest, expect
 from meshloom.fabric import Machine, Preset, preset
 from meshloom.observe.folding import Folding
 from meshloom.observe.memory_use import Memory, measure, show_bytes
 from meshloom.observe.tables import Branch, Table, Total, grow_tree, total_by
-from meshloom.observe.timing import Prices, Slice, Timing, time_step
+from meshloom.observe.timing import STREAMS, Prices, Slice, Timing, cover, time_step
 from meshloom.runtime import Log, state
 
 TABLES = ("module", "phase", "axis", "line", "kind")
@@ -40,6 +40,19 @@ class AxisLoad:
     used: float  # busy seconds over the time of the step
     kinds: Mapping[str, int]  # bytes by kind of collective
     links: str  # what joins the devices of a group: "ring of 8, 34.8 GB/s, 0.87 us"
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTime:
+    """What the devices of one class do in a step: those that are on the same meshes, such as a stage of a pipeline."""
+
+    number: int
+    devices: int
+    meshes: tuple[str, ...]
+    compute: float  # seconds
+    communication: float  # seconds of collectives on its meshes, hidden ones included
+    busy: float  # seconds in which it computes or communicates on its own mesh
+    bubble: float  # the part of the step in which it waits for other classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +170,25 @@ class DryRun:
         joined = self.machine.on(self.graph.meshes[mesh]).axis(axis, devices)
         links = str(joined) if joined is not None else f"ring of {devices}, {_show_links(self.machine)}"
         return AxisLoad(axis, devices, len(moved), sum(kinds.values()), busy, exposed, used, dict(kinds), links)
+
+    @cached_property
+    def classes(self) -> tuple[ClassTime, ...]:
+        """The classes of devices, such as the stages of a pipeline, with what each does and how long it waits."""
+        return tuple(self._class_time(each) for each in self.graph.classes)
+
+    def _class_time(self, one: DeviceClass) -> ClassTime:
+        own = [each for each in self.timeline if each.mesh in one.meshes and each.name != "copy"]
+        compute, moved = (sum(each.duration for each in own if each.stream == kind) for kind in STREAMS)
+        busy = cover((each.start, each.end) for each in own)
+        bubble = 1.0 - busy / self.time if self.time else 0.0
+        meshes = tuple(str(self.graph.meshes[number]) for number in one.meshes if number < len(self.graph.meshes))
+        return ClassTime(one.number, one.devices, meshes, compute, moved, busy, bubble)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time of all devices in which they wait for other classes: the bubble of a pipeline."""
+        devices = sum(each.devices for each in self.classes)
+        return sum(each.devices * each.bubble for each in self.classes) / devices if devices else 0.0
 
     @cached_property
     def bounds(self) -> dict[str, float]:
@@ -317,6 +349,9 @@ def _page(run: DryRun) -> Iterator[str]:
     peak = run.machine.peak(run.dtype)
     yield f"  MFU     {100 * run.mfu:.1f} % of {peak / 1e12:.4g} TFLOP/s ({run.dtype}); {run.flops:.4g} FLOP in all"
     yield f"  memory  {run.memory}"
+    for one in run.classes if len(run.classes) > 1 else ():
+        told = f"compute {show_seconds(one.compute)}, bubble {100 * one.bubble:.0f} %"
+        yield f"  class {one.number} {one.devices} devices on {', '.join(one.meshes)}: {told}"
     for each in run.links.values():
         busy = f"{show_seconds(each.seconds)} busy ({100 * each.used:.0f} %), {show_seconds(each.exposed)} exposed"
         yield f"  {each.axis:<7} {each.collectives} collectives over {each.devices}: {show_bytes(each.bytes)}, {busy}"
@@ -426,4 +461,4 @@ def _machine(given: str | Machine | Preset | None) -> Machine:
     return given
 
 
-__all__ = ["Assumption", "AxisLoad", "Comparison", "DryRun", "dry_run"]
+__all__ = ["Assumption", "AxisLoad", "ClassTime", "Comparison", "DryRun", "dry_run"]

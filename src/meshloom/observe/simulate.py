@@ -32,7 +32,7 @@ from meshloom.collectives.jobs import (
 )
 from meshloom.collectives.schedule import Schedule, Send
 from meshloom.cost import load_of
-from meshloom.errors import ArgumentError, FabricError, MeshError
+from meshloom.errors import ArgumentError, FabricError, MeshError, UnsupportedError
 from meshloom.fabric import Fabric, Machine
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.observe.explain import Explanation
@@ -332,6 +332,11 @@ class _Program:
 
     def event(self, collective: Collective) -> None:
         """A collective that no call of the record has asked for."""
+        if collective.kind == "copy":
+            raise UnsupportedError(
+                f"a record does not say which links {collective} takes",
+                fix="loom.dry_run prices copies between meshes, and has the time of a program with them",
+            )
         mesh = self._mesh_of(collective)
         self.wait_for_all()
         self._note(self._collective(mesh, self._join(self._devices(mesh), [self.floor]), collective))

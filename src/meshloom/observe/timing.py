@@ -221,6 +221,19 @@ def _share_waits(slices: Mapping[int, Slice]) -> dict[int, float]:
     return waits
 
 
+def cover(spans: Iterable[tuple[float, float]]) -> float:
+    """The seconds that spans cover together.
+
+    >>> cover([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+    4.0
+    """
+    total, last = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
+
+
 def _join(collectives: Sequence[Collective]) -> Collective:
     """Several collectives as one of all their bytes."""
     elements = sum(math.prod(each.shape) for each in collectives)

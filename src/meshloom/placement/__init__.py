@@ -6,10 +6,12 @@ from meshloom.placement.pieces import Cut, Piece, cut
 from meshloom.placement.placements import IDENTITY, PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from meshloom.placement.spelling import Placements, as_placements, read_placements, spell
 from meshloom.placement.topology import Topology, can_be_partial, reduce_together
+from meshloom.placement.transfers import Box, Transfer, bytes_received, transfers
 
 __all__ = [
     "IDENTITY",
     "PARTIAL_OPS",
+    "Box",
     "Cut",
     "Extent",
     "Partial",
@@ -19,7 +21,9 @@ __all__ = [
     "Replicate",
     "Shard",
     "Topology",
+    "Transfer",
     "as_placements",
+    "bytes_received",
     "can_be_partial",
     "cut",
     "extents",
@@ -27,4 +31,5 @@ __all__ = [
     "read_placements",
     "reduce_together",
     "spell",
+    "transfers",
 ]

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from meshloom.mesh import HERE
 from meshloom.placement.topology import Topology
 from meshloom.types import Shape, numel
 
@@ -64,6 +65,8 @@ def extents(topology: Topology, rank: int | None = None) -> tuple[Extent, ...]:
     >>> [(each.start, each.shape, each.place) for each in extents(whole)]
     [((0,), (5,), (0,)), ((5,), (5,), (8,))]
     """
+    if topology.mesh.ranks and (HERE.rank if rank is None else rank) not in topology.mesh.ranks:
+        return ()
     lines = [runs(topology, dim, rank) for dim in range(topology.ndim)]
     return tuple(_extent(each) for each in itertools.product(*lines))
 

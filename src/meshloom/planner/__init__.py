@@ -4,7 +4,7 @@ Start with `plan`. Everything here is a pure function of frozen values, so that 
 """
 
 from meshloom.planner.plan import Considered, Plan, consider, plan, retype
-from meshloom.planner.redistribution import moves, route, stations
+from meshloom.planner.redistribution import moves, route, settle, stations
 from meshloom.planner.requests import Advice, Change, Move, Step, cheapest_requests
 from meshloom.planner.strategies import STRATEGIES, Strategy, strategy_of
 
@@ -23,6 +23,7 @@ __all__ = [
     "plan",
     "retype",
     "route",
+    "settle",
     "stations",
     "strategy_of",
 ]

@@ -160,7 +160,7 @@ def common_mesh(operands: Sequence[Topology]) -> Mesh:
         raise MeshError(
             "the operands are on different meshes",
             meshes=" and ".join(map(str, meshes)),
-            fix="bring them to one mesh: loom.distribute(x.to_torch(), mesh, placements)",
+            fix="bring them to one mesh: x.redistribute(placements, mesh=mesh)",
         )
     return next(iter(meshes))
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from meshloom.collectives import KINDS, Collective
 from meshloom.errors import PlacementError
 from meshloom.fabric import Machine
-from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, spell
+from meshloom.placement import Partial, Placement, Replicate, Shard, Topology, bytes_received, spell
 from meshloom.planner.paths import Paths, Station
 
 _Placements = tuple[Placement, ...]
@@ -70,8 +70,46 @@ def stations(source: Topology, target: _Placements, machine: Machine) -> tuple[_
 
 
 def moves(source: Topology, target: Topology, machine: Machine) -> tuple[Collective, ...]:
-    """The collectives between two topologies of one tensor."""
-    return route(source, target.placements, machine)[0]
+    """The collectives between two topologies of one tensor; between two meshes a copy is among them.
+
+    >>> from meshloom import Mesh
+    >>> from meshloom.fabric import VIRTUAL
+    >>> mesh = Mesh(pp=2, tp=2)
+    >>> one = Topology(mesh.submesh(pp=0), (Partial("sum"),), (8, 4), "f32")
+    >>> two = Topology(mesh.submesh(pp=1), (Replicate(),), (8, 4), "f32")
+    >>> print(*moves(one, two, VIRTUAL), sep="; ")
+    reduce_scatter(sum) over tp of 2: 64 B; copy Mesh(tp=2) -> Mesh(tp=2, ids=[2, 3]): 128 B
+    """
+    if source.mesh == target.mesh:
+        return route(source, target.placements, machine)[0]
+    there = settle(source, machine)
+    first, last = route(source, there.placements, machine)[0], route(target.reduced, target.placements, machine)[0]
+    return (*first, *_copies(there, target.reduced), *last)
+
+
+@lru_cache(maxsize=4096)
+def settle(source: Topology, machine: Machine) -> Topology:
+    """Where a tensor lies when it leaves its mesh: partial axes are reduced, into shards where that is cheaper.
+
+    What the other mesh receives is the same for all of them.
+    """
+    if not source.partial_axes:
+        return source
+    options: list[list[Placement]] = [
+        [Replicate(), *map(Shard, range(source.ndim))] if isinstance(each, Partial) else [each]
+        for each in source.placements
+    ]
+    return min(
+        (source.with_placements(each) for each in itertools.product(*options)),
+        key=lambda there: route(source, there.placements, machine)[1],
+    )
+
+
+def _copies(source: Topology, target: Topology) -> tuple[Collective, ...]:
+    """The copy between two meshes; none where every device has its part already."""
+    size = bytes_received(source, target)
+    way = f"{source.mesh} -> {target.mesh}"
+    return (Collective("copy", way, target.mesh.size, size, source.dtype, target.local_shape),) if size else ()
 
 
 def collective(before: Topology, after: Topology, axis: int) -> Collective | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from meshloom.comms.group import WORLD, Group, World
+from meshloom.comms.group import WORLD, Group, Story, World
 from meshloom.errors import DivergenceError, where
 from meshloom.mesh import HERE
 from meshloom.processes.health import RECENT, Told
@@ -39,35 +39,35 @@ STORY = WORLD.story
 
 def is_listening(world: World = WORLD) -> bool:
     """Whether calls that do not communicate are written down too."""
-    if world.watch is None or world.check == "off":
+    if world.watch is None or world.check == "off" or world.is_muted:
         return False
-    return world.check == "always" or world.watch.number < FIRST
+    return world.check == "always" or world.story_of().number < FIRST
 
 
 def is_compared(world: World = WORLD) -> bool:
     """Whether this process compares what it does with others at all."""
-    return world.watch is not None and world.check != "off"
+    return world.watch is not None and world.check != "off" and not world.is_muted
 
 
-def note(text: str, line: str) -> None:
-    """Write down something that all processes must do alike; the next check compares it."""
-    STORY.add(text)
+def note(text: str, line: str, ranks: tuple[int, ...] = ()) -> None:
+    """Write down something that all processes must do alike, or those of a submesh; the next check compares it."""
+    WORLD.story_of(ranks).add(text)
     WORLD.watch.tell(text, line)
 
 
-def note_collective(kind: str, sent: torch.Tensor) -> None:
+def note_collective(kind: str, sent: torch.Tensor, story: Story = STORY) -> None:
     """Write down the collective that begins."""
-    watch = WORLD.watch
-    STORY.add(f"{kind} {watch.number} of {watch.call} {STORY.identity:x} {sent.dtype} {tuple(sent.shape)}")
+    text = f"{kind} {story.number} of {WORLD.watch.call} {STORY.identity:x} {sent.dtype} {tuple(sent.shape)}"
+    story.add(text)
 
 
-def note_data(what: str, data: torch.Tensor) -> None:
+def note_data(what: str, data: torch.Tensor, ranks: tuple[int, ...] = ()) -> None:
     """Write down a plain tensor, which counts as replicated: its values must be the same everywhere.
 
     While every call is compared all of its values count, else some of them, so that it costs next to nothing.
     """
     some = data if is_listening() or data.numel() <= SAMPLED else some_of(data)
-    note(f"{PLAIN} {what} {tuple(data.shape)} {checksum(some):08x}", where())
+    note(f"{PLAIN} {what} {tuple(data.shape)} {checksum(some):08x}", where(), ranks)
 
 
 def some_of(data: torch.Tensor) -> torch.Tensor:
@@ -97,41 +97,46 @@ def _bytes(data: torch.Tensor) -> torch.Tensor:
 PLAIN = "plain tensor"
 
 
-def is_checked(watch: Any) -> bool:
+def is_checked(story: Story = STORY) -> bool:
     """Whether the collective that begins is compared."""
     if WORLD.check == "sample":
-        return bool(watch.number <= FIRST or watch.number % EVERY == 0)
+        return bool(story.number <= FIRST or story.number % EVERY == 0)
     return WORLD.check == "always"
 
 
 class Frame:
     """What processes exchange before a checked collective: the hash, and the data itself where it is small."""
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: torch.Tensor, story: Story = STORY) -> None:
         size = data.numel() * data.element_size()
         self.carries = data.device.type == "cpu" and size <= ROOM
         self.like, self.size = data, size
         self.sent = torch.zeros(_HEAD + ROOM, dtype=torch.uint8)
-        self.sent[:8] = torch.frombuffer(bytearray(STORY.hash.to_bytes(8, "little")), dtype=torch.uint8)
+        self.sent[:8] = torch.frombuffer(bytearray(story.hash.to_bytes(8, "little")), dtype=torch.uint8)
         self.sent[8] = self.carries
         if self.carries:
             self.sent[_HEAD : _HEAD + size] = _bytes(data)
-        self.room = torch.empty(HERE.count, _HEAD + ROOM, dtype=torch.uint8)
+        self.ranks, self.number = story.ranks or tuple(range(HERE.count)), story.number  # who compares
+        self.room = torch.empty(len(self.ranks), _HEAD + ROOM, dtype=torch.uint8)
 
     def start(self) -> Any:
         """Begin the exchange."""
         assert WORLD.control is not None
-        return WORLD.control.handle._allgather_base(self.room.view(-1), self.sent)
+        is_part = self.ranks != WORLD.control.ranks
+        handle = WORLD.connect(self.ranks, True, "check") if is_part else WORLD.control.handle
+        return handle._allgather_base(self.room.view(-1), self.sent)
 
     def compare(self) -> None:
         """An error on every process unless all do the same."""
         heads = {bytes(row[:9].tolist()) for row in self.room}
         if len(heads) > 1:
-            raise _divergence([bytes(row[:8].tolist()) for row in self.room])
+            found = {rank: bytes(row[:8].tolist()) for rank, row in zip(self.ranks, self.room, strict=True)}
+            raise _divergence(found, self.number)
 
     def parts(self, group: Group) -> torch.Tensor:
         """The data of every process of a group, stacked."""
-        held = [self.room[rank, _HEAD : _HEAD + self.size].clone().view(self.like.dtype) for rank in group.ranks]
+        rows = [self.room[self.ranks.index(rank)] for rank in group.ranks]
+        held = [row[_HEAD : _HEAD + self.size].clone().view(self.like.dtype) for row in rows]
         return torch.stack(held).view(group.processes, *self.like.shape)
 
 
@@ -154,6 +159,13 @@ class UnderWay:
             raise watch.explained(error) from None
         watch.leave()
 
+    def has_ended(self) -> bool:
+        """Whether it has; nobody needs to wait for it then."""
+        watch, work = WORLD.watch, self._work
+        if work.is_completed() and work in watch.works:
+            self.wait()
+        return work not in watch.works
+
 
 class Ended:
     """A collective that came with its check: it has ended."""
@@ -170,14 +182,15 @@ def begin(
     `start` begins it in torch. A small one that is checked travels with the check: `combine` then makes the result of
     what every process of the group sent.
     """
-    watch = WORLD.watch
+    watch, story = WORLD.watch, WORLD.story_of(group.mesh.ranks)
     watch.enter(kind)
+    story.number += 1
     watch.tell(describe(f"{kind} of {watch.of}", STORY.identity), watch.line)
     try:
         if is_compared():
-            note_collective(kind, sent)
-        if is_checked(watch):
-            frame = Frame(sent)
+            note_collective(kind, sent, story)
+        if is_checked(story):
+            frame = Frame(sent, story)
             watch.works.append(work := frame.start())
             wait(work, watch)
             frame.compare()
@@ -185,6 +198,18 @@ def begin(
                 combine(frame.parts(group))
                 watch.leave()
                 return Ended()
+        under_way = UnderWay(start(), watch)
+    except RuntimeError as error:
+        raise watch.explained(error) from None
+    watch.leave()
+    return under_way
+
+
+def begin_message(kind: str, start: Callable[[], object]) -> UnderWay:
+    """Begin a message between two processes; nothing is compared but what the message says of itself."""
+    watch = WORLD.watch
+    watch.enter(kind)
+    try:
         under_way = UnderWay(start(), watch)
     except RuntimeError as error:
         raise watch.explained(error) from None
@@ -221,8 +246,8 @@ def wait(work: Any, watch: Any) -> None:
     watch.waited += time.monotonic() - begin
 
 
-def _divergence(hashes: list[bytes]) -> DivergenceError:
-    told = _told_apart(WORLD.watch.stories())
+def _divergence(hashes: dict[int, bytes], number: int) -> DivergenceError:
+    told = _told_apart(WORLD.watch.stories(number, tuple(hashes)))
     is_plain = any(PLAIN in text for text, _ in told.values())
     plainly = {rank: (text.split(_TENSOR)[0], line) for rank, (text, line) in told.items()}
     what = "a plain tensor, which counts as replicated, differs" if is_plain else "the processes do different things"
@@ -230,12 +255,12 @@ def _divergence(hashes: list[bytes]) -> DivergenceError:
         what = "the processes do the same on different tensors"
     else:
         told = plainly
-    calls = [f"rank {rank}: {_spell(*told.get(rank, ('silent', '')))}" for rank in range(HERE.count)]
-    sides = [[rank for rank, each in enumerate(hashes) if each == side] for side in dict.fromkeys(hashes)]
+    calls = {rank: f"rank {rank}: {_spell(*told.get(rank, ('silent', '')))}" for rank in hashes}
+    sides = [[rank for rank, each in hashes.items() if each == side] for side in dict.fromkeys(hashes.values())]
     error: DivergenceError = WORLD.watch.diverged(
         f"{what}: {', but '.join(calls[side[0]] for side in sides)}",
         sides=" against ".join(_ranks(side) for side in sides),
-        calls="\n".join(calls),
+        calls="\n".join(calls.values()),
         fix=_FIX_DATA if is_plain else _FIX_CALLS,
     )
     return error
@@ -246,7 +271,7 @@ def compare_at_end() -> None:
     watch = WORLD.watch
     if not is_compared() or watch.failure is not None:
         return
-    ends = watch.ends(f"{watch.number} collectives, hash {STORY.hash:08x}")
+    ends = watch.ends(f"{STORY.number} collectives, hash {STORY.hash:08x}")
     if len({*ends.values()}) > 1:
         error = watch.diverged(
             "the processes did different things after the last check",

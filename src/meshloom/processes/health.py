@@ -362,13 +362,13 @@ class Watch:
             return {HERE.rank: told}
         return {rank: note for rank, note in enumerate(notes) if note is not None}
 
-    def stories(self) -> dict[int, list[Told]]:
-        """What every process has been doing, by rank; whoever does not say so in time is left out."""
-        key, deadline = f"story {self.number} ", time.monotonic() + 2 * GRACE
+    def stories(self, number: int, ranks: tuple[int, ...]) -> dict[int, list[Told]]:
+        """What some processes have been doing, by rank; whoever does not say so in time is left out."""
+        key, deadline = f"story {number} of {ranks} ", time.monotonic() + 2 * GRACE
         self._board.write(key + str(HERE.rank), list(self.story), GRACE)
         found: dict[int, list[Told]] = {}
-        while len(found) < HERE.count and time.monotonic() < deadline:
-            for rank in set(range(HERE.count)) - set(found):
+        while len(found) < len(ranks) and time.monotonic() < deadline:
+            for rank in set(ranks) - set(found):
                 if isinstance(note := self._board.read(key + str(rank), GRACE), list):
                     found[rank] = [(number, text, line) for number, text, line in note]
             time.sleep(BEAT / 5)

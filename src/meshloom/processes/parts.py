@@ -13,7 +13,7 @@ from meshloom.engines.layout import short_name
 from meshloom.errors import ShapeError
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.processes.divergence import checksum
-from meshloom.types import LONG_NAME, Shape
+from meshloom.types import LONG_NAME, Shape, numel
 
 _DTYPES = list(LONG_NAME)
 _DIMS = 16
@@ -31,14 +31,16 @@ class Part:
 def described(held: Mapping[Coordinate, torch.Tensor], mesh: Mesh, compare: bool) -> dict[Coordinate, Part]:
     """Every device's part, from those that this process holds and what the others say of theirs."""
     mine = {c: Part(tuple(p.shape), short_name(p.dtype), checksum(p) if compare else 0) for c, p in held.items()}
-    if not mesh.is_split:
+    if not mesh.is_split and not mesh.ranks:
         return mine
     assert WORLD.control is not None
     WORLD.watch.begin("from_local", mesh)
-    told = wire.all_gather(torch.tensor([_numbers(part) for part in mine.values()]), WORLD.control)
+    nothing = [_numbers(Part((), _DTYPES[0], 0))] * numel(mesh.local_shape)  # of a process that holds none of it
+    told = wire.all_gather(torch.tensor([_numbers(part) for part in mine.values()] or nothing), WORLD.control)
     found: dict[Coordinate, Part] = {}
     for rank, rows in enumerate(told.tolist()):
-        found.update(zip(mesh.local_coordinates(rank), (_part(row) for row in rows), strict=True))
+        if rank in mesh.holders:
+            found.update(zip(mesh.local_coordinates(rank), (_part(row) for row in rows), strict=True))
     return found
 
 

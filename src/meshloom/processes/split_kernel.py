@@ -46,7 +46,7 @@ class SplitKernel(Kernel):
     __slots__ = ("told", "weights")
 
     def __init__(self, plan: Plan) -> None:
-        check_joined(plan.mesh.processes)
+        check_joined(plan.mesh)
         self.weights: dict[int, tuple[Collective, ...]] = {}  # operands that are gathered, perhaps leaves, and by what
         super().__init__(plan)
         self.told = f"{plan.call.op}({', '.join(topology.notation for topology in plan.call.operands)})"
@@ -55,7 +55,7 @@ class SplitKernel(Kernel):
         """The results' stored arrays; what is done is said before it is done."""
         WORLD.watch.begin(self.told, self.plan.mesh)
         if is_listening() and not any(data.is_meta for data in datas):  # what is explained is nobody else's business
-            note(describe(self.told, STORY.identity), where())
+            note(describe(self.told, STORY.identity), where(), self.plan.mesh.ranks)
         if self.weights and not self.leads and torch.is_grad_enabled():
             function = self._without_keeping(datas, function)
         return super().run(datas, function)

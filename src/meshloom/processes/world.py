@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,12 +19,13 @@ import torch.distributed as dist
 
 from meshloom import settings
 from meshloom.comms.group import WORLD, Group, World
+from meshloom.comms.wire import settle_messages
 from meshloom.context import state
 from meshloom.engines import private
 from meshloom.errors import ArgumentError, PeerLostError, closest, where
 from meshloom.mesh import HERE, Mesh
 from meshloom.processes.bindings import process, read_place
-from meshloom.processes.divergence import begin, compare_at_end
+from meshloom.processes.divergence import begin, begin_message, compare_at_end
 from meshloom.processes.health import Watch
 from meshloom.processes.store import MARGIN, Board, bounded, meet
 
@@ -80,7 +83,7 @@ def _meet() -> None:
     ranks = tuple(range(HERE.count))
     WORLD.handles[ranks] = dist.group.WORLD
     WORLD.watch = Watch(WORLD, board)
-    WORLD.connect, WORLD.begin = _handle, begin
+    WORLD.connect, WORLD.begin, WORLD.message = _handle, begin, begin_message
     WORLD.watch.start()
     private.set_group_timeout(_patience(10), dist.group.WORLD)  # ours is the one that reports
     if HERE.rank == 0:
@@ -142,21 +145,43 @@ def _device() -> torch.device:
 def _leave(is_theirs: bool) -> None:
     """End our threads and torch's before the interpreter does; a group that the program made is its own to end."""
     if WORLD.watch is not None:
+        _settle()
         compare_at_end()
         WORLD.watch.stop()
     for group in WORLD.connected:
         object.__setattr__(group, "handle", None)
     WORLD.handles.clear()
+    WORLD.stories.clear()
     WORLD.device_meshes.clear()
     if not is_theirs and dist.is_initialized() and not (WORLD.watch is not None and WORLD.watch.failure):
         dist.destroy_process_group()
 
 
-def _handle(ranks: tuple[int, ...]) -> Any:
-    """torch's group of these ranks, made once."""
-    if ranks not in WORLD.handles:
-        WORLD.handles[ranks] = _new_handle(ranks)
-    return WORLD.handles[ranks]
+def _settle() -> None:
+    """Messages to others arrive before this process goes; an exit code says if they cannot."""
+    if WORLD.watch.failure is None:
+        try:
+            settle_messages()
+        except PeerLostError as error:
+            print(f"PeerLostError: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _handle(ranks: tuple[int, ...], alone: bool = False, use: str = "") -> Any:
+    """torch's group of these ranks, made once for each use; `alone` says that only they make it."""
+    key = (ranks, use) if alone else ranks
+    if key not in WORLD.handles:
+        make = partial(_connect_alone, ranks, use)
+        WORLD.handles[key] = _await_all(make) if alone else _new_handle(ranks)
+    return WORLD.handles[key]
+
+
+def _connect_alone(ranks: tuple[int, ...], use: str) -> Any:
+    """A group that its members make and nobody else hears of: torch's own are named by how many a process has made."""
+    store = dist.PrefixStore(f"meshloom {use} {ranks}", private.default_store())
+    handle: Any = dist.ProcessGroupGloo(store, ranks.index(HERE.rank), len(ranks), _patience(10))
+    handle.allreduce([torch.zeros(1)]).wait(_patience(1))
+    return handle
 
 
 def _connect(ranks: tuple[int, ...], backend: str | None) -> Any:
@@ -167,13 +192,24 @@ def _connect(ranks: tuple[int, ...], backend: str | None) -> Any:
 
 
 def _new_handle(ranks: tuple[int, ...], backend: str | None = None) -> Any:
-    """A new group, which all processes make together; nobody goes on, or away, before all members are connected."""
+    """A new group, which all processes make together."""
+    handle = _await_all(partial(_connect, ranks, backend))
+    _be_patient(ranks, handle)
+    return handle
+
+
+def _await_all(make: Callable[[], Any]) -> Any:
+    """Make a group; nobody goes on, or away, before all members are connected."""
     WORLD.watch.enter("new_group")
     try:
-        handle = bounded(WORLD.timeout + MARGIN, lambda: _connect(ranks, backend))
+        handle = bounded(WORLD.timeout + MARGIN, make)
     except RuntimeError as error:
         raise WORLD.watch.explained(error) from None
     WORLD.watch.leave()
+    return handle
+
+
+def _be_patient(ranks: tuple[int, ...], handle: Any) -> None:
+    """Our own timeouts are the ones that report."""
     if HERE.rank in ranks:
         private.set_group_timeout(_patience(10), handle)
-    return handle

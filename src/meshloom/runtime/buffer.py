@@ -59,12 +59,10 @@ class MeshBuffer:
         self._lock = threading.Lock()
         self._last: dict[MeshCommandQueue, int] = {}
         self._watchers: list[Callable[[], bool]] = []
-        cards = [card for _, card in device.members()]
-        if system.driver.shares_memory:
-            size = self.layout.local_bytes
-        else:
+        size = self.layout.local_bytes
+        if not system.driver.shares_memory:
             _check_memory(buffer_type, system.driver)
-            size = footprint(cards, self.layout.local_shape, torch_dtype(self.layout.dtype))
+            size = footprint(device.cards, self.layout.local_shape, torch_dtype(self.layout.dtype))
         self.region = self._allocator.allocate(size, device.mask, f"buffer {self.name}", self.where, address)
         self._release = weakref.finalize(self, _drop, self._allocator, self.region)
         self._release.atexit = False
@@ -73,7 +71,7 @@ class MeshBuffer:
         self.storage: Block | Scattered = (
             Block(self.layout, system.races is not None)
             if system.driver.shares_memory
-            else Scattered(self.layout, cards, self.region.address)
+            else Scattered(self.layout, device.cards, self.region.address)
         )
         self._on_cards = None
         if isinstance(self.storage, Scattered):

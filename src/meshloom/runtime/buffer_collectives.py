@@ -214,7 +214,12 @@ class _Exchange(Transfer):
         self._out = MeshBuffer(device, self._config(shard_shape), name=f"{self._kind}({self._x.name})")
         self._work = MeshBuffer(device, self._copy_config()) if self._needs_work else None
         self.buffers = tuple(each for each in (self._x, self._out, self._work) if each is not None)
-        device.queue(cq_id).submit(self, blocking)
+        try:
+            device.queue(cq_id).submit(self, blocking)
+        except BaseException:
+            for made in self.buffers[1:]:
+                made.free()
+            raise
         return self._out
 
     def accesses(self) -> Iterable[Access]:

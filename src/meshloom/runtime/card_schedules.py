@@ -16,6 +16,7 @@ from typing import Any
 
 from meshloom.collectives.proof import check_credits, check_form
 from meshloom.collectives.schedule import Schedule, Send
+from meshloom.errors import FabricError
 from meshloom.mesh import Coordinate
 from meshloom.runtime.links import Channel, Routes
 from meshloom.runtime.system import Failures
@@ -49,14 +50,15 @@ def run_schedule(
 ) -> None:
     """Carry out every step on memory of cards; an error, before anything moves, if the schedule could get stuck."""
     _check(schedule)
-    for step in schedule.steps:
-        for chunk in sorted({chunk for send in step for chunk in send.chunks}):
-            sends = [
-                (send, routes.channel(cards[send.source], cards[send.destination]))
-                for send in step
-                if chunk in send.chunks
-            ]
-            _move(sends, handles, pieces[chunk], itemsize, routes, op, timeout)
+    with routes.lock:
+        for step in schedule.steps:
+            for chunk in sorted({chunk for send in step for chunk in send.chunks}):
+                sends = [
+                    (send, routes.channel(cards[send.source], cards[send.destination]))
+                    for send in step
+                    if chunk in send.chunks
+                ]
+                _move(sends, handles, pieces[chunk], itemsize, routes, op, timeout)
 
 
 def _move(
@@ -70,6 +72,8 @@ def _move(
 ) -> None:
     """One chunk over some links, packet by packet."""
     each = min(channel.slot_size for _, channel in sends) // itemsize
+    if not each:
+        raise FabricError(f"no slot has room for an element of {itemsize} B", channels=[each for _, each in sends])
     for start in range(piece.start, piece.stop, each):
         stop = min(start + each, piece.stop)
         under_way = []

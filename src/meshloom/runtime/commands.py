@@ -248,8 +248,10 @@ class Run(Command):
             under_way = self._begin((place,))
             try:
                 handles = [buffer.storage.at(place) for buffer in launch.program.buffers]
+                before = getattr(card, "host_bytes", 0)
                 ticket = card.launch(launch.program.load(card, system), handles, launch.args_at(place))
                 tickets.append((place, card, ticket))
+                system.counts["host_bytes"] += getattr(card, "host_bytes", 0) - before  # a kernel that ran on the host
             except BaseException as error:
                 failed.append((place, error))
             system.launches.end(under_way)

@@ -32,7 +32,7 @@ from meshloom.runtime.links import discover_links
 from meshloom.runtime.memory import Region, Usage
 from meshloom.runtime.queue import MeshCommandQueue
 from meshloom.runtime.runners import Runner
-from meshloom.runtime.system import Entry, System
+from meshloom.runtime.system import Entry, System, close_cards
 from meshloom.runtime.trace import Capture, Trace
 from meshloom.runtime.workload import MeshWorkload
 
@@ -375,7 +375,7 @@ class MeshDevice:
         self.is_closing = True
         stopped = [queue.runner.stop(timeout) for queue in self.queues]
         self._stop.detach()
-        errors = [error for queue in self.queues if (error := queue.forget()) is not None]
+        errors: list[Exception] = [error for queue in self.queues if (error := queue.forget()) is not None]
         for trace in list(self._traces.values()):
             trace.release()
         self._hung.clear()
@@ -386,9 +386,7 @@ class MeshDevice:
         accounts.note_closed(self)
         self.lease.end()
         if self.parent is None:
-            for card in self.system.cards:
-                if card is not None:
-                    card.close()
+            errors += close_cards(self.system.cards)
         if not all(stopped):
             late = [queue.cq_id for queue, ended in zip(self.queues, stopped, strict=True) if not ended]
             raise DeviceTimeoutError(

@@ -163,6 +163,7 @@ class Routes:
     def __init__(self) -> None:
         self._channels: dict[tuple[Any, Any], Channel] = {}
         self.messages = self.bytes = 0
+        self.lock = threading.RLock()  # one collective at a time: two queues may want to use a link
 
     def channel(self, source: Any, destination: Any) -> Channel:
         """The channel from one card to another."""

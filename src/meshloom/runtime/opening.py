@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -33,7 +32,7 @@ from meshloom.runtime.device import MeshDevice
 from meshloom.runtime.drivers.blackhole import BlackholeDriver
 from meshloom.runtime.drivers.process.driver import ProcessDriver
 from meshloom.runtime.geometry import MeshShape, MeshType
-from meshloom.runtime.system import System
+from meshloom.runtime.system import System, close_cards
 from meshloom.runtime.virtual import VirtualDriver
 
 TIMEOUT = 60.0
@@ -98,18 +97,23 @@ def open_mesh_device(
     if isinstance(num_command_queues, bool) or not isinstance(num_command_queues, int) or num_command_queues < 1:
         raise ArgumentError(f"num_command_queues={num_command_queues!r}", fix="give 1 or more")
     mesh = split_bound(Mesh.of(sizes, axes, chosen, physical, processes), processes)
-    system = System(
-        rack,
-        _open_cards(rack, mesh),
-        check=check,
-        dispatch=dispatch or settings.read("MESHLOOM_DISPATCH"),
-        stress=stress,
-        timeout=timeout,
-        cache=cache,
-        worker_l1_size=worker_l1_size,
-    )
-    made = MeshDevice(mesh, range(mesh.size), system, num_command_queues, kind)
-    _check_links(made)
+    cards = _open_cards(rack, mesh)
+    try:
+        system = System(
+            rack,
+            cards,
+            check=check,
+            dispatch=dispatch or settings.read("MESHLOOM_DISPATCH"),
+            stress=stress,
+            timeout=timeout,
+            cache=cache,
+            worker_l1_size=worker_l1_size,
+        )
+        made = MeshDevice(mesh, range(mesh.size), system, num_command_queues, kind)
+        _check_links(made)
+    except BaseException:
+        close_cards(cards)
+        raise
     if memory is not None or preset is not None:
         accounts.note_open(made)
     return made
@@ -134,10 +138,7 @@ def _open_cards(rack: Driver, mesh: Mesh) -> list[Card | None]:
         for place, index in zip(mesh.coordinates(), mesh.device_ids, strict=True):
             opened.append(_open_card(rack, index, place) if rack.shares_memory or mesh.is_here(place) else None)
     except BaseException:
-        for card in opened:
-            if card is not None:
-                with contextlib.suppress(Exception):  # why the mesh does not open is what matters
-                    card.close()
+        close_cards(opened)  # why the mesh does not open is what matters
         raise
     return opened
 
@@ -153,7 +154,7 @@ def _open_card(rack: Driver, index: int, place: Coordinate) -> Card:
 
 
 def _check_links(device: MeshDevice) -> None:
-    """An error, and the cards closed, if a type of mesh was asked for that the links of the cards do not form."""
+    """An error if a type of mesh was asked for that the links of the cards do not form."""
     cards = device.cards
     if device.mesh_type is None or device.mesh.is_split or device.system.driver.shares_memory:
         return
@@ -161,19 +162,15 @@ def _check_links(device: MeshDevice) -> None:
         return
     shape = device.mesh.shape
     wanted = Fabric.grid(shape, device.mesh_type.kinds(shape), VIRTUAL_MACHINE.latency, VIRTUAL_MACHINE.bandwidth)
-    try:
-        there = device.fabric
-        lost = next((link for link in wanted.links if there.link(link.source, link.destination) is None), None)
-        if lost is not None:
-            raise FabricError(
-                f"a {device.mesh_type.value} of {shape} needs a link from {lost.source} to {lost.destination}, "
-                "and the cards have none",
-                links=", ".join(f"{link.source}-{link.destination}" for link in there.links),
-                fix="give the cards in another order, another shape, or no mesh_type",
-            )
-    except FabricError:
-        device.close()
-        raise
+    there = device.fabric
+    lost = next((link for link in wanted.links if there.link(link.source, link.destination) is None), None)
+    if lost is not None:
+        raise FabricError(
+            f"a {device.mesh_type.value} of {shape} needs a link from {lost.source} to {lost.destination}, "
+            "and the cards have none",
+            links=", ".join(f"{link.source}-{link.destination}" for link in there.links),
+            fix="give the cards in another order, another shape, or no mesh_type",
+        )
 
 
 def read_mesh_type(given: MeshType | str | None) -> MeshType | None:

@@ -129,6 +129,18 @@ class System:
             raise Failures(failed)
 
 
+def close_cards(cards: Iterable[Card | None]) -> list[Exception]:
+    """Let all cards go; what fails on some does not keep the others open."""
+    errors: list[Exception] = []
+    for card in cards:
+        try:
+            if card is not None:
+                card.close()
+        except Exception as error:
+            errors.append(error)
+    return errors
+
+
 def _common_chip(chips: Sequence[Chip]) -> Chip:
     """What every card has: memory is used in lock-step, so the least of each counts."""
     first = chips[0]

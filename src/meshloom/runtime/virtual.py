@@ -255,9 +255,10 @@ class VirtualCard(ImitatedCard):
 
 def take_message(region: torch.Tensor, start: int, stop: int, message: torch.Tensor, op: str | None) -> None:
     """Put a message into the elements `start` to `stop` of some memory, or combine it with what is there."""
-    flat = region.flatten()
+    flat = region.view(-1) if region.is_contiguous() else region.reshape(-1).clone()
     flat[start:stop] = message if op is None else REDUCTIONS[op].combine(flat[start:stop], message)
-    region.copy_(flat.view(region.shape))
+    if not region.is_contiguous():
+        region.copy_(flat.view(region.shape))
 
 
 class ImitatedDriver:

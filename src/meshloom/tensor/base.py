@@ -26,11 +26,13 @@ from meshloom.tensor.accounting import account
 
 def refuse_part(topology: Topology) -> None:
     """An error if this process holds only a part: a file or a message would pass it off as the whole tensor."""
-    if not topology.is_whole:
+    if not topology.is_whole or topology.mesh.ranks:
         raise UnsupportedError(
             "a tensor that is split over processes cannot be pickled or sent: each process has its own part",
             tensor=topology,
-            here=f"{topology.mesh.local_offset} and on, a box of {topology.mesh.local_shape}",
+            here="nothing"
+            if topology.mesh.is_elsewhere
+            else f"{topology.mesh.local_offset} and on, a box of {topology.mesh.local_shape}",
             fix="loom.save(state, folder) and torch.distributed.checkpoint write a part of each process; for one file: "
             "full = x.to_torch() on all ranks, torch.save(full, file) on one",
         )
@@ -90,6 +92,7 @@ class Tensor(torch.Tensor):
     _gradient: tuple[torch.Tensor, Tensor, bool] | None = None  # the gradient that was handed out last, and its array
     _dense: Any  # a dense copy that somebody has a pointer to
     _guarded: bool  # a Function that loses its gradient is refused
+    _stands_on: torch.device | None = None  # of a stand-in without data
     _is_param = False  # torch's mark of a parameter of another class than its own
 
     if TYPE_CHECKING:  # the ops are attached in tensor.methods
@@ -160,8 +163,8 @@ class Tensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the block is held."""
-        return self._data.device
+        """Where the block is held; of a stand-in, where that of what it stands for is."""
+        return self._stands_on or self._data.device
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -188,11 +191,12 @@ class Tensor(torch.Tensor):
         start = self.mesh.local_offset
         box = zip(place, start, self.placements, strict=True)
         inside = tuple(0 if isinstance(placement, Replicate) else c - first for c, first, placement in box)
-        if any(not 0 <= i < size for i, size in zip(inside, self.topology.block_shape, strict=False)):
+        lacks = any(not 0 <= i < size for i, size in zip(inside, self.topology.block_shape, strict=False))
+        if lacks or self.mesh.is_elsewhere:
             raise PlacementError(
                 f"the shard at {place} is held by rank {self.mesh.owner(place)} and not by this one",
                 tensor=self.topology,
-                here=f"{start} and on, a box of {self.mesh.local_shape}",
+                here="nothing" if self.mesh.is_elsewhere else f"{start} and on, a box of {self.mesh.local_shape}",
                 fix="x.to_torch() gathers the whole tensor; loom.current_mesh().local_coordinates() lists what is here",
             )
         part = self.block[inside]
@@ -260,7 +264,7 @@ class Tensor(torch.Tensor):
         return ", requires_grad=True" if self._data.requires_grad else ""
 
     def _value_text(self) -> str:
-        if self._data.is_meta:
+        if self._data.is_meta and (state.shadows is not None or not self.topology.mesh.is_elsewhere):
             return repr(self._data.detach().new_empty(self.topology.shape))  # not the shape that is stored
         try:
             return repr(self._read("repr"))

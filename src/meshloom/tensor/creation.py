@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from meshloom.comms import WORLD, move
-from meshloom.engines.layout import from_block, short_name, torch_dtype
+from meshloom.engines.layout import empty_stored, from_block, short_name, torch_dtype
 from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, expect
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
@@ -104,19 +104,22 @@ def _topology(shape: Shape, dtype: torch.dtype, mesh: Mesh | None, placements: P
 def place(data: torch.Tensor, mesh: Mesh | None, placements: Placements | None) -> Tensor:
     """A dense torch tensor on a mesh; may share memory with it."""
     topology = _topology(tuple(data.shape), data.dtype, mesh, placements)
-    if topology.mesh.is_split and not data.is_meta:
+    if topology.mesh.is_elsewhere:
+        data = data.to("meta")
+    elif topology.mesh.is_split and not data.is_meta:
         data = data.to(WORLD.device)
     return _number(Tensor(topology, move(data, topology.replicated, topology)))
 
 
 def _number(made: Tensor) -> Tensor:
     """A tensor that was made of nothing on the mesh: every process makes them in the same order."""
-    if made.topology.mesh.is_split:
-        made._number = next(_numbers)
+    mesh = made.topology.mesh
+    if mesh.is_split:
+        made._number = next(_numbers.setdefault(mesh.ranks or WORLD.within, itertools.count(1)))
     return made
 
 
-_numbers = itertools.count(1)
+_numbers: dict[tuple[int, ...], Iterator[int]] = {}  # by who counts: everybody, or those that hold a submesh
 
 
 def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | None = None) -> Tensor:
@@ -134,7 +137,7 @@ def distribute(value: Any, mesh: Mesh | None = None, placements: Placements | No
         )
     data = _check_plain(value) if isinstance(value, torch.Tensor) else _dense(value)
     if _choose_mesh(mesh).is_split and is_compared() and not data.is_meta and state.shadows is None:
-        note_data("given to distribute", data)
+        note_data("given to distribute", data, _choose_mesh(mesh).ranks)
     made = place(data, mesh, placements)
     if state.shadows is not None:
         result: Tensor = state.shadows.of(made)
@@ -215,13 +218,20 @@ def from_local(parts: Parts, mesh: Mesh | None = None, placements: Placements | 
         "parts", parts, (Sequence, Mapping, torch.Tensor), fix="give one part per device, in a list or by coordinate"
     )
     held = _by_coordinate(parts, chosen)
-    first = next(iter(held.values()))
-    placed = as_placements(placements, chosen, first.dim())
-    known = described(held, chosen, any(isinstance(each, Replicate) for each in placed))
-    shape = _global_shape(known, chosen, placed, first.dim())
-    topology = Topology(chosen, placed, shape, short_name(first.dtype))
+    if chosen.ranks:  # who holds nothing of it learns from the others what it is
+        known = described(held, chosen, True)
+        dims = len(known[(0,) * chosen.ndim].shape)
+        placed = as_placements(placements, chosen, dims)
+    else:
+        dims = next(iter(held.values())).dim()
+        placed = as_placements(placements, chosen, dims)
+        known = described(held, chosen, any(isinstance(each, Replicate) for each in placed))
+    shape = _global_shape(known, chosen, placed, dims)
+    topology = Topology(chosen, placed, shape, known[(0,) * chosen.ndim].dtype)
     for coordinate, part in known.items():
         _check_part(coordinate, part, topology, known)
+    if chosen.is_elsewhere:
+        return _number(Tensor(topology, empty_stored(topology)))
     blocks = [_pad(held[c], topology.local_shape) for c in _distinct(topology)]
     block = torch.stack(blocks).view(topology.block_shape)
     return _number(Tensor(topology, from_block(block, topology)))
@@ -443,6 +453,8 @@ def draw_like(
 ) -> Tensor:
     """Random numbers that lie as a topology says; of a partial one they are the value."""
     whole = topology.reduced
+    if whole.mesh.is_elsewhere:
+        return Tensor(topology, torch.empty(topology.stored_shape, dtype=torch_dtype(topology.dtype), device="meta"))
     data = random.fill(whole, draw, key).to(WORLD.device if whole.mesh.is_split else device or "cpu")
     return _number(Tensor(topology, move(data, whole, topology)))
 
@@ -519,6 +531,8 @@ def dropout_mask(tensor: Tensor, keep: float) -> Tensor:
     """1 / keep where an element is kept, 0 elsewhere, placed as the tensor is."""
     topology = tensor.topology.reduced
     if tensor._data.is_meta:
+        if topology.mesh.is_elsewhere and state.shadows is None:
+            random.draw_key()  # those that hold it draw one too
         return Tensor(topology, torch.empty(topology.stored_shape, dtype=tensor.dtype, device="meta"))
     drawn = random.fill(topology.with_dtype("f32"), random.uniform, random.draw_key())
     scale = 1.0 / keep if keep > 0 else 0.0

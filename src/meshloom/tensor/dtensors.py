@@ -198,6 +198,12 @@ def _check_one_device(tensor: Tensor) -> None:
             tensor=tensor.topology,
             fix="start with torchrun and open the mesh, or torch.distributed.init_process_group(...)",
         )
+    if mesh.ranks:
+        raise MeshError(
+            f"a DTensor is on all processes, and this tensor is held by ranks {list(mesh.ranks)}",
+            tensor=tensor.topology,
+            fix="bring it to a mesh of all processes first: x.redistribute(placements, mesh=mesh)",
+        )
     if math.prod(mesh.local_shape) != 1 and (mesh.is_split or HERE.count > 1):
         raise MeshError(
             f"a DTensor has one device per process, and this process holds {math.prod(mesh.local_shape)} of them",

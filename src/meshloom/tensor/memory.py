@@ -41,8 +41,9 @@ def dense_of(tensor: Tensor) -> torch.Tensor:
     found = _inside_of_base(tensor, data)
     if found is not None:
         return found
+    is_here = not topology.mesh.ranks  # where some processes hold it, all of them ask for it
     is_dense = topology.is_whole and tuple(data.shape) == topology.shape and data.is_contiguous()
-    if data.is_meta or (is_dense and data.__class__ is not CardArray):
+    if is_here and (data.is_meta or (is_dense and data.__class__ is not CardArray)):
         return data
     dense = to_torch(tensor).detach().contiguous()
     storage = data.untyped_storage()

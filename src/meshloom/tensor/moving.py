@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from meshloom.comms import move
-from meshloom.errors import UnsupportedError
-from meshloom.placement import Placements, Topology, as_placements
-from meshloom.planner import moves
+from meshloom.comms import WORLD, move
+from meshloom.comms.copying import begin_copy, crosses
+from meshloom.comms.group import one_device_each
+from meshloom.errors import UnsupportedError, expect
+from meshloom.mesh import HERE, Mesh
+from meshloom.placement import Placements, Replicate, Topology, as_placements
+from meshloom.planner import moves, settle
 from meshloom.processes.divergence import STORY
 from meshloom.runtime import Event, state, where
 from meshloom.runtime.card_array import CardArray, run_op, to_host
@@ -36,21 +40,41 @@ def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     return held.data_ptr() == other.data_ptr() != 0
 
 
-def target_topology(tensor: Tensor, placements: Placements | None) -> Topology:
-    """Where a redistribution leads; axes that a dict does not name stay as they are."""
+def target_topology(tensor: Tensor, placements: Placements | None, mesh: Mesh | None = None) -> Topology:
+    """Where a redistribution leads; axes that a dict does not name stay as they are, or are R on another mesh."""
     topology = tensor.topology
+    if mesh is not None and (where := _check_mesh(mesh)) != topology.mesh:
+        return Topology(where, as_placements(placements, where, topology.ndim), topology.shape, topology.dtype)
     if isinstance(placements, Mapping):
         named = {topology.mesh.axis(name): each for name, each in placements.items()}
         placements = tuple(named.get(axis, now) for axis, now in enumerate(topology.placements))
     return topology.with_placements(as_placements(placements, topology.mesh, topology.ndim))
 
 
-def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: bool = False) -> Tensor:
-    """The same values placed otherwise, in memory of their own.
+def _check_mesh(given: object) -> Mesh:
+    mesh: Any = getattr(given, "mesh", given)  # a MeshDevice has a mesh
+    expect("mesh", mesh, Mesh, fix="give a mesh, such as mesh.submesh(pp=1)")
+    if mesh.lease is not None:
+        mesh.lease.check_tensors()
+    found: Mesh = mesh
+    return found
+
+
+def redistribute(
+    tensor: Tensor, placements: Placements | None = None, *, mesh: Mesh | None = None, copy: bool = False
+) -> Tensor:
+    """The same values placed otherwise, in memory of their own; with `mesh` on another mesh, such as a submesh.
 
     As with `Tensor.to`, a tensor that has these placements already is returned itself; `copy=True` copies it.
+
+    >>> import meshloom as loom
+    >>> whole = loom.open_mesh((2, 2), axes=("pp", "tp"))
+    >>> x = loom.arange(6, mesh=whole.submesh(pp=0), placements="S(0)")
+    >>> redistribute(x, "R", mesh=whole.submesh(pp=1))
+    Tensor i64[6](R) on Mesh(tp=2, ids=[2, 3])
+    tensor([0, 1, 2, 3, 4, 5])
     """
-    if state.plain and not copy:
+    if state.plain and not copy and mesh is None:
         key = tensor.topology, tuple(placements.items()) if isinstance(placements, dict) else placements
         target = _TARGETS.get(key) if _is_hashable(key) else None
         if target is None:
@@ -60,7 +84,7 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
                 _keep_target(key, target)
     else:
         tensor = shadow_of(tensor)
-        target = target_topology(tensor, placements)
+        target = target_topology(tensor, placements, mesh)
     if target is tensor.topology and not copy:
         return tensor
     data = carry(tensor, target, "redistribute")
@@ -69,9 +93,40 @@ def redistribute(tensor: Tensor, placements: Placements | None = None, *, copy: 
     for log in state.logs:
         log.note_move(tensor, target, data)
     made = Tensor(target, data)
-    if tensor._number:
+    if tensor._number and target.mesh is tensor.mesh:
         made._number = tensor._number
     return made
+
+
+def begin_redistribution(tensor: Tensor, target: Topology, call: str, channel: str, phase: str) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to another mesh; call what comes back for the tensor there, once. No gradient follows.
+
+    Processes that hold nothing of its mesh give a tensor without data. Messages of a `channel` are in order among
+    themselves alone.
+    """
+    source = tensor.topology
+    events = [Event(each, call, where(), phase) for each in moves(source, target, state.machine)]
+    state.check(events)
+    there = settle(source, state.machine)
+    with torch.no_grad():
+        data = move(tensor._data.detach(), source, there, state.machine, call)
+        finish = begin_copy(data, there, target.reduced, channel)
+    for log in state.logs:
+        log.note_tensor(tensor)
+    state.log(events, of=tensor)
+
+    def end() -> Tensor:
+        with torch.no_grad():
+            made = move(finish(), target.reduced, target, state.machine, call)
+            made = made.clone() if same_storage(made, tensor._data) else made
+        for log in state.logs:
+            log.note_move(tensor, target, made)
+        return Tensor(target, made)
+
+    if crosses(source, target):
+        return end
+    there_already = end()
+    return lambda: there_already
 
 
 def _is_hashable(key: object) -> bool:
@@ -134,12 +189,21 @@ def _carry(tensor: Tensor, array: torch.Tensor, target: Topology, call: str) -> 
 
 def _moves_back(source: Topology, target: Topology) -> Back:
     """What brings the gradient of a tensor that moved home; it crosses processes as it comes."""
+    if source.mesh != target.mesh:  # the way it came
+        there = settle(source, state.machine)
+        way = (*moves(target.reduced, there, state.machine), *moves(there, source.reduced, state.machine))
+        return Back((), (way,), (False,))
     return Back((), (moves(target.reduced, source.reduced, state.machine),), (False,))
 
 
 def to_dense(tensor: Tensor, call: str, on_host: bool = False) -> torch.Tensor:
     """The dense array of a tensor; may share memory with it. With `on_host` it is one of this process in any case."""
-    return carry(tensor, tensor.topology.replicated, call, on_host)
+    topology = tensor.topology
+    if topology.mesh.ranks and topology.mesh.ranks != WORLD.within and state.shadows is None:
+        everybody = one_device_each((HERE.count,))
+        target = Topology(everybody, (Replicate(),), topology.shape, topology.dtype)
+        return carry(tensor, target, call, on_host)
+    return carry(tensor, topology.replicated, call, on_host)
 
 
 def to_torch(tensor: Tensor) -> torch.Tensor:
@@ -153,7 +217,7 @@ def to_torch(tensor: Tensor) -> torch.Tensor:
 def read(tensor: Tensor, call: str) -> torch.Tensor:
     """The dense values for the host; there are none while something is explained or planned on meta."""
     tensor = shadow_of(tensor)
-    if tensor._data.is_meta:
+    if tensor._data.is_meta and (state.shadows is not None or not tensor.mesh.is_elsewhere):
         raise UnsupportedError(
             f"{call}() needs values and this tensor has none",
             tensor=tensor.topology,

@@ -88,7 +88,9 @@ def as_tensor(value: torch.Tensor, mesh: Mesh) -> Tensor:
         return state.shadows.of(value) if state.shadows is not None else value
     refuse_transforms(value)
     if mesh.is_split and is_compared() and not value.is_meta and state.shadows is None:
-        note_data("operand", value)
+        note_data("operand", value, mesh.ranks)
+    if mesh.is_elsewhere and not value.is_meta:
+        value = value.detach().to("meta")  # this process holds nothing of it
     if mesh.is_split and value.is_leaf and value.requires_grad:
         value = value.view_as(value)  # torch reads its gradient, not we: it is summed at each use
     made = Tensor(_replicate_on(mesh, value.shape, value.dtype), value)

@@ -115,7 +115,7 @@ def _closed(line: Algorithm, group: Group, fabric: Fabric, size: int, root: int)
         across = line.is_across
         found = _time_grid(line, group, fabric, size) if across else _time(line, group, fabric, size, root)
     except FabricError as error:
-        return error
+        return error.with_traceback(None)  # which would keep alive what its callers hold
     if found is None or len(group) < 2:
         return None if found is None else 0.0
     return float(fabric.launch + found)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from meshloom.mesh import Mesh
 from meshloom.nn import plans
 from meshloom.nn.search.chain import frontier
 from meshloom.nn.search.meshes import divisors, make_mesh, orders, tensor_sizes
-from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, other_ways, parts_of
+from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, expert_counts, other_ways, parts_of
 from meshloom.nn.search.trials import Price, Recipe, Task, Trials
 from meshloom.observe.dry_run import DryRun, show_seconds
 from meshloom.observe.memory_use import show_bytes
@@ -107,8 +108,18 @@ def _cuts(task: Task, devices: int) -> list[int]:
     return [each for each in divisors(devices) if _has_rows(task, devices // each) and task.length >= each][:2]
 
 
+def expert_plans(task: Task) -> Iterator[tuple[Mesh, Recipe]]:
+    """Where a model has experts: they over an axis of their own, other weights replicated or sharded."""
+    counts = expert_counts(task.module)
+    if counts and _has_rows(task, task.devices):
+        for size in [each for each in tensor_sizes(task.machine, task.devices) if 1 < each <= min(counts)]:
+            for weights in ("dp", "fsdp"):
+                mesh = make_mesh(**{weights: task.devices // size, "ep": size})
+                yield from ((each, Built()) for each in orders(task.machine, mesh))
+
+
 # Where candidates come from. Other kinds of parallelism join here: a function that gives meshes and recipes.
-SOURCES: tuple[Source, ...] = (named_plans, built_plans)
+SOURCES: tuple[Source, ...] = (named_plans, built_plans, expert_plans)
 
 
 class Search:
@@ -170,7 +181,7 @@ class Search:
         best: dict[object, Found] = {}
         for each in sorted(ready, key=lambda each: each.price.time):
             sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
-            best.setdefault((sizes.get("tp"), sizes.get("cp")), each)
+            best.setdefault((sizes.get("tp"), sizes.get("cp"), sizes.get("ep")), each)
         least = min((each.price.time for each in [*ready, *self.fitting()]), default=0.0)
         return [each for each in best.values() if each.price.time <= NEAR * least][:REFINED]
 
@@ -198,12 +209,13 @@ class Search:
         """Choose the parts, then cut the data axis, then recompute if memory is short."""
         recipe = found.recipe
         assert isinstance(recipe, Built)
-        for each in [*self._choose_parts(replace(found, recipe=replace(recipe, recompute=0)))][:2]:
-            self.fit(each)
-            for mesh in self._cut_data(each.mesh):
-                cut = self.price(mesh, each.recipe)
-                if cut is not None:
-                    self.fit(cut)
+        chosen = [*self._choose_parts(replace(found, recipe=replace(recipe, recompute=0)))]
+        ready = [each for each in chosen if self.fit(each) is not None]
+        best = min(ready or chosen, key=lambda each: each.price.time)
+        for mesh in self._cut_data(best.mesh):
+            cut = self.price(mesh, best.recipe)
+            if cut is not None:
+                self.fit(cut)
 
     def _choose_parts(self, found: Found) -> Iterator[Found]:
         """The best choices for all parts by what each of them adds alone, priced together."""
@@ -247,9 +259,10 @@ class Search:
             return
         recipe, least = best.recipe, best.price.time
         assert isinstance(recipe, Built)
-        for layer in [layer for part in self.parts for layer in part.layers]:
-            for way in WAYS["tp"]:
-                changed = recipe.changed(layer, "tp", way)
+        layers = [layer for part in self.parts for layer in part.layers]
+        for layer, axis in itertools.product(layers, [axis for axis in WAYS if axis in best.mesh.axes]):
+            for way in WAYS[axis]:
+                changed = recipe.changed(layer, axis, way)
                 other = self.price(best.mesh, changed)
                 if other is not None and self.task.fits(other.price.memory) and other.price.time < least:
                     recipe, least = changed, other.price.time
@@ -258,7 +271,7 @@ class Search:
         """Whether it has choices that the folded model can price: it has too few blocks for some that recompute."""
         recipe = found.recipe
         is_built = isinstance(recipe, Built) and recipe.recompute in (0, ALL)
-        return is_built and "tp" in found.mesh.axes and self.task.fits(found.price.memory)
+        return is_built and bool(WAYS.keys() & set(found.mesh.axes)) and self.task.fits(found.price.memory)
 
     def verify(self, keep: int) -> list[Verified]:
         """The best that fit when the whole model is run; more blocks recompute where the estimate was short."""

@@ -9,6 +9,7 @@ axis too. Axes are told by their names:
 |---|---|---|
 | `dp` | over it | replicated |
 | `fsdp` | over it | sharded over it, gathered block by block |
+| `ep` | over it | experts over it; the others replicated, or sharded if there is an `fsdp` axis |
 | `cp` | dim 1 over it | replicated |
 | `tp` | on all of it | by part |
 """
@@ -28,8 +29,8 @@ from meshloom.nn.plan import Plan
 from meshloom.nn.roles import Role, blocks_of, roles_of
 from meshloom.placement import Placement, Replicate, Shard
 
-ROWS = ("dp", "fsdp")
-CONTEXT, TENSOR, SHARDED = "cp", "tp", "fsdp"
+ROWS = ("dp", "fsdp", "ep")
+CONTEXT, TENSOR, SHARDED, EXPERT = "cp", "tp", "fsdp", "ep"
 # How a part may lie on an axis; the first of each unless something else is said.
 WAYS = {TENSOR: ("role", "whole", "other"), SHARDED: ("sharded", "kept")}
 ALL = -1
@@ -116,6 +117,12 @@ def parts_of(module: nn.Module) -> list[Part]:
     return list(found.values())
 
 
+def expert_counts(module: nn.Module) -> list[int]:
+    """How many experts each layer of experts has."""
+    names = [name for name, role in roles_of(module).items() if role.kind == "expert"]
+    return [module.get_parameter(name).shape[0] for name in names]
+
+
 def _runs(module: nn.Module) -> Iterator[tuple[list[str], str]]:
     """Layers that go together, and what they are."""
     kinds: dict[str, str] = {}
@@ -151,7 +158,8 @@ class _Draft:
     def __init__(self, recipe: Built, module: nn.Module, mesh: Mesh) -> None:
         self.recipe, self.module = recipe, module
         self.tensor = TENSOR if TENSOR in mesh.axes else None
-        self.sharded = [axis for axis in mesh.axes if axis == SHARDED]
+        self.experts = EXPERT if EXPERT in mesh.axes else None
+        self.sharded = [axis for axis in mesh.axes if SHARDED in mesh.axes and axis in (SHARDED, EXPERT)]
         self.rows: dict[str, Placement] = {axis: Shard(0) for axis in mesh.axes if axis in ROWS}
         self.context: dict[str, Placement] = {axis: Shard(1) for axis in mesh.axes if axis == CONTEXT}
         self.roles = roles_of(module)
@@ -182,7 +190,8 @@ class _Draft:
         blocks = blocks_of(self.module)
         units = [f"{name}.*" for name in blocks] if self.sharded else []
         batch = {**self.rows, **self.context}
-        return Plan(self._parameters(), batch, inputs, outputs, units, [*self._recomputed(blocks)])
+        again, travels = [*self._recomputed(blocks)], plans.dispatched(self.module) if self.experts else ()
+        return Plan(self._parameters(), batch, inputs, outputs, units, again, travels)
 
     def _parameters(self) -> Lines:
         names: dict[int, list[str]] = {}
@@ -198,9 +207,13 @@ class _Draft:
         """On the tensor axis as chosen; over the sharding axis by the dim that is left, or by the first."""
         dim = None if role is None else self._dim(role)
         placed: dict[str, Placement] = {} if dim is None or self.tensor is None else {self.tensor: Shard(dim)}
+        is_expert = role is not None and role.kind == "expert"
+        if role is not None and is_expert and self.experts is not None:
+            dim = role.dim
+            placed[self.experts] = Shard(dim)
         free = [each for each in range(dims) if each != dim]
         if free and (role is None or self._way(role.layer, SHARDED) == "sharded"):
-            placed |= {axis: Shard(free[0]) for axis in self.sharded}
+            placed = {axis: Shard(free[0]) for axis in self.sharded} | placed
         return placed
 
     def _dim(self, role: Role) -> int | None:

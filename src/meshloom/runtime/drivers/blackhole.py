@@ -54,6 +54,7 @@ from meshloom.types import Shape
 
 TIMEOUT = 10.0  # seconds, of every wait but for a launch
 FOREVER = 1e6
+COMPILING = 300.0  # seconds for which another process may compile
 BANKS, BANK_SIZE = 8, 4 << 30
 SYSMEM = 1 << 30  # what a fast write has room for
 PROCESSORS = {"reader": "ncrisc", "writer": "brisc"}
@@ -95,7 +96,7 @@ class BlackholeCard:
         except BaseException:
             owner.release()
             raise
-        self._release = weakref.finalize(self, _let_go, self._device, owner)
+        self._release = weakref.finalize(self, _let_go, self._device, owner, os.getpid())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._index})"
@@ -135,12 +136,12 @@ class BlackholeCard:
         """Nothing to do: the mesh's allocator gives the address to somebody else."""
 
     def write(self, handle: Memory, data: torch.Tensor, index: Any = ...) -> None:
-        if index is not ...:
-            whole = self.read(handle)
-            whole[index] = data
-            data = whole
-        payload = memory.to_card(data.detach().to(handle.dtype).expand(handle.shape))
         with self._guarded("a write"):
+            if index is not ...:
+                whole = self.read(handle)
+                whole[index] = data
+                data = whole
+            payload = memory.to_card(data.detach().to(handle.dtype).expand(handle.shape))
             for start, buffer in self._pieces(handle):
                 self._device.dram.write(buffer, payload[start : start + buffer.size])
                 self._sync(self._driver.timeout)  # the next write uses the same staging memory
@@ -224,8 +225,10 @@ class BlackholeCard:
     def close(self) -> None:
         with self._lock:
             self.closed = True
-            self._release()
-            self._programs.clear()
+            try:
+                self._release()
+            finally:
+                self._programs.clear()
 
     def _check_not_closed(self) -> None:
         if self.closed:
@@ -367,7 +370,9 @@ class BlackholeDriver:
         if not isinstance(kernel, SourceKernel):
             return translate(kernel)
         compiler = self.modules.Compiler()
-        with alone(self._compile_lock):  # its own cache of files would be read while another process writes it
+        with alone(
+            self._compile_lock, COMPILING
+        ):  # its own cache of files would be read while another process writes it
             try:
                 compiled = {role: _compile(compiler, role, source) for role, source in kernel.sources.items()}
             except (Exception, SystemExit) as error:
@@ -428,8 +433,10 @@ def _full_columns(cores: Sequence[tuple[int, int]]) -> Grid:
     return Grid(max(1, sum(count == most for count in rows.values())), most)
 
 
-def _let_go(device: Any, owner: CardLock) -> None:
-    """Close the device, and then give the card to whoever wants it."""
+def _let_go(device: Any, owner: CardLock, process: int) -> None:
+    """Close the device, and then give the card to whoever wants it; a forked child leaves both to its parent."""
+    if os.getpid() != process:
+        return
     try:
         device.close()
     except (Exception, SystemExit) as error:

@@ -88,15 +88,13 @@ def from_card(data: bytes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     return untilize(flat.reshape(*shape[:-2], rows * cols), shape)
 
 
-@lru_cache(maxsize=512)
 def runs_of(shape: Shape, itemsize: int, key: tuple[Any, ...], start: int, stop: int | None) -> Runs:
     """Where the elements `start` to `stop` of what an index names lie, as few pieces as there are.
 
     >>> runs_of((32, 32), 4, ((0, 1, 1),), 0, 32).tolist()  # a row of a tile is in two faces
     [[0, 64], [1024, 64]]
     """
-    index = tuple(slice(*each) if isinstance(each, tuple) else each for each in key)
-    at = _positions(shape)[index].reshape(-1)[start:stop]
+    at = _positions(shape, key)[start:stop]
     if not len(at):
         return np.empty((0, 2), np.int64)
     breaks = np.flatnonzero(np.diff(at) != 1) + 1
@@ -106,14 +104,15 @@ def runs_of(shape: Shape, itemsize: int, key: tuple[Any, ...], start: int, stop:
     return found
 
 
-@lru_cache(maxsize=64)
-def _positions(shape: Shape) -> NDArray[np.int64]:
-    """For every element where the card keeps it."""
+@lru_cache(maxsize=16)  # a message goes in packets, each of which asks
+def _positions(shape: Shape, key: tuple[Any, ...]) -> NDArray[np.int64]:
+    """For every element that an index names where the card keeps it, in row-major order."""
+    index = tuple(slice(*each) if isinstance(each, tuple) else each for each in key)
     flat = torch.arange(pages(shape) * ELEMENTS)
     if len(shape) < 2:
-        return flat[: math.prod(shape)].reshape(shape).numpy()
+        return flat[: math.prod(shape)].reshape(shape)[index].reshape(-1).numpy()
     rows, cols = (-(-side // TILE) * TILE for side in shape[-2:])
-    return untilize(flat.reshape(*shape[:-2], rows * cols), shape).numpy()
+    return untilize(flat.reshape(*shape[:-2], rows * cols), shape)[index].reshape(-1).numpy()
 
 
 def index_key(index: Any) -> tuple[Any, ...]:

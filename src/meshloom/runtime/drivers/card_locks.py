@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshloom.errors import DeviceError, MeshError
+from meshloom.errors import DeviceError, DeviceTimeoutError, MeshError
 
 
 class CardLock:
@@ -24,15 +25,13 @@ class CardLock:
             raise DeviceError(
                 f"{node} cannot be opened by this user", fix="add the user to the group that owns it, or ask its owner"
             ) from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _try_lock(self._file):
             found = os.fstat(self._file)
             os.close(self._file)
             raise DeviceError(
                 f"{node} is in use by {_owner(found)}",
                 fix="close the mesh device there, or wait for it: a card has one owner",
-            ) from None
+            )
 
     def release(self) -> None:
         """Let the card go; a second time does nothing."""
@@ -60,11 +59,25 @@ def _owner(found: os.stat_result) -> str:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Let one process at a time do what is inside."""
+def alone(path: Path, timeout: float) -> Iterator[None]:
+    """Let one process at a time do what is inside; an error if another does not end in time."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    end = time.monotonic() + timeout
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while not _try_lock(file):
+            if time.monotonic() >= end:
+                raise DeviceTimeoutError(
+                    f"{_owner(os.fstat(file))} has held {path} for {timeout:g} s", fix="end it, if it hangs"
+                )
+            time.sleep(0.01)
         yield
     finally:
         os.close(file)
+
+
+def _try_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -21,6 +21,8 @@ from meshloom.tensor.writing import assign
 def _fill(input: Tensor, name: str, draw: random.Draw, generator: torch.Generator | None) -> Tensor:
     tensor = shadow_of(input)
     if tensor._data.is_meta:
+        if tensor.mesh.is_elsewhere and tensor is input:
+            random.draw_key(generator)  # those that hold it draw one too
         return input
     probe = torch.empty(1, dtype=tensor.dtype)
     try:
