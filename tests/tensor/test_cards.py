@@ -673,7 +673,7 @@ def gradients(x: Any, target: Any, up: Any, down: Any, partial: Any) -> tuple[An
 @pytest.mark.filterwarnings("ignore::meshloom.comms.modes.HostTrafficWarning")
 @pytest.mark.parametrize("mode", ["host", "direct"])
 @pytest.mark.parametrize("cards", ["by the host", "by kernels", "in processes", "stand-in"])
-def test_row_85_the_mlp_trains_on_cards_with_host_collectives(cards, mode, monkeypatch, tmp_path):
+def test_row_085_the_mlp_trains_on_cards_with_host_collectives(cards, mode, monkeypatch, tmp_path):
     blackhole.install(monkeypatch, tmp_path)
     counting = partial(CountingDriver, KERNELS if cards == "by kernels" else {})
     make = {"in processes": ProcessDriver, "stand-in": blackhole.driver}.get(cards, counting)

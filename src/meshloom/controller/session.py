@@ -99,7 +99,8 @@ class _Peer:
             try:
                 if self._state == "payload":
                     assert self._payload is not None
-                    view = memoryview(self._payload.numpy()).cast("B")[self._filled :]
+                    array: Any = self._payload.numpy()
+                    view = memoryview(array).cast("B")[self._filled :]
                     count = self.socket.recv_into(view)
                     self._filled += count
                 else:

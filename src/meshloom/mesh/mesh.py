@@ -42,6 +42,9 @@ class Lease(Protocol):
     def check_open(self) -> None:
         """An error if it has been closed."""
 
+    def check_making(self) -> None:
+        """An error if this process cannot make tensors there."""
+
 
 class Homes(Sequence[Home]):
     """Where each virtual device lives: 4x4 on 2x2 puts rows 0-1, columns 0-1 on physical (0, 0), lanes 0 to 3.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from meshloom.collectives.schedule import Schedule
-from meshloom.context import Transfer, state
+from meshloom.context import HostTransfer, state
 from meshloom.engines import private
 from meshloom.errors import DeviceError, DeviceTimeoutError, UnsupportedError, where
 from meshloom.mesh import Coordinate, Mesh
@@ -391,7 +391,7 @@ def tell(way: str, size: int, cards: int) -> None:
     """Bytes are about to go between host and cards: whoever watches is told, and may object."""
     if size and state.watching:
         phase = "forward" if private.current_graph_task_id() == -1 else "backward"
-        state.tell_transfer(Transfer(f"host {way}", size, cards, HERE.call or "tensor", where(), phase), HERE.asked)
+        state.tell_transfer(HostTransfer(f"host {way}", size, cards, HERE.call or "tensor", where(), phase), HERE.asked)
 
 
 def _error(what: str, failures: Failures, places: int) -> Exception:
