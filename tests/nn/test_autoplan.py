@@ -199,6 +199,16 @@ def test_folded_models_predict_whole_ones():
         assert price.bytes == pytest.approx(run.bytes, rel=1e-3), recipe
 
 
+def test_a_block_that_hides_behind_a_sum_of_gradients_is_not_free():
+    sizes = replace(SIZES["large"], layers=8)
+    with torch.device("meta"):
+        model = plan_models.llama(sizes).to(torch.bfloat16)
+        tokens = torch.zeros(1024, sizes.length, dtype=torch.long)
+    trials = Trials(make_task(model, (tokens, tokens), "nvlink8x16", 1024, loss=loss))
+    mesh, recipe = make_mesh(dp=256, tp=4), Built(is_sequence=True).changed("head", "tp", "whole")
+    assert trials.price(mesh, recipe).time == pytest.approx(trials.verify(mesh, recipe).time, rel=0.1)
+
+
 def test_the_module_and_the_random_state_are_left_as_they_are():
     model, batch = build("gpt", "tiny", "cpu", torch.float32), example("gpt", "tiny", 4, "cpu")
     before = {name: p.clone() for name, p in model.state_dict().items()}

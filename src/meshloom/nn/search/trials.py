@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -96,20 +96,42 @@ class Price:
     time: float
     memory: float
     bytes: float
+    least: Mapping[str, float] = field(default_factory=dict)  # seconds that a step takes at least, by what it needs
 
     def __add__(self, other: Price) -> Price:
-        return Price(self.time + other.time, self.memory + other.memory, self.bytes + other.bytes)
+        axes = dict.fromkeys([*self.least, *other.least])
+        least = {axis: self.least.get(axis, 0.0) + other.least.get(axis, 0.0) for axis in axes}
+        return Price(self.time + other.time, self.memory + other.memory, self.bytes + other.bytes, least)
 
     def __sub__(self, other: Price) -> Price:
         return self + other.times(-1)
 
     def times(self, count: float) -> Price:
         """That many times the same."""
-        return Price(self.time * count, self.memory * count, self.bytes * count)
+        least = {axis: seconds * count for axis, seconds in self.least.items()}
+        return Price(self.time * count, self.memory * count, self.bytes * count, least)
 
 
 def _read(run: DryRun) -> Price:
-    return Price(run.time, run.memory.peak, run.bytes)
+    return Price(run.time, run.memory.peak, run.bytes, _bounds_of(run))
+
+
+def _bounds_of(run: DryRun) -> dict[str, float]:
+    """What no step is faster than: by axis, forward and all that its links carry after it; and the compute, with the
+    waits of the calls themselves.
+
+    Of few blocks one of them may be hidden behind another; of many blocks it may be what the step takes.
+    """
+    nodes = {node.number: node for node in run.nodes}
+    forward = max((each.end for each in run.timeline if nodes[each.node].phase == "forward"), default=0.0)
+    found = {"compute": 0.0}
+    for each in run.timeline:
+        node = nodes[each.node]
+        if not node.is_gradient_sum:
+            found["compute"] += each.exposed if each.axis else each.duration
+        if each.axis and node.phase != "forward":
+            found[each.axis] = found.get(each.axis, forward) + each.duration
+    return found
 
 
 class Trials:
@@ -166,7 +188,7 @@ class Trials:
             if count > 1:
                 more = self._measure(mesh, recipe, {**one, kind: 2})
                 total = total + (more - base).times(count - 1)
-        return total
+        return replace(total, time=max(total.time, *total.least.values()))
 
     def _measure(self, mesh: Mesh, recipe: Recipe, counts: Mapping[Kind, int]) -> Price:
         return _read(self._run(self.folded.with_blocks(counts), mesh, recipe))
