@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -536,3 +538,30 @@ def test_loaders_files_and_accumulation_work_from_the_client(mesh, tmp_path):
     with pytest.raises(loom.UnsupportedError, match="from_local"):
         loom.from_local([torch.ones(2)] * 4, mesh, "S(0), R")
     assert loom.dropout(loom.ones(64, mesh=mesh)).unique().tolist() in ([0.0, 2.0], [2.0])
+
+
+@pytest.mark.slow
+def test_workers_of_two_hosts_come_to_one_client(tmp_path, monkeypatch):
+    """Both hosts are this one; the second runs the command that the client prints for it."""
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef0123456789abcdef")
+    secret.chmod(0o600)
+    monkeypatch.setenv("MESHLOOM_SECRET_FILE", str(secret))
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def be_the_other_host() -> None:
+        while "on localhost: " not in said.getvalue():
+            time.sleep(0.05)
+        command = said.getvalue().partition("on localhost: ")[2].strip()
+        started.append(
+            subprocess.Popen(command.replace("meshloom run", f"{sys.executable} -m meshloom run"), shell=True)
+        )
+
+    thread = threading.Thread(target=be_the_other_host)
+    thread.start()
+    with loom.launch(hosts=["127.0.0.1:1", "localhost:1"], timeout=30, threads=1) as cluster:
+        assert loom.arange(6, mesh=cluster.open_mesh(2)).sum().item() == 15
+    thread.join()
+    assert started[0].wait(20) == 0
