@@ -52,6 +52,7 @@ test: $(TESTED) $(if $(CI),browser) ## lint, types, doctests and tests
 full: test ## make test, then the long runs that do not fit into it: more than an hour
 	@MESHLOOM_AUTOPLAN=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nn/test_autoplan_exhaustive.py
 	@MESHLOOM_MODELS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nn/test_models.py tests/nn/test_pipeline.py tests/processes/test_weights.py
+	@MESHLOOM_CARDS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ops/test_property_cards.py
 	@MESHLOOM_CASES=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/controller/test_controller.py -k equal_dense
 	@$(MAKE) --no-print-directory soak CASES=20000 SEED=$(SEED)
 

@@ -43,6 +43,10 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "autoplan.md"
 RANKS = Path(__file__).with_name("autoplan_ranks.py")
 PROCESSES = (2, 4)
 MEASURED = Goal("ratio", 1.15)
+MEASURING = (
+    "On processes of the machine that wrote this page, two cores that were not idle, a step of a small GPT by clock "
+    "(`python -m benchmarks.autoplan --measure 2 4`, also part of `make bench`; goal: a ratio of at most 1.15):"
+)
 MARKS = ("<!-- table: made by benchmarks/autoplan.py -->", "<!-- end of table -->")
 
 
@@ -131,6 +135,19 @@ def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
                     yield _line(each)
 
 
+def measured_table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """The lines of what was measured on processes."""
+    yield "| processes | autoplan's choice | it takes | the fastest named plan | it takes | ratio |"
+    yield "|---|---|---|---|---|---|"
+    for count in PROCESSES:
+        each = found.get(f"measured {count}")
+        if each is not None:
+            took, name = min((took, name) for name, (took, _) in each["named"].items())
+            mine = each["took"][0]
+            times = f"{show_seconds(mine)} | {name} | {show_seconds(took)} | {mine / took:.2f}"
+            yield f"| {count} | {each['best']} | {times} |"
+
+
 def _line(each: dict[str, Any]) -> str:
     billions = each["parameters"] / 1e9
     name = f"{each['model']} {each['size']}, {billions:.2g}B"
@@ -150,7 +167,7 @@ def _mesh(text: str) -> str:
 def write_page(found: dict[str, dict[str, Any]]) -> None:
     """The table between its marks."""
     first, last = MARKS
-    lines = "\n".join(table(found))
+    lines = "\n".join([*table(found), "", MEASURING, "", *measured_table(found)])
     page = PAGE.read_text(encoding="utf-8")
     whole = re.compile(f"{re.escape(first)}.*{re.escape(last)}", re.DOTALL)
     PAGE.write_text(whole.sub(lambda _: f"{first}\n\n{lines}\n\n{last}", page), encoding="utf-8")

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def _best(run: Any, rounds: int = 20) -> float:
 
 
 def _by_the_clock(mesh: loom.Mesh, schedule: str, batches: int, rounds: int) -> tuple[float, float]:
-    """The bubble of both processes together, and the seconds of a step: those of the fastest of some steps."""
+    """The bubble of both processes together, and the seconds of a step: the middle one of the three fastest steps."""
     torch.manual_seed(0)
     pipe = loom.pipeline(_net("cpu"), 2, mesh, schedule, micro_batches=batches, loss=_loss)
     x = torch.randn(batches * ROWS, WIDTH)
@@ -137,7 +138,7 @@ def _by_the_clock(mesh: loom.Mesh, schedule: str, batches: int, rounds: int) -> 
         if number >= 2:
             time_of_step = float(both[:, 1].max())
             steps.append((time_of_step, 1 - float(both[:, 0].sum()) / (2 * time_of_step)))
-    seconds, bubble = min(steps)
+    seconds, bubble = sorted(sorted(steps)[:3], key=itemgetter(1))[len(steps[:3]) // 2]
     return bubble, seconds
 
 

@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="benchmarks/run.py",
         description="Measure meshloom beside dense torch, DTensor and JAX, interleaved, best of many.",
-        epilog="Ctrl-C stops, prints the table so far and writes what there is.",
+        epilog="Ctrl-C stops and prints the table so far; --json keeps what there is.",
     )
     made.add_argument(
         "--quick", action="store_true", help="a tenth of the time per work: a smoke run, not a measurement"
@@ -171,8 +171,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", action="append", default=[], choices=names(), metavar="NAME", help=(
         f"measure this work only; may be repeated; one of: {', '.join(names())}"
     ))  # fmt: skip
-    made.add_argument("--json", type=_path, default=page.RESULTS, help=(
-        "where to write (default benchmarks/results.json, with docs/benchmarks.md and its plot)"
+    made.add_argument("--json", type=_path, help=(
+        "where to write; a whole run writes benchmarks/results.json and docs/benchmarks.md without being asked"
     ))  # fmt: skip
     return made
 
@@ -191,9 +191,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print()
     report.show(console, rows, conditions, complete)
-    results.write(options.json, rows, conditions, complete)
-    if options.json == page.RESULTS:
+    is_whole = complete and not options.quick and not options.only and options.devices == DEVICES
+    if is_whole and options.json is None:
+        results.write(page.RESULTS, rows, conditions, complete)
         page.write()
+    elif options.json is not None:
+        results.write(options.json, rows, conditions, complete)
     return 0 if complete else 130
 
 

@@ -85,7 +85,7 @@ def use_from_elsewhere() -> list[str]:
         loom.collectives.all_gather(x, 0, mode="fabric").to_torch(), loom.collectives.all_reduce_async(x).wait().shape,
         x.sum().item(), bool((x > -100).all()), repr(x), x.numpy().sum(), x.tolist()[0], local.to_torch(),
         dropped.shape,
-        (x + torch.ones(4)).sum().item(), torch.rand(2), loom.explain(lambda: x.redistribute("R", mesh=mesh)).bytes,
+        (x + torch.ones(4)).sum().item(), torch.rand(2), loom.explain(lambda: x.redistribute("R, R", mesh=mesh)).bytes,
     ]  # fmt: skip
     loom.collectives.barrier(part)
     for act in (lambda: pickle.dumps(x), lambda: x.shard_at((0,))):

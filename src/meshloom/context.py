@@ -60,10 +60,10 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class HostTransfer:
     """Bytes between the host and cards that have memory of their own, with the line of the program that caused it.
 
-    >>> print(Transfer("host read", 4096, 4, "softmax", "train.py:12"))
+    >>> print(HostTransfer("host read", 4096, 4, "softmax", "train.py:12"))
     host read of 4096 B from 4 cards for softmax at train.py:12
     """
 
@@ -95,7 +95,7 @@ class Log:
     fallbacks: Counter[str] = field(default_factory=Counter)
     pending: list[Event] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)  # for each call, how many events there were before its own
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[HostTransfer] = field(default_factory=list)
     assumed: dict[str, str] = field(default_factory=dict)  # what was taken for granted where there were no values
 
     def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
@@ -131,7 +131,7 @@ class Log:
     def note_move(self, tensor: Any, target: Any, data: Any) -> None:
         """The program has redistributed a tensor: to which topology, and the array that came of it."""
 
-    def note_transfer(self, transfer: Transfer) -> None:
+    def note_transfer(self, transfer: HostTransfer) -> None:
         """Bytes went between the host and cards."""
         self.transfers.append(transfer)
 
@@ -192,7 +192,7 @@ class Policy:
             )
         warnings.warn(f"{first.call} communicates {size} B at {first.where}", CommunicationWarning, stacklevel=3)
 
-    def check_transfer(self, transfer: Transfer) -> None:
+    def check_transfer(self, transfer: HostTransfer) -> None:
         """Raise or warn before an op goes through the host."""
         if self.level == "allow" or transfer.bytes <= (self.above if self.level == "warn" else 0):
             return
@@ -261,7 +261,7 @@ class State(threading.local):
         if self.policy is not None:
             self.policy.check(events)
 
-    def tell_transfer(self, transfer: Transfer, is_asked: bool) -> None:
+    def tell_transfer(self, transfer: HostTransfer, is_asked: bool) -> None:
         """Bytes are about to go between the host and cards; those that the program asked for are never refused."""
         if self.policy is not None and not is_asked:
             self.policy.check_transfer(transfer)

@@ -885,6 +885,15 @@ def test_memory_that_a_launch_uses_is_given_to_nobody_else(card):
     assert card.alloc(0, (4,), torch.float32).piece.start < y.piece.start
 
 
+def test_a_closed_card_gives_its_memory_back_though_somebody_holds_it(card):
+    x = holding(card, torch.ones(1 << 22))
+    held = os.dup(card._arena.file.fileno())
+    assert os.fstat(held).st_blocks * 512 >= 1 << 24
+    card.close()
+    assert os.fstat(held).st_blocks == 0 and x.shape == (1 << 22,)
+    os.close(held)
+
+
 def test_a_closed_card_says_so(card):
     x = holding(card, torch.ones(1))
     card.close()

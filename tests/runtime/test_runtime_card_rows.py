@@ -586,6 +586,35 @@ def test_row_174_the_collectives_of_the_document_take_tensors_too():
         all_gather(x, mode="device")
 
 
+def test_row_089_and_171_collectives_on_tensors_of_cards_read_and_write_each_once_or_send_over_links():
+    with open_mesh_device((4,), driver=driver()) as mesh:
+        value = torch.randint(-9, 9, (8, 4)).float()
+        x = loom.distribute(value, mesh, "S(0)")
+        expected = {"all_reduce": sum(value.chunk(4)), "all_gather": value, "reduce_scatter": sum(value.chunk(4))}
+        for name, call in (("all_reduce", all_reduce_host), ("all_gather", all_gather_host)):
+            with mesh.logged() as log:
+                found = call(x)
+            size = found.to_torch().nbytes
+            assert [(entry.kind, entry.coordinate, entry.nbytes) for entry in log] == [
+                *(("read", place, 32) for place in mesh.coordinates()),
+                *(("write", place, size) for place in mesh.coordinates()),
+            ]
+            assert found.to_torch().equal(expected[name])
+        assert reduce_scatter_host(x, 1).to_torch().equal(expected["reduce_scatter"])
+        before = mesh.counts["host_bytes"]
+        total = all_reduce(x, mode="fabric")
+        assert mesh.counts["host_bytes"] == before and mesh.counts["send"] > 0
+        assert total.to_torch().equal(expected["all_reduce"]) and x.to_torch().equal(value)
+        leaf = loom.distribute(value, mesh, "S(0)").requires_grad_()
+        for mode in ("host", "fabric"):
+            (gradient,) = torch.autograd.grad(all_reduce(leaf, mode=mode).square().sum(), leaf)
+            assert gradient.to_torch().equal((2 * expected["all_reduce"]).repeat(4, 1))
+    with open_mesh_device((2,), [0, 4], driver=driver()) as mesh:
+        x = loom.ones(4, mesh=mesh, placements="S(0)")
+        with pytest.raises(FabricError, match="no links lead from card to card along x0"):
+            all_reduce(x, mode="fabric")
+
+
 # the cache of kernels
 
 COMPILING = """

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from meshloom.errors import (
     CommunicationError,
     DeviceError,
     DeviceTimeoutError,
+    MeshError,
     OutOfMemoryError,
     TraceError,
 )
@@ -508,10 +510,30 @@ def test_a_tensor_over_a_buffer_shares_its_memory(mesh):
     copied = x.clone()
     queue.enqueue_write(buffer, torch.zeros(4, 6))
     assert copied.sum().item() == 24 and x.sum().item() == 0
+    (y := loom.from_buffer(buffer)).add_(1)
+    assert queue.enqueue_read(buffer).sum() == 24
     del x
     gc.collect()
-    assert queue.enqueue_read(buffer).sum() == 0
+    assert queue.enqueue_read(buffer).sum() == 24
     buffer.free()
+    with pytest.raises(ClosedError, match="has been freed"):
+        y.sum()
+
+
+def test_a_submesh_has_tensors_of_its_own_on_the_same_cards(mesh):
+    x = mesh.put(torch.ones(8), "S(0), R")
+    part = mesh.device.create_submesh((1, 2), (1, 0))
+    y = loom.distribute(torch.arange(4.0), part, "R, S(0)")
+    assert mesh.driver.used == [16, 16, 24, 24] and mesh.device.memory_usage()[1, 0].used > 16
+    twice, total = (y * 2).to_torch(), x.to_torch().sum()
+    assert twice.sum() == 12 and total == 8
+    with pytest.raises(MeshError, match="different meshes"):
+        x[:4] + y
+    part.close()
+    gc.collect()
+    assert mesh.driver.used == [16] * 4 and x.to_torch().sum() == 8
+    with pytest.raises(ClosedError):
+        y.sum()
 
 
 def test_the_per_device_view_puts_parts_on_cards_and_computes_there():
@@ -651,14 +673,11 @@ def gradients(x: Any, target: Any, up: Any, down: Any, partial: Any) -> tuple[An
 @pytest.mark.filterwarnings("ignore::meshloom.comms.modes.HostTrafficWarning")
 @pytest.mark.parametrize("mode", ["host", "direct"])
 @pytest.mark.parametrize("cards", ["by the host", "by kernels", "in processes", "stand-in"])
-def test_row_85_the_mlp_trains_on_cards_with_host_collectives(cards, mode, monkeypatch, tmp_path):
+def test_row_085_the_mlp_trains_on_cards_with_host_collectives(cards, mode, monkeypatch, tmp_path):
     blackhole.install(monkeypatch, tmp_path)
-    makers = {
-        "by kernels": lambda: CountingDriver(KERNELS),
-        "in processes": ProcessDriver,
-        "stand-in": blackhole.driver,
-    }
-    device = open_mesh_device((4,), driver=makers.get(cards, CountingDriver)())
+    counting = partial(CountingDriver, KERNELS if cards == "by kernels" else {})
+    make = {"in processes": ProcessDriver, "stand-in": blackhole.driver}.get(cards, counting)
+    device = open_mesh_device((4,), driver=make())
     dense, (data, labels) = network()
     x, target = loom.distribute(data, device, "S(0)"), loom.distribute(labels, device, "S(0)")
     ours, losses = [loom.distribute(each, device, "R") for each in dense], []

@@ -159,3 +159,15 @@ def test_one_process_runs_the_same_program():
 def test_ranks_that_copy_different_tensors_are_told_so():
     with pytest.raises(AssertionError, match="copies another tensor to rank 1 than that awaits"):
         ranks.run(2, "pipeline_ranks:copy_differently")
+
+
+@pytest.mark.parametrize("driver", [None, "processes"])
+def test_a_device_that_can_be_closed_takes_copies_and_gives_them_back(driver):
+    x = loom.arange(6, mesh=FIRST, placements="S(0), R")
+    with loom.runtime.open_mesh_device((2,), **({} if driver is None else {"driver": driver})) as device:
+        y = x.redistribute("S(0)", mesh=device)
+        torch.testing.assert_close((y + y).to_torch(), 2 * torch.arange(6))
+        torch.testing.assert_close(y.redistribute("R, R", mesh=SECOND).to_torch(), torch.arange(6))
+    for act in (lambda: x.redistribute("S(0)", mesh=device), lambda: y.redistribute("R, R", mesh=SECOND)):
+        with pytest.raises(loom.ClosedError, match="has been closed"):
+            act()

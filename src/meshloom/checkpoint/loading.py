@@ -157,7 +157,7 @@ class Read:
 
     def finish(self) -> None:
         """Let torch and the tensor know that its memory was written."""
-        if self.is_fresh and is_copied_to(self.target):
+        if self.is_fresh and isinstance(self.target, Tensor) and is_copied_to(self.target):
             with torch.no_grad():
                 self.target.copy_(Tensor(self.target.topology, self.array))
             return

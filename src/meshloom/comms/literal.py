@@ -225,7 +225,7 @@ class Call:
         self._tell(kind, mode, op if kind in REDUCING else None, grows)
         if self.operand.group.crosses and not data.is_meta:
             WORLD.watch.begin(f"{kind}({topology.notation}) over {self.operand.name}", topology.mesh)
-            WORLD.story.add(f"{kind} {number:x}")
+            WORLD.story_of(topology.mesh.ranks).add(f"{kind} {number:x}")
 
     def _mode(self, mode: str, name: str | None, precise: bool) -> DirectMode:
         if name is not None:

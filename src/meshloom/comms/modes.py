@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ from meshloom.context import state
 from meshloom.engines.layout import Step
 from meshloom.engines.node import Node
 from meshloom.engines.reductions import REDUCTIONS
-from meshloom.errors import ArgumentError, where
+from meshloom.errors import ArgumentError, is_program, where
 from meshloom.fabric import VIRTUAL, Fabric
 from meshloom.mesh import Coordinate, Mesh
 
@@ -222,8 +223,16 @@ def _count_host(size: int, seconds: float) -> None:
             f"{HOT} collectives went through the host, {_through_host[1]} B in {_through_host[2]:.3g} s, the last at "
             f"{where()}; mode='direct' or 'fabric' does not",
             HostTrafficWarning,
-            stacklevel=5,
+            stacklevel=_depth(),
         )
+
+
+def _depth() -> int:
+    """How many calls away the program is, as a warning counts them."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and not is_program(frame.f_code.co_filename):
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 class FabricMode(DirectMode):

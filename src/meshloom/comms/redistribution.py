@@ -40,9 +40,9 @@ def move(
     data: torch.Tensor, source: Topology, target: Topology, machine: Machine = VIRTUAL, call: str = "redistribute"
 ) -> torch.Tensor:
     """The stored array of `source` laid out as `target` wants it, wherever its parts are, on its mesh or another."""
-    if source.mesh != target.mesh:
-        return _move_between(data, source, target, machine, call)
     step = _known_mover(source, target, machine)
+    if step is _to_another_mesh:
+        return _move_between(data, source, target, machine, call)
     if source.mesh.is_split and WORLD.watch is not None:
         WORLD.watch.begin(f"{call}({source.notation})", source.mesh)
     return data if step is None else step(data)
@@ -59,7 +59,12 @@ def _move_between(data: torch.Tensor, source: Topology, target: Topology, machin
 
 @lru_cache(maxsize=4096)
 def _known_mover(source: Topology, target: Topology, machine: Machine) -> Step | None:
-    return mover(source, target, machine)
+    return mover(source, target, machine) if source.mesh == target.mesh else _to_another_mesh
+
+
+def _to_another_mesh(data: torch.Tensor) -> torch.Tensor:
+    """The mark of a move between meshes, which `_move_between` makes."""
+    raise NotImplementedError
 
 
 def mover(

@@ -100,7 +100,8 @@ class _Peer:
                 if self._state == "payload":
                     assert self._payload is not None
                     array: Any = self._payload.numpy()
-                    count = self.socket.recv_into(memoryview(array)[self._filled :])
+                    view = memoryview(array).cast("B")[self._filled :]
+                    count = self.socket.recv_into(view)
                     self._filled += count
                 else:
                     piece = self.socket.recv(self._need - len(self._have))

@@ -58,6 +58,10 @@ fused_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cp
 fused_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # products of tokens with the experts that they belong to
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
+# whether there is a kernel of an operator for a dispatch key: "CompositeImplicitAutograd" is a formula of others
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+# what a class of tensors has for `__torch_function__` that wants to be asked for array calls only
+no_torch_function: Any = torch._C._disabled_torch_function_impl
 # torch's own call on a tensor of a class of ours, which is not asked: `squeeze_` changes its sizes
 DisableTorchDispatch: Callable[[], AbstractContextManager[object]] = torch._C._DisableTorchDispatch
 # the marks of an array that stands for the conjugate, or the negative, of what lies in its memory

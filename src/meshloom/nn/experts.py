@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from meshloom.engines.torch_engine import FUNCTIONS
-from meshloom.errors import ArgumentError, DTypeError, ShapeError
+from meshloom.errors import ArgumentError, DTypeError, MeshError, ShapeError, expect
+from meshloom.mesh import Mesh
 from meshloom.nn.routing import Routing, balance_loss, choose, limit, route, sort_choices, z_loss
 from meshloom.placement import Replicate, Shard, Topology
 from meshloom.runtime import state
@@ -174,7 +175,7 @@ class MoE(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens [..., width] through the layer."""
-        tokens = x.flatten(0, -2)
+        tokens = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
         self.routing = route(self.router(tokens), self.top_k, **self.options)
         mixed: torch.Tensor = self.experts(tokens, self.routing.index, self.routing.weights.to(x.dtype))
         mixed = mixed.reshape(x.shape)
@@ -222,6 +223,8 @@ def dense_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _check(tokens: torch.Tensor, index: torch.Tensor, experts: torch.Tensor) -> None:
+    for name, each in (("tokens", tokens), ("index", index), ("experts", experts)):
+        expect(name, each, torch.Tensor, fix="give a tensor, on a mesh or dense")
     if (
         tokens.ndim != 2
         or index.ndim != 2
@@ -254,8 +257,17 @@ def _spread(
     return split_devices(laid), laid.topology, split_devices(choices + 1) - 1  # padding is zero: no expert
 
 
-def _on_mesh(tensor: torch.Tensor, mesh: Any) -> Tensor:
-    return tensor if isinstance(tensor, Tensor) else distribute(tensor, mesh, {})
+def _on_mesh(tensor: torch.Tensor, mesh: Mesh) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        return distribute(tensor, mesh, {})
+    if tensor.mesh != mesh:
+        raise MeshError(
+            "tokens and experts lie on two meshes",
+            tokens=tensor.topology,
+            experts=mesh,
+            fix="put them on one mesh: loom.distribute(tokens.to_torch(), mesh, ...)",
+        )
+    return tensor
 
 
 def _lay_rows(tensor: torch.Tensor, like: Topology) -> Tensor:

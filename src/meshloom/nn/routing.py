@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from meshloom.errors import ArgumentError, closest
+from meshloom.errors import ArgumentError, closest, expect
 from meshloom.placement import Replicate, Shard
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.device_dims import join_devices, split_devices
@@ -174,6 +174,9 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _check(logits: torch.Tensor, top_k: int, score: str, groups: int, best_groups: int, capacity: int | None) -> None:
+    expect("logits", logits, torch.Tensor, fix="give the router's result, [tokens, experts]")
+    for name, each in (("top_k", top_k), ("groups", groups), ("best_groups", best_groups)):
+        expect(name, each, int, fix=f"give a whole number: {name}=2")
     if score not in SCORES:
         raise ArgumentError(f"there is no score {score!r}", fix=closest(score, SCORES))
     experts = logits.shape[-1] if logits.ndim == 2 else 0
@@ -181,7 +184,12 @@ def _check(logits: torch.Tensor, top_k: int, score: str, groups: int, best_group
         raise ArgumentError(
             f"route needs logits [tokens, experts], not {list(logits.shape)}", fix="logits.flatten(0, -2)"
         )
-    if experts % groups or not 1 <= best_groups <= groups or not 1 <= top_k <= experts // groups * best_groups:
+    if (
+        groups < 1
+        or experts % groups
+        or not 1 <= best_groups <= groups
+        or not 1 <= top_k <= experts // groups * best_groups
+    ):
         raise ArgumentError(
             f"{top_k} experts of {best_groups} of {groups} groups of {experts} experts cannot be chosen",
             fix="groups= divides the experts, and the best groups have at least top_k of them",

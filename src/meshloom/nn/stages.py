@@ -73,8 +73,8 @@ def _walk(module: nn.Module, prefix: str, around: set[str]) -> Iterator[str]:
 
 def has_state(module: nn.Module) -> bool:
     """Whether a module has parameters, or statistics that it writes."""
-    kinds = (nn.modules.batchnorm._NormBase,)
-    return next(module.parameters(), None) is not None or any(isinstance(each, kinds) for each in module.modules())
+    written = any(name.rpartition(".")[2] == "running_mean" for name, _ in module.named_buffers())
+    return written or next(module.parameters(), None) is not None
 
 
 def cut(module: nn.Module, stages: int | Sequence[Any]) -> tuple[tuple[str, ...], ...]:

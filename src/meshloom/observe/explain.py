@@ -11,7 +11,7 @@ from meshloom.cost import fastest
 from meshloom.errors import ArgumentError
 from meshloom.observe.advice import Flow, advise, describe_advice
 from meshloom.planner import Advice, Plan, consider
-from meshloom.runtime import Event, Log, Transfer, state
+from meshloom.runtime import Event, HostTransfer, Log, state
 
 PAGE = 40  # calls up to which each is printed with its rows; a longer program is one page
 
@@ -34,7 +34,7 @@ class Explanation:
         return self.log.bytes
 
     @property
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[HostTransfer]:
         """What would go between the host and cards with memory of their own, backward included."""
         return self.log.transfers
 

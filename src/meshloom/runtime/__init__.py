@@ -17,7 +17,7 @@ The names above load on first use; those of `meshloom.context`, which need no to
 from importlib import import_module
 from typing import Any
 
-from meshloom.context import Event, Log, Policy, State, Transfer, state
+from meshloom.context import Event, HostTransfer, Log, Policy, State, state
 from meshloom.errors import where
 
 _LAZY = {
@@ -61,7 +61,7 @@ _LAZY = {
     "untilize": "tiles",
 }
 
-__all__ = ["Event", "Log", "Policy", "State", "Transfer", "state", "where", *_LAZY]
+__all__ = ["Event", "Log", "Policy", "State", "HostTransfer", "state", "where", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,12 +53,12 @@ class CardArray(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _perform(func, args, kwargs or {})
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = private.no_torch_function
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return repr(read(self))
@@ -85,7 +85,7 @@ class CardArray(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Which memory it is and where it begins there: a number to compare, and no address of this process."""
-        return id(self.memory) + self.twin.storage_offset() * self.twin.element_size()
+        return id(self.memory) + int(self.twin.storage_offset()) * self.twin.element_size()
 
     def is_whole(self, shape: Shape | None = None) -> bool:
         """Whether it is all of its memory, in order, seen in a shape."""
@@ -141,7 +141,15 @@ def _offset(flat: torch.Tensor, twin: torch.Tensor) -> int:
 # Calls of torch
 
 
+@cache
+def _is_formula(func: Any) -> bool:
+    """Whether a call is made of others, of which torch tells where it has not taken it apart itself."""
+    return private.has_kernel(func.name(), "CompositeImplicitAutograd")
+
+
 def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _is_formula(func):
+        return func.decompose(*args, **kwargs)
     if func.is_view or func in _LIKE_VIEWS:
         return _view(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
@@ -324,7 +332,10 @@ def to_host(array: torch.Tensor) -> torch.Tensor:
     """An array as one of the host; gradients go through it."""
     if array.__class__ is not CardArray:
         return array
-    return ToHost.apply(array) if array.requires_grad else read(array)  # type: ignore[no-untyped-call]
+    if not array.requires_grad:
+        return read(array)
+    found: torch.Tensor = ToHost.apply(array)  # type: ignore[no-untyped-call]
+    return found
 
 
 def lay(array: torch.Tensor, topology: Topology, store: CardStore) -> torch.Tensor:
@@ -340,9 +351,10 @@ def lay(array: torch.Tensor, topology: Topology, store: CardStore) -> torch.Tens
         return array
     if array.is_meta or private.is_functorch_wrapped_tensor(array):  # the latter is refused where it is used
         return array
-    if array.requires_grad:
-        return ToCards.apply(array, topology, store)  # type: ignore[no-untyped-call]
-    return _lay_plain(array, topology, store)
+    if not array.requires_grad:
+        return _lay_plain(array, topology, store)
+    found: torch.Tensor = ToCards.apply(array, topology, store)  # type: ignore[no-untyped-call]
+    return found
 
 
 def lay_block(block: torch.Tensor, store: CardStore) -> CardArray:

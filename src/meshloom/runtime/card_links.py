@@ -9,7 +9,7 @@ from meshloom.collectives.schedule import Schedule, chunk_sizes
 from meshloom.errors import FabricError
 from meshloom.mesh import Mesh
 from meshloom.runtime.buffer_collectives import cut_pieces, groups_of
-from meshloom.runtime.card_memory import CardStore, Shards
+from meshloom.runtime.card_memory import LIMIT, CardStore, Shards
 from meshloom.runtime.card_schedules import run_schedule
 from meshloom.runtime.links import discover_links
 from meshloom.types import numel
@@ -21,13 +21,13 @@ def plan_sum(store: CardStore, mesh: Mesh, axes: Sequence[int], size: int) -> li
     if store.has_broken_links:
         return None
     if key not in store.schedules:
+        if len(store.schedules) >= LIMIT:
+            store.schedules.clear()
         store.schedules[key] = _plan(store, mesh, axes, size)
     return store.schedules[key]
 
 
 def _plan(store: CardStore, mesh: Mesh, axes: Sequence[int], size: int) -> list[Schedule] | None:
-    if mesh.is_split:
-        return None
     try:
         fabric = discover_links({place: store.card(place, mesh) for place in mesh.coordinates()}, mesh.shape)
         return [choose("all_reduce", group, fabric, size)(group, fabric) for group in groups_of(mesh, tuple(axes))]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from meshloom.collectives.schedule import Schedule
-from meshloom.context import Transfer, state
+from meshloom.context import HostTransfer, state
 from meshloom.engines import private
-from meshloom.errors import DeviceError, DeviceTimeoutError, where
+from meshloom.errors import DeviceError, DeviceTimeoutError, UnsupportedError, where
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.runtime.card import Card, EndableCard, FluentDriver, Kernel, footprint
 from meshloom.runtime.card_layouts import Layout
@@ -28,6 +28,8 @@ from meshloom.runtime.memory import Region
 from meshloom.runtime.program import Program
 from meshloom.runtime.system import Failures, System
 from meshloom.types import numel
+
+LIMIT = 4096  # kernels and schedules that a store remembers
 
 
 class _Here(threading.local):
@@ -118,6 +120,12 @@ class CardStore:
         """An error if the mesh device was closed, or one of its cards is lost."""
         assert self.mesh.lease is not None
         self.mesh.lease.check_open()
+        if self.mesh.is_split:
+            raise UnsupportedError(
+                "tensors do not lie on the cards of several processes yet",
+                mesh=self.mesh,
+                fix="open the cards in one process, or use create_mesh_buffer, queues and workloads",
+            )
         self.system.launches.check_process()
         self.system.launches.check_cards(self.numbers.values())
 
@@ -211,6 +219,8 @@ class CardStore:
     def launch(self, op: str, kernel: Kernel, operands: Sequence[Shards], args: Mapping[str, Any]) -> None:
         """Run a kernel of the driver on every card: on its part of each operand, the last of which it writes."""
         layout, tickets = operands[-1].layout, dict[Coordinate, Any]()
+        if len(self._programs) >= LIMIT:  # a driver that makes another kernel for every call
+            self._programs.clear()
         program = self._programs.setdefault(id(kernel), Program(kernel, name=op))
 
         def start(place: Coordinate, card: Card) -> None:
@@ -381,7 +391,7 @@ def tell(way: str, size: int, cards: int) -> None:
     """Bytes are about to go between host and cards: whoever watches is told, and may object."""
     if size and state.watching:
         phase = "forward" if private.current_graph_task_id() == -1 else "backward"
-        state.tell_transfer(Transfer(f"host {way}", size, cards, HERE.call or "tensor", where(), phase), HERE.asked)
+        state.tell_transfer(HostTransfer(f"host {way}", size, cards, HERE.call or "tensor", where(), phase), HERE.asked)
 
 
 def _error(what: str, failures: Failures, places: int) -> Exception:

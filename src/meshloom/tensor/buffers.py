@@ -12,6 +12,7 @@ import torch
 
 from meshloom.errors import expect
 from meshloom.runtime.buffer import MeshBuffer
+from meshloom.runtime.storage import Block
 from meshloom.runtime.transfers import stored_array
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.lazy import STORED, ask
@@ -25,6 +26,8 @@ class BufferArray:
 
     def find(self, tensor: Tensor) -> torch.Tensor:
         """The array, after the commands that use it."""
+        if not isinstance(self.buffer.storage, Block):
+            self.buffer.check()  # its cards have given the memory to others since
         if self.forgotten:
             self.buffer.take()
             STORED.__set__(tensor, stored_array(self.buffer))

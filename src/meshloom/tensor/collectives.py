@@ -21,6 +21,7 @@ from meshloom.ops.labels import normal_dim
 from meshloom.placement import Replicate, Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
+from meshloom.tensor.card_collectives import place, sum_over_links
 from meshloom.tensor.clients import sent
 from meshloom.tensor.moving import same_storage, shadow_of
 from meshloom.tensor.shadow import Shadows
@@ -85,7 +86,8 @@ def all_reduce(
     """
     call = _call("all_reduce", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
     if out is None:
-        return Tensor(*call.reduce())
+        over_links = sum_over_links(call, mode)
+        return place(call, call.reduce) if over_links is None else over_links
     call.reduce_into(_room(out, call.target(), call))
     return out
 
@@ -132,19 +134,19 @@ def all_gather(
     Tensor i64[3](R) on Mesh(d=2)
     tensor([0, 1, 2])
     """
-    place = _dim(x, dim)
+    at = _dim(x, dim)
     call = _call("all_gather", x, axis, mode, grows="more", algorithm=algorithm)
-    topology, data = call.gather(place)
     if out is None:
-        return _make_own((topology, data), call)
+        return place(call, lambda: _make_own(call.gather(at), call))
+    topology, data = call.gather(at)
     _room(out, topology, call).copy_(data)
     return out
 
 
-def _make_own(found: Placed, call: Call) -> Tensor:
+def _make_own(found: Placed, call: Call) -> Placed:
     """A result that shares no memory with the operand: writing to the one leaves the other as it is."""
     topology, data = found
-    return Tensor(topology, data.clone() if same_storage(data, call.operand.data) else data)
+    return topology, data.clone() if same_storage(data, call.operand.data) else data
 
 
 @sent("moves:reduce_scatter")
@@ -166,9 +168,9 @@ def reduce_scatter(
     Tensor f32[4](S(0)) on Mesh(d=2)
     tensor([2., 2., 2., 2.])
     """
-    place = _dim(x, dim)
+    at = _dim(x, dim)
     call = _call("reduce_scatter", x, axis, mode, str(op), algorithm=algorithm, precise=precise)
-    return Tensor(*call.scatter(place))
+    return place(call, lambda: call.scatter(at))
 
 
 @sent("moves:scatter")
@@ -176,9 +178,9 @@ def scatter(
     x: torch.Tensor, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
     """Each member holds its chunk, along `dim`, of what member `root` holds."""
-    place = _dim(x, dim)
+    at = _dim(x, dim)
     call = _call("scatter", x, axis, mode, root=root, grows="less", algorithm=algorithm)
-    return Tensor(*call.scatter(place))
+    return place(call, lambda: call.scatter(at))
 
 
 @sent("moves:all_to_all")
@@ -205,7 +207,7 @@ def all_to_all(
             fix="use two dims; all_gather and reduce_scatter act along one",
         )
     call = _call("all_to_all", x, axis, mode, algorithm=algorithm)
-    return _make_own(call.exchange(split, concat), call)
+    return place(call, lambda: _make_own(call.exchange(split, concat), call))
 
 
 @sent("moves:broadcast")
@@ -219,7 +221,8 @@ def broadcast(
     >>> broadcast(x, root=1).to_torch()
     tensor([2, 3])
     """
-    return Tensor(*_call("broadcast", x, axis, mode, root=root, algorithm=algorithm).broadcast())
+    call = _call("broadcast", x, axis, mode, root=root, algorithm=algorithm)
+    return place(call, call.broadcast)
 
 
 @sent("moves:reduce")
@@ -235,7 +238,7 @@ def reduce(
 ) -> Tensor:
     """Member `root` of each group holds the reduction, the others hold zero: P(sum)."""
     call = _call("reduce", x, axis, mode, str(op), root=root, algorithm=algorithm, precise=precise)
-    return Tensor(*call.at_root(call.reduce()))
+    return place(call, lambda: call.at_root(call.reduce()))
 
 
 @sent("moves:gather")
@@ -243,9 +246,9 @@ def gather(
     x: torch.Tensor, dim: int, root: int = 0, axis: Axis = None, mode: str = "direct", *, algorithm: str | None = None
 ) -> Tensor:
     """Member `root` of each group holds what all of them hold along `dim`, the others hold zero: P(sum)."""
-    place = _dim(x, dim)
+    at = _dim(x, dim)
     call = _call("gather", x, axis, mode, root=root, grows="more", algorithm=algorithm)
-    return Tensor(*call.at_root(call.gather(place)))
+    return place(call, lambda: call.at_root(call.gather(at)))
 
 
 @sent("moves:send_recv")
@@ -303,7 +306,7 @@ def _rearrange(kind: str, x: torch.Tensor, axis: Axis, mode: str, order: Sequenc
     if same:  # or a group of one
         held = call.operand.data
         return Tensor(topology, held.clone() if None not in order else torch.zeros_like(held))
-    return Tensor(*call.rearrange(order))
+    return place(call, lambda: call.rearrange(order))
 
 
 def barrier(mesh: Mesh) -> None:

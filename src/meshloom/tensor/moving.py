@@ -151,7 +151,7 @@ def carry(tensor: Tensor, target: Topology, call: str, on_host: bool = False) ->
     """The stored array of a tensor at another topology; may share memory with it. With `on_host` it is read first,
     where cards with memory of their own hold it."""
     source, array = tensor.topology, tensor._data
-    if on_host:
+    if on_host or source.mesh.lease is not target.mesh.lease:  # what leaves cards is read from them
         array = to_host(array)
     if source is target:
         return array

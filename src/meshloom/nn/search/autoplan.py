@@ -67,8 +67,10 @@ def rank(search: Search, keep: int = KEPT) -> Ranking:
         )
         for each in verified
     )
-    refused = tuple(f"{what} on {mesh}: {error}" for (mesh, what), error in search.trials.refused.items())
-    return Ranking(candidates, len(search.found), refused)
+    refused = [f"{what} on {mesh}: {error}" for (mesh, what), error in search.trials.refused.items()]
+    if search.trials.unfolded is not None:
+        refused.append(f"the model with fewer blocks; each plan was run with all of them: {search.trials.unfolded!r}")
+    return Ranking(candidates, len(search.found), tuple(refused))
 
 
 def make_task(

@@ -104,8 +104,10 @@ def parts_of(module: nn.Module) -> list[Part]:
     """The parts in the order of the model: columns up to the rows that end them, experts, vocabularies.
 
     >>> layer = nn.TransformerEncoderLayer(8, 2)
-    >>> [(part.name, part.layers) for part in parts_of(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))]
-    [('self_attn', ('layers.*.self_attn',)), ('linear1', ('layers.*.linear1', 'layers.*.linear2'))]
+    >>> for part in parts_of(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)):
+    ...     print(part.name, part.layers)
+    self_attn ('layers.*.self_attn', 'layers.*.self_attn.out_proj')
+    linear1 ('layers.*.linear1', 'layers.*.linear2')
     """
     found: dict[str, Part] = {}
     for layers, kind in _runs(module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -96,20 +96,42 @@ class Price:
     time: float
     memory: float
     bytes: float
+    least: Mapping[str, float] = field(default_factory=dict)  # seconds that a step takes at least, by what it needs
 
     def __add__(self, other: Price) -> Price:
-        return Price(self.time + other.time, self.memory + other.memory, self.bytes + other.bytes)
+        axes = dict.fromkeys([*self.least, *other.least])
+        least = {axis: self.least.get(axis, 0.0) + other.least.get(axis, 0.0) for axis in axes}
+        return Price(self.time + other.time, self.memory + other.memory, self.bytes + other.bytes, least)
 
     def __sub__(self, other: Price) -> Price:
         return self + other.times(-1)
 
     def times(self, count: float) -> Price:
         """That many times the same."""
-        return Price(self.time * count, self.memory * count, self.bytes * count)
+        least = {axis: seconds * count for axis, seconds in self.least.items()}
+        return Price(self.time * count, self.memory * count, self.bytes * count, least)
 
 
 def _read(run: DryRun) -> Price:
-    return Price(run.time, run.memory.peak, run.bytes)
+    return Price(run.time, run.memory.peak, run.bytes, _bounds_of(run))
+
+
+def _bounds_of(run: DryRun) -> dict[str, float]:
+    """What no step is faster than: by axis, forward and all that its links carry after it; and the compute, with the
+    waits of the calls themselves.
+
+    Of few blocks one of them may be hidden behind another; of many blocks it may be what the step takes.
+    """
+    nodes = {node.number: node for node in run.nodes}
+    forward = max((each.end for each in run.timeline if nodes[each.node].phase == "forward"), default=0.0)
+    found = {"compute": 0.0}
+    for each in run.timeline:
+        node = nodes[each.node]
+        if not node.is_gradient_sum:
+            found["compute"] += each.exposed if each.axis else each.duration
+        if each.axis and node.phase != "forward":
+            found[each.axis] = found.get(each.axis, forward) + each.duration
+    return found
 
 
 class Trials:
@@ -120,6 +142,7 @@ class Trials:
         self.folded = Folded(task.module)
         self.sample = self.folded.with_blocks(dict.fromkeys(self.folded.counts, 1))
         self.known: dict[object, Price | None] = {}
+        self.unfolded: Exception | None = None  # why the model cannot be run with fewer blocks
         self.refused: dict[tuple[Mesh, str], MeshloomError] = {}  # what could not be tried, and why
         self.whole: dict[tuple[Mesh, str], DryRun] = {}
 
@@ -147,18 +170,25 @@ class Trials:
 
     def _price(self, mesh: Mesh, recipe: Recipe) -> Price:
         """What all blocks cost: those of one block of each kind, and what a second one of a kind adds, as often as it
-        is there. A model of few blocks is run as it is."""
+        is there. A model of few blocks is run as it is, and one that cannot do without some of them."""
+        if self.unfolded is None and max(self.folded.counts.values(), default=1) > FEW:
+            try:
+                return self._draw_out(mesh, recipe)
+            except MeshloomError:
+                raise
+            except Exception as error:  # a model may count on all of its blocks being there
+                self.unfolded = error
+        return _read(self.verify(mesh, recipe))
+
+    def _draw_out(self, mesh: Mesh, recipe: Recipe) -> Price:
         counts = self.folded.counts
-        if max(counts.values(), default=1) <= FEW:
-            return _read(self.verify(mesh, recipe))
         one = dict.fromkeys(counts, 1)
-        base = self._measure(mesh, recipe, one)
-        total = base
+        base = total = self._measure(mesh, recipe, one)
         for kind, count in counts.items():
             if count > 1:
                 more = self._measure(mesh, recipe, {**one, kind: 2})
                 total = total + (more - base).times(count - 1)
-        return total
+        return replace(total, time=max(total.time, *total.least.values()))
 
     def _measure(self, mesh: Mesh, recipe: Recipe, counts: Mapping[Kind, int]) -> Price:
         return _read(self._run(self.folded.with_blocks(counts), mesh, recipe))

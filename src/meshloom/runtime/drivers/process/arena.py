@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -87,6 +88,13 @@ class Arena:
             self._drain()
             return self.size - sum(end - start for start, end in self._gaps.pieces)
 
+    def close(self) -> None:
+        """The card is closed: the system has all pages again, whoever still refers to them."""
+        with self._lock:
+            self._give_back(0, -(-self._top // mmap.PAGESIZE) * mmap.PAGESIZE)
+            self._top = 0
+        self.file.close()
+
     def _drain(self) -> None:
         while self._dropped:
             self._gaps.give(*self._dropped.popleft())
@@ -98,6 +106,8 @@ class Arena:
 
     def _give_back(self, start: int, end: int) -> None:
         """Let the system have these pages again: they read as zeros."""
+        if start == end:
+            return
         if hasattr(mmap, "MADV_REMOVE"):
             self.bytes.madvise(mmap.MADV_REMOVE, start, end - start)
         else:
@@ -136,11 +146,9 @@ class _Nameless:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
+        self.close = weakref.finalize(self, os.close, descriptor)
         os.ftruncate(descriptor, size)
 
     def fileno(self) -> int:
         """Its descriptor."""
         return self._descriptor
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)

@@ -409,6 +409,7 @@ class ProcessCard(ImitatedCard):
             return
         self.end("it was closed")
         self.closed = True
+        self._arena.close()
         self.recover()
 
 
