@@ -87,7 +87,11 @@ def launch(
     starter = _Starter(listener, secret, sum(counts), timeout)
     starter.start(hosts, threads)
     if detach is not None:
-        _write_note(detach, listener, secret, sum(counts), timeout, starter.process.pid)
+        try:
+            _write_note(detach, listener, secret, sum(counts), timeout, starter.process.pid)
+        except OSError:
+            starter.give_up()
+            raise
     return Cluster(starter, timeout, detach)
 
 
@@ -204,6 +208,13 @@ class _Starter:
         text = os.pread(self._output.fileno(), 1 << 14, max(0, size - (1 << 14))).decode(errors="replace")
         return "\n".join(text.strip().splitlines()[-20:]) or None
 
+    def give_up(self) -> None:
+        """End what was started, before it is of use to anybody."""
+        self.listener.close()
+        if self.process is not None:
+            self.process.terminate()
+        self.end()
+
     def end(self) -> None:
         """Wait for the launcher; end it if it does not end by itself. Its guardian leaves nothing behind."""
         if self.process is None:
@@ -230,10 +241,7 @@ class Cluster:
         try:
             connections = starter.gather()
         except BaseException:
-            starter.listener.close()
-            if starter.process is not None:
-                starter.process.terminate()
-            starter.end()
+            starter.give_up()
             if detach is not None:
                 _note_of(detach).unlink(missing_ok=True)
             raise
