@@ -28,7 +28,7 @@ from meshloom.nn.search.trials import Task, Trials
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
-import plan_models
+import plan_models  # examples/plan_models.py
 from plan_models import MODELS, SIZES, build, example, loss
 
 

@@ -376,7 +376,7 @@ def test_a_name_that_is_no_plan_is_refused():
     assert refusal(lambda: loom.parallelize(net(), GRID, "tensr")) == (
         "there is no plan 'tensr'\n"
         "  fix  did you mean 'tensor'? known: 'data', 'fsdp', 'hsdp', 'tensor', 'tensor+sequence', 'fsdp+tensor', "
-        "'context'; a file ends in .toml"
+        "'context', 'expert'; a file ends in .toml"
     )
     assert refusal(lambda: loom.parallelize(net(), GRID, 3)).startswith("plan=3 is no plan")
     assert refusal(lambda: loom.parallelize(3, GRID, "data")).startswith("module=3 is of type int")

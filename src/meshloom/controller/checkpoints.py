@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshloom.checkpoint.folders import as_folder
 from meshloom.checkpoint.index import Index
 from meshloom.checkpoint.loading import Plan, carry_out, make_plan
 from meshloom.checkpoint.progress import check_progress
@@ -43,7 +44,7 @@ def load(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     folder, into = args[0] if args else kwargs["folder"], kwargs["into"]
     progress = kwargs.get("progress")
     check_progress(progress)
-    place = os.path.abspath(folder)
+    place = os.path.abspath(as_folder(folder))
 
     def plan(index: Index) -> Plan:
         made = make_plan(index, into)
