@@ -99,7 +99,7 @@ def test_the_demo_tells_its_options_and_refuses_bad_ones():
 @pytest.mark.slow
 def test_a_killed_run_goes_on_on_another_mesh_and_other_processes_with_the_same_losses(tmp_path):
     whole, resumed, runs = (tmp_path / name for name in ("whole", "resumed", "runs"))
-    steps = ("--steps", "40")
+    steps = ("--steps", "24")
     run_example(*LLAMA, *steps, "--losses", str(whole), "--plan", "tensor")
     command = [sys.executable, str(ROOT / "examples" / LLAMA[0]), *LLAMA[1:], *steps, "--every", "3"]
     command += ["--checkpoints", str(runs)]
@@ -118,9 +118,9 @@ def test_a_killed_run_goes_on_on_another_mesh_and_other_processes_with_the_same_
     )
     assert done.returncode == 0, done.stderr
     found, expected = _curve(resumed), _curve(whole)
-    assert 4 <= min(found) < max(found) == 40
+    assert 4 <= min(found) < max(found) == 24
     for step, loss in found.items():
-        assert loss == pytest.approx(expected[step], rel=1e-4), step
+        assert loss == pytest.approx(expected[step], rel=1e-5), step
 
 
 @pytest.mark.slow
