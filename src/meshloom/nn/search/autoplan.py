@@ -15,6 +15,7 @@ from meshloom.nn.parallelize import refuse_placed
 from meshloom.nn.search.choosing import Search
 from meshloom.nn.search.ranking import Candidate, Ranking, explain_difference
 from meshloom.nn.search.remedies import nothing_fits
+from meshloom.nn.search.staging import Staged, loss_of
 from meshloom.nn.search.trials import Loss, Task, default_optimizer
 
 KEPT = 5  # plans that are given back
@@ -64,6 +65,8 @@ def rank(search: Search, keep: int = KEPT) -> Ranking:
             each.recipe.plan(whole, each.mesh),
             each.run,
             "" if each.run is best else explain_difference(each.run, best),
+            each.recipe.stages if isinstance(each.recipe, Staged) else None,
+            loss_of(search.task) if isinstance(each.recipe, Staged) else None,
         )
         for each in verified
     )

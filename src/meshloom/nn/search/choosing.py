@@ -19,10 +19,12 @@ from meshloom.nn import plans
 from meshloom.nn.search.chain import frontier
 from meshloom.nn.search.meshes import divisors, make_mesh, orders, tensor_sizes
 from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, expert_counts, other_ways, parts_of
+from meshloom.nn.search.staging import Staged, Stager
 from meshloom.nn.search.trials import Price, Recipe, Task, Trials
 from meshloom.observe.dry_run import DryRun, show_seconds
 from meshloom.observe.memory_use import show_bytes
 
+PIPED = 2  # plans by role that are tried inside of stages
 REFINED = 3  # plans by role that are refined,
 NEAR = 1.3  # if their price is so near to the best
 CLOSE = 1.05  # so near to the best, a named plan is verified,
@@ -132,6 +134,7 @@ class Search:
         self.built: list[Found] = []  # plans by role, also those that have a name too
         self.parts = parts_of(self.trials.sample)
         self.too_large: list[Found] = []  # with all blocks that recompute, and still no room
+        self.stager = Stager(self.trials)
 
     def run(self, keep: int) -> list[Verified]:
         """Plans that fit, verified, the fastest first."""
@@ -142,6 +145,7 @@ class Search:
         for each in self._promising():
             self.refine(each)
         self.polish()
+        self._add_stages()
         self.tell(f"{len(self.found)} plans priced; the best by now: {self._best_line()}")
         return self.verify(keep)
 
@@ -160,6 +164,16 @@ class Search:
             rest = self.task.devices // cut
             for size in [size for size in tensor_sizes(self.task.machine, rest) if rest % size == 0]:
                 yield make_mesh(fsdp=rest // size, cp=cut, tp=size), Built()
+
+    def _add_stages(self) -> None:
+        """Pipelines: the best plans by role, each inside of stages."""
+        shapes: dict[object, tuple[Mesh, Built]] = {}
+        for each in sorted(self.built, key=lambda each: (not self.task.fits(each.price.memory), each.price.time)):
+            assert isinstance(each.recipe, Built)
+            sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
+            shapes.setdefault((sizes.get("tp"), sizes.get("ep")), (each.mesh, each.recipe))
+        for mesh, recipe, price in self.stager.candidates([*shapes.values()][:PIPED]):
+            self.found[mesh, recipe] = Found(mesh, recipe, price)
 
     def price(self, mesh: Mesh, recipe: Recipe) -> Found | None:
         """A recipe on a mesh with its price; None if it cannot be used there."""
@@ -304,7 +318,7 @@ class Search:
         while count not in tried and len(tried) < ATTEMPTS:
             tried.add(count)
             recipe = self._with_count(found.recipe, count)
-            run = self.trials.verify(found.mesh, recipe)
+            run = self._run(found.mesh, recipe)
             fits = self.task.fits(run.memory.peak)
             best = Verified(found.mesh, recipe, run) if fits else best
             if not count or not found.saved or self.task.memory is None or (best is not None and not fits):
@@ -313,6 +327,12 @@ class Search:
             count -= math.floor(room + 0.5) if fits else min(-1, math.floor(room))
             count = min(max(count, 0), sum(self.trials.folded.counts.values()))
         return best
+
+    def _run(self, mesh: Mesh, recipe: Recipe) -> DryRun:
+        """The dry run of the whole model."""
+        if isinstance(recipe, Staged):
+            return self.stager.verify(mesh, recipe)
+        return self.trials.verify(mesh, recipe)
 
     def _count(self, recipe: Recipe) -> int:
         """How many blocks recompute."""

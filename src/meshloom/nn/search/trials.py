@@ -137,9 +137,9 @@ def _bounds_of(run: DryRun) -> dict[str, float]:
 class Trials:
     """Dry runs of one task, each done once."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, folded: Folded | None = None) -> None:
         self.task = task
-        self.folded = Folded(task.module)
+        self.folded = folded or Folded(task.module)
         self.sample = self.folded.with_blocks(dict.fromkeys(self.folded.counts, 1))
         self.known: dict[object, Price | None] = {}
         self.unfolded: Exception | None = None  # why the model cannot be run with fewer blocks
@@ -191,19 +191,20 @@ class Trials:
         return replace(total, time=max(total.time, *total.least.values()))
 
     def _measure(self, mesh: Mesh, recipe: Recipe, counts: Mapping[Kind, int]) -> Price:
-        return _read(self._run(self.folded.with_blocks(counts), mesh, recipe))
+        return _read(self.run(self.folded.with_blocks(counts), mesh, recipe))
 
     def verify(self, mesh: Mesh, recipe: Recipe) -> DryRun:
         """The dry run of the whole model."""
         key = (mesh, str(recipe.plan(self.folded.whole, mesh)))
         if key not in self.whole:
-            self.whole[key] = self._run(self.folded.with_blocks({}), mesh, recipe)
+            self.whole[key] = self.run(self.folded.with_blocks({}), mesh, recipe)
         return self.whole[key]
 
-    def _run(self, model: nn.Module, mesh: Mesh, recipe: Recipe) -> DryRun:
+    def run(self, model: nn.Module, mesh: Mesh, recipe: Recipe) -> DryRun:
+        """The dry run of a step of a model, which is put on the mesh."""
         plan = recipe.plan(model, mesh)
         parallelize(model, mesh, plan, device="meta")
-        args, kwargs = _arguments(self.task.batch)
+        args, kwargs = arguments_of(self.task.batch)
         args, kwargs = Spread(mesh, plan.batch, moves=False)(model, args, kwargs)  # type: ignore[arg-type]
         is_trained = self.task.mode == "train"
         optimizer = self._optimizer(model) if is_trained else None
@@ -218,11 +219,11 @@ class Trials:
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = self.task.optimizer([each for each in model.parameters() if each.requires_grad])
-        _warm(optimizer)
+        warm(optimizer)
         return optimizer
 
 
-def _warm(optimizer: torch.optim.Optimizer) -> None:
+def warm(optimizer: torch.optim.Optimizer) -> None:
     """One step of nothing: from the second step on, the state of an optimizer is there while activations are."""
     for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
         parameter.grad = torch.zeros_like(parameter)
@@ -259,7 +260,7 @@ def find_loss(result: Any) -> torch.Tensor:
     return first if first.dim() == 0 else first.float().mean()
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as the arguments of a model; numbers that are computed with need no values."""
     if isinstance(batch, Mapping):
         return (), {key: _light(each) for key, each in batch.items()}
