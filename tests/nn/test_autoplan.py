@@ -288,8 +288,8 @@ def test_a_tensor_axis_stays_inside_of_a_level():
 
 def test_parts_are_columns_with_their_rows():
     names = {model: [part.name for part in parts_of(build(model, "tiny"))] for model in MODELS}
-    assert names["gpt"] == ["embedding", "attention", "net", "head"]
-    assert names["moe"] == ["embedding", "attention", "experts", "head"]
+    assert names["gpt"] == ["embedding", "attention", "net", "head", "biases and norms"]
+    assert names["moe"] == ["embedding", "attention", "experts", "head", "biases and norms"]
 
 
 ROOT = Path(__file__).resolve().parents[2]

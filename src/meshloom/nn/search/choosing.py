@@ -167,12 +167,13 @@ class Search:
 
     def _add_stages(self) -> None:
         """Pipelines: the best plans by role, each inside of stages."""
+        is_short = not self.fitting()
         shapes: dict[object, tuple[Mesh, Built]] = {}
-        for each in sorted(self.built, key=lambda each: (not self.task.fits(each.price.memory), each.price.time)):
+        for each in sorted(self.built, key=lambda each: each.price.memory if is_short else each.price.time):
             assert isinstance(each.recipe, Built)
             sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
             shapes.setdefault((sizes.get("tp"), sizes.get("ep")), (each.mesh, each.recipe))
-        for mesh, recipe, price in self.stager.candidates([*shapes.values()][:PIPED]):
+        for mesh, recipe, price in self.stager.candidates([*shapes.values()][:PIPED], is_short):
             self.found[mesh, recipe] = Found(mesh, recipe, price)
 
     def price(self, mesh: Mesh, recipe: Recipe) -> Found | None:

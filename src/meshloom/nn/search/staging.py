@@ -23,7 +23,7 @@ from meshloom.nn.pipeline import BatchLoss, Pipeline, pipeline
 from meshloom.nn.plan import Plan
 from meshloom.nn.roles import blocks_of
 from meshloom.nn.search.recipes import Built
-from meshloom.nn.search.trials import Price, Task, Trials, arguments_of, find_loss, warm
+from meshloom.nn.search.trials import Price, Task, Trials, arguments_of, end_of_forward, find_loss, warm
 from meshloom.nn.stages import cut, find_units, refuse_shared
 from meshloom.observe.dry_run import DryRun, dry_run
 from meshloom.planner.pipelines import FORWARD, Turn, balance, schedule_of
@@ -152,14 +152,13 @@ class Part:
 
 def _read(run: DryRun) -> Part:
     nodes = {node.number: node for node in run.nodes}
-    forward = back = once = 0.0
+    forward = back = end_of_forward(run)
+    once = 0.0
     for each in run.timeline:
         node = nodes[each.node]
-        if node.phase == "forward":
-            forward = max(forward, each.end)
-        elif node.phase == "optimizer" or node.is_gradient_sum:
+        if node.phase == "optimizer" or node.is_gradient_sum:
             once += each.duration
-        else:
+        elif node.phase != "forward":
             back = max(back, each.end)
     state = float(sum(run.memory.peaks[what] for what in STATE))
     return Part(forward, max(0.0, back - forward), once, state, max(0.0, run.memory.peak - state), float(run.bytes))
@@ -179,14 +178,19 @@ class Stager:
             self._whole[mesh, recipe] = run_stages(self.trials.folded.with_blocks({}), mesh, recipe, self.task)
         return self._whole[mesh, recipe]
 
-    def candidates(self, shapes: Sequence[tuple[Mesh, Built]]) -> Iterator[tuple[Mesh, Staged, Price]]:
-        """Pipelines whose stages do what some plans do, with their data axis divided by the number of stages."""
+    def candidates(
+        self, shapes: Sequence[tuple[Mesh, Built]], is_short: bool
+    ) -> Iterator[tuple[Mesh, Staged, Price]]:
+        """Pipelines whose stages do what some plans do, with their data axis divided by the number of stages.
+
+        If memory is short, also with as many micro-batches as there can be.
+        """
         if self.task.mode != "train" or not self._can_be_cut():
             return
         blocks = sum(self.trials.folded.counts.values())
         for (mesh, inside), count in ((shape, each) for shape in shapes for each in _depths(blocks)):
             staged = _with_stages(mesh, count)
-            for batches in [] if staged is None else self._micro_batches(staged, count):
+            for batches in [] if staged is None else self._micro_batches(staged, count, is_short):
                 assert staged is not None
                 found = self._make(staged, inside, batches)
                 if found is not None:
@@ -204,12 +208,13 @@ class Stager:
             return False
         return True
 
-    def _micro_batches(self, mesh: Mesh, stages: int) -> list[int]:
+    def _micro_batches(self, mesh: Mesh, stages: int, is_short: bool) -> list[int]:
         """Two and four micro-batches for each stage, if all devices of a stage get rows."""
         sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
         ways = math.prod(sizes.get(axis, 1) for axis in ("dp", "fsdp", "ep"))
-        wanted = [2 * stages, 4 * stages]
-        return [each for each in wanted if self.task.rows % each == 0 and self.task.rows // each >= ways]
+        rows = self.task.rows
+        wanted = dict.fromkeys([2 * stages, 4 * stages, *([rows // ways] if is_short else [])])
+        return [each for each in wanted if each and rows % each == 0 and rows // each >= ways]
 
     def _make(self, mesh: Mesh, inside: Built, batches: int) -> tuple[Staged, Price] | None:
         """A pipeline and its price; blocks recompute if it does not fit otherwise."""

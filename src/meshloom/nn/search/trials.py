@@ -123,7 +123,7 @@ def _bounds_of(run: DryRun) -> dict[str, float]:
     Of few blocks one of them may be hidden behind another; of many blocks it may be what the step takes.
     """
     nodes = {node.number: node for node in run.nodes}
-    forward = max((each.end for each in run.timeline if nodes[each.node].phase == "forward"), default=0.0)
+    forward = end_of_forward(run)
     found = {"compute": 0.0}
     for each in run.timeline:
         node = nodes[each.node]
@@ -132,6 +132,12 @@ def _bounds_of(run: DryRun) -> dict[str, float]:
         if each.axis and node.phase != "forward":
             found[each.axis] = found.get(each.axis, forward) + each.duration
     return found
+
+
+def end_of_forward(run: DryRun) -> float:
+    """When backward begins: what an optimizer does afterwards to keep padding zero is no part of it."""
+    nodes = {node.number: node for node in run.nodes}
+    return min((each.start for each in run.timeline if nodes[each.node].phase == "backward"), default=run.time)
 
 
 class Trials:
