@@ -120,6 +120,48 @@ def test_each_plan_is_applied_by_parallelize_and_equals_dense(model):
         check_equal(model, each.mesh, each.plan)
 
 
+def test_a_pipeline_is_applied_by_apply_and_equals_dense():
+    torch.manual_seed(0)
+    made = plan_models.llama(replace(SIZES["tiny"], layers=4, words=16)).double()
+    tokens = torch.arange(8 * 16).reshape(8, 16) % 16
+    batch = (tokens, tokens)
+    found = loom.autoplan(made, batch, "t3000", 2, 780_000, loss=loss)  # no plan without stages fits
+    ran = copy.deepcopy(made)
+    expected = loss(ran, batch)
+    expected.backward()
+    for each in found:
+        assert each.stages.count == 2 and each.mesh == Mesh(pp=2) and each.memory <= 780_000
+        assert "2 stages" in each.title and "begin at blocks." in str(found)
+        pipe = each.apply(copy.deepcopy(made))
+        assert isinstance(pipe, loom.Pipeline) and pipe.micro_batches == each.stages.micro_batches
+        assert torch.allclose(pipe.step(*batch).to_torch(), expected.detach(), rtol=1e-5)  # a loss in f32
+        for p, q in zip(pipe.parameters(), ran.parameters(), strict=True):
+            assert torch.allclose(p.grad.to_torch(), q.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_the_price_of_a_pipeline_is_near_to_its_dry_run():
+    with torch.device("meta"):
+        model = plan_models.llama(replace(SIZES["medium"], layers=4)).to(torch.bfloat16)
+        tokens = torch.zeros(64, 1024, dtype=torch.long)
+    search = Search(make_task(model, (tokens, tokens), "galaxy", 32, loss=loss), lambda line: None)
+    shapes = [(make_mesh(fsdp=8, tp=4), Built(is_sequence=True)), (make_mesh(dp=32), Built())]
+    found = list(search.stager.candidates(shapes, is_short=False))
+    assert {mesh.shape[0] for mesh, _, _ in found} == {2, 4}
+    for mesh, recipe, price in (min(found, key=lambda each: each[2].time), found[-1]):
+        run = search.stager.verify(mesh, recipe)
+        assert price.time == pytest.approx(run.time, rel=0.2)
+        assert 0.02 < run.bubble < 0.6 and len(run.classes) == recipe.stages.count
+
+
+def test_a_model_with_tied_weights_is_not_cut_and_the_ranking_says_why():
+    with torch.device("meta"):
+        model = plan_models.gpt(replace(SIZES["tiny"], layers=2))
+    search = Search(make_task(model, example("gpt", "tiny", 8), "t3000", 2, loss=loss), lambda line: None)
+    assert not list(search.stager.candidates([(make_mesh(dp=2), Built())], is_short=True))
+    (said,) = [str(error) for (_, what), error in search.trials.refused.items() if what == "stages"]
+    assert "'embedding.weight' of stage 0 and 'head.weight' of stage 1 are one parameter" in said
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_is_chosen_equals_dense(seed):
     draw = random.Random(seed)

@@ -172,7 +172,8 @@ class Search:
         for each in sorted(self.built, key=lambda each: each.price.memory if is_short else each.price.time):
             assert isinstance(each.recipe, Built)
             sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
-            shapes.setdefault((sizes.get("tp"), sizes.get("ep")), (each.mesh, each.recipe))
+            if sizes.get("dp", 1) * sizes.get("fsdp", 1) > 1:  # which becomes stages
+                shapes.setdefault((sizes.get("tp"), sizes.get("ep")), (each.mesh, each.recipe))
         for mesh, recipe, price in self.stager.candidates([*shapes.values()][:PIPED], is_short):
             self.found[mesh, recipe] = Found(mesh, recipe, price)
 
@@ -314,6 +315,8 @@ class Search:
 
     def _verify(self, found: Found) -> Verified | None:
         """The whole model, with fewer or more blocks that recompute where the estimate was a little off."""
+        if isinstance(found.recipe, Staged):
+            return self._verify_stages(found.mesh, found.recipe)
         best, count = None, self._count(found.recipe)
         tried: set[int] = set()
         while count not in tried and len(tried) < ATTEMPTS:
@@ -328,6 +331,13 @@ class Search:
             count -= math.floor(room + 0.5) if fits else min(-1, math.floor(room))
             count = min(max(count, 0), sum(self.trials.folded.counts.values()))
         return best
+
+    def _verify_stages(self, mesh: Mesh, recipe: Staged) -> Verified | None:
+        for each in dict.fromkeys((recipe, replace(recipe, inside=replace(recipe.inside, recompute=ALL)))):
+            run = self._run(mesh, each)
+            if self.task.fits(run.memory.peak):
+                return Verified(mesh, each, run)
+        return None
 
     def _run(self, mesh: Mesh, recipe: Recipe) -> DryRun:
         """The dry run of the whole model."""

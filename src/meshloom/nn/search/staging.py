@@ -178,9 +178,7 @@ class Stager:
             self._whole[mesh, recipe] = run_stages(self.trials.folded.with_blocks({}), mesh, recipe, self.task)
         return self._whole[mesh, recipe]
 
-    def candidates(
-        self, shapes: Sequence[tuple[Mesh, Built]], is_short: bool
-    ) -> Iterator[tuple[Mesh, Staged, Price]]:
+    def candidates(self, shapes: Sequence[tuple[Mesh, Built]], is_short: bool) -> Iterator[tuple[Mesh, Staged, Price]]:
         """Pipelines whose stages do what some plans do, with their data axis divided by the number of stages.
 
         If memory is short, also with as many micro-batches as there can be.
@@ -199,7 +197,8 @@ class Stager:
     def _can_be_cut(self) -> bool:
         """Whether a model has one list of equal blocks, and no parameter that two stages would share."""
         whole = self.trials.folded.whole
-        if len(self.trials.folded.counts) != 1 or self.trials.unfolded is not None:
+        counts = self.trials.folded.counts
+        if len(counts) != 1 or sum(counts.values()) < 2 or self.trials.unfolded is not None:
             return False
         try:
             refuse_shared(whole, cut(whole, [f"{blocks_of(whole)[0]}.1"]))
@@ -236,11 +235,19 @@ class Stager:
         stages = Stages(tuple(row[0] for row in rows[1:]), batches)
         whole = self.trials.folded.whole
         name = blocks_of(whole)[0]
-        parts = [
-            _nothing().plus(block, sum(unit.startswith(f"{name}.") for unit in row)).plus(rest, row is rows[-1])
-            for row in rows
-        ]
+        parts = [_nothing().plus(block, sum(unit.startswith(f"{name}.") for unit in row)) for row in rows]
+        parts[-1] = parts[-1].plus(rest)
+        first = replace(_nothing(), state=rest.state * self._share_of_first(name))
+        parts[0], parts[-1] = parts[0].plus(first), parts[-1] - first
         return Staged(stages, inside), self._draw_out(parts, batches, sent, mesh)
+
+    def _share_of_first(self, blocks: str) -> float:
+        """Of the parameters besides the blocks, the part that is defined before them and so lies on the first stage."""
+        names = [name for name, _ in self.trials.folded.whole.named_parameters()]
+        inside = [place for place, name in enumerate(names) if name.startswith(f"{blocks}.")]
+        sizes = [each.numel() for each in self.trials.folded.whole.parameters()]
+        before, behind = sum(sizes[: inside[0]]), sum(sizes[inside[-1] + 1 :])
+        return before / max(1, before + behind)
 
     def _draw_out(self, parts: Sequence[Part], batches: int, sent: float, mesh: Mesh) -> Price:
         """What a step of all stages takes, by the schedule."""

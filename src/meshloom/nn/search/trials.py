@@ -22,6 +22,7 @@ from meshloom.nn.parallelize import parallelize
 from meshloom.nn.plan import Plan
 from meshloom.nn.search.blocks import Folded, Kind
 from meshloom.observe.dry_run import DryRun, dry_run
+from meshloom.tensor.recording import Unchanged
 
 FEW = 2  # blocks of a kind that are not worth folding
 MODES = ("train", "prefill", "decode")
@@ -233,7 +234,8 @@ def warm(optimizer: torch.optim.Optimizer) -> None:
     """One step of nothing: from the second step on, the state of an optimizer is there while activations are."""
     for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    with Unchanged():
+        optimizer.step()
     optimizer.zero_grad()
 
 
