@@ -4,7 +4,8 @@
 2. The best of the built ones are refined: the choices of their parts by dynamic programming (`chain.py`), the data axis
    cut into a replicated and a sharded one, blocks that recompute where memory is short.
 3. The best one is polished: each layer alone is put otherwise, and what is faster stays.
-4. Candidates are verified in the order of their price, until enough are known to fit; the best named one is among them.
+4. The best of the built ones are tried inside of the stages of pipelines (`staging.py`).
+5. Candidates are verified in the order of their price, until enough are known to fit; the best named one is among them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from meshloom.errors import MeshloomError
 from meshloom.mesh import Mesh
 from meshloom.nn import plans
 from meshloom.nn.search.chain import frontier
@@ -120,7 +122,8 @@ def expert_plans(task: Task) -> Iterator[tuple[Mesh, Recipe]]:
                 yield from ((each, Built()) for each in orders(task.machine, mesh))
 
 
-# Where candidates come from. Other kinds of parallelism join here: a function that gives meshes and recipes.
+# Where candidates come from. Other kinds of parallelism join here: a function that gives meshes and recipes. Pipelines
+# are made of what was found (`Search._add_stages`): a stage does what a plan does.
 SOURCES: tuple[Source, ...] = (named_plans, built_plans, expert_plans)
 
 
@@ -334,7 +337,11 @@ class Search:
 
     def _verify_stages(self, mesh: Mesh, recipe: Staged) -> Verified | None:
         for each in dict.fromkeys((recipe, replace(recipe, inside=replace(recipe.inside, recompute=ALL)))):
-            run = self._run(mesh, each)
+            try:
+                run = self._run(mesh, each)
+            except MeshloomError as error:  # such as a model that calls its modules in another order
+                self.trials.refused[mesh, each.title] = error
+                return None
             if self.task.fits(run.memory.peak):
                 return Verified(mesh, each, run)
         return None

@@ -1,8 +1,9 @@
 """Ways to make a plan: the plans with names, and plans that are built part by part.
 
-A *part* is what is placed together: the columns and rows of an attention or a feed-forward, the experts, a vocabulary.
-On the tensor axis it lies as its role says, as a whole on each device, or by the other dim of its matrices; over the
-sharding axis it is sharded, or every device keeps all of it. Biases and norms, of all layers, are a part too. Between the parts the sequence may lie over the tensor
+A *part* is what is placed together: the columns and rows of an attention or a feed-forward, the experts, a vocabulary,
+and the biases and norms of all layers. On the tensor axis it lies as its role says, as a whole on each device, or by
+the other dim of its matrices; over the sharding axis it is sharded, or every device keeps all of it. Between the parts
+the sequence may lie over the tensor
 axis too. Axes are told by their names:
 
 | axis | rows of the batch | weights |

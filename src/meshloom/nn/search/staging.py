@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from meshloom.mesh import Mesh
 from meshloom.nn.pipeline import BatchLoss, Pipeline, pipeline
 from meshloom.nn.plan import Plan
 from meshloom.nn.roles import blocks_of
-from meshloom.nn.search.recipes import Built
+from meshloom.nn.search.recipes import ALL, Built
 from meshloom.nn.search.trials import Price, Task, Trials, arguments_of, end_of_forward, find_loss, warm
 from meshloom.nn.stages import cut, find_units, refuse_shared
 from meshloom.observe.dry_run import DryRun, dry_run
@@ -217,19 +218,17 @@ class Stager:
 
     def _make(self, mesh: Mesh, inside: Built, batches: int) -> tuple[Staged, Price] | None:
         """A pipeline and its price; blocks recompute if it does not fit otherwise."""
-        found = None
-        for recompute in (0, -1):
-            chosen = replace(inside, recompute=recompute)
-            found = self._price(mesh, chosen, batches)
-            if found is None or self.task.fits(found[1].memory):
-                break
-        return found
+        found = self._price(mesh, inside, batches)
+        if found is None or self.task.fits(found[1].memory):
+            return found
+        return self._price(mesh, replace(inside, recompute=ALL), batches)
 
     def _price(self, mesh: Mesh, inside: Built, batches: int) -> tuple[Staged, Price] | None:
-        measured = self._measure(stage_mesh(mesh), inside, self.task.rows // batches)
-        if measured is None:
+        try:
+            block, rest, sent = self._measure(stage_mesh(mesh), inside, self.task.rows // batches)
+        except MeshloomError as error:
+            self.trials.refused[mesh, f"stages with {inside.title}"] = error
             return None
-        block, rest, sent = measured
         count = mesh.shape[mesh.axes.index(STAGES)]
         rows = self._cut(block.turns, rest.turns, count)
         stages = Stages(tuple(row[0] for row in rows[1:]), batches)
@@ -271,9 +270,9 @@ class Stager:
         weights = [block if place in places else 0.0 for place in range(len(units))]
         weights[min(places[-1] + 1, len(units) - 1)] += rest
         bounds = [0, *balance(weights, count), len(units)]
-        return [units[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [units[a:b] for a, b in pairwise(bounds)]
 
-    def _measure(self, mesh: Mesh, inside: Built, rows: int) -> tuple[Part, Part, float] | None:
+    def _measure(self, mesh: Mesh, inside: Built, rows: int) -> tuple[Part, Part, float]:
         """A block, all besides the blocks, and the bytes between two blocks, of one micro-batch on one stage."""
         small = self._small.setdefault(rows, Trials(self.task.with_rows(rows), self.trials.folded))
         (kind,) = self.trials.folded.counts
