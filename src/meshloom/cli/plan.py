@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", default="train", help="train, prefill or decode (default %(default)s)")
     parser.add_argument("--keep", type=int, default=5, help="how many plans to print (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("plan.html"), help="the report (default %(default)s)")
-    parser.add_argument("--toml", type=Path, help="also write the first plan, as a file that parallelize and pipeline take")
+    parser.add_argument("--toml", type=Path, help="also write the first plan, as a file for parallelize or pipeline")
     parser.add_argument("--args", default="", help="arguments of the script, in one text: --args '--layers 4'")
 
 

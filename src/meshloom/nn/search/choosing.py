@@ -20,14 +20,14 @@ from meshloom.mesh import Mesh
 from meshloom.nn import plans
 from meshloom.nn.search.chain import frontier
 from meshloom.nn.search.meshes import divisors, make_mesh, orders, tensor_sizes
-from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, expert_counts, other_ways, parts_of
+from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, expert_counts, gathered, other_ways, parts_of
 from meshloom.nn.search.staging import Staged, Stager
 from meshloom.nn.search.trials import Price, Recipe, Task, Trials
 from meshloom.observe.dry_run import DryRun, show_seconds
 from meshloom.observe.memory_use import show_bytes
 
 PIPED = 2  # plans by role that are tried inside of stages
-REFINED = 3  # plans by role that are refined,
+REFINED = 4  # plans by role that are refined,
 NEAR = 1.3  # if their price is so near to the best
 CLOSE = 1.05  # so near to the best, a named plan is verified,
 MUST = 3  # but no more of them than this
@@ -101,6 +101,8 @@ def built_plans(task: Task) -> Iterator[tuple[Mesh, Recipe]]:
                 mesh = make_mesh(**{weights: rest // cut, "cp": cut, "tp": size})
                 for each in orders(task.machine, mesh):
                     yield each, Built()
+                    if size == 1 and weights == "fsdp":
+                        yield each, gathered(task.module)
                     if size > 1 and task.length >= size * cut:
                         yield each, Built(is_sequence=True)
 
@@ -195,12 +197,16 @@ class Search:
         return sorted(fit, key=lambda each: each.price.time)
 
     def _promising(self) -> list[Found]:
-        """The plans by role that are fastest once they fit, no two of which differ in their weights only."""
+        """The plans by role that are fastest once they fit, one for each shape of a mesh.
+
+        Of replicated and sharded weights both, since other choices are open to them; of rows over `dp` and `fsdp` in
+        several ways one, since `refine` cuts them.
+        """
         ready = [fit for each in self.built if (fit := self.fit(each)) is not None]
         best: dict[object, Found] = {}
         for each in sorted(ready, key=lambda each: each.price.time):
             sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
-            best.setdefault((sizes.get("tp"), sizes.get("cp"), sizes.get("ep")), each)
+            best.setdefault((sizes.get("tp"), sizes.get("cp"), sizes.get("ep"), "fsdp" in sizes), each)
         least = min((each.price.time for each in [*ready, *self.fitting()]), default=0.0)
         return [each for each in best.values() if each.price.time <= NEAR * least][:REFINED]
 

@@ -2,9 +2,9 @@
 
 A *part* is what is placed together: the columns and rows of an attention or a feed-forward, the experts, a vocabulary,
 and the biases and norms of all layers. On the tensor axis it lies as its role says, as a whole on each device, or by
-the other dim of its matrices; over the sharding axis it is sharded, or every device keeps all of it. Between the parts
-the sequence may lie over the tensor
-axis too. Axes are told by their names:
+the other dim of its matrices; over the sharding axis it is sharded by the first dim that is left, or by the last, or
+every device keeps all of it. Between the parts the sequence may lie over the tensor axis too. Axes are told by their
+names:
 
 | axis | rows of the batch | weights |
 |---|---|---|
@@ -34,7 +34,7 @@ from meshloom.placement import Placement, Replicate, Shard
 ROWS = ("dp", "fsdp", "ep")
 CONTEXT, TENSOR, SHARDED, EXPERT = "cp", "tp", "fsdp", "ep"
 # How a part may lie on an axis; the first of each unless something else is said.
-WAYS = {TENSOR: ("role", "whole", "other"), SHARDED: ("sharded", "kept")}
+WAYS = {TENSOR: ("role", "whole", "other"), SHARDED: ("sharded", "kept", "last")}
 ALL = -1
 VECTORS = "biases and norms"  # parameters of one dim, of all layers together: small, so that gathering them is waiting
 
@@ -90,7 +90,12 @@ class Built:
         return _Draft(self, module, mesh).finish()
 
 
-_SAID = {"whole": "whole on tp", "other": "by its other dim on tp", "kept": "kept on fsdp"}
+_SAID = {
+    "whole": "whole on tp",
+    "other": "by its other dim on tp",
+    "kept": "kept on fsdp",
+    "last": "by its last dim on fsdp",
+}
 
 
 @dataclass(frozen=True)
@@ -220,13 +225,14 @@ class _Draft:
             placed[self.experts] = Shard(dim)
         free = [each for each in range(dims) if each != dim]
         if free and self._is_sharded(role, dims):
-            placed = {axis: Shard(free[0]) for axis in self.sharded} | placed
+            is_last = role is not None and self._way(role.layer, SHARDED) == "last"
+            placed = {axis: Shard(free[-1 if is_last else 0]) for axis in self.sharded} | placed
         return placed
 
     def _is_sharded(self, role: Role | None, dims: int) -> bool:
         if dims < 2 and self.ways[VECTORS, SHARDED] == "kept":
             return False
-        return role is None or self._way(role.layer, SHARDED) == "sharded"
+        return role is None or self._way(role.layer, SHARDED) != "kept"
 
     def _dim(self, role: Role) -> int | None:
         if self._is_whole(role.layer):
@@ -276,12 +282,22 @@ class _Draft:
                 yield f"{name}.{{{','.join(map(str, range(taken)))}}}"
 
 
+def gathered(module: nn.Module) -> Built:
+    """Weights that are best gathered: by their last dim, so that no product takes a part of them, small ones kept."""
+    recipe = Built()
+    for part in parts_of(module):
+        recipe = recipe.changed(part.name, SHARDED, "kept" if part.kind == "vectors" else "last")
+    return recipe
+
+
 def other_ways(parts: list[Part], mesh: Mesh) -> dict[tuple[str, str], tuple[str, ...]]:
     """What may be chosen for each part on each axis, besides the usual; only vocabularies go by their other dim."""
-    found = {}
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
     for axis, part in itertools.product([axis for axis in WAYS if axis in mesh.axes], parts):
-        if axis == SHARDED or part.kind == "vocabulary":
+        if part.kind == "vectors":
+            found |= {(part.name, axis): ("kept",)} if axis == SHARDED else {}
+        elif axis == SHARDED or part.kind == "vocabulary":
             found[part.name, axis] = WAYS[axis][1:]
-        elif part.kind != "vectors":
+        else:
             found[part.name, axis] = ("whole",)
     return found
