@@ -309,12 +309,39 @@ def test_a_model_without_roles_has_plans_for_its_rows():
         ({"memory": -1.0}, "memory=-1.0"),
         ({"memory": math.nan}, "memory=nan"),
         ({"memory": "12G"}, "memory='12G'"),
+        ({"loss": 3}, "loss=3 is no function"),
+        ({"optimizer": "adam"}, "optimizer='adam' is no function"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, said):
     given = {"machine": "t3000", "devices": 2, **wrong}
     with pytest.raises(loom.MeshloomError, match=said):
-        loom.autoplan(build("gpt", "tiny"), example("gpt", "tiny", 4), loss=loss, **given)
+        loom.autoplan(build("gpt", "tiny"), example("gpt", "tiny", 4), **{"loss": loss, **given})
+
+
+def test_an_interrupt_ends_the_search_and_leaves_nothing_behind():
+    calls = []
+
+    def interrupted(model, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    model = build("gpt", "tiny", "cpu", torch.float32)
+    with pytest.raises(KeyboardInterrupt):
+        loom.autoplan(model, example("gpt", "tiny", 4), "t3000", 2, loss=interrupted)
+    assert all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
+    with loom.record() as log:  # nothing records or forbids any more
+        loss(model, example("gpt", "tiny", 4, "cpu")).backward()
+    assert not list(log)
+
+
+@pytest.mark.parametrize("devices", [1, 3, 7])
+def test_any_number_of_devices_has_a_plan(devices):
+    found = plan("gpt", devices=devices, rows=6, keep=1)
+    assert math.prod(found.mesh.shape) == devices
+    check_equal("gpt", found.mesh, found.plan)
 
 
 def test_fewer_rows_than_devices_cut_the_sequence():

@@ -82,6 +82,9 @@ def pipeline(
         raise ArgumentError(f"reduction={reduction!r} is not known", fix='"mean" or "sum"')
     if loss is not None and batch_loss is not None:
         raise ArgumentError("there are two losses", fix="give loss(output, target) or batch_loss(model, batch)")
+    for name, given in (("loss", loss), ("batch_loss", batch_loss)):
+        if given is not None and not callable(given):
+            raise ArgumentError(f"{name}={given!r:.80} is no function", fix="give a function, such as F.mse_loss")
     rows = cut(whole, stages)
     refuse_shared(whole, rows)
     count = 2 * len(rows) if micro_batches is None else micro_batches
@@ -192,6 +195,8 @@ class Pipeline:
         Tensors of the batch, the target included, are cut along dim 0; give the whole batch in every process. The loss
         is a tensor on the mesh of the last stage: `item()` has its value in every process that asks, and all must.
         """
+        if self.batch_loss is not None and target is not None:
+            raise ArgumentError("batch_loss takes no target", fix="pipe.step(*batch), with the target in the batch")
         batches = _split(_make_dense((inputs, named, target)), self.micro_batches)
         run = Run(self, batches, schedule_of(self.schedule, len(self.stages), len(batches)))
         run.run()
@@ -251,7 +256,8 @@ class Pipeline:
             raise ArgumentError(
                 "the last stage gives no loss",
                 result=told,
-                fix="loom.pipeline(..., loss=f) with f(output, target) that gives one number",
+                fix="loom.pipeline(..., loss=f) with f(output, target) that gives one number, or batch_loss=f with "
+                "f(model, batch)",
             )
         return result
 

@@ -413,6 +413,9 @@ def changes_nothing(function: Any, args: Any) -> bool:
 class Unchanged(private.TorchDispatchMode):
     """Lists of arrays without data are not walked through to change them: optimizers of dry runs are quicker."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, Tensor) for each in types):
             return NotImplemented

@@ -19,6 +19,10 @@ from meshloom.nn.search.staging import Staged, loss_of
 from meshloom.nn.search.trials import Loss, Task, default_optimizer
 
 KEPT = 5  # plans that are given back
+_FUNCTIONS = {
+    "loss": "give loss(model, batch), which calls the model and gives one number",
+    "optimizer": "give optimizer(parameters), such as torch.optim.AdamW",
+}
 
 
 def autoplan(
@@ -87,6 +91,9 @@ def make_task(
     """What a search is about, from the arguments of `autoplan`, which are checked."""
     expect("module", module, nn.Module, fix="give a torch.nn.Module")
     refuse_placed(module)
+    for name in ("loss", "optimizer"):
+        if more.get(name) is not None and not callable(more[name]):
+            raise ArgumentError(f"{name}={more[name]!r:.80} is no function", fix=_FUNCTIONS[name])
     found = _machine(machine)
     if more.get("mode", "train") == "train" and not any(each.requires_grad for each in module.parameters()):
         raise ArgumentError(
