@@ -57,10 +57,10 @@ def run(options: argparse.Namespace) -> None:
     print(f"{found}\n\nwrote {options.out}")
     if options.toml is not None:
         options.toml.write_text(found.plan.to_toml(), encoding="utf-8")
-        print(f"wrote {options.toml}: {_call(found.best, str(options.toml))}")
+        print(f"wrote {options.toml}: {call_of(found.best, str(options.toml))}")
 
 
-def _call(best: Any, path: str) -> str:
+def call_of(best: Any, path: str) -> str:
     """The call that puts the model on the mesh by the plan in a file."""
     if best.stages is None:
         return f"loom.parallelize(model, {best.mesh!r}, {path!r})"
