@@ -22,7 +22,7 @@ from meshloom.errors import ArgumentError, OutOfMemoryError, place_name
 from meshloom.runtime.chips import ALIGNMENT
 
 LISTED = 5  # how many owners an error names
-_numbers = count()
+_next_number = count().__next__
 Where = str | tuple[str, int]  # a line as text, or its file and number: a text only when somebody reads it
 
 
@@ -31,10 +31,13 @@ class Region:
 
     __slots__ = ("_where", "address", "freed", "mask", "number", "owner", "size")
 
-    def __init__(self, address: int, size: int, mask: int, owner: Any, where: Where) -> None:
-        self.address, self.size, self.mask, self.owner, self._where = address, size, mask, owner, where
-        self.number = next(_numbers)
-        self.freed = False
+    address: int
+    size: int
+    mask: int
+    owner: Any
+    number: int  # that no other has
+    freed: bool
+    _where: Where
 
     @property
     def where(self) -> str:
@@ -52,6 +55,17 @@ class Region:
     def overlaps(self, other: Region) -> bool:
         """Whether some device has bytes of both."""
         return bool(self.mask & other.mask) and self.address < other.end and other.address < self.end
+
+
+def make_region(address: int, size: int, mask: int, owner: Any, where: Where) -> Region:
+    """Bytes that are not booked yet, under a number of their own."""
+    made = _blank(Region)
+    made.address, made.size, made.mask, made.owner, made._where = address, size, mask, owner, where
+    made.number, made.freed = _next_number(), False
+    return made
+
+
+_blank = object.__new__
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +218,7 @@ class Allocator:
             )
             if found is None:
                 raise self._full(nbytes, mask, owner, where, gaps)
-            return self._put(Region(found, size, mask, owner, where))
+            return self._put(make_region(found, size, mask, owner, where))
 
     def _hand_on(self, region: Region, size: int, mask: int, owner: Any, where: Where, from_top: bool) -> Region | None:
         """The bytes of a region that was just dropped for the next owner, if they are what first fit would find once
@@ -221,7 +235,7 @@ class Allocator:
         self._dropped.popleft()
         region.freed = True
         del self._regions[region.number]
-        made = Region(low, size, mask, owner, where)
+        made = make_region(low, size, mask, owner, where)
         self._regions[made.number] = made
         return made
 
@@ -336,7 +350,7 @@ class Allocator:
                 fix=f"addresses are multiples of {ALIGNMENT} from 0 to {self.bank_size - size:#x}",
             )
         if not gaps.holds(address, address + size):
-            wanted = Region(address, size, mask, owner, "")
+            wanted = make_region(address, size, mask, owner, "")
             taken = next(region for region in self._on(mask) if region.overlaps(wanted))
             raise OutOfMemoryError(
                 f"{owner} cannot have address {address:#x}: {taken.owner} is there",

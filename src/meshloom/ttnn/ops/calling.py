@@ -161,14 +161,15 @@ def op(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            running, kind, refusals = _running.op, None, setting.refusals
+            running, kind = _running.op, None
             outermost = running is None
-            if (outermost or running is COUNTED) and not (BEFORE or AFTER):
+            if (outermost or running is COUNTED) and not BEFORE and not AFTER:
                 kind = kind_of(name, args, kwargs, binding.takes)
                 if kind is not None and (seen := SEEN.get(kind[0])) is not None:
                     found = seen.run(kind, outermost)
                     if found is not NotImplemented:
                         return found
+            refusals = setting.refusals
             if other and kwargs:
                 kwargs = {other.get(argument, argument): value for argument, value in kwargs.items()}
             for hook in tuple(BEFORE):
