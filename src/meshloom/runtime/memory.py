@@ -146,7 +146,12 @@ class Gaps:
 
     def take(self, start: int, end: int) -> None:
         """Cut a piece out; what of it is not free stays so."""
-        first = max(0, bisect_left(self.pieces, (start,)) - 1)
+        pieces = self.pieces
+        place = bisect_left(pieces, (start,))
+        if place < len(pieces) and pieces[place][0] == start and pieces[place][1] > end:  # the usual first fit
+            pieces[place] = (end, pieces[place][1])
+            return
+        first = max(0, place - 1)
         last = bisect_left(self.pieces, (end,))
         left = []
         for low, high in self.pieces[first:last]:
@@ -155,13 +160,15 @@ class Gaps:
 
     def give(self, start: int, end: int) -> None:
         """Put a piece back and join it with its neighbours."""
-        place = bisect_left(self.pieces, (start,))
-        if place < len(self.pieces) and self.pieces[place][0] == end:
-            end = self.pieces.pop(place)[1]
-        if place and self.pieces[place - 1][1] == start:
+        pieces = self.pieces
+        place = bisect_left(pieces, (start,))
+        if place and pieces[place - 1][1] == start:
             place -= 1
-            start = self.pieces.pop(place)[0]
-        self.pieces.insert(place, (start, end))
+            start = pieces.pop(place)[0]
+        if place < len(pieces) and pieces[place][0] == end:
+            pieces[place] = (start, pieces[place][1])
+        else:
+            pieces.insert(place, (start, end))
 
     @property
     def largest(self) -> int:
@@ -211,8 +218,9 @@ class Allocator:
                 made = self._hand_on(self._dropped[0], size, mask, owner, where, from_top)
                 if made is not None:
                     return made
-            self._drain()
-            gaps = self._gaps_of(mask)
+            if self._dropped:
+                self._drain()
+            gaps = self._gaps.get(mask) or self._gaps_of(mask)
             found = (
                 gaps.fit(size, from_top) if address is None else self._check_address(address, size, mask, owner, gaps)
             )
@@ -287,9 +295,10 @@ class Allocator:
 
     def _put(self, region: Region) -> Region:
         self._regions[region.number] = region
+        start, end = region.address, region.address + region.size
         for mask, gaps in self._gaps.items():
             if mask & region.mask:
-                gaps.take(region.address, region.end)
+                gaps.take(start, end)
         self._count(region.mask, region.size * self.banks)
         return region
 
@@ -297,7 +306,8 @@ class Allocator:
         """Add to what devices use. What all of them use is one number: most regions are on all."""
         if mask == self._all:
             self._common += change
-            self._most = max(self._most, self._common)
+            if self._common > self._most:
+                self._most = self._common
         else:
             self._peaks()
             self._used[self._members_of(mask)] += change
@@ -319,11 +329,12 @@ class Allocator:
     def _take_back(self, region: Region) -> None:
         del self._regions[region.number]
         self._count(region.mask, -region.size * self.banks)
-        for mask in [mask for mask in self._gaps if mask & region.mask]:
-            if mask & ~region.mask:  # another region may still be there on the other devices
+        start, end = region.address, region.address + region.size
+        for mask, gaps in tuple(self._gaps.items()):
+            if not mask & ~region.mask:
+                gaps.give(start, end)
+            elif mask & region.mask:  # another region may still be there on the other devices
                 del self._gaps[mask]
-            else:
-                self._gaps[mask].give(region.address, region.end)
 
     def _gaps_of(self, mask: int) -> Gaps:
         found = self._gaps.get(mask)

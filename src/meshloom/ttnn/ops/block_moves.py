@@ -35,7 +35,7 @@ def fresh(block: Block) -> Block:
 def spread(blocks: Sequence[Block], axes: int) -> list[Block]:
     """Blocks with the mesh axes of all of them; views."""
     sizes = lead(blocks, axes)
-    return [block.expand(*sizes, *block.shape[axes:]) for block in blocks]
+    return [block if block.shape[:axes] == sizes else block.expand(*sizes, *block.shape[axes:]) for block in blocks]
 
 
 def row_offsets(table: Block, axes: int, rows: int, rank: int) -> Block:

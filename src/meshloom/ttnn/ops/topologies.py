@@ -62,7 +62,7 @@ def topology_of(
     that grows does so element by element, in order: padding at its end then stays at the end. Padding was `filled` if
     what is summed over changes no sum.
     """
-    key: list[Any] = [rule, filled]
+    key: list[Any] = [id(rule) if rule.__class__ is tuple else rule, filled]  # the entry keeps it: no other has its id
     for each in operands:
         if isinstance(each, Tensor):
             key += (each._topology, each._grid, each._block.shape if each._block is not None else None)
@@ -73,14 +73,14 @@ def topology_of(
     known = tuple(key)
     found = _kept.get(known)
     if found is None:
-        found = _keep(known, _find(rule, operands, shape, scales, filled, arguments))
-    return found
+        return _keep(known, _find(rule, operands, shape, scales, filled, arguments), rule)
+    return found[0]
 
 
-def _keep(key: tuple[Any, ...], found: TensorTopology) -> TensorTopology:
+def _keep(key: tuple[Any, ...], found: TensorTopology, rule: str | Rule | Rows | None = None) -> TensorTopology:
     if len(_kept) >= KEPT:
         _kept.clear()
-    _kept[key] = found
+    _kept[key] = found, rule
     return found
 
 
