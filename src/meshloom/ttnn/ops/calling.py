@@ -27,7 +27,7 @@ from meshloom.ttnn.ops.results import rule_for
 from meshloom.ttnn.ops.signatures import Binding, forms
 from meshloom.ttnn.ops.topologies import Rows, topology_of
 from meshloom.ttnn.refusal_levels import refuse, setting
-from meshloom.ttnn.tensor.formats import DataType, Layout, padded_shape, rounded
+from meshloom.ttnn.tensor.formats import CAST, DataType, Layout, padded_shape, rounded
 from meshloom.ttnn.tensor.memory import MemoryConfig, TensorMemoryLayout, row_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.sharding import fit_memory
@@ -125,7 +125,7 @@ def _fit_shards(like: Tensor, values: Block, layout: Layout) -> MemoryConfig:
 
 # By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
 _EXACT = [
-    kind.store if kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32) else None
+    kind.store if kind in CAST else None
     for kind in sorted(DataType, key=lambda kind: kind.value)
 ]
 _TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)

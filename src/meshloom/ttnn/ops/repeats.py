@@ -29,7 +29,7 @@ from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.configs import DeviceComputeKernelConfig, ProgramConfig
 from meshloom.ttnn.tensor.blockfloat import round_pointwise
-from meshloom.ttnn.tensor.formats import BITS, Shape, rounded
+from meshloom.ttnn.tensor.formats import BITS, CAST, Shape, rounded
 from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, hold_region
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import TILE, Owner, Tensor, bytes_on, form_of, next_id
@@ -94,7 +94,11 @@ def _add(key: list[Any], tensors: list[Tensor], value: Any) -> bool:
         key += (kind, value.token)
     elif kind in _LISTED:
         key += (kind, len(value))
-        return all(_add(key, tensors, each) for each in value)
+        for each in value:
+            if each.__class__ is int:
+                key.append(each)
+            elif not _add(key, tensors, each):
+                return False
     elif isinstance(value, Enum) or _is_value(value):
         key.append(value)
     elif isinstance(value, _CONFIGS):  # programs may change them
@@ -121,7 +125,7 @@ class Result:
 
     __slots__ = (
         "coords", "dtype", "form", "into", "is_rounded", "kernel", "kind", "layout", "memory", "operands", "owner",
-        "per_bank", "size", "takes_mesh", "topology",
+        "per_bank", "size", "store", "takes_mesh", "topology",
     )  # fmt: skip
 
     def __init__(self, made: Made, tensor: Tensor, operands: Sequence[int] | None, into: int | None) -> None:
@@ -130,6 +134,7 @@ class Result:
         self.operands = operands  # their places among the tensors of a call; None: all of them, in their order
         self.into = into  # the place of the tensor that it is written into, if it is
         self.dtype, self.layout, self.memory = tensor.dtype, tensor.layout, tensor._memory
+        self.store = self.dtype.store if self.dtype in CAST else None  # rounding is a cast
         self.topology, self.coords = made.topology, made.coords or made.like._coords
         if made.is_pointwise and self.dtype in BITS:
             self.is_rounded, self.kernel = (
@@ -152,7 +157,9 @@ class Result:
         given = tensors if places is None else [tensors[place] for place in places]
         blocks = map(_block, given)
         values = self.kernel(device.runtime.mesh, *blocks) if self.takes_mesh else self.kernel(*blocks)
-        return rounded(values, self.dtype) if self.is_rounded else values
+        if not self.is_rounded:
+            return values
+        return values.to(self.store) if self.store is not None else rounded(values, self.dtype)
 
     def keep(self, values: Block, tensors: Sequence[Tensor], device: MeshDevice, place: tuple[str, int]) -> Tensor:
         """The block in a new tensor, or in the one that it is written into."""

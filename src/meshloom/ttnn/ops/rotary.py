@@ -106,6 +106,7 @@ def _rotate(name: str, tensors: Sequence[Tensor], by_user: bool) -> Made:
         raise OperandError(f"{count} positions and a cache of {tensors[1].shape[-2]}", fix="a longer cache")
 
     def kernel(x: Block, cos: Block, sin: Block, *matrix: Block) -> Block:
+        x = x.float()
         turned = _turned_by(x, matrix[0], axes) if matrix else turned_halves(x)
         return _turn(x, turned, cos.narrow(-2, 0, count), sin.narrow(-2, 0, count))
 

@@ -43,7 +43,7 @@ LINEAR = pointwise("P(sum) -> P(sum)")
 Named = str | Rule  # a line of the op table, or a rule that is none
 KEPT = 4096  # results that are kept at most
 
-_kept: dict[tuple[Any, ...], TensorTopology] = {}
+_kept: dict[tuple[Any, ...], tuple[TensorTopology, Any]] = {}  # with the rows whose id is in the key
 _ALONE = Mesh(device=1)  # a rule is asked about what one device holds
 _NAMES = ("input", "other", "bias")  # what a rule that is no line of the table calls its operands
 
@@ -226,13 +226,13 @@ def topology_of_reshape(tensor: Tensor, shape: Sequence[int], known: dict[int, i
     """
     key = ("reshape", tensor._topology, tensor._grid, tuple(tensor.shape), tuple(shape), *(known or {}).items())
     found = _kept.get(key)
-    if found is None:
-        had, has = tuple(tensor.shape), tuple(shape)
-        places = tuple((known or {}).get(dim, place_in(had, dim, has)) for dim in range(len(had)))
-        in_order = _are_in_order([each.dim for each in Frame([tensor]).axes[0] if isinstance(each, Shard)], places)
-        kept = moves(places if in_order else (None,) * len(had))
-        found = _keep(key, topology_of(kept, tensor, shape=has, scales=True))
-    return found
+    if found is not None:
+        return found[0]
+    had, has = tuple(tensor.shape), tuple(shape)
+    places = tuple((known or {}).get(dim, place_in(had, dim, has)) for dim in range(len(had)))
+    in_order = _are_in_order([each.dim for each in Frame([tensor]).axes[0] if isinstance(each, Shard)], places)
+    kept = moves(places if in_order else (None,) * len(had))
+    return _keep(key, topology_of(kept, tensor, shape=has, scales=True))
 
 
 def place_in(had: tuple[int, ...], dim: int, shape: tuple[int, ...]) -> int | None:
