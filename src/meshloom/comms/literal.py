@@ -90,9 +90,11 @@ class Operand:
         return data if group is None else sum_gradient(data, group)
 
     def _members_first(self, block: torch.Tensor, sizes: Shape | None = None) -> torch.Tensor:
-        count = len(self.axes)
+        count, held = len(self.axes), sizes or self.group.held
         front = block if self.is_whole else block.movedim(self.axes, tuple(range(count)))
-        return front.expand(*(sizes or self.group.held), *front.shape[count:]).flatten(0, count - 1)
+        if front.shape[:count] != held:
+            front = front.expand(*held, *front.shape[count:])
+        return front.flatten(0, count - 1) if count > 1 else front
 
     def _held_by_some(self) -> torch.Tensor:
         """True where some member holds an element, in the shape of one part."""

@@ -151,6 +151,9 @@ class Gaps:
         if place < len(pieces) and pieces[place][0] == start and pieces[place][1] > end:  # the usual first fit
             pieces[place] = (end, pieces[place][1])
             return
+        if place and pieces[place - 1][1] == end:  # the usual fit from the top
+            pieces[place - 1] = (pieces[place - 1][0], start)
+            return
         first = max(0, place - 1)
         last = bisect_left(self.pieces, (end,))
         left = []

@@ -57,7 +57,8 @@ def attend(
         is_causal=causal and mask is None,
         scale=factor,
         enable_gqa=q.shape[-3] != k.shape[-3],
-    ).unflatten(0, sizes)
+    )
+    found = found.reshape(*sizes, *found.shape[1:])
     if mask is None:
         return found
     if blind is None or mask is not seen:

@@ -110,10 +110,7 @@ def paged_update_cache(
         position = torch.where(position < 0, position, position % cache_position_modulo)
     geometry = (block_size or 0, num_kv_heads or 0)
     pages, heads, length = regroup(blocks[0], axes, *geometry).shape[axes : axes + 3]
-    values = blocks[1].flatten(axes, axes + 1).narrow(-2, 0, min(heads, blocks[1].shape[-2]))  # [*mesh, B, H, D]
-    if values.shape[-2] != heads:  # heads beyond are padding
-        raise OperandError(f"ttnn.{name}: {input_tensor.shape[2]} heads into a cache of {heads}")
-    ends = None
+    ends = row = None
     if page_table is not None:
         row, position, skipped = _in_pages(name, page_table.block, position, position < 0, axes, length, batch_offset)
         inside(name, row.masked_fill(skipped, 0), pages, "page")
@@ -121,11 +118,15 @@ def paged_update_cache(
         ends = inside(name, position, length, "position", lowest=-1)
         if not share_cache and not 0 <= batch_offset <= pages - users:
             raise OperandError(f"ttnn.{name}: {users} users and a cache of {pages}", fix="a cache for every user")
-    if ends is not None and 0 <= ends[0] == ends[1] and not share_cache and mesh_coords is cache_tensor._coords is None:
+    values = blocks[1].flatten(axes, axes + 1)[..., :heads, :]  # [*mesh, B, H, D]; heads beyond are padding
+    if values.shape[-2] != heads:
+        raise OperandError(f"ttnn.{name}: {input_tensor.shape[2]} heads into a cache of {heads}")
+    is_plain = not share_cache and mesh_coords is cache_tensor._coords is None
+    if is_plain and ends is not None and 0 <= ends[0] == ends[1]:  # all users are at one position
         room = regroup(writable_block(cache_tensor, lead([values, position], axes)), axes, *geometry)
         room.narrow(axes, batch_offset, users).select(-2, ends[0]).copy_(rounded(values, cache_tensor.dtype))
     else:
-        if page_table is None:
+        if row is None:
             row = torch.zeros_like(position) if share_cache else torch.arange(batch_offset, batch_offset + users)
             row, skipped = row.expand_as(position), position < 0
         skipped = _elsewhere(skipped, cache_tensor, mesh_coords)

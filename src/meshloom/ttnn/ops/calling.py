@@ -124,10 +124,7 @@ def _fit_shards(like: Tensor, values: Block, layout: Layout) -> MemoryConfig:
 
 
 # By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
-_EXACT = [
-    kind.store if kind in CAST else None
-    for kind in sorted(DataType, key=lambda kind: kind.value)
-]
+_EXACT = [kind.store if kind in CAST else None for kind in sorted(DataType, key=lambda kind: kind.value)]
 _TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
 
 

@@ -129,7 +129,7 @@ def scaled_dot_product_attention_decode(
     def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
         if share_cache:
             return [block.expand(*block.shape[:axes], users, *block.shape[axes + 1 :]) for block in blocks]
-        return [block.narrow(axes, 0, users) for block in blocks]
+        return [block if block.shape[axes] == users else block.narrow(axes, 0, users) for block in blocks]
 
     return _decode(name, three, caches, **how)
 

@@ -133,8 +133,8 @@ class Tensor(metaclass=_Making):
     """
 
     __slots__ = (
-        "__weakref__ _block _coords _device _form _grid _memory _pad _pinned _relabelled _room _shape _sharers _topology "
-        "dtype home layout tensor_id tile"
+        "__weakref__ _block _coords _device _form _grid _memory _pad _pinned _relabelled _room _shape _sharers "
+        "_topology dtype home layout tensor_id tile"
     ).split()
 
     _block: Block | None
