@@ -70,17 +70,13 @@ def inside(name: str, index: Block, size: int, what: str, lowest: int = 0) -> tu
     while a trace is captured: there are no values to look at then."""
     if state.capture is not None or not index.numel():
         return None
-    ends: tuple[int, int]
-    if index.numel() == 1:
-        ends = low, high = (int(index.item()),) * 2
-    else:
-        ends = low, high = tuple(map(int, torch.aminmax(index)))
+    low, high = (int(index),) * 2 if index.numel() == 1 else map(int, torch.aminmax(index))
     if low < lowest or high >= size:
         raise OperandError(
             f"ttnn.{name}: {what} {low if low < lowest else high} is out of range, there are {size}",
             fix=f"use {lowest} to {size - 1}",
         )
-    return ends
+    return low, high
 
 
 def whole(values: Sequence[int] | int, count: int) -> tuple[int, ...]:
