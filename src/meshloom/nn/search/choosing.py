@@ -311,7 +311,8 @@ class Search:
         return sorted(found.values(), key=lambda each: each.run.time)[:keep]
 
     def _in_turn(self, order: list[Found], keep: int, found: Mapping[object, Verified]) -> Iterator[Found]:
-        """What to verify next: named plans until one fits, and those near to the best; then the best of all others."""
+        """What to verify next: named plans until one fits, and those near to the best; then the best of all others; and
+        named plans that are near to what these have turned out to take."""
         tried: list[Found] = []
         for each in [each for each in order if each.is_named]:
             if found and (len(tried) >= MUST or each.price.time > CLOSE * order[0].price.time):
@@ -320,7 +321,13 @@ class Search:
             yield each
         others = [each for each in order if each not in tried]
         least = max(keep, len(found) + 2)
-        yield from (each for each in others if len(found) < least)
+        for each in others:
+            if len(found) < least:
+                tried.append(each)
+                yield each
+        fastest = min((each.run.time for each in found.values()), default=math.inf)
+        near = [each for each in order if each.is_named and each not in tried and each.price.time < CLOSE * fastest]
+        yield from near[:MUST]
 
     def _verify(self, found: Found) -> Verified | None:
         """The whole model, with fewer or more blocks that recompute where the estimate was a little off."""
