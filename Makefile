@@ -90,7 +90,7 @@ $(STAMP): pyproject.toml constraints.txt
 # Thousands of modules that no test imports need no compiling.
 $(TESTED): $(STAMP)
 	@echo "adding what the tests need; the first time this takes a minute"
-	@$(PIP) --no-compile --no-build-isolation --editable '.[test,models,docs,fast]'
+	@$(PIP) --no-compile --no-build-isolation --editable '.[test,models,docs,fast,ray]'
 	@touch $@ $(DOCUMENTED) $(FAST)
 
 $(DOCUMENTED): $(STAMP)

@@ -18,7 +18,8 @@ import torch
 
 import meshloom as loom
 from meshloom.controller import session as sessions
-from meshloom.controller.cluster import Cluster, _Starter
+from meshloom.controller.cluster import Cluster
+from meshloom.controller.starting import Starter
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 3.0
@@ -202,7 +203,7 @@ def test_workers_that_stay_serve_the_next_client(tmp_path, monkeypatch):
 
 def test_a_network_that_is_cut(monkeypatch):
     proxy = Proxy()
-    start = _Starter.start
+    start = Starter.start
 
     def start_behind(self, *rest):
         proxy.target = self.listener.getsockname()[1]
@@ -212,7 +213,7 @@ def test_a_network_that_is_cut(monkeypatch):
         finally:
             self.listener = real
 
-    monkeypatch.setattr(_Starter, "start", start_behind)
+    monkeypatch.setattr(Starter, "start", start_behind)
     with loom.launch(workers=2, timeout=TIMEOUT, threads=1) as made:
         x, pids = ones(made, 8), pids_of(made)
         proxy.is_cut = True
@@ -269,7 +270,7 @@ def test_a_launcher_that_is_killed_takes_its_workers_along(cluster):
 
 
 def test_strangers_at_the_door_are_sent_away(monkeypatch):
-    start = _Starter.start
+    start = Starter.start
 
     def start_after_strangers(self, *rest):
         address = self.listener.getsockname()
@@ -282,8 +283,8 @@ def test_strangers_at_the_door_are_sent_away(monkeypatch):
         start(self, *rest)
 
     strangers: list[socket.socket] = []
-    monkeypatch.setattr(_Starter, "start", start_after_strangers)
-    monkeypatch.setattr("meshloom.controller.cluster.GREET", 0.5)
+    monkeypatch.setattr(Starter, "start", start_after_strangers)
+    monkeypatch.setattr("meshloom.controller.starting.GREET", 0.5)
     with loom.launch(workers=2, timeout=TIMEOUT, threads=1) as made:
         assert ones(made, 8).sum().item() == 8
     for each in strangers:

@@ -138,7 +138,14 @@ class _Peer:
 class Session:
     """Everything between this process and the workers of one cluster."""
 
-    def __init__(self, connections: Sequence[socket.socket], timeout: float, name: str) -> None:
+    def __init__(
+        self,
+        connections: Sequence[socket.socket],
+        timeout: float,
+        name: str,
+        find_fate: Callable[[int], MeshloomError | None],
+    ) -> None:
+        self._find_fate = find_fate  # what is known of the end of a worker, besides that its connection ended
         self.name, self.timeout, self.workers = name, timeout, len(connections)
         self.queue: deque[Any] = deque()
         self.numbers = itertools.count(1)
@@ -408,12 +415,13 @@ class Session:
             self.failure = failed.error
             self._release()
 
-    def _lost(self, peer: _Peer, how: str) -> PeerLostError:
+    def _lost(self, peer: _Peer, how: str) -> MeshloomError:
         call, line = peer.status.call, peer.status.line
         if not peer.status.busy:
             call, line = self._first_not_done(peer.status.done)
-        return PeerLostError(
-            f"worker {peer.number} of {self.name} is lost: {how}",
+        fate = self._find_fate(peer.number) or PeerLostError(how)
+        return type(fate)(
+            f"worker {peer.number} of {self.name} is lost: {fate.headline}",
             call=call.rpartition(":")[2] or None,
             where=line or None,
             fix="close the cluster and launch another; what lay on it is gone",
