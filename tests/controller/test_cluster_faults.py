@@ -20,6 +20,7 @@ import meshloom as loom
 from meshloom.controller import session as sessions
 from meshloom.controller.cluster import Cluster
 from meshloom.controller.starting import Starter
+from meshloom.tensor.clients import Clients
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 3.0
@@ -305,7 +306,14 @@ def test_a_queue_that_is_too_far_ahead_waits(cluster, monkeypatch):
 def test_what_lies_on_a_cluster_that_was_closed_is_gone():
     with loom.launch(workers=1, timeout=TIMEOUT, threads=1) as made:
         x = loom.ones(4, mesh=made.open_mesh((2,)))
-    for use in (lambda: x + 1, lambda: x.tolist(), lambda: x.sum(), lambda: x.requires_grad_(), lambda: made.wait()):
+    assert Clients.take is None
+    uses = [
+        lambda: x + 1, lambda: x.tolist(), lambda: x.sum(), lambda: x.requires_grad_(), lambda: made.wait(),
+        lambda: torch.relu(x), lambda: torch.ones(4) + x, lambda: torch.cat([x, x]), lambda: x.redistribute("R"),
+        lambda: loom.ones(4, mesh=x.mesh), lambda: loom.distribute(torch.ones(4), x.mesh), lambda: x.add_(1),
+        lambda: loom.ones(4, mesh=loom.Mesh(dp=2)) + x, lambda: loom.save({"x": x}, "nowhere"),
+    ]  # fmt: skip
+    for use in uses:
         with pytest.raises(loom.ClosedError):
             use()
     assert "f32[4]" in repr(x)

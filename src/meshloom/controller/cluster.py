@@ -25,6 +25,7 @@ from meshloom.controller import methods
 from meshloom.controller.calls import line_here
 from meshloom.controller.log import DispatcherLog
 from meshloom.controller.monitoring import Reporter
+from meshloom.controller.placing import take
 from meshloom.controller.session import Session, Status
 from meshloom.controller.starting import STARTERS, Starter
 from meshloom.controller.tensors import ClusterLease, RemoteTensor, make_remote
@@ -34,10 +35,17 @@ from meshloom.mesh import Mesh
 from meshloom.placement import Topology
 from meshloom.processes.bindings import read_hosts
 from meshloom.tensor import creation
+from meshloom.tensor.clients import Clients
 
 LOOPBACK = "127.0.0.1"
 
 methods.attach()
+_OPEN: set[ClusterLease] = set()  # while there is one, calls on their meshes are taken
+
+
+def _take_calls(lease: ClusterLease, is_open: bool) -> None:
+    (_OPEN.add if is_open else _OPEN.discard)(lease)
+    Clients.take = take if _OPEN else None
 
 
 def launch(
@@ -147,6 +155,7 @@ class Cluster:
         starter.listener.close()
         self.session = Session(connections, timeout, self.name, starter.find_fate)
         self._lease = ClusterLease(self.name, self.session)
+        _take_calls(self._lease, True)
         if detach is not None:
             self.session.put(["b"])
         self._reporter = Reporter(self.session, self._lease)
@@ -269,6 +278,7 @@ class Cluster:
         self._reporter.close()
         self.session.close(stays)
         self._lease.end()
+        _take_calls(self._lease, False)
         if not stays:
             self._starter.end()
 

@@ -68,7 +68,7 @@ class Starter:
         self.process = subprocess.Popen(
             [sys.executable, *command],
             env={**inherited, **more},
-            **{"stdout": self._output, "stderr": self._output, **streams},  # type: ignore[call-overload]
+            **{"stdout": self._output, "stderr": self._output, **streams},
             start_new_session=True,  # Ctrl-C is for the client
         )
         self.pid = self.process.pid
