@@ -275,7 +275,7 @@ def test_a_norm_that_torch_gives_no_gradient_has_none_here_either(mesh):
     (torch.linalg.vector_norm(w, 0) * 2).backward()
     assert w.grad is None
     (torch.linalg.vector_norm(w, 2) + torch.linalg.vector_norm(w, 0)).backward()
-    assert w.grad.tolist() == [0.5] * 4
+    assert w.grad.tolist() == pytest.approx([0.5] * 4)
 
 
 def test_modes_of_the_client_hold_on_the_workers(mesh):
