@@ -439,6 +439,42 @@ def test_collectives_by_hand(mesh):
     assert summed.topology.notation == theirs.topology.notation and summed.tolist() == theirs.tolist()
 
 
+def test_collectives_that_are_started_come_in_order(cluster, mesh):
+    x = loom.arange(8, mesh=mesh, placements="S(0), R", dtype="float32")
+    y = loom.arange(8, mesh=HERE, placements="S(0), R", dtype="float32")
+    handle = loom.collectives.all_reduce_async(x, "tp")
+    later = x.add_(100)  # the workers do it after the collective
+    assert torch.equal(handle.wait().to_torch(), loom.collectives.all_reduce(y, "tp").to_torch())
+    assert handle.done() and handle.tensor is handle.wait() and later.to_torch()[0] == 100
+    assert "all_reduce" in repr(handle) and "done" in repr(handle)
+    with pytest.raises(loom.UnsupportedError, match="stress"):
+        loom.collectives.all_reduce_async(x, "tp", stress=1)
+    with pytest.raises(loom.MeshloomError, match="'nowhere'"):
+        loom.collectives.all_reduce_async(x, "nowhere")
+
+
+@pytest.mark.parametrize("placements", ["S(0), R", "S(0), S(0)", "S(0), S(1)", "R, R", "R, S(1)"])
+def test_parts_of_devices_are_put_on_the_workers(mesh, placements):
+    dense = torch.arange(15.0).view(5, 3)
+    whole = loom.distribute(dense, HERE, placements)
+    parts = [whole.shard_at(each).clone() for each in HERE.coordinates()]
+    found = loom.from_local(parts, mesh, placements)
+    assert type(found) is RemoteTensor and found.topology.placements == whole.topology.placements
+    assert torch.equal(found.to_torch(), dense)
+    by_place = dict(zip(HERE.coordinates(), parts, strict=True))
+    assert torch.equal(loom.from_local(by_place, mesh, placements).to_torch(), dense)
+
+
+def test_parts_that_do_not_fit_are_refused_here(mesh):
+    with pytest.raises(loom.ShapeError):
+        loom.from_local([torch.ones(2)] * 3, mesh, "S(0), R")
+    with pytest.raises(loom.UnsupportedError, match="summed up"):
+        loom.from_local([torch.ones(2)] * 4, mesh, "P(sum), R")
+    with pytest.raises(loom.UnsupportedError, match="gradient"):
+        loom.from_local([torch.ones(2, requires_grad=True)] * 4, mesh, "S(0), R")
+    assert loom.ones(4, mesh=mesh).sum().item() == 4
+
+
 # Checkpoints and traces
 
 
@@ -541,8 +577,6 @@ def test_loaders_files_and_accumulation_work_from_the_client(mesh, tmp_path):
             each(torch.ones(4, 6)).sum().backward()
         loom.synchronize(each.parameters())
     assert model.weight.grad.tolist() == there.weight.grad.tolist()
-    with pytest.raises(loom.UnsupportedError, match="from_local"):
-        loom.from_local([torch.ones(2)] * 4, mesh, "S(0), R")
     assert loom.dropout(loom.ones(64, mesh=mesh)).unique().tolist() in ([0.0, 2.0], [2.0])
 
 
