@@ -141,7 +141,7 @@ def queue_at_end(function: Callable[[], None]) -> None:
 
 def sum_gradient(data: torch.Tensor, group: Group) -> torch.Tensor:
     """A replicated array as split work uses it."""
-    if not (torch.is_grad_enabled() and data.requires_grad) or getattr(data, "_is_deferred", False):
+    if not (torch.is_grad_enabled() and data.requires_grad) or "_is_deferred" in data.__dict__:
         return data
     if not data.is_leaf or data.is_meta or _has_hooks(data):
         return _sum_once(data, group)
@@ -174,7 +174,11 @@ def _part(leaf: weakref.ref[torch.Tensor]) -> Callable[..., None]:
 
 def deferred_gradients(leaf: torch.Tensor) -> list[DeferredGradient]:
     """Those of a leaf that still share its memory."""
-    return [each for each in _of(leaf) if each.array.data_ptr() == leaf.data_ptr()]
+    found = _of(leaf)
+    if not found:
+        return found
+    place = leaf.data_ptr()
+    return [each for each in found if each.array.data_ptr() == place]
 
 
 def _of(leaf: torch.Tensor) -> list[DeferredGradient]:

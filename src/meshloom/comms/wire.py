@@ -195,8 +195,18 @@ def barrier(group: Group) -> None:
     all_reduce(torch.zeros(1), group, own=True)
 
 
+# so many parts are added one by one, with the same result: less work than a sum that has to look for -0 afterwards
+_FEW = {torch.float32: 4, torch.float64: 4, torch.bfloat16: 2, torch.float16: 2}
+
+
 def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
     """What processes sent, reduced as torch.distributed does: a mean is divided afterwards."""
+    if op in ("sum", "mean") and 1 < len(parts) <= _FEW.get(parts.dtype, 0):
+        first, second, *others = parts
+        found = first + second
+        for each in others:
+            found += each
+        return found
     return REDUCTIONS["sum" if op == "mean" else op].along(parts, 0)
 
 

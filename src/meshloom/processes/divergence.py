@@ -66,8 +66,13 @@ def note_data(what: str, data: torch.Tensor, ranks: tuple[int, ...] = ()) -> Non
 
     While every call is compared all of its values count, else some of them, so that it costs next to nothing.
     """
-    some = data if is_listening() or data.numel() <= SAMPLED else some_of(data)
-    note(f"{PLAIN} {what} {tuple(data.shape)} {checksum(some):08x}", where(), ranks)
+    is_whole = is_listening() or data.numel() <= SAMPLED
+    state = is_whole, what, None if data.is_inference() else data._version, data.data_ptr()
+    known, text = getattr(data, "_told", (None, ""))  # one that layer after layer uses is summed up once
+    if known != state or data.is_inference():  # whose versions nobody counts
+        text = f"{PLAIN} {what} {tuple(data.shape)} {checksum(data if is_whole else some_of(data)):08x}"
+        data._told = state, text  # type: ignore[attr-defined]
+    note(text, where(), ranks)
 
 
 def some_of(data: torch.Tensor) -> torch.Tensor:

@@ -37,13 +37,13 @@ def _repeat_call(found: Resolved, order: tuple[int, ...] | None, result: object)
     """The next call like one that led to an entry; `order` says which of the given tensors are its operands."""
     entry = found.entry
     run: Any = found.function() if found.op.signature is not None or order is not None else found.shortest()
-    is_short = entry.kernel.simple and result.__class__ is Tensor and not (entry.salt or entry.leased)
+    is_short = entry.kernel.simple and result.__class__ is Tensor and not entry.leased
     return _repeat_simple(found, run) if is_short and order is None else _repeat_any(found, run, order)
 
 
 def _repeat_simple(found: Resolved, run: Callable[..., torch.Tensor]) -> Repeat:
     """Of a call that is one of torch's on the arrays as they are."""
-    entry, wrap = found.entry, found.entry.wrap
+    entry, wrap, salt = found.entry, found.entry.wrap, found.entry.salt
     is_view, name, args, named = entry.is_view, *_describe_call(found)
 
     def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, object]) -> Any:
@@ -53,6 +53,8 @@ def _repeat_simple(found: Resolved, run: Callable[..., torch.Tensor]) -> Repeat:
         made = wrap(result)
         if is_view:
             attach_plain(tensors[0], made, name, args, named)
+        if salt:
+            made._number = identity(salt, tensors, args)
         return made
 
     return repeat
@@ -148,6 +150,8 @@ def call_quickly(head: object, name: str, args: tuple[Any, ...], kwargs: dict[st
         elif not add_part(key, tensors, datas, each, kind):
             return invoke(name, args, kwargs, function)
     if kwargs:
+        if is_pointwise and kwargs.get("inplace") is False:  # as `F.silu` and its like always say
+            kwargs = {word: each for word, each in kwargs.items() if word != "inplace"}
         key += (dict, *kwargs)
         if is_pointwise:
             for each in kwargs.values():
