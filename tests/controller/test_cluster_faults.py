@@ -172,6 +172,71 @@ def start_client(what: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, str(PROGRAM), what], stdout=subprocess.PIPE, text=True)
 
 
+def test_a_forked_process_cannot_use_the_workers_and_does_not_keep_them():
+    with start_client("forks") as process:
+        pids = [int(each) for each in process.stdout.readline().split()]
+        assert "belongs to process" in process.stdout.readline()
+        child, total = process.stdout.readline().split()
+        try:
+            assert total == "15.0"
+            process.wait(20)
+            check_gone(pids)  # the child is still there
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_worker_that_was_stopped_for_a_while_goes_on(cluster):
+    x, pid = ones(cluster, 8), pids_of(cluster)[1]
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(TIMEOUT / 3, os.kill, (pid, signal.SIGCONT)).start()
+    assert (x + 1).sum().item() == 16
+
+
+def test_arguments_that_are_too_long_to_be_sent_fail_alone(cluster, monkeypatch):
+    monkeypatch.setattr("meshloom.controller.wire.MOST_HEADER", 1 << 12)
+    x, pid = ones(cluster, 8), pids_of(cluster)[1]
+    line = sys._getframe().f_lineno + 1
+    rows = x[[0] * 4000]
+    error = raised_within(TIMEOUT, lambda: rows.sum().item())
+    assert isinstance(error, loom.ArgumentError) and "too long to be sent" in str(error), error
+    assert f"test_cluster_faults.py:{line}" in str(error)
+    os.kill(pid, signal.SIGSTOP)  # so that calls pile up, each of them short enough
+    threading.Timer(TIMEOUT / 3, os.kill, (pid, signal.SIGCONT)).start()
+    found = [x[[number % 8] * 500] for number in range(100)]
+    assert [each.sum().item() for each in found] == [500.0] * 100
+
+
+def test_two_clusters_do_not_mix_and_end_one_by_one(cluster):
+    x = ones(cluster, 8)
+    with loom.launch(workers=1, timeout=TIMEOUT, threads=1) as other:
+        y = loom.ones(8, mesh=other.open_mesh((2,)))
+        with pytest.raises(loom.MeshError, match="two clusters"):
+            x + y
+        assert y.sum().item() == 8
+    assert torch.relu(x).sum().item() == 8 and loom.ones(3, mesh=x.mesh).sum().item() == 3
+
+
+def test_a_cluster_that_is_closed_while_threads_call_tells_each_of_them():
+    told: list[str] = []
+    with loom.launch(workers=1, timeout=TIMEOUT, threads=1) as made:
+        x = loom.ones(8, mesh=made.open_mesh((2,)))
+
+        def work() -> None:
+            try:
+                while True:
+                    (x * 2).sum().item()
+            except loom.ClosedError:
+                told.append("closed")
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+        for each in threads:
+            each.start()
+        time.sleep(0.2)
+    for each in threads:
+        each.join(10)
+    assert told == ["closed"] * 3
+
+
 def test_a_client_that_is_interrupted_in_a_wait_goes_on():
     with start_client("interrupted") as process:
         pids = [int(each) for each in process.stdout.readline().split()]

@@ -154,6 +154,7 @@ class Cluster:
             raise
         starter.listener.close()
         self.session = Session(connections, timeout, self.name, starter.find_fate)
+        self.session.pipes += starter.pipes
         self._lease = ClusterLease(self.name, self.session)
         _take_calls(self._lease, True)
         if detach is not None:

@@ -103,6 +103,11 @@ class Starter:
         if self.process is not None and self.process.poll() is not None:
             raise LaunchError("the workers ended while they started", output=self.output())
 
+    @property
+    def pipes(self) -> list[Any]:
+        """What tells the launcher that this process is there."""
+        return []
+
     def find_fate(self, number: int) -> MeshloomError | None:
         """What is known of the end of a worker, besides that its connection ended."""
         return None
@@ -188,6 +193,11 @@ class RayStarter(Starter):
         for number, fate in self._fates.items():
             raise LaunchError(f"worker {number} ended while it started: {fate}", output=self.output())
         super()._check_start()
+
+    @property
+    def pipes(self) -> list[Any]:
+        """The line that the launcher listens to."""
+        return [self.process.stdin]
 
     def find_fate(self, number: int) -> MeshloomError | None:
         """What Ray says of the end of a worker; it may need a moment to know."""
