@@ -238,12 +238,12 @@ def main() -> None:
             actors.place()
             watch(actors.ranks, actors.serve(), orders["stays"], say)
     except LaunchError as error:
-        say(refusal=str(error))
+        say(refusal=error.headline, details={name: str(value) for name, value in error.details.items()})
     except Exception as error:
         from ray.exceptions import RayError
 
         how = explain_end(error)[1] if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
-        say(refusal=f"Ray could not start the workers: {how[:LONGEST]}")
+        say(refusal=f"Ray could not start the workers: {how[:LONGEST]}", details={})
         raise
 
 

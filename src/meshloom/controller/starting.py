@@ -152,7 +152,7 @@ class RayStarter(Starter):
             raise LaunchError('on="ray" needs Ray, which is not installed', fix="pip install 'meshloom[ray]'")
         self._fates: dict[int, MeshloomError] = {}
         self._unsure: set[int] = set()  # workers of whose end Ray will know more
-        self._refusal: str | None = None
+        self._refusal: LaunchError | None = None
         self._heard = b""
         address = _address_of_ray()
         where = tempfile.gettempdir()  # Ray makes sockets in it, whose names have a bound
@@ -184,12 +184,12 @@ class RayStarter(Starter):
                     self._unsure - {facts["worker"]} if facts["is_sure"] else self._unsure | {facts["worker"]}
                 )
             else:
-                self._refusal = facts["refusal"]
+                self._refusal = LaunchError(facts["refusal"], **facts["details"])
 
     def _check_start(self) -> None:
         self._listen()
         if self._refusal is not None:
-            raise LaunchError(self._refusal, output=self.output())
+            raise self._refusal.locate(output=self.output())
         for number, fate in self._fates.items():
             raise LaunchError(f"worker {number} ended while it started: {fate}", output=self.output())
         super()._check_start()
