@@ -79,9 +79,7 @@ class Rank:
 
     def find_place(self) -> tuple[str, int, str]:
         """The address of this host, a free port there, and what tells this host from others."""
-        import ray
-
-        address = ray.util.get_node_ip_address()
+        address = find_address()
         with socket.create_server((address, 0)) as free:
             return address, free.getsockname()[1], interfaces.machine()
 
@@ -90,7 +88,7 @@ class Rank:
         own = settings.environment()
         own.update({"OMP_NUM_THREADS": str(threads), **environment})
         if not settings.is_set(interfaces.VARIABLE):
-            own[interfaces.VARIABLE] = interfaces.interface_of(ray_address()) or ""
+            own[interfaces.VARIABLE] = interfaces.interface_of(find_address()) or ""
         if os.path.isdir(folder):
             os.chdir(folder)
         from meshloom.controller.worker import main
@@ -98,7 +96,7 @@ class Rank:
         main()
 
 
-def ray_address() -> str:
+def find_address() -> str:
     """The address of this host, as Ray has it."""
     import ray
 
@@ -165,7 +163,8 @@ class Actors:
         """The cores of a host shared out to its ranks, unless the user has said otherwise."""
         given = self.orders["threads"] or settings.read("OMP_NUM_THREADS")
         node = self.chosen[int(environment["GROUP_RANK"])][0]
-        return int(given) if given else max(1, node.cores // int(environment["LOCAL_WORLD_SIZE"]))
+        cores = os.cpu_count() or 1 if self.orders["address"] is None else node.cores  # ours counts workers
+        return int(given) if given else max(1, cores // int(environment["LOCAL_WORLD_SIZE"]))
 
 
 def list_nodes() -> list[Node]:
@@ -183,10 +182,6 @@ def list_nodes() -> list[Node]:
         if each["Alive"]
     ]
     return sorted(found, key=lambda node: (node.number != own, node.names, node.number))
-
-
-def _cores(node: dict[str, Any]) -> int:
-    return int(node["Resources"].get("CPU", 0))
 
 
 def explain_end(error: Exception) -> tuple[bool, str]:
