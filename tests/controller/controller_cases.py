@@ -80,5 +80,6 @@ def llama_losses(mesh: Mesh, plan: str) -> list[float]:
 
 
 def llama_losses_of_rank() -> list[float]:
-    """The same on the mesh of a run."""
-    return llama_losses(loom.open_mesh((2, 2), axes=("dp", "tp")), "fsdp")
+    """The same on the mesh of a run, the second time."""
+    mesh = loom.open_mesh((2, 2), axes=("dp", "tp"))
+    return [llama_losses(mesh, "fsdp") for _ in range(2)][1]
