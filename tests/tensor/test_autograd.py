@@ -498,11 +498,14 @@ def test_function_transforms_are_refused_in_words(name: str, kind: str) -> None:
     assert (x * 2).sum().item() == 60
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
-def test_a_compiled_function_gives_the_same_values_and_gradients() -> None:
+def test_a_compiled_function_gives_the_same_values_and_gradients_and_nothing_of_ours_is_compiled() -> None:
+    from torch._dynamo.utils import counters
+
     mesh = loom.open_mesh((4,))
     results = []
+    torch.compiler.reset()
+    counters.clear()
     for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
         p, x = loom.Parameter(drawn((5, 5)), mesh, "S(0)"), loom.distribute(drawn(), mesh, "S(1)").requires_grad_()
         loss = wrap(lambda a, w: (a @ w).tanh().pow(2).sum())(x, p)
@@ -510,6 +513,7 @@ def test_a_compiled_function_gives_the_same_values_and_gradients() -> None:
         results.append([loss.detach().to_torch(), x.grad.to_torch(), p.grad.to_torch()])
     for compiled, plain in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain)
+    assert counters["frames"]["total"] == 1  # the function itself
 
 
 class Rounded(torch.autograd.Function):

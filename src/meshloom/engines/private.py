@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = torch._C._functorc
 # what torch calls for lists of tensors, and functions of `torch.nn.functional` that are in C++
 variable_functions: Any = torch._C._VariableFunctions
 nn_functions: Any = torch._C._nn
+# what `torch.compile` does with the frames of a function and of all that it calls
+_frames: Any = torch._C._dynamo.eval_frame
+_leave = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 # a mask of attention as numbers to add
 canonical_mask: Callable[..., torch.Tensor | None] = F._canonical_mask
 # attention as one kernel, and its gradient, which know shapes without data
@@ -83,3 +87,12 @@ def default_store() -> Any:
 def set_group_timeout(timeout: timedelta, group: Any) -> None:
     """How long a group waits; torch's public functions set it only when they make the group."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def leave_uncompiled(function: Any) -> None:
+    """`torch.compile` neither compiles a function nor what it calls: Python runs them as they are.
+
+    The public `torch.compiler.disable` wraps a function, which costs more than a call of ours.
+    """
+    if isinstance(function, FunctionType):
+        _frames.set_code_exec_strategy(function.__code__, _leave)
