@@ -203,7 +203,7 @@ def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
     """What processes sent, reduced as torch.distributed does: a mean is divided afterwards."""
     if op in ("sum", "mean") and 1 < len(parts) <= _FEW.get(parts.dtype, 0):
         first, second, *others = parts
-        found = first + second
+        found: torch.Tensor = first + second
         for each in others:
             found += each
         return found
