@@ -198,8 +198,8 @@ def test_a_model_trains_as_in_one_process(mesh, plan, optimizer, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", gpt.PLANS)
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "plan"), [*((2, plan) for plan in gpt.PLANS), (4, "data"), (4, "tensor")])
 def test_the_gpt_example_trains_as_in_one_process_and_with_the_bits_of_ranks(workers, plan, clusters, monkeypatch):
     """The order of sums is that of as many ranks; in one process matmuls of all devices are one."""
     wanted, ranked = gpt.losses(plan, 3), ranks.run(workers, "gpt:losses", plan, 3)[0]
