@@ -17,14 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.beside import tell
-from benchmarks.processes import LIMIT_SECONDS, beside_ddp, best_of, deep_mlp
+from benchmarks.processes import beside_ddp, best_of, deep_mlp, start_ranks
 from benchmarks.works import training_step
 
 CABLE, RATE, PORT = "cable", "1gbit", 29500
@@ -68,23 +67,9 @@ def two_hosts() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
 def launch() -> int:
     """A rank on each host; rank 0 prints."""
     with two_hosts() as hosts:
-        shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": hosts[0][1], "MASTER_PORT": str(PORT)}
-        shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CABLE}
-        started = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.link", *sys.argv[1:]],
-                env={**shared, "RANK": str(number), "LOCAL_RANK": "0"},
-                cwd=Path(__file__).parents[1],
-            )
-            for number, (name, _) in enumerate(hosts)
-        ]
-        try:
-            return max(abs(process.wait(timeout=LIMIT_SECONDS)) for process in started)
-        finally:
-            for process in started:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+        here = [sys.executable, "-m", "benchmarks.link", *sys.argv[1:]]
+        met = {"MASTER_ADDR": hosts[0][1], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": CABLE}
+        return start_ranks([["ip", "netns", "exec", name, *here] for name, _ in hosts], met, [0] * len(hosts))
 
 
 class Sums:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,21 +234,18 @@ def launch(command: list[str], count: int, environment: dict[str, str] | None = 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {
-        **os.environ,
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        **(environment or {}),
-    }
+    met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(environment or {})}
+    return start_ranks([[sys.executable, *command]] * count, met, range(count))
+
+
+def start_ranks(commands: Sequence[list[str]], met: dict[str, str], places: Sequence[int]) -> int:
+    """Start a rank for each command, with its place on its host, and wait for all; `met` says where they meet."""
+    shared = {**os.environ, "WORLD_SIZE": str(len(commands)), "OMP_NUM_THREADS": "1", **met}
     started = [
         subprocess.Popen(
-            [sys.executable, *command],
-            env={**shared, "RANK": str(i), "LOCAL_RANK": str(i)},
-            cwd=Path(__file__).parents[1],
+            command, env={**shared, "RANK": str(i), "LOCAL_RANK": str(place)}, cwd=Path(__file__).parents[1]
         )
-        for i in range(count)
+        for i, (command, place) in enumerate(zip(commands, places, strict=True))
     ]
     try:
         return max(abs(process.wait(timeout=LIMIT_SECONDS)) for process in started)
@@ -256,6 +253,7 @@ def launch(command: list[str], count: int, environment: dict[str, str] | None = 
         for process in started:
             if process.poll() is None:
                 process.kill()
+                process.wait()
 
 
 def main() -> int:

@@ -52,22 +52,20 @@ def declare_unit(leaves: Sequence[torch.Tensor]) -> None:
 class Weight:
     """A leaf as some of its uses gather it, and which weight came after it."""
 
-    __slots__ = ("ahead", "bytes", "call", "device", "dtype", "firsts", "followers", "gather", "leaf", "shape")
+    __slots__ = (
+        "ahead", "bytes", "call", "device", "dtype", "firsts", "followers", "gather", "is_small", "leaf", "shape",
+    )  # fmt: skip
 
     def __init__(self, leaf: torch.Tensor, gather: Gather) -> None:
         self.leaf, self.gather = weakref.ref(leaf), gather
         self.shape, self.dtype, self.device = leaf.shape, leaf.dtype, leaf.device
         self.bytes = leaf.nbytes * gather.group.processes
+        self.is_small = self.bytes <= SMALL  # it travels with others
         self.ahead = max(self.bytes, getattr(leaf, "_unit", 0) * gather.group.processes)  # bytes of its unit
         self.call = ""  # the last call that used it, as a divergence tells of it
         self.firsts: set[bool] = set()  # a pass (in backward or not) began with it: who is not guessed there, so that
         # a loop of passes leaves nothing gathered at the end of one
         self.followers: dict[Way, Weight | None] = {}
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it travels with others."""
-        return self.bytes <= SMALL
 
     def array(self) -> torch.Tensor:
         """The leaf, or zeros in its place if it is gone: nobody will use it, but others may still have to send theirs.

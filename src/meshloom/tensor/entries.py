@@ -95,14 +95,14 @@ def _salt(decided: Plan) -> int:
 def identity(salt: int, tensors: Iterable[Tensor], arguments: Iterable[object] = ()) -> int:
     """What a call makes of its operands: which tensors it works on, as a number that is the same in every process."""
     for tensor in tensors:
-        salt = (salt * 1000003 + tensor._number) & _MASK
+        salt = (salt * 1000003 + tensor._number) & MASK
     for each in arguments:
         if each.__class__ in NUMBERS and each == each:
-            salt = (salt * 1000003 + hash(each)) & _MASK
+            salt = (salt * 1000003 + hash(each)) & MASK
     return salt
 
 
-_MASK = (1 << 63) - 1
+MASK = (1 << 63) - 1
 CACHE: dict[Any, Entry] = {}
 CACHES: list[dict[Any, Any]] = [CACHE]  # and the short ways to its entries
 _LEASED: dict[Lease | None, set[Any]] = {}  # the keys of calls on meshes that end

@@ -23,7 +23,7 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS
 from meshloom.tensor.calling import OVERLOADS, PURE, invoke
 from meshloom.tensor.dispatch import TRAIL, Resolved
-from meshloom.tensor.entries import CACHES, LIMIT, Entry, identity
+from meshloom.tensor.entries import CACHES, LIMIT, MASK, Entry, identity
 from meshloom.tensor.views import attach, attach_plain
 from meshloom.tensor.writing import note_write
 
@@ -289,8 +289,10 @@ def write_quickly(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[
         return invoke(name, args, kwargs)  # padding is not zeroed behind autograd's back; gradients may communicate
     function(*datas, **kwargs)
     if salt:
-        tensors = [each for each in args if each.__class__ is Tensor]
-        target._number = identity(salt, tensors, [each for each in datas if each.__class__ is not torch.Tensor])
+        for each in args:  # as `identity` does
+            part = each._number if each.__class__ is Tensor else hash(each) if each == each else 0
+            salt = (salt * 1000003 + part) & MASK
+        target._number = salt
     if is_padded:
         target._mask_padding_()
     if data.requires_grad and torch.is_grad_enabled():
