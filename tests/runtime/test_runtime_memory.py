@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 import meshloom as loom
 from meshloom.errors import ArgumentError, ClosedError, MeshError, OutOfMemoryError
 from meshloom.runtime import MeshWorkload, Program, create_mesh_buffer, open_mesh_device
-from meshloom.runtime.memory import Allocator, Region
+from meshloom.runtime.memory import Allocator, Region, make_region
 from meshloom.tensor import base
 
 DEVICES = 3
@@ -46,7 +46,7 @@ def fits(held: list[Region], size: int, mask: int) -> bool:
     """Whether some address is free on all devices of the mask, tried one by one."""
     wanted = max(1, -(-size // 64)) * 64
     places = range(0, 64 * 20 - wanted + 1, 64)
-    return any(not any(Region(a, wanted, mask, "", "").overlaps(r) for r in held) for a in places)
+    return any(not any(make_region(a, wanted, mask, "", "").overlaps(r) for r in held) for a in places)
 
 
 def test_the_same_calls_give_the_same_addresses():

@@ -16,6 +16,7 @@ from meshloom import ttnn
 from meshloom.errors import ClosedError, OperandError, OutOfMemoryError
 from meshloom.ttnn.device import fabric
 from meshloom.ttnn.ops import repeats
+from meshloom.ttnn.tensor.tensor import form_of
 from ttnn_cases import label
 
 
@@ -38,14 +39,14 @@ def read(tensor: Any) -> torch.Tensor:
 
 # the most functions of ours that a call seen before enters
 FRAMES: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
-    "add": (12, lambda x, y: ttnn.add(x, y)),
-    "operator": (13, lambda x, y: x + y),
-    "in other memory": (13, lambda x, y: ttnn.multiply(x, y, memory_config=ttnn.L1_MEMORY_CONFIG)),
-    "with a number": (14, lambda x, y: ttnn.multiply(x, 2.0)),
-    "unary": (12, lambda x, y: ttnn.exp(x)),
-    "all_gather": (42, lambda x, y: ttnn.all_gather(x, dim=0)),
-    "all_reduce": (42, lambda x, y: ttnn.all_reduce(x, cluster_axis=1)),
-    "reduce_scatter": (46, lambda x, y: ttnn.reduce_scatter(x, dim=1, cluster_axis=1)),
+    "add": (11, lambda x, y: ttnn.add(x, y)),
+    "operator": (12, lambda x, y: x + y),
+    "in other memory": (12, lambda x, y: ttnn.multiply(x, y, memory_config=ttnn.L1_MEMORY_CONFIG)),
+    "with a number": (13, lambda x, y: ttnn.multiply(x, 2.0)),
+    "unary": (11, lambda x, y: ttnn.exp(x)),
+    "all_gather": (32, lambda x, y: ttnn.all_gather(x, dim=0)),
+    "all_reduce": (30, lambda x, y: ttnn.all_reduce(x, cluster_axis=1)),
+    "reduce_scatter": (34, lambda x, y: ttnn.reduce_scatter(x, dim=1, cluster_axis=1)),
 }
 
 
@@ -269,6 +270,37 @@ def test_a_tensor_that_all_devices_shared_is_another_kind_when_they_differ(devic
     assert shared.block.shape[:2] == (2, 4)
     assert torch.equal(ttnn.relu(shared).block, shared.block.relu())
     assert y.block.shape[:2] == (2, 4)
+
+
+def check_form(tensor: Any) -> None:
+    """The form that a tensor keeps is the one that it has."""
+    kept, tensor._form = tensor._form, None
+    assert kept is None or kept is form_of(tensor)
+
+
+def test_the_form_that_a_tensor_keeps_is_none_once_something_of_it_changed(device: Any) -> None:
+    first = ttnn.relu(put(device, 64, 32))
+    for _ in range(2):  # decided, then remembered
+        found = ttnn.relu(put(device, 64, 32))
+        form_of(found)
+    assert found._form is form_of(first), "alike in all"
+    view, part = ttnn.reshape(found, (2, 32, 32)), ttnn.get_device_tensors(found)[0]
+    every = [found, view, part]
+    before = [form_of(each) for each in every]
+    ttnn.copy(ttnn.relu(put(device, 512, 32, dim=0)), found)  # devices differ: it grows, and its views follow
+    for each in every:
+        check_form(each)
+    assert form_of(found) is not before[0] and form_of(view) is not before[1]
+    unknown = found.tensor_topology().with_placements([ttnn.PlacementPartial("sum")])
+    form_of(found)
+    found.update_tensor_topology(unknown)
+    check_form(found)
+    form_of(first)
+    first.deallocate()
+    assert first._form is None is form_of(first)
+    found._form = before[0]
+    with pytest.raises(AssertionError):
+        check_form(found)
 
 
 def test_an_error_of_torch_is_told_as_the_first_time(device: Any) -> None:

@@ -546,6 +546,22 @@ def test_skipped_users_and_missing_pages_write_nothing() -> None:
         assert torch.equal(cache.block, before)
 
 
+@pytest.mark.parametrize("positions", [(5, 5), (5, 2), (-1, -1), (-1, 3)], ids=str)
+@pytest.mark.parametrize("cut", [False, True], ids=["one for all", "cut"])
+def test_users_at_one_position_and_at_their_own_write_the_same_rows(positions: tuple[int, int], cut: bool) -> None:
+    with mesh_of((1, 2)) as mesh:
+        cache = random_tensor(mesh, (4, 3, 6, 8), [True, not cut])
+        before = {place: part(cache, place).clone() for place in places((1, 2))}
+        tokens = random_tensor(mesh, (1, 2, 3, 8), [True, False])  # devices differ: a cache for all of them grows
+        at = everywhere(mesh, torch.tensor(positions), ttnn.int32)
+        ttnn.experimental.paged_update_cache(cache, tokens, update_idxs_tensor=at, batch_offset=1)
+        for place, expected in before.items():
+            for user, position in enumerate(positions):
+                if position >= 0:
+                    expected[1 + user, :, position] = part(tokens, place)[0, user]
+            assert torch.equal(part(cache, place), expected)
+
+
 def test_only_devices_that_are_named_write() -> None:
     with mesh_of((2, 2)) as mesh:
         cache = everywhere(mesh, torch.zeros(1, 1, 2, 4))

@@ -42,11 +42,13 @@ class Operand:
 
     `parts` is the block with the members first, in row-major order of the group's axes: shape (p, other mesh axes,
     local dims). A replicated axis repeats its value without a copy. Where processes split the mesh they are the members
-    of this process; `group` knows the others.
+    of this process; `group` knows the others. `data` is the stored array, or the block if it `is_block`.
     """
 
-    def __init__(self, topology: Topology, data: torch.Tensor, axis: Axis) -> None:
-        self.topology, self.data = topology, data
+    __slots__ = ("axes", "data", "group", "is_block", "is_whole", "mesh", "size", "sizes", "topology")
+
+    def __init__(self, topology: Topology, data: torch.Tensor, axis: Axis, is_block: bool = False) -> None:
+        self.topology, self.data, self.is_block = topology, data, is_block
         self.mesh = topology.mesh
         self.axes, self.group, self.is_whole = _members(topology, tuple(axis) if isinstance(axis, list) else axis)
         self.sizes, self.size = self.group.sizes, self.group.size
@@ -70,26 +72,29 @@ class Operand:
 
     def parts(self, missing: object = 0) -> torch.Tensor:
         """What each member holds; an element that some lack is `missing` there, one that all lack is zero."""
-        topology, data = self.topology, self._with_summed_gradient()
-        lacking = tuple(d for d in topology.padded_dims if any(a in self.axes for a in topology.axes_of[d]))
-        if not lacking or missing == 0:
-            return self._members_first(to_block(data, topology))
-        parts = self._members_first(to_block(fill(data, topology, missing, lacking), topology))
+        topology, data = self.topology, self._with_summed_gradient() if self.group.crosses else self.data
+        lacking = missing != 0 and [d for d in topology.padded_dims if any(a in self.axes for a in topology.axes_of[d])]
+        if not lacking:
+            return self._members_first(data if self.is_block else to_block(data, topology))
+        data = from_block(data, topology) if self.is_block else data
+        parts = self._members_first(to_block(fill(data, topology, missing, tuple(lacking)), topology))
         return torch.where(self._held_by_some(), parts, torch.zeros((), dtype=parts.dtype, device=parts.device))
 
     def _with_summed_gradient(self) -> torch.Tensor:
         """The array; what processes hold alike and use as parts of their own gets the sum of its gradients."""
         topology, data = self.topology, self.data
-        if not self.group.crosses or data.is_meta:
+        if data.is_meta:
             return data
         alike = [axis for axis in self.axes if isinstance(topology.placements[axis], Replicate)]
         group = group_of(self.mesh, alike)
         return data if group is None else sum_gradient(data, group)
 
     def _members_first(self, block: torch.Tensor, sizes: Shape | None = None) -> torch.Tensor:
-        count = len(self.axes)
+        count, held = len(self.axes), sizes or self.group.held
         front = block if self.is_whole else block.movedim(self.axes, tuple(range(count)))
-        return front.expand(*(sizes or self.group.held), *front.shape[count:]).flatten(0, count - 1)
+        if front.shape[:count] != held:
+            front = front.expand(*held, *front.shape[count:])
+        return front.flatten(0, count - 1) if count > 1 else front
 
     def _held_by_some(self) -> torch.Tensor:
         """True where some member holds an element, in the shape of one part."""
@@ -117,19 +122,16 @@ class Operand:
         alike = {axis for axis in self.other_axes if isinstance(placements[axis], Replicate)}
         return tuple((1, 0) if axis in alike else (self.mesh.shape[axis], start[axis]) for axis in self.other_axes)
 
-    def same(self, part: torch.Tensor, shape: Shape) -> Placed:
-        """The tensor of which every member holds `part`."""
+    def same(self, part: torch.Tensor) -> torch.Tensor:
+        """The block of which every member holds `part`."""
         for axis in self.axes:
             part = part.unsqueeze(axis)
-        target = self.place(REPLICATE, shape)
-        return target, from_block(part, target)
+        return part
 
-    def each(self, parts: torch.Tensor, target: Topology) -> Placed:
-        """The tensor of which member i holds `parts[i]`; no axis of the group is replicated."""
+    def each(self, parts: torch.Tensor) -> torch.Tensor:
+        """The block of which member i holds `parts[i]`."""
         block = torch.unflatten(parts, 0, self.group.held)
-        if not self.is_whole:
-            block = block.movedim(tuple(range(len(self.axes))), self.axes)
-        return target, from_block(block, target)
+        return block if self.is_whole else block.movedim(tuple(range(len(self.axes))), self.axes)
 
 
 # What follows from a topology and the axes of a group alone: worked out once.
@@ -217,12 +219,15 @@ class Call:
         algorithm: str | None = None,
         precise: bool = False,
         number: int = 0,
+        is_block: bool = False,
     ) -> None:
         self.kind, self.op, self.root = kind, op, root
-        self.operand = Operand(topology, data, axis)
-        check_member(self.operand, root, "root")
+        self.operand = Operand(topology, data, axis, is_block)
+        if root != 0 or root.__class__ is not int:
+            check_member(self.operand, root, "root")
         self.mode = self._mode(mode, algorithm, precise)
-        self._tell(kind, mode, op if kind in REDUCING else None, grows)
+        if state.watching:
+            self._tell(kind, mode, op if kind in REDUCING else None, grows)
         if self.operand.group.crosses and not data.is_meta:
             WORLD.watch.begin(f"{kind}({topology.notation}) over {self.operand.name}", topology.mesh)
             WORLD.story_of(topology.mesh.ranks).add(f"{kind} {number:x}")
@@ -238,7 +243,7 @@ class Call:
 
     def _tell(self, kind: str, mode: str, op: str | None, grows: str) -> None:
         operand, topology = self.operand, self.operand.topology
-        if not state.watching or operand.size == 1:
+        if operand.size == 1:
             return
         held = topology.local_bytes
         after = {"more": held * operand.size, "less": -(-held // operand.size)}.get(grows, held)
@@ -249,11 +254,14 @@ class Call:
         state.check(events)
         state.log(events)
 
-    def reduce(self) -> Placed:
+    def reduce_block(self) -> torch.Tensor:
         """Every member holds the reduction."""
         operand = self.operand
-        part = self.mode.reduce(self.kind, operand.parts(IDENTITY[self.op]), self.op, self.root)
-        return operand.same(part, operand.held_shape())
+        return operand.same(self.mode.reduce(self.kind, operand.parts(IDENTITY[self.op]), self.op, self.root))
+
+    def reduce(self) -> Placed:
+        """`reduce_block` as a stored array."""
+        return _place_block(self.reduce_block(), self.target())
 
     def target(self) -> Topology:
         """Where a reduction would lie."""
@@ -265,37 +273,47 @@ class Call:
         block = to_block(out, self.target()).squeeze(operand.axes)
         self.mode.reduce_into(block, self.kind, operand.parts(IDENTITY[self.op]), self.op, self.root)
 
-    def gather(self, dim: int) -> Placed:
+    def gather_block(self, dim: int) -> torch.Tensor:
         """Every member holds what all of them hold, one after the other along a dim."""
-        operand, held = self.operand, self.operand.held_shape()
+        operand = self.operand
         parts = self.mode.gather(self.kind, operand.parts(), self.root)
-        joined, long = _join(operand, parts, dim, members=0)
-        return operand.same(joined, held[:dim] + (long,) + held[dim + 1 :])
+        return operand.same(_join(operand, parts, dim, members=0))
 
-    def scatter(self, dim: int) -> Placed:
-        """Each member holds its chunk of the reduction, or of what the root holds."""
+    def gather(self, dim: int) -> Placed:
+        """`gather_block` as a stored array."""
         operand, held = self.operand, self.operand.held_shape()
+        target = operand.place(REPLICATE, held[:dim] + (_long(operand, dim),) + held[dim + 1 :])
+        return _place_block(self.gather_block(dim), target)
+
+    def scatter_block(self, dim: int) -> torch.Tensor:
+        """Each member holds its chunk of the reduction, or of what the root holds."""
+        operand = self.operand
         parts = operand.parts(0 if self.kind == "scatter" else IDENTITY[self.op])
         here = type(self.mode) is DirectMode and not operand.group.crosses
         if here and self.kind == "reduce_scatter":  # whole parts lie in one piece, the pieces for a member do not
             pieces = _pieces(operand, self.mode.reduce(self.kind, parts, self.op, self.root), dim, members=0)
         else:
             pieces = self.mode.scatter(self.kind, _pieces(operand, parts, dim), self.op, self.root)
-        shape = held[:dim] + (_wide(operand, pieces, dim),) + held[dim + 1 :]
-        return operand.each(pieces, operand.place(Shard(dim), shape))
+        return operand.each(pieces)
+
+    def scatter(self, dim: int) -> Placed:
+        """`scatter_block` as a stored array."""
+        operand, held, block = self.operand, self.operand.held_shape(), self.scatter_block(dim)
+        shape = held[:dim] + (_wide(operand, block, dim),) + held[dim + 1 :]
+        return _place_block(block, operand.place(Shard(dim), shape))
 
     def exchange(self, split: int, concat: int) -> Placed:
         """Each member cuts what it holds along one dim, sends a piece to each, and joins what it gets along another."""
         operand = self.operand
         arrived = self.mode.exchange(_pieces(operand, operand.parts(), split))
-        joined, long = _join(operand, arrived, concat, members=1)
+        joined = _join(operand, arrived, concat, members=1)
         shape = list(operand.held_shape())
-        shape[split], shape[concat] = _wide(operand, joined, split), long
-        return operand.each(joined, operand.place(Shard(split), tuple(shape)))
+        shape[split], shape[concat] = _wide(operand, joined, split), _long(operand, concat)
+        return _place_block(operand.each(joined), operand.place(Shard(split), tuple(shape)))
 
     def broadcast(self) -> Placed:
         """Every member holds what the root holds."""
-        return self.operand.same(self.mode.broadcast(self.operand.parts(), self.root), self.operand.held_shape())
+        return _place_block(self.operand.same(self.mode.broadcast(self.operand.parts(), self.root)), self.target())
 
     def at_root(self, found: Placed) -> Placed:
         """One member holds the value, the others zero; a bool is held as P(max)."""
@@ -305,18 +323,23 @@ class Call:
             part = part.squeeze(axis)
         kind = Partial("max" if topology.dtype == "bool" else "sum")
         alone = DirectMode(self.operand.group).at_root(part, self.root)
-        return self.operand.each(alone, self.operand.place(kind, topology.shape))
+        return _place_block(self.operand.each(alone), self.operand.place(kind, topology.shape))
 
     def rearrange(self, order: Sequence[int | None]) -> Placed:
         """Each member's part replaced by another's."""
-        return self.operand.each(self.mode.rearrange(self.operand.parts(), order), self.operand.topology)
+        found = self.operand.each(self.mode.rearrange(self.operand.parts(), order))
+        return _place_block(found, self.operand.topology)
 
 
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
-def _join(operand: Operand, parts: torch.Tensor, dim: int, members: int) -> tuple[torch.Tensor, int]:
-    """Parts (dim `members` of the array) laid end to end along a dim, and how long the dim is then.
+def _place_block(block: torch.Tensor, topology: Topology) -> Placed:
+    return topology, from_block(block, topology)
+
+
+def _join(operand: Operand, parts: torch.Tensor, dim: int, members: int) -> torch.Tensor:
+    """Parts (dim `members` of the array) laid end to end along a dim.
 
     Where the group alone cuts the dim, its parts without their padding are the dim; elsewhere all have one size.
     """
@@ -324,8 +347,16 @@ def _join(operand: Operand, parts: torch.Tensor, dim: int, members: int) -> tupl
     place = parts.dim() - topology.ndim + dim - 1
     joined = parts.movedim(members, place).flatten(place, place + 1)
     if topology.axes_of[dim] != operand.axes:
-        return joined, topology.local_shape[dim] * operand.others(dim) * operand.size
-    return unpad(joined, place, topology.shape[dim], topology.shards[dim]), topology.shape[dim]
+        return joined
+    return unpad(joined, place, topology.shape[dim], topology.shards[dim])
+
+
+def _long(operand: Operand, dim: int) -> int:
+    """How long a dim is once parts are joined along it."""
+    topology = operand.topology
+    if topology.axes_of[dim] != operand.axes:
+        return topology.local_shape[dim] * operand.others(dim) * operand.size
+    return topology.shape[dim]
 
 
 def _pieces(operand: Operand, parts: torch.Tensor, dim: int, members: int = 1) -> torch.Tensor:

@@ -22,7 +22,7 @@ from meshloom.errors import ArgumentError, OutOfMemoryError, place_name
 from meshloom.runtime.chips import ALIGNMENT
 
 LISTED = 5  # how many owners an error names
-_numbers = count()
+_next_number = count().__next__
 Where = str | tuple[str, int]  # a line as text, or its file and number: a text only when somebody reads it
 
 
@@ -31,10 +31,13 @@ class Region:
 
     __slots__ = ("_where", "address", "freed", "mask", "number", "owner", "size")
 
-    def __init__(self, address: int, size: int, mask: int, owner: Any, where: Where) -> None:
-        self.address, self.size, self.mask, self.owner, self._where = address, size, mask, owner, where
-        self.number = next(_numbers)
-        self.freed = False
+    address: int
+    size: int
+    mask: int
+    owner: Any
+    number: int  # that no other has
+    freed: bool
+    _where: Where
 
     @property
     def where(self) -> str:
@@ -52,6 +55,17 @@ class Region:
     def overlaps(self, other: Region) -> bool:
         """Whether some device has bytes of both."""
         return bool(self.mask & other.mask) and self.address < other.end and other.address < self.end
+
+
+def make_region(address: int, size: int, mask: int, owner: Any, where: Where) -> Region:
+    """Bytes that are not booked yet, under a number of their own."""
+    made = _blank(Region)
+    made.address, made.size, made.mask, made.owner, made._where = address, size, mask, owner, where
+    made.number, made.freed = _next_number(), False
+    return made
+
+
+_blank = object.__new__
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +146,15 @@ class Gaps:
 
     def take(self, start: int, end: int) -> None:
         """Cut a piece out; what of it is not free stays so."""
-        first = max(0, bisect_left(self.pieces, (start,)) - 1)
+        pieces = self.pieces
+        place = bisect_left(pieces, (start,))
+        if place < len(pieces) and pieces[place][0] == start and pieces[place][1] > end:  # the usual first fit
+            pieces[place] = (end, pieces[place][1])
+            return
+        if place and pieces[place - 1][1] == end:  # the usual fit from the top
+            pieces[place - 1] = (pieces[place - 1][0], start)
+            return
+        first = max(0, place - 1)
         last = bisect_left(self.pieces, (end,))
         left = []
         for low, high in self.pieces[first:last]:
@@ -141,13 +163,15 @@ class Gaps:
 
     def give(self, start: int, end: int) -> None:
         """Put a piece back and join it with its neighbours."""
-        place = bisect_left(self.pieces, (start,))
-        if place < len(self.pieces) and self.pieces[place][0] == end:
-            end = self.pieces.pop(place)[1]
-        if place and self.pieces[place - 1][1] == start:
+        pieces = self.pieces
+        place = bisect_left(pieces, (start,))
+        if place and pieces[place - 1][1] == start:
             place -= 1
-            start = self.pieces.pop(place)[0]
-        self.pieces.insert(place, (start, end))
+            start = pieces.pop(place)[0]
+        if place < len(pieces) and pieces[place][0] == end:
+            pieces[place] = (start, pieces[place][1])
+        else:
+            pieces.insert(place, (start, end))
 
     @property
     def largest(self) -> int:
@@ -197,14 +221,15 @@ class Allocator:
                 made = self._hand_on(self._dropped[0], size, mask, owner, where, from_top)
                 if made is not None:
                     return made
-            self._drain()
-            gaps = self._gaps_of(mask)
+            if self._dropped:
+                self._drain()
+            gaps = self._gaps.get(mask) or self._gaps_of(mask)
             found = (
                 gaps.fit(size, from_top) if address is None else self._check_address(address, size, mask, owner, gaps)
             )
             if found is None:
                 raise self._full(nbytes, mask, owner, where, gaps)
-            return self._put(Region(found, size, mask, owner, where))
+            return self._put(make_region(found, size, mask, owner, where))
 
     def _hand_on(self, region: Region, size: int, mask: int, owner: Any, where: Where, from_top: bool) -> Region | None:
         """The bytes of a region that was just dropped for the next owner, if they are what first fit would find once
@@ -221,7 +246,7 @@ class Allocator:
         self._dropped.popleft()
         region.freed = True
         del self._regions[region.number]
-        made = Region(low, size, mask, owner, where)
+        made = make_region(low, size, mask, owner, where)
         self._regions[made.number] = made
         return made
 
@@ -273,9 +298,10 @@ class Allocator:
 
     def _put(self, region: Region) -> Region:
         self._regions[region.number] = region
+        start, end = region.address, region.address + region.size
         for mask, gaps in self._gaps.items():
             if mask & region.mask:
-                gaps.take(region.address, region.end)
+                gaps.take(start, end)
         self._count(region.mask, region.size * self.banks)
         return region
 
@@ -283,7 +309,8 @@ class Allocator:
         """Add to what devices use. What all of them use is one number: most regions are on all."""
         if mask == self._all:
             self._common += change
-            self._most = max(self._most, self._common)
+            if self._common > self._most:
+                self._most = self._common
         else:
             self._peaks()
             self._used[self._members_of(mask)] += change
@@ -305,11 +332,12 @@ class Allocator:
     def _take_back(self, region: Region) -> None:
         del self._regions[region.number]
         self._count(region.mask, -region.size * self.banks)
-        for mask in [mask for mask in self._gaps if mask & region.mask]:
-            if mask & ~region.mask:  # another region may still be there on the other devices
+        start, end = region.address, region.address + region.size
+        for mask, gaps in tuple(self._gaps.items()):
+            if not mask & ~region.mask:
+                gaps.give(start, end)
+            elif mask & region.mask:  # another region may still be there on the other devices
                 del self._gaps[mask]
-            else:
-                self._gaps[mask].give(region.address, region.end)
 
     def _gaps_of(self, mask: int) -> Gaps:
         found = self._gaps.get(mask)
@@ -336,7 +364,7 @@ class Allocator:
                 fix=f"addresses are multiples of {ALIGNMENT} from 0 to {self.bank_size - size:#x}",
             )
         if not gaps.holds(address, address + size):
-            wanted = Region(address, size, mask, owner, "")
+            wanted = make_region(address, size, mask, owner, "")
             taken = next(region for region in self._on(mask) if region.overlaps(wanted))
             raise OutOfMemoryError(
                 f"{owner} cannot have address {address:#x}: {taken.owner} is there",

@@ -237,10 +237,10 @@ class Group:
         axes = None if len(self.axes) == self.mesh.ndim else self.axes
 
         def kernel(mesh: Mesh, block: Block) -> Block:
-            topology, data = lie_down(block, mesh)
+            topology, lying = lie_down(block, mesh)
             names = None if axes is None else tuple([mesh.axes[axis] for axis in axes])
-            call = Call(kind, topology, data, names, asked or _mode.get(), **options)
-            found = stand_up(*getattr(call, act)(*places))
+            call = Call(kind, topology, lying, names, asked or _mode.get(), is_block=True, **options)
+            found = stand_up(getattr(call, act)(*places), mesh.ndim).contiguous()
             if same_storage(found, block):
                 found = found.clone()
             return found if size is None else found.narrow(places[0], 0, size)

@@ -66,7 +66,7 @@ def gather_along(group: Group, dim: int | None = None) -> Made:
     place = group.sharded_dim() if dim is None else group.dim(dim)
     label = group.label_gather(place)
     if group.places is None:
-        return group.collective("all_gather", "gather", label, place, size=group.whole_size(place), grows="more")
+        return group.collective("all_gather", "gather_block", label, place, size=group.whole_size(place), grows="more")
     return group.make(group.spread_members(group.run(native.all_gather, group.at(place)), place), label)
 
 
@@ -94,7 +94,7 @@ def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The all-reduce of a group's tensor."""
     how: dict[str, Any] = {"op": reduction(group.name, math_op), "precise": True}
     if group.places is None:
-        return group.collective("all_reduce", "reduce", group.relabel(REPLICATE), **how)
+        return group.collective("all_reduce", "reduce_block", group.relabel(REPLICATE), **how)
     return group.make(group.run(native.all_reduce, **how), group.relabel(REPLICATE))
 
 
@@ -119,7 +119,7 @@ def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) 
     how: dict[str, Any] = {"op": reduction(group.name, math_op), "precise": True}
     label = group.label_scatter(place)
     if group.places is None:
-        return group.collective("reduce_scatter", "scatter", label, place, **how)
+        return group.collective("reduce_scatter", "scatter_block", label, place, **how)
     return group.make(group.run(native.reduce_scatter, group.at(place), **how), label)
 
 

@@ -23,7 +23,7 @@ from meshloom.processes.divergence import note
 from meshloom.runtime import state
 from meshloom.runtime.commands import Replay
 from meshloom.runtime.events import MeshEvent as Event
-from meshloom.runtime.memory import Allocator, Region
+from meshloom.runtime.memory import Allocator, Region, make_region
 from meshloom.runtime.queue import MeshCommandQueue
 from meshloom.runtime.races import Access
 from meshloom.runtime.trace import Trace
@@ -399,7 +399,7 @@ class _Memory:
         """Let memory outlive whoever frees it; what was freed during the capture is taken again, where nobody is."""
         rooms = list(self._rooms)
         for room in rooms:
-            room.traces.append(trace)
+            room.traces += (trace,)
         trace._kept.append(rooms)
         freed: dict[tuple[Allocator, int], list[Region]] = {}
         for (allocator, _), region in self._regions.items():
@@ -408,7 +408,7 @@ class _Memory:
                 freed.setdefault((allocator, region.mask), []).append(region)
         for (allocator, mask), regions in freed.items():
             for start, end in _join(regions):
-                wanted = Region(start, end - start, mask, "", "")
+                wanted = make_region(start, end - start, mask, "", "")
                 for low, high in _free_pieces(allocator, wanted):
                     size = (high - low) * allocator.banks
                     made = allocator.allocate(size, mask, f"trace {trace.id}", trace.where, low)
@@ -456,7 +456,7 @@ def note_use(room: Any) -> None:
 def hold(tensor: Tensor) -> None:
     """During a capture: the trace keeps a tensor's memory from now on, also if somebody frees the tensor."""
     assert state.capture is not None and tensor._room is not None
-    tensor._room.traces.append(state.capture.trace)
+    tensor._room.traces += (state.capture.trace,)
     state.capture.keep(tensor._room)
 
 

@@ -32,11 +32,12 @@ def attend(
     seen: Block | None = None,
     bias: Block | None = None,
     sink: Block | None = None,
+    blind: Block | None = None,
 ) -> Block:
     """softmax(q @ k.T * scale + bias) @ v over the keys that are seen; a sink is one more key without a value.
 
     `seen` is a mask of the keys that count, `bias` is added, `sink` is a logit per row: all as wide as
-    [*mesh, B, H, S, T] or narrower by ones.
+    [*mesh, B, H, S, T] or narrower by ones. `blind` are the rows that `seen` leaves no key, if the caller knows them.
     """
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if sink is not None:
@@ -47,7 +48,7 @@ def attend(
     mask = bias if seen is None else seen if bias is None else bias.masked_fill(~seen, -torch.inf)
     q, k, v, *_ = spread([q, k, v] if mask is None else [q, k, v, mask], axes)
     sizes = q.shape[: axes + 1]
-    queries, keys, values = (each.float().flatten(0, axes) for each in (q, k, v))
+    queries, keys, values = q.float().flatten(0, axes), k.float().flatten(0, axes), v.float().flatten(0, axes)
     found: Block = F.scaled_dot_product_attention(
         queries,
         keys,
@@ -56,10 +57,13 @@ def attend(
         is_causal=causal and mask is None,
         scale=factor,
         enable_gqa=q.shape[-3] != k.shape[-3],
-    ).unflatten(0, sizes)
+    )
+    found = found.reshape(*sizes, *found.shape[1:])
     if mask is None:
         return found
-    blind = ~mask.any(-1, keepdim=True) if mask.dtype is torch.bool else (mask == -torch.inf).all(-1, keepdim=True)
+    if blind is None or mask is not seen:
+        is_seen = mask if mask.dtype is torch.bool else mask != -torch.inf
+        blind = ~is_seen.any(-1, keepdim=True)
     return found.masked_fill(blind, 0)
 
 
@@ -111,10 +115,11 @@ def within(keys: Block, last: Block, window: int | None, modulo: int | None = No
     >>> within(torch.arange(4), torch.tensor([5]), 3, modulo=4).int()
     tensor([1, 1, 0, 1], dtype=torch.int32)
     """
-    age = last - keys if modulo is None else (last - keys) % modulo
-    seen = (age >= 0) & (age <= last) & (last >= 0)
-    if modulo is not None:
-        seen = seen & (keys < modulo)
+    if modulo is None:
+        seen = keys <= last  # no key is below 0
+        return seen if window is None else seen & (keys > last - window)
+    age = (last - keys) % modulo
+    seen = (age <= last) & (last >= 0) & (keys < modulo)
     return seen if window is None else seen & (age < window)
 
 

@@ -35,7 +35,7 @@ def fresh(block: Block) -> Block:
 def spread(blocks: Sequence[Block], axes: int) -> list[Block]:
     """Blocks with the mesh axes of all of them; views."""
     sizes = lead(blocks, axes)
-    return [block.expand(*sizes, *block.shape[axes:]) for block in blocks]
+    return [block if block.shape[:axes] == sizes else block.expand(*sizes, *block.shape[axes:]) for block in blocks]
 
 
 def row_offsets(table: Block, axes: int, rows: int, rank: int) -> Block:
@@ -65,16 +65,18 @@ def take_rows(table: Block, index: Block, axes: int) -> Block:
     return found.reshape(*places.shape, *flat.shape[1:])
 
 
-def inside(name: str, index: Block, size: int, what: str, lowest: int = 0) -> None:
-    """An error if numbers are outside of what they count; while a trace is captured there are no values to look at."""
+def inside(name: str, index: Block, size: int, what: str, lowest: int = 0) -> tuple[int, int] | None:
+    """The least and the greatest of numbers, an error if they are outside of what they count; None without numbers, and
+    while a trace is captured: there are no values to look at then."""
     if state.capture is not None or not index.numel():
-        return
-    low, high = map(int, torch.aminmax(index))
+        return None
+    low, high = (int(index),) * 2 if index.numel() == 1 else map(int, torch.aminmax(index))
     if low < lowest or high >= size:
         raise OperandError(
             f"ttnn.{name}: {what} {low if low < lowest else high} is out of range, there are {size}",
             fix=f"use {lowest} to {size - 1}",
         )
+    return low, high
 
 
 def whole(values: Sequence[int] | int, count: int) -> tuple[int, ...]:

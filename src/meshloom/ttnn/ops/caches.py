@@ -103,31 +103,34 @@ def paged_update_cache(
     name = "experimental.paged_update_cache"
     others = [tensor for tensor in (update_idxs_tensor, page_table) if tensor is not None]
     blocks = operands(name, cache_tensor, input_tensor, *others)[1]
-    axes, users = len(cache_tensor.grid), input_tensor.shape[1]
+    axes, users = len(cache_tensor._grid), blocks[1].shape[len(cache_tensor._grid) + 1]
     check_positions(name, update_idxs, update_idxs_tensor, users)
-    told = None if update_idxs_tensor is None else update_idxs_tensor.block
-    position = positions_of(update_idxs, told, axes, users)
+    position = positions_of(update_idxs, None if update_idxs_tensor is None else blocks[2], axes, users)
     if cache_position_modulo is not None:
         position = torch.where(position < 0, position, position % cache_position_modulo)
-    seen = regroup(blocks[0], axes, block_size or 0, num_kv_heads or 0)
-    pages, heads, length = seen.shape[axes : axes + 3]
-    skipped = position < 0
+    geometry = (block_size or 0, num_kv_heads or 0)
+    pages, heads, length = regroup(blocks[0], axes, *geometry).shape[axes : axes + 3]
+    ends = row = None
     if page_table is not None:
-        row, position, skipped = _in_pages(name, page_table.block, position, skipped, axes, length, batch_offset)
+        row, position, skipped = _in_pages(name, page_table.block, position, position < 0, axes, length, batch_offset)
+        inside(name, row.masked_fill(skipped, 0), pages, "page")
     else:
-        inside(name, position, length, "position", lowest=-1)
-        row = torch.zeros_like(position) if share_cache else torch.arange(batch_offset, batch_offset + users)
-        row = row.expand_as(position)
+        ends = inside(name, position, length, "position", lowest=-1)
         if not share_cache and not 0 <= batch_offset <= pages - users:
             raise OperandError(f"ttnn.{name}: {users} users and a cache of {pages}", fix="a cache for every user")
-    if page_table is not None:
-        inside(name, row.masked_fill(skipped, 0), pages, "page")
     values = blocks[1].flatten(axes, axes + 1)[..., :heads, :]  # [*mesh, B, H, D]; heads beyond are padding
     if values.shape[-2] != heads:
         raise OperandError(f"ttnn.{name}: {input_tensor.shape[2]} heads into a cache of {heads}")
-    skipped = _elsewhere(skipped, cache_tensor, mesh_coords)
-    whole = (heads, cache_tensor.shape[-1])
-    _put(cache_tensor, values, row, position, skipped, (block_size or 0, num_kv_heads or 0), whole)
+    is_plain = not share_cache and mesh_coords is cache_tensor._coords is None
+    if is_plain and ends is not None and 0 <= ends[0] == ends[1]:  # all users are at one position
+        room = regroup(writable_block(cache_tensor, lead([values, position], axes)), axes, *geometry)
+        room.narrow(axes, batch_offset, users).select(-2, ends[0]).copy_(rounded(values, cache_tensor.dtype))
+    else:
+        if row is None:
+            row = torch.zeros_like(position) if share_cache else torch.arange(batch_offset, batch_offset + users)
+            row, skipped = row.expand_as(position), position < 0
+        skipped = _elsewhere(skipped, cache_tensor, mesh_coords)
+        _put(cache_tensor, values, row, position, skipped, geometry, (heads, cache_tensor.shape[-1]))
     if mesh_coords is not None:
         return _unknown(cache_tensor)
     return _update_label(name, cache_tensor, input_tensor, (1, 2, 3), (0, 1, 3), others)

@@ -27,7 +27,7 @@ from meshloom.ttnn.ops.results import rule_for
 from meshloom.ttnn.ops.signatures import Binding, forms
 from meshloom.ttnn.ops.topologies import Rows, topology_of
 from meshloom.ttnn.refusal_levels import refuse, setting
-from meshloom.ttnn.tensor.formats import DataType, Layout, padded_shape, rounded
+from meshloom.ttnn.tensor.formats import CAST, DataType, Layout, padded_shape, rounded
 from meshloom.ttnn.tensor.memory import MemoryConfig, TensorMemoryLayout, row_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.sharding import fit_memory
@@ -124,10 +124,7 @@ def _fit_shards(like: Tensor, values: Block, layout: Layout) -> MemoryConfig:
 
 
 # By number: the torch dtype of formats whose values need no rounding once they are in it, and formats of whole tiles.
-_EXACT = [
-    kind.store if kind in (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32) else None
-    for kind in sorted(DataType, key=lambda kind: kind.value)
-]
+_EXACT = [kind.store if kind in CAST else None for kind in sorted(DataType, key=lambda kind: kind.value)]
 _TILED = (DataType.BFLOAT8_B.value, DataType.BFLOAT4_B.value)
 
 
@@ -161,14 +158,15 @@ def op(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            running, kind, refusals = _running.op, None, setting.refusals
+            running, kind = _running.op, None
             outermost = running is None
-            if (outermost or running is COUNTED) and not (BEFORE or AFTER):
+            if (outermost or running is COUNTED) and not BEFORE and not AFTER:
                 kind = kind_of(name, args, kwargs, binding.takes)
                 if kind is not None and (seen := SEEN.get(kind[0])) is not None:
                     found = seen.run(kind, outermost)
                     if found is not NotImplemented:
                         return found
+            refusals = setting.refusals
             if other and kwargs:
                 kwargs = {other.get(argument, argument): value for argument, value in kwargs.items()}
             for hook in tuple(BEFORE):

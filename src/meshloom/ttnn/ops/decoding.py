@@ -54,18 +54,21 @@ def _decode(
     if is_causal:
         check_positions(name, cur_pos, cur_pos_tensor, users)
     listed = tuple(cur_pos)
+    has_pages, has_mask, has_positions, has_sink = is_there
 
     def kernel(queries: Block, keys: Block, values: Block, *rest: Block) -> Block:
         told = iter(rest)
-        pages, mask, positions, logits = (next(told) if there else None for there in is_there)
+        pages, mask = next(told) if has_pages else None, next(told) if has_mask else None
+        positions, logits = next(told) if has_positions else None, next(told) if has_sink else None
         k, v = caches((keys, values) if pages is None else (keys, values, pages), axes)
         groups = (k.shape[-3], heads // k.shape[-3])
         q = queries.reshape(*queries.shape[:axes], users, *groups, queries.shape[-1])  # [*mesh, B, K, H / K, D]
-        seen = None
+        seen = blind = None
         if is_causal:
-            last = positions_of(listed, positions, axes, users).unsqueeze(-1)
-            keys_at = torch.arange(k.shape[-2])
-            seen = within(keys_at, last, sliding_window_size, cache_position_modulo).unsqueeze(-2).unsqueeze(-2)
+            last = positions_of(listed, positions, axes, users)[..., None, None, None]
+            seen = within(torch.arange(k.shape[-2]), last, sliding_window_size, cache_position_modulo)
+            if sliding_window_size is None and cache_position_modulo is None:
+                blind = last < 0
         column = None if logits is None else sink_of(name, logits, axes, heads)
         found = attend(
             q,
@@ -76,6 +79,7 @@ def _decode(
             seen=seen,
             bias=None if mask is None else _by_groups(mask.float(), axes, heads, groups),
             sink=None if column is None else column.reshape(*column.shape[: axes + 1], *groups, 1),
+            blind=blind,
         )
         return found.flatten(-3, -2).unsqueeze(axes)
 
@@ -125,7 +129,7 @@ def scaled_dot_product_attention_decode(
     def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
         if share_cache:
             return [block.expand(*block.shape[:axes], users, *block.shape[axes + 1 :]) for block in blocks]
-        return [block.narrow(axes, 0, users) for block in blocks]
+        return [block if block.shape[axes] == users else block.narrow(axes, 0, users) for block in blocks]
 
     return _decode(name, three, caches, **how)
 

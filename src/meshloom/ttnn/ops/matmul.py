@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,12 +55,15 @@ def product(
     name: str, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool, kind: DataType
 ) -> Callable[[Block, Block], Block]:
     """What makes the block of a product of those of two tensors."""
-    operands(name, a, b)
+    _, blocks = operands(name, a, b)
     _check(name, a, b, transpose_a, transpose_b)
     ranks, axes = (len(a.shape), len(b.shape)), len(a.grid)
     is_turned = (transpose_a and ranks[0] > 1, transpose_b and ranks[1] > 1)
     real = (real_places(a, [-2 if is_turned[0] else -1]), real_places(b, [-1 if is_turned[1] or ranks[1] == 1 else -2]))
     rank = max(ranks)
+    is_exact = all(fine(block, kind) is block and block.dtype is blocks[0].dtype for block in blocks)
+    if is_exact and real == (None, None) and is_turned == (False, False) and 1 < ranks[0] == ranks[1]:
+        return multiply_blocks
 
     def kernel(x: Block, y: Block) -> Block:
         x, y = _alike(fine(_without(x, real[0]), kind), fine(_without(y, real[1]), kind))
@@ -92,20 +96,32 @@ def multiply_blocks(x: Block, y: Block) -> Block:
     >>> multiply_blocks(torch.ones(2, 1, 3, 5), torch.ones(1, 4, 5, 7)).shape  # (2 * 3, 5) @ (5, 4 * 7)
     torch.Size([2, 4, 3, 7])
     """
-    (m, k), n = x.shape[-2:], y.shape[-1]
-    count = math.prod(y.shape[:-2])
-    if count == 1:
-        return x @ y.view(k, n) if y.is_contiguous() else x @ y[(0,) * (y.dim() - 2)]
-    if any(1 not in pair for pair in zip(x.shape[:-2], y.shape[:-2], strict=True)):
+    is_batch, matrix, is_copied = _fold(x.shape, y.shape)
+    if is_batch:
         return x @ y
+    if matrix is not None:
+        return x @ y.view(matrix) if y.is_contiguous() else x @ y[(0,) * (y.dim() - 2)]
+    if not is_copied and y.is_contiguous():
+        return x @ y
+    (m, k), n, count = x.shape[-2:], y.shape[-1], math.prod(y.shape[:-2])
     rows, columns = x.reshape(math.prod(x.shape[:-1]), k), y.reshape(count, k, n).transpose(0, 1)
-    if not columns.is_contiguous() and (rows.shape[0] < MANY_ROWS or n >= FEW_COLUMNS):
+    if not is_copied and not columns.is_contiguous():
         return x @ y
     lead = x.dim() - 2
     found = (rows @ columns.reshape(k, count * n)).reshape(*x.shape[:-2], m, *y.shape[:-2], n)
     pairs = [each for place in range(lead) for each in (place, lead + 1 + place)]
     sizes = map(max, x.shape[:-2], y.shape[:-2])
     return found.permute(*pairs, lead, -1).reshape(*sizes, m, n)
+
+
+@lru_cache(maxsize=4096)
+def _fold(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[bool, tuple[int, int] | None, bool]:
+    """For two shapes: whether both have the same batch somewhere, the second's matrix if it is one, and whether one
+    wide product is better even if the columns of the second have to be copied for it."""
+    is_batch = any(1 not in pair for pair in zip(x[:-2], y[:-2], strict=True))
+    (k, n), count = y[-2:], math.prod(y[:-2])
+    is_copied = math.prod(x[:-1]) >= MANY_ROWS and n < FEW_COLUMNS
+    return is_batch and count != 1, (k, n) if count == 1 else None, is_copied
 
 
 def _with_vector(x: Block, y: Block, a_rank: int, b_rank: int, axes: int) -> Block:
@@ -139,6 +155,8 @@ def multiply(
     if activation is not None:
         label = without_terms(label)
     after = None if activation is None else activator(activation)
+    if bias is None and after is None:
+        return compute(multiplied, made_by, label)
 
     def kernel(x: Block, y: Block, *added: Block) -> Block:
         found = multiplied(x, y)

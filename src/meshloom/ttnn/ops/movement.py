@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -189,26 +190,37 @@ def _relabel_padding(
 
     [1, 1, 32, 64] as [1, 1, 5, 64] in [1, 1, 32, 64]: five rows are left, and 27 are padding.
     """
-    full, height = _with_padding(tensor), tensor.tile.tile_shape[0]
-    lead, had = full.shape[: len(tensor.grid)], tuple(full.shape[len(tensor.grid) :])
-    is_cut = tensor.layout is Layout.TILE and padded[-2:-1] != had[-2:-1] and (padded[-2:] or (1,))[0] % height
-    fits = len(padded) == len(shape) and all(size <= full for size, full in zip(shape, padded, strict=True))
-    if not fits or math.prod(padded) != math.prod(had) or padded[-1:] != had[-1:] or is_cut:
-        raise OperandError(
-            f"Invalid arguments to reshape: {list(had)} in memory cannot be {list(shape)} inside of {list(padded)}",
-            fix=f"give a padded shape of {math.prod(had)} elements in rows of {had[-1]}",
-        )
-    inside: tuple[Any, ...] = (..., *(slice(size) for size in shape))
-    all_rows = full.reshape(*lead, *padded)
-    seen = all_rows[inside]
-    places = {dim: dim for dim in range(len(shape))} if len(tensor.shape) == len(shape) else None
-    label = topology_of_reshape(tensor, shape, places)
+    full, axes = _with_padding(tensor), len(tensor._grid)
+    height = tensor.tile.tile_shape[0] if tensor.layout is Layout.TILE else 1
+    places = _check_padding(full.shape[axes:], shape, padded, height)
+    all_rows = full.reshape(*full.shape[:axes], *padded)
+    seen = all_rows
+    for dim, size in enumerate(shape):
+        if size != padded[dim]:
+            seen = seen.narrow(axes + dim, 0, size)
+    label = topology_of_reshape(tensor, shape, places if len(tensor.shape) == len(shape) else None)
     if memory is not None and memory != tensor.memory_config():
         return result(fresh(seen), tensor, topology=label, memory_config=memory)
     made = _in_memory_of(tensor, seen, label)
     made._relabelled = (seen, all_rows)
     is_shared = full.untyped_storage().data_ptr() == tensor.block.untyped_storage().data_ptr()
     return tensor.shared_by(made) if is_shared else made  # padding of tiles was put beside it just now
+
+
+@lru_cache(maxsize=1024)
+def _check_padding(
+    had: tuple[int, ...], shape: tuple[int, ...], padded: tuple[int, ...], height: int
+) -> dict[int, int]:
+    """An error unless a shape fits into a padded one that memory of `had` can be seen as, in tiles of that height.
+    Else where its dims are: all in their places."""
+    is_cut = padded[-2:-1] != had[-2:-1] and (padded[-2:] or (1,))[0] % height
+    fits = len(padded) == len(shape) and all(size <= full for size, full in zip(shape, padded, strict=True))
+    if not fits or math.prod(padded) != math.prod(had) or padded[-1:] != had[-1:] or is_cut:
+        raise OperandError(
+            f"Invalid arguments to reshape: {list(had)} in memory cannot be {list(shape)} inside of {list(padded)}",
+            fix=f"give a padded shape of {math.prod(had)} elements in rows of {had[-1]}",
+        )
+    return {dim: dim for dim in range(len(shape))}
 
 
 def _with_padding(tensor: Tensor) -> Block:

@@ -88,7 +88,7 @@ def weight_row(tensor: Tensor | None, width: int, axes: int) -> Block | None:
     if tensor is None:
         return None
     _check_row(tensor, width)
-    return _row(tensor.block, axes)
+    return _row(tensor.block, axes, 1)
 
 
 def _check_row(tensor: Tensor, width: int) -> None:
@@ -99,9 +99,9 @@ def _check_row(tensor: Tensor, width: int) -> None:
         )
 
 
-def _row(block: Block | None, axes: int) -> Block | None:
-    """A weight or bias as one row: TTNN also keeps it as [1, 1, width / 32, 32]."""
-    return None if block is None else block.float().reshape(*block.shape[:axes], -1)
+def _row(block: Block, axes: int, rank: int) -> Block:
+    """A weight or bias as one row of that rank: TTNN also keeps it as [1, 1, width / 32, 32]."""
+    return block.float().reshape(*block.shape[:axes], *(1,) * (rank - 1), -1)
 
 
 def affine(x: Block, weight: Block | None, bias: Block | None, axes: int, rank: int) -> Block:
@@ -130,13 +130,17 @@ def _norm(
     for each in weights:
         _check_row(each, tensor.shape[-1])
 
-    def kernel(*blocks: Block) -> Block:
-        told = iter(blocks)
-        x, gamma, beta, added, sums = (next(told) if there else None for there in is_there)
-        assert x is not None
-        x = x.float() if added is None else x.float() + added.float()
-        found = function(x) if sums is None else function(x, sums)
-        return affine(found, _row(gamma, axes), _row(beta, axes), axes, rank)
+    has_weight, has_bias, has_residual, has_sums = is_there[1:]
+
+    def kernel(block: Block, *rest: Block) -> Block:
+        told = iter(rest)
+        gamma = next(told) if has_weight else None
+        beta = next(told) if has_bias else None
+        x = block.float() + next(told).float() if has_residual else block.float()
+        found = function(x, next(told)) if has_sums else function(x)
+        if gamma is not None:
+            found = found * _row(gamma, axes, rank)
+        return found if beta is None else found + _row(beta, axes, rank)
 
     rows = tuple(map(as_row, weights))
     others = (*rows, residual) if residual is not None else rows
@@ -170,16 +174,13 @@ def layer_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> M
 def rms_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
     """x / sqrt(mean of squares + epsilon) of every row, times the weight, plus the bias."""
     if real_places(input_tensor, [-1]) is None:
-        return _norm("rms_norm", input_tensor, lambda x: _rms_norm(x, epsilon), **how)
+        plain = functools.partial(torch.rms_norm, normalized_shape=input_tensor.shape[-1:], eps=epsilon)
+        return _norm("rms_norm", input_tensor, plain, **how)
 
     def call(x: Block) -> Block:
         return x * torch.rsqrt(mean_of(x.square(), input_tensor, [-1]) + epsilon)
 
     return _norm("rms_norm", input_tensor, call, **how)
-
-
-def _rms_norm(x: Block, epsilon: float) -> Block:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
 
 
 def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]], residual: Tensor | None) -> Made:

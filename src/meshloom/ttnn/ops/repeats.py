@@ -29,10 +29,10 @@ from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.configs import DeviceComputeKernelConfig, ProgramConfig
 from meshloom.ttnn.tensor.blockfloat import round_pointwise
-from meshloom.ttnn.tensor.formats import BITS, Shape, rounded
-from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, Room
+from meshloom.ttnn.tensor.formats import BITS, CAST, Shape, rounded
+from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, hold_region
 from meshloom.ttnn.tensor.parts import Block
-from meshloom.ttnn.tensor.tensor import TILE, Owner, Tensor, bytes_on, make_tensor
+from meshloom.ttnn.tensor.tensor import TILE, Owner, Tensor, bytes_on, form_of, next_id
 from meshloom.ttnn.tensor.topology import TensorTopology
 
 if TYPE_CHECKING:
@@ -44,15 +44,14 @@ LIMIT = 1 << 13  # kinds that are remembered at most
 
 def kind_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], takes: Mapping[str, str | None]) -> Kind | None:
     """The kind of a call; None if it has none, or if this call has to be seen. `takes` tells what becomes of names."""
+    if state.capture is not None:
+        return None
     key: list[Any] = [name]
     tensors: list[Tensor] = []
     for each in args:
-        if each.__class__ is Tensor and (block := each._block) is not None:
+        if each.__class__ is Tensor and (form := each._form or form_of(each)) is not None:
             tensors.append(each)
-            key += (
-                block.shape, each.dtype._value_, each.layout._value_, each._topology, each._grid, each._memory.token,
-                each._coords,
-            )  # fmt: skip
+            key.append(form)
         elif not _add(key, tensors, each):
             return None
     for argument, each in kwargs.items():
@@ -61,14 +60,13 @@ def kind_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], takes: Map
             if takes.get(argument, "") is not None:
                 return None
             key.append(each.__class__)  # it changes no result
-    if not tensors or state.capture is not None or tensors[0]._grid.__class__ is not tuple:  # processes split its mesh
+    if not tensors:
         return None
     device = tensors[0]._device
     if device is None or device.watched:
         return None
     for tensor in tensors:
-        room = tensor._room
-        if tensor._device is not device or tensor.tile is not TILE or (room is not None and room.region.freed):
+        if tensor._device is not device or tensor._room.region.freed:  # type: ignore[union-attr]
             return None
     key.append(device.chip_name)  # which cores there are for shards
     return tuple(key), tensors, device
@@ -87,18 +85,20 @@ def _add(key: list[Any], tensors: list[Tensor], value: Any) -> bool:
     elif kind is float:
         key += (kind, value if value else str(value))  # 0.0 equals -0.0
     elif kind is Tensor:
-        if value._block is None:
+        form = value._form or form_of(value)
+        if form is None:
             return False
         tensors.append(value)
-        key += (
-            value._block.shape, value.dtype._value_, value.layout._value_, value._topology, value._grid,
-            value._memory.token, value._coords,
-        )  # fmt: skip
+        key.append(form)
     elif kind is MemoryConfig:
         key += (kind, value.token)
     elif kind in _LISTED:
         key += (kind, len(value))
-        return all(_add(key, tensors, each) for each in value)
+        for each in value:
+            if each.__class__ is int:
+                key.append(each)
+            elif not _add(key, tensors, each):
+                return False
     elif isinstance(value, Enum) or _is_value(value):
         key.append(value)
     elif isinstance(value, _CONFIGS):  # programs may change them
@@ -124,8 +124,8 @@ class Result:
     """One result of a kind of call: the kernel, the places of its operands, and what its tensor is."""
 
     __slots__ = (
-        "coords", "dtype", "into", "is_l1", "is_rounded", "kernel", "layout", "memory", "operands", "owner", "per_bank",
-        "size", "takes_mesh", "topology",
+        "coords", "dtype", "form", "into", "is_rounded", "kernel", "kind", "layout", "memory", "operands", "owner",
+        "per_bank", "size", "store", "takes_mesh", "topology",
     )  # fmt: skip
 
     def __init__(self, made: Made, tensor: Tensor, operands: Sequence[int] | None, into: int | None) -> None:
@@ -134,6 +134,7 @@ class Result:
         self.operands = operands  # their places among the tensors of a call; None: all of them, in their order
         self.into = into  # the place of the tensor that it is written into, if it is
         self.dtype, self.layout, self.memory = tensor.dtype, tensor.layout, tensor._memory
+        self.store = self.dtype.store if self.dtype in CAST else None  # rounding is a cast
         self.topology, self.coords = made.topology, made.coords or made.like._coords
         if made.is_pointwise and self.dtype in BITS:
             self.is_rounded, self.kernel = (
@@ -142,8 +143,8 @@ class Result:
             )
         shape = tuple(tensor.shape)
         self.size, self.per_bank = bytes_on(self.memory, shape, self.dtype, self.layout, TILE)
-        self.is_l1 = self.memory.buffer_type is not BufferType.DRAM
-        self.owner = Owner(self.dtype, shape)
+        self.kind = "dram" if self.memory.buffer_type is BufferType.DRAM else "l1"
+        self.owner, self.form = Owner(self.dtype, shape), None if into is not None else form_of(tensor)
 
     @property
     def plain_kernel(self) -> Callable[..., Block] | None:
@@ -156,19 +157,28 @@ class Result:
         given = tensors if places is None else [tensors[place] for place in places]
         blocks = map(_block, given)
         values = self.kernel(device.runtime.mesh, *blocks) if self.takes_mesh else self.kernel(*blocks)
-        return rounded(values, self.dtype) if self.is_rounded else values
+        if not self.is_rounded:
+            return values
+        return values.to(self.store) if self.store is not None else rounded(values, self.dtype)
 
     def keep(self, values: Block, tensors: Sequence[Tensor], device: MeshDevice, place: tuple[str, int]) -> Tensor:
         """The block in a new tensor, or in the one that it is written into."""
         if self.into is not None:
             return write_into(values, tensors[self.into], tensors[0], self.topology, self.coords)
         runtime = device.runtime
-        allocator = runtime.system.memory["l1" if self.is_l1 else "dram"]
+        allocator = runtime.system.memory[self.kind]
         size = self.size * allocator.banks if self.per_bank else self.size
-        region = allocator.allocate(size, runtime.mask, self.owner, place, from_top=self.is_l1)
-        return make_tensor(self, values, tensors[0]._grid, device, Room(allocator, region))
+        region = allocator.allocate(size, runtime.mask, self.owner, place, from_top=self.kind == "l1")
+        made: Tensor = _blank(Tensor)
+        made._block, made._grid, made._device = values, tensors[0]._grid, device
+        made._room = hold_region(allocator, region)
+        made.dtype, made.layout, made.tile, made.home, made._form = self.dtype, self.layout, TILE, device, self.form
+        made._topology, made._memory, made._coords = self.topology, self.memory, self.coords
+        made._pad, made._pinned, made._sharers, made.tensor_id = 0.0, False, None, next_id()
+        return made
 
 
+_blank = object.__new__
 _block = operator.attrgetter("_block")
 
 

@@ -106,8 +106,11 @@ def _rotate(name: str, tensors: Sequence[Tensor], by_user: bool) -> Made:
         raise OperandError(f"{count} positions and a cache of {tensors[1].shape[-2]}", fix="a longer cache")
 
     def kernel(x: Block, cos: Block, sin: Block, *matrix: Block) -> Block:
+        x = x.float()
         turned = _turned_by(x, matrix[0], axes) if matrix else turned_halves(x)
-        return _turn(x, turned, cos.narrow(-2, 0, count), sin.narrow(-2, 0, count))
+        if cos.shape[-2] != count or sin.shape[-2] != count:
+            cos, sin = cos.narrow(-2, 0, count), sin.narrow(-2, 0, count)
+        return _turn(x, turned, cos, sin)
 
     return compute(kernel, tensors, _label(tensors, not by_user))
 
@@ -135,5 +138,6 @@ def _turned_by(x: Block, matrix: Block, axes: int) -> Block:
     if x.shape[-1] % side:
         raise OperandError(f"a head of {x.shape[-1]} does not divide into pieces of {side}, the matrix's width")
     pieces = x.float().reshape(*x.shape[:-1], -1, side)
-    one = aligned(matrix.narrow(-2, 0, side).float(), axes, pieces.dim() - axes)
+    first = matrix if matrix.shape[-2] == side else matrix.narrow(-2, 0, side)
+    one = aligned(first.float(), axes, pieces.dim() - axes)
     return multiply_blocks(pieces, one).reshape(x.shape)

@@ -43,7 +43,7 @@ LINEAR = pointwise("P(sum) -> P(sum)")
 Named = str | Rule  # a line of the op table, or a rule that is none
 KEPT = 4096  # results that are kept at most
 
-_kept: dict[tuple[Any, ...], TensorTopology] = {}
+_kept: dict[tuple[Any, ...], tuple[TensorTopology, Any]] = {}  # with the rows whose id is in the key
 _ALONE = Mesh(device=1)  # a rule is asked about what one device holds
 _NAMES = ("input", "other", "bias")  # what a rule that is no line of the table calls its operands
 
@@ -62,7 +62,7 @@ def topology_of(
     that grows does so element by element, in order: padding at its end then stays at the end. Padding was `filled` if
     what is summed over changes no sum.
     """
-    key: list[Any] = [rule, filled]
+    key: list[Any] = [id(rule) if rule.__class__ is tuple else rule, filled]  # the entry keeps it: no other has its id
     for each in operands:
         if isinstance(each, Tensor):
             key += (each._topology, each._grid, each._block.shape if each._block is not None else None)
@@ -73,14 +73,14 @@ def topology_of(
     known = tuple(key)
     found = _kept.get(known)
     if found is None:
-        found = _keep(known, _find(rule, operands, shape, scales, filled, arguments))
-    return found
+        return _keep(known, _find(rule, operands, shape, scales, filled, arguments), rule)
+    return found[0]
 
 
-def _keep(key: tuple[Any, ...], found: TensorTopology) -> TensorTopology:
+def _keep(key: tuple[Any, ...], found: TensorTopology, rule: str | Rule | Rows | None = None) -> TensorTopology:
     if len(_kept) >= KEPT:
         _kept.clear()
-    _kept[key] = found
+    _kept[key] = found, rule
     return found
 
 
@@ -226,13 +226,13 @@ def topology_of_reshape(tensor: Tensor, shape: Sequence[int], known: dict[int, i
     """
     key = ("reshape", tensor._topology, tensor._grid, tuple(tensor.shape), tuple(shape), *(known or {}).items())
     found = _kept.get(key)
-    if found is None:
-        had, has = tuple(tensor.shape), tuple(shape)
-        places = tuple((known or {}).get(dim, place_in(had, dim, has)) for dim in range(len(had)))
-        in_order = _are_in_order([each.dim for each in Frame([tensor]).axes[0] if isinstance(each, Shard)], places)
-        kept = moves(places if in_order else (None,) * len(had))
-        found = _keep(key, topology_of(kept, tensor, shape=has, scales=True))
-    return found
+    if found is not None:
+        return found[0]
+    had, has = tuple(tensor.shape), tuple(shape)
+    places = tuple((known or {}).get(dim, place_in(had, dim, has)) for dim in range(len(had)))
+    in_order = _are_in_order([each.dim for each in Frame([tensor]).axes[0] if isinstance(each, Shard)], places)
+    kept = moves(places if in_order else (None,) * len(had))
+    return _keep(key, topology_of(kept, tensor, shape=has, scales=True))
 
 
 def place_in(had: tuple[int, ...], dim: int, shape: tuple[int, ...]) -> int | None:

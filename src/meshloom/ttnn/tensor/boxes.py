@@ -94,27 +94,25 @@ def to_native(block: Block, mesh: Mesh, own: Sequence[int] = ()) -> Native:
     if own:
         lead = [mesh.local_shape[axis] if axis in own else size for axis, size in enumerate(block.shape[:axes])]
         block = block.expand(*lead, *block.shape[axes:])
-    return Native(*lie_down(block, mesh))
+    topology, lying = lie_down(block, mesh)
+    return Native(topology, from_block(lying, topology))
 
 
 def lie_down(block: Block, mesh: Mesh) -> tuple[Topology, torch.Tensor]:
-    """A block as the topology and the stored array of a native tensor."""
-    topology = _lying(mesh, block.shape, block.dtype)
-    axes = len(topology.placements)
-    for _ in range(axes):
-        block = block.unsqueeze(axes)
-    return topology, from_block(block, topology)
+    """A block as the topology of a native tensor and the block of it, in which the mesh axes cut dims of their own."""
+    topology, shape = _lying(mesh, block.shape, block.dtype)
+    return topology, block.view(shape)
 
 
-def stand_up(topology: Topology, data: torch.Tensor) -> Block:
-    """The block of what `lie_down` gave, or of what a collective made of it."""
-    block, axes = to_block(data, topology), len(topology.placements)
+def stand_up(block: torch.Tensor, axes: int) -> Block:
+    """The block of what `lie_down` gave, or of what a collective made of it, without the dims that mesh axes cut."""
     return block.reshape(block.shape[:axes] + block.shape[2 * axes :])
 
 
 @lru_cache(maxsize=4096)
-def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> Topology:
-    """How a block of that shape lies: mesh axes cut dims of their own, those of size 1 are replicated.
+def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Topology, tuple[int, ...]]:
+    """How a block of that shape lies: mesh axes cut dims of their own, those of size 1 are replicated. And its shape
+    then.
 
     Where a box has one device along an axis, the block does not say whether the others hold the same: they count as
     different, which is right in any case.
@@ -123,12 +121,13 @@ def _lying(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> Topology:
     alike = [size == 1 < whole and not (mesh.is_split and here == 1) for size, whole, here in held]
     placements = [Replicate() if same else Shard(axis) for axis, same in enumerate(alike)]
     front = [1 if same else mesh.shape[axis] for axis, same in enumerate(alike)]
-    return Topology(mesh, placements, (*front, *shape[mesh.ndim :]), short_name(dtype))
+    lying = (*shape[: mesh.ndim], *(1,) * mesh.ndim, *shape[mesh.ndim :])
+    return Topology(mesh, placements, (*front, *shape[mesh.ndim :]), short_name(dtype)), lying
 
 
 def from_native(tensor: Native) -> Block:
     """The block of a native tensor that `to_native` made, or that a collective made of one."""
-    return stand_up(tensor.topology, tensor._data)
+    return stand_up(to_block(tensor._data, tensor.topology), tensor.topology.mesh.ndim)
 
 
 # reading

@@ -253,9 +253,14 @@ def padded_shape(shape: Sequence[int], layout: Layout, tile: Tile, row: int = 1)
     return (*sizes[:-2], *ends)
 
 
+CAST = (DataType.BFLOAT16, DataType.FLOAT32, DataType.INT32)  # whose values `rounded` only casts
+
+
 def rounded(values: torch.Tensor, dtype: DataType, filled_with: float = 0.0) -> torch.Tensor:
     """Values as a dtype can say them, in its `store`: block floats share exponents along rows, with what fills up the
     last block of a row; integers wrap."""
+    if dtype in CAST:
+        return values.to(_STORE[dtype])
     if dtype in BITS:
         return blockfloat.round_blocks(values, BITS[dtype], torch.bfloat16, filled_with)
     if dtype is DataType.FP8_E4M3:

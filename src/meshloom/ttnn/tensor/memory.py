@@ -64,9 +64,9 @@ class Room:
 
     __slots__ = ("__weakref__", "allocator", "region", "traces")
 
-    def __init__(self, allocator: Allocator, region: Region) -> None:
-        self.allocator, self.region = allocator, region
-        self.traces: list[Any] = []  # that write there when they are replayed
+    allocator: Allocator
+    region: Region
+    traces: tuple[Any, ...]  # that write there when they are replayed
 
     def __del__(self) -> None:
         self.allocator.drop(self.region)
@@ -77,13 +77,23 @@ class Room:
             self.allocator.release(self.region)
 
 
+def hold_region(allocator: Allocator, region: Region) -> Room:
+    """The room of a region that was allocated."""
+    made = _blank(Room)
+    made.allocator, made.region, made.traces = allocator, region, ()
+    return made
+
+
+_blank = object.__new__
+
+
 def room_on(device: MeshDevice, kind: BufferType, size: int, owner: Any, per_bank: bool = False) -> Room:
     """Bytes in a memory of every device, or that many in every bank of it; what is in L1 is taken from the top."""
     runtime, is_l1 = device.runtime, kind is not BufferType.DRAM
     allocator = runtime.system.memory["l1" if is_l1 else "dram"]
     size = size * allocator.banks if per_bank else size
     place = place_of(sys._getframe(1))
-    return Room(allocator, allocator.allocate(size, runtime.mask, owner, place, from_top=is_l1))
+    return hold_region(allocator, allocator.allocate(size, runtime.mask, owner, place, from_top=is_l1))
 
 
 Grids = CoreGrid | CoreCoord | CoreRange | CoreRangeSet | Sequence[Any]

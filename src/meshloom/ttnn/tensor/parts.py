@@ -17,7 +17,9 @@ Block = torch.Tensor
 
 def lead(blocks: Sequence[Block], axes: int) -> tuple[int, ...]:
     """The mesh axes of what comes of several blocks: 1 where all of them are alike."""
-    return tuple(max(block.shape[axis] for block in blocks) for axis in range(axes))
+    sizes = [block.shape[:axes] for block in blocks]
+    first = sizes[0]
+    return first if sizes.count(first) == len(sizes) else tuple(map(max, *sizes))
 
 
 def aligned(block: Block, axes: int, rank: int) -> Block:

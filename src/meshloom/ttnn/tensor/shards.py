@@ -99,7 +99,7 @@ def _combine(
 ) -> Tensor:
     if all(each._room is first._room for _, each in placed):
         made = share(first)
-        made._coords = coords
+        made._coords, made._form = coords, None
         return made
     block = first.block.new_zeros(*held_shape(first.grid), *first.shape)
     for place, each in placed:

@@ -54,7 +54,7 @@ __all__ = ["Tensor"]
 
 TILE = Tile()
 PAGE_ALIGNMENT = {BufferType.DRAM: 32}  # bytes; 16 in all other memories
-_ids = count()
+next_id = count().__next__
 
 
 @cache
@@ -133,12 +133,13 @@ class Tensor(metaclass=_Making):
     """
 
     __slots__ = (
-        "__weakref__ _block _coords _device _grid _memory _pad _pinned _relabelled _room _shape _sharers _topology "
-        "dtype home layout tensor_id tile"
+        "__weakref__ _block _coords _device _form _grid _memory _pad _pinned _relabelled _room _shape _sharers "
+        "_topology dtype home layout tensor_id tile"
     ).split()
 
     _block: Block | None
     _coords: tuple[MeshCoordinate, ...] | None
+    _form: object | None  # what `form_of` gave; None when something of it has changed
     _room: Room | None
     _sharers: dict[int, Sharer] | None
     _relabelled: tuple[Block, Block]  # by a reshape: the block, and the one with its padding that it is a view of
@@ -166,8 +167,8 @@ class Tensor(metaclass=_Making):
         self._coords = coords  # the devices that hold a part; None means all
         self.home = device or home
         self._pinned = False
-        self._sharers = None
-        self.tensor_id = next(_ids)
+        self._sharers = self._form = None
+        self.tensor_id = next_id()
         self._room = room if room is not None or device is None else self._allocate(device)
         if state.capture is not None and device is not None:
             self._pinned = True
@@ -311,7 +312,8 @@ class Tensor(metaclass=_Making):
         """Say how the parts make up a whole."""
         if not isinstance(topology, TensorTopology):
             raise ArgumentError(f"{topology!r} is not a TensorTopology")
-        self._topology = topology
+        if topology is not self._topology:
+            self._topology, self._form = topology, None
 
     topology = tensor_topology  # as meshloom's guide spells it
 
@@ -324,7 +326,7 @@ class Tensor(metaclass=_Making):
         """Give its memory back, at once with `force`, else when the last tensor that shares it is gone."""
         if self._block is None:
             return
-        self._shape, self._block = self.shape, None
+        self._shape, self._block, self._form = self.shape, None, None
         room, self._room = self._room, None
         if force and room is not None:
             room.free()
@@ -386,7 +388,7 @@ class Tensor(metaclass=_Making):
         with disable_current_modes() if is_outside else nullcontext():
             self._block = lie(block.clone(memory_format=torch.contiguous_format), self.home)
         self._room = self._allocate(self.home)
-        self._device = self.home
+        self._device, self._form = self.home, None
 
     def pin(self) -> None:
         """A trace refers to its array: from now on that stays where it is."""
@@ -429,13 +431,14 @@ class Tensor(metaclass=_Making):
                 continue
             if place is None:
                 each._see(block)
-                each._topology = _tell_apart(each._topology, grown)
+                each.update_tensor_topology(_tell_apart(each._topology, grown))
             else:
                 each._block = part(block, place).reshape(each._block.shape)
+                each._form = None
 
     def _see(self, block: Block) -> None:
         """Be a view of another array: the same elements in its own shape, or those that a reshape made padding of."""
-        lead = block.shape[: len(self._grid)]
+        lead, self._form = block.shape[: len(self._grid)], None
         if hasattr(self, "_relabelled") and self._relabelled[0] is self._block:
             rows = block.reshape(*lead, *self._relabelled[1].shape[len(lead) :])
             seen = rows[_inside(self.shape)]
@@ -471,7 +474,7 @@ class Tensor(metaclass=_Making):
         apart = unseen_axes(self._grid, label)
         if any(apart):
             for each, _ in self.sharers():
-                each._topology = _tell_apart(each._topology, apart)
+                each.update_tensor_topology(_tell_apart(each._topology, apart))
 
     def _give_parts(self, sizes: Sequence[int]) -> Block:
         """Its array with at least these mesh axes; a new one, with nothing in it, if it has to grow."""
@@ -671,19 +674,28 @@ class Tensor(metaclass=_Making):
         return str(import_module("meshloom.ttnn.tensor.printing").text(self))
 
 
-def make_tensor(kind: Any, block: Block, grid: tuple[int, ...], device: MeshDevice, room: Room) -> Tensor:
-    """A tensor of a kind that was seen before, outside of a capture: the dtype, layout, topology, memory and coords of
-    `kind`, with the usual tile."""
-    made: Tensor = _blank(Tensor)
-    made._block, made._grid, made._device, made._room = block, grid, device, room
-    made.dtype, made.layout, made.tile, made.home = kind.dtype, kind.layout, TILE, device
-    made._topology, made._memory, made._coords = kind.topology, kind.memory, kind.coords
-    made._pad, made._pinned, made._sharers = 0.0, False, None
-    made.tensor_id = next(_ids)
-    return made
+def form_of(tensor: Tensor) -> object | None:
+    """What stands for all that decisions about a tensor depend on: shape, dtype, layout, label, grid, memory and the
+    devices that it lies on. Tensors that are alike in all of it have one. None without a block or the usual tile, and
+    on a mesh that processes split."""
+    block = tensor._block
+    if block is None or tensor.tile is not TILE or tensor._grid.__class__ is not tuple:
+        return None
+    told = (
+        block.shape, tensor.dtype._value_, tensor.layout._value_, tensor._topology, tensor._grid,
+        tensor._memory.token, tensor._coords,
+    )  # fmt: skip
+    found = _forms.get(told)
+    if found is None:
+        if len(_forms) >= FORMS:
+            _forms.clear()
+        found = _forms.setdefault(told, object())
+    tensor._form = found
+    return found
 
 
-_blank = object.__new__
+_forms: dict[tuple[Any, ...], object] = {}
+FORMS = 4096  # that are known at once; one that is forgotten gets another object
 
 Sharer = tuple["weakref.ref[Tensor]", Sequence[int] | None]
 
