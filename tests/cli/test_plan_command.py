@@ -12,7 +12,8 @@ import torch
 
 import meshloom as loom
 from meshloom.cli import main
-from meshloom.cli.plan import read_size
+from meshloom.cli.plan import call_of, read_size
+from meshloom.nn.search.staging import Stages
 
 SCRIPT = """
 import torch
@@ -51,6 +52,13 @@ def test_plans_are_printed_in_order_with_progress(planned):
     assert "plans priced; the best by now" in said and "verified" in said
     assert "plans, the fastest first" in said and "the first plan" in said
     assert f"wrote {folder / 'page.html'}" in said
+
+
+def test_the_call_of_a_pipeline_has_its_stages():
+    found = argparse.Namespace(stages=Stages(("blocks.2",), 4), mesh=loom.Mesh(pp=2))
+    assert call_of(found, "a.toml") == (
+        "loom.pipeline(model, ['blocks.2'], Mesh(pp=2), micro_batches=4, plan='a.toml', batch_loss=loss)"
+    )
 
 
 def test_the_page_has_the_plans_side_by_side(planned):

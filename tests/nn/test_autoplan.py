@@ -120,6 +120,50 @@ def test_each_plan_is_applied_by_parallelize_and_equals_dense(model):
         check_equal(model, each.mesh, each.plan)
 
 
+def test_a_pipeline_is_applied_by_apply_and_equals_dense(tmp_path):
+    torch.manual_seed(0)
+    made = plan_models.llama(replace(SIZES["tiny"], layers=4, words=16)).double()
+    tokens = torch.arange(8 * 16).reshape(8, 16) % 16
+    batch = (tokens, tokens)
+    found = loom.autoplan(made, batch, "t3000", 2, 780_000, loss=loss)  # no plan without stages fits
+    found.report(tmp_path / "page.html")
+    assert "2 stages" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    ran = copy.deepcopy(made)
+    expected = loss(ran, batch)
+    expected.backward()
+    for each in found:
+        assert each.stages.count == 2 and each.mesh == Mesh(pp=2) and each.memory <= 780_000
+        assert "2 stages" in each.title and "begin at blocks." in str(found)
+        pipe = each.apply(copy.deepcopy(made))
+        assert isinstance(pipe, loom.Pipeline) and pipe.micro_batches == each.stages.micro_batches
+        assert torch.allclose(pipe.step(*batch).to_torch(), expected.detach(), rtol=1e-5)  # a loss in f32
+        for p, q in zip(pipe.parameters(), ran.parameters(), strict=True):
+            assert torch.allclose(p.grad.to_torch(), q.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_the_price_of_a_pipeline_is_near_to_its_dry_run():
+    with torch.device("meta"):
+        model = plan_models.llama(replace(SIZES["medium"], layers=4)).to(torch.bfloat16)
+        tokens = torch.zeros(64, 1024, dtype=torch.long)
+    search = Search(make_task(model, (tokens, tokens), "galaxy", 32, loss=loss), lambda line: None)
+    shapes = [(make_mesh(fsdp=8, tp=4), Built(is_sequence=True)), (make_mesh(dp=32), Built())]
+    found = list(search.stager.candidates(shapes, is_short=False))
+    assert {mesh.shape[0] for mesh, _, _ in found} == {2, 4}
+    for mesh, recipe, price in (min(found, key=lambda each: each[2].time), found[-1]):
+        run = search.stager.verify(mesh, recipe)
+        assert price.time == pytest.approx(run.time, rel=0.2)
+        assert 0.02 < run.bubble < 0.6 and len(run.classes) == recipe.stages.count
+
+
+def test_a_model_with_tied_weights_is_not_cut_and_the_ranking_says_why():
+    with torch.device("meta"):
+        model = plan_models.gpt(replace(SIZES["tiny"], layers=2))
+    search = Search(make_task(model, example("gpt", "tiny", 8), "t3000", 2, loss=loss), lambda line: None)
+    assert not list(search.stager.candidates([(make_mesh(dp=2), Built())], is_short=True))
+    (said,) = [str(error) for (_, what), error in search.trials.refused.items() if what == "stages"]
+    assert "'embedding.weight' of stage 0 and 'head.weight' of stage 1 are one parameter" in said
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_is_chosen_equals_dense(seed):
     draw = random.Random(seed)
@@ -158,20 +202,24 @@ def test_short_memory_makes_blocks_recompute_and_no_more_than_needed():
     assert all(each.memory <= one.memory.peak for each in found)
 
 
-def test_when_nothing_fits_the_error_says_what_would():
+@cache
+def refusal() -> str:
+    """What is said when nothing fits."""
     with pytest.raises(loom.OutOfMemoryError) as error:
         plan(devices=2, rows=8, memory=100_000)
-    said = str(error.value)
+    return str(error.value)
+
+
+def test_when_nothing_fits_the_error_says_what_would():
+    said = refusal()
     assert said.startswith("no plan fits: one device needs") and "has 100 KB" in said
     assert "closest" in said and "devices:" in said and "rows:" in said
 
 
 def test_what_the_error_says_would_fit_does_fit():
-    with pytest.raises(loom.OutOfMemoryError) as error:
-        plan(devices=2, rows=8, memory=100_000)
-    words = str(error.value).split()
+    words = refusal().split()
     rows = int(words[words.index("batches") + 2])
-    assert plan(devices=2, rows=rows, memory=100_000).best.memory <= 100_000
+    assert plan(devices=2, rows=rows, memory=100_000, keep=1).best.memory <= 100_000
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
@@ -267,12 +315,39 @@ def test_a_model_without_roles_has_plans_for_its_rows():
         ({"memory": -1.0}, "memory=-1.0"),
         ({"memory": math.nan}, "memory=nan"),
         ({"memory": "12G"}, "memory='12G'"),
+        ({"loss": 3}, "loss=3 is no function"),
+        ({"optimizer": "adam"}, "optimizer='adam' is no function"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, said):
     given = {"machine": "t3000", "devices": 2, **wrong}
     with pytest.raises(loom.MeshloomError, match=said):
-        loom.autoplan(build("gpt", "tiny"), example("gpt", "tiny", 4), loss=loss, **given)
+        loom.autoplan(build("gpt", "tiny"), example("gpt", "tiny", 4), **{"loss": loss, **given})
+
+
+def test_an_interrupt_ends_the_search_and_leaves_nothing_behind():
+    calls = []
+
+    def interrupted(model, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    model = build("gpt", "tiny", "cpu", torch.float32)
+    with pytest.raises(KeyboardInterrupt):
+        loom.autoplan(model, example("gpt", "tiny", 4), "t3000", 2, loss=interrupted)
+    assert all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
+    with loom.record() as log:  # nothing records or forbids any more
+        loss(model, example("gpt", "tiny", 4, "cpu")).backward()
+    assert not list(log)
+
+
+@pytest.mark.parametrize("devices", [1, 3, 7])
+def test_any_number_of_devices_has_a_plan(devices):
+    found = plan("gpt", devices=devices, rows=6, keep=1)
+    assert math.prod(found.mesh.shape) == devices
+    check_equal("gpt", found.mesh, found.plan)
 
 
 def test_fewer_rows_than_devices_cut_the_sequence():
@@ -288,8 +363,8 @@ def test_a_tensor_axis_stays_inside_of_a_level():
 
 def test_parts_are_columns_with_their_rows():
     names = {model: [part.name for part in parts_of(build(model, "tiny"))] for model in MODELS}
-    assert names["gpt"] == ["embedding", "attention", "net", "head"]
-    assert names["moe"] == ["embedding", "attention", "experts", "head"]
+    assert names["gpt"] == ["embedding", "attention", "net", "head", "biases and norms"]
+    assert names["moe"] == ["embedding", "attention", "experts", "head", "biases and norms"]
 
 
 ROOT = Path(__file__).resolve().parents[2]

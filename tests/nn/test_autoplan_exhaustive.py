@@ -131,7 +131,7 @@ def search_all(
     count = 0
     for mesh in meshes(task.devices, ndim):
         for plan in plans_on(mesh, groups, with_requests):
-            run = trials._run(trials.folded.with_blocks({}), mesh, Fixed(plan))
+            run = trials.run(trials.folded.with_blocks({}), mesh, Fixed(plan))
             count += 1
             if run.time < best[0]:
                 best = (run.time, plan)

@@ -98,6 +98,38 @@ def test_a_public_model_goes_through_stages_of_different_shapes():
     torch.testing.assert_close(logits.to_torch(), dense(input_ids=x, use_cache=False).logits.detach())
 
 
+def test_a_loss_may_call_the_model_itself():
+    dense = layers()
+    x, y = torch.randn(7, 6), torch.randn(7, 6)
+
+    def loss(model, batch):
+        given, wanted = batch
+        return mse(model(given), wanted)
+
+    pipe = loom.pipeline(copy.deepcopy(dense), 2, meshes(2, 2), micro_batches=3, plan="data", batch_loss=loss)
+    found, expected = pipe.step(x, y), loss(dense, (x, y))
+    expected.backward()
+    torch.testing.assert_close(found.to_torch(), expected.detach())
+    for p, q in zip(pipe.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.to_torch(), q.grad)
+    torch.testing.assert_close(pipe(x).to_torch(), dense(x).detach())  # a forward pass has no loss
+    with pytest.raises(loom.ArgumentError, match="batch_loss takes no target"):
+        pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"loss": mse, "batch_loss": mse}, "two losses"),
+        ({"loss": 3}, "loss=3 is no function"),
+        ({"batch_loss": "mse"}, "batch_loss='mse' is no function"),
+    ],
+)
+def test_losses_that_are_none_are_refused(wrong, said):
+    with pytest.raises(loom.ArgumentError, match=said):
+        loom.pipeline(layers(), 2, meshes(2, 2), **wrong)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("rows", "batches", "made"), [(7, 3, 3), (3, 8, 3), (1, 1, 1), (8, 4, 4), (5, 4, 3)])
 def test_batches_of_any_size_are_cut_and_weighed_by_rows(schedule, rows, batches, made):

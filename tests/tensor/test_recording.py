@@ -343,3 +343,17 @@ def test_the_graph_has_as_many_nodes_on_sixteen_thousand_devices_as_on_eight():
     kinds = [[(n.op, n.phase, n.kernels) for n in graph.nodes if not n.is_gradient_sum] for graph in (few, many)]
     assert kinds[0] == kinds[1]
     assert math.isclose(sum(n.flops for n in few.nodes), sum(n.flops for n in many.nodes))
+
+
+def test_lists_without_data_are_counted_and_not_walked_through():
+    from meshloom.tensor.recording import Unchanged, changes_nothing
+
+    empty, real = torch.empty(3, device="meta"), torch.ones(3)
+    in_place = torch.ops.aten._foreach_add_.Scalar
+    assert changes_nothing(in_place, ([empty, empty], 1.0))
+    assert not changes_nothing(in_place, ([empty, real], 1.0))
+    assert not changes_nothing(torch.ops.aten._foreach_add.Scalar, ([empty], 1.0))
+    with Unchanged():
+        torch._foreach_add_([real], 1.0)
+        torch._foreach_add_([empty], 1.0)
+    assert real.tolist() == [2.0, 2.0, 2.0]

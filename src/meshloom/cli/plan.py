@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", default="train", help="train, prefill or decode (default %(default)s)")
     parser.add_argument("--keep", type=int, default=5, help="how many plans to print (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("plan.html"), help="the report (default %(default)s)")
-    parser.add_argument("--toml", type=Path, help="also write the first plan, as a file that parallelize takes")
+    parser.add_argument("--toml", type=Path, help="also write the first plan, as a file for parallelize or pipeline")
     parser.add_argument("--args", default="", help="arguments of the script, in one text: --args '--layers 4'")
 
 
@@ -57,7 +57,15 @@ def run(options: argparse.Namespace) -> None:
     print(f"{found}\n\nwrote {options.out}")
     if options.toml is not None:
         options.toml.write_text(found.plan.to_toml(), encoding="utf-8")
-        print(f"wrote {options.toml}: loom.parallelize(model, {found.mesh!r}, {str(options.toml)!r})")
+        print(f"wrote {options.toml}: {call_of(found.best, str(options.toml))}")
+
+
+def call_of(best: Any, path: str) -> str:
+    """The call that puts the model on the mesh by the plan in a file."""
+    if best.stages is None:
+        return f"loom.parallelize(model, {best.mesh!r}, {path!r})"
+    begins, count = list(best.stages.begins), best.stages.micro_batches
+    return f"loom.pipeline(model, {begins}, {best.mesh!r}, micro_batches={count}, plan={path!r}, batch_loss=loss)"
 
 
 def _find(script: Path, defined: dict[str, Any], name: str) -> Any:

@@ -35,6 +35,7 @@ from meshloom.planner.pipelines import forward_schedule, schedule_of
 from meshloom.tensor.base import Tensor
 
 Loss = Callable[[Any, Any], Any]
+BatchLoss = Callable[[nn.Module, Any], Any]  # of a model and what it is called with
 REDUCTIONS = ("mean", "sum")
 _KEPT = 64  # surveys, of micro-batches of different shapes
 
@@ -51,6 +52,7 @@ def pipeline(
     loss: Loss | None = None,
     reduction: str = "mean",
     device: str | None = None,
+    batch_loss: BatchLoss | None = None,
 ) -> Pipeline:
     """Put a model on a mesh in stages, one behind the other: `step` runs micro-batches through all of them.
 
@@ -58,8 +60,9 @@ def pipeline(
     of patterns of module names. They lie on the submeshes of `mesh` along `axis` ("pp", or the first), or on the
     meshes of a list, which may differ in shape. `plan` places each stage on its mesh as `parallelize` does.
     `micro_batches` is twice the number of stages unless it is given. `loss(output, target)` is that of one micro-batch;
-    without it the model returns its own. `reduction` says what a loss is of its rows: the losses of micro-batches are
-    averaged by rows, or added.
+    without it the model returns its own. `batch_loss(model, batch)` stands for both where the loss calls the model, as
+    that of `autoplan` does. `reduction` says what a loss is of its rows: the losses of micro-batches are averaged by
+    rows, or added.
 
     >>> import meshloom as loom
     >>> mesh = loom.open_mesh((2, 2), axes=("pp", "tp"))
@@ -77,6 +80,11 @@ def pipeline(
     expect("module", whole, nn.Module, fix="give a torch.nn.Module, or a list of them")
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction={reduction!r} is not known", fix='"mean" or "sum"')
+    if loss is not None and batch_loss is not None:
+        raise ArgumentError("there are two losses", fix="give loss(output, target) or batch_loss(model, batch)")
+    for name, given in (("loss", loss), ("batch_loss", batch_loss)):
+        if given is not None and not callable(given):
+            raise ArgumentError(f"{name}={given!r:.80} is no function", fix="give a function, such as F.mse_loss")
     rows = cut(whole, stages)
     refuse_shared(whole, rows)
     count = 2 * len(rows) if micro_batches is None else micro_batches
@@ -85,7 +93,7 @@ def pipeline(
     schedule_of(schedule, len(rows), count)
     meshes = choose_meshes(mesh, axis, len(rows))
     made = _place(whole, rows, meshes, {} if plan is None else plan, device)
-    return Pipeline(whole, *made, schedule, count, loss, reduction)
+    return Pipeline(whole, *made, schedule, count, loss, reduction, batch_loss)
 
 
 def _place(
@@ -135,11 +143,12 @@ class Pipeline:
         micro_batches: int,
         loss: Loss | None,
         reduction: str,
+        batch_loss: BatchLoss | None = None,
     ) -> None:
         self.module, self.stages, self.schedule, self.micro_batches = module, stages, schedule, micro_batches
-        self.loss, self.reduction = loss, reduction
+        self.loss, self.reduction, self.batch_loss = loss, reduction, batch_loss
         self.report: Report | None = None  # of the last step
-        self._parts = parts
+        self.parts = parts
         units = {name: module.get_submodule(name) for stage in stages for name in stage.units}
         self._numbers = {id(units[name]): stage.number for stage in stages for name in stage.units}
         self._surveys: dict[Any, Survey] = {}
@@ -159,13 +168,13 @@ class Pipeline:
         `torch.nn.utils.clip_grad_norm_` does so for tensors on one mesh. Every process calls it.
         """
         norms = []
-        for part in self._parts:
+        for part in self.parts:
             gradients = [each.grad for each in part.parameters() if each.grad is not None]
             if gradients:
                 found: Any = nn.utils.get_total_norm(gradients, norm_type)
                 norms.append(found.to_torch() if isinstance(found, Tensor) else found)
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
-        for part in self._parts:
+        for part in self.parts:
             nn.utils.clip_grads_with_norm_(part.parameters(), max_norm, total)
         return total
 
@@ -175,9 +184,9 @@ class Pipeline:
         for stage in self.stages:
             for name in stage.units:
                 unmark_unit(self.module.get_submodule(name))
-        for part in self._parts:
+        for part in self.parts:
             unparallelize(part)
-        _hand_back(self.module, self._parts[0], owners)
+        _hand_back(self.module, self.parts[0], owners)
         return self.module
 
     def step(self, *inputs: Any, target: Any = None, **named: Any) -> Tensor:
@@ -186,6 +195,8 @@ class Pipeline:
         Tensors of the batch, the target included, are cut along dim 0; give the whole batch in every process. The loss
         is a tensor on the mesh of the last stage: `item()` has its value in every process that asks, and all must.
         """
+        if self.batch_loss is not None and target is not None:
+            raise ArgumentError("batch_loss takes no target", fix="pipe.step(*batch), with the target in the batch")
         batches = _split(_make_dense((inputs, named, target)), self.micro_batches)
         run = Run(self, batches, schedule_of(self.schedule, len(self.stages), len(batches)))
         run.run()
@@ -215,7 +226,7 @@ class Pipeline:
         args, named, target = batch
         passing = Surveying(self.stages, self._numbers, rows)
         with surveying(), torch.set_grad_enabled(is_trained), passing.running():
-            result = self.module(*args, **named)
+            result = self.run_model(args, named, is_trained)
             passing.found.result = describe(result)
             if is_trained:
                 loss = self._lose(passing, self.stages[-1], result, target)
@@ -228,6 +239,12 @@ class Pipeline:
                     connect(slot.source.reduced, slot.target.reduced, channel_of(way))
         return passing.found
 
+    def run_model(self, args: Any, named: Any, is_trained: bool) -> Any:
+        """What the model returns for a micro-batch; its loss, if it is a function of the model and the batch."""
+        if self.batch_loss is None or not is_trained:
+            return self.module(*args, **named)
+        return self.batch_loss(self.module, named or (args[0] if len(args) == 1 else args))
+
     def _lose(self, passing: Any, stage: Stage, result: Any, target: Any) -> Tensor:
         """The loss of a micro-batch, on the last stage."""
         if self.loss is not None:
@@ -239,7 +256,8 @@ class Pipeline:
             raise ArgumentError(
                 "the last stage gives no loss",
                 result=told,
-                fix="loom.pipeline(..., loss=f) with f(output, target) that gives one number",
+                fix="loom.pipeline(..., loss=f) with f(output, target) that gives one number, or batch_loss=f with "
+                "f(model, batch)",
             )
         return result
 

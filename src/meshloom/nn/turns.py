@@ -113,7 +113,7 @@ class Run:
 
     def _discard(self) -> None:
         """A step that failed leaves no parts of gradients that wait for others."""
-        for part in self.pipe._parts:
+        for part in self.pipe.parts:
             for each in part.parameters():
                 if isinstance(each, Tensor):
                     discard(each)
@@ -207,7 +207,7 @@ class Run:
         passing = Playing(pipe.stages, pipe._numbers, rows, stage, survey, arrived, seed)
         kept = _Kept(arrived, passing.leaving)
         with torch.random.fork_rng(devices=[]), passing.running():
-            result = pipe.module(*args, **named)
+            result = pipe.run_model(args, named, self.is_trained)
             if stage is pipe.stages[-1]:
                 passing.speak()
                 self._finish(turn, kept, passing, result, target)
@@ -245,7 +245,7 @@ class Run:
             self._send(gradients, [slot for _, slot in pairs], way, turn.batch, BACKWARD)
         self.backward_left[turn.stage] -= 1
         if not self.backward_left[turn.stage] and not self.is_accumulating:
-            synchronize(self.pipe._parts[turn.stage].parameters())
+            synchronize(self.pipe.parts[turn.stage].parameters())
 
     def _give_gradients(self) -> None:
         """Parameters that other processes hold have a gradient there, and here one without data."""

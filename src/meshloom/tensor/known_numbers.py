@@ -7,6 +7,7 @@ range is made with values, stays dense, and counts for its shape where it meets 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from meshloom.engines import private
 
 _META = torch.device("meta")
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+_LISTS = (list, tuple)
 _MOST = 1 << 22  # elements; a longer range is no positions
 
 
@@ -25,7 +28,7 @@ class KnownNumbers(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is torch.arange and _is_on_meta(kwargs.get("device")):
             return _make_range(function, args, kwargs)
-        if _is_mixed([*private.tree_flatten((args, kwargs))[0]]):
+        if _is_mixed(args, kwargs):
             args, kwargs = private.tree_map_only(torch.Tensor, _without_data, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -41,13 +44,31 @@ def _make_range(function: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tenso
 
 
 def _is_dense(value: object) -> bool:
-    return value.__class__ in (torch.Tensor, torch.nn.Parameter)
+    return value.__class__ in _DENSE
 
 
-def _is_mixed(values: list[Any]) -> bool:
+def _is_mixed(args: Any, kwargs: Any) -> bool:
     """Whether dense tensors with and without data meet in one call."""
-    kinds = {each.is_meta for each in values if _is_dense(each) and (each.ndim or each.is_meta)}
+    kinds: set[bool] = set()
+    _note_kinds(args, kinds)
+    if kwargs:
+        _note_kinds(kwargs.values(), kinds)
     return len(kinds) == 2
+
+
+def _note_kinds(values: Iterable[Any], kinds: set[bool]) -> None:
+    """Add whether dense tensors have data, also of those in lists; every call of a dry run comes here."""
+    for each in values:
+        kind = each.__class__
+        if kind in _DENSE:
+            if each.is_meta:
+                kinds.add(True)
+            elif each.ndim:
+                kinds.add(False)
+        elif kind in _LISTS:
+            _note_kinds(each, kinds)
+        elif kind is dict:
+            _note_kinds(each.values(), kinds)
 
 
 def _without_data(value: torch.Tensor) -> torch.Tensor:

@@ -404,6 +404,24 @@ def _has_data(tensor: Tensor) -> bool:
     return not tensor._data.is_meta and tensor._data.dtype.is_floating_point
 
 
+def changes_nothing(function: Any, args: Any) -> bool:
+    """Whether a function changes a list of arrays in place that have no data: torch would walk through all of them."""
+    name = function._schema.name
+    return name.startswith("aten::_foreach_") and name.endswith("_") and all(each.is_meta for each in args[0])
+
+
+class Unchanged(private.TorchDispatchMode):
+    """Lists of arrays without data are not walked through to change them: optimizers of dry runs are quicker."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, Tensor) for each in types):
+            return NotImplemented
+        return None if changes_nothing(function, args) else function(*args, **(kwargs or {}))
+
+
 class Kernels(private.TorchDispatchMode):
     """Sees every kernel on arrays; what is called with tensors of ours comes again with their arrays."""
 
@@ -414,7 +432,7 @@ class Kernels(private.TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, Tensor) for each in types):
             return NotImplemented
-        result = function(*args, **(kwargs or {}))
+        result = None if changes_nothing(function, args) else function(*args, **(kwargs or {}))
         if not WORLD.is_muted:  # what stands in for other stages of a pipeline does not happen
             self.recorder.see(Kernel(function, args, kwargs or {}, result))
         return result

@@ -15,9 +15,14 @@ from meshloom.nn.parallelize import refuse_placed
 from meshloom.nn.search.choosing import Search
 from meshloom.nn.search.ranking import Candidate, Ranking, explain_difference
 from meshloom.nn.search.remedies import nothing_fits
+from meshloom.nn.search.staging import Staged, loss_of
 from meshloom.nn.search.trials import Loss, Task, default_optimizer
 
 KEPT = 5  # plans that are given back
+_FUNCTIONS = {
+    "loss": "give loss(model, batch), which calls the model and gives one number",
+    "optimizer": "give optimizer(parameters), such as torch.optim.AdamW",
+}
 
 
 def autoplan(
@@ -64,6 +69,8 @@ def rank(search: Search, keep: int = KEPT) -> Ranking:
             each.recipe.plan(whole, each.mesh),
             each.run,
             "" if each.run is best else explain_difference(each.run, best),
+            each.recipe.stages if isinstance(each.recipe, Staged) else None,
+            loss_of(search.task) if isinstance(each.recipe, Staged) else None,
         )
         for each in verified
     )
@@ -84,6 +91,9 @@ def make_task(
     """What a search is about, from the arguments of `autoplan`, which are checked."""
     expect("module", module, nn.Module, fix="give a torch.nn.Module")
     refuse_placed(module)
+    for name in ("loss", "optimizer"):
+        if more.get(name) is not None and not callable(more[name]):
+            raise ArgumentError(f"{name}={more[name]!r:.80} is no function", fix=_FUNCTIONS[name])
     found = _machine(machine)
     if more.get("mode", "train") == "train" and not any(each.requires_grad for each in module.parameters()):
         raise ArgumentError(

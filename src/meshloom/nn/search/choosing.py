@@ -4,7 +4,8 @@
 2. The best of the built ones are refined: the choices of their parts by dynamic programming (`chain.py`), the data axis
    cut into a replicated and a sharded one, blocks that recompute where memory is short.
 3. The best one is polished: each layer alone is put otherwise, and what is faster stays.
-4. Candidates are verified in the order of their price, until enough are known to fit; the best named one is among them.
+4. The best of the built ones are tried inside of the stages of pipelines (`staging.py`).
+5. Candidates are verified in the order of their price, until enough are known to fit; the best named one is among them.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from meshloom.errors import MeshloomError
 from meshloom.mesh import Mesh
 from meshloom.nn import plans
 from meshloom.nn.search.chain import frontier
 from meshloom.nn.search.meshes import divisors, make_mesh, orders, tensor_sizes
-from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, expert_counts, other_ways, parts_of
+from meshloom.nn.search.recipes import ALL, WAYS, Built, Named, expert_counts, gathered, other_ways, parts_of
+from meshloom.nn.search.staging import Staged, Stager
 from meshloom.nn.search.trials import Price, Recipe, Task, Trials
 from meshloom.observe.dry_run import DryRun, show_seconds
 from meshloom.observe.memory_use import show_bytes
 
-REFINED = 3  # plans by role that are refined,
+PIPED = 2  # plans by role that are tried inside of stages
+REFINED = 4  # plans by role that are refined,
 NEAR = 1.3  # if their price is so near to the best
 CLOSE = 1.05  # so near to the best, a named plan is verified,
 MUST = 3  # but no more of them than this
@@ -97,6 +101,8 @@ def built_plans(task: Task) -> Iterator[tuple[Mesh, Recipe]]:
                 mesh = make_mesh(**{weights: rest // cut, "cp": cut, "tp": size})
                 for each in orders(task.machine, mesh):
                     yield each, Built()
+                    if size == 1 and weights == "fsdp":
+                        yield each, gathered(task.module)
                     if size > 1 and task.length >= size * cut:
                         yield each, Built(is_sequence=True)
 
@@ -118,7 +124,8 @@ def expert_plans(task: Task) -> Iterator[tuple[Mesh, Recipe]]:
                 yield from ((each, Built()) for each in orders(task.machine, mesh))
 
 
-# Where candidates come from. Other kinds of parallelism join here: a function that gives meshes and recipes.
+# Where candidates come from. Other kinds of parallelism join here: a function that gives meshes and recipes. Pipelines
+# are made of what was found (`Search._add_stages`): a stage does what a plan does.
 SOURCES: tuple[Source, ...] = (named_plans, built_plans, expert_plans)
 
 
@@ -132,6 +139,7 @@ class Search:
         self.built: list[Found] = []  # plans by role, also those that have a name too
         self.parts = parts_of(self.trials.sample)
         self.too_large: list[Found] = []  # with all blocks that recompute, and still no room
+        self.stager = Stager(self.trials)
 
     def run(self, keep: int) -> list[Verified]:
         """Plans that fit, verified, the fastest first."""
@@ -142,6 +150,7 @@ class Search:
         for each in self._promising():
             self.refine(each)
         self.polish()
+        self._add_stages()
         self.tell(f"{len(self.found)} plans priced; the best by now: {self._best_line()}")
         return self.verify(keep)
 
@@ -161,6 +170,18 @@ class Search:
             for size in [size for size in tensor_sizes(self.task.machine, rest) if rest % size == 0]:
                 yield make_mesh(fsdp=rest // size, cp=cut, tp=size), Built()
 
+    def _add_stages(self) -> None:
+        """Pipelines: the best plans by role, each inside of stages."""
+        is_short = not self.fitting()
+        shapes: dict[object, tuple[Mesh, Built]] = {}
+        for each in sorted(self.built, key=lambda each: each.price.memory if is_short else each.price.time):
+            assert isinstance(each.recipe, Built)
+            sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
+            if sizes.get("dp", 1) * sizes.get("fsdp", 1) > 1:  # which becomes stages
+                shapes.setdefault((sizes.get("tp"), sizes.get("ep")), (each.mesh, each.recipe))
+        for mesh, recipe, price in self.stager.candidates([*shapes.values()][:PIPED], is_short):
+            self.found[mesh, recipe] = Found(mesh, recipe, price)
+
     def price(self, mesh: Mesh, recipe: Recipe) -> Found | None:
         """A recipe on a mesh with its price; None if it cannot be used there."""
         price = self.trials.price(mesh, recipe)
@@ -176,12 +197,16 @@ class Search:
         return sorted(fit, key=lambda each: each.price.time)
 
     def _promising(self) -> list[Found]:
-        """The plans by role that are fastest once they fit, no two of which differ in their weights only."""
+        """The plans by role that are fastest once they fit, one for each shape of a mesh.
+
+        Of replicated and sharded weights both, since other choices are open to them; of rows over `dp` and `fsdp` in
+        several ways one, since `refine` cuts them.
+        """
         ready = [fit for each in self.built if (fit := self.fit(each)) is not None]
         best: dict[object, Found] = {}
         for each in sorted(ready, key=lambda each: each.price.time):
             sizes = dict(zip(each.mesh.axes, each.mesh.shape, strict=True))
-            best.setdefault((sizes.get("tp"), sizes.get("cp"), sizes.get("ep")), each)
+            best.setdefault((sizes.get("tp"), sizes.get("cp"), sizes.get("ep"), "fsdp" in sizes), each)
         least = min((each.price.time for each in [*ready, *self.fitting()]), default=0.0)
         return [each for each in best.values() if each.price.time <= NEAR * least][:REFINED]
 
@@ -299,12 +324,14 @@ class Search:
 
     def _verify(self, found: Found) -> Verified | None:
         """The whole model, with fewer or more blocks that recompute where the estimate was a little off."""
+        if isinstance(found.recipe, Staged):
+            return self._verify_stages(found.mesh, found.recipe)
         best, count = None, self._count(found.recipe)
         tried: set[int] = set()
         while count not in tried and len(tried) < ATTEMPTS:
             tried.add(count)
             recipe = self._with_count(found.recipe, count)
-            run = self.trials.verify(found.mesh, recipe)
+            run = self._run(found.mesh, recipe)
             fits = self.task.fits(run.memory.peak)
             best = Verified(found.mesh, recipe, run) if fits else best
             if not count or not found.saved or self.task.memory is None or (best is not None and not fits):
@@ -313,6 +340,23 @@ class Search:
             count -= math.floor(room + 0.5) if fits else min(-1, math.floor(room))
             count = min(max(count, 0), sum(self.trials.folded.counts.values()))
         return best
+
+    def _verify_stages(self, mesh: Mesh, recipe: Staged) -> Verified | None:
+        for each in dict.fromkeys((recipe, replace(recipe, inside=replace(recipe.inside, recompute=ALL)))):
+            try:
+                run = self._run(mesh, each)
+            except MeshloomError as error:  # such as a model that calls its modules in another order
+                self.trials.refused[mesh, each.title] = error
+                return None
+            if self.task.fits(run.memory.peak):
+                return Verified(mesh, each, run)
+        return None
+
+    def _run(self, mesh: Mesh, recipe: Recipe) -> DryRun:
+        """The dry run of the whole model."""
+        if isinstance(recipe, Staged):
+            return self.stager.verify(mesh, recipe)
+        return self.trials.verify(mesh, recipe)
 
     def _count(self, recipe: Recipe) -> int:
         """How many blocks recompute."""

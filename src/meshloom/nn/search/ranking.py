@@ -11,7 +11,9 @@ from torch import nn
 
 from meshloom.mesh import Mesh
 from meshloom.nn.parallelize import parallelize
+from meshloom.nn.pipeline import BatchLoss, Pipeline
 from meshloom.nn.plan import Plan
+from meshloom.nn.search.staging import Stages
 from meshloom.observe.dry_run import DryRun, show_seconds
 from meshloom.observe.memory_use import show_bytes
 from meshloom.observe.report import write_report
@@ -31,6 +33,8 @@ class Candidate:
     plan: Plan
     run: DryRun
     why: str = ""  # why it is slower than the first, in the parts of its time
+    stages: Stages | None = None  # for a pipeline: how the model is cut, and into how many micro-batches
+    batch_loss: BatchLoss | None = None  # for a pipeline: the loss that the plans were made for
 
     @property
     def time(self) -> float:
@@ -47,9 +51,17 @@ class Candidate:
         """The bytes that one device receives."""
         return self.run.bytes
 
-    def apply(self, module: _Module, **options: Any) -> _Module:
-        """Open the mesh and put a model on it by the plan; options are those of `parallelize`."""
-        return parallelize(module, open_mesh(self.mesh.shape, self.mesh.axes), self.plan, **options)
+    def apply(self, module: _Module, **options: Any) -> _Module | Pipeline:
+        """Open the mesh and put a model on it by the plan: the model itself, by `parallelize`.
+
+        If there are `stages`, it is a `Pipeline` instead, by `pipeline`, and `step(*batch)` is a pass of training.
+        Options are those of the function that is called.
+        """
+        mesh = open_mesh(self.mesh.shape, self.mesh.axes)
+        if self.stages is None:
+            return parallelize(module, mesh, self.plan, **options)
+        assert self.batch_loss is not None
+        return self.stages.apply(module, mesh, self.plan, self.batch_loss, **options)
 
     def __str__(self) -> str:
         head = f"{show_seconds(self.time)}, {show_bytes(self.memory)}, receives {show_bytes(self.bytes)}"
@@ -104,13 +116,21 @@ def explain_difference(run: DryRun, best: DryRun) -> str:
 
     The parts are those of `DryRun.bounds`: arithmetic, memory traffic, and waiting for each axis.
     """
-    names = dict.fromkeys([*run.bounds, *best.bounds])
-    changes = {name: run.bounds.get(name, 0.0) - best.bounds.get(name, 0.0) for name in names}
+    mine, theirs = _parts(run), _parts(best)
+    changes = {name: mine.get(name, 0.0) - theirs.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
     slower = run.time - best.time
     worth = [name for name in changes if abs(changes[name]) > LEAST * best.time]
     largest = sorted(worth, key=lambda name: -abs(changes[name]))
     said = [f"{name} {'+' if changes[name] > 0 else '-'}{show_seconds(abs(changes[name]))}" for name in largest[:SHOWN]]
     return f"{slower / best.time:+.1%}: {', '.join(said)}" if said else f"{slower / best.time:+.1%}"
+
+
+def _parts(run: DryRun) -> dict[str, float]:
+    """What the time of a device goes to: of a pipeline that of a stage in the middle, with what it waits for others."""
+    if len(run.classes) < 2:
+        return dict(run.bounds)
+    found = {name: part / len(run.classes) for name, part in run.bounds.items() if " -> " not in name}
+    return {**found, "waits for other stages": run.bubble * run.time}
 
 
 def _lines(ranking: Ranking) -> Iterator[str]:
@@ -126,4 +146,7 @@ def _lines(ranking: Ranking) -> Iterator[str]:
             yield f"{'':<{widths[0]}}  {ranking[number - 1].why}"
     yield ""
     yield "the first plan"
+    stages = ranking.best.stages
+    if stages is not None:
+        yield f"  stages     begin at {', '.join(stages.begins)}; {stages.micro_batches} micro-batches"
     yield from (f"  {line}" for line in str(ranking.plan).splitlines())

@@ -1,9 +1,10 @@
 """Ways to make a plan: the plans with names, and plans that are built part by part.
 
-A *part* is what is placed together: the columns and rows of an attention or a feed-forward, the experts, a vocabulary.
-On the tensor axis it lies as its role says, as a whole on each device, or by the other dim of its matrices; over the
-sharding axis it is sharded, or every device keeps all of it. Between the parts the sequence may lie over the tensor
-axis too. Axes are told by their names:
+A *part* is what is placed together: the columns and rows of an attention or a feed-forward, the experts, a vocabulary,
+and the biases and norms of all layers. On the tensor axis it lies as its role says, as a whole on each device, or by
+the other dim of its matrices; over the sharding axis it is sharded by the first dim that is left, or by the last, or
+every device keeps all of it. Between the parts the sequence may lie over the tensor axis too. Axes are told by their
+names:
 
 | axis | rows of the batch | weights |
 |---|---|---|
@@ -16,6 +17,7 @@ axis too. Axes are told by their names:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -32,9 +34,9 @@ from meshloom.placement import Placement, Replicate, Shard
 ROWS = ("dp", "fsdp", "ep")
 CONTEXT, TENSOR, SHARDED, EXPERT = "cp", "tp", "fsdp", "ep"
 # How a part may lie on an axis; the first of each unless something else is said.
-WAYS = {TENSOR: ("role", "whole", "other"), SHARDED: ("sharded", "kept")}
+WAYS = {TENSOR: ("role", "whole", "other"), SHARDED: ("sharded", "kept", "last")}
 ALL = -1
-
+VECTORS = "biases and norms"  # parameters of one dim, of all layers together: small, so that gathering them is waiting
 
 Way = tuple[str, str, str]  # a part or a layer, an axis, and how it lies on it
 
@@ -88,7 +90,12 @@ class Built:
         return _Draft(self, module, mesh).finish()
 
 
-_SAID = {"whole": "whole on tp", "other": "by its other dim on tp", "kept": "kept on fsdp"}
+_SAID = {
+    "whole": "whole on tp",
+    "other": "by its other dim on tp",
+    "kept": "kept on fsdp",
+    "last": "by its last dim on fsdp",
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Part:
 
     name: str
     layers: tuple[str, ...]
-    kind: str  # "block" for columns and rows, "expert", "vocabulary"
+    kind: str  # "block" for columns and rows, "expert", "vocabulary", "vectors"
 
 
 def parts_of(module: nn.Module) -> list[Part]:
@@ -108,14 +115,17 @@ def parts_of(module: nn.Module) -> list[Part]:
     ...     print(part.name, part.layers)
     self_attn ('layers.*.self_attn', 'layers.*.self_attn.out_proj')
     linear1 ('layers.*.linear1', 'layers.*.linear2')
+    biases and norms ()
     """
     found: dict[str, Part] = {}
     for layers, kind in _runs(module):
         names = tuple(dict.fromkeys(map(generalise, layers)))
         found.setdefault(names[0], Part(_short(names), names, kind))
+    if any(each.dim() < 2 for each in module.parameters()):
+        found[VECTORS] = Part(VECTORS, (), "vectors")
     clear = {part.name for part in found.values()}
     if len(clear) < len(found):
-        return [replace(part, name=part.layers[0]) for part in found.values()]
+        return [replace(part, name=part.layers[0]) if part.layers else part for part in found.values()]
     return list(found.values())
 
 
@@ -170,7 +180,7 @@ class _Draft:
     def _ways_of_layers(self) -> dict[tuple[str, str], str]:
         """How each layer lies on each axis: as is said of it, of its part, or as usual."""
         chosen = {(part, axis): way for part, axis, way in self.recipe.ways}
-        found = {}
+        found = {(VECTORS, SHARDED): chosen.get((VECTORS, SHARDED), WAYS[SHARDED][0])}
         for part in parts_of(self.module):
             for layer in part.layers:
                 for axis, usual in WAYS.items():
@@ -214,9 +224,15 @@ class _Draft:
             dim = role.dim
             placed[self.experts] = Shard(dim)
         free = [each for each in range(dims) if each != dim]
-        if free and (role is None or self._way(role.layer, SHARDED) == "sharded"):
-            placed = {axis: Shard(free[0]) for axis in self.sharded} | placed
+        if free and self._is_sharded(role, dims):
+            is_last = role is not None and self._way(role.layer, SHARDED) == "last"
+            placed = {axis: Shard(free[-1 if is_last else 0]) for axis in self.sharded} | placed
         return placed
+
+    def _is_sharded(self, role: Role | None, dims: int) -> bool:
+        if dims < 2 and self.ways[VECTORS, SHARDED] == "kept":
+            return False
+        return role is None or self._way(role.layer, SHARDED) != "kept"
 
     def _dim(self, role: Role) -> int | None:
         if self._is_whole(role.layer):
@@ -266,9 +282,22 @@ class _Draft:
                 yield f"{name}.{{{','.join(map(str, range(taken)))}}}"
 
 
+def gathered(module: nn.Module) -> Built:
+    """Weights that are best gathered: by their last dim, so that no product takes a part of them, small ones kept."""
+    recipe = Built()
+    for part in parts_of(module):
+        recipe = recipe.changed(part.name, SHARDED, "kept" if part.kind == "vectors" else "last")
+    return recipe
+
+
 def other_ways(parts: list[Part], mesh: Mesh) -> dict[tuple[str, str], tuple[str, ...]]:
     """What may be chosen for each part on each axis, besides the usual; only vocabularies go by their other dim."""
-    tensor, sharded = ({part.name: WAYS[axis][1:] for part in parts} for axis in (TENSOR, SHARDED))
-    tensor |= {part.name: ("whole",) for part in parts if part.kind != "vocabulary"}
-    found = {TENSOR: tensor, SHARDED: sharded}
-    return {(part.name, axis): found[axis][part.name] for axis in WAYS if axis in mesh.axes for part in parts}
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
+    for axis, part in itertools.product([axis for axis in WAYS if axis in mesh.axes], parts):
+        if part.kind == "vectors":
+            found |= {(part.name, axis): ("kept",)} if axis == SHARDED else {}
+        elif axis == SHARDED or part.kind == "vocabulary":
+            found[part.name, axis] = WAYS[axis][1:]
+        else:
+            found[part.name, axis] = ("whole",)
+    return found

@@ -9,6 +9,7 @@ from meshloom.errors import MeshloomError, OutOfMemoryError
 from meshloom.nn.search.choosing import Found, Search
 from meshloom.nn.search.meshes import make_mesh
 from meshloom.nn.search.recipes import ALL, Built
+from meshloom.nn.search.staging import Staged
 from meshloom.nn.search.trials import Trials
 from meshloom.observe.memory_use import show_bytes
 
@@ -17,7 +18,8 @@ FURTHER = 6  # times that devices are doubled, or rows halved
 
 def nothing_fits(search: Search) -> MeshloomError:
     """The error for a search that has found nothing, with the closest figures and what would help."""
-    task, tried = search.task, [*search.too_large, *search.found.values()]
+    task = search.task
+    tried = [each for each in (*search.too_large, *search.found.values()) if not isinstance(each.recipe, Staged)]
     if not tried:
         first = next(iter(search.trials.refused.values()), None)
         return first or MeshloomError(

@@ -22,6 +22,7 @@ from meshloom.nn.parallelize import parallelize
 from meshloom.nn.plan import Plan
 from meshloom.nn.search.blocks import Folded, Kind
 from meshloom.observe.dry_run import DryRun, dry_run
+from meshloom.tensor.recording import Unchanged
 
 FEW = 2  # blocks of a kind that are not worth folding
 MODES = ("train", "prefill", "decode")
@@ -123,7 +124,7 @@ def _bounds_of(run: DryRun) -> dict[str, float]:
     Of few blocks one of them may be hidden behind another; of many blocks it may be what the step takes.
     """
     nodes = {node.number: node for node in run.nodes}
-    forward = max((each.end for each in run.timeline if nodes[each.node].phase == "forward"), default=0.0)
+    forward = end_of_forward(run)
     found = {"compute": 0.0}
     for each in run.timeline:
         node = nodes[each.node]
@@ -134,12 +135,18 @@ def _bounds_of(run: DryRun) -> dict[str, float]:
     return found
 
 
+def end_of_forward(run: DryRun) -> float:
+    """When backward begins: what an optimizer does afterwards to keep padding zero is no part of it."""
+    nodes = {node.number: node for node in run.nodes}
+    return min((each.start for each in run.timeline if nodes[each.node].phase == "backward"), default=run.time)
+
+
 class Trials:
     """Dry runs of one task, each done once."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, folded: Folded | None = None) -> None:
         self.task = task
-        self.folded = Folded(task.module)
+        self.folded = folded or Folded(task.module)
         self.sample = self.folded.with_blocks(dict.fromkeys(self.folded.counts, 1))
         self.known: dict[object, Price | None] = {}
         self.unfolded: Exception | None = None  # why the model cannot be run with fewer blocks
@@ -191,19 +198,20 @@ class Trials:
         return replace(total, time=max(total.time, *total.least.values()))
 
     def _measure(self, mesh: Mesh, recipe: Recipe, counts: Mapping[Kind, int]) -> Price:
-        return _read(self._run(self.folded.with_blocks(counts), mesh, recipe))
+        return _read(self.run(self.folded.with_blocks(counts), mesh, recipe))
 
     def verify(self, mesh: Mesh, recipe: Recipe) -> DryRun:
         """The dry run of the whole model."""
         key = (mesh, str(recipe.plan(self.folded.whole, mesh)))
         if key not in self.whole:
-            self.whole[key] = self._run(self.folded.with_blocks({}), mesh, recipe)
+            self.whole[key] = self.run(self.folded.with_blocks({}), mesh, recipe)
         return self.whole[key]
 
-    def _run(self, model: nn.Module, mesh: Mesh, recipe: Recipe) -> DryRun:
+    def run(self, model: nn.Module, mesh: Mesh, recipe: Recipe) -> DryRun:
+        """The dry run of a step of a model, which is put on the mesh."""
         plan = recipe.plan(model, mesh)
         parallelize(model, mesh, plan, device="meta")
-        args, kwargs = _arguments(self.task.batch)
+        args, kwargs = arguments_of(self.task.batch)
         args, kwargs = Spread(mesh, plan.batch, moves=False)(model, args, kwargs)  # type: ignore[arg-type]
         is_trained = self.task.mode == "train"
         optimizer = self._optimizer(model) if is_trained else None
@@ -218,15 +226,16 @@ class Trials:
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = self.task.optimizer([each for each in model.parameters() if each.requires_grad])
-        _warm(optimizer)
+        warm(optimizer)
         return optimizer
 
 
-def _warm(optimizer: torch.optim.Optimizer) -> None:
+def warm(optimizer: torch.optim.Optimizer) -> None:
     """One step of nothing: from the second step on, the state of an optimizer is there while activations are."""
     for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    with Unchanged():
+        optimizer.step()
     optimizer.zero_grad()
 
 
@@ -259,7 +268,7 @@ def find_loss(result: Any) -> torch.Tensor:
     return first if first.dim() == 0 else first.float().mean()
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as the arguments of a model; numbers that are computed with need no values."""
     if isinstance(batch, Mapping):
         return (), {key: _light(each) for key, each in batch.items()}
