@@ -64,7 +64,7 @@ browser: ## install Debian's Chromium for the tests that look at pages, unless a
 	@for each in $(BROWSERS); do command -v $$each >/dev/null && exit 0; done; \
 	    $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends chromium
 
-bench: $(FAST) ## measure against dense torch, DTensor and (with the bench extra) JAX
+bench: $(FAST) ## measure against dense torch, DTensor and (with the bench extra) JAX and Ray
 	@$(BIN)/python benchmarks/run.py
 
 soak: $(TESTED) ## CASES calls of ops and CASES programs (100000) from a new SEED, and torch's databases whole
@@ -90,7 +90,7 @@ $(STAMP): pyproject.toml constraints.txt
 # Thousands of modules that no test imports need no compiling.
 $(TESTED): $(STAMP)
 	@echo "adding what the tests need; the first time this takes a minute"
-	@$(PIP) --no-compile --no-build-isolation --editable '.[test,models,docs,fast]'
+	@$(PIP) --no-compile --no-build-isolation --editable '.[test,models,docs,fast,ray]'
 	@touch $@ $(DOCUMENTED) $(FAST)
 
 $(DOCUMENTED): $(STAMP)

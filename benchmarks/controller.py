@@ -1,16 +1,20 @@
-"""A client and two workers beside the same program on two ranks, and beside calls of torch's RPC.
+"""A client and two workers, in turn with the same program on two ranks of torchrun, and beside torch RPC and Ray calls.
 
-`python -m benchmarks.controller` prints the table; the ranks are this file too, started by `meshloom run`.
+Ranks and workers are there all the time, and wait without using a core while the other side runs. `python -m
+benchmarks.run --only controller` prints the table; the ranks and the peers are this file too.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +23,30 @@ from torch import nn
 
 import meshloom as loom
 
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.goals import Goal
+from benchmarks.results import OURS, Row, verdict
+
 SIZE, WIDTH, ROWS = 1024, 512, 256
-ROUNDS = 2
+CALLS = 6000
+NAME = "controller"
 GOALS = {
-    "client time of a small op": (12.0, "us"),
-    "small ops per second through 2 workers": (30_000.0, "/s"),
-    "matmul, client over ranks": (1.05, "x"),
-    "MLP step, client over ranks": (1.05, "x"),
-    "item() of a value that is there": (0.5, "ms"),
-    "100 MB fetched": (1.0, "GB/s"),
+    "op": Goal("ours_us", 12.0, " us each"),
+    "calls": Goal("ours_us", 33.3, " us each, 30,000/s"),
+    "matmul": Goal("ratio", 1.05),
+    "MLP step": Goal("ratio", 1.05),
+    "item": Goal("ours_us", 500.0, " us each"),
+    "fetch": Goal("mb_per_s", 1000.0, " MB/s", at_least=True),
 }
-MORE_IS_BETTER = ("/s", "GB/s")
+
+
+# The programs
 
 
 def works(mesh: loom.Mesh) -> dict[str, Callable[[], Any]]:
-    """The programs that a client and ranks run alike; each ends with a number that is read."""
+    """What a client and ranks run alike; each ends with a number that is read."""
     a = loom.ones(SIZE, SIZE, mesh=mesh, placements="S(0)")
     b = loom.ones(SIZE, SIZE, mesh=mesh, placements="R")
     torch.manual_seed(0)
@@ -46,7 +59,7 @@ def works(mesh: loom.Mesh) -> dict[str, Callable[[], Any]]:
         c = a
         for _ in range(8):
             c = c @ b
-        return c[0, 0].item()
+        return float(c[0, 0].item())
 
     def step() -> float:
         for _ in range(4):
@@ -54,87 +67,158 @@ def works(mesh: loom.Mesh) -> dict[str, Callable[[], Any]]:
             loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
     return {"matmul": matmul, "MLP step": step}
 
 
-def best(work: Callable[[], Any], rounds: int = 7) -> float:
-    """The shortest of some runs, in seconds."""
+def time_of(work: Callable[[], Any]) -> float:
+    """The seconds of one run."""
+    start = time.perf_counter()
     work()
-    found = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - start)
-    return min(found)
+    return time.perf_counter() - start
 
 
-def on_a_rank() -> None:
-    """The same programs where all ranks run them."""
-    mesh = loom.open_mesh((2,), axes=("dp",))
-    found = {name: best(work) for name, work in works(mesh).items()}
-    if loom.process().rank == 0:
-        print("FOUND " + json.dumps(found))
+# Ranks, which wait for a word on a pipe of their own
 
 
-def ranks() -> dict[str, float]:
-    """What two ranks take."""
-    command = [sys.executable, "-m", "meshloom", "run", "--nproc", "2", str(Path(__file__)), "rank"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=True)
-    line = next(line for line in done.stdout.splitlines() if "FOUND " in line)
-    found: dict[str, float] = json.loads(line.partition("FOUND ")[2])
-    return found
+def serve_rank(folder: Path) -> None:
+    """Run what the pipe of this rank says; the first rank tells how long it took."""
+    found = works(loom.open_mesh((2,), axes=("dp",)))
+    rank = loom.process().rank
+    with open(folder / f"rank{rank}") as orders, open(folder / "answers", "w") if not rank else open(os.devnull) as out:
+        for line in orders:
+            took = time_of(found[line.strip()])
+            if not rank:
+                print(took, file=out, flush=True)
 
 
-def client() -> dict[str, float]:
-    """What a client with two workers takes."""
-    with loom.launch(workers=2, threads=1) as cluster:
-        mesh = cluster.open_mesh((2,), axes=("dp",))
-        x, y = loom.ones(32, 32, mesh=mesh), loom.ones(32, 32, mesh=mesh)
-        found = {name: best(work) for name, work in works(mesh).items()}
+@contextmanager
+def ranks() -> Iterator[Callable[[str], float]]:
+    """Two ranks of torchrun: a function that says how many seconds they take for a program."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        for name in ("rank0", "rank1", "answers"):
+            os.mkfifo(Path(folder) / name)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            place = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *place]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        process = subprocess.Popen(
+            [*command, str(Path(__file__)), "rank", folder], env=environment, stderr=subprocess.DEVNULL
+        )
+        stack.callback(process.wait, 30)
+        pipes = [stack.enter_context(open(Path(folder) / f"rank{rank}", "w")) for rank in (0, 1)]
+        answers = stack.enter_context(open(Path(folder) / "answers"))
+
+        def ask(name: str) -> float:
+            for pipe in pipes:
+                print(name, file=pipe, flush=True)
+            return float(answers.readline())
+
+        yield ask
+
+
+# What is measured
+
+
+def compare_programs(cluster: Any, rounds: int) -> Iterator[tuple[str, float, float]]:
+    """Each program by the client and by the ranks, in turn: the shortest of each."""
+    mine = works(cluster.open_mesh((2,), axes=("dp",)))
+    with ranks() as theirs:
+        for name, work in mine.items():
+            for _ in range(2):
+                work(), theirs(name)
+            both = [(time_of(work), theirs(name)) for _ in range(rounds)]
+            yield name, min(ours for ours, _ in both), min(others for _, others in both)
+
+
+def time_calls(cluster: Any) -> tuple[float, float]:
+    """Client time of a small add, and the time of one of many through the workers, in seconds."""
+    mesh = cluster.open_mesh((2,), axes=("dp",))
+    x, y = loom.ones(32, 32, mesh=mesh), loom.ones(32, 32, mesh=mesh)
+    x + y
+    cluster.wait()
+    own, start = time.thread_time(), time.perf_counter()
+    for _ in range(CALLS):
         x + y
-        cluster.wait()
-        count = 6000
-        own, start = time.thread_time(), time.perf_counter()
-        for _ in range(count):
-            x + y
-        found["op"] = (time.thread_time() - own) / count
-        cluster.wait()
-        found["ops"] = count / (time.perf_counter() - start)
-        number = x[0, 0].redistribute("R")
+    used = (time.thread_time() - own) / CALLS
+    cluster.wait()
+    return used, (time.perf_counter() - start) / CALLS
+
+
+def measured(quick: bool) -> Iterator[Row]:
+    """The rows: what a client costs beside ranks that do the same, and beside peers."""
+    rounds = 3 if quick else 15
+    with loom.launch(workers=2, threads=1) as cluster:
+        for name, ours, theirs in compare_programs(cluster, rounds):
+            ratio = round(ours / theirs, 4)
+            yield _row(name, "over the same on torchrun", "ratio", ours, dense_us=round(theirs * 1e6, 1), ratio=ratio)
+        turns = [time_calls(cluster) for _ in range(rounds)]
+        yield _row("op", "32x32 add, time of the client", "ours_us", min(used for used, _ in turns))
+        calls = min(each for _, each in turns)
+        yield _row("calls", "32x32 add, one of many", "ours_us", calls)
+        mesh = cluster.open_mesh((2,), axes=("dp",))
+        number = loom.ones(32, 32, mesh=mesh)[0, 0].redistribute("R")
         number.item()
-        found["item"] = best(number.item, 200)
+        yield _row("item", "a value that needs no collective", "ours_us", min(time_of(number.item) for _ in range(200)))
         big = loom.ones(25_000_000, mesh=mesh, placements="R")
-        found["fetch"] = 0.1 / best(big.to_torch, 5)
-    return found
+        took = min(time_of(big.to_torch) for _ in range(2 * rounds))
+        yield _row("fetch", "100 MB", "mb_per_s", took, mb_per_s=round(100 / took, 1))
+    for peer, calling in (("torch RPC", "rpc"), ("Ray actors", "ray")):
+        if calling == "ray" and find_spec("ray") is None:
+            yield Row(OURS, f"{NAME} calls", f"the same by {peer}", (2,), 2, "times_ours", missing="ray: not installed")
+            continue
+        each = call_peer(calling)
+        figures = {"theirs_us": round(each * 1e6, 1), "times_ours": round(each / calls, 2)}
+        yield _row("calls", f"the same by {peer}", "times_ours", calls, **figures)
 
 
-def rpc_calls() -> float:
-    """Calls per second of an add with torch's RPC to two workers, sent without waiting."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__)), "rpc"], capture_output=True, text=True, timeout=120, check=False
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("RPC ")), None)
-    return float(line.split()[1]) if line else float("nan")
+def _row(name: str, detail: str, shown: str, seconds: float, **figures: Any) -> Row:
+    goal = GOALS[name]
+    found = {"ours_us": round(seconds * 1e6, 2), **figures}
+    judged = {} if shown == "times_ours" else verdict(goal, found[goal.figure])
+    return Row(OURS, f"{NAME} {name}", detail, (2,), 2, shown, **found, **judged)
 
 
-def _rpc_worker(rank: int) -> None:
+def count() -> int:
+    """How many rows there are."""
+    return len(GOALS) + 2
+
+
+# Peers: a call on two tensors that are there, sent without waiting
+
+
+def call_peer(which: str) -> float:
+    """The seconds of one add on both workers."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    with tempfile.TemporaryDirectory(prefix="r") as home:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__)), which], capture_output=True, text=True, timeout=180, check=False,
+            env={**environment, "HOME": home, "RAY_TMPDIR": home},
+        )  # fmt: skip
+    line = next((line for line in done.stdout.splitlines() if line.startswith("TOOK ")), None)
+    if line is None:
+        raise RuntimeError(f"{which} did not come to its end:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return float(line.split()[1])
+
+
+def serve_rpc(rank: int, port: int) -> None:
+    """Torch's RPC: one process calls, two others hold the tensors."""
     from torch.distributed import rpc
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29711")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
     if rank == 0:
-        a = [rpc.remote(f"worker{each}", torch.ones, args=((16, 32),)) for each in (1, 2)]
-        count = 1000
-        start = time.perf_counter()
-        for _ in range(count):
-            made = [rpc.remote(each.owner(), _add, args=(each,)) for each in a]
-        for each in made:
-            each.to_here()
-        print(f"RPC {count / (time.perf_counter() - start)}", flush=True)
+        held = [rpc.remote(f"worker{each}", torch.ones, args=((16, 32),)) for each in (1, 2)]
+
+        def work() -> None:
+            for _ in range(500):
+                made = [rpc.remote(each.owner(), _add, args=(each,)) for each in held]
+            for each in made:
+                each.to_here()
+
+        print(f"TOOK {min(time_of(work) for _ in range(3)) / 500}", flush=True)
     rpc.shutdown()
 
 
@@ -143,43 +227,43 @@ def _add(value: Any) -> torch.Tensor:
     return held + held
 
 
-def measure() -> list[tuple[str, float, float, str, bool]]:
-    """The table: what, found, goal, unit, reached."""
-    turns = [(client(), ranks()) for _ in range(ROUNDS)]  # in turn: the machine may change meanwhile
-    mine = {name: _best_of([each[name] for each, _ in turns], name in ("ops", "fetch")) for name in turns[0][0]}
-    theirs = {name: min(each[name] for _, each in turns) for name in turns[0][1]}
-    found = {
-        "client time of a small op": mine["op"] * 1e6,
-        "small ops per second through 2 workers": mine["ops"],
-        "matmul, client over ranks": mine["matmul"] / theirs["matmul"],
-        "MLP step, client over ranks": mine["MLP step"] / theirs["MLP step"],
-        "item() of a value that is there": mine["item"] * 1e3,
-        "100 MB fetched": mine["fetch"],
-    }
-    return [
-        (name, value, GOALS[name][0], GOALS[name][1], _reaches(value, *GOALS[name])) for name, value in found.items()
-    ]
+def call_actors() -> None:
+    """Ray: two actors hold the tensors, and what they compute stays there."""
+    import ray
+
+    class Holder:
+        def __init__(self) -> None:
+            torch.set_num_threads(1)
+            self.held = self.made = torch.ones(16, 32)
+
+        def add(self) -> None:
+            self.made = self.held + self.held
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    actor = ray.remote(num_cpus=1)(Holder)
+    actors = [actor.remote() for _ in range(2)]
+
+    def work() -> None:
+        for _ in range(500):
+            made = [each.add.remote() for each in actors]
+        ray.get(made)
+
+    work()
+    print(f"TOOK {min(time_of(work) for _ in range(3)) / 500}", flush=True)
+    ray.shutdown()
 
 
-def _best_of(values: list[float], is_more_better: bool) -> float:
-    return max(values) if is_more_better else min(values)
-
-
-def _reaches(value: float, goal: float, unit: str) -> bool:
-    return value >= goal if unit in MORE_IS_BETTER else value <= goal
-
-
-def main() -> None:
-    """Print the table."""
-    for name, value, goal, unit, is_reached in measure():
-        print(f"{name:<40} {value:>12.2f} {unit:<5} goal {goal:>10g}  {'reached' if is_reached else 'NOT reached'}")
-    print(f"{'the same add by torch RPC, 2 workers':<40} {rpc_calls():>12.2f} /s")
+def main(arguments: list[str]) -> None:
+    """A rank or a peer of this benchmark."""
+    if arguments[0] == "rank":
+        serve_rank(Path(arguments[1]))
+    elif arguments[0] == "ray":
+        call_actors()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        torch.multiprocessing.spawn(serve_rpc, (port,), nprocs=3)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["rank"]:
-        on_a_rank()
-    elif sys.argv[1:] == ["rpc"]:
-        torch.multiprocessing.spawn(_rpc_worker, nprocs=3)
-    else:
-        main()
+    main(sys.argv[1:])

@@ -20,6 +20,7 @@ from benchmarks import (
     blockfloat,
     cards,
     checkpoints,
+    controller,
     first_calls,
     gpt,
     moves,
@@ -41,6 +42,7 @@ PEERS = "peers"
 PROCESSES = "processes"
 PREDICTED = "predicted"
 PLANNED = "autoplan"
+CLIENT = controller.NAME
 QUICK = 0.1
 
 
@@ -87,7 +89,8 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
     quick = scale < 1
     total = len(works) + sum(len(peer.works_on(count)) for peer, count in asked)
     planned = len(autoplan.PROCESSES[: 1 if quick else None]) if _wanted(PLANNED, only) else 0
-    meter = Meter(console, total + planned + (prediction.count(quick) if predicts else 0))
+    total += planned + (prediction.count(quick) if predicts else 0)
+    meter = Meter(console, total + (controller.count() if _wanted(CLIENT, only) else 0))
     with meter.bar:
         for spec in works:
             meter.begin(f"{spec.name}, {spec.detail}, {spec.devices} devices")
@@ -99,6 +102,9 @@ def run(devices: Sequence[int], only: Sequence[str], scale: float, rows: list[Ro
         if planned:
             meter.begin("planning for processes, then measuring")
             _take(autoplan.measured(quick), rows, meter)
+        if _wanted(CLIENT, only):
+            meter.begin("a client and two workers, then two ranks, in turn")
+            _take(controller.measured(quick), rows, meter)
         for peer, count in asked:
             meter.begin(f"{peer.who}, {count} ranks")
             _take(peers.answers(peer, count, scale), rows, meter)
@@ -134,10 +140,10 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
 
 
 def names() -> list[str]:
-    """What `--only` knows: the works, their first words, predictions, plans, the peers and the processes."""
+    """What `--only` knows: the works, their first words, predictions, plans, clients, the peers and the processes."""
     works = dict.fromkeys(spec.name for spec in _specs(DEVICES))
     parts = dict.fromkeys(part for name in works for part in (name.split()[0], name))
-    return [*parts, PREDICTED, PLANNED, PEERS, PROCESSES]
+    return [*parts, PREDICTED, PLANNED, CLIENT, PEERS, PROCESSES]
 
 
 def _devices(text: str) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ import torch
 import meshloom as loom
 import ranks
 from meshloom import ttnn
-from meshloom.tensor.clients import Clients
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "layout.md"
 SOURCES = os.path.dirname(os.path.abspath(loom.__file__)) + os.sep
@@ -60,14 +59,12 @@ def trace(act: Callable[[], Any]) -> list[Frame]:
             found.append(Frame(depth, code.co_filename.removeprefix(SOURCES), code.co_name))
         depth += 1 if event == "call" else -1
 
-    before, take = sys.getprofile(), Clients.take
-    Clients.take = None  # what a cluster has left there, which another test opened, is no part of it
+    before = sys.getprofile()
     sys.setprofile(note)
     try:
         kept = act()
     finally:
         sys.setprofile(before)
-        Clients.take = take
     del kept
     return found
 

@@ -54,6 +54,7 @@ MASTER_PORT               number   -          the port at which processes meet
 TORCHELASTIC_USE_AGENT_STORE text  -          True where torchrun holds the store
 GLOO_SOCKET_IFNAME        text     -          the network interface that joins the hosts
 OMP_NUM_THREADS           number   -          the threads of a rank; `meshloom run` shares the cores out
+RAY_ADDRESS               text     -          the Ray cluster on which loom.launch(on="ray") starts workers
 XDG_CACHE_HOME            path     ~/.cache   the folder in which ttnn has its cache
 XDG_CONFIG_HOME           path     ~/.config  the folder in which the file of the secret lies
 """

@@ -17,6 +17,17 @@ def main(what: str) -> None:
     print(*(each["pid"] for each in cluster.counters()), cluster._starter.pid, flush=True)
     if what == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "forks":
+        if child := os.fork():
+            os.waitid(os.P_PID, child, os.WSTOPPED)  # it has said what it has to say
+            print(child, x.sum().item(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            x.sum().item()
+        except loom.ClosedError as error:
+            print(error.headline, flush=True)
+        cluster.close()
+        os.kill(os.getpid(), signal.SIGSTOP)
     if what == "raises":
         raise SystemExit(3)
     if what == "exits":

@@ -9,7 +9,7 @@ import torch
 import meshloom as loom
 from meshloom import Mesh, Topology
 from meshloom.engines.layout import short_name
-from oracle import MESHES, check_close, check_placements, draw_placements, draw_request, draw_values
+from oracle import MESHES, check_close, check_gradients, check_placements, draw_placements, draw_request, draw_values
 from samples import SAMPLES, Draw, Operand, Seeded
 
 SHAPES = [shape for shape in MESHES if len(shape) < 3]
@@ -50,26 +50,36 @@ def check_remote_case(cluster: Any, name: str, number: int) -> None:
         assert tuple(mine.shape) == tuple(theirs.shape), what
         check_close(mine.detach().to_torch(), theirs.detach(), what)
         check_placements(mine, request, what)
-    _check_gradients(d, made, ours, dense, what)
-
-
-def _check_gradients(d: Draw, made: list[Made], ours: Any, dense: Any, what: str) -> None:
-    seeds = d.number(0, 10_000)
-    for place, (mine, theirs) in enumerate(zip(ours, dense, strict=True)):
-        assert mine.requires_grad == theirs.requires_grad, f"{what}: requires_grad {mine.requires_grad}"
-        if theirs.requires_grad:
-            seed = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(seeds + place)).to(theirs.dtype)
-            theirs.backward(seed, retain_graph=True)
-            mine.backward(seed, retain_graph=True)
-    for number, each in enumerate(made):
-        if each.differentiable and each.dense.grad is not None:
-            found = each.leaf.grad
-            assert found is not None, f"{what}: operand {number} has no gradient"
-            assert found.placements == each.leaf.placements, f"{what}: gradient of {number} is {found.topology}"
-            check_close(found.to_torch(), each.dense.grad, f"{what}: gradient of {number}")
-        elif each.differentiable:
-            assert each.leaf.grad is None, f"{what}: operand {number} has a gradient and should have none"
+    check_gradients(d, made, ours, dense, what, is_here=False)
 
 
 def _listed(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def llama_losses(mesh: Mesh, plan: str) -> list[float]:
+    """Three steps of a small public Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=32,
+    )  # fmt: skip
+    model = loom.parallelize(LlamaForCausalLM(sizes), mesh, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def llama_losses_of_rank() -> list[float]:
+    """The same on the mesh of a run, the second time."""
+    mesh = loom.open_mesh((2, 2), axes=("dp", "tp"))
+    return [llama_losses(mesh, "fsdp") for _ in range(2)][1]

@@ -18,7 +18,9 @@ import torch
 
 import meshloom as loom
 from meshloom.controller import session as sessions
-from meshloom.controller.cluster import Cluster, _Starter
+from meshloom.controller.cluster import Cluster
+from meshloom.controller.starting import Starter
+from meshloom.tensor.clients import Clients
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 3.0
@@ -170,6 +172,71 @@ def start_client(what: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, str(PROGRAM), what], stdout=subprocess.PIPE, text=True)
 
 
+def test_a_forked_process_cannot_use_the_workers_and_does_not_keep_them():
+    with start_client("forks") as process:
+        pids = [int(each) for each in process.stdout.readline().split()]
+        assert "belongs to process" in process.stdout.readline()
+        child, total = process.stdout.readline().split()
+        try:
+            assert total == "15.0"
+            process.wait(20)
+            check_gone(pids)  # the child is still there
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_worker_that_was_stopped_for_a_while_goes_on(cluster):
+    x, pid = ones(cluster, 8), pids_of(cluster)[1]
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(TIMEOUT / 3, os.kill, (pid, signal.SIGCONT)).start()
+    assert (x + 1).sum().item() == 16
+
+
+def test_arguments_that_are_too_long_to_be_sent_fail_alone(cluster, monkeypatch):
+    monkeypatch.setattr("meshloom.controller.wire.MOST_HEADER", 1 << 12)
+    x, pid = ones(cluster, 8), pids_of(cluster)[1]
+    line = sys._getframe().f_lineno + 1
+    rows = x[[0] * 4000]
+    error = raised_within(TIMEOUT, lambda: rows.sum().item())
+    assert isinstance(error, loom.ArgumentError) and "too long to be sent" in str(error), error
+    assert f"test_cluster_faults.py:{line}" in str(error)
+    os.kill(pid, signal.SIGSTOP)  # so that calls pile up, each of them short enough
+    threading.Timer(TIMEOUT / 3, os.kill, (pid, signal.SIGCONT)).start()
+    found = [x[[number % 8] * 500] for number in range(100)]
+    assert [each.sum().item() for each in found] == [500.0] * 100
+
+
+def test_two_clusters_do_not_mix_and_end_one_by_one(cluster):
+    x = ones(cluster, 8)
+    with loom.launch(workers=1, timeout=TIMEOUT, threads=1) as other:
+        y = loom.ones(8, mesh=other.open_mesh((2,)))
+        with pytest.raises(loom.MeshError, match="two clusters"):
+            x + y
+        assert y.sum().item() == 8
+    assert torch.relu(x).sum().item() == 8 and loom.ones(3, mesh=x.mesh).sum().item() == 3
+
+
+def test_a_cluster_that_is_closed_while_threads_call_tells_each_of_them():
+    told: list[str] = []
+    with loom.launch(workers=1, timeout=TIMEOUT, threads=1) as made:
+        x = loom.ones(8, mesh=made.open_mesh((2,)))
+
+        def work() -> None:
+            try:
+                while True:
+                    (x * 2).sum().item()
+            except loom.ClosedError:
+                told.append("closed")
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+        for each in threads:
+            each.start()
+        time.sleep(0.2)
+    for each in threads:
+        each.join(10)
+    assert told == ["closed"] * 3
+
+
 def test_a_client_that_is_interrupted_in_a_wait_goes_on():
     with start_client("interrupted") as process:
         pids = [int(each) for each in process.stdout.readline().split()]
@@ -202,7 +269,7 @@ def test_workers_that_stay_serve_the_next_client(tmp_path, monkeypatch):
 
 def test_a_network_that_is_cut(monkeypatch):
     proxy = Proxy()
-    start = _Starter.start
+    start = Starter.start
 
     def start_behind(self, *rest):
         proxy.target = self.listener.getsockname()[1]
@@ -212,7 +279,7 @@ def test_a_network_that_is_cut(monkeypatch):
         finally:
             self.listener = real
 
-    monkeypatch.setattr(_Starter, "start", start_behind)
+    monkeypatch.setattr(Starter, "start", start_behind)
     with loom.launch(workers=2, timeout=TIMEOUT, threads=1) as made:
         x, pids = ones(made, 8), pids_of(made)
         proxy.is_cut = True
@@ -269,7 +336,7 @@ def test_a_launcher_that_is_killed_takes_its_workers_along(cluster):
 
 
 def test_strangers_at_the_door_are_sent_away(monkeypatch):
-    start = _Starter.start
+    start = Starter.start
 
     def start_after_strangers(self, *rest):
         address = self.listener.getsockname()
@@ -282,8 +349,8 @@ def test_strangers_at_the_door_are_sent_away(monkeypatch):
         start(self, *rest)
 
     strangers: list[socket.socket] = []
-    monkeypatch.setattr(_Starter, "start", start_after_strangers)
-    monkeypatch.setattr("meshloom.controller.cluster.GREET", 0.5)
+    monkeypatch.setattr(Starter, "start", start_after_strangers)
+    monkeypatch.setattr("meshloom.controller.starting.GREET", 0.5)
     with loom.launch(workers=2, timeout=TIMEOUT, threads=1) as made:
         assert ones(made, 8).sum().item() == 8
     for each in strangers:
@@ -304,7 +371,14 @@ def test_a_queue_that_is_too_far_ahead_waits(cluster, monkeypatch):
 def test_what_lies_on_a_cluster_that_was_closed_is_gone():
     with loom.launch(workers=1, timeout=TIMEOUT, threads=1) as made:
         x = loom.ones(4, mesh=made.open_mesh((2,)))
-    for use in (lambda: x + 1, lambda: x.tolist(), lambda: x.sum(), lambda: x.requires_grad_(), lambda: made.wait()):
+    assert Clients.take is None
+    uses = [
+        lambda: x + 1, lambda: x.tolist(), lambda: x.sum(), lambda: x.requires_grad_(), lambda: made.wait(),
+        lambda: torch.relu(x), lambda: torch.ones(4) + x, lambda: torch.cat([x, x]), lambda: x.redistribute("R"),
+        lambda: loom.ones(4, mesh=x.mesh), lambda: loom.distribute(torch.ones(4), x.mesh), lambda: x.add_(1),
+        lambda: loom.ones(4, mesh=loom.Mesh(dp=2)) + x, lambda: loom.save({"x": x}, "nowhere"),
+    ]  # fmt: skip
+    for use in uses:
         with pytest.raises(loom.ClosedError):
             use()
     assert "f32[4]" in repr(x)

@@ -22,7 +22,8 @@ from torch import nn
 
 import gpt
 import meshloom as loom
-from controller_cases import check_remote_case
+import ranks
+from controller_cases import check_remote_case, llama_losses
 from meshloom import Replicate, Shard
 from meshloom.controller.cluster import Cluster
 from meshloom.controller.tensors import RemoteTensor
@@ -36,6 +37,13 @@ pytestmark = pytest.mark.xdist_group("controller")
 def cluster() -> Iterator[Cluster]:
     with loom.launch(workers=2, timeout=60, threads=1) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def clusters(cluster: Cluster) -> Iterator[dict[int, Cluster]]:
+    """By the number of workers."""
+    with loom.launch(workers=4, timeout=60, threads=1) as four:
+        yield {2: cluster, 4: four}
 
 
 @pytest.fixture
@@ -190,11 +198,15 @@ def test_a_model_trains_as_in_one_process(mesh, plan, optimizer, options):
 
 
 @pytest.mark.slow
-def test_the_gpt_example_trains_as_in_one_process(cluster, monkeypatch):
-    wanted = gpt.losses("tensor", 3)
-    monkeypatch.setattr(loom, "open_mesh", cluster.open_mesh)
-    found = gpt.losses("tensor", 3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "plan"), [*((2, plan) for plan in gpt.PLANS), (4, "data"), (4, "tensor")])
+def test_the_gpt_example_trains_as_in_one_process_and_with_the_bits_of_ranks(workers, plan, clusters, monkeypatch):
+    """The order of sums is that of as many ranks; in one process matmuls of all devices are one."""
+    wanted, ranked = gpt.losses(plan, 3), ranks.run(workers, "gpt:losses", plan, 3)[0]
+    monkeypatch.setattr(loom, "open_mesh", clusters[workers].open_mesh)
+    found = gpt.losses(plan, 3)
     assert found == pytest.approx(wanted, rel=1e-5)
+    assert found == ranked
 
 
 def test_tensors_are_tensors(mesh):
@@ -256,6 +268,14 @@ def test_gradients_reach_exactly_the_leaves_that_they_reach_in_torch(mesh):
     first = torch.autograd.grad((a**3).sum(), (a,), create_graph=True)[0]
     first.sum().backward()
     assert a.grad.tolist() == [6.0] * 4
+
+
+def test_a_norm_that_torch_gives_no_gradient_has_none_here_either(mesh):
+    w = loom.ones(4, mesh=mesh).requires_grad_()
+    (torch.linalg.vector_norm(w, 0) * 2).backward()
+    assert w.grad is None
+    (torch.linalg.vector_norm(w, 2) + torch.linalg.vector_norm(w, 0)).backward()
+    assert w.grad.tolist() == pytest.approx([0.5] * 4)
 
 
 def test_modes_of_the_client_hold_on_the_workers(mesh):
@@ -419,6 +439,42 @@ def test_collectives_by_hand(mesh):
     assert summed.topology.notation == theirs.topology.notation and summed.tolist() == theirs.tolist()
 
 
+def test_collectives_that_are_started_come_in_order(cluster, mesh):
+    x = loom.arange(8, mesh=mesh, placements="S(0), R", dtype="float32")
+    y = loom.arange(8, mesh=HERE, placements="S(0), R", dtype="float32")
+    handle = loom.collectives.all_reduce_async(x, "tp")
+    later = x.add_(100)  # the workers do it after the collective
+    assert torch.equal(handle.wait().to_torch(), loom.collectives.all_reduce(y, "tp").to_torch())
+    assert handle.done() and handle.tensor is handle.wait() and later.to_torch()[0] == 100
+    assert "all_reduce" in repr(handle) and "done" in repr(handle)
+    with pytest.raises(loom.UnsupportedError, match="stress"):
+        loom.collectives.all_reduce_async(x, "tp", stress=1)
+    with pytest.raises(loom.MeshloomError, match="'nowhere'"):
+        loom.collectives.all_reduce_async(x, "nowhere")
+
+
+@pytest.mark.parametrize("placements", ["S(0), R", "S(0), S(0)", "S(0), S(1)", "R, R", "R, S(1)"])
+def test_parts_of_devices_are_put_on_the_workers(mesh, placements):
+    dense = torch.arange(15.0).view(5, 3)
+    whole = loom.distribute(dense, HERE, placements)
+    parts = [whole.shard_at(each).clone() for each in HERE.coordinates()]
+    found = loom.from_local(parts, mesh, placements)
+    assert type(found) is RemoteTensor and found.topology.placements == whole.topology.placements
+    assert torch.equal(found.to_torch(), dense)
+    by_place = dict(zip(HERE.coordinates(), parts, strict=True))
+    assert torch.equal(loom.from_local(by_place, mesh, placements).to_torch(), dense)
+
+
+def test_parts_that_do_not_fit_are_refused_here(mesh):
+    with pytest.raises(loom.ShapeError):
+        loom.from_local([torch.ones(2)] * 3, mesh, "S(0), R")
+    with pytest.raises(loom.UnsupportedError, match="summed up"):
+        loom.from_local([torch.ones(2)] * 4, mesh, "P(sum), R")
+    with pytest.raises(loom.UnsupportedError, match="gradient"):
+        loom.from_local([torch.ones(2, requires_grad=True)] * 4, mesh, "S(0), R")
+    assert loom.ones(4, mesh=mesh).sum().item() == 4
+
+
 # Checkpoints and traces
 
 
@@ -477,43 +533,30 @@ def test_a_trace_is_captured_once_and_replayed_by_name(cluster, mesh):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers here")
-def test_a_public_llama_trains_as_in_one_process(mesh):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def losses(where):
-        torch.manual_seed(0)
-        sizes = LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=64, max_position_embeddings=32,
-        )  # fmt: skip
-        model = loom.parallelize(LlamaForCausalLM(sizes), where, "fsdp")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
-        found = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        return found
-
-    assert losses(mesh) == pytest.approx(losses(HERE), rel=1e-5)
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_public_llama_trains_as_in_one_process(workers, clusters):
+    four = clusters[workers].open_mesh((2, 2), axes=("dp", "tp"))
+    ranked = ranks.run(workers, "controller_cases:llama_losses_of_rank")[0]
+    llama_losses(four, "fsdp")  # ranks and workers add in another order the first time that they see a call
+    found = llama_losses(four, "fsdp")
+    assert found == pytest.approx(llama_losses(HERE, "fsdp"), rel=1e-5)
+    assert found == ranked
+    three = clusters[workers].open_mesh((3,), axes=("dp",))  # not split: every worker computes all of it
+    assert llama_losses(three, "fsdp") == llama_losses(loom.Mesh(dp=3), "fsdp")  # the order of sums is the same
 
 
 @pytest.mark.slow
-def test_four_workers_give_what_one_process_gives():
-    with loom.launch(workers=4, timeout=60, threads=1) as four:
-        mesh = four.open_mesh((2, 2), axes=("dp", "tp"))
-        for plan in ("fsdp", "tensor"):
-            losses, weights = train(mesh, plan, *OPTIMIZERS[1])
-            wanted, theirs = train(HERE, plan, *OPTIMIZERS[1])
-            torch.testing.assert_close(losses, wanted)
-            for mine, other in zip(weights, theirs, strict=True):
-                torch.testing.assert_close(mine, other)
-        for name in ("matmul", "softmax", "layer_norm", "getitem", "cumsum", "cross_entropy"):
-            for number in range(3):
-                check_remote_case(four, name, number)
+def test_four_workers_give_what_one_process_gives(clusters):
+    mesh = clusters[4].open_mesh((2, 2), axes=("dp", "tp"))
+    for plan in ("fsdp", "tensor"):
+        losses, weights = train(mesh, plan, *OPTIMIZERS[1])
+        wanted, theirs = train(HERE, plan, *OPTIMIZERS[1])
+        torch.testing.assert_close(losses, wanted)
+        for mine, other in zip(weights, theirs, strict=True):
+            torch.testing.assert_close(mine, other)
+    for name in ("matmul", "softmax", "layer_norm", "getitem", "cumsum", "cross_entropy"):
+        for number in range(3):
+            check_remote_case(clusters[4], name, number)
 
 
 def test_loaders_files_and_accumulation_work_from_the_client(mesh, tmp_path):
@@ -535,8 +578,6 @@ def test_loaders_files_and_accumulation_work_from_the_client(mesh, tmp_path):
             each(torch.ones(4, 6)).sum().backward()
         loom.synchronize(each.parameters())
     assert model.weight.grad.tolist() == there.weight.grad.tolist()
-    with pytest.raises(loom.UnsupportedError, match="from_local"):
-        loom.from_local([torch.ones(2)] * 4, mesh, "S(0), R")
     assert loom.dropout(loom.ones(64, mesh=mesh)).unique().tolist() in ([0.0, 2.0], [2.0])
 
 

@@ -22,7 +22,7 @@ def check_same(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("slow", [False, True])
-def test_buffers_of_every_layout_are_read_as_in_one_process(count: int, slow: bool) -> None:
+def test_row_173_buffers_of_every_layout_are_read_as_in_one_process(count: int, slow: bool) -> None:
     wanted = runtime_rank_cases.transfers(slow)
     totals = dict.fromkeys(wanted["counts"], 0)
     for found in ranks.run(count, "runtime_rank_cases:transfers", slow):
@@ -33,7 +33,7 @@ def test_buffers_of_every_layout_are_read_as_in_one_process(count: int, slow: bo
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_programs_on_ranges_run_where_the_devices_are(count: int) -> None:
+def test_row_173_programs_on_ranges_run_where_the_devices_are(count: int) -> None:
     wanted = runtime_rank_cases.workloads()
     for found in ranks.run(count, "runtime_rank_cases:workloads"):
         check_same(found, wanted)

@@ -59,7 +59,7 @@ def check_same(found: Any, wanted: Any, where: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("count", COUNTS)
-def test_processes_give_what_one_process_gives(count: int, name: str) -> None:
+def test_row_173_processes_give_what_one_process_gives(count: int, name: str) -> None:
     for rank, found in enumerate(on_ranks(count, NAMES, (2, 4))):
         check_same(found[name], alone(name, (2, 4)), f"{name} on rank {rank} of {count}")
 
@@ -138,7 +138,9 @@ VISIBLE = [
 
 
 @pytest.mark.parametrize(("visible", "ids"), VISIBLE)
-def test_the_devices_of_a_box_are_those_that_its_process_sees(visible: tuple[str, str], ids: list[int]) -> None:
+def test_row_059_and_173_the_devices_of_a_box_are_those_that_its_process_sees(
+    visible: tuple[str, str], ids: list[int]
+) -> None:
     for rank, found in enumerate(ranks.run(2, "ttnn_rank_cases:bound", bind(TT_VISIBLE_DEVICES=visible))):
         mine = [(rank, column) for column in range(4)]
         here = [rank == 0] * 4 + [rank == 1] * 4
@@ -178,7 +180,9 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("variables", "wanted"), IMPOSSIBLE)
-def test_what_cannot_be_bound_is_refused(variables: list[dict[str, str]], wanted: tuple[str | None, ...]) -> None:
+def test_row_059_and_173_what_cannot_be_bound_is_refused(
+    variables: list[dict[str, str]], wanted: tuple[str | None, ...]
+) -> None:
     """None: a rank that is well itself, and is told that the other one failed."""
     try:
         told = ranks.run(2, "ttnn_rank_cases:bound", variables, environment={"MESHLOOM_TIMEOUT": "8"})

@@ -174,21 +174,19 @@ def _part(leaf: weakref.ref[torch.Tensor]) -> Callable[..., None]:
 
 def deferred_gradients(leaf: torch.Tensor) -> list[DeferredGradient]:
     """Those of a leaf that still share its memory."""
-    found = _of(leaf)
-    if not found:
-        return found
     place = leaf.data_ptr()
-    return [each for each in found if each.array.data_ptr() == place]
+    return [each for each in _of(leaf) if each.array.data_ptr() == place]
 
 
 def _of(leaf: torch.Tensor) -> list[DeferredGradient]:
-    found: list[DeferredGradient] = getattr(leaf, "_deferred", [])
+    found: list[DeferredGradient] = leaf.__dict__.get("_deferred", [])
     return found
 
 
 def _defer(leaf: torch.Tensor, group: Group) -> DeferredGradient:
-    for each in deferred_gradients(leaf):
-        if each.group is group:
+    place = leaf.data_ptr()
+    for each in _of(leaf):
+        if each.group is group and each.array.data_ptr() == place:
             return each
     array = leaf.detach().requires_grad_()
     array._is_deferred = True  # type: ignore[attr-defined]

@@ -3,8 +3,8 @@
     with loom.launch(workers=4) as cluster:
         mesh = cluster.open_mesh((2, 2), axes=("dp", "tp"))
 
-The workers are ranks of `meshloom run`. They dial the client, which listens on loopback unless another address is asked
-for; both prove the secret of the cluster.
+The workers are ranks, started by `meshloom run` or by Ray. They dial the client, which listens on loopback unless
+another address is asked for; both prove the secret of the cluster.
 """
 
 from __future__ import annotations
@@ -13,13 +13,7 @@ import atexit
 import json
 import os
 import secrets
-import shlex
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,26 +21,31 @@ from types import TracebackType
 from typing import Any
 
 from meshloom import settings
-from meshloom.controller import methods, outcomes, wire
+from meshloom.controller import methods
 from meshloom.controller.calls import line_here
 from meshloom.controller.log import DispatcherLog
 from meshloom.controller.monitoring import Reporter
+from meshloom.controller.placing import take
 from meshloom.controller.session import Session, Status
+from meshloom.controller.starting import STARTERS, Starter
 from meshloom.controller.tensors import ClusterLease, RemoteTensor, make_remote
 from meshloom.controller.values import PLACEMENTS
-from meshloom.controller.worker import VARIABLE
 from meshloom.errors import ArgumentError, LaunchError, TraceError, closest, expect, expect_seconds
 from meshloom.mesh import Mesh
 from meshloom.placement import Topology
+from meshloom.processes.bindings import read_hosts
 from meshloom.tensor import creation
+from meshloom.tensor.clients import Clients
 
-START = 120.0  # seconds until all workers must have come
-GREET = 10.0  # seconds that a greeting may take
 LOOPBACK = "127.0.0.1"
-# what binds this process, and not those that it starts
-_RANKS = frozenset("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split())
 
 methods.attach()
+_OPEN: set[ClusterLease] = set()  # while there is one, calls on their meshes are taken
+
+
+def _take_calls(lease: ClusterLease, is_open: bool) -> None:
+    (_OPEN.add if is_open else _OPEN.discard)(lease)
+    Clients.take = take if _OPEN else None
 
 
 def launch(
@@ -62,9 +61,10 @@ def launch(
     """Start worker processes and connect to them; they end with the `with` block, or with this process.
 
     `hosts` such as `["a:4", "b:4"]` starts the workers of the first host here, prints the command that starts those of
-    each other host, and waits for them. `address` is where this client listens. `timeout` is how many seconds a call
-    may take before its worker counts as lost. With `detach="name"` the workers stay when this process ends, and
-    `loom.attach("name")` finds them.
+    each other host, and waits for them. `on="ray"` starts them in actors of a Ray cluster: the one that this process is
+    connected to, or that RAY_ADDRESS names, or else one of their own on this host. `address` is where this client
+    listens. `timeout` is how many seconds a call may take before its worker counts as lost. With `detach="name"` the
+    workers stay when this process ends, and `loom.attach("name")` finds them.
 
     >>> import meshloom as loom
     >>> with loom.launch(workers=2) as cluster:
@@ -72,26 +72,26 @@ def launch(
     ...     loom.arange(4, mesh=mesh).sum().item()
     6
     """
-    if on != "processes":
-        raise ArgumentError(
-            f"on={on!r} is no way to start workers", fix='on="processes": this host, or hosts=["a:4", "b:4"]'
-        )
+    if on not in STARTERS:
+        raise ArgumentError(f"on={on!r} is no way to start workers", fix=closest(on, STARTERS))
     if hosts is None:
         expect("workers", workers, int, fix="loom.launch(workers=4)")
     expect_seconds("timeout", timeout, 0.1)
-    counts = [int(each.rpartition(":")[2]) for each in hosts] if hosts is not None else [workers or 0]
-    if min(counts) < 1 or (hosts is not None and workers not in (None, sum(counts))):
+    if threads is not None:
+        expect("threads", threads, int, fix="the threads of one worker, such as 1")
+    count = workers or 0 if hosts is None else sum(number for _, number in read_hosts(",".join(hosts)))
+    if count < 1 or workers not in (None, count):
         raise ArgumentError(f"workers={workers!r} is no number of processes", hosts=hosts, fix="loom.launch(workers=4)")
     secret = secrets.token_bytes(32)
     listener = _listen(address, 0)
-    starter = _Starter(listener, secret, sum(counts), timeout)
-    starter.start(hosts, threads)
-    if detach is not None:
-        try:
-            _write_note(detach, listener, secret, sum(counts), timeout, starter.process.pid)
-        except OSError:
-            starter.give_up()
-            raise
+    starter = STARTERS[on](listener, secret, count, timeout)
+    try:
+        starter.start(hosts, threads, detach is not None)
+        if detach is not None:
+            _write_note(detach, listener, secret, count, timeout, starter.process.pid)
+    except BaseException:
+        starter.give_up()
+        raise
     return Cluster(starter, timeout, detach)
 
 
@@ -108,7 +108,7 @@ def attach(name: str) -> Cluster:
         raise LaunchError(
             f"the port of cluster {name!r} is taken: {error.strerror}", fix="another client may be attached to it"
         ) from None
-    starter = _Starter(listener, bytes.fromhex(note["secret"]), note["workers"], note["timeout"])
+    starter = Starter(listener, bytes.fromhex(note["secret"]), note["workers"], note["timeout"])
     starter.pid = note["pid"]
     made = Cluster(starter, note["timeout"], name)
     made._find_kept()
@@ -136,103 +136,10 @@ def _write_note(name: str, listener: socket.socket, secret: bytes, workers: int,
         json.dump(note, file)
 
 
-class _Starter:
-    """Starts the launcher of the workers, and gathers their connections."""
-
-    def __init__(self, listener: socket.socket, secret: bytes, workers: int, timeout: float) -> None:
-        self.listener, self.secret, self.workers, self.timeout = listener, secret, workers, timeout
-        self.process: Any = None
-        self.pid: int | None = None
-        self._output: Any = None
-
-    def start(self, hosts: Sequence[str] | None, threads: int | None) -> None:
-        """`meshloom run`, with the workers' module as its script."""
-        host, port = self.listener.getsockname()[:2]
-        where = ["--hosts", ",".join(hosts), "--node-rank", "0"] if hosts else ["--nproc", str(self.workers)]
-        rest = ["--timeout", str(self.timeout), "-m", "meshloom.controller.worker"]
-        for number, other in enumerate(hosts or ()):
-            if number:
-                told = shlex.join(["meshloom", "run", *where[:-1], str(number), *rest])
-                print(
-                    f"on {other.rpartition(':')[0]}: {VARIABLE}='{host}:{port} {self.secret.hex()}' {told}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        command = [sys.executable, "-m", "meshloom", "run", *where, *rest]
-        inherited = {name: text for name, text in settings.environment().items() if name not in _RANKS}
-        environment = {**inherited, VARIABLE: f"{host}:{port} {self.secret.hex()}"}
-        if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-            start_new_session=True,  # Ctrl-C is for the client
-        )
-        self.pid = self.process.pid
-
-    def gather(self) -> list[socket.socket]:
-        """A connection of every worker that proves the secret; strangers are sent away."""
-        deadline = time.monotonic() + START
-        found: dict[int, socket.socket] = {}
-        outcomes.warm_up()
-        while len(found) < self.workers:
-            if self.process is not None and self.process.poll() is not None:
-                raise LaunchError("the workers ended while they started", output=self.output())
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"{len(found)} of {self.workers} workers came within {START:.0f} s", output=self.output()
-                )
-            self.listener.settimeout(0.2)
-            try:
-                connection, _ = self.listener.accept()
-            except TimeoutError:
-                continue
-            try:
-                number = wire.welcome(connection, self.secret, min(deadline, time.monotonic() + GREET))
-            except (LaunchError, OSError):
-                connection.close()
-                continue
-            wire.tune(connection)
-            found[number] = connection
-        return [found[number] for number in range(self.workers)]
-
-    def output(self) -> str | None:
-        """The last lines that the launcher and the workers have printed."""
-        if self._output is None:
-            return None
-        size = os.fstat(self._output.fileno()).st_size
-        text = os.pread(self._output.fileno(), 1 << 14, max(0, size - (1 << 14))).decode(errors="replace")
-        return "\n".join(text.strip().splitlines()[-20:]) or None
-
-    def give_up(self) -> None:
-        """End what was started, before it is of use to anybody."""
-        self.listener.close()
-        if self.process is not None:
-            self.process.terminate()
-        self.end()
-
-    def end(self) -> None:
-        """Wait for the launcher; end it if it does not end by itself. Its guardian leaves nothing behind."""
-        if self.process is None:
-            return
-        for patience, number in ((5, signal.SIGTERM), (12, signal.SIGKILL), (5, None)):
-            try:
-                self.process.wait(patience)
-                break
-            except subprocess.TimeoutExpired:
-                if number is not None:
-                    self.process.send_signal(number)
-        self._output.close()
-
-
 class Cluster:
     """Workers that a client drives: open a mesh on them, and use it as any other."""
 
-    def __init__(self, starter: _Starter, timeout: float, detach: str | None) -> None:
+    def __init__(self, starter: Starter, timeout: float, detach: str | None) -> None:
         self.workers = starter.workers
         self.name = f"Cluster(workers={self.workers})"
         self.kept: dict[str, RemoteTensor] = {}
@@ -246,8 +153,10 @@ class Cluster:
                 _note_of(detach).unlink(missing_ok=True)
             raise
         starter.listener.close()
-        self.session = Session(connections, timeout, self.name)
+        self.session = Session(connections, timeout, self.name, starter.find_fate)
+        self.session.pipes += starter.pipes
         self._lease = ClusterLease(self.name, self.session)
+        _take_calls(self._lease, True)
         if detach is not None:
             self.session.put(["b"])
         self._reporter = Reporter(self.session, self._lease)
@@ -370,6 +279,7 @@ class Cluster:
         self._reporter.close()
         self.session.close(stays)
         self._lease.end()
+        _take_calls(self._lease, False)
         if not stays:
             self._starter.end()
 

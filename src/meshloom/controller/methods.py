@@ -11,12 +11,10 @@ import torch
 from meshloom.controller import gradients, reading
 from meshloom.controller.calls import forward, send
 from meshloom.controller.functions import PROPERTIES, torch_names
-from meshloom.controller.placing import take
 from meshloom.controller.tensors import RemoteTensor
 from meshloom.engines import private
 from meshloom.errors import UnsupportedError
 from meshloom.tensor.base import Tensor
-from meshloom.tensor.clients import Clients
 from meshloom.tensor.functions import KNOWN, on_torch
 
 
@@ -218,7 +216,7 @@ _REFUSED = frozenset("_replace _become _mirror _mirror_to _mask_padding_ _check_
 
 
 def attach() -> None:
-    """Give the class its methods, and take calls on the meshes of clusters from now on."""
+    """Give the class its methods."""
     for name, attribute in vars(Tensor).items():
         if name in _OWN or name in _INHERITED:
             continue
@@ -232,4 +230,3 @@ def attach() -> None:
             setattr(RemoteTensor, name, (_operator if is_operator else _method)(name, attribute))
     for name, attribute in _OWN.items():
         setattr(RemoteTensor, name, attribute)
-    Clients.take = take

@@ -78,6 +78,9 @@ class Outcome:
     is_unsure: bool = False  # of dtypes: torch casts tensors without data otherwise than those with data
 
 
+# Nodes of torch whose backward may give nothing at all: the gradient of a norm with p=0 is None.
+_PERHAPS_NONE = ("NormBackward", "LinalgVectorNormBackward", "DistBackward")
+
 ASKED = Outcome(None, is_asked=True)
 
 
@@ -213,4 +216,13 @@ class _Reader:
                 found.add(self.roots[node])
                 continue
             left += [each for each, _ in node.next_functions]
+        if any(node.name().startswith(_PERHAPS_NONE) for node in seen):
+            found = self._reached(data, found)
         return tuple(sorted(found))
+
+    def _reached(self, data: torch.Tensor, places: set[int]) -> set[int]:
+        """Those of some operands that a backward on tensors without data gives a gradient."""
+        datas = [self.operands[place]._data for place in sorted(places)]
+        seed = torch.empty_like(data)
+        found = torch.autograd.grad(data, datas, seed, retain_graph=True, allow_unused=True)
+        return {place for place, each in zip(sorted(places), found, strict=True) if each is not None}

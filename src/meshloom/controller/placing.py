@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from meshloom.comms.handles import Handle
 from meshloom.controller import checkpoints
 from meshloom.controller.calls import find_lease, forward, note_transfer, refuse_mesh, refuse_tensor
 from meshloom.controller.session import Data
@@ -16,7 +17,7 @@ from meshloom.controller.worker import bytes_of
 from meshloom.errors import ArgumentError, GradientError, MeshError, UnsupportedError
 from meshloom.placement import Topology, extents
 from meshloom.runtime import state
-from meshloom.tensor import creation
+from meshloom.tensor import collectives, creation
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.clients import HERE
 from meshloom.tensor.moving import to_dense
@@ -155,23 +156,59 @@ def _parameter(lease: ClusterLease, function: Callable[..., Any], args: Any, kwa
     return made
 
 
-def _refuse_parts(lease: ClusterLease, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    raise UnsupportedError(
-        "from_local takes what this process holds, and on a cluster it holds nothing",
-        fix="put the whole tensor there: loom.distribute(torch.cat(parts), mesh, placements)",
-    )
+def _from_parts(lease: ClusterLease, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What each device is to hold: checked and put together here, then sent to the workers that hold it."""
+    Deciding.now += 1
+    try:
+        found = function(*args, **kwargs)
+        if found.topology.partial_axes:
+            raise UnsupportedError(
+                "parts that are summed up by all devices cannot be sent to a cluster one by one",
+                tensor=found.topology,
+                fix="put their sum there: loom.distribute(sum(parts), mesh, placements)",
+            )
+        if found.requires_grad:
+            raise UnsupportedError(
+                "a part that requires a gradient goes to a cluster: its gradient would have to come back",
+                fix="loom.from_local([part.detach() ...], mesh, placements).requires_grad_()",
+            )
+        dense = to_dense(found, "from_local")
+    finally:
+        Deciding.now -= 1
+    return _put(lease, dense, found.topology)
 
 
-def _refuse_handle(lease: ClusterLease, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    raise UnsupportedError(
-        f"{args[0]}_async gives a handle of this process, and the tensor is on a cluster",
-        fix=f"call {args[0]}: a call on a cluster returns at once",
-    )
+class RemoteHandle(Handle):
+    """A collective that was sent to the workers: calls after it are done after it, so that nobody has to wait."""
+
+    def __init__(self, name: str, tensor: RemoteTensor) -> None:
+        self.name, self.topology, self._result = name, tensor.topology, tensor
+        self._number = tensor._session.issued
+
+    def done(self) -> bool:
+        """Whether all workers have done it."""
+        return bool(self._result._session.done >= self._number)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, as of any call on a cluster: its values are there when they are asked for."""
+        self._result._session.check()
+        return self._result
+
+
+def _start(lease: ClusterLease, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    name, x, rest, named = args
+    if named.get("stress") not in (None, False) or state.stress is not None:
+        raise UnsupportedError(
+            f"stress delays collectives of this process, and {name}_async goes to a cluster",
+            fix="try the program under stress on a mesh of this process",
+        )
+    named = {word: value for word, value in named.items() if word != "stress"}
+    return RemoteHandle(name, getattr(collectives, name)(x, *rest, **named))
 
 
 _SPECIAL: dict[str, Any] = {
     "loom:distribute": _distribute,
     "loom:Parameter": _parameter,
-    "loom:from_local": _refuse_parts,
-    "moves:start": _refuse_handle,
+    "loom:from_local": _from_parts,
+    "moves:start": _start,
 }

@@ -11,8 +11,9 @@ from meshloom.controller.calls import note_transfer
 from meshloom.controller.session import Session
 from meshloom.controller.tensors import RemoteTensor, lease_of, refuse_foreign
 from meshloom.engines.layout import torch_dtype
-from meshloom.errors import ArgumentError, GradientError, OperandError, UnsupportedError
+from meshloom.errors import GradientError, OperandError, UnsupportedError
 from meshloom.runtime import state
+from meshloom.tensor.refusals import refuse_several
 
 
 def fetch(tensor: RemoteTensor, call: str = "to_torch") -> torch.Tensor:
@@ -89,10 +90,5 @@ class Fetched(torch.autograd.Function):
 
 def item(tensor: RemoteTensor) -> Any:
     """The one number that a tensor has."""
-    if tensor.numel() != 1:
-        raise ArgumentError(
-            f"item() takes a tensor of one element, not {tensor.numel()}",
-            tensor=tensor.topology,
-            fix="use x.tolist() or x.to_torch()",
-        )
+    refuse_several(tensor.topology)
     return fetch(tensor, "item").item()

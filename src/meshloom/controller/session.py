@@ -12,6 +12,7 @@ import selectors
 import socket
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ KEPT = 10000  # lines of the log
 TICK = 0.001  # seconds between two looks at the queue while a program is calling
 IDLE = 0.005  # seconds without a call after which the thread sleeps
 LOOK = 0.5  # seconds between two looks for workers that are lost
+REFUSED = "refused:"  # before the name of a call that cannot be sent
 GRACE = 5.0  # seconds in which the others must fail too, or the cluster is broken
 
 
@@ -138,7 +140,14 @@ class _Peer:
 class Session:
     """Everything between this process and the workers of one cluster."""
 
-    def __init__(self, connections: Sequence[socket.socket], timeout: float, name: str) -> None:
+    def __init__(
+        self,
+        connections: Sequence[socket.socket],
+        timeout: float,
+        name: str,
+        find_fate: Callable[[int], MeshloomError | None],
+    ) -> None:
+        self._find_fate = find_fate  # what is known of the end of a worker, besides that its connection ended
         self.name, self.timeout, self.workers = name, timeout, len(connections)
         self.queue: deque[Any] = deque()
         self.numbers = itertools.count(1)
@@ -167,6 +176,8 @@ class Session:
         for peer in self._peers:
             peer.socket.setblocking(False)
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
+        self.pipes: list[Any] = []  # that a forked process must not hold open
+        _SESSIONS.add(self)
         self._thread = threading.Thread(target=self._run, daemon=True, name="meshloom controller")
         self._thread.start()
 
@@ -273,6 +284,17 @@ class Session:
         self.wake()
         self._thread.join(5)
 
+    def leave_to_parent(self) -> None:
+        """In a forked process: the workers are the parent's, and must see when it ends."""
+        for each in (*self._peers, *self.pipes):
+            (each.socket if isinstance(each, _Peer) else each).close()
+        if not self.is_closed:
+            self.failure = ClosedError(
+                f"{self.name} belongs to process {self.pid}, and process {os.getpid()} was forked from it",
+                fix="use it in the process that launched it, or launch another",
+            )
+            self.failure.is_final = True  # type: ignore[attr-defined]
+
     # what the thread does
 
     def _run(self) -> None:
@@ -340,10 +362,17 @@ class Session:
         self._send_batch(batch)
 
     def _send_batch(self, batch: list[Any]) -> None:
-        if batch:
+        if not batch:
+            return
+        try:
             frame = memoryview(wire.pack(b"call", batch))
-            for peer in self._peers:
-                peer.out.append((frame, None))
+        except wire.WireError as error:  # too long as one
+            half = len(batch) // 2
+            for each in (batch[:half], batch[half:]) if half else ([refuse_call(batch[0], error.headline)],):
+                self._send_batch(each)
+            return
+        for peer in self._peers:
+            peer.out.append((frame, None))
 
     def _send_parts(self, data: Data) -> None:
         last = len(self._peers) - 1
@@ -408,12 +437,13 @@ class Session:
             self.failure = failed.error
             self._release()
 
-    def _lost(self, peer: _Peer, how: str) -> PeerLostError:
+    def _lost(self, peer: _Peer, how: str) -> MeshloomError:
         call, line = peer.status.call, peer.status.line
         if not peer.status.busy:
             call, line = self._first_not_done(peer.status.done)
-        return PeerLostError(
-            f"worker {peer.number} of {self.name} is lost: {how}",
+        fate = self._find_fate(peer.number) or PeerLostError(how)
+        return type(fate)(
+            f"worker {peer.number} of {self.name} is lost: {fate.headline}",
             call=call.rpartition(":")[2] or None,
             where=line or None,
             fix="close the cluster and launch another; what lay on it is gone",
@@ -456,6 +486,23 @@ class Session:
 
 
 _LOST = object()
+_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for each in list(_SESSIONS):
+        each.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def refuse_call(command: list[Any], why: str) -> list[Any]:
+    """What stands for a call that cannot be sent: it fails on all workers, at its line."""
+    if command[0] != "c":
+        raise wire.WireError(why)
+    _, name, _, _, results, line, _ = command
+    return ["c", REFUSED + name.rpartition(":")[2], [why], 0, results, line, 0]
 
 
 def rebuild(facts: dict[str, Any]) -> MeshloomError:

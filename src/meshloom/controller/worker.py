@@ -27,10 +27,10 @@ from meshloom.checkpoint.state import Gathered
 from meshloom.context import Log, Policy
 from meshloom.controller import wire
 from meshloom.controller.functions import find
-from meshloom.controller.session import BEAT
+from meshloom.controller.session import BEAT, REFUSED
 from meshloom.controller.values import decode
 from meshloom.engines.layout import empty_stored, short_name
-from meshloom.errors import STARTED, LaunchError, MeshloomError
+from meshloom.errors import STARTED, ArgumentError, LaunchError, MeshloomError
 from meshloom.mesh import Mesh
 from meshloom.placement import Topology, extents
 from meshloom.runtime import state
@@ -148,6 +148,11 @@ class Worker:
 
     def _call(self, command: list[Any]) -> None:
         _, name, args, kwargs, results, _, keys = command
+        if name.startswith(REFUSED):
+            raise ArgumentError(
+                f"the arguments of {name[len(REFUSED) :]} are too long to be sent: {args[0]}",
+                fix="give lists of numbers as a tensor",
+            )
         positional = [decode(each, self.tensors, self.meshes) for each in args]
         named = {key: decode(each, self.tensors, self.meshes) for key, each in kwargs.items()} if kwargs else {}
         if keys:

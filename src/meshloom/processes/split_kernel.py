@@ -43,17 +43,18 @@ from meshloom.processes.divergence import STORY, describe, is_listening, note
 class SplitKernel(Kernel):
     """The kernel of a plan on a mesh that processes split."""
 
-    __slots__ = ("told", "weights")
+    __slots__ = ("mesh", "told", "weights")
 
     def __init__(self, plan: Plan) -> None:
         check_joined(plan.mesh)
+        self.mesh = plan.mesh
         self.weights: dict[int, tuple[Collective, ...]] = {}  # operands that are gathered, perhaps leaves, and by what
         super().__init__(plan)
         self.told = f"{plan.call.op}({', '.join(topology.notation for topology in plan.call.operands)})"
 
     def run(self, datas: Sequence[torch.Tensor], function: Function) -> Any:
         """The results' stored arrays; what is done is said before it is done."""
-        WORLD.watch.begin(self.told, self.plan.mesh)
+        WORLD.watch.begin(self.told, self.mesh)
         if is_listening() and not any(data.is_meta for data in datas):  # what is explained is nobody else's business
             note(describe(self.told, STORY.identity), where(), self.plan.mesh.ranks)
         if self.weights and not self.leads and torch.is_grad_enabled():

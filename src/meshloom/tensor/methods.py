@@ -45,7 +45,7 @@ from meshloom.tensor.memory import data_ptr, storage, untyped_storage
 from meshloom.tensor.moving import read, redistribute, same_storage, shadow_of, to_dense, to_torch
 from meshloom.tensor.quick import call_quickly, write_quickly
 from meshloom.tensor.reading import as_tensor
-from meshloom.tensor.refusals import refuse_partial_leaf, transforms_refused
+from meshloom.tensor.refusals import refuse_partial_leaf, refuse_several, transforms_refused
 
 _any_autocast = private.is_any_autocast_enabled
 
@@ -188,12 +188,7 @@ def _size(self: Tensor, dim: int | None = None) -> Any:
 
 
 def _item(self: Tensor) -> Any:
-    if self.numel() != 1:
-        raise ArgumentError(
-            f"item() takes a tensor of one element, not {self.numel()}",
-            tensor=self.topology,
-            fix="use x.tolist() or x.to_torch()",
-        )
+    refuse_several(self.topology)
     return read(self, "item").item()
 
 

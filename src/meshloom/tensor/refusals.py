@@ -1,11 +1,13 @@
-"""What tensors on a mesh cannot be: leaves that are partial, operands of torch.func transforms."""
+"""What tensors on a mesh cannot be: leaves that are partial, one number of many, operands of torch.func transforms."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from meshloom.engines import private
-from meshloom.errors import GradientError, UnsupportedError
+from meshloom.errors import ArgumentError, GradientError, UnsupportedError
 from meshloom.placement import Partial, Topology
 
 
@@ -19,6 +21,16 @@ def refuse_partial_leaf(topology: Topology) -> None:
                 tensor=topology,
                 fix=f"redistribute it first: x.redistribute({{{name!r}: Replicate()}}).requires_grad_()",
             )
+
+
+def refuse_several(topology: Topology) -> None:
+    """Only a tensor of one element is one number."""
+    if (count := math.prod(topology.shape)) != 1:
+        raise ArgumentError(
+            f"item() takes a tensor of one element, not {count}",
+            tensor=topology,
+            fix="use x.tolist() or x.to_torch()",
+        )
 
 
 def transforms_refused() -> UnsupportedError:
