@@ -44,8 +44,8 @@ RANKS = Path(__file__).with_name("autoplan_ranks.py")
 PROCESSES = (2, 4)
 MEASURED = Goal("ratio", 1.15)
 MEASURING = (
-    "On processes of the machine that wrote this page, two cores and nothing else on them, a step of a small GPT by clock "
-    "(`python -m benchmarks.autoplan --measure 2 4`, also part of `make bench`; goal: a ratio of at most 1.15):"
+    "On processes of the machine that wrote this page, two cores and nothing else on them, a step of a small GPT by "
+    "clock (`python -m benchmarks.autoplan --measure 2 4`, also part of `make bench`; goal: a ratio of at most 1.15):"
 )
 MARKS = ("<!-- table: made by benchmarks/autoplan.py -->", "<!-- end of table -->")
 
