@@ -52,9 +52,6 @@ is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = torch._C._functorc
 # what torch calls for lists of tensors, and functions of `torch.nn.functional` that are in C++
 variable_functions: Any = torch._C._VariableFunctions
 nn_functions: Any = torch._C._nn
-# what `torch.compile` does with the frames of a function and of all that it calls
-_frames: Any = torch._C._dynamo.eval_frame
-_leave = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 # a mask of attention as numbers to add
 canonical_mask: Callable[..., torch.Tensor | None] = F._canonical_mask
 # attention as one kernel, and its gradient, which know shapes without data
@@ -95,4 +92,6 @@ def leave_uncompiled(function: Any) -> None:
     The public `torch.compiler.disable` wraps a function, which costs more than a call of ours.
     """
     if isinstance(function, FunctionType):
-        _frames.set_code_exec_strategy(function.__code__, _leave)
+        frames = torch._C._dynamo.eval_frame
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, strategy)
