@@ -34,7 +34,10 @@ def main(what: str) -> None:
         x.sum()
         return
     if what == "detach":
-        cluster.keep(x=x, y=(x * 2).requires_grad_())
+        work = loom.ones(1000, 1000, mesh=mesh)
+        for _ in range(30):
+            work = work @ work * 0
+        cluster.keep(x=x, y=(x * 2).requires_grad_())  # what the workers come to when this process is about to end
         return
     if what == "interrupted":
         try:

@@ -153,7 +153,7 @@ class Session:
         self.numbers = itertools.count(1)
         self.issued, self._count = 0, itertools.count(1)
         self.failure: MeshloomError | None = None
-        self.is_closed = False
+        self.is_closed = self._is_left = False
         self.log: deque[Any] = deque(maxlen=KEPT)
         self.counts: Counter[str] = Counter()
         self.context: Any = None
@@ -280,9 +280,9 @@ class Session:
             return
         if self.failure is None or not getattr(self.failure, "is_final", False):
             self.queue.append(["l"] if stays else ["e"])
-        self.is_closed = True
+        self._is_left, self.is_closed = stays, True
         self.wake()
-        self._thread.join(5)
+        self._thread.join(self.timeout if stays else 5)
 
     def leave_to_parent(self) -> None:
         """In a forked process: the workers are the parent's, and must see when it ends."""
@@ -301,6 +301,8 @@ class Session:
         try:
             while not (self.is_closed and not self.queue and not any(peer.out for peer in self._peers)):
                 self._pump()
+            if self._is_left:
+                self._hear_out()
         except MeshloomError as error:
             self._break(error)
         except Exception as error:
@@ -311,6 +313,16 @@ class Session:
             self._selector.close()
             os.close(self._ear)
             self._release()
+
+    def _hear_out(self) -> None:
+        """Wait until the workers hang up: a socket that is closed with something unread takes the last words along."""
+        deadline = time.monotonic() + self.timeout
+        for peer in self._peers:
+            with suppress(OSError):  # a worker that is gone, or late, has heard what it will hear
+                while (left := deadline - time.monotonic()) > 0:
+                    peer.socket.settimeout(left)
+                    if not peer.socket.recv(1 << 16):
+                        break
 
     def _pump(self) -> None:
         is_busy = bool(self.queue)
