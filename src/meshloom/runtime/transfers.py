@@ -131,11 +131,12 @@ def _put_together(buffer: MeshBuffer, parts: dict[Coordinate, torch.Tensor], are
     for place, number in zip(buffer.device.coordinates(), layout.shards, strict=True):
         if number is None:
             continue
+        part = parts[place]
         if number not in first:
             first[number] = place
-            if parts[place] is not whole:
-                whole[layout.slices(number)] = parts[place]
-        elif not torch.equal(parts[place], parts[first[number]]):
+            if part is not whole:
+                whole[layout.slices(number)] = part
+        elif not torch.equal(part, parts[first[number]]):
             raise PlacementError(
                 f"{buffer.name} should be the same at {first[number]} and {place}, and is not",
                 buffer=buffer,
