@@ -62,7 +62,11 @@ def write_all(buffer: MeshBuffer, value: torch.Tensor, queue: int) -> None:
 
 
 def _writers(buffer: MeshBuffer) -> int:
-    return sum(buffer.layout.part(place) is not None for place in buffer.device.mesh.local_coordinates())
+    """How many devices of this process hold a part."""
+    mesh, shards = buffer.device.mesh, buffer.layout.shards
+    if mesh.is_split:
+        shards = tuple(shards[mesh.index(place)] for place in mesh.local_coordinates())
+    return len(shards) - shards.count(None)
 
 
 def _own_if_faulty(buffer: MeshBuffer) -> None:
