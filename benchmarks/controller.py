@@ -148,7 +148,7 @@ def time_calls(cluster: Any) -> tuple[float, float]:
 
 def measured(quick: bool) -> Iterator[Row]:
     """The rows: what a client costs beside ranks that do the same, and beside peers."""
-    rounds = 3 if quick else 15
+    rounds = 3 if quick else 40
     with loom.launch(workers=2, threads=1) as cluster:
         for name, ours, theirs in compare_programs(cluster, rounds):
             ratio = round(ours / theirs, 4)

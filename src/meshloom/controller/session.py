@@ -28,7 +28,7 @@ from meshloom.errors import ClosedError, DeviceError, MeshloomError, PeerLostErr
 BEAT = 1.0  # seconds between two signs of life of a worker
 BATCH = 256  # commands in a frame
 AHEAD = 8192  # commands that the client may be ahead of its workers
-PIECE = 1 << 20  # bytes that are received at once
+PIECE = 1 << 16  # bytes that are received at once
 KEPT = 10000  # lines of the log
 TICK = 0.001  # seconds between two looks at the queue while a program is calling
 IDLE = 0.005  # seconds without a call after which the thread sleeps
@@ -87,26 +87,23 @@ class _Peer:
         self.out: deque[tuple[memoryview, threading.Event | None]] = deque()
         self.events = selectors.EVENT_READ
         self.status = Status(number)
-        self._need, self._state = wire.HEAD.size, "head"
-        self._have = bytearray()
+        self._have = bytearray()  # the beginning of a frame
         self._kind, self._header = b"", None
         self._payload: torch.Tensor | None = None
-        self._filled = 0
-        self._announced = 0
+        self._rest = memoryview(b"")  # of the payload, that has not come
 
     def receive(self) -> list[tuple[bytes, Any, torch.Tensor | None]] | None:
         """The frames that are complete; None if the worker is gone."""
         found: list[tuple[bytes, Any, torch.Tensor | None]] = []
         while True:
             try:
-                if self._state == "payload":
-                    assert self._payload is not None
-                    array: Any = self._payload.numpy()
-                    view = memoryview(array).cast("B")[self._filled :]
-                    count = self.socket.recv_into(view)
-                    self._filled += count
+                if self._payload is not None:
+                    wanted = len(self._rest)
+                    count = self.socket.recv_into(self._rest)
+                    self._rest = self._rest[count:]
                 else:
-                    piece = self.socket.recv(self._need - len(self._have))
+                    wanted = PIECE
+                    piece = self.socket.recv(PIECE)
                     count = len(piece)
                     self._have += piece
             except BlockingIOError:
@@ -115,26 +112,39 @@ class _Peer:
                 return None
             if not count:
                 return None
-            self._step(found)
+            while self._take_frame(found):
+                pass
+            if count < wanted and self._payload is None:
+                return found  # there is no more
 
-    def _step(self, found: list[tuple[bytes, Any, torch.Tensor | None]]) -> None:
-        if self._state == "head" and len(self._have) == self._need:
-            self._kind, self._need, self._announced = wire.read_head(self._have)
-            self._have, self._state = bytearray(), "header"
-            if not self._need:
+    def _take_frame(self, found: list[tuple[bytes, Any, torch.Tensor | None]]) -> bool:
+        """Whether a frame was complete: it goes to those that are found."""
+        if self._payload is None:
+            if len(self._have) < wire.HEAD.size:
+                return False
+            self._kind, header, announced = wire.read_head(self._have[: wire.HEAD.size])
+            if not header:
                 raise wire.WireError("a frame has no header")
-        elif self._state == "header" and len(self._have) == self._need:
-            self._header = wire.read_header(self._kind, self._have)
-            self._have, self._need = bytearray(), wire.HEAD.size
-            if self._announced:
-                self._payload, self._filled, self._state = torch.empty(self._announced, dtype=torch.uint8), 0, "payload"
-            else:
-                self._state = "head"
+            end = wire.HEAD.size + header
+            if len(self._have) < end:
+                return False
+            self._header = wire.read_header(self._kind, self._have[wire.HEAD.size : end])
+            del self._have[:end]
+            if not announced:
                 found.append((self._kind, self._header, None))
-        elif self._state == "payload" and self._filled == self._announced:
-            self._state = "head"
-            found.append((self._kind, self._header, self._payload))
-            self._payload = None
+                return True
+            self._payload = torch.empty(announced, dtype=torch.uint8)
+            array: Any = self._payload.numpy()
+            count = min(announced, len(self._have))
+            self._rest = memoryview(array).cast("B")
+            self._rest[:count] = self._have[:count]
+            self._rest = self._rest[count:]
+            del self._have[:count]
+        if self._rest:
+            return False
+        found.append((self._kind, self._header, self._payload))
+        self._payload = None
+        return True
 
 
 class Session:
@@ -167,6 +177,7 @@ class Session:
         self._failed: dict[int, _Failed] = {}  # commands that some workers have failed in and others not yet
         self._told = 0  # the commands whose failures somebody has been told of
         self._is_asleep = False
+        self._is_waited_for = 0  # callers that wait until the workers have come further
         self._busy_until = self._look_at = 0.0
         self._ear, self._mouth = os.pipe()
         os.set_blocking(self._ear, False)
@@ -263,10 +274,14 @@ class Session:
 
     def _wait_for(self, is_true: Callable[[], bool]) -> None:
         with self._progress:
-            while not is_true():
-                if self.failure is not None or self.is_closed:
-                    self.check()
-                self._progress.wait(0.5)
+            self._is_waited_for += 1
+            try:
+                while not is_true():
+                    if self.failure is not None or self.is_closed:
+                        self.check()
+                    self._progress.wait(0.5)
+            finally:
+                self._is_waited_for -= 1
 
     def wait(self) -> None:
         """Until the workers have done everything; an error if something failed."""
@@ -334,7 +349,7 @@ class Session:
                 self._selector.modify(peer.socket, events, peer)
         now = time.monotonic()
         self._busy_until = now + IDLE if is_busy else self._busy_until
-        is_awake = now < self._busy_until
+        is_awake = now < self._busy_until and not self._replies  # whoever waits for an answer calls nothing
         self._is_asleep = not is_awake
         patience = 0.0 if self.queue and not is_awake else TICK if is_awake else LOOK
         for key, _ in self._selector.select(patience):
@@ -417,8 +432,9 @@ class Session:
             peer.status.heard = time.monotonic()
             if kind == b"tell":
                 peer.status.done, peer.status.busy = header["done"], 0.0
-                with self._progress:
-                    self._progress.notify_all()
+                if self._is_waited_for:
+                    with self._progress:
+                        self._progress.notify_all()
             elif kind == b"beat":
                 status = peer.status
                 status.done, status.busy, status.memory = header["done"], float(header["busy"]), header["memory"]
