@@ -8,13 +8,17 @@ What tests count with `record_property` is summed and printed at the end.
 import gc
 import os
 import random
+import re
 import signal
 from collections import Counter
+from collections.abc import Generator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import settings
+
+GROUP = re.compile(r"@[^@\]]*$")
 
 torch.set_num_threads(1)
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
@@ -32,6 +36,30 @@ if os.environ.get("MESHLOOM_CASES"):  # the test processes inherit it
 def pytest_report_header() -> list[str]:
     """Print what a long run draws."""
     return [f"{name}={os.environ[name]}" for name in ("MESHLOOM_CASES", "MESHLOOM_SEED") if name in os.environ]
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests of a file run in one process, which makes what they share once; other slow ones are dealt out singly."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            is_single = item.get_closest_marker("slow") and not shares_fixtures(item)
+            if not is_single and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def shares_fixtures(item: pytest.Item) -> bool:
+    """Whether it uses what its module makes once."""
+    made = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return any(each[-1].scope == "module" for each in made)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tests have the names by which they can be run again, without the group that xdist appends."""
+    report = yield
+    report.nodeid = GROUP.sub("", report.nodeid)
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -32,7 +32,7 @@ TIMEOUT = 90.0
 GRACE = 5.0  # how long the others may go on after a rank has failed: they may have something to say
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "torch.distributed", "meshloom.tensor", "meshloom.processes.health", "hypothesis"]
+    ["torch", "torch.distributed", "torch._dynamo", "meshloom.tensor", "meshloom.processes.health", "hypothesis"]
 )
 
 
