@@ -40,7 +40,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests of a file run in one process, which makes what they share once; other slow ones are dealt out singly."""
+    """The tests of a file run in one process, which makes what they share once; other slow ones go alone."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             is_single = item.get_closest_marker("slow") and not shares_fixtures(item)

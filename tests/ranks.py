@@ -140,7 +140,9 @@ def live(output: str, environment: dict[str, str], act: Callable[..., None], *ar
     try:
         act(*args)
     except SystemExit as end:
-        code = int(end.code or 0)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
