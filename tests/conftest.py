@@ -12,6 +12,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 from hypothesis import settings
 
 GROUP = re.compile(r"@[^@\]]*$")
+BEGUN: dict[str, Path] = {}  # the file whose tests are running
 
 torch.set_num_threads(1)
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
@@ -62,10 +64,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays: the collector, which many tests call, need not look at it again."""
-    gc.collect()
-    gc.freeze()
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What is there before a file stays: the collector, which many tests call, need not look at libraries again."""
+    if BEGUN.get("file") != item.path:
+        BEGUN["file"] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

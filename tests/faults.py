@@ -146,8 +146,10 @@ def _start(command: list[str], output: Path, environment: dict[str, str]) -> sub
 class Forked:
     """A program that was forked off instead of started, as far as tests look at a `Popen`."""
 
-    def __init__(self, command: list[str], output: Path, environment: dict[str, str]) -> None:
-        rest = (interpreters.interpret, command[1:], os.getcwd())
+    def __init__(
+        self, command: list[str], output: Path, environment: dict[str, str], network: str | None = None
+    ) -> None:
+        rest = (interpreters.interpret, command[1:], os.getcwd(), None, network)
         self._process = ranks.FORKS.Process(target=ranks.live, args=(str(output), environment, *rest))
         output.touch()
         self._process.start()

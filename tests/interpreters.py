@@ -8,6 +8,7 @@ What a start itself must do or leave alone (imports, options of the interpreter)
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import signal
@@ -21,6 +22,7 @@ from pathlib import Path
 import ranks
 
 TESTS = str(Path(__file__).parent)
+_CLONE_NEWNET = 0x40000000
 
 
 def run(
@@ -43,8 +45,13 @@ def run(
         return subprocess.CompletedProcess(arguments, process.exitcode, *said)
 
 
-def interpret(arguments: list[str], folder: str, errors: str | None = None) -> None:
-    """Run a script or a module as the interpreter would: arguments, import path, warnings; errors may go elsewhere."""
+def interpret(arguments: list[str], folder: str, errors: str | None = None, network: str | None = None) -> None:
+    """Run a script or a module as the interpreter would: arguments, import path, warnings.
+
+    Its errors may go to another file, and it may live in a network namespace.
+    """
+    if network is not None:
+        enter(network)
     if errors is not None:
         with open(errors, "wb") as file:
             os.dup2(file.fileno(), 2)
@@ -62,3 +69,10 @@ def interpret(arguments: list[str], folder: str, errors: str | None = None) -> N
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def enter(network: str) -> None:
+    """From now on this process has the interfaces of a namespace, as under `ip netns exec`."""
+    with open(f"/run/netns/{network}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {network}")

@@ -13,6 +13,7 @@ The processes meet at a store that this process holds, as torchrun's agent does,
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import multiprocessing
 import os
@@ -131,6 +132,7 @@ def _end(started: list[Rank]) -> None:
 def live(output: str, environment: dict[str, str], act: Callable[..., None], *args: Any) -> None:
     """The life of a rank, as it would be in an interpreter of its own: hooks for errors and for the end are called."""
     os.setsid()
+    gc.freeze()  # what was imported before the fork stays, and the collector need not look at it
     os.environ.clear()
     os.environ.update(environment)
     with open(output, "wb") as file:
