@@ -291,11 +291,11 @@ def test_modes_of_the_client_hold_on_the_workers(mesh):
 
 
 def test_each_block_of_autocast_sees_the_weights_as_they_are(mesh):
-    w, x = loom.ones(4, 4, mesh=mesh).requires_grad_(), loom.ones(4, 4, mesh=mesh)
+    w, x = loom.ones(4, 4, mesh=mesh).requires_grad_(), loom.ones(4, 4, mesh=mesh, placements="S(0), R")
     found = []
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):
-            found.append((x @ w).float().mean())
+            found.append(torch.nn.functional.linear(x, w).float().mean())
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():  # no call lies between the blocks
             w += 1
     assert [each.item() for each in found] == [4.0, 8.0, 12.0]
