@@ -103,6 +103,8 @@ def _keeps_dtype(op: Op, call: Call, row: Row, numbers: list[object]) -> bool:
     kept, asked = sums[0], call.arguments.get("dtype")
     if asked is not None and short_dtype(str(asked)) != kept:
         return False
+    if any(dtype != kept for dtype in sums):  # f64 + i32: the sum of the integers may wrap, that of the floats does not
+        return False
     if not keeps(op.result.split(", ")[0], kept):
         return False
     beside = [topology.dtype for topology in call.operands] if op.signature is None else sums
