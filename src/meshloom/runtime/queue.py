@@ -25,6 +25,7 @@ from meshloom.runtime import transfers
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.commands import Command, Note, Read, Record, Replay, Run, Wait, Write, running_here
 from meshloom.runtime.events import MeshEvent
+from meshloom.runtime.geometry import MeshCoordinateRange
 from meshloom.runtime.launches import UnderWay
 from meshloom.runtime.system import Failures
 from meshloom.runtime.workload import MeshWorkload
@@ -127,12 +128,12 @@ class MeshCommandQueue:
         trace.check(self.device)
         self.submit(Replay(trace), blocking)
 
-    def record_event(self) -> MeshEvent:
-        """An event that comes about when all that was enqueued so far is done."""
+    def record_event(self, device_range: MeshCoordinateRange | None = None) -> MeshEvent:
+        """An event that comes about when all that was enqueued so far is done; `device_range` is for whom it is told."""
         self._refuse_in_capture(Record.captured)
         with self._lock:
             clock = None if self.system.races is None else self.system.races.note_event(self.id)
-        event = MeshEvent(self, where(), clock)
+        event = MeshEvent(self, where(), clock, device_range)
         command = Record(event)
         self.submit(command, False)
         event.number = command.number

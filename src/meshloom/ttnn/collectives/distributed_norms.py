@@ -12,7 +12,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.groups import Collective
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.activations import Activation, activate
 from meshloom.ttnn.ops.calling import TABLE, Made, op, operands
@@ -34,7 +34,7 @@ from meshloom.ttnn.tensor.topology import REPLICATE
 class _Rows:
     """Rows that a group holds parts of: sums and means over all of it."""
 
-    def __init__(self, group: Group, dims: tuple[int, ...] = (-1,)) -> None:
+    def __init__(self, group: Collective, dims: tuple[int, ...] = (-1,)) -> None:
         self.group, self.dims = group, dims
         held = count_of(group.tensor, dims)
         if isinstance(held, int):
@@ -72,7 +72,7 @@ def _normalise(
     """The norm of rows that lie on a group, times the weight, plus the bias: in float32, to be rounded at the end."""
     given = [each for each in (weight, bias) if each is not None]
     operands(name, tensor, *given, *([] if residual is None else [residual]))
-    group = Group(name, tensor, **over)
+    group = Collective(name, tensor, **over)
     axes, rank, width = len(tensor.grid), len(tensor.shape), tensor.shape[-1]
     x = group.block.float()
     if residual is not None:
@@ -201,7 +201,7 @@ def dit_fused_distributed_groupnorm(
         raise OperandError(f"ttnn.{name}: {channels} channels are not {num_groups} equal groups")
     given = [each for each in (weight, bias) if each is not None]
     operands(name, input_tensor, *given)
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mesh_device=mesh_device, mode=mode)
+    group = Collective(name, input_tensor, cluster_axis=cluster_axis, mesh_device=mesh_device, mode=mode)
     rows = _Rows(group, tuple(range(1 - rank, -1)))
 
     def average(values: Block) -> Block:
@@ -224,7 +224,7 @@ def dit_fused_distributed_groupnorm(
 
 def _room(name: str, tensor: Tensor, columns: int, cluster_axis: int | None, mesh_device: MeshDevice) -> Tensor | None:
     """Room for what the devices of a group gather about each row; a device that is alone needs none."""
-    group = Group(name, tensor, cluster_axis=cluster_axis, mesh_device=mesh_device)
+    group = Collective(name, tensor, cluster_axis=cluster_axis, mesh_device=mesh_device)
     if group.size == 1:
         return None
     block = torch.zeros(*(1,) * len(tensor.grid), *tensor.shape[:-1], columns * group.size)

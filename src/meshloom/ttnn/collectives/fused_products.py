@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom.errors import OperandError, UnsupportedError
-from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.groups import Collective
 from meshloom.ttnn.collectives.literal import gather_along, reduce_over, scatter_along
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.activations import Activation
@@ -126,7 +126,7 @@ def all_gather_minimal_matmul_async(
     name = "experimental.all_gather_minimal_matmul_async"
     if fsdp_cluster_axis is not None or persistent_weight_buffer is not None:
         raise UnsupportedError(f"ttnn.{name}: a weight in shards is not covered", fix="ttnn.all_gather it first")
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode)
+    group = Collective(name, input_tensor, cluster_axis=cluster_axis, mode=mode)
     gathered = gather_along(group, len(input_tensor.shape) - 1).tensor(output=persistent_output_buffer)
     product = _multiply(
         gathered,
@@ -164,7 +164,7 @@ def strided_all_gather_minimal_matmul_async(
 ) -> list[Tensor]:
     """`ttnn.all_gather` along a dim, then `minimal_matmul`: what was gathered, then the product or its pieces."""
     name = "experimental.strided_all_gather_minimal_matmul_async"
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode)
+    group = Collective(name, input_tensor, cluster_axis=cluster_axis, mode=mode)
     gathered = gather_along(group, dim).tensor(memory_config=memory_config_ag, output=persistent_output_buffer)
     product = _multiply(
         gathered,
@@ -208,7 +208,7 @@ def minimal_matmul_strided_reduce_scatter_async(
         memory_config=memory_config_mm,
         dtype=dtype,
     )
-    made = scatter_along(Group(name, product, cluster_axis=cluster_axis, mode=mode), dim)
+    made = scatter_along(Collective(name, product, cluster_axis=cluster_axis, mode=mode), dim)
     if addcmul_input_tensor1 is None and addcmul_input_tensor2 is None:
         return [product, made.tensor(memory_config=rs_output_mem_config, output=optional_rs_output_tensor)]
     scattered = add_product(
@@ -252,7 +252,9 @@ def llama_rs_matmul(
     if second_weight_tensor is not None:
         products.append(linear(input_tensor, second_weight_tensor, **how))
     summed = products[0] if rs_tensor is None else rs_tensor
-    group = Group("experimental.llama_rs_matmul", summed, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
+    group = Collective(
+        "experimental.llama_rs_matmul", summed, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device
+    )
     return [*products, scatter_along(group, dim).tensor(memory_config=memory_config_rs)]
 
 
@@ -277,7 +279,7 @@ def llama_rs_create_heads(
 ) -> tuple[Tensor, ...]:
     """`ttnn.reduce_scatter` along a dim, then `nlp_create_qkv_heads_decode` of what each device has."""
     name = "experimental.llama_rs_create_heads"
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
+    group = Collective(name, input_tensor, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
     summed = scatter_along(group, dim).tensor(memory_config=memory_config)
     heads: Any = nlp_create_qkv_heads_decode(
         summed, num_heads=num_heads, num_kv_heads=num_kv_heads, memory_config=qkv_memory_config
@@ -304,7 +306,7 @@ def all_reduce_create_qkv_heads(
 ) -> tuple[Tensor, ...]:
     """`ttnn.all_reduce`, then `nlp_create_qkv_heads_decode` of a slice of the users: the sum, then all heads."""
     name = "experimental.all_reduce_create_qkv_heads"
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
+    group = Collective(name, input_tensor, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
     summed = reduce_over(group).tensor(memory_config=memory_config, dtype=dtype)
     heads: Any = nlp_create_qkv_heads_decode(
         summed,
@@ -332,7 +334,7 @@ def all_gather_concat(
 ) -> Tensor:
     """`ttnn.all_gather` of [1, B, heads, D] along a dim, then `nlp_concat_heads_decode`."""
     name = "experimental.all_gather_concat"
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
+    group = Collective(name, input_tensor, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
     gathered = gather_along(group, dim).tensor()
     found: Tensor = nlp_concat_heads_decode(gathered, num_heads=num_heads, memory_config=memory_config)
     return found

@@ -6,7 +6,7 @@ each cut by its axis, or not cut where all along the axis hold the same. So ways
 communication and several processes are those of the native collectives.
 
 A tensor that lies on part of a mesh has groups of those devices alone: they are a mesh of their own with the same axes
-(`Group.mesh`), and `make` puts a result back where they are.
+(`Collective.mesh`), and `make` puts a result back where they are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from meshloom.comms import members_of
 from meshloom.comms.literal import Call, check_mode
 from meshloom.errors import ArgumentError, ModeError, OperandError, TraceError, closest
 from meshloom.mesh import Mesh
@@ -83,8 +84,8 @@ OVER_ONE_AXIS = {
 ONE_AXIS = [each for each in fabric.FabricConfig if each.name.startswith("FABRIC_1D")]
 
 
-class Group:
-    """What a collective works on: a tensor, the mesh axes that it goes over, and the way to carry it out."""
+class Collective:
+    """What a collective works on: a tensor, the group of devices that it goes over, and the way to carry it out."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class Group:
                 self.split, self.mesh = self.mesh, self.mesh.split(1)
             self.mesh = _part_of(name, self.mesh, self.places, cluster_axis)
             self.block = self.take(self.block)
-        self.sizes = tuple(self.mesh.shape[axis] for axis in self.axes)
-        self.size = math.prod(self.sizes)
+        self.group = members_of(self.mesh, self.axes)
+        self.size = self.group.size
         if self.size == 1 or (cluster_axis is None and fabric._config in ONE_AXIS):
             _refuse_group(name, self.size, self.mesh)
         if setting.level == "original" and fabric._config is fabric.FabricConfig.DISABLED:
@@ -276,7 +277,7 @@ class Group:
 
     def position(self) -> torch.Tensor:
         """Every device's number in its group, with the mesh axes as dims; `here` of it are those of this process."""
-        numbers = torch.arange(self.size).reshape(self.sizes)
+        numbers = torch.arange(self.size).reshape(self.group.sizes)
         shape = [self.mesh.shape[axis] if axis in self.axes else 1 for axis in range(self.mesh.ndim)]
         return numbers.reshape(shape)
 

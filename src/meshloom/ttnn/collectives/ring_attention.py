@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
-from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.groups import Collective
 from meshloom.ttnn.collectives.literal import gather_along
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.attending import attend, attention_topology, within
@@ -53,9 +53,10 @@ def _joint(
     if len(second) not in (0, 3) or (causal and second):
         raise OperandError(f"ttnn.{name}: {len(second)} joint tensors", fix="all three, and none if is_causal")
     operands(name, *own, *second)
-    group = Group(name, q, **over)
+    group = Collective(name, q, **over)
     whole = [
-        gather_along(Group(name, each, **over), 2).tensor(output=room) for each, room in zip((k, v), rooms, strict=True)
+        gather_along(Collective(name, each, **over), 2).tensor(output=room)
+        for each, room in zip((k, v), rooms, strict=True)
     ]
     count = _count(logical_n)
     if not 0 < count <= whole[0].shape[2]:
@@ -248,7 +249,7 @@ def ring_distributed_scaled_dot_product_attention(
     found = attend(picked, k, v, axes, scale=scale, seen=within(torch.arange(length), wide, None))
     made = Made(found, input_tensor_q, attention_topology(tensors, placed=True), coords=shared_coords(*tensors))
     if axis is not None:  # chunks from both ends are no shards
-        group = Group(name, input_tensor_q, cluster_axis=axis)
+        group = Collective(name, input_tensor_q, cluster_axis=axis)
         made.topology = group.relabel(UNKNOWN)
     return made
 
