@@ -129,7 +129,7 @@ class MeshCommandQueue:
         self.submit(Replay(trace), blocking)
 
     def record_event(self, device_range: MeshCoordinateRange | None = None) -> MeshEvent:
-        """An event that comes about when all that was enqueued so far is done; `device_range` is for whom it is told."""
+        """An event that comes about when all that was enqueued so far is done; for `device_range`."""
         self._refuse_in_capture(Record.captured)
         with self._lock:
             clock = None if self.system.races is None else self.system.races.note_event(self.id)

@@ -15,7 +15,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.collectives.groups import Collective
+from meshloom.ttnn.collectives.groups import OVER, Collective, take_over
 from meshloom.ttnn.collectives.literal import (
     ReduceType,
     cut_padding,
@@ -84,7 +84,6 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 OUTPUTS = (
     "persistent_output_buffer persistent_output_buffers persistent_buffers persistent_output_tensor output_tensor"
 ).split()
-OVER = ("cluster_axis", "mode", "mesh_device")  # what a group takes
 
 
 def _positions(name: str, forms: Sequence[Sequence[str]], values: Sequence[Any], given: Any) -> dict[str, Any]:
@@ -369,7 +368,9 @@ def _product(
 
 
 @op(
-    "experimental.all_gather_matmul_async", also="sub_core_grids use_broadcast use_optimal_ccl_for_llama", more=_product
+    "experimental.all_gather_matmul_async",
+    also="sub_core_grids use_broadcast use_optimal_ccl_for_llama cluster_axis mode",
+    more=(Collective, _product),
 )
 def all_gather_matmul_async(
     input_tensor: Tensor,
@@ -379,42 +380,31 @@ def all_gather_matmul_async(
     *,
     memory_config_ag: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
     **how: Any,
 ) -> list[Tensor]:
     """`ttnn.all_gather`, then `ttnn.linear` with the weight: both results."""
-    group = Collective("experimental.all_gather_matmul_async", input_tensor, cluster_axis=cluster_axis, mode=mode)
+    group = Collective("experimental.all_gather_matmul_async", input_tensor, **take_over(how))
     gathered = gather_along(group, dim).tensor(memory_config=memory_config_ag, output=persistent_output_buffer)
     return [gathered, _product(gathered, weight_tensor, memory_config_mm, **how)]
 
 
-@op("experimental.llama_all_gather_matmul_async", also="core_grid", more=_product)
+@op("experimental.llama_all_gather_matmul_async", also="core_grid mode", more=(Collective, _product))
 def llama_all_gather_matmul_async(
     input_tensor0: Tensor,
     input_tensor1: Tensor,
     dim: int,
-    cluster_axis: int,
-    mesh_device: MeshDevice | None = None,
     *,
     ag_memory_config: MemoryConfig | None = None,
     mm_memory_config: MemoryConfig | None = None,
-    mode: str | None = None,
     **how: Any,
 ) -> Tensor:
     """`ttnn.all_gather` of the first, then its product with the second."""
-    group = Collective(
-        "experimental.llama_all_gather_matmul_async",
-        input_tensor0,
-        cluster_axis=cluster_axis,
-        mode=mode,
-        mesh_device=mesh_device,
-    )
+    group = Collective("experimental.llama_all_gather_matmul_async", input_tensor0, **take_over(how))
     gathered = gather_along(group, dim).tensor(memory_config=ag_memory_config)
     return _product(gathered, input_tensor1, mm_memory_config, **how)
 
 
-@op("experimental.matmul_reduce_scatter_async", more=_product)
+@op("experimental.matmul_reduce_scatter_async", also="cluster_axis mode", more=(Collective, _product))
 def matmul_reduce_scatter_async(
     input_tensor: Tensor,
     weight_tensor: Tensor,
@@ -423,12 +413,11 @@ def matmul_reduce_scatter_async(
     *,
     memory_config_rs: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
     **how: Any,
 ) -> list[Tensor]:
     """`ttnn.linear` with the weight, then `ttnn.reduce_scatter`: both results."""
+    over = take_over(how)
     product = _product(input_tensor, weight_tensor, memory_config_mm, **how)
-    group = Collective("experimental.matmul_reduce_scatter_async", product, cluster_axis=cluster_axis, mode=mode)
+    group = Collective("experimental.matmul_reduce_scatter_async", product, **over)
     scattered = scatter_along(group, dim).into(persistent_output_buffer)
     return [product, scattered.tensor(memory_config=memory_config_rs)]

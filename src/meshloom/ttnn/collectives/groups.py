@@ -24,6 +24,7 @@ from meshloom.comms import members_of
 from meshloom.comms.literal import Call, check_mode
 from meshloom.errors import ArgumentError, ModeError, OperandError, TraceError, closest
 from meshloom.mesh import Mesh
+from meshloom.mesh.process import number_of
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.tensor import collectives as native
 from meshloom.tensor.base import Tensor as Native
@@ -381,6 +382,14 @@ class Collective:
         return dims.pop()
 
 
+OVER = ("cluster_axis", "mesh_device", "mode")  # what a collective takes beside its tensor
+
+
+def take_over(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a collective, taken out of those of an op."""
+    return {each: given.pop(each) for each in OVER if each in given}
+
+
 @functools.lru_cache(maxsize=4096)
 def _label(
     mesh: Mesh,
@@ -424,15 +433,8 @@ def _part_of(name: str, mesh: Mesh, held: tuple[MeshCoordinate, ...], cluster_ax
 
 
 def _numbers(grid: Sequence[int], places: Sequence[Sequence[int]]) -> list[int]:
-    """Coordinates of a grid counted row-major.
-
-    >>> _numbers((2, 4), [(0, 3), (1, 0)])
-    [3, 4]
-    """
-    numbers = [0] * len(places)
-    for axis, size in enumerate(grid):
-        numbers = [number * size + place[axis] for number, place in zip(numbers, places, strict=True)]
-    return numbers
+    """Coordinates of a grid counted row-major."""
+    return [number_of(place, grid) for place in places]
 
 
 def _axes(name: str, mesh: Mesh, cluster_axis: int | None) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ import torch
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
 from meshloom.ttnn.collectives.groups import Collective
 from meshloom.ttnn.collectives.literal import gather_along
-from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.attending import attend, attention_topology, within
 from meshloom.ttnn.ops.block_moves import spread
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
@@ -31,12 +30,13 @@ def _joint(
     own: Sequence[Tensor],
     joint: Sequence[Tensor | None],
     *,
-    rooms: Sequence[Tensor | None],
-    dim: int,
+    persistent_output_buffer_k: Tensor | None = None,
+    persistent_output_buffer_v: Tensor | None = None,
+    joint_strategy: str = "rear",
     logical_n: int | Tensor,
-    joint_strategy: str,
-    scale: float | None,
-    causal: bool = False,
+    scale: float | None = None,
+    dim: int = 2,
+    is_causal: bool = False,
     **over: Any,
 ) -> Results:
     """Queries of every device over all keys of its group, then over those of a second sequence that all devices have.
@@ -50,10 +50,10 @@ def _joint(
     if dim % 4 != 2:
         raise OperandError(f"ttnn.{name}: dim {dim} of {list(k.shape)} is not the sequence", fix="dim=2")
     second = [each for each in joint if each is not None]
-    if len(second) not in (0, 3) or (causal and second):
+    if len(second) not in (0, 3) or (is_causal and second):
         raise OperandError(f"ttnn.{name}: {len(second)} joint tensors", fix="all three, and none if is_causal")
     operands(name, *own, *second)
-    group = Collective(name, q, **over)
+    group, rooms = Collective(name, q, **over), (persistent_output_buffer_k, persistent_output_buffer_v)
     whole = [
         gather_along(Collective(name, each, **over), 2).tensor(output=room)
         for each, room in zip((k, v), rooms, strict=True)
@@ -64,7 +64,7 @@ def _joint(
     axes, length = len(q.grid), q.shape[2]
     keys, values = (each.block[..., :count, :] for each in whole)
     queries, seen = q.block, None
-    if causal:
+    if is_causal:
         first = group.here(group.position()) * length
         rows = first.reshape(*first.shape, *(1,) * 4) + torch.arange(length).unsqueeze(-1)
         seen = within(torch.arange(count), rows, None)
@@ -101,113 +101,39 @@ def _log_sums(q: Block, k: Block, axes: int, scale: float, seen: Block | None) -
     return logits.logsumexp(-1, keepdim=True)
 
 
-@op("transformer.ring_joint_scaled_dot_product_attention", also="mode")
-def ring_joint_scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    joint_tensor_q: Tensor | None = None,
-    joint_tensor_k: Tensor | None = None,
-    joint_tensor_v: Tensor | None = None,
-    *,
-    persistent_output_buffer_k: Tensor | None = None,
-    persistent_output_buffer_v: Tensor | None = None,
-    joint_strategy: str = "rear",
-    logical_n: int | Tensor,
-    logical_l: int | Tensor = 0,
-    scale: float | None = None,
-    dim: int = 2,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    is_causal: bool = False,
-    is_balanced: bool = False,
-    is_cross: bool = False,
-    kv_cache_batch_idx: int | None = None,
-    kv_actual_isl: int | None = None,
-    attention_sink: Tensor | None = None,
-    sliding_window_size: int | None = None,
-    circular_kv_cache: bool = False,
-    persistent_output_buffer_joint_k: Tensor | None = None,
-    persistent_output_buffer_joint_v: Tensor | None = None,
-    slot_id: Tensor | None = None,
-    kv_actual_isl_tensor: Tensor | None = None,
-    kv_cache_num_layers: int | None = None,
-    kv_cache_layer_idx: int | None = None,
-    kv_valid_end_tensor: Tensor | None = None,
-    mode: str | None = None,
-) -> Results:
+UNCOVERED = """logical_l is_balanced is_cross kv_cache_batch_idx kv_actual_isl attention_sink sliding_window_size
+    circular_kv_cache persistent_output_buffer_joint_k persistent_output_buffer_joint_v slot_id kv_actual_isl_tensor
+    kv_cache_num_layers kv_cache_layer_idx kv_valid_end_tensor"""
+
+
+def _register_joint(name: str, doc: str, **how: Any) -> None:
+    def call(
+        input_tensor_q: Tensor,
+        input_tensor_k: Tensor,
+        input_tensor_v: Tensor,
+        joint_tensor_q: Tensor | None = None,
+        joint_tensor_k: Tensor | None = None,
+        joint_tensor_v: Tensor | None = None,
+        **options: Any,
+    ) -> Results:
+        own, joint = (input_tensor_q, input_tensor_k, input_tensor_v), (joint_tensor_q, joint_tensor_k, joint_tensor_v)
+        return _joint(f"transformer.{name}", own, joint, **options)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = doc
+    op(f"transformer.{name}", also="mode", more=(_joint, Collective), **how)(call)
+
+
+_register_joint(
+    "ring_joint_scaled_dot_product_attention",
     """`joint_scaled_dot_product_attention` of a sequence that lies on a group: the first `logical_n` keys of it, and
-    then those of the joint sequence, which all devices have. Causal by the place in the whole sequence."""
-    name = "transformer.ring_joint_scaled_dot_product_attention"
-    asked: dict[str, Any] = {
-        "is_balanced": is_balanced,
-        "is_cross": is_cross,
-        "circular_kv_cache": circular_kv_cache,
-        "logical_l": logical_l if isinstance(logical_l, int) and logical_l else None,
-        "kv_cache_batch_idx": kv_cache_batch_idx,
-        "kv_actual_isl": kv_actual_isl,
-        "attention_sink": attention_sink,
-        "sliding_window_size": sliding_window_size,
-        "persistent_output_buffer_joint_k": persistent_output_buffer_joint_k,
-        "persistent_output_buffer_joint_v": persistent_output_buffer_joint_v,
-        "slot_id": slot_id,
-        "kv_actual_isl_tensor": kv_actual_isl_tensor,
-        "kv_cache_num_layers": kv_cache_num_layers,
-        "kv_cache_layer_idx": kv_cache_layer_idx,
-        "kv_valid_end_tensor": kv_valid_end_tensor,
-    }
-    refused = [each for each, value in asked.items() if value not in (None, False)]
-    if refused:
-        raise UnsupportedError(f"ttnn.{name}: {', '.join(refused)} not covered", fix="ttnn.all_gather, then attention")
-    return _joint(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v),
-        (joint_tensor_q, joint_tensor_k, joint_tensor_v),
-        rooms=(persistent_output_buffer_k, persistent_output_buffer_v),
-        dim=dim,
-        logical_n=logical_n,
-        joint_strategy=joint_strategy,
-        scale=scale,
-        causal=is_causal,
-        cluster_axis=cluster_axis,
-        mesh_device=mesh_device,
-        mode=mode,
-    )
-
-
-@op("transformer.exp_ring_joint_scaled_dot_product_attention", also="mode")
-def exp_ring_joint_scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    joint_tensor_q: Tensor | None = None,
-    joint_tensor_k: Tensor | None = None,
-    joint_tensor_v: Tensor | None = None,
-    *,
-    persistent_output_buffer_k: Tensor | None = None,
-    persistent_output_buffer_v: Tensor | None = None,
-    joint_strategy: str = "rear",
-    logical_n: int | Tensor,
-    scale: float | None = None,
-    dim: int = 2,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    mode: str | None = None,
-) -> Results:
-    """`ring_joint_scaled_dot_product_attention` without a mask."""
-    return _joint(
-        "transformer.exp_ring_joint_scaled_dot_product_attention",
-        (input_tensor_q, input_tensor_k, input_tensor_v),
-        (joint_tensor_q, joint_tensor_k, joint_tensor_v),
-        rooms=(persistent_output_buffer_k, persistent_output_buffer_v),
-        dim=dim,
-        logical_n=logical_n,
-        joint_strategy=joint_strategy,
-        scale=scale,
-        cluster_axis=cluster_axis,
-        mesh_device=mesh_device,
-        mode=mode,
-    )
+    then those of the joint sequence, which all devices have. Causal by the place in the whole sequence.""",
+    refuses=UNCOVERED,
+    instead="ttnn.all_gather, then attention",
+)
+_register_joint(
+    "exp_ring_joint_scaled_dot_product_attention", "`ring_joint_scaled_dot_product_attention` without a mask."
+)
 
 
 @op("transformer.ring_distributed_scaled_dot_product_attention")
