@@ -15,6 +15,7 @@ import meshloom as loom
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, ModeError, OperandError
 from meshloom.ttnn.tensor.tensor import Tensor
+from ttnn_meshes import semaphore_on
 
 pytest_plugins = ("ttnn_meshes",)
 Parts = dict[tuple[int, ...], torch.Tensor]
@@ -346,9 +347,9 @@ def test_point_to_point_takes_no_output_of_another_shape(open_mesh: Any) -> None
         ttnn.point_to_point(x, ttnn.MeshCoordinate(0, 1), ttnn.MeshCoordinate(0, 3), output_tensor=output)
 
 
-def test_persistent_buffers_are_written_in_every_spelling(open_mesh: Any, semaphores: Any) -> None:
+def test_persistent_buffers_are_written_in_every_spelling(open_mesh: Any) -> None:
     mesh = open_mesh(1, 4)
-    sem, x = semaphores(mesh), ttnn.ones((4, 2), device=mesh)
+    sem, x = semaphore_on(mesh), ttnn.ones((4, 2), device=mesh)
     large, small = ttnn.zeros((16, 2), device=mesh), ttnn.zeros((1, 2), device=mesh)
     assert ttnn.experimental.all_gather_async(x, None, 0, sem, persistent_output_tensor=large) is large
     assert ttnn.experimental.reduce_scatter_minimal_async(x, small, 0, [sem]) is small
@@ -440,18 +441,9 @@ def test_the_old_spelling_with_a_mesh_works_and_another_mesh_is_refused(open_mes
 # the experimental spellings
 
 
-@pytest.fixture
-def semaphores(open_mesh: Any) -> Callable[[Any], Any]:
-    def make(mesh: Any) -> Any:
-        cores = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(1, 1))])
-        return ttnn.create_global_semaphore(mesh, cores, 0)
-
-    return make
-
-
-def test_all_forms_of_all_gather_async_are_told_apart(open_mesh: Any, semaphores: Any) -> None:
+def test_all_forms_of_all_gather_async_are_told_apart(open_mesh: Any) -> None:
     mesh = open_mesh(2, 4)
-    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(2, 4, 2)), semaphores(mesh)
+    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(2, 4, 2)), semaphore_on(mesh)
     gather, wanted = ttnn.experimental.all_gather_async, parts_of(ttnn.all_gather(x, 0, cluster_axis=1))
     buffer = tensor_on(mesh, torch.zeros(2, 4, 8))
     check_same(gather(x, 0, [sem, sem]), parts_of(ttnn.all_gather(x, 0)))
@@ -469,9 +461,9 @@ def test_all_forms_of_all_gather_async_are_told_apart(open_mesh: Any, semaphores
         gather(x, "0")
 
 
-def test_all_forms_of_all_reduce_async_are_told_apart(open_mesh: Any, semaphores: Any) -> None:
+def test_all_forms_of_all_reduce_async_are_told_apart(open_mesh: Any) -> None:
     mesh = open_mesh(2, 4)
-    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(2, 4, 2)), semaphores(mesh)
+    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(2, 4, 2)), semaphore_on(mesh)
     reduce, kinds = ttnn.experimental.all_reduce_async, ttnn.ReduceType
     check_same(reduce(x, 8, [sem], [sem], [sem], kinds.Sum), parts_of(ttnn.all_reduce(x)))
     along = parts_of(ttnn.all_reduce(x, cluster_axis=1))
@@ -486,9 +478,9 @@ def test_all_forms_of_all_reduce_async_are_told_apart(open_mesh: Any, semaphores
         reduce(x, cluster_axis=1, mesh_device=mesh, math_op=kinds.Var)
 
 
-def test_reduce_scatter_async_writes_the_buffer_of_the_results_shape(open_mesh: Any, semaphores: Any) -> None:
+def test_reduce_scatter_async_writes_the_buffer_of_the_results_shape(open_mesh: Any) -> None:
     mesh = open_mesh(1, 4)
-    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(1, 4, 4)), semaphores(mesh)
+    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(1, 4, 4)), semaphore_on(mesh)
     scatter = ttnn.experimental.reduce_scatter_minimal_async
     scratch, output = ttnn.experimental.reduce_scatter_minimal_async_create_intermediate_buffer(x, 0)
     assert scatter(x, [scratch, output], 0, [sem], cluster_axis=1) is output
@@ -531,9 +523,9 @@ def test_slice_reshard_cuts_the_whole_and_shares_it_out_again(open_mesh: Any) ->
     check_same(found, by_loops(parts_of(x), (2, 4), 1, lambda held: list(torch.cat(held)[2:10].chunk(4))))
 
 
-def test_gather_then_multiply_and_multiply_then_scatter_equal_the_two_ops(open_mesh: Any, semaphores: Any) -> None:
+def test_gather_then_multiply_and_multiply_then_scatter_equal_the_two_ops(open_mesh: Any) -> None:
     mesh, generator = open_mesh(1, 4), torch.Generator().manual_seed(1)
-    sem, offset = semaphores(mesh), ttnn.CoreCoord(0, 6)
+    sem, offset = semaphore_on(mesh), ttnn.CoreCoord(0, 6)
     x, wide, narrow = (
         tensor_on(mesh, torch.randn(1, 4, *shape, generator=generator), layout=ttnn.TILE_LAYOUT)
         for shape in ((3, 4), (16, 8), (4, 8))

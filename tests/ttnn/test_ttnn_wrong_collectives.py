@@ -14,6 +14,7 @@ import torch
 from meshloom import ttnn
 from meshloom.errors import OperandError, TraceError
 from meshloom.ttnn.tensor.tensor import Tensor
+from ttnn_meshes import semaphore_on
 
 pytest_plugins = ("ttnn_meshes",)
 MODES = ("direct", "host", "fabric")
@@ -49,11 +50,6 @@ def check_parts(tensor: Tensor, wanted: Sequence[torch.Tensor]) -> None:
     assert len(found) == len(wanted)
     for have, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(have, want)
-
-
-def semaphore_on(mesh: Any) -> Any:
-    cores = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(1, 1))])
-    return ttnn.create_global_semaphore(mesh, cores, 0)
 
 
 def label_of(tensor: Tensor) -> tuple[list[int], list[Any]]:

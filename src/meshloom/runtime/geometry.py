@@ -185,14 +185,16 @@ class MeshCoordinateRange:
     def intersection(self, other: MeshCoordinateRange) -> MeshCoordinateRange | None:
         """The box that both have; None where they have none.
 
-        >>> print(MeshCoordinateRange((0, 1), (1, 2)).intersection(MeshCoordinateRange((0, 0), (0, 1))))
-        (0, 1)..(0, 1)
+        >>> MeshCoordinateRange((0, 1), (1, 2)).intersection(MeshCoordinateRange((0, 0), (0, 1))).span
+        '(0, 1)..(0, 1)'
         """
         low = [max(pair) for pair in zip(self.start, other.start, strict=True)]
         high = [min(pair) for pair in zip(self.end, other.end, strict=True)]
         return MeshCoordinateRange(low, high) if all(a <= b for a, b in zip(low, high, strict=True)) else None
 
-    def __str__(self) -> str:
+    @property
+    def span(self) -> str:
+        """Both corners, as errors show them: `(0, 1)..(1, 3)`."""
         return f"{tuple(self.start)}..{tuple(self.end)}"
 
 
@@ -207,8 +209,8 @@ def _no_range(first: Coordinate, last: Coordinate, reason: str) -> MeshError:
 def range_of(given: object) -> MeshCoordinateRange:
     """A range from a range, one coordinate or a pair of corners.
 
-    >>> print(range_of((0, 1)), range_of([(0, 1), (1, 3)]))
-    (0, 1)..(0, 1) (0, 1)..(1, 3)
+    >>> range_of((0, 1)).span, range_of([(0, 1), (1, 3)]).span
+    ('(0, 1)..(0, 1)', '(0, 1)..(1, 3)')
     """
     if isinstance(given, MeshCoordinateRange):
         return given

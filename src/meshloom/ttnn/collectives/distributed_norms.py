@@ -12,9 +12,9 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.collectives.groups import Collective, take_over
+from meshloom.ttnn.collectives.groups import GroupCall, take_over
 from meshloom.ttnn.ops.activations import Activation, activate
-from meshloom.ttnn.ops.calling import TABLE, Made, op, operands
+from meshloom.ttnn.ops.calling import TABLE, Made, op, operands, register
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.fused_norms import finish, finish_heads, split_and_turn
 from meshloom.ttnn.ops.group_norm import _by_channel as weight_by_channel
@@ -33,7 +33,7 @@ from meshloom.ttnn.tensor.topology import REPLICATE
 class _Rows:
     """Rows that a group holds parts of: sums and means over all of it."""
 
-    def __init__(self, group: Collective, dims: tuple[int, ...] = (-1,)) -> None:
+    def __init__(self, group: GroupCall, dims: tuple[int, ...] = (-1,)) -> None:
         self.group, self.dims = group, dims
         held = count_of(group.tensor, dims)
         if isinstance(held, int):
@@ -71,7 +71,7 @@ def _normalise(
     """The norm of rows that lie on a group, times the weight, plus the bias: in float32, to be rounded at the end."""
     given = [each for each in (weight, bias) if each is not None]
     operands(name, tensor, *given, *([] if residual is None else [residual]))
-    group = Collective(name, tensor, **over)
+    group = GroupCall(name, tensor, **over)
     axes, rank, width = len(tensor.grid), len(tensor.shape), tensor.shape[-1]
     x = group.block.float()
     if residual is not None:
@@ -86,7 +86,7 @@ def _normalise(
 @op(
     "experimental.dit_fused_distributed_rmsnorm",
     also="mode",
-    more=(Collective, finish_heads),
+    more=(GroupCall, finish_heads),
     drops="persistent_output_buffer",
     refuses="affine_tile_row_map",
     instead="one weight for all rows",
@@ -118,7 +118,7 @@ def dit_fused_distributed_rmsnorm(
 @op(
     "experimental.dit_fused_distributed_layernorm",
     also="mode",
-    more=(Collective, finish_heads),
+    more=(GroupCall, finish_heads),
     drops="persistent_output_buffer",
 )
 def dit_fused_distributed_layernorm(
@@ -135,7 +135,7 @@ def dit_fused_distributed_layernorm(
     return finish_heads(made.tensor(), name=name, like=input_tensor, **how)
 
 
-@op("fused_rms_minimal", also="mode", more=Collective, drops="stats")
+@op("fused_rms_minimal", also="mode", more=GroupCall, drops="stats")
 def fused_rms_minimal(
     input_tensor: Tensor,
     *,
@@ -158,7 +158,7 @@ def fused_rms_minimal(
 # groups of channels, whose places lie on the group
 
 
-@op("experimental.dit_fused_distributed_groupnorm", also="mode", more=Collective, drops="persistent_output_buffer")
+@op("experimental.dit_fused_distributed_groupnorm", also="mode", more=GroupCall, drops="persistent_output_buffer")
 def dit_fused_distributed_groupnorm(
     input_tensor: Tensor,
     *,
@@ -176,7 +176,7 @@ def dit_fused_distributed_groupnorm(
         raise OperandError(f"ttnn.{name}: {channels} channels are not {num_groups} equal groups")
     given = [each for each in (weight, bias) if each is not None]
     operands(name, input_tensor, *given)
-    group = Collective(name, input_tensor, **over)
+    group = GroupCall(name, input_tensor, **over)
     rows = _Rows(group, tuple(range(1 - rank, -1)))
 
     def average(values: Block) -> Block:
@@ -199,7 +199,7 @@ def dit_fused_distributed_groupnorm(
 
 def _room(name: str, tensor: Tensor, columns: int, **over: Any) -> Tensor | None:
     """Room for what the devices of a group gather about each row; a device that is alone needs none."""
-    group = Collective(name, tensor, **over)
+    group = GroupCall(name, tensor, **over)
     if group.size == 1:
         return None
     block = torch.zeros(*(1,) * len(tensor.grid), *tensor.shape[:-1], columns * group.size)
@@ -213,16 +213,16 @@ def _create_room(kind: str, columns: int) -> None:
     def call(input_tensor: Tensor, *, per_head_norm: bool = False, **over: Any) -> Any:
         return None if per_head_norm else _room(name, input_tensor, columns, **over)
 
-    call.__name__ = call.__qualname__ = name.rpartition(".")[2]
-    call.__doc__ = f"Room for the statistics of `dit_fused_distributed_{kind}`; None where nothing is sent."
-    op(name, more=Collective, drops="num_heads_per_device weight transformation_mat rope_cos rope_sin")(call)
+    doc = f"Room for the statistics of `dit_fused_distributed_{kind}`; None where nothing is sent."
+    unused = "num_heads_per_device weight transformation_mat rope_cos rope_sin"
+    register(name, doc, call, more=GroupCall, drops=unused)
 
 
 _create_room("rmsnorm", STATISTICS)
 _create_room("layernorm", 2 * STATISTICS)
 
 
-@op("experimental.dit_fused_distributed_groupnorm_create_stats_buffer", more=Collective)
+@op("experimental.dit_fused_distributed_groupnorm_create_stats_buffer", more=GroupCall)
 def dit_fused_distributed_groupnorm_create_stats_buffer(input_tensor: Tensor, num_groups: int, **over: Any) -> Any:
     """Room for the statistics of `dit_fused_distributed_groupnorm`; None where nothing is sent."""
     name = "experimental.dit_fused_distributed_groupnorm_create_stats_buffer"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom.errors import OperandError, UnsupportedError
-from meshloom.ttnn.collectives.groups import Collective, take_over
+from meshloom.ttnn.collectives.groups import GroupCall, take_over
 from meshloom.ttnn.collectives.literal import gather_along, reduce_over, scatter_along
 from meshloom.ttnn.ops.calling import TABLE, op
 from meshloom.ttnn.ops.copies import typecast
@@ -101,7 +101,7 @@ def _pieces(name: str, tensor: Tensor, chunks: int, sizes: Sequence[int], dim: i
 @op(
     "experimental.all_gather_minimal_matmul_async",
     also="mode",
-    more=(Collective, minimal_matmul),
+    more=(GroupCall, minimal_matmul),
 )
 def all_gather_minimal_matmul_async(
     input_tensor: Tensor,
@@ -124,7 +124,7 @@ def all_gather_minimal_matmul_async(
     name = "experimental.all_gather_minimal_matmul_async"
     if fsdp_cluster_axis is not None or persistent_weight_buffer is not None:
         raise UnsupportedError(f"ttnn.{name}: a weight in shards is not covered", fix="ttnn.all_gather it first")
-    group = Collective(name, input_tensor, **take_over(how))
+    group = GroupCall(name, input_tensor, **take_over(how))
     gathered = gather_along(group, len(input_tensor.shape) - 1).tensor(output=persistent_output_buffer)
     added = (scalar, addcmul_input_tensor1, addcmul_input_tensor2)
     product = _multiply(gathered, weight_tensor, *added, dtype=dtype, memory_config=memory_config, **how)
@@ -134,7 +134,7 @@ def all_gather_minimal_matmul_async(
 @op(
     "experimental.strided_all_gather_minimal_matmul_async",
     also="mode",
-    more=(Collective, minimal_matmul),
+    more=(GroupCall, minimal_matmul),
 )
 def strided_all_gather_minimal_matmul_async(
     input_tensor: Tensor,
@@ -153,7 +153,7 @@ def strided_all_gather_minimal_matmul_async(
 ) -> list[Tensor]:
     """`ttnn.all_gather` along a dim, then `minimal_matmul`: what was gathered, then the product or its pieces."""
     name = "experimental.strided_all_gather_minimal_matmul_async"
-    group = Collective(name, input_tensor, **take_over(how))
+    group = GroupCall(name, input_tensor, **take_over(how))
     gathered = gather_along(group, dim).tensor(memory_config=memory_config_ag, output=persistent_output_buffer)
     added = (fused_ternary_scalar, fused_ternary_input_a, fused_ternary_input_b)
     product = _multiply(gathered, weight_tensor, *added, bias_tensor=bias, memory_config=memory_config_mm, **how)
@@ -163,7 +163,7 @@ def strided_all_gather_minimal_matmul_async(
 @op(
     "experimental.minimal_matmul_strided_reduce_scatter_async",
     also="mode",
-    more=(Collective, minimal_matmul),
+    more=(GroupCall, minimal_matmul),
 )
 def minimal_matmul_strided_reduce_scatter_async(
     input_tensor: Tensor | Sequence[Tensor],
@@ -183,7 +183,7 @@ def minimal_matmul_strided_reduce_scatter_async(
     name = "experimental.minimal_matmul_strided_reduce_scatter_async"
     over = take_over(how)
     product = minimal_matmul(input_tensor, weight_tensor, bias_tensor=bias, memory_config=memory_config_mm, **how)
-    made = scatter_along(Collective(name, product, **over), dim)
+    made = scatter_along(GroupCall(name, product, **over), dim)
     if addcmul_input_tensor1 is None and addcmul_input_tensor2 is None:
         return [product, made.tensor(memory_config=rs_output_mem_config, output=optional_rs_output_tensor)]
     scattered = add_product(
@@ -199,7 +199,7 @@ def minimal_matmul_strided_reduce_scatter_async(
     return [product, scattered]
 
 
-@op("experimental.llama_rs_matmul", also="mode", more=(Collective, multiply))
+@op("experimental.llama_rs_matmul", also="mode", more=(GroupCall, multiply))
 def llama_rs_matmul(
     input_tensor: Tensor,
     weight_tensor: Tensor,
@@ -220,14 +220,14 @@ def llama_rs_matmul(
     if second_weight_tensor is not None:
         products.append(linear(input_tensor, second_weight_tensor, **how))
     summed = products[0] if rs_tensor is None else rs_tensor
-    group = Collective("experimental.llama_rs_matmul", summed, **over)
+    group = GroupCall("experimental.llama_rs_matmul", summed, **over)
     return [*products, scatter_along(group, dim).tensor(memory_config=memory_config_rs)]
 
 
 # with heads
 
 
-@op("experimental.llama_rs_create_heads", also="mode", more=Collective)
+@op("experimental.llama_rs_create_heads", also="mode", more=GroupCall)
 def llama_rs_create_heads(
     input_tensor: Tensor,
     dim: int,
@@ -240,7 +240,7 @@ def llama_rs_create_heads(
 ) -> tuple[Tensor, ...]:
     """`ttnn.reduce_scatter` along a dim, then `nlp_create_qkv_heads_decode` of what each device has."""
     name = "experimental.llama_rs_create_heads"
-    group = Collective(name, input_tensor, **over)
+    group = GroupCall(name, input_tensor, **over)
     summed = scatter_along(group, dim).tensor(memory_config=memory_config)
     heads: Any = nlp_create_qkv_heads_decode(
         summed, num_heads=num_heads, num_kv_heads=num_kv_heads, memory_config=qkv_memory_config
@@ -248,7 +248,7 @@ def llama_rs_create_heads(
     return tuple(heads)
 
 
-@op("experimental.all_reduce_create_qkv_heads", also="mode", more=Collective, drops="buffer_tensor")
+@op("experimental.all_reduce_create_qkv_heads", also="mode", more=GroupCall, drops="buffer_tensor")
 def all_reduce_create_qkv_heads(
     input_tensor: Tensor,
     batch_offset: Tensor | None,
@@ -263,7 +263,7 @@ def all_reduce_create_qkv_heads(
 ) -> tuple[Tensor, ...]:
     """`ttnn.all_reduce`, then `nlp_create_qkv_heads_decode` of a slice of the users: the sum, then all heads."""
     name = "experimental.all_reduce_create_qkv_heads"
-    group = Collective(name, input_tensor, **over)
+    group = GroupCall(name, input_tensor, **over)
     summed = reduce_over(group).tensor(memory_config=memory_config, dtype=dtype)
     heads: Any = nlp_create_qkv_heads_decode(
         summed,
@@ -276,13 +276,13 @@ def all_reduce_create_qkv_heads(
     return (summed, *heads)
 
 
-@op("experimental.all_gather_concat", also="mode", more=Collective, drops="buffer_tensor")
+@op("experimental.all_gather_concat", also="mode", more=GroupCall, drops="buffer_tensor")
 def all_gather_concat(
     input_tensor: Tensor, dim: int, num_heads: int = 1, memory_config: MemoryConfig | None = None, **over: Any
 ) -> Tensor:
     """`ttnn.all_gather` of [1, B, heads, D] along a dim, then `nlp_concat_heads_decode`."""
     name = "experimental.all_gather_concat"
-    group = Collective(name, input_tensor, **over)
+    group = GroupCall(name, input_tensor, **over)
     gathered = gather_along(group, dim).tensor()
     found: Tensor = nlp_concat_heads_decode(gathered, num_heads=num_heads, memory_config=memory_config)
     return found

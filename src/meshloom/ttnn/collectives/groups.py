@@ -6,7 +6,7 @@ each cut by its axis, or not cut where all along the axis hold the same. So ways
 communication and several processes are those of the native collectives.
 
 A tensor that lies on part of a mesh has groups of those devices alone: they are a mesh of their own with the same axes
-(`Collective.mesh`), and `make` puts a result back where they are.
+(`GroupCall.mesh`), and `make` puts a result back where they are.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ OVER_ONE_AXIS = {
 ONE_AXIS = [each for each in fabric.FabricConfig if each.name.startswith("FABRIC_1D")]
 
 
-class Collective:
+class GroupCall:
     """What a collective works on: a tensor, the group of devices that it goes over, and the way to carry it out."""
 
     def __init__(

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
-from meshloom.ttnn.collectives.groups import Collective
+from meshloom.ttnn.collectives.groups import GroupCall
 from meshloom.ttnn.collectives.literal import gather_along
 from meshloom.ttnn.ops.attending import attend, attention_topology, within
 from meshloom.ttnn.ops.block_moves import spread
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, op, operands, register, shared_coords
 from meshloom.ttnn.ops.transformer import check
 from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.parts import Block
@@ -53,9 +53,9 @@ def _joint(
     if len(second) not in (0, 3) or (is_causal and second):
         raise OperandError(f"ttnn.{name}: {len(second)} joint tensors", fix="all three, and none if is_causal")
     operands(name, *own, *second)
-    group, rooms = Collective(name, q, **over), (persistent_output_buffer_k, persistent_output_buffer_v)
+    group, rooms = GroupCall(name, q, **over), (persistent_output_buffer_k, persistent_output_buffer_v)
     whole = [
-        gather_along(Collective(name, each, **over), 2).tensor(output=room)
+        gather_along(GroupCall(name, each, **over), 2).tensor(output=room)
         for each, room in zip((k, v), rooms, strict=True)
     ]
     count = _count(logical_n)
@@ -74,7 +74,7 @@ def _joint(
             for pair in zip((queries, keys, values), (each.block for each in second), strict=True)
         )
     found = attend(queries, keys, values, axes, scale=scale, seen=seen)
-    weight = _log_sums(queries, keys, axes, q.shape[-1] ** -0.5 if scale is None else scale, seen)
+    weight = _log_sums(queries, keys, q.shape[-1] ** -0.5 if scale is None else scale, seen)
     tensors = (q, *whole, *second)
     label, coords = attention_topology(tensors), shared_coords(*tensors)
     made = Made(found[..., :length, :].contiguous(), q, label, coords=coords)
@@ -92,7 +92,7 @@ def _count(given: int | Tensor) -> int:
     return int(given.block.flatten()[0]) if isinstance(given, Tensor) else given
 
 
-def _log_sums(q: Block, k: Block, axes: int, scale: float, seen: Block | None) -> Block:
+def _log_sums(q: Block, k: Block, scale: float, seen: Block | None) -> Block:
     """log(sum(exp(q @ k.T * scale))) over the keys that are seen, [*mesh, B, H, S, 1]."""
     heads = k.float().repeat_interleave(q.shape[-3] // k.shape[-3], -3)
     logits = q.float() @ heads.transpose(-1, -2) * scale
@@ -119,9 +119,7 @@ def _register_joint(name: str, doc: str, **how: Any) -> None:
         own, joint = (input_tensor_q, input_tensor_k, input_tensor_v), (joint_tensor_q, joint_tensor_k, joint_tensor_v)
         return _joint(f"transformer.{name}", own, joint, **options)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = doc
-    op(f"transformer.{name}", also="mode", more=(_joint, Collective), **how)(call)
+    register(f"transformer.{name}", doc, call, also="mode", more=(_joint, GroupCall), **how)
 
 
 _register_joint(
@@ -175,7 +173,7 @@ def ring_distributed_scaled_dot_product_attention(
     found = attend(picked, k, v, axes, scale=scale, seen=within(torch.arange(length), wide, None))
     made = Made(found, input_tensor_q, attention_topology(tensors, placed=True), coords=shared_coords(*tensors))
     if axis is not None:  # chunks from both ends are no shards
-        group = Collective(name, input_tensor_q, cluster_axis=axis)
+        group = GroupCall(name, input_tensor_q, cluster_axis=axis)
         made.topology = group.relabel(UNKNOWN)
     return made
 

@@ -267,8 +267,7 @@ _OTHER_ORDER = "experimental.quasar.typecast"  # its arguments stand in another 
 
 def register(names: str, doc: str, function: Function, **how: Any) -> None:
     """Register a function that several ops share the making of, under the names and the text of one of them."""
-    name = names.split()[0]
-    function.__name__ = function.__qualname__ = name
+    function.__name__ = function.__qualname__ = names.split()[0].rpartition(".")[2]
     function.__doc__ = doc
     op(*names.split(), **how)(function)
 

@@ -247,7 +247,7 @@ def whole(tensor: Tensor) -> torch.Tensor:
             label=label,
             fix="to_torch(x, mesh_composer=ttnn.ConcatMeshToTensor(dim=0)) or ttnn.ListMeshToTensor()",
         )
-    parts = _by_label(tensor, shape, placements, coords)
+    parts = _by_label(tensor, shape, coords)
     for axis in reversed(range(parts.dim() - len(tensor.shape))):
         parts = _close_axis(parts, axis, *_axis(tensor, shape, placements, axis))
     for dim, size in _padded_dims(tensor).items():
@@ -273,9 +273,7 @@ def _is_along_the_mesh(tensor: Tensor, shape: Sequence[int], coords: Sequence[Me
     return fits and [number_of(place, tensor.grid) for place in coords] == list(range(len(coords)))
 
 
-def _by_label(
-    tensor: Tensor, shape: Sequence[int], placements: Sequence[Placement], coords: Sequence[MeshCoordinate]
-) -> Block:
+def _by_label(tensor: Tensor, shape: Sequence[int], coords: Sequence[MeshCoordinate]) -> Block:
     if _is_along_the_mesh(tensor, shape, coords):
         return tensor.block
     return in_order(tensor, coords).reshape(*shape, *tensor.shape)
