@@ -290,6 +290,17 @@ def test_modes_of_the_client_hold_on_the_workers(mesh):
     assert loom.matmul(x, x, output={"dp": Replicate(), "tp": Shard(0)}).placements == (Replicate(), Shard(0))
 
 
+def test_each_block_of_autocast_sees_the_weights_as_they_are(mesh):
+    w, x = loom.ones(4, 4, mesh=mesh).requires_grad_(), loom.ones(4, 4, mesh=mesh, placements="S(0), R")
+    found = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(torch.nn.functional.linear(x, w).float().mean())
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():  # no call lies between the blocks
+            w += 1
+    assert [each.item() for each in found] == [4.0, 8.0, 12.0]
+
+
 def test_record_explain_and_forbid(mesh):
     x = loom.ones(8, 4, mesh=mesh, placements="S(0), R").requires_grad_()
     w = loom.ones(4, 4, mesh=mesh, placements="R, R").requires_grad_()

@@ -189,6 +189,7 @@ class Worker:
         torch.set_autocast_enabled("cpu", context["cast"] is not None)
         if context["cast"] is not None:
             torch.set_autocast_dtype("cpu", getattr(torch, context["cast"]))
+            torch.set_autocast_cache_enabled(False)  # nobody here would know when the client left its block
         state._set({
             "output": decode(context["output"], self.tensors, self.meshes),
             "chosen": context["chosen"], "accumulating": context["accumulating"],
