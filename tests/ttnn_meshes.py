@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -25,13 +24,3 @@ def open_mesh() -> Iterator[Opener]:
     yield of
     for mesh in opened.values():
         ttnn.close_mesh_device(mesh)
-
-
-def cores(x: int, y: int) -> ttnn.CoreRangeSet:
-    """A rectangle of cores of that width and height."""
-    return ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(x - 1, y - 1))])
-
-
-def semaphore_on(mesh: ttnn.MeshDevice) -> Any:
-    """A semaphore on four cores of every device."""
-    return ttnn.create_global_semaphore(mesh, cores(2, 2), 0)

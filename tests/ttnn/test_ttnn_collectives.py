@@ -15,7 +15,7 @@ import meshloom as loom
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, ModeError, OperandError
 from meshloom.ttnn.tensor.tensor import Tensor
-from ttnn_meshes import semaphore_on
+from ttnn_cases import semaphore_on
 
 pytest_plugins = ("ttnn_meshes",)
 Parts = dict[tuple[int, ...], torch.Tensor]

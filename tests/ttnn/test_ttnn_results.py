@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from meshloom import ttnn
-from ttnn_cases import mesh
-from ttnn_meshes import cores
+from ttnn_cases import cores, mesh
 
 TILE, ROWS = ttnn.TILE_LAYOUT, ttnn.ROW_MAJOR_LAYOUT
 BF16, F32, BF8, INT, U8, U16 = ttnn.bfloat16, ttnn.float32, ttnn.bfloat8_b, ttnn.int32, ttnn.uint8, ttnn.uint16

@@ -14,7 +14,7 @@ import torch
 from meshloom import ttnn
 from meshloom.errors import OperandError, TraceError
 from meshloom.ttnn.tensor.tensor import Tensor
-from ttnn_meshes import semaphore_on
+from ttnn_cases import semaphore_on
 
 pytest_plugins = ("ttnn_meshes",)
 MODES = ("direct", "host", "fabric")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError, OutOfMemoryError
-from ttnn_meshes import cores
+from ttnn_cases import cores
 from ttnn_parts import S, of_block, part, places
 
 

@@ -158,9 +158,12 @@ class MeshCoordinateRange:
         """The box as an index of an array whose dims are the mesh axes."""
         return tuple(slice(a, b + 1) for a, b in zip(self.start, self.end, strict=True))
 
+    def places(self) -> Iterator[Coordinate]:
+        """Its coordinates as plain tuples, as errors show them."""
+        return itertools.product(*(range(a, b + 1) for a, b in zip(self.start, self.end, strict=True)))
+
     def __iter__(self) -> Iterator[MeshCoordinate]:
-        spans = (range(a, b + 1) for a, b in zip(self.start, self.end, strict=True))
-        return map(_coordinate, itertools.product(*spans))
+        return map(_coordinate, self.places())
 
     def __len__(self) -> int:
         return math.prod(self.shape)

@@ -233,8 +233,9 @@ class MeshCommandQueue:
         """A launch takes too long: it is left to itself, its cards are lost, and what is behind it is not run."""
         note, late = launch.command.note, f"did not end within {self.system.launches.timeout:g} s"
         note.status = GIVEN_UP
-        self.device.leave(launch.places, launch.command.buffers, f"{note.text} at {note.where} {late}")
-        found = [(place, DeviceTimeoutError(late)) for place in launch.places]
+        places = [tuple(place) for place in launch.places]
+        self.device.leave(places, launch.command.buffers, f"{note.text} at {note.where} {late}")
+        found = [(place, DeviceTimeoutError(late)) for place in places]
         with self._lock:
             self._failures.append((note, Failures(found)))
             left = self.runner.abandon(self._last)
