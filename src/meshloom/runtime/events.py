@@ -28,11 +28,16 @@ class MeshEvent:
     ) -> None:
         self.id = queue.system.next_event()
         self.queue, self.where = queue, where
-        self.device_range = device_range or MeshCoordinateRange(queue.device.mesh.shape)
+        self._range = device_range
         self._clock = clock
         self._done = threading.Event()
         self.number = 0  # of the command that records it
         self.failed = False
+
+    @property
+    def device_range(self) -> MeshCoordinateRange:
+        """The devices that it was recorded for."""
+        return self._range or MeshCoordinateRange(self.queue.device.mesh.shape)
 
     @property
     def mesh_cq_id(self) -> int:
