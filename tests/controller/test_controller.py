@@ -570,15 +570,16 @@ def test_a_trace_is_captured_once_and_replayed_by_name(cluster, mesh):
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers here")
 @pytest.mark.parametrize("workers", [2, 4])
-def test_a_public_llama_trains_as_in_one_process(workers, clusters):
-    four = clusters[workers].open_mesh((2, 2), axes=("dp", "tp"))
+def test_a_public_llama_trains_as_in_one_process(workers):
     ranked = ranks.run(workers, "controller_cases:llama_losses_of_rank")[0]
-    llama_losses(four, "fsdp")  # ranks and workers add in another order the first time that they see a call
-    found = llama_losses(four, "fsdp")
-    assert found == pytest.approx(llama_losses(HERE, "fsdp"), rel=1e-5)
-    assert found == ranked
-    three = clusters[workers].open_mesh((3,), axes=("dp",))  # not split: every worker computes all of it
-    assert llama_losses(three, "fsdp") == llama_losses(loom.Mesh(dp=3), "fsdp")  # the order of sums is the same
+    with loom.launch(workers=workers, timeout=60, threads=1) as made:  # that has seen as few calls as the ranks
+        four = made.open_mesh((2, 2), axes=("dp", "tp"))
+        llama_losses(four, "fsdp")  # ranks and workers add in another order the first time that they see a call
+        found = llama_losses(four, "fsdp")
+        assert found == pytest.approx(llama_losses(HERE, "fsdp"), rel=1e-5)
+        assert found == ranked
+        three = made.open_mesh((3,), axes=("dp",))  # not split: every worker computes all of it
+        assert llama_losses(three, "fsdp") == llama_losses(loom.Mesh(dp=3), "fsdp")  # the order of sums is the same
 
 
 @pytest.mark.slow
