@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from meshloom.errors import MeshloomError
 from meshloom.ttnn import surface
 from meshloom.ttnn.ops import signatures
 from meshloom.ttnn.ops.omitted import reason_of
@@ -42,10 +41,7 @@ def overloads() -> dict[str, list[str]]:
 def covered(name: str) -> Callable[..., Any] | None:
     """Our function for an operation of the original; None if there is none."""
     inside, _, last = name.rpartition(".")
-    try:
-        found = surface.find(last, inside)
-    except MeshloomError:
-        return None
+    found = surface.look(last, inside)
     return found if callable(found) and not inspect.isclass(found) else None
 
 

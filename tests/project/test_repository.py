@@ -235,3 +235,12 @@ def test_the_wheel_holds_every_source_file_and_no_tests(wheel):
     for name in ("report.html", "report.css", "report.js"):
         assert f"meshloom/observe/report/{name}" in names
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "examples"))]
+
+
+def test_the_tests_of_a_file_are_dealt_out_together(request: pytest.FixtureRequest) -> None:
+    """By the name that xdist is told; where it is dropped, every process starts clusters and Ray of its own."""
+    if not hasattr(request.config, "workerinput") or not request.config.getvalue("loadgroup"):
+        pytest.skip("this process is not one of several that share the tests in groups")
+    assert request.node.nodeid.endswith("@tests/project/test_repository.py")
+    grouped = [each for each in request.session.items if each.get_closest_marker("xdist_group")]
+    assert all(each.nodeid.endswith(f"@{each.get_closest_marker('xdist_group').args[0]}") for each in grouped)

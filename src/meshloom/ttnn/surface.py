@@ -21,6 +21,7 @@ APART = frozenset(  # their names stay inside
     "distributed dot_access graph models model_preprocessing pipeline preprocessing tracer".split()
 )
 MIRRORS = frozenset("_ttnn core types cluster operations".split())  # hold names of the top in the original
+ABSENT = object()  # what a name means that nobody knows
 
 
 @cache
@@ -50,6 +51,14 @@ def table() -> dict[str, Any]:
 
 def find(name: str, inside: str = "") -> Any:
     """What a name means, at the top or inside a namespace; an error that knows what the original has."""
+    found = look(name, inside)
+    if found is ABSENT:
+        raise _unknown(f"{inside}.{name}" if inside else name)
+    return found
+
+
+def look(name: str, inside: str = "") -> Any:
+    """What a name means, or ABSENT: the error would look for the nearest among all names."""
     path = f"{inside}.{name}" if inside else name
     ops, head = table(), path.partition(".")[0]
     if path in ops:
@@ -58,9 +67,7 @@ def find(name: str, inside: str = "") -> Any:
         return flat()[name] if name in flat() else Namespace(path)
     if not inside and name in flat():
         return flat()[name]
-    if any(each.startswith(f"{path}.") for each in ops):
-        return Namespace(path)
-    raise _unknown(path)
+    return Namespace(path) if any(each.startswith(f"{path}.") for each in ops) else ABSENT
 
 
 def names(inside: str = "") -> list[str]:
