@@ -10,18 +10,13 @@ import torch
 import torch.nn.functional as F
 
 import meshloom as loom
-from meshloom.cli.host_measuring import CALLS, COLLECTIVES, QUICK, measure_host
-from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds, kind_of
+from meshloom.cli.host_measuring import CALLS, COLLECTIVES, QUICK, _kernels, measure_host
+from meshloom.cost.host import FRESH, Work, kernel_seconds, kind_of
 from meshloom.fabric.host import Curve, Host, Products, load_host, read_host
 from meshloom.tensor.host_time import host_time
 
 RATE = 1e9  # bytes per second of every curve
-KINDS = (
-    *"pointwise,strided,in place,copy,turned copy,strided copy,sum,softmax,softmax across,norm,look-up".split(","),
-    "attention",
-    "attention backward",
-    *(f"sum of {rows} rows" for rows in ROWS),
-)
+KINDS = tuple(kind for kind, _ in _kernels())
 
 
 def flat(**calls: float) -> Host:

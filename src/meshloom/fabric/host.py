@@ -158,7 +158,7 @@ class Host:
         lines += [f"{what} = {seconds:.4g}" for what, seconds in self.calls.items()]
         if self.weights:
             lines += ["", "[host.weights]  # times the curve of its kind"]
-            lines += [f"{name} = {weight:.4g}" for name, weight in self.weights.items()]
+            lines += [f'"{name}" = {weight:.4g}' for name, weight in self.weights.items()]
         lines += ["", "[host.curves]  # bytes that a kernel reads and writes, seconds"]
         for kind, curve in self.curves.items():
             lines += [f"# left out, a point is met by its neighbours within {curve.residual():.0%} at the median"]

@@ -153,15 +153,15 @@ class Recorder(Log):
         elif of is not None and not isinstance(of, torch.Tensor):
             self.awaited.append((of._sequence_nr(), collectives))
         elif of is not None and (draft := self._backward_node()) is not None:
-            if first:
-                self._gather_again(draft, collectives, of)
-            else:
+            if isinstance(of, Tensor):
                 self._scatter(draft, events, of)
+            else:
+                self._gather_again(draft, collectives, of)
         elif of is None and (draft := self._backward_node()) is not None:
             draft.before += [(each, None) for each in collectives if first]
             draft.after += [each for each in collectives if not first]
         else:
-            self._add_movement(events, of)
+            self._add_movement(events, of if isinstance(of, Tensor) else None)
 
     def _gather_again(self, draft: Draft, collectives: Sequence[Collective], leaf: torch.Tensor) -> None:
         """Backward needs what forward gathered and did not keep."""
