@@ -50,8 +50,8 @@ class Sweep:
 # results stay below what the allocator takes anew from the system every time: that has a figure of its own
 SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 5 << 10, 16 << 10, 48 << 10))
 STEPS_OF_PRODUCTS = (1, 4, 16, 40, 72, 128, 208, 384, 704, 1100, 3072)
-SENT = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20, 64 << 20)
-FULL = Sweep(0.03, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT)
+SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 20 << 10, 64 << 10))
+FULL = Sweep(0.03, SIZES, STEPS_OF_PRODUCTS, 5e9, 100, SENT)
 QUICK = Sweep(0.001, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
 
@@ -321,7 +321,7 @@ def _between(sweep: Sweep) -> Iterator[tuple[tuple[str, int], Curve]]:
         for size in sweep.sent:
             x = torch.zeros(size // 4 // count * count)
             points[float(x.nbytes)] = _best_together(
-                partial(send, x), max(3, sweep.rounds * (1 << 20) // max(size, 1 << 20))
+                partial(send, x), max(min(8, sweep.rounds), sweep.rounds * (1 << 20) // max(size, 1 << 20))
             )
         yield (kind, count), Curve(tuple(points.items()))
 
