@@ -118,7 +118,10 @@ def test_on_meta_a_step_is_priced_as_on_data() -> None:
 def test_calls_collectives_and_lists_have_a_price_of_their_own() -> None:
     mesh = loom.open_mesh((4,))
     x = loom.ones(8, mesh=mesh, placements="S(0)")
-    assert seconds(lambda: x + 1, flat(op=1.0)) == pytest.approx(1.0, abs=1e-3)
+    assert seconds(lambda: (x + 1) * 2, flat(op=1.0)) == pytest.approx(2.0, abs=1e-3)
+    assert seconds(lambda: x + 1 + 1, flat(op=1.0, again=0.25)) == pytest.approx(0.5, abs=1e-3)
+    tracked = loom.ones(8, mesh=mesh, placements="S(0)").requires_grad_()
+    assert seconds(lambda: tracked + 1, flat(op=1.0)) == pytest.approx(1.0, abs=1e-3)
     assert seconds(lambda: loom.collectives.all_reduce(x), flat(all_reduce=2.0)) == pytest.approx(2.0, abs=1e-3)
     parameters = [loom.Parameter(torch.ones(4), mesh, "R") for _ in range(5)]
     for each in parameters:

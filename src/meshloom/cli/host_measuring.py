@@ -36,7 +36,8 @@ from meshloom.tensor.host_time import host_time
 class Sweep:
     """How much is measured: seconds per point, bytes that a kernel touches, steps of products and their limit.
 
-    `rounds` is how often processes call what they do together, and `sent` the bytes that they send.
+    `rounds` is how often processes call what they do together, and `sent` the bytes that they send. `large` are sizes
+    at which sums alone are measured: their results stay small.
     """
 
     seconds: float
@@ -45,13 +46,14 @@ class Sweep:
     flops: float
     rounds: int
     sent: tuple[int, ...]
+    large: tuple[int, ...] = ()
 
 
 # results stay below what the allocator takes anew from the system every time: that has a figure of its own
 SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 5 << 10, 16 << 10, 48 << 10))
-STEPS_OF_PRODUCTS = (1, 4, 16, 40, 72, 128, 208, 384, 704, 1100, 3072)
+STEPS_OF_PRODUCTS = (1, 4, 16, 40, 72, 128, 208, 384, 704, 1100, 1900, 3072)
 SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 20 << 10, 64 << 10))
-FULL = Sweep(0.03, SIZES, STEPS_OF_PRODUCTS, 5e9, 100, SENT)
+FULL = Sweep(0.03, SIZES, STEPS_OF_PRODUCTS, 5e9, 100, SENT, (192 << 20, 640 << 20))
 QUICK = Sweep(0.001, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
 
@@ -61,9 +63,7 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
     curves = {}
     for number, (kind, make) in enumerate(kinds, start=1):
         tell(f"kernels: {kind}", number, total)
-        curves[kind] = _curve(
-            make, sweep.sizes[::2] if kind[-1].isdecimal() and len(sweep.sizes) > 2 else sweep.sizes, sweep
-        )
+        curves[kind] = _curve(make, _sizes_of(kind, sweep), sweep)
     products = {}
     for number, (name, dtype) in enumerate(DTYPES.items(), start=len(kinds) + 1):
         tell(f"products in {name}", number, total)
@@ -74,6 +74,14 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
     tell("calls", total, total)
     host = replace(host, processes=dict(_between(sweep)))
     return replace(host, calls=_calls(host, sweep))
+
+
+def _sizes_of(kind: str, sweep: Sweep) -> tuple[int, ...]:
+    """At which sizes a kind is measured: those that have many curves at every second."""
+    if kind.startswith("sum"):
+        results = {"sum": 1 << 30, **{f"sum of {rows} rows": rows for rows in ROWS}}[kind]
+        return (*sweep.sizes, *(size for size in sweep.large if size // results < FRESH))
+    return sweep.sizes[::2] if kind[-1].isdecimal() and len(sweep.sizes) > 2 else sweep.sizes
 
 
 # Curves: for a number of bytes that a kernel touches, the kernel ready to run, and the bytes that it really touches
@@ -246,6 +254,7 @@ def _calls(host: Host, sweep: Sweep) -> dict[str, float]:
     lists = [[torch.rand(8) for _ in range(32)] for _ in range(2)]
     found = {
         **_layer_calls(mesh, host, sweep),
+        "again": _beside(lambda: x + x, host, sweep),
         "all_reduce": _beside(lambda: collectives.all_reduce(x), host, sweep),
         "all_gather": _beside(lambda: collectives.all_gather(x, 0), host, sweep),
         "reduce_scatter": _beside(lambda: collectives.reduce_scatter(x, 0), host, sweep),
@@ -268,7 +277,7 @@ def _fresh(sweep: Sweep) -> float:
 
 STEPS = len([*_kernels()]) + len(DTYPES) + 2  # what is told of
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-CALLS = ("op", *COLLECTIVES, "kernel", "item", "fresh")
+CALLS = ("op", "again", *COLLECTIVES, "kernel", "item", "fresh")
 
 
 def _layer_calls(mesh: Mesh, host: Host, sweep: Sweep) -> dict[str, float]:

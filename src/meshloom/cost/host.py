@@ -88,7 +88,17 @@ def kernel_seconds(work: Work, host: Host) -> float:
     """
     if work.is_view:
         return 0.0
-    return _seconds(work, host) + work.fresh * host.calls["fresh"]
+    return _seconds(work, host) + _beyond(work, host) + work.fresh * host.calls["fresh"]
+
+
+def _beyond(work: Work, host: Host) -> float:
+    """What more bytes than a curve has points for cost beyond their proportion: sums are measured at more of them."""
+    if work.product is not None or work.attention[0]:
+        return 0.0
+    kind = kind_of(work)
+    names = [name for name in host.curves if name.startswith(kind)] if kind != "sum of rows" else []
+    last = max((host.curves[name].points[-1][0] for name in names), default=work.bytes)
+    return cold_seconds(work.bytes, work.bytes, last, host) if work.bytes > last and "sum" in host.curves else 0.0
 
 
 def _seconds(work: Work, host: Host) -> float:

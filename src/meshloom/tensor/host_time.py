@@ -29,6 +29,7 @@ class HostTime(Log):
         self.host, self.kernels = host, 0
         self.by_kind: defaultdict[str, float] = defaultdict(float)
         self._is_inside = False
+        self._ops: list[str] = []  # without gradients; empty of those with gradients
         self._touched = 0.0  # bytes, so far
         self._used: dict[int, float] = {}  # of each storage: the bytes that had been touched after its last use
         self._first: list[tuple[int, float, float, float]] = []  # uses of storages that were not used here before
@@ -39,8 +40,9 @@ class HostTime(Log):
         return sum(self.by_kind.values()) + self._first_seconds()
 
     def _first_seconds(self) -> float:
-        """What the first use of each storage costs, in a program that comes round again: its last use was here."""
-        return sum(
+        """What the first call and the first use of each storage cost, in a program that comes round again."""
+        first = self._call_seconds(0) if self._ops else 0.0
+        return first + sum(
             cold_seconds(size, self._touched - self._used[key] + before, own, self.host)
             for key, before, size, own in self._first
         )
@@ -69,10 +71,18 @@ class HostTime(Log):
         if private.current_node() is not None:
             self.by_kind["kernel"] += self.host.calls["kernel"]
 
-    def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
+    def begin_call(self, call: Any, where: str, tensors: Sequence[Any]) -> None:
         """A planned call."""
         self._is_inside = True
-        self.by_kind["op"] += self.host.calls["op"]
+        is_tracked = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        self._ops.append("" if is_tracked else call.call.op)
+        if len(self._ops) > 1:
+            self.by_kind["op"] += self._call_seconds(-1)
+
+    def _call_seconds(self, place: int) -> float:
+        """What a call costs besides its kernels: less if the one before was the same; the last is before the first."""
+        op = self._ops[place]
+        return self.host.calls["again" if op and self._ops[place - 1] == op else "op"]
 
     def end_call(self, results: Sequence[Any]) -> None:
         """The call has run."""
