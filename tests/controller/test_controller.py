@@ -290,6 +290,42 @@ def test_modes_of_the_client_hold_on_the_workers(mesh):
     assert loom.matmul(x, x, output={"dp": Replicate(), "tp": Shard(0)}).placements == (Replicate(), Shard(0))
 
 
+def test_each_block_of_autocast_sees_the_weights_as_they_are(mesh):
+    w, x = loom.ones(4, 4, mesh=mesh).requires_grad_(), loom.ones(4, 4, mesh=mesh, placements="S(0), R")
+    found = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(torch.nn.functional.linear(x, w).float().mean())
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():  # no call lies between the blocks
+            w += 1
+    assert [each.item() for each in found] == [4.0, 8.0, 12.0]
+
+
+def test_inference_mode_counts_writes_too(mesh):
+    with torch.inference_mode():
+        x = loom.ones(4, 4, mesh=mesh, placements="S(0), R")
+        x[1:3] += 1
+        assert (x @ x).relu().sum().item() == 144.0
+
+
+def test_numbers_that_torch_keeps_as_views_arrive_as_they_are(mesh):
+    plain = torch.tensor([1 + 2j, 3 - 1j, 2j])
+    x = loom.distribute(plain, mesh, "S(0), R")
+    assert torch.equal((x * plain.conj()).to_torch(), plain * plain.conj())
+    assert torch.equal(x.imag.to_torch(), plain.imag) and torch.equal(x.conj().imag.to_torch(), plain.conj().imag)
+
+
+def test_a_dry_run_is_refused_rather_than_empty(mesh):
+    x = loom.ones(4, 4, mesh=mesh)
+    with pytest.raises(loom.UnsupportedError, match="dry-run the program on a mesh of this process"), loom.dry_run():
+        x @ x
+
+
+def test_a_compiled_function_works_on_a_cluster(mesh):
+    double = torch.compile(lambda x: (x * 2).relu().sum(), backend="eager")
+    assert double(loom.ones(4, 3, mesh=mesh, placements="S(0), R")).item() == 24.0
+
+
 def test_record_explain_and_forbid(mesh):
     x = loom.ones(8, 4, mesh=mesh, placements="S(0), R").requires_grad_()
     w = loom.ones(4, 4, mesh=mesh, placements="R, R").requires_grad_()

@@ -183,6 +183,7 @@ def test_what_is_no_note_is_not_read_and_hinders_nobody(kind, garbage, tmp_path,
         monkeypatch.setenv("MESHLOOM_SECRET", "0123456789abcdef")
     board, store = boards(tmp_path)[kind]
     store.set("failure", text)
+    assert store.check(["failure"])  # torch does not wait until what is set is there; others ask on lines of their own
     assert board.has("failure", 5) and board.read("failure", 5) is None and board.read_all(["failure"], 5) == [None]
     assert board.write_first("failure", "own", 5) == "own"
     assert board.write_first("failure", "second", 5) == "own" == board.read("failure", 5)

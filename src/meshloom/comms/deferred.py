@@ -145,6 +145,11 @@ def sum_gradient(data: torch.Tensor, group: Group) -> torch.Tensor:
         return data
     if not data.is_leaf or data.is_meta or _has_hooks(data):
         return _sum_once(data, group)
+    place = data.data_ptr()
+    for each in data.__dict__.get("_deferred", ()):
+        if each.group is group and each.array.data_ptr() == place:
+            found: torch.Tensor = each.array
+            return found
     return _defer(data, group).array
 
 
@@ -184,10 +189,7 @@ def _of(leaf: torch.Tensor) -> list[DeferredGradient]:
 
 
 def _defer(leaf: torch.Tensor, group: Group) -> DeferredGradient:
-    place = leaf.data_ptr()
-    for each in _of(leaf):
-        if each.group is group and each.array.data_ptr() == place:
-            return each
+    """A second leaf for sums over a group; what split work adds to its gradient waits there."""
     array = leaf.detach().requires_grad_()
     array._is_deferred = True  # type: ignore[attr-defined]
     made = DeferredGradient(array, group)
@@ -245,7 +247,8 @@ def drop(leaf: torch.Tensor) -> None:
 
 def is_waiting(leaf: torch.Tensor) -> bool:
     """Whether parts of a leaf's gradient are not summed yet."""
-    return any(each.is_waiting for each in _of(leaf))
+    found: list[DeferredGradient] | None = leaf.__dict__.get("_deferred")
+    return found is not None and any(each.is_waiting for each in found)
 
 
 def _send_full(latest: PendingSum) -> None:

@@ -45,6 +45,7 @@ from meshloom.runtime.leases import listen
 from meshloom.tensor import random
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.quick import POINTWISE
+from meshloom.tensor.recording import Recorder
 
 _is_grad_enabled = torch.is_grad_enabled
 _any_autocast = private.is_any_autocast_enabled
@@ -81,6 +82,11 @@ def line_here(depth: int = 2) -> str:
 def match_context(session: Session) -> Any:
     """Let the workers have the modes of this thread: gradients, autocast, what is asked for or forbidden."""
     plain = state.plain
+    if not plain and any(isinstance(each, Recorder) for each in state.logs):
+        raise UnsupportedError(
+            "a dry run does not look at tensors of a cluster, which would do the work",
+            fix="dry-run the program on a mesh of this process: loom.open_mesh(shape, axes)",
+        )
     now = (
         _is_grad_enabled(),
         torch.get_default_dtype(),
@@ -322,11 +328,15 @@ def _shadow_of(tensor: RemoteTensor) -> Tensor:
 def _decide_first(
     key: Any, function: Callable[..., Any], args: Any, kwargs: Any, tensors: list[RemoteTensor]
 ) -> tuple[Outcome, list[int]]:
-    standing = {id(each): stand_in(each.topology, each._tracked) for each in tensors}
-    ordered = [standing[id(each)] for each in tensors]
+    tracks = torch.is_grad_enabled()
     Deciding.now += 1
     try:
-        found = outcomes.decide(lambda: _replace_in(function, args, kwargs, lambda each: standing[id(each)]), ordered)
+        with torch.inference_mode(False), torch.set_grad_enabled(tracks):  # in that mode torch does not count writes
+            standing = {id(each): stand_in(each.topology, each._tracked) for each in tensors}
+            ordered = [standing[id(each)] for each in tensors]
+            found = outcomes.decide(
+                lambda: _replace_in(function, args, kwargs, lambda each: standing[id(each)]), ordered
+            )
     finally:
         Deciding.now -= 1
     if len(OUTCOMES) >= MOST_OUTCOMES:

@@ -189,6 +189,7 @@ class Worker:
         torch.set_autocast_enabled("cpu", context["cast"] is not None)
         if context["cast"] is not None:
             torch.set_autocast_dtype("cpu", getattr(torch, context["cast"]))
+            torch.set_autocast_cache_enabled(False)  # nobody here would know when the client left its block
         state._set({
             "output": decode(context["output"], self.tensors, self.meshes),
             "chosen": context["chosen"], "accumulating": context["accumulating"],
@@ -223,7 +224,7 @@ class Worker:
 
     def _give(self, request: int, data: torch.Tensor, boxes: list[Any] | None) -> None:
         value = {"dtype": short_name(data.dtype), "shape": list(data.shape), "boxes": boxes}
-        self.send(b"give", {"request": request, "value": value}, bytes_of(data.detach().contiguous()))
+        self.send(b"give", {"request": request, "value": value}, bytes_of(data))
 
     def _do_ask(
         self, name: str, args: list[Any], kwargs: Any, first: int, line: str, keys: list[int], request: int
@@ -425,10 +426,12 @@ def is_first(topology: Any, rank: int) -> bool:
 
 
 def bytes_of(data: torch.Tensor) -> memoryview:
-    """The memory of a dense tensor."""
+    """The values of a dense tensor; where it is contiguous, its own memory."""
     if not data.numel():
         return memoryview(b"")
-    array: Any = data.reshape(-1).view(torch.uint8).numpy()
+    data = data.detach().resolve_conj().resolve_neg().contiguous()
+    flat = data.as_strided((data.numel(),), (1,))  # one element of any stride is contiguous to torch
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array).cast("B")
 
 

@@ -89,7 +89,8 @@ class Tensor(torch.Tensor):
     _number: int = 0  # what it was made from, as a number that is the same in every process; 0 is not known
     _finder: Any  # who knows the array, of a lazy tensor
     _old: Tensor  # what it was before it was turned in place
-    _gradient: tuple[torch.Tensor, Tensor, bool] | None = None  # the gradient that was handed out last, and its array
+    # the gradient that was handed out last: its array, itself, whether it is simple, and if processes split the mesh
+    _gradient: tuple[torch.Tensor, Tensor, bool, bool] | None = None
     _dense: Any  # a dense copy that somebody has a pointer to
     _guarded: bool  # a Function that loses its gradient is refused
     _is_remote = False  # it lies on a cluster, and here is no data of it

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 
+from meshloom.comms.deferred import is_waiting
 from meshloom.engines import private
 from meshloom.engines.kernel import function_of
 from meshloom.engines.layout import fill
@@ -250,7 +251,7 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     kept = tensor._gradient
     if kept is not None and kept[2] and state.plain and not state.waiting:
         data = tensor._data
-        if data.is_leaf and data.grad is kept[0]:
+        if data.is_leaf and data.grad is kept[0] and not (kept[3] and is_waiting(data)):
             return kept[1]
     if state.shadows is not None:
         tensor = shadow_of(tensor)
@@ -279,8 +280,8 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
         made._mask_padding_()
     if found is made._data:
         topology = tensor.topology  # the same tensor as long as it is the same array
-        is_simple = not (topology.padded or topology.mesh.is_split or topology.mesh.lease is not None)
-        tensor._gradient = (found, made, is_simple)
+        is_simple = not (topology.padded or topology.mesh.lease is not None)
+        tensor._gradient = (found, made, is_simple, topology.mesh.is_split)
     return made
 
 
