@@ -182,7 +182,7 @@ def _products(dtype: torch.dtype, sweep: Sweep) -> Products:
         if flops > sweep.flops:
             rates[m, k, n] = _contained((m, k, n), rates, steps)
         else:
-            a, b, made = (torch.rand(shape).to(dtype) for shape in ((m, k), (k, n), (m, n)))
+            a, b, made = (torch.ones(shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
             # into memory that is there: what fresh memory costs has a figure of its own
             rates[m, k, n] = flops / best_of(partial(torch.mm, a, b, out=made), sweep.seconds / 4)
     return Products(steps, rates)
