@@ -216,7 +216,7 @@ def _is_transposed(kernel: Kernel) -> bool:
     """Whether the first operand of a product lies by columns, as that of a weight's gradient does."""
     if kernel.name not in _FIRST:
         return False
-    one = kernel.arguments[_FIRST[kernel.name]]
+    one: torch.Tensor = kernel.arguments[_FIRST[kernel.name]]
     return one.shape[-1] > 1 and one.shape[-2] > 1 and one.stride(-1) != 1 and one.stride(-2) == 1
 
 
