@@ -8,13 +8,19 @@ What tests count with `record_property` is summed and printed at the end.
 import gc
 import os
 import random
+import re
 import signal
 from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import settings
+
+GROUP = re.compile(r"@[^@\]]*$")
+BEGUN: dict[str, Path] = {}  # the file whose tests are running
 
 torch.set_num_threads(1)
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
@@ -34,10 +40,36 @@ def pytest_report_header() -> list[str]:
     return [f"{name}={os.environ[name]}" for name in ("MESHLOOM_CASES", "MESHLOOM_SEED") if name in os.environ]
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays: the collector, which many tests call, need not look at it again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests of a file run in one process, which makes what they share once; other slow ones go alone."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            is_single = item.get_closest_marker("slow") and not shares_fixtures(item)
+            if not is_single and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def shares_fixtures(item: pytest.Item) -> bool:
+    """Whether it uses what its module makes once."""
+    made = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return any(each[-1].scope == "module" for each in made)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tests have the names by which they can be run again, without the group that xdist appends."""
+    report = yield
+    report.nodeid = GROUP.sub("", report.nodeid)
+    return report
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What is there before a file stays: the collector, which many tests call, need not look at libraries again."""
+    if BEGUN.get("file") != item.path:
+        BEGUN["file"] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -25,20 +25,6 @@ BEGAN = time.monotonic()
 GO_ON = pathlib.Path(*sys.argv[2:3]) / "go_on"  # the test says that the end may come
 
 
-def opened(shape=(COUNT,), axes=("dp",), **options):
-    """A mesh; the timeout is short only after all have met, since starting may take long on a busy machine."""
-    loom.open_mesh(shape, axes=axes, timeout=60)
-    return loom.open_mesh(shape, axes=axes, **{"timeout": TIMEOUT, **options})
-
-
-def rows(mesh, width=4):
-    return loom.ones(8 * COUNT, width, mesh=mesh, placements="S(0)" + ", R" * (len(mesh.shape) - 1))
-
-
-def step(x):
-    return x.sum().item()  # @step
-
-
 def may_end():
     """Whether the test says that the end may come; an error if it never does."""
     assert time.monotonic() - BEGAN < 100, "the test has not said that the end may come"
@@ -56,234 +42,224 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_before():
-    x = rows(opened())
-    if IS_BAD:
-        die()
-    step(x)
+class Scenarios:
+    """What may happen, by name; TTNN's program has some of it in its own spelling."""
 
+    def opened(self, shape=(COUNT,), axes=("dp",), **options):
+        """A mesh; the timeout is short only after all have met, since starting may take long on a busy machine."""
+        loom.open_mesh(shape, axes=axes, timeout=60)
+        return loom.open_mesh(shape, axes=axes, **{"timeout": TIMEOUT, **options})
 
-def kill_in():
-    x = rows(opened())
-    step(x)
-    if IS_BAD:
-        threading.Timer(1.5, die).start()
-    else:
-        time.sleep(4)
-    step(x)
+    def rows(self, mesh, width=4):
+        return loom.ones(8 * COUNT, width, mesh=mesh, placements="S(0)" + ", R" * (len(mesh.shape) - 1))
 
+    def step(self, x):
+        return x.sum().item()  # @step
 
-def kill_after():
-    x = rows(opened())
-    step(x)
-    if IS_BAD:
-        time.sleep(1)  # what it did is known by then
-        die()
-    for _ in range(3):
-        step(x)
+    def kill_before(self):
+        x = self.rows(self.opened())
+        if IS_BAD:
+            die()
+        self.step(x)
 
+    def kill_in(self):
+        x = self.rows(self.opened())
+        self.step(x)
+        if IS_BAD:
+            threading.Timer(1.5, die).start()
+        else:
+            time.sleep(4)
+        self.step(x)
 
-def raises():
-    x = rows(opened())
-    step(x)
-    if IS_BAD:
+    def kill_after(self):
+        x = self.rows(self.opened())
+        self.step(x)
+        if IS_BAD:
+            time.sleep(1)  # what it did is known by then
+            die()
+        for _ in range(3):
+            self.step(x)
+
+    def raises(self):
+        x = self.rows(self.opened())
+        self.step(x)
+        if IS_BAD:
+            fault()
+            raise ValueError("the data of this rank is broken")  # @raise
+        self.step(x)
+
+    def raises_in_backward(self):
+        x = self.rows(self.opened()).requires_grad_()
+
+        def broken(gradient):
+            fault()
+            raise ValueError("no gradient")  # @backward
+
+        y = x * 2
+        if IS_BAD:
+            y.register_hook(broken)
+        y.sum().backward()
+        self.step(x.grad)
+
+    def backward_of_a_lost_rank(self):
+        mesh = self.opened()
+        w = loom.ones(4, 4, mesh=mesh, placements="R").requires_grad_()
+        loss = (self.rows(mesh) @ w).sum()
+        if IS_BAD:
+            die()
+        loss.backward()  # @lost_backward
+        print(w.grad.sum().item())  # @lost_grad
+
+    def branch(self):
+        x = self.rows(self.opened())
         fault()
-        raise ValueError("the data of this rank is broken")  # @raise
-    step(x)
+        x.amax() if IS_BAD else x.sum()  # @branch
 
-
-def raises_in_backward():
-    x = rows(opened()).requires_grad_()
-
-    def broken(gradient):
+    def shape(self):
+        x = self.rows(self.opened(), 8 if IS_BAD else 4)  # @made
         fault()
-        raise ValueError("no gradient")  # @backward
+        x.redistribute("R")  # @shape
 
-    y = x * 2
-    if IS_BAD:
-        y.register_hook(broken)
-    y.sum().backward()
-    step(x.grad)
-
-
-def backward_of_a_lost_rank():
-    mesh = opened()
-    w = loom.ones(4, 4, mesh=mesh, placements="R").requires_grad_()
-    loss = (rows(mesh) @ w).sum()
-    if IS_BAD:
-        die()
-    loss.backward()  # @lost_backward
-    print(w.grad.sum().item())  # @lost_grad
-
-
-def branch():
-    x = rows(opened())
-    fault()
-    x.amax() if IS_BAD else x.sum()  # @branch
-
-
-def shape():
-    x = rows(opened(), 8 if IS_BAD else 4)  # @made
-    fault()
-    x.redistribute("R")  # @shape
-
-
-def order():
-    x = rows(opened())
-    fault()
-    first, second = ("amax", "amin") if IS_BAD else ("amin", "amax")
-    getattr(x, first)()  # @order
-    getattr(x, second)()
-
-
-def one_axis():
-    """Collectives along one axis of a 2-D grid, where the other group would never notice."""
-    mesh = opened((2, COUNT // 2), ("dp", "tp"))
-    fault()
-    x = loom.ones(8, 8 if IS_BAD else 16, mesh=mesh, placements="R, S(1)")
-    loom.collectives.all_gather(x, axis="tp", dim=1)  # @one_axis
-
-
-def plain_tensors():
-    x = rows(opened(check=os.environ.get("FAULT_CHECK")))
-    y = x + torch.full((4,), float(RANK))  # @plain
-    print("sum", step(y))
-
-
-def silent_divergence():
-    """An op that does not communicate, long after the collectives that are always compared."""
-    x = rows(opened(check=os.environ["FAULT_CHECK"]))
-    for _ in range(100):
-        step(x)
-    if IS_BAD:
-        x * 3  # @silent
-    for _ in range(10):
-        step(x)
-    print("end")
-
-
-def differs_at_the_end():
-    """Another op in the last collective, which the default check does not compare."""
-    x = rows(opened(check="sample"))
-    for _ in range(70):
-        step(x)
-    x.amax() if IS_BAD else x.sum()  # @end
-    if not IS_BAD:
-        time.sleep(1)  # the last to leave sees what all did
-
-
-def in_a_thread():
-    x = rows(opened(check="always"))
-    thread = threading.Thread(target=lambda: x.amax() if IS_BAD else x.sum())
-    thread.start()
-    thread.join()
-    print("end")
-
-
-def late_mismatch():
-    """Different shapes in a collective that "sample" does not compare."""
-    mesh = opened(check="sample")
-    x = rows(mesh)
-    for _ in range(70):
-        step(x)
-    big = rows(mesh, 4096 if IS_BAD else 512)
-    fault()
-    for _ in range(80):
-        big.redistribute("R")  # @late
-
-
-def sleep():
-    x = rows(opened())
-    step(x)
-    if IS_BAD:
+    def order(self):
+        x = self.rows(self.opened())
         fault()
-        time.sleep(600)  # @sleep
-    step(x)
+        first, second = ("amax", "amin") if IS_BAD else ("amin", "amax")
+        getattr(x, first)()  # @order
+        getattr(x, second)()
 
-
-def stuck_in_c():
-    """A call into C that signals do not interrupt."""
-    x = rows(opened())
-    step(x)
-    if IS_BAD:
+    def one_axis(self):
+        """Collectives along one axis of a 2-D grid, where the other group would never notice."""
+        mesh = self.opened((2, COUNT // 2), ("dp", "tp"))
         fault()
-        lock = torch.futures.Future()
-        lock.wait()  # @stuck
-    step(x)
+        x = loom.ones(8, 8 if IS_BAD else 16, mesh=mesh, placements="R, S(1)")
+        loom.collectives.all_gather(x, axis="tp", dim=1)  # @one_axis
 
+    def plain_tensors(self):
+        x = self.rows(self.opened(check=os.environ.get("FAULT_CHECK")))
+        y = x + torch.full((4,), float(RANK))  # @plain
+        print("sum", self.step(y))
 
-def early():
-    x = rows(opened())
-    step(x)
-    if IS_BAD:
+    def silent_divergence(self):
+        """An op that does not communicate, long after the collectives that are always compared."""
+        x = self.rows(self.opened(check=os.environ["FAULT_CHECK"]))
+        for _ in range(100):
+            self.step(x)
+        if IS_BAD:
+            x * 3  # @silent
+        for _ in range(10):
+            self.step(x)
+        print("end")
+
+    def differs_at_the_end(self):
+        """Another op in the last collective, which the default check does not compare."""
+        x = self.rows(self.opened(check="sample"))
+        for _ in range(70):
+            self.step(x)
+        x.amax() if IS_BAD else x.sum()  # @end
+        if not IS_BAD:
+            time.sleep(1)  # the last to leave sees what all did
+
+    def in_a_thread(self):
+        x = self.rows(self.opened(check="always"))
+        thread = threading.Thread(target=lambda: x.amax() if IS_BAD else x.sum())
+        thread.start()
+        thread.join()
+        print("end")
+
+    def late_mismatch(self):
+        """Different shapes in a collective that "sample" does not compare."""
+        mesh = self.opened(check="sample")
+        x = self.rows(mesh)
+        for _ in range(70):
+            self.step(x)
+        big = self.rows(mesh, 4096 if IS_BAD else 512)
         fault()
-        sys.exit(0)
-    step(x)
+        for _ in range(80):
+            big.redistribute("R")  # @late
 
+    def sleep(self):
+        x = self.rows(self.opened())
+        self.step(x)
+        if IS_BAD:
+            fault()
+            time.sleep(600)  # @sleep
+        self.step(x)
 
-def catches():
-    x = rows(opened())
-    step(x)
-    if IS_BAD:
+    def stuck_in_c(self):
+        """A call into C that signals do not interrupt."""
+        x = self.rows(self.opened())
+        self.step(x)
+        if IS_BAD:
+            fault()
+            lock = torch.futures.Future()
+            lock.wait()  # @stuck
+        self.step(x)
+
+    def early(self):
+        x = self.rows(self.opened())
+        self.step(x)
+        if IS_BAD:
+            fault()
+            sys.exit(0)
+        self.step(x)
+
+    def catches(self):
+        x = self.rows(self.opened())
+        self.step(x)
+        if IS_BAD:
+            fault()
+            time.sleep(600)
+        for attempt in range(2):
+            try:
+                self.step(x)
+            except loom.PeerLostError as error:
+                print(f"caught {attempt}: {error.headline}", flush=True)
+        print("goes on alone", flush=True)
+
+    def ends_at_once(self):
+        """Nothing but an open mesh: whoever is first must not leave before the others have met it."""
+        self.opened()
+        print("end")
+
+    def never_starts(self):
+        if IS_BAD:
+            sys.exit(0)
         fault()
-        time.sleep(600)
-    for attempt in range(2):
-        try:
-            step(x)
-        except loom.PeerLostError as error:
-            print(f"caught {attempt}: {error.headline}", flush=True)
-    print("goes on alone", flush=True)
+        loom.open_mesh((COUNT,))  # @never
 
+    def goes_on(self):
+        x = self.rows(self.opened())
+        self.step(x)
+        print("READY", flush=True)
+        while True:  # @loop
+            self.step(x)  # @next
 
-def ends_at_once():
-    """Nothing but an open mesh: whoever is first must not leave before the others have met it."""
-    opened()
-    print("end")
+    def goes_on_until(self):
+        """Together, until the test says so; every rank leaves after the same step."""
+        mesh = self.opened()
+        x = self.rows(mesh)
+        print("READY", flush=True)
+        while loom.from_local(torch.tensor([float(may_end())]), mesh, "S(0)").sum().item() != COUNT:
+            self.step(x)
+        print("END")
 
+    def raises_later(self):
+        x = self.rows(self.opened())
+        self.step(x)
+        print("READY", flush=True)
+        while not may_end():
+            pass
+        self.raises()
 
-def never_starts():
-    if IS_BAD:
-        sys.exit(0)
-    fault()
-    loom.open_mesh((COUNT,))  # @never
-
-
-def goes_on():
-    x = rows(opened())
-    step(x)
-    print("READY", flush=True)
-    while True:  # @loop
-        step(x)  # @next
-
-
-def goes_on_until():
-    """Together, until the test says so; every rank leaves after the same step."""
-    mesh = opened()
-    x = rows(mesh)
-    print("READY", flush=True)
-    while loom.from_local(torch.tensor([float(may_end())]), mesh, "S(0)").sum().item() != COUNT:
-        step(x)
-    print("END")
-
-
-def raises_later():
-    x = rows(opened())
-    step(x)
-    print("READY", flush=True)
-    while not may_end():
-        pass
-    raises()
-
-
-def goes_on_but_one():
-    """All communicate, but one has long work of its own."""
-    x = rows(opened())
-    step(x)
-    print("READY", flush=True)
-    while IS_BAD:
-        time.sleep(0.01)  # @busy
-    step(x)
+    def goes_on_but_one(self):
+        """All communicate, but one has long work of its own."""
+        x = self.rows(self.opened())
+        self.step(x)
+        print("READY", flush=True)
+        while IS_BAD:
+            time.sleep(0.01)  # @busy
+        self.step(x)
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    getattr(Scenarios(), sys.argv[1])()

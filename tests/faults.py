@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import runpy
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import interpreters
 import ranks
 
 PROGRAM = Path(__file__).with_name("fault_program.py")
@@ -38,12 +38,14 @@ class Ended:
 
 
 def line(tag: str, program: Path = PROGRAM) -> str:
-    """The tagged line of a program as reports show it.
+    """The tagged line of a program as reports show it; of one that TTNN's program does not have, that of `PROGRAM`.
 
     >>> line("sleep").startswith("fault_program.py:")
     True
     """
     found = [n for n, text in enumerate(program.read_text().splitlines(), 1) if text.endswith(f"# @{tag}")]
+    if not found and program != PROGRAM:
+        return line(tag)
     assert len(found) == 1, f"{tag} is the tag of {len(found)} lines"
     return f"{program.name}:{found[0]}"
 
@@ -101,10 +103,10 @@ def run(
 
 
 def torchrun(case: str, folder: Path, count: int = 2, program: Path = PROGRAM, **environment: str) -> list[Ended]:
-    """The same under torchrun."""
+    """The same under torchrun, whose own process is forked off; those that it starts are interpreters."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--redirects", "3"]
     command += ["--log-dir", str(folder / "logs"), str(program), case, str(folder)]
-    process = _start(command, folder / "launcher", {**clean(), **environment})
+    process = Forked(command, folder / "launcher", {**clean(), **environment})
     end = wait_for([process], folder)[0]
     return told(case, [Ended(rank, None, end, _logged(folder, f"{rank}/*.log")) for rank in range(count)])
 
@@ -146,8 +148,11 @@ def _start(command: list[str], output: Path, environment: dict[str, str]) -> sub
 class Forked:
     """A program that was forked off instead of started, as far as tests look at a `Popen`."""
 
-    def __init__(self, command: list[str], output: Path, environment: dict[str, str]) -> None:
-        self._process = ranks.FORKS.Process(target=ranks.live, args=(str(output), environment, _run, command[1:]))
+    def __init__(
+        self, command: list[str], output: Path, environment: dict[str, str], network: str | None = None
+    ) -> None:
+        rest = (interpreters.interpret, command[1:], os.getcwd(), None, network)
+        self._process = ranks.FORKS.Process(target=ranks.live, args=(str(output), environment, *rest))
         output.touch()
         self._process.start()
         self.pid = self._process.pid
@@ -161,11 +166,6 @@ class Forked:
 
     def wait(self) -> None:
         self._process.join()
-
-
-def _run(argv: list[str]) -> None:
-    sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
 
 
 Started = subprocess.Popen[bytes] | Forked

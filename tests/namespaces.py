@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+import faults
+
 CABLE = "cable"
 PORT = 29500  # a namespace has all ports for itself
 _numbers = itertools.count()
@@ -33,7 +35,7 @@ class Host:
 
     name: str
     address: str
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    started: list[faults.Started] = field(default_factory=list)
 
     def start(self, command: list[str], output: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         """A process of this host; what it says goes to a file."""
@@ -42,6 +44,12 @@ class Host:
             process = subprocess.Popen(
                 inside, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
+        self.started.append(process)
+        return process
+
+    def fork(self, command: list[str], output: Path, environment: dict[str, str]) -> faults.Forked:
+        """The same of an interpreter, forked off one that has imported torch."""
+        process = faults.Forked(command, output, environment, network=self.name)
         self.started.append(process)
         return process
 
@@ -108,9 +116,9 @@ def environment(hosts: tuple[Host, Host], rank: int, count: int) -> dict[str, st
 
 def start_ranks(
     hosts: tuple[Host, Host], count: int, command: list[str], folder: Path, **more: str
-) -> list[subprocess.Popen[bytes]]:
+) -> list[faults.Forked]:
     """A process per rank; what each says goes to `rank-N` in the folder."""
     return [
-        hosts[rank * 2 // count].start(command, folder / f"rank-{rank}", {**environment(hosts, rank, count), **more})
+        hosts[rank * 2 // count].fork(command, folder / f"rank-{rank}", {**environment(hosts, rank, count), **more})
         for rank in range(count)
     ]

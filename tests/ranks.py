@@ -13,6 +13,7 @@ The processes meet at a store that this process holds, as torchrun's agent does,
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import multiprocessing
 import os
@@ -32,7 +33,7 @@ TIMEOUT = 90.0
 GRACE = 5.0  # how long the others may go on after a rank has failed: they may have something to say
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "torch.distributed", "meshloom.tensor", "meshloom.processes.health", "hypothesis"]
+    ["torch", "torch.distributed", "torch._dynamo", "meshloom.tensor", "meshloom.processes.health", "hypothesis"]
 )
 
 
@@ -131,6 +132,7 @@ def _end(started: list[Rank]) -> None:
 def live(output: str, environment: dict[str, str], act: Callable[..., None], *args: Any) -> None:
     """The life of a rank, as it would be in an interpreter of its own: hooks for errors and for the end are called."""
     os.setsid()
+    gc.freeze()  # what was imported before the fork stays, and the collector need not look at it
     os.environ.clear()
     os.environ.update(environment)
     with open(output, "wb") as file:
@@ -140,7 +142,9 @@ def live(output: str, environment: dict[str, str], act: Callable[..., None], *ar
     try:
         act(*args)
     except SystemExit as end:
-        code = int(end.code or 0)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1

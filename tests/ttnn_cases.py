@@ -198,3 +198,13 @@ def check_claim(found: Tensor, whole: torch.Tensor, rtol: float = 1e-4, atol: fl
         return False
     torch.testing.assert_close(claim, whole, rtol=rtol, atol=atol, equal_nan=True)
     return True
+
+
+def cores(x: int, y: int) -> Any:
+    """A rectangle of cores of that width and height."""
+    return ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(x - 1, y - 1))])
+
+
+def semaphore_on(device: Any) -> Any:
+    """A semaphore on four cores of every device."""
+    return ttnn.create_global_semaphore(device, cores(2, 2), 0)

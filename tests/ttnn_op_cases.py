@@ -134,3 +134,28 @@ def check_trace(case: Case, grid: tuple[int, ...] = (2, 2)) -> None:
                 parts = {place: want[number].to(each.dtype.store) for place, want in wanted.items()}
                 check_parts(each, parts, *case.tolerance)
     ttnn.release_trace(device, trace)
+
+
+class OpCases:
+    """The three tests that every case passes; a class of tests names its `cases`."""
+
+    cases: Sequence[Case] = ()
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Every case, for every grid and dtype, or for every cut that it has."""
+        if "text" in metafunc.fixturenames:
+            metafunc.parametrize(("case", "text"), [(case, text) for case in self.cases for text in case.cuts], ids=str)
+        elif "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.cases, ids=str)
+        if "grid" in metafunc.fixturenames:
+            metafunc.parametrize("grid", GRIDS, ids=str)
+            metafunc.parametrize("dtype", DTYPES, ids=str)
+
+    def test_values_are_torchs(self, case: Case, grid: tuple[int, ...], dtype: Any) -> None:
+        check_values(case, grid, dtype)
+
+    def test_labels_are_true(self, case: Case, text: str) -> None:
+        check_cut(case, text)
+
+    def test_calls_run_in_traces(self, case: Case) -> None:
+        check_trace(case)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import interpreters
 from meshloom import FabricError, Machine
 from meshloom.cli import COMMANDS, main
 from meshloom.cli.host_measuring import STEPS
@@ -19,8 +20,7 @@ from meshloom.fabric.host import host_path, load_host
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "meshloom", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    return interpreters.run(["-m", "meshloom", *arguments], {**os.environ, **environment})
 
 
 def test_help_lists_every_command():

@@ -233,7 +233,7 @@ def test_a_collective_does_what_plain_python_does_with_the_parts(name: str, mode
     )
     @given(st.data())
     def run(data: st.DataObject) -> None:
-        check_collective(Draw(data.draw), name, mode)
+        check_collective(Draw(data), name, mode)
 
     run()
 

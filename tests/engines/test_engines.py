@@ -369,7 +369,7 @@ def check_sample(engine: Engine, drawn: Case, seed: int) -> None:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_row_156_the_samples_of_every_op_equal_dense_torch(name, op, data):
-    draw = Draw(data.draw)
+    draw = Draw(data)
     drawn = SAMPLES[op](draw)
     assume(op != "to" or not casts_to_bfloat16(drawn))
     check_sample(engines.load(name), drawn, draw.number(0, 10_000))

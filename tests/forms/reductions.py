@@ -61,9 +61,16 @@ def nanmean_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net)
 
 def logsumexp_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:
     dims = _dims(call)
-    high = net.all_reduce([x.amax(dims) for (x,) in held], "max")
+    high = net.all_reduce([_highest(x, dims) for (x,) in held], "max")
     total = net.all_reduce([(x - with_dims(high, dims, True)).exp().sum(dims) for (x,) in held], "sum")
     return [with_dims(high + total.log(), dims, call.arguments["keepdim"])] * len(held)
+
+
+def _highest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """The maximum; of nothing, minus infinity."""
+    if all(x.shape[dim] for dim in dims):
+        return x.amax(dims)
+    return x.new_full([size for dim, size in enumerate(x.shape) if dim not in dims], -math.inf)
 
 
 def extreme_form(call: Call, row: Row, held: list[list[torch.Tensor]], net: Net) -> list[torch.Tensor]:

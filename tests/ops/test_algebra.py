@@ -78,6 +78,18 @@ def test_an_integer_sum_that_wraps_is_not_widened_part_by_part(name: str) -> Non
     check_as_dense(WIDENING[name], parts([[100, 3], [100, 4]], "sum", torch.int8))
 
 
+def test_an_integer_sum_that_wraps_is_not_added_part_by_part_to_a_sum_of_floats() -> None:
+    floats = parts([[0.5], [0.25]], "sum", torch.float64)
+    check_as_dense(torch.add, floats, parts([[100], [100]], "sum", torch.int8))
+
+
+def test_a_sum_of_products_of_bytes_stays_a_sum_of_bytes() -> None:
+    ones = [
+        loom.distribute(torch.ones(shape, dtype=torch.uint8), MESH, "R") for shape in ((2, 2), (3, 2, 4), (3, 4, 2))
+    ]
+    check_as_dense(torch.addbmm, *ones)
+
+
 def test_a_half_sum_that_overflows_is_not_widened_part_by_part() -> None:
     x = parts([[60000.0], [60000.0]], "sum", torch.float16)
     check_as_dense(lambda x: x.sum(dtype=torch.float32), x)

@@ -75,7 +75,7 @@ def test_the_table_says_the_dtype_that_the_engine_gives(name: str, corrected: li
     @settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data: st.DataObject) -> None:
-        draw = Draw(data.draw)
+        draw = Draw(data)
         for case in other_dtypes(SAMPLES[name](draw)):
             run(draw, case)
 

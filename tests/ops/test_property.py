@@ -39,7 +39,7 @@ def run_cases(check: Callable[[Draw], None], count: int) -> int:
     @given(st.data())
     def run(data: st.DataObject) -> None:
         nonlocal ran
-        check(Draw(data.draw))
+        check(Draw(data))
         ran += 1
 
     run()

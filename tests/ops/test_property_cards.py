@@ -61,7 +61,7 @@ def run_cases(name: str, devices: Devices, count: int) -> int:
     @given(st.data())
     def run(data: st.DataObject) -> None:
         nonlocal ran
-        draw = Draw(data.draw)
+        draw = Draw(data)
         case, shape = SAMPLES[name](draw), draw.pick(tuple(devices))
         check_case(draw, case, devices[shape].mesh)
         ran += 1

@@ -44,7 +44,7 @@ def run_cases(check: Callable[[Draw], None], cases: int = 40) -> None:
     @settings(SETTINGS, max_examples=cases)
     @given(st.data())
     def run(data: st.DataObject) -> None:
-        check(Draw(data.draw))
+        check(Draw(data))
 
     run()
 

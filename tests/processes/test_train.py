@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import faults
+import interpreters
 import namespaces
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "train.py")
@@ -38,13 +40,7 @@ def read(folder: Path) -> Losses:
 def trained(folder: Path, *starter: str, mesh: str = "2x4") -> Losses:
     """The losses of the script as something starts it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *starter, *arguments(folder, mesh)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = interpreters.run([*starter, *arguments(folder, mesh)], environment, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return read(folder)
 
@@ -70,6 +66,18 @@ def plain(tmp_path_factory) -> Losses:
     return trained(tmp_path_factory.mktemp("plain"))
 
 
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory) -> Callable[[int], Losses]:
+    """The losses on so many processes of this host, trained once."""
+
+    @cache
+    def run(count: int) -> Losses:
+        folder = tmp_path_factory.mktemp(f"torchrun-{count}")
+        return trained(folder, "-m", "torch.distributed.run", "--nproc-per-node", str(count))
+
+    return run
+
+
 def test_the_comparison_can_fail(plain):
     with pytest.raises(AssertionError, match="step 3"):
         check_close([loss * (1 + 2e-6 * (step == 3)) for step, loss in enumerate(plain)], plain)
@@ -80,8 +88,8 @@ def test_a_run_alone_repeats_bit_for_bit(plain, tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_torchrun_gives_the_losses_of_a_run_alone(count, plain, tmp_path):
-    check_close(trained(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", str(count)), plain)
+def test_torchrun_gives_the_losses_of_a_run_alone(count, plain, under_torchrun):
+    check_close(under_torchrun(count), plain)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -123,9 +131,7 @@ def test_a_launcher_on_each_of_two_hosts_gives_the_losses_of_a_run_alone(starter
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_two_hosts_give_the_losses_of_one_bit_for_bit(count, plain, tmp_path):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    apart = trained_over_a_cable(tmp_path / "two", count)
+def test_two_hosts_give_the_losses_of_one_bit_for_bit(count, plain, under_torchrun, tmp_path):
+    apart = trained_over_a_cable(tmp_path, count)
     check_close(apart, plain)
-    assert apart == trained(tmp_path / "one", "-m", "torch.distributed.run", "--nproc-per-node", str(count))
+    assert apart == under_torchrun(count)

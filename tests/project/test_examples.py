@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import interpreters
+
 ROOT = Path(__file__).resolve().parents[2]
 EASE_OF_USE = ("first.py", "strategies.py", "scale.py", "train_llama.py", "transformer.py", "cnn.py", "train.py")
 COLLECTIVES = frozenset(
@@ -25,15 +27,7 @@ ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error", "PYTHONIOENCODING": "utf
 
 
 def run_example(name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=ENVIRONMENT,
-        timeout=300,
-        check=False,
-    )
+    done = interpreters.run([str(ROOT / "examples" / name), *arguments], ENVIRONMENT, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

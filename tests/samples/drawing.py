@@ -44,19 +44,23 @@ def without_gradients(sample: Sample) -> Sample:
 
 
 class Draw:
-    """What a sample may ask of Hypothesis."""
+    """What a sample may ask of Hypothesis.
 
-    def __init__(self, draw: Callable[[Any], Any]) -> None:
-        self._draw = draw
+    It draws choices, not strategies: a case of an op takes twenty of them, and as strategies they would cost as much as
+    the op and its oracle. Hypothesis shrinks and mutates choices.
+    """
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._choices = data.conjecture_data
 
     def pick(self, values: Sequence[Any]) -> Any:
-        return values[self._draw(st.integers(0, len(values) - 1))]
+        return values[self._choices.draw_integer(0, len(values) - 1)]
 
     def yes(self) -> bool:
-        return bool(self._draw(st.booleans()))
+        return self._choices.draw_boolean()
 
     def number(self, low: int, high: int) -> int:
-        return int(self._draw(st.integers(low, high)))
+        return self._choices.draw_integer(low, high)
 
     def size(self, empty: bool = True) -> int:
         return 0 if empty and self.number(0, 24) == 0 else int(self.pick(SIZES))

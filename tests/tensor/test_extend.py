@@ -43,7 +43,7 @@ def test_an_own_op_equals_dense_on_any_mesh_and_placements(own, name: str) -> No
     @MANY
     @given(st.data())
     def run(data: st.DataObject) -> None:
-        draw = Draw(data.draw)
+        draw = Draw(data)
         check_case(draw, SAMPLES[name](own)(draw))
 
     run()

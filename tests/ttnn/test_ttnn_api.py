@@ -105,7 +105,7 @@ def permuted(input_tensor: object, dims: Sequence[int] = (), *, scale: float = 2
 
 def binding(name: str, function: Callable[..., Any] = permuted, **options: Any) -> signatures.Binding:
     """How an op takes its arguments, with the function above behind it."""
-    return signatures.Binding((name,), function, {}, options.get("also", "scale"), options.get("more"))
+    return signatures.Binding((name,), function, {}, options.get("also", "scale"), options.get("more", ()))
 
 
 def test_arguments_go_to_the_function_to_the_result_or_nowhere() -> None:
@@ -135,7 +135,7 @@ def test_arguments_that_are_passed_on_are_those_that_the_original_has() -> None:
     def open_ended(input_tensor: object, dims: object, **how: Any) -> None:
         """Passes on."""
 
-    found = binding("permute", open_ended, more=other, also="")
+    found = binding("permute", open_ended, more=(other,), also="")
     assert found.bind((1, 2), {"memory_config": None}) == ((1, 2), {"memory_config": None}, {})
     assert found.signature().parameters["memory_config"].default == 7
     with pytest.raises(ArgumentError, match="secret"):

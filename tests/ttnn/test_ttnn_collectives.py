@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,24 +15,12 @@ import meshloom as loom
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, ModeError, OperandError
 from meshloom.ttnn.tensor.tensor import Tensor
+from ttnn_cases import semaphore_on
 
+pytest_plugins = ("ttnn_meshes",)
 Parts = dict[tuple[int, ...], torch.Tensor]
 MODES = ("direct", "host", "fabric")
 S, R, P = ttnn.PlacementShard, ttnn.PlacementReplicate(), ttnn.PlacementPartial()
-
-
-@pytest.fixture(scope="module")
-def meshes() -> Iterator[Callable[..., Any]]:
-    opened: dict[tuple[int, ...], Any] = {}
-
-    def get(*shape: int) -> Any:
-        if shape not in opened:
-            opened[shape] = ttnn.open_mesh_device(ttnn.MeshShape(*shape))
-        return opened[shape]
-
-    yield get
-    for mesh in opened.values():
-        ttnn.close_mesh_device(mesh)
 
 
 # the oracle: parts by coordinate, groups as lists of coordinates
@@ -132,8 +120,8 @@ def made(mesh: Any, case: dict[str, Any]) -> Tensor:
 
 @given(case=cases())
 @settings(max_examples=150, deadline=None)
-def test_every_collective_does_on_any_mesh_what_loops_over_devices_do(meshes: Any, case: dict[str, Any]) -> None:
-    x = made(meshes(*case["shape"]), case)
+def test_every_collective_does_on_any_mesh_what_loops_over_devices_do(open_mesh: Any, case: dict[str, Any]) -> None:
+    x = made(open_mesh(*case["shape"]), case)
     before = x.block.clone()
     with ttnn.strictness("lenient"):  # groups of one are among them
         found = call(case["name"], x, case["dim"], case["axis"], case["mode"])
@@ -143,8 +131,8 @@ def test_every_collective_does_on_any_mesh_what_loops_over_devices_do(meshes: An
     assert torch.equal(x.block, before)  # a result shares no memory with its operand
 
 
-def test_the_oracle_tells_a_wrong_group_and_a_wrong_order(meshes: Any) -> None:
-    x = tensor_on(meshes(2, 4), torch.arange(2 * 4 * 8.0).reshape(2, 4, 8))
+def test_the_oracle_tells_a_wrong_group_and_a_wrong_order(open_mesh: Any) -> None:
+    x = tensor_on(open_mesh(2, 4), torch.arange(2 * 4 * 8.0).reshape(2, 4, 8))
     wrong = by_loops(parts_of(x), (2, 4), 0, lambda held: LOOPS["all_reduce"](held, 0))
     with pytest.raises(AssertionError):
         check_same(ttnn.all_reduce(x, cluster_axis=1), wrong)
@@ -153,22 +141,22 @@ def test_the_oracle_tells_a_wrong_group_and_a_wrong_order(meshes: Any) -> None:
         check_same(ttnn.all_gather(x, 0, cluster_axis=1), turned)
 
 
-def test_an_all_reduce_of_a_replicated_tensor_is_a_multiple(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_an_all_reduce_of_a_replicated_tensor_is_a_multiple(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     x = ttnn.from_torch(torch.ones(1, 1, 32, 32), device=mesh, layout=ttnn.TILE_LAYOUT)
     assert ttnn.to_torch(ttnn.all_reduce(x)).unique().tolist() == [4.0]
     assert ttnn.to_torch(ttnn.all_reduce(x, cluster_axis=0)).unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sums_of_low_precision_are_rounded_once(meshes: Any, mode: str) -> None:
+def test_sums_of_low_precision_are_rounded_once(open_mesh: Any, mode: str) -> None:
     block = torch.tensor([256.0, 1.0, 1.0, 1.0]).reshape(1, 4, 1).bfloat16()  # hop by hop, 256 + 1 stays 256
-    found = ttnn.all_reduce(tensor_on(meshes(1, 4), block), mode=mode)
+    found = ttnn.all_reduce(tensor_on(open_mesh(1, 4), block), mode=mode)
     assert found.block.flatten().tolist() == [260.0]
 
 
-def test_block_floats_are_summed_and_rounded_again(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_block_floats_are_summed_and_rounded_again(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     x = ttnn.from_torch(torch.full((1, 1, 32, 32), 3.0), dtype=ttnn.bfloat8_b, device=mesh)
     found = ttnn.all_reduce(x)
     assert found.dtype is ttnn.bfloat8_b and ttnn.to_torch(found).unique().tolist() == [12.0]
@@ -193,8 +181,10 @@ TABLE = {  # input label: all_gather over axis 0, over axis 1, reduce_scatter, a
 
 
 @pytest.mark.parametrize("given_label", TABLE, ids=str)
-def test_labels_of_results_are_true_and_those_of_the_original_where_it_can_tell(meshes: Any, given_label: Any) -> None:
-    mesh = meshes(2, 4)
+def test_labels_of_results_are_true_and_those_of_the_original_where_it_can_tell(
+    open_mesh: Any, given_label: Any
+) -> None:
+    mesh = open_mesh(2, 4)
     x = tensor_on(mesh, torch.zeros(2, 4, 1, 1, 8, 8), label(mesh, *given_label))
     found = (
         ttnn.all_gather(x, 3, cluster_axis=0),
@@ -207,22 +197,22 @@ def test_labels_of_results_are_true_and_those_of_the_original_where_it_can_tell(
         assert each.tensor_topology() == label(mesh, *wanted)
 
 
-def test_over_all_devices_a_scatter_is_labelled_row_major_and_a_sum_replicated(meshes: Any) -> None:
-    mesh = meshes(2, 4)
+def test_over_all_devices_a_scatter_is_labelled_row_major_and_a_sum_replicated(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
     x = tensor_on(mesh, torch.zeros(2, 4, 1, 8), label(mesh, P, P))
     assert ttnn.reduce_scatter(x, 1).tensor_topology() == label(mesh, S(1))
     assert ttnn.mesh_partition(x, 1).tensor_topology() == label(mesh, S(1))
     assert ttnn.all_reduce(x).tensor_topology() == label(mesh, R, R)
 
 
-def test_a_scatter_inside_of_an_axis_that_cuts_the_same_dim_has_no_whole(meshes: Any) -> None:
-    mesh = meshes(2, 4)
+def test_a_scatter_inside_of_an_axis_that_cuts_the_same_dim_has_no_whole(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
     x = tensor_on(mesh, torch.zeros(2, 4, 8, 8), label(mesh, S(0), S(1)))
     assert ttnn.reduce_scatter(x, 1, cluster_axis=0).tensor_topology() == label(mesh, UNTOLD, UNTOLD)
 
 
-def test_a_label_that_cannot_be_told_is_refused_where_topologies_are_strict(meshes: Any) -> None:
-    mesh = meshes(2, 4)
+def test_a_label_that_cannot_be_told_is_refused_where_topologies_are_strict(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
     x = tensor_on(mesh, torch.zeros(2, 4, 8, 8), label(mesh, S(1)))
     with ttnn.manage_config("strict_ccl_topology", True):
         assert ttnn.all_gather(x, 1, cluster_axis=1).shape == (8, 32)
@@ -230,8 +220,8 @@ def test_a_label_that_cannot_be_told_is_refused_where_topologies_are_strict(mesh
             ttnn.all_gather(x, 1, cluster_axis=0)
 
 
-def test_all_gather_without_dim_takes_the_one_that_is_sharded_or_asks(meshes: Any) -> None:
-    mesh = meshes(2, 4)
+def test_all_gather_without_dim_takes_the_one_that_is_sharded_or_asks(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
     rows = ttnn.ShardTensor2dMesh(mesh, mesh_shape=(2, 4), dims=(0, 1))
     data = torch.arange(64.0).reshape(8, 8)
     x = ttnn.from_torch(data, device=mesh, mesh_mapper=rows)
@@ -243,8 +233,8 @@ def test_all_gather_without_dim_takes_the_one_that_is_sharded_or_asks(meshes: An
         ttnn.all_gather(ttnn.from_torch(data, device=mesh))
 
 
-def test_a_dim_that_does_not_divide_is_whole_again_after_the_gather(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_a_dim_that_does_not_divide_is_whole_again_after_the_gather(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     data = torch.arange(21.0).reshape(7, 3)
     x = ttnn.from_torch(data, device=mesh, mesh_mapper=ttnn.ShardTensor2dMesh(mesh, (1, 4), (None, 0)))
     found = ttnn.all_gather(x, 0, cluster_axis=1)
@@ -255,8 +245,8 @@ def test_a_dim_that_does_not_divide_is_whole_again_after_the_gather(meshes: Any)
 # outputs, logs, modes
 
 
-def test_persistent_outputs_are_written_in_place(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_persistent_outputs_are_written_in_place(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     x = tensor_on(mesh, torch.arange(16.0).reshape(1, 4, 4))
     gathered = tensor_on(mesh, torch.zeros(1, 1, 16))
     address, array = gathered.buffer_address(), gathered.block
@@ -270,8 +260,8 @@ def test_persistent_outputs_are_written_in_place(meshes: Any) -> None:
         ttnn.reduce_scatter(x, 0, output_tensor=gathered)
 
 
-def test_row_043_and_047_the_log_of_communication_has_every_collective_with_axis_and_bytes(meshes: Any) -> None:
-    x = tensor_on(meshes(2, 4), torch.ones(2, 4, 8, 8))
+def test_row_043_and_047_the_log_of_communication_has_every_collective_with_axis_and_bytes(open_mesh: Any) -> None:
+    x = tensor_on(open_mesh(2, 4), torch.ones(2, 4, 8, 8))
     with loom.record() as log:
         ttnn.all_reduce(x, cluster_axis=1)
         ttnn.all_gather(x, 0, cluster_axis=0, mode="host")
@@ -285,8 +275,8 @@ def test_row_043_and_047_the_log_of_communication_has_every_collective_with_axis
     assert log.events[0].bytes == 2 * 3 * 8 * 8 * 4 // 4 and log.host_bytes > 0
 
 
-def test_collective_mode_is_the_default_inside(meshes: Any) -> None:
-    x = tensor_on(meshes(1, 4), torch.ones(1, 4, 2))
+def test_collective_mode_is_the_default_inside(open_mesh: Any) -> None:
+    x = tensor_on(open_mesh(1, 4), torch.ones(1, 4, 2))
     with loom.record() as log, ttnn.collective_mode("host"):
         ttnn.all_reduce(x)
         ttnn.all_reduce(x, mode="direct")
@@ -301,8 +291,8 @@ def test_collective_mode_is_the_default_inside(meshes: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_broadcast_reaches_the_senders_group_and_leaves_the_others(meshes: Any, mode: str) -> None:
-    mesh = meshes(2, 4)
+def test_broadcast_reaches_the_senders_group_and_leaves_the_others(open_mesh: Any, mode: str) -> None:
+    mesh = open_mesh(2, 4)
     x = tensor_on(mesh, torch.arange(8.0).reshape(2, 4, 1), label(mesh, S(0)))
     row = ttnn.broadcast(x, ttnn.MeshCoordinate(1, 2), cluster_axis=1, mode=mode)
     assert row.block.flatten().tolist() == [0, 1, 2, 3, 6, 6, 6, 6]
@@ -315,8 +305,8 @@ def test_broadcast_reaches_the_senders_group_and_leaves_the_others(meshes: Any, 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, None])
 @pytest.mark.parametrize("lead", [(1, 2, 1), (2, 1, 1), (1, 1, 3), (2, 2, 1), (1, 1, 1), (2, 2, 3)])
-def test_broadcast_leaves_other_groups_also_where_parts_are_alike(meshes: Any, lead: Any, axis: int | None) -> None:
-    mesh = meshes(2, 2, 3)
+def test_broadcast_leaves_other_groups_also_where_parts_are_alike(open_mesh: Any, lead: Any, axis: int | None) -> None:
+    mesh = open_mesh(2, 2, 3)
     x = tensor_on(mesh, torch.arange(float(math.prod(lead))).reshape(*lead, 1, 1))
     held, sender = parts_of(x), (1, 1, 2)
     wanted = {
@@ -327,8 +317,8 @@ def test_broadcast_leaves_other_groups_also_where_parts_are_alike(meshes: Any, l
     check_same(ttnn.broadcast(x, ttnn.MeshCoordinate(1, 1, 2), cluster_axis=axis), wanted)
 
 
-def test_what_some_devices_got_alone_is_not_labelled_as_the_same(meshes: Any) -> None:
-    mesh = meshes(2, 4)
+def test_what_some_devices_got_alone_is_not_labelled_as_the_same(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
     columns = tensor_on(mesh, torch.arange(4.0).reshape(1, 4, 1, 1), label(mesh, R, S(1)))
     found = ttnn.broadcast(columns, ttnn.MeshCoordinate(1, 2), cluster_axis=1)
     assert found.block.flatten().tolist() == [0, 1, 2, 3, 2, 2, 2, 2]
@@ -343,39 +333,39 @@ def test_what_some_devices_got_alone_is_not_labelled_as_the_same(meshes: Any) ->
             ttnn.to_torch(alone)
 
 
-def test_an_output_on_another_mesh_or_the_host_is_refused(meshes: Any) -> None:
-    x = ttnn.from_torch(torch.ones(2, 2), device=meshes(2, 4))
-    for output in (ttnn.zeros((2, 2), device=meshes(1, 4)), ttnn.zeros((2, 2))):
+def test_an_output_on_another_mesh_or_the_host_is_refused(open_mesh: Any) -> None:
+    x = ttnn.from_torch(torch.ones(2, 2), device=open_mesh(2, 4))
+    for output in (ttnn.zeros((2, 2), device=open_mesh(1, 4)), ttnn.zeros((2, 2))):
         with pytest.raises(OperandError, match="output_tensor is on"):
             ttnn.add(x, x, output_tensor=output)
         assert ttnn.to_torch(output).sum() == 0
 
 
-def test_point_to_point_takes_no_output_of_another_shape(meshes: Any) -> None:
-    x, output = (ttnn.ones((rows, 4), device=meshes(1, 4)) for rows in (1, 2))
+def test_point_to_point_takes_no_output_of_another_shape(open_mesh: Any) -> None:
+    x, output = (ttnn.ones((rows, 4), device=open_mesh(1, 4)) for rows in (1, 2))
     with pytest.raises(OperandError, match=r"output_tensor has shape \[2, 4\], what is sent \[1, 4\]"):
         ttnn.point_to_point(x, ttnn.MeshCoordinate(0, 1), ttnn.MeshCoordinate(0, 3), output_tensor=output)
 
 
-def test_persistent_buffers_are_written_in_every_spelling(meshes: Any, semaphores: Any) -> None:
-    mesh = meshes(1, 4)
-    sem, x = semaphores(mesh), ttnn.ones((4, 2), device=mesh)
+def test_persistent_buffers_are_written_in_every_spelling(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
+    sem, x = semaphore_on(mesh), ttnn.ones((4, 2), device=mesh)
     large, small = ttnn.zeros((16, 2), device=mesh), ttnn.zeros((1, 2), device=mesh)
     assert ttnn.experimental.all_gather_async(x, None, 0, sem, persistent_output_tensor=large) is large
     assert ttnn.experimental.reduce_scatter_minimal_async(x, small, 0, [sem]) is small
     assert large.block.unique().tolist() == [1] and small.block.unique().tolist() == [4]
 
 
-def test_all_broadcast_gives_what_each_member_holds(meshes: Any) -> None:
-    x = tensor_on(meshes(2, 4), torch.arange(8.0).reshape(2, 4, 1))
+def test_all_broadcast_gives_what_each_member_holds(open_mesh: Any) -> None:
+    x = tensor_on(open_mesh(2, 4), torch.arange(8.0).reshape(2, 4, 1))
     found = ttnn.all_broadcast(x, cluster_axis=1)
     assert [each.block.flatten().tolist() for each in found] == [[k, 4 + k] for k in range(4)]
     assert [each.block.flatten().tolist() for each in ttnn.all_broadcast(x)] == [[k] for k in range(8)]
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_point_to_point_defines_the_receivers_part_alone(meshes: Any, alike: bool) -> None:
-    mesh = meshes(2, 4)
+def test_point_to_point_defines_the_receivers_part_alone(open_mesh: Any, alike: bool) -> None:
+    mesh = open_mesh(2, 4)
     x = tensor_on(mesh, torch.full((1, 1, 1), 5.0) if alike else torch.arange(1.0, 9).reshape(2, 4, 1))
     found = ttnn.point_to_point(x, ttnn.MeshCoordinate(0, 1), ttnn.MeshCoordinate(0, 3))
     sent = 5.0 if alike else 2.0
@@ -387,8 +377,8 @@ def test_point_to_point_defines_the_receivers_part_alone(meshes: Any, alike: boo
         ttnn.point_to_point(x, ttnn.MeshCoordinate(0, 1), ttnn.MeshCoordinate(1, 2))
 
 
-def test_reduce_to_root_is_attention_over_all_keys(meshes: Any) -> None:
-    mesh, generator = meshes(4, 1), torch.Generator().manual_seed(0)
+def test_reduce_to_root_is_attention_over_all_keys(open_mesh: Any) -> None:
+    mesh, generator = open_mesh(4, 1), torch.Generator().manual_seed(0)
     scores = torch.randn(4, 8, 6, generator=generator)  # device, query, its keys
     values = torch.randn(4, 6, 16, generator=generator)
     top = scores.amax(-1, keepdim=True)
@@ -405,8 +395,8 @@ def test_reduce_to_root_is_attention_over_all_keys(meshes: Any) -> None:
 # refusals
 
 
-def test_refusals_have_the_words_of_the_original(meshes: Any) -> None:
-    mesh = meshes(2, 4)
+def test_refusals_have_the_words_of_the_original(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
     x = tensor_on(mesh, torch.zeros(2, 4, 1, 3, 6, 6))
     for message, use in {
         "Invalid gather dim 7 for 4D input tensor": lambda: ttnn.all_gather(x, 7),
@@ -426,8 +416,8 @@ def test_refusals_have_the_words_of_the_original(meshes: Any) -> None:
     assert ttnn.mesh_partition(tiled, 3, 0).shape == (1, 1, 32, 32)
 
 
-def test_arguments_about_speed_are_taken_and_checked_for_their_type(meshes: Any) -> None:
-    mesh = meshes(2, 4)
+def test_arguments_about_speed_are_taken_and_checked_for_their_type(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
     x = tensor_on(mesh, torch.ones(2, 4, 4))
     speed = {"num_links": 2, "topology": ttnn.Topology.Ring, "subdevice_id": ttnn.SubDeviceId(0)}
     assert ttnn.all_gather(x, 0, cluster_axis=1, chunks_per_sync=1, **speed).shape == (16,)
@@ -440,29 +430,20 @@ def test_arguments_about_speed_are_taken_and_checked_for_their_type(meshes: Any)
         ttnn.all_reduce(x, clusteraxis=0)
 
 
-def test_the_old_spelling_with_a_mesh_works_and_another_mesh_is_refused(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_the_old_spelling_with_a_mesh_works_and_another_mesh_is_refused(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     x = tensor_on(mesh, torch.ones(1, 4, 2))
     assert ttnn.all_gather(x, 0, mesh_device=mesh).shape == (8,)
     with pytest.raises(ArgumentError, match="mesh_device is"):
-        ttnn.all_gather(x, 0, mesh_device=meshes(2, 4))
+        ttnn.all_gather(x, 0, mesh_device=open_mesh(2, 4))
 
 
 # the experimental spellings
 
 
-@pytest.fixture
-def semaphores(meshes: Any) -> Callable[[Any], Any]:
-    def make(mesh: Any) -> Any:
-        cores = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(1, 1))])
-        return ttnn.create_global_semaphore(mesh, cores, 0)
-
-    return make
-
-
-def test_all_forms_of_all_gather_async_are_told_apart(meshes: Any, semaphores: Any) -> None:
-    mesh = meshes(2, 4)
-    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(2, 4, 2)), semaphores(mesh)
+def test_all_forms_of_all_gather_async_are_told_apart(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
+    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(2, 4, 2)), semaphore_on(mesh)
     gather, wanted = ttnn.experimental.all_gather_async, parts_of(ttnn.all_gather(x, 0, cluster_axis=1))
     buffer = tensor_on(mesh, torch.zeros(2, 4, 8))
     check_same(gather(x, 0, [sem, sem]), parts_of(ttnn.all_gather(x, 0)))
@@ -480,9 +461,9 @@ def test_all_forms_of_all_gather_async_are_told_apart(meshes: Any, semaphores: A
         gather(x, "0")
 
 
-def test_all_forms_of_all_reduce_async_are_told_apart(meshes: Any, semaphores: Any) -> None:
-    mesh = meshes(2, 4)
-    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(2, 4, 2)), semaphores(mesh)
+def test_all_forms_of_all_reduce_async_are_told_apart(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
+    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(2, 4, 2)), semaphore_on(mesh)
     reduce, kinds = ttnn.experimental.all_reduce_async, ttnn.ReduceType
     check_same(reduce(x, 8, [sem], [sem], [sem], kinds.Sum), parts_of(ttnn.all_reduce(x)))
     along = parts_of(ttnn.all_reduce(x, cluster_axis=1))
@@ -497,9 +478,9 @@ def test_all_forms_of_all_reduce_async_are_told_apart(meshes: Any, semaphores: A
         reduce(x, cluster_axis=1, mesh_device=mesh, math_op=kinds.Var)
 
 
-def test_reduce_scatter_async_writes_the_buffer_of_the_results_shape(meshes: Any, semaphores: Any) -> None:
-    mesh = meshes(1, 4)
-    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(1, 4, 4)), semaphores(mesh)
+def test_reduce_scatter_async_writes_the_buffer_of_the_results_shape(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
+    x, sem = tensor_on(mesh, torch.arange(16.0).reshape(1, 4, 4)), semaphore_on(mesh)
     scatter = ttnn.experimental.reduce_scatter_minimal_async
     scratch, output = ttnn.experimental.reduce_scatter_minimal_async_create_intermediate_buffer(x, 0)
     assert scatter(x, [scratch, output], 0, [sem], cluster_axis=1) is output
@@ -510,17 +491,17 @@ def test_reduce_scatter_async_writes_the_buffer_of_the_results_shape(meshes: Any
     check_same(buffers[1], parts_of(output))
 
 
-def test_all_to_all_along_one_dim_swaps_pieces(meshes: Any) -> None:
-    x = tensor_on(meshes(1, 4), torch.arange(16.0).reshape(1, 4, 4))
+def test_all_to_all_along_one_dim_swaps_pieces(open_mesh: Any) -> None:
+    x = tensor_on(open_mesh(1, 4), torch.arange(16.0).reshape(1, 4, 4))
     found = ttnn.experimental.all_to_all_async_generic(x, 0, 0)
     check_same(found, by_loops(parts_of(x), (1, 4), None, lambda held: list(torch.stack(held).T)))
 
 
 @pytest.mark.parametrize("padding_mode", ["zeros", "replicate"])
 @pytest.mark.parametrize("alike", [False, True])
-def test_neighbours_give_rows_at_the_edges(meshes: Any, padding_mode: str, alike: bool) -> None:
+def test_neighbours_give_rows_at_the_edges(open_mesh: Any, padding_mode: str, alike: bool) -> None:
     lead = (2, 1) if alike else (2, 4)
-    x = tensor_on(meshes(2, 4), torch.arange(math.prod(lead) * 6.0).reshape(*lead, 3, 2))
+    x = tensor_on(open_mesh(2, 4), torch.arange(math.prod(lead) * 6.0).reshape(*lead, 3, 2))
 
     def step(held: list[torch.Tensor]) -> list[torch.Tensor]:
         first = torch.zeros(2, 2) if padding_mode == "zeros" else held[0][:1].expand(2, 2)
@@ -531,20 +512,20 @@ def test_neighbours_give_rows_at_the_edges(meshes: Any, padding_mode: str, alike
 
     found = ttnn.experimental.neighbor_pad_async(x, [0], [2], [1], padding_mode, [1])
     check_same(found, by_loops(parts_of(x), (2, 4), 1, step))
-    alone = tensor_on(meshes(1, 4), x.block[:1])
+    alone = tensor_on(open_mesh(1, 4), x.block[:1])
     found = ttnn.experimental.neighbor_pad_async(alone, [0], [2], [1], padding_mode, [0])
     check_same(found, by_loops(parts_of(alone), (1, 4), 0, step))
 
 
-def test_slice_reshard_cuts_the_whole_and_shares_it_out_again(meshes: Any) -> None:
-    x = tensor_on(meshes(2, 4), torch.arange(2 * 4 * 3.0).reshape(2, 4, 3))
+def test_slice_reshard_cuts_the_whole_and_shares_it_out_again(open_mesh: Any) -> None:
+    x = tensor_on(open_mesh(2, 4), torch.arange(2 * 4 * 3.0).reshape(2, 4, 3))
     found = ttnn.experimental.slice_reshard_async(x, 0, 2, 8, 1)
     check_same(found, by_loops(parts_of(x), (2, 4), 1, lambda held: list(torch.cat(held)[2:10].chunk(4))))
 
 
-def test_gather_then_multiply_and_multiply_then_scatter_equal_the_two_ops(meshes: Any, semaphores: Any) -> None:
-    mesh, generator = meshes(1, 4), torch.Generator().manual_seed(1)
-    sem, offset = semaphores(mesh), ttnn.CoreCoord(0, 6)
+def test_gather_then_multiply_and_multiply_then_scatter_equal_the_two_ops(open_mesh: Any) -> None:
+    mesh, generator = open_mesh(1, 4), torch.Generator().manual_seed(1)
+    sem, offset = semaphore_on(mesh), ttnn.CoreCoord(0, 6)
     x, wide, narrow = (
         tensor_on(mesh, torch.randn(1, 4, *shape, generator=generator), layout=ttnn.TILE_LAYOUT)
         for shape in ((3, 4), (16, 8), (4, 8))
@@ -576,8 +557,8 @@ def experts(mesh: Any, seed: int = 0) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("axis", [None, 1])
 @pytest.mark.parametrize("dim", [1, 2])
-def test_tokens_go_to_the_devices_of_their_experts_and_back(meshes: Any, axis: int | None, dim: int) -> None:
-    mesh = meshes(2, 2)
+def test_tokens_go_to_the_devices_of_their_experts_and_back(open_mesh: Any, axis: int | None, dim: int) -> None:
+    mesh = open_mesh(2, 2)
     tokens, chosen, mapping, owner = experts(mesh)
     x, indices, table = (tensor_on(mesh, each) for each in (tokens, chosen, mapping))
     sent, metadata = ttnn.all_to_all_dispatch(x, indices, table, cluster_axis=axis, output_concat_dim=dim)
@@ -607,8 +588,8 @@ def test_tokens_go_to_the_devices_of_their_experts_and_back(meshes: Any, axis: i
                 torch.testing.assert_close(parts_of(back)[place][k], own * factor.unsqueeze(-1))
 
 
-def test_a_local_sum_counts_once_per_device(meshes: Any) -> None:
-    mesh = meshes(2, 2)
+def test_a_local_sum_counts_once_per_device(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 2)
     tokens, chosen, mapping, owner = experts(mesh, seed=3)
     x, indices, table = (tensor_on(mesh, each) for each in (tokens, chosen, mapping))
     sent, metadata = ttnn.all_to_all_dispatch(x, indices, table)
@@ -619,16 +600,16 @@ def test_a_local_sum_counts_once_per_device(meshes: Any) -> None:
     torch.testing.assert_close(back.block.sum(2), tokens.squeeze(3) * times)
 
 
-def test_routing_weights_are_shared_out_in_order(meshes: Any) -> None:
+def test_routing_weights_are_shared_out_in_order(open_mesh: Any) -> None:
     weights = torch.tensor([[0.0, 1, 2, 0, 0, 3, 0, 4]]).reshape(1, 1, 1, 8)
-    found = ttnn.moe_routing_remap(tensor_on(meshes(1, 2), weights), 4, 2, 1)
+    found = ttnn.moe_routing_remap(tensor_on(open_mesh(1, 2), weights), 4, 2, 1)
     assert found.block.flatten(0, 2).tolist() == [[0, 1, 2, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 3, 0, 4]]
     with pytest.raises(OperandError, match="expert_parallel_size is 4, the axis has 2"):
-        ttnn.moe_routing_remap(tensor_on(meshes(1, 2), weights), 4, 4, 1)
+        ttnn.moe_routing_remap(tensor_on(open_mesh(1, 2), weights), 4, 4, 1)
 
 
-def test_weights_of_local_experts_and_their_runs(meshes: Any) -> None:
-    mesh = meshes(1, 2)
+def test_weights_of_local_experts_and_their_runs(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 2)
     owner = torch.tensor([1, 0, 0, 1])
     mapping = tensor_on(mesh, torch.nn.functional.one_hot(owner, 2).int().reshape(1, 1, 1, 1, 4, 2))
     chosen = torch.tensor([[0, 2], [1, 3], [0, 3]]).int().reshape(1, 1, 1, 1, 3, 2)
@@ -657,8 +638,8 @@ def socket_pair(sender: Any, receiver: Any, pairs: list[Any]) -> Any:
     return ttnn.create_socket_pair(sender, receiver, ttnn.SocketConfig(connections, memory))
 
 
-def test_what_is_sent_over_a_socket_arrives_in_order_at_the_receivers_alone(meshes: Any) -> None:
-    first, second = meshes(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
+def test_what_is_sent_over_a_socket_arrives_in_order_at_the_receivers_alone(open_mesh: Any) -> None:
+    first, second = open_mesh(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
     sender, receiver = socket_pair(first, second, [((0, 0), (0, 3)), ((0, 1), (0, 2))])
     x = tensor_on(first, torch.arange(4.0).reshape(1, 4, 1))
     ttnn.experimental.send_async(x, sender)
@@ -674,8 +655,8 @@ def test_what_is_sent_over_a_socket_arrives_in_order_at_the_receivers_alone(mesh
         ttnn.experimental.recv_async(output, receiver)
 
 
-def test_what_arrives_over_a_socket_is_labelled_as_it_was_sent_or_not_as_the_same(meshes: Any) -> None:
-    first, second = meshes(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
+def test_what_arrives_over_a_socket_is_labelled_as_it_was_sent_or_not_as_the_same(open_mesh: Any) -> None:
+    first, second = open_mesh(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
     rows = ttnn.ShardTensorToMesh(first, dim=0)
     x = ttnn.from_torch(torch.arange(4.0).reshape(4, 1), device=first, mesh_mapper=rows)
     for pairs in ([((0, i), (0, i)) for i in range(4)], [((0, i), (0, 3 - i)) for i in range(4)], [((0, 1), (0, 1))]):
@@ -690,8 +671,8 @@ def test_what_arrives_over_a_socket_is_labelled_as_it_was_sent_or_not_as_the_sam
                 ttnn.to_torch(output)
 
 
-def test_wrong_ends_meshes_and_shapes_of_sockets_are_told(meshes: Any) -> None:
-    first, second = meshes(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
+def test_wrong_ends_meshes_and_shapes_of_sockets_are_told(open_mesh: Any) -> None:
+    first, second = open_mesh(2, 4).create_submeshes(ttnn.MeshShape(1, 4))
     sender, receiver = socket_pair(first, second, [((0, 0), (0, 0))])
     x, y = tensor_on(first, torch.ones(1, 4, 2)), tensor_on(second, torch.ones(1, 4, 3))
     with pytest.raises(OperandError, match=r"the end SocketEndpoint\.RECEIVER"):

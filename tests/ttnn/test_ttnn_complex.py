@@ -9,7 +9,7 @@ import torch
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError
-from ttnn_op_cases import DTYPES, GRIDS, Case, check_cut, check_trace, check_values
+from ttnn_op_cases import Case, OpCases
 
 SHAPE = (2, 1, 4, 6)
 
@@ -72,21 +72,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_ops_of_complex_numbers_are_torchs(case: Case, grid: tuple[int, ...], dtype: Any) -> None:
-    check_values(case, grid, dtype)
-
-
-@pytest.mark.parametrize(("case", "text"), [(case, text) for case in CASES for text in case.cuts], ids=str)
-def test_labels_of_complex_numbers_are_true(case: Case, text: str) -> None:
-    check_cut(case, text)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_ops_of_complex_numbers_run_in_traces(case: Case) -> None:
-    check_trace(case)
+class TestComplexNumbers(OpCases):
+    cases = CASES
 
 
 def test_numbers_on_the_axes_are_found_and_ones_of_length_zero_have_no_gradient() -> None:

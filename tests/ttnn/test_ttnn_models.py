@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import interpreters
 import meshloom as loom
 from meshloom import ttnn
 from meshloom.ttnn.model_preprocessing import preprocess_model_parameters
@@ -123,10 +123,7 @@ def test_a_small_cnn_goes_through_a_pipeline_on_two_devices(config):
 
 
 def run(name: str, *arguments: str, **environment: str) -> str:
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**ENVIRONMENT, **environment}, timeout=300, check=False
-    )
+    done = interpreters.run([str(ROOT / "examples" / name), *arguments], {**ENVIRONMENT, **environment}, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

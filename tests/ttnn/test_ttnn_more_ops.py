@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
 from ttnn_cases import P, R, S, distributed, held, label, mesh, tensor_of
-from ttnn_op_cases import DTYPES, GRIDS, Case, check_cut, check_trace, check_values
+from ttnn_op_cases import DTYPES, Case, OpCases
 
 EXPERIMENTAL = ttnn.experimental
 
@@ -197,21 +197,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_single_ops_are_torchs(case: Case, grid: tuple[int, ...], dtype: Any) -> None:
-    check_values(case, grid, dtype)
-
-
-@pytest.mark.parametrize(("case", "text"), [(case, text) for case in CASES for text in case.cuts], ids=str)
-def test_labels_of_single_ops_are_true(case: Case, text: str) -> None:
-    check_cut(case, text)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_single_ops_run_in_traces(case: Case) -> None:
-    check_trace(case)
+class TestSingleOps(OpCases):
+    cases = CASES
 
 
 # casts

@@ -103,10 +103,10 @@ def test_an_event_comes_about_after_what_its_queue_was_given(mesh: Any) -> None:
     assert repr(event).startswith(f"MeshEvent(id={event.id}, device_id={mesh.id()}, mesh_cq_id=0, device_range=")
     ttnn.wait_for_event(1, event)
     after = ttnn.record_event(mesh, ttnn.QueueId(1))
-    assert not event.event.query() and not after.event.query()
+    assert not event.query() and not after.query()
     gate.opened.set()
     ttnn.event_synchronize(after)
-    assert event.event.query()
+    assert event.query()
 
 
 def test_wait_for_event_takes_the_event_alone_or_by_name(mesh: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshloom import ttnn
-from ttnn_cases import mesh
+from ttnn_cases import cores, mesh
 
 TILE, ROWS = ttnn.TILE_LAYOUT, ttnn.ROW_MAJOR_LAYOUT
 BF16, F32, BF8, INT, U8, U16 = ttnn.bfloat16, ttnn.float32, ttnn.bfloat8_b, ttnn.int32, ttnn.uint8, ttnn.uint16
@@ -20,10 +20,6 @@ BY_ROWS, BY_COLUMNS = ttnn.ShardOrientation.ROW_MAJOR, ttnn.ShardOrientation.COL
 def made(*shape: int, dtype: Any = BF16, layout: Any = TILE, memory: Any = None) -> Any:
     values = torch.arange(torch.Size(shape).numel()).reshape(shape) % 7 + 1
     return ttnn.from_torch(values, dtype=dtype, layout=layout, device=mesh((1, 2)), memory_config=memory)
-
-
-def cores(x: int, y: int) -> Any:
-    return ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(x - 1, y - 1))])
 
 
 def sharded(kind: Any, over: Any, *part: int, orientation: Any = BY_ROWS) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch.nn import functional as F
 
 from meshloom import ttnn
-from ttnn_op_cases import DTYPES, GRIDS, Case, check_cut, check_trace, check_values
+from ttnn_op_cases import Case, OpCases
 
 ROWS = (2, 4, 12)
 PLANES = (2, 4, 5, 6)
@@ -205,18 +204,5 @@ RECURRENCES = [
 CASES = [*SPECTRA, *STATISTICS, *RECURRENCES]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_spectra_statistics_and_recurrences_are_torchs(case: Case, grid: tuple[int, ...], dtype: Any) -> None:
-    check_values(case, grid, dtype)
-
-
-@pytest.mark.parametrize(("case", "text"), [(case, text) for case in CASES for text in case.cuts], ids=str)
-def test_labels_of_spectra_statistics_and_recurrences_are_true(case: Case, text: str) -> None:
-    check_cut(case, text)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_spectra_statistics_and_recurrences_run_in_traces(case: Case) -> None:
-    check_trace(case)
+class TestSpectraStatisticsAndRecurrences(OpCases):
+    cases = CASES

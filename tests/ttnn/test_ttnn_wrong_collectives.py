@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,24 +14,12 @@ import torch
 from meshloom import ttnn
 from meshloom.errors import OperandError, TraceError
 from meshloom.ttnn.tensor.tensor import Tensor
+from ttnn_cases import semaphore_on
 
+pytest_plugins = ("ttnn_meshes",)
 MODES = ("direct", "host", "fabric")
 S, R = ttnn.PlacementShard, ttnn.PlacementReplicate()
 UNKNOWN = ttnn.PlacementPartial("unknown")
-
-
-@pytest.fixture(scope="module")
-def meshes() -> Iterator[Callable[..., Any]]:
-    opened: dict[tuple[int, ...], Any] = {}
-
-    def get(*shape: int) -> Any:
-        if shape not in opened:
-            opened[shape] = ttnn.open_mesh_device(ttnn.MeshShape(*shape))
-        return opened[shape]
-
-    yield get
-    for mesh in opened.values():
-        ttnn.close_mesh_device(mesh)
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -64,11 +52,6 @@ def check_parts(tensor: Tensor, wanted: Sequence[torch.Tensor]) -> None:
         torch.testing.assert_close(have, want)
 
 
-def semaphore_on(mesh: Any) -> Any:
-    cores = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(1, 1))])
-    return ttnn.create_global_semaphore(mesh, cores, 0)
-
-
 def label_of(tensor: Tensor) -> tuple[list[int], list[Any]]:
     label = tensor.tensor_topology()
     return list(label.distribution_shape()), label.placements()
@@ -78,8 +61,8 @@ def label_of(tensor: Tensor) -> tuple[list[int], list[Any]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_to_all_joins_the_in_dim_and_cuts_the_out_dim(meshes: Any, mode: str) -> None:
-    mesh, data = meshes(1, 8), numbers(1, 1, 256, 512)
+def test_all_to_all_joins_the_in_dim_and_cuts_the_out_dim(open_mesh: Any, mode: str) -> None:
+    mesh, data = open_mesh(1, 8), numbers(1, 1, 256, 512)
     x = ttnn.from_torch(data, device=mesh, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=3))
     found = ttnn.experimental.all_to_all_async_generic(x, 3, 2, mode=mode)
     assert found.shape == (1, 1, 32, 512)
@@ -93,8 +76,8 @@ def test_all_to_all_joins_the_in_dim_and_cuts_the_out_dim(meshes: Any, mode: str
     check_parts(back, data.chunk(8, 3))
 
 
-def test_all_to_all_leaves_the_padding_of_the_in_dim_out(meshes: Any) -> None:
-    mesh, data = meshes(1, 4), numbers(8, 7)
+def test_all_to_all_leaves_the_padding_of_the_in_dim_out(open_mesh: Any) -> None:
+    mesh, data = open_mesh(1, 4), numbers(8, 7)
     x = put(mesh, data, (1, 4), R, S(1))
     assert x.shape == (8, 2)
     found = ttnn.experimental.all_to_all_async_generic(x, 1, 0)
@@ -110,8 +93,8 @@ def composed(tensor: Tensor, mesh: Any, dims: Sequence[int], shape: Sequence[int
     return ttnn.to_torch(tensor, mesh_composer=composer)
 
 
-def test_a_composer_takes_as_many_devices_from_the_first_as_its_shape_has(meshes: Any) -> None:
-    mesh, data = meshes(1, 8), numbers(2, 3)
+def test_a_composer_takes_as_many_devices_from_the_first_as_its_shape_has(open_mesh: Any) -> None:
+    mesh, data = open_mesh(1, 8), numbers(2, 3)
     x = ttnn.from_torch(data, device=mesh)
     assert torch.equal(composed(x, mesh, [0], [1]), data)
     assert torch.equal(composed(x, mesh, [0], [3]), data.repeat(3, 1))
@@ -122,8 +105,8 @@ def test_a_composer_takes_as_many_devices_from_the_first_as_its_shape_has(meshes
     assert torch.equal(composed(rows, mesh, [0], [3]), numbers(16, 3)[:6])
 
 
-def test_a_composer_of_a_box_takes_the_first_rows_and_columns(meshes: Any) -> None:
-    mesh, data = meshes(2, 4), numbers(4, 8)
+def test_a_composer_of_a_box_takes_the_first_rows_and_columns(open_mesh: Any) -> None:
+    mesh, data = open_mesh(2, 4), numbers(4, 8)
     x = ttnn.from_torch(data, device=mesh, mesh_mapper=ttnn.ShardTensor2dMesh(mesh, (2, 4), (0, 1)))
     assert torch.equal(composed(x, mesh, [0, 1], [2, 2]), data[:, :4])
     assert torch.equal(composed(x, mesh, [0, 1], [2, 1]), data[:, :2])
@@ -131,8 +114,8 @@ def test_a_composer_of_a_box_takes_the_first_rows_and_columns(meshes: Any) -> No
     assert torch.equal(composed(x, mesh, [0], [5]), torch.cat(parts(x)[:5]))
 
 
-def test_a_composer_takes_those_that_hold_a_part(meshes: Any) -> None:
-    mesh, data = meshes(2, 4), numbers(2, 4)
+def test_a_composer_takes_those_that_hold_a_part(open_mesh: Any) -> None:
+    mesh, data = open_mesh(2, 4), numbers(2, 4)
     right = put(mesh, data, (2, 2), S(0), S(1), offset=(0, 2))
     assert torch.equal(composed(right, mesh, [0, 1], [2, 2]), data)
     assert torch.equal(composed(right, mesh, [0], [1]), data[:1, :2])
@@ -140,8 +123,8 @@ def test_a_composer_takes_those_that_hold_a_part(meshes: Any) -> None:
     assert torch.equal(ttnn.to_torch(right, mesh_composer=every), torch.cat(parts(right)))
 
 
-def test_a_composer_of_some_devices_leaves_the_padding_of_uneven_dims_out(meshes: Any) -> None:
-    mesh, data = meshes(2, 4), numbers(3, 7)
+def test_a_composer_of_some_devices_leaves_the_padding_of_uneven_dims_out(open_mesh: Any) -> None:
+    mesh, data = open_mesh(2, 4), numbers(3, 7)
     x = put(mesh, data, (2, 4), S(0), S(1))
     assert torch.equal(composed(x, mesh, [0, 1], [2, 2]), data[:, :4])
     assert torch.equal(composed(x, mesh, [1], [4]), data[:2])
@@ -152,8 +135,8 @@ def test_a_composer_of_some_devices_leaves_the_padding_of_uneven_dims_out(meshes
 # sums of local experts
 
 
-def test_a_local_sum_is_in_the_slot_of_the_first_local_expert(meshes: Any) -> None:
-    mesh = meshes(1, 2)
+def test_a_local_sum_is_in_the_slot_of_the_first_local_expert(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 2)
     mapping = of_block(mesh, torch.tensor([[1, 0], [1, 0], [0, 1], [0, 1]]).int().reshape(1, 1, 1, 1, 4, 2), R, R)
     chosen = torch.tensor([[1, 0], [0, 1], [3, 0], [2, 3], [3, 2], [1, 2]]).int()  # of six tokens, three on a device
     metadata = of_block(mesh, chosen.reshape(1, 1, 1, 6, 1, 2), R, R)
@@ -167,13 +150,13 @@ def test_a_local_sum_is_in_the_slot_of_the_first_local_expert(meshes: Any) -> No
 
 
 @pytest.fixture(params=["first of a row", "box", "line"])
-def some(request: Any, meshes: Any) -> Tensor:
+def some(request: Any, open_mesh: Any) -> Tensor:
     """A tensor on some devices of a mesh: the first two of eight, a box at an offset, five of two rows."""
     if request.param == "first of a row":
-        return put(meshes(1, 8), numbers(2, 8), (2,), S(0))
+        return put(open_mesh(1, 8), numbers(2, 8), (2,), S(0))
     if request.param == "box":
-        return put(meshes(2, 4), numbers(2, 16), (2, 2), S(0), S(1), offset=(0, 1))
-    return put(meshes(2, 4), numbers(5, 10), (5,), S(0))
+        return put(open_mesh(2, 4), numbers(2, 16), (2, 2), S(0), S(1), offset=(0, 1))
+    return put(open_mesh(2, 4), numbers(5, 10), (5,), S(0))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -198,16 +181,16 @@ def test_collectives_act_on_the_devices_that_the_tensor_lies_on(some: Tensor, mo
     check_parts(sent, [torch.zeros_like(held[0]), held[0], *(torch.zeros_like(held[0]) for _ in held[2:])])
 
 
-def test_the_reduction_of_a_scatter_on_part_of_a_mesh_is_cut_for_its_devices(meshes: Any) -> None:
-    some = put(meshes(1, 8), numbers(4, 8), (4,), S(0))
+def test_the_reduction_of_a_scatter_on_part_of_a_mesh_is_cut_for_its_devices(open_mesh: Any) -> None:
+    some = put(open_mesh(1, 8), numbers(4, 8), (4,), S(0))
     found = ttnn.reduce_scatter(some, 1, cluster_axis=1)
     assert found.shape == (1, 2) and len(found.device_coords()) == 4
     check_parts(found, numbers(4, 8).sum(0, keepdim=True).chunk(4, 1))
     assert label_of(found) == ([4], [S(1)])
 
 
-def test_groups_along_an_axis_are_those_of_the_box(meshes: Any) -> None:
-    some = put(meshes(2, 4), numbers(2, 16), (2, 2), S(0), S(1), offset=(0, 2))
+def test_groups_along_an_axis_are_those_of_the_box(open_mesh: Any) -> None:
+    some = put(open_mesh(2, 4), numbers(2, 16), (2, 2), S(0), S(1), offset=(0, 2))
     held = parts(some)
     across = ttnn.all_reduce(some, cluster_axis=1)
     check_parts(across, [held[0] + held[1]] * 2 + [held[2] + held[3]] * 2)
@@ -218,8 +201,8 @@ def test_groups_along_an_axis_are_those_of_the_box(meshes: Any) -> None:
     check_parts(ttnn.mesh_partition(some, 1, 1), [held[0][:, :4], held[1][:, 4:], held[2][:, :4], held[3][:, 4:]])
 
 
-def test_devices_that_are_no_rows_and_columns_have_no_groups_along_an_axis(meshes: Any) -> None:
-    some = put(meshes(2, 4), numbers(5, 10), (5,), S(0))
+def test_devices_that_are_no_rows_and_columns_have_no_groups_along_an_axis(open_mesh: Any) -> None:
+    some = put(open_mesh(2, 4), numbers(5, 10), (5,), S(0))
     with pytest.raises(OperandError, match="the tensor is on 5 of 8 devices, which are no rows and columns") as caught:
         ttnn.all_reduce(some, cluster_axis=1)
     assert "cluster_axis=None" in str(caught.value)
@@ -227,21 +210,21 @@ def test_devices_that_are_no_rows_and_columns_have_no_groups_along_an_axis(meshe
         ttnn.broadcast(some, ttnn.MeshCoordinate(1, 3))
 
 
-def test_an_all_gather_on_part_of_a_mesh_has_room_for_every_device_of_the_group(meshes: Any) -> None:
+def test_an_all_gather_on_part_of_a_mesh_has_room_for_every_device_of_the_group(open_mesh: Any) -> None:
     """As in the original, whose shape is that; what devices without a part would have given is zero."""
-    mesh = meshes(1, 8)
+    mesh = open_mesh(1, 8)
     x = ttnn.from_torch(numbers(2, 2, 3), device=mesh, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0))
     found = ttnn.all_gather(x, 1, cluster_axis=1)
     assert found.shape == (1, 16, 3) and len(found.device_coords()) == 2
     wanted = torch.cat([*numbers(2, 2, 3).chunk(2), torch.zeros(1, 12, 3)], 1)
     check_parts(found, [wanted, wanted])
-    right = put(meshes(2, 4), numbers(2, 2), (2, 2), S(0), S(1), offset=(0, 2))
+    right = put(open_mesh(2, 4), numbers(2, 2), (2, 2), S(0), S(1), offset=(0, 2))
     upper, lower = torch.tensor([[0.0, 0, 1, 2]]), torch.tensor([[0.0, 0, 3, 4]])
     check_parts(ttnn.all_gather(right, 1, cluster_axis=1), [upper, upper, lower, lower])
 
 
-def test_an_output_on_all_devices_keeps_what_devices_without_a_part_hold(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_an_output_on_all_devices_keeps_what_devices_without_a_part_hold(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     some = put(mesh, numbers(2, 3), (2,), S(0))
     for work in (ttnn.add, ttnn.multiply):
         output = ttnn.from_torch(torch.full((4, 3), -1.0), device=mesh, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0))
@@ -252,8 +235,8 @@ def test_an_output_on_all_devices_keeps_what_devices_without_a_part_hold(meshes:
 # labels keep their rank
 
 
-def test_the_label_of_a_collective_over_all_devices_keeps_its_rank(meshes: Any) -> None:
-    mesh = meshes(1, 8)
+def test_the_label_of_a_collective_over_all_devices_keeps_its_rank(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 8)
     alike = ttnn.from_torch(numbers(64, 128), device=mesh)
     assert label_of(ttnn.all_gather(alike, dim=1, cluster_axis=1)) == ([8], [R])
     assert label_of(ttnn.reduce_scatter(alike, dim=1, cluster_axis=1)) == ([8], [S(1)])
@@ -266,8 +249,8 @@ def test_the_label_of_a_collective_over_all_devices_keeps_its_rank(meshes: Any) 
     assert label_of(ttnn.all_gather(grid, dim=0, cluster_axis=1)) == ([1, 8], [R, R])
 
 
-def test_along_one_axis_of_two_a_label_is_about_both(meshes: Any) -> None:
-    mesh = meshes(2, 4)
+def test_along_one_axis_of_two_a_label_is_about_both(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
     alike = ttnn.from_torch(numbers(8, 8), device=mesh)
     assert label_of(ttnn.all_gather(alike, 1, cluster_axis=1)) == ([2, 4], [R, R])
     assert label_of(ttnn.reduce_scatter(alike, 1, cluster_axis=1)) == ([2, 4], [R, S(1)])
@@ -275,9 +258,9 @@ def test_along_one_axis_of_two_a_label_is_about_both(meshes: Any) -> None:
 
 
 def test_a_gather_along_the_only_axis_leaves_out_the_padding_that_a_label_over_all_devices_tells_of(
-    meshes: Any,
+    open_mesh: Any,
 ) -> None:
-    mesh, data = meshes(1, 4), numbers(7, 3)
+    mesh, data = open_mesh(1, 4), numbers(7, 3)
     x = ttnn.from_torch(data, device=mesh, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0))
     assert label_of(x) == ([4], [S(0)]) and x.shape == (2, 3)
     found = ttnn.all_gather(x, 0, cluster_axis=1)
@@ -287,8 +270,8 @@ def test_a_gather_along_the_only_axis_leaves_out_the_padding_that_a_label_over_a
 # buffers
 
 
-def test_the_buffers_of_a_scatter_are_for_what_arrives_and_for_the_result(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_the_buffers_of_a_scatter_are_for_what_arrives_and_for_the_result(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     x = ttnn.from_torch(numbers(8, 4), device=mesh)
     buffers = ttnn.experimental.reduce_scatter_minimal_async_create_intermediate_buffer(x, 0, cluster_axis=1)
     assert [tuple(each.shape) for each in buffers] == [(8, 4), (2, 4)]
@@ -302,8 +285,8 @@ def test_the_buffers_of_a_scatter_are_for_what_arrives_and_for_the_result(meshes
 
 
 @pytest.mark.parametrize("dims", [(1, 1), (1, 2), (0, 1), (3, 1)])
-def test_a_cache_cut_along_one_axis_and_written_along_another_has_no_global_tensor(meshes: Any, dims: Any) -> None:
-    mesh, (had, new) = meshes(2, 2), dims
+def test_a_cache_cut_along_one_axis_and_written_along_another_has_no_global_tensor(open_mesh: Any, dims: Any) -> None:
+    mesh, (had, new) = open_mesh(2, 2), dims
     cache = of_block(mesh, torch.zeros(2, 1, 2, 2, 4, 2), S(had), R)
     tokens = of_block(mesh, numbers(1, 2, 1, 2, 2, 2), R, S(new))
     ttnn.fill_cache(cache, tokens, 0)
@@ -313,8 +296,8 @@ def test_a_cache_cut_along_one_axis_and_written_along_another_has_no_global_tens
         ttnn.to_torch(cache)
 
 
-def test_a_cache_written_along_the_axis_that_cuts_it_stays_a_global_tensor(meshes: Any) -> None:
-    mesh = meshes(2, 2)
+def test_a_cache_written_along_the_axis_that_cuts_it_stays_a_global_tensor(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 2)
     cache = of_block(mesh, torch.zeros(1, 2, 2, 1, 4, 3), R, S(1))
     ttnn.fill_cache(cache, of_block(mesh, numbers(1, 2, 1, 1, 4, 3), R, S(1)), 0)
     assert cache.tensor_topology().placements() == [R, S(1)]
@@ -322,8 +305,8 @@ def test_a_cache_written_along_the_axis_that_cuts_it_stays_a_global_tensor(meshe
     assert cache.tensor_topology().placements() == [S(0), S(1)]
 
 
-def test_every_way_to_write_a_cache_tells_that_the_axes_differ(meshes: Any) -> None:
-    mesh = meshes(2, 2)
+def test_every_way_to_write_a_cache_tells_that_the_axes_differ(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 2)
 
     def cache() -> Tensor:
         return of_block(mesh, torch.zeros(2, 1, 2, 2, 4, 2), S(1), R)
@@ -349,8 +332,8 @@ def differ(mesh: Any, x: Tensor) -> torch.Tensor:
     return data
 
 
-def test_parts_of_a_tensor_stored_once_show_what_is_written_later(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_parts_of_a_tensor_stored_once_show_what_is_written_later(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     x = ttnn.from_torch(torch.zeros(2, 4), device=mesh)
     single, same, turned = ttnn.get_device_tensors(x), ttnn.to_device(x, mesh), ttnn.reshape(x, (1, 2, 4))
     again = ttnn.reshape(turned, (2, 1, 4))
@@ -363,8 +346,8 @@ def test_parts_of_a_tensor_stored_once_show_what_is_written_later(meshes: Any) -
     check_parts(again, [each.reshape(2, 1, 4) for each in data.chunk(4)])
 
 
-def test_a_tensor_shows_what_is_written_into_a_view_of_it(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_a_tensor_shows_what_is_written_into_a_view_of_it(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     x = ttnn.from_torch(torch.zeros(2, 4), device=mesh)
     flat = ttnn.reshape(x, (1, 2, 4))
     data = differ(mesh, flat)
@@ -373,8 +356,8 @@ def test_a_tensor_shows_what_is_written_into_a_view_of_it(meshes: Any) -> None:
         ttnn.to_torch(x)
 
 
-def test_a_cache_and_a_view_of_it_stay_one_when_devices_write_different_tokens(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_a_cache_and_a_view_of_it_stay_one_when_devices_write_different_tokens(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     cache = ttnn.from_torch(torch.zeros(2, 1, 4, 3), device=mesh)
     view = ttnn.reshape(cache, (1, 2, 4, 3))
     assert view.buffer_address() == cache.buffer_address()
@@ -383,8 +366,8 @@ def test_a_cache_and_a_view_of_it_stay_one_when_devices_write_different_tokens(m
     assert len({each.sum().item() for each in parts(view)}) == 4
 
 
-def test_parts_on_the_host_show_what_is_written_later(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_parts_on_the_host_show_what_is_written_later(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     host = ttnn.from_torch(torch.zeros(2, 4)).cpu()
     host = ttnn.from_host_shards([host] * 4, ttnn.MeshShape(1, 4))
     once = ttnn.from_torch(torch.zeros(2, 4), device=mesh).cpu()
@@ -396,8 +379,8 @@ def test_parts_on_the_host_show_what_is_written_later(meshes: Any) -> None:
             assert torch.equal(ttnn.to_torch(each), value)
 
 
-def test_what_a_trace_refers_to_does_not_move_when_a_view_of_it_is_written(meshes: Any) -> None:
-    mesh = meshes(1, 4)
+def test_what_a_trace_refers_to_does_not_move_when_a_view_of_it_is_written(open_mesh: Any) -> None:
+    mesh = open_mesh(1, 4)
     x = ttnn.from_torch(torch.ones(2, 4), device=mesh)
     view = ttnn.reshape(x, (1, 2, 4))
     trace = ttnn.begin_trace_capture(mesh, cq_id=0)
@@ -412,9 +395,9 @@ def test_what_a_trace_refers_to_does_not_move_when_a_view_of_it_is_written(meshe
 
 @pytest.mark.parametrize("is_stored_once", [True, False])
 def test_what_is_written_into_the_tensor_of_one_device_is_on_that_device_alone(
-    meshes: Any, is_stored_once: bool
+    open_mesh: Any, is_stored_once: bool
 ) -> None:
-    mesh = meshes(1, 4)
+    mesh = open_mesh(1, 4)
     mapper = ttnn.ReplicateTensorToMesh(mesh) if is_stored_once else ttnn.ShardTensorToMesh(mesh, dim=0)
     x = ttnn.from_torch(torch.zeros(1 if is_stored_once else 4, 2), device=mesh, mesh_mapper=mapper)
     second, last = ttnn.get_device_tensors(x)[1::2]
@@ -427,8 +410,8 @@ def test_what_is_written_into_the_tensor_of_one_device_is_on_that_device_alone(
 
 
 @pytest.mark.parametrize("is_stored_once", [True, False])
-def test_the_cache_of_one_device_is_written_on_that_device_alone(meshes: Any, is_stored_once: bool) -> None:
-    mesh = meshes(1, 4)
+def test_the_cache_of_one_device_is_written_on_that_device_alone(open_mesh: Any, is_stored_once: bool) -> None:
+    mesh = open_mesh(1, 4)
     tokens = ttnn.from_torch(torch.ones(1, 1, 2, 2), device=mesh)
     writes = (
         lambda cache: ttnn.fill_cache(cache, tokens, 0),
@@ -446,15 +429,15 @@ def test_the_cache_of_one_device_is_written_on_that_device_alone(meshes: Any, is
     assert [each.tolist() for each in parts(positions)] == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]
 
 
-def test_a_host_tensor_that_has_views_is_pickled_without_them(meshes: Any) -> None:
-    once = ttnn.from_torch(numbers(2, 4), device=meshes(1, 4)).cpu()
+def test_a_host_tensor_that_has_views_is_pickled_without_them(open_mesh: Any) -> None:
+    once = ttnn.from_torch(numbers(2, 4), device=open_mesh(1, 4)).cpu()
     single = ttnn.get_device_tensors(once)
     for each in (once, single[3]):
         assert torch.equal(ttnn.to_torch(pickle.loads(pickle.dumps(each))), numbers(2, 4))
 
 
-def test_views_that_are_gone_are_forgotten(meshes: Any) -> None:
-    x = ttnn.from_torch(torch.zeros(2, 4), device=meshes(1, 4))
+def test_views_that_are_gone_are_forgotten(open_mesh: Any) -> None:
+    x = ttnn.from_torch(torch.zeros(2, 4), device=open_mesh(1, 4))
     for _ in range(10):
         ttnn.get_device_tensors(x)
     kept = ttnn.get_device_tensors(x)
@@ -464,17 +447,19 @@ def test_views_that_are_gone_are_forgotten(meshes: Any) -> None:
 # words
 
 
-def test_what_cannot_be_reconstructed_is_said_in_plain_words(meshes: Any) -> None:
-    mesh = meshes(2, 4)
+def test_what_cannot_be_reconstructed_is_said_in_plain_words(open_mesh: Any) -> None:
+    mesh = open_mesh(2, 4)
     terms = of_block(mesh, torch.ones(2, 4, 2, 2), ttnn.PlacementPartial(), R)
     with pytest.raises(OperandError, match="the global tensor cannot be reconstructed from these shards"):
         ttnn.distributed.softmax(ttnn.gelu(terms))
 
 
 @pytest.mark.parametrize("grows", ["tensor", "relabelled"])
-def test_a_reshape_that_made_rows_padding_follows_when_devices_differ(meshes: Callable[..., Any], grows: str) -> None:
+def test_a_reshape_that_made_rows_padding_follows_when_devices_differ(
+    open_mesh: Callable[..., Any], grows: str
+) -> None:
     values = numbers(1, 1, 32, 64)
-    x = ttnn.from_torch(values, device=meshes(1, 2), layout=ttnn.TILE_LAYOUT, dtype=ttnn.float32)
+    x = ttnn.from_torch(values, device=open_mesh(1, 2), layout=ttnn.TILE_LAYOUT, dtype=ttnn.float32)
     y = ttnn.reshape(x, ttnn.Shape([1, 1, 5, 64]), ttnn.Shape([1, 1, 32, 64]))
     assert x.block.shape[:2] == (1, 1)  # stored once
     one = x if grows == "tensor" else y

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError, OutOfMemoryError
+from ttnn_cases import cores
 from ttnn_parts import S, of_block, part, places
 
 
@@ -24,10 +25,6 @@ def mesh() -> Iterator[Any]:
 
 def on(mesh: Any, values: torch.Tensor, **how: Any) -> Any:
     return ttnn.from_torch(values, device=mesh, **{"dtype": ttnn.float32, "layout": ttnn.ROW_MAJOR_LAYOUT, **how})
-
-
-def cores(x: int, y: int) -> Any:
-    return ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(x - 1, y - 1))])
 
 
 def sharded(kind: Any, grid: Any, *shape: int) -> Any:

@@ -20,6 +20,7 @@ import numpy
 from meshloom.checkpoint.formats import is_known, nbytes
 from meshloom.checkpoint.values import DEEPEST
 from meshloom.errors import CheckpointError
+from meshloom.placement import Part
 from meshloom.types import Shape, numel
 
 NAME = "index.json"
@@ -34,18 +35,11 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,120}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor: its first index, its shape, its file, and its name there."""
+class Piece(Part):
+    """A box of a tensor, its file, and its name there."""
 
-    start: Shape
-    shape: Shape
     file: str
     key: str
-
-    @property
-    def stop(self) -> Shape:
-        """The index behind its last element, in every dim."""
-        return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

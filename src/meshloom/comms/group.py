@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch
 
 from meshloom.errors import PeerLostError
 from meshloom.mesh import HERE, Mesh
+from meshloom.mesh.process import number_of
 
 TIMEOUT = 300.0
 
@@ -251,13 +253,6 @@ def partition(grid: tuple[int, ...], crossing: tuple[int, ...]) -> list[tuple[in
     fixed = [range(1) if axis in crossing else range(size) for axis, size in enumerate(grid)]
     moving = [range(size) if axis in crossing else range(1) for axis, size in enumerate(grid)]
     return [
-        tuple(_rank([b + m for b, m in zip(base, move, strict=True)], grid) for move in itertools.product(*moving))
+        tuple(number_of(map(operator.add, base, move), grid) for move in itertools.product(*moving))
         for base in itertools.product(*fixed)
     ]
-
-
-def _rank(place: Sequence[int], grid: Sequence[int]) -> int:
-    rank = 0
-    for c, parts in zip(place, grid, strict=True):
-        rank = rank * parts + c
-    return rank

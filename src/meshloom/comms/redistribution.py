@@ -182,14 +182,12 @@ def _step(before: Topology, after: Topology, axis: int) -> Step | None:
             return made
         return lambda data: layout.fill(made(data), after, 0)  # ones; padding of the box is known to the whole alone
     if isinstance(now, Partial):
-        reduce, finish = _local_part(before, axis, now.op), _reduction(before, after, axis, now.op, wanted, group)
+        reduce, finish = _local_part(before, axis, now.op), _reduction(after, now.op, wanted, group)
         return lambda data: finish(reduce(data))
     if isinstance(now, Replicate):
-        return (
-            _into_shards(before, after, wanted.dim, group)
-            if isinstance(wanted, Shard)
-            else _split_up(before, after, axis, group)
-        )
+        if isinstance(wanted, Shard):
+            return _into_shards(after, wanted.dim, group)
+        return _split_up(before, after, axis, group)
     assert isinstance(now, Shard)
     if isinstance(wanted, Replicate):
         return Gather(before, now.dim, group)
@@ -204,19 +202,18 @@ def _local_part(before: Topology, axis: int, op: str) -> Step:
     return lambda data: REDUCTIONS[op].along(data, place)
 
 
-def _reduction(before: Topology, after: Topology, axis: int, op: str, wanted: Placement, group: Group) -> Step:
+def _reduction(after: Topology, op: str, wanted: Placement, group: Group) -> Step:
     if isinstance(wanted, Replicate):
         return (lambda data: AllReduce.apply(data, group)) if op == "sum" else lambda data: combine(data, group, op)
     assert isinstance(wanted, Shard)
     if op != "sum":
-        whole = _with(before, {axis: Replicate()})
-        slices = _into_shards(whole, after, wanted.dim, group)
+        slices = _into_shards(after, wanted.dim, group)
         return lambda data: slices(combine(data, group, op))
     cut = Pieces(after, wanted.dim, group)
     return lambda data: cut.merge(ReduceScatter.apply(cut.apart(data), group))
 
 
-def _into_shards(before: Topology, after: Topology, dim: int, group: Group) -> Step:
+def _into_shards(after: Topology, dim: int, group: Group) -> Step:
     cut = Pieces(after, dim, group)
 
     def run(data: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from meshloom.errors import MeshError, closest
-from meshloom.mesh.process import HERE, check_grid, divide, place_of
+from meshloom.mesh.process import HERE, check_grid, divide, number_of, place_of
 
 Coordinate = tuple[int, ...]
 Home = tuple[Coordinate, int]
@@ -356,10 +356,7 @@ class Mesh:
         6
         """
         self.check(coordinate)
-        position = 0
-        for place, size in zip(coordinate, self.shape, strict=True):
-            position = position * size + place
-        return position
+        return number_of(coordinate, self.shape)
 
     def check(self, coordinate: Sequence[int]) -> Coordinate:
         """The coordinate as a tuple, or an error if the mesh does not have it."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
 from meshloom.mesh.mesh import Coordinate, Mesh
+from meshloom.mesh.process import place_of
 
 MOST = 12  # rows and columns that are drawn; of more, the first and the last
 INK, EMPTY = "#222222", "#ffffff"
@@ -104,16 +105,7 @@ def shown_places(shape: Sequence[int]) -> Iterator[Coordinate | None]:
     [(0, 0), (0, 1)]
     """
     for number in places_to_draw(math.prod(shape)):
-        yield None if number is None else _unravel(number, shape)
-
-
-def _unravel(number: int, shape: Sequence[int]) -> Coordinate:
-    """The coordinate at a row-major position: 6 in (2, 4) is (1, 2)."""
-    found: list[int] = []
-    for size in reversed(shape):
-        number, place = divmod(number, size)
-        found.append(place)
-    return tuple(reversed(found))
+        yield None if number is None else place_of(number, shape)
 
 
 def _label(axes: Sequence[str], place: Coordinate | None) -> str:

@@ -7,7 +7,7 @@ A script that runs alone is rank 0 of 1. `processes.world` says otherwise, once,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshloom.errors import MeshError
@@ -70,3 +70,15 @@ def place_of(rank: int, grid: Sequence[int]) -> tuple[int, ...]:
         place.append(rank % parts)
         rank //= parts
     return tuple(reversed(place))
+
+
+def number_of(place: Iterable[int], grid: Sequence[int]) -> int:
+    """The row-major number of a place in a grid: `place_of` backwards.
+
+    >>> number_of((1, 2), (2, 4))
+    6
+    """
+    number = 0
+    for c, size in zip(place, grid, strict=True):
+        number = number * size + c
+    return number

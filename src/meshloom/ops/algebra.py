@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.ops.dtypes import keeps
+from meshloom.ops.dtypes import keeps, kind_number
 from meshloom.ops.rule import Call, Op, Row
 from meshloom.placement import Partial, Shard
 from meshloom.types import is_floating, short_dtype
@@ -103,18 +103,14 @@ def _keeps_dtype(op: Op, call: Call, row: Row, numbers: list[object]) -> bool:
     kept, asked = sums[0], call.arguments.get("dtype")
     if asked is not None and short_dtype(str(asked)) != kept:
         return False
+    if any(dtype != kept for dtype in sums):  # f64 + i32: the sum of the integers may wrap, that of the floats does not
+        return False
     if not keeps(op.result.split(", ")[0], kept):
         return False
     beside = [topology.dtype for topology in call.operands] if op.signature is None else sums
-    return all(_yields(dtype, kept) for dtype in beside) and all(_KINDS[type(n)] <= _kind(kept) for n in numbers)
-
-
-def _kind(dtype: str) -> int:
-    if dtype == "bool":
-        return 0
-    return 1 if not is_floating(dtype) else 3 if dtype[0] == "c" else 2
+    return all(_yields(dtype, kept) for dtype in beside) and all(_KINDS[type(n)] <= kind_number(kept) for n in numbers)
 
 
 def _yields(dtype: str, kept: str) -> bool:
     """Whether a tensor of one dtype beside one of another leaves that as it is."""
-    return dtype == kept or (_kind(dtype) < _kind(kept) and not (is_floating(dtype) and dtype != kept))
+    return dtype == kept or (kind_number(dtype) < kind_number(kept) and not (is_floating(dtype) and dtype != kept))

@@ -87,7 +87,8 @@ def keeps(word: str, dtype: str) -> bool:
     return word == dtype if word in LONG_NAME else WORDS[word][1](dtype) == dtype
 
 
-def _kind(dtype: str) -> int:
+def kind_number(dtype: str) -> int:
+    """The place of a dtype among bool, integers, floating point and complex: a higher one holds a lower one."""
     if dtype == "bool":
         return 0
     return 1 if not is_floating(dtype) else 3 if dtype[0] == "c" else 2
@@ -101,10 +102,10 @@ def promote_pair(one: str, other: str) -> str:
     """
     if one == other:
         return one
-    low, high = sorted((one, other), key=lambda each: (_kind(each), itemsize(each), each))
-    if _kind(high) == 3 and low == "f64":
+    low, high = sorted((one, other), key=lambda each: (kind_number(each), itemsize(each), each))
+    if kind_number(high) == 3 and low == "f64":
         return "c128"
-    if _kind(low) != _kind(high):
+    if kind_number(low) != kind_number(high):
         return high
     known = _WIDER.get((min(low, high), max(low, high)))
     return known or high
@@ -119,9 +120,9 @@ def _combine(strong: str | None, weak: str | None) -> str | None:
     """What comes of tensors beside weaker ones: the weaker only lift the kind."""
     if strong is None or weak is None:
         return strong or weak
-    if _kind(weak) <= _kind(strong):
+    if kind_number(weak) <= kind_number(strong):
         return strong
-    if _kind(strong) == 2:
+    if kind_number(strong) == 2:
         return _COMPLEX[strong]
     return weak
 

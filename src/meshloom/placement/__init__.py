@@ -1,6 +1,6 @@
 """What each mesh axis does to a tensor, and what follows from it. Start with `Topology`."""
 
-from meshloom.placement.extents import Extent, extents
+from meshloom.placement.extents import Extent, Part, extents
 from meshloom.placement.notation import parse
 from meshloom.placement.pieces import Cut, Piece, cut
 from meshloom.placement.placements import IDENTITY, PARTIAL_OPS, Partial, Placement, Replicate, Shard
@@ -14,6 +14,7 @@ __all__ = [
     "Box",
     "Cut",
     "Extent",
+    "Part",
     "Partial",
     "Piece",
     "Placement",

@@ -24,21 +24,27 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """A box of a tensor: its first global index, its shape, and where the stored array has it (partial axes aside).
+class Part:
+    """A box of a tensor: its first global index and its shape.
 
-    >>> Extent((2, 0), (3, 4), (0, 0)).stop
+    >>> Part((2, 0), (3, 4)).stop
     (5, 4)
     """
 
     start: Shape
     shape: Shape
-    place: Shape
 
     @property
     def stop(self) -> Shape:
         """The global index behind its last element, in every dim."""
         return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Extent(Part):
+    """A box of a tensor, and where the stored array has it (partial axes aside)."""
+
+    place: Shape
 
     @property
     def slices(self) -> tuple[slice, ...]:

@@ -10,17 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshloom.placement.extents import Extent, extents
+from meshloom.placement.extents import Extent, Part, extents
 from meshloom.placement.topology import Topology
 from meshloom.types import itemsize, numel
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """A part of a tensor: where the source's stored array has it, and where the target's does."""
+class Box(Part):
+    """A box of a tensor: where the source's stored array has it, and where the target's does."""
 
-    start: tuple[int, ...]  # its first global index
-    shape: tuple[int, ...]
     taken: tuple[slice, ...]
     put: tuple[slice, ...]
 

@@ -202,7 +202,7 @@ class _Search:
             return
         given = fixed or step.plan.request
         if axis < len(given) and given[axis] is None and len(step.plan.outs) == 1:
-            for each in _placements(step.plan, axis):
+            for each in _placements(step.plan):
                 yield given[:axis] + (each,) + given[axis + 1 :]
 
     def describe(self, requests: Sequence[Request | None]) -> Iterator[Change]:
@@ -231,7 +231,7 @@ def _results(number: int, results: Sequence[Topology]) -> dict[Value, Placements
     return {(number, i): each.placements for i, each in enumerate(results)}
 
 
-def _placements(decided: Plan, axis: int) -> Iterator[Placement]:
+def _placements(decided: Plan) -> Iterator[Placement]:
     """The placements that the one result of a call can have on an axis."""
     (result,) = decided.outs
     yield Replicate()

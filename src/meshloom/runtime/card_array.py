@@ -22,6 +22,7 @@ from meshloom.engines.layout import torch_dtype
 from meshloom.placement import Topology
 from meshloom.runtime.card_layouts import Blocks, Layout, Spread, placed, strip
 from meshloom.runtime.card_memory import HERE, CardStore, Memory, Shards, asked, named, one_op
+from meshloom.runtime.recorder import ALIKE
 from meshloom.runtime.storage import Scattered
 from meshloom.types import Shape, numel
 
@@ -176,13 +177,7 @@ _LIKE_VIEWS = frozenset((_aten._unsafe_view.default,))
 
 
 # calls that look at the shape of their first operand and not at its values
-_SHAPES = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full "
-        "new_empty_strided"
-    ).split()
-)
+_SHAPES = frozenset(getattr(_aten, name).default for name in (*ALIKE, "rand_like", "randn_like"))
 
 
 def _is_to_meta(kwargs: dict[str, Any]) -> bool:

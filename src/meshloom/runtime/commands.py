@@ -203,7 +203,7 @@ class Run(Command):
 
     def accesses(self) -> Iterable[Access]:
         for launch in self.launches:
-            program, places = launch.program, list(launch.where)
+            program, places = launch.program, list(launch.where.places())
             for buffer in dict.fromkeys((*program.reads, *program.updates)):
                 yield _access(buffer, places, False)
             for buffer in dict.fromkeys((*program.writes, *program.updates)):
@@ -215,7 +215,7 @@ class Run(Command):
             if launch.here is None:
                 launch.prepare_elsewhere()
             elif self._launch_all(launch):
-                system.tell("launch", launch.here or (), 0, queue, total([launch]))
+                system.tell("launch", launch.here.places(), 0, queue, total([launch]))
             else:
                 launch.prepare(system, per_card=True)
                 left.append(launch)

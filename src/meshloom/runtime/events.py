@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from meshloom.errors import DeviceTimeoutError
+from meshloom.runtime.geometry import MeshCoordinateRange
 from meshloom.runtime.races import Clock
 
 if TYPE_CHECKING:
@@ -18,13 +19,30 @@ class MeshEvent:
     If the queue fails before, the event comes about as failed, and whoever waits for it fails too: nobody hangs.
     """
 
-    def __init__(self, queue: MeshCommandQueue, where: str, clock: Clock | None) -> None:
+    def __init__(
+        self,
+        queue: MeshCommandQueue,
+        where: str,
+        clock: Clock | None,
+        device_range: MeshCoordinateRange | None = None,
+    ) -> None:
         self.id = queue.system.next_event()
         self.queue, self.where = queue, where
+        self._range = device_range
         self._clock = clock
         self._done = threading.Event()
         self.number = 0  # of the command that records it
         self.failed = False
+
+    @property
+    def device_range(self) -> MeshCoordinateRange:
+        """The devices that it was recorded for."""
+        return self._range or MeshCoordinateRange(self.queue.device.mesh.shape)
+
+    @property
+    def mesh_cq_id(self) -> int:
+        """The number of its queue."""
+        return self.queue.cq_id
 
     def query(self) -> bool:
         """Whether it has come about; never waits."""
@@ -69,4 +87,7 @@ class MeshEvent:
 
     def __repr__(self) -> str:
         state = "failed" if self.failed else "done" if self.is_done else "to come"
-        return f"MeshEvent(id={self.id}, queue={self.queue.id}, {state})"
+        return (
+            f"MeshEvent(id={self.id}, device_id={self.queue.device.id}, mesh_cq_id={self.mesh_cq_id}, "
+            f"device_range={self.device_range!r}, {state})"
+        )

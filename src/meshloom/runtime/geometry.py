@@ -6,17 +6,16 @@ All of them are tuples or frozen values, so they go wherever a plain tuple goes.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeVar, overload
+from typing import SupportsIndex, overload
 
 from meshloom.errors import ArgumentError, BoundsError, MeshError
 from meshloom.mesh import Coordinate, Mesh
-
-Box = TypeVar("Box", bound="MeshCoordinateRange")
 
 
 def _numbers(what: str, given: tuple[object, ...]) -> tuple[int, ...]:
@@ -128,14 +127,13 @@ class MeshCoordinate(tuple[int, ...]):
 class MeshCoordinateRange:
     """A box of coordinates, both corners included; of a shape alone, all of it.
 
-    >>> list(MeshCoordinateRange((0, 1), (1, 2)))
-    [(0, 1), (0, 2), (1, 1), (1, 2)]
-    >>> MeshCoordinateRange(MeshShape(2, 4)).end
-    (1, 3)
+    >>> box = MeshCoordinateRange((0, 1), (1, 2))
+    >>> list(box) == [(0, 1), (0, 2), (1, 1), (1, 2)], box.intersection(MeshCoordinateRange(MeshShape(1, 2)))
+    (True, MeshCoordinateRange(start=MeshCoordinate([0, 1]), end=MeshCoordinate([0, 1])))
     """
 
-    start: Coordinate
-    end: Coordinate
+    start: MeshCoordinate
+    end: MeshCoordinate
 
     def __init__(self, start: Sequence[int], end: Sequence[int] | None = None) -> None:
         for corner in (start, end):
@@ -143,10 +141,12 @@ class MeshCoordinateRange:
                 raise MeshError(f"{corner!r} is no coordinate", fix="MeshCoordinateRange((0, 0), (1, 1))")
         last = tuple(size - 1 for size in start) if end is None else tuple(end)
         first = (0,) * len(start) if end is None else tuple(start)
-        if len(first) != len(last) or any(a > b for a, b in zip(first, last, strict=False)):
-            raise MeshError(f"a range cannot go from {first} to {last}", fix="give the lower corner first")
-        object.__setattr__(self, "start", first)
-        object.__setattr__(self, "end", last)
+        if len(first) != len(last):
+            raise _no_range(first, last, f"dimensions of a coordinate range do not match: {len(first)} != {len(last)}")
+        if any(a > b for a, b in zip(first, last, strict=True)):
+            raise _no_range(first, last, "Start coordinate is greater than end coordinate")
+        object.__setattr__(self, "start", MeshCoordinate(first))
+        object.__setattr__(self, "end", MeshCoordinate(last))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,8 +158,12 @@ class MeshCoordinateRange:
         """The box as an index of an array whose dims are the mesh axes."""
         return tuple(slice(a, b + 1) for a, b in zip(self.start, self.end, strict=True))
 
-    def __iter__(self) -> Iterator[Coordinate]:
+    def places(self) -> Iterator[Coordinate]:
+        """Its coordinates as plain tuples, as errors show them."""
         return itertools.product(*(range(a, b + 1) for a, b in zip(self.start, self.end, strict=True)))
+
+    def __iter__(self) -> Iterator[MeshCoordinate]:
+        return map(_coordinate, self.places())
 
     def __len__(self) -> int:
         return math.prod(self.shape)
@@ -181,25 +185,35 @@ class MeshCoordinateRange:
         """Whether some coordinate is in both."""
         return self.intersection(other) is not None
 
-    def intersection(self: Box, other: MeshCoordinateRange) -> Box | None:
+    def intersection(self, other: MeshCoordinateRange) -> MeshCoordinateRange | None:
         """The box that both have; None where they have none.
 
-        >>> print(MeshCoordinateRange((0, 1), (1, 2)).intersection(MeshCoordinateRange((0, 0), (0, 1))))
-        (0, 1)..(0, 1)
+        >>> MeshCoordinateRange((0, 1), (1, 2)).intersection(MeshCoordinateRange((0, 0), (0, 1))).span
+        '(0, 1)..(0, 1)'
         """
         low = [max(pair) for pair in zip(self.start, other.start, strict=True)]
         high = [min(pair) for pair in zip(self.end, other.end, strict=True)]
-        return type(self)(low, high) if all(a <= b for a, b in zip(low, high, strict=True)) else None
+        return MeshCoordinateRange(low, high) if all(a <= b for a, b in zip(low, high, strict=True)) else None
 
-    def __str__(self) -> str:
-        return f"{self.start}..{self.end}"
+    @property
+    def span(self) -> str:
+        """Both corners, as errors show them: `(0, 1)..(1, 3)`."""
+        return f"{tuple(self.start)}..{tuple(self.end)}"
+
+
+_coordinate = functools.partial(tuple.__new__, MeshCoordinate)  # of numbers that need no check
+
+
+def _no_range(first: Coordinate, last: Coordinate, reason: str) -> MeshError:
+    """An error in our words, with the reason in the original's."""
+    return MeshError(f"a range cannot go from {first} to {last}: {reason}", fix="give the lower corner first")
 
 
 def range_of(given: object) -> MeshCoordinateRange:
     """A range from a range, one coordinate or a pair of corners.
 
-    >>> print(range_of((0, 1)), range_of([(0, 1), (1, 3)]))
-    (0, 1)..(0, 1) (0, 1)..(1, 3)
+    >>> range_of((0, 1)).span, range_of([(0, 1), (1, 3)]).span
+    ('(0, 1)..(0, 1)', '(0, 1)..(1, 3)')
     """
     if isinstance(given, MeshCoordinateRange):
         return given
@@ -216,10 +230,8 @@ def range_here(where: MeshCoordinateRange, mesh: Mesh) -> MeshCoordinateRange | 
     """What this process holds of a range; None if that is nothing."""
     if not mesh.is_split:
         return where
-    start = tuple(map(max, where.start, mesh.local_offset))
     box = zip(mesh.local_offset, mesh.local_shape, strict=True)
-    end = tuple(map(min, where.end, (first + size - 1 for first, size in box)))
-    return MeshCoordinateRange(start, end) if all(a <= b for a, b in zip(start, end, strict=True)) else None
+    return where.intersection(MeshCoordinateRange(mesh.local_offset, [first + size - 1 for first, size in box]))
 
 
 def check_range(given: MeshCoordinateRange | None, mesh: Mesh) -> MeshCoordinateRange:

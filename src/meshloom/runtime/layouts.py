@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from meshloom.errors import ArgumentError, PlacementError, ShapeError, closest
 from meshloom.mesh import Coordinate, Mesh
+from meshloom.mesh.process import place_of
 from meshloom.placement import Placement, Replicate, Shard, Topology
 from meshloom.types import Shape, check_dtype, itemsize, numel
 
@@ -150,11 +151,8 @@ class Layout:
 
     def slices(self, number: int) -> tuple[slice, ...]:
         """The shard of that number as an index of the global array."""
-        found = []
-        for size, count in zip(reversed(self.local_shape), reversed(self.grid), strict=True):
-            number, place = divmod(number, count)
-            found.append(slice(place * size, (place + 1) * size))
-        return tuple(reversed(found))
+        places = zip(place_of(number, self.grid), self.local_shape, strict=True)
+        return tuple(slice(place * size, (place + 1) * size) for place, size in places)
 
     def holders(self) -> dict[int, Coordinate]:
         """For each shard the first coordinate that holds it."""

@@ -201,7 +201,8 @@ def _works(batched: Callable[..., object], buffers: Sequence[MeshBuffer]) -> boo
 
 def places_of(launches: Sequence[Launch]) -> list[tuple[Coordinate, Launch]]:
     """Every coordinate of this process with its launch, row-major."""
-    return sorted(((place, launch) for launch in launches for place in launch.here or ()), key=lambda pair: pair[0])
+    here = ((launch.here, launch) for launch in launches if launch.here is not None)
+    return sorted(((place, launch) for held, launch in here for place in held.places()), key=lambda pair: pair[0])
 
 
 def total(launches: Sequence[Launch]) -> int:

@@ -25,6 +25,7 @@ from meshloom.runtime import transfers
 from meshloom.runtime.buffer import MeshBuffer
 from meshloom.runtime.commands import Command, Note, Read, Record, Replay, Run, Wait, Write, running_here
 from meshloom.runtime.events import MeshEvent
+from meshloom.runtime.geometry import MeshCoordinateRange
 from meshloom.runtime.launches import UnderWay
 from meshloom.runtime.system import Failures
 from meshloom.runtime.workload import MeshWorkload
@@ -127,12 +128,12 @@ class MeshCommandQueue:
         trace.check(self.device)
         self.submit(Replay(trace), blocking)
 
-    def record_event(self) -> MeshEvent:
-        """An event that comes about when all that was enqueued so far is done."""
+    def record_event(self, device_range: MeshCoordinateRange | None = None) -> MeshEvent:
+        """An event that comes about when all that was enqueued so far is done; for `device_range`."""
         self._refuse_in_capture(Record.captured)
         with self._lock:
             clock = None if self.system.races is None else self.system.races.note_event(self.id)
-        event = MeshEvent(self, where(), clock)
+        event = MeshEvent(self, where(), clock, device_range)
         command = Record(event)
         self.submit(command, False)
         event.number = command.number
@@ -232,8 +233,9 @@ class MeshCommandQueue:
         """A launch takes too long: it is left to itself, its cards are lost, and what is behind it is not run."""
         note, late = launch.command.note, f"did not end within {self.system.launches.timeout:g} s"
         note.status = GIVEN_UP
-        self.device.leave(launch.places, launch.command.buffers, f"{note.text} at {note.where} {late}")
-        found = [(place, DeviceTimeoutError(late)) for place in launch.places]
+        places = [tuple(place) for place in launch.places]
+        self.device.leave(places, launch.command.buffers, f"{note.text} at {note.where} {late}")
+        found = [(place, DeviceTimeoutError(late)) for place in places]
         with self._lock:
             self._failures.append((note, Failures(found)))
             left = self.runner.abandon(self._last)

@@ -23,7 +23,7 @@ from meshloom.errors import TraceError
 Call = Callable[[], Any]
 
 # Only the shape and dtype of their operand matter.
-_ALIKE = frozenset(
+ALIKE = frozenset(
     "new_zeros new_ones new_empty new_full new_empty_strided zeros_like ones_like empty_like full_like".split()
 )
 # Their schema says that they make something; they hand out their operand's memory.
@@ -42,7 +42,7 @@ def _kind(func: OpOverload) -> str:
         return "foreign"
     if name in _HANDED_ON:
         return "view"
-    if name in _ALIKE:
+    if name in ALIKE:
         return "alike"
     if torch.Tag.inplace_view in func.tags:
         return "shape"

@@ -76,5 +76,5 @@ class MeshWorkload:
 
 def _check_apart(mine: MeshCoordinateRange | None, other: MeshCoordinateRange | None) -> None:
     if mine is None or other is None or mine.intersects(other):
-        first, second = (str(each) if each is not None else "the whole mesh" for each in (mine, other))
+        first, second = (each.span if each is not None else "the whole mesh" for each in (mine, other))
         raise MeshError(f"range {first} overlaps {second}", fix="give every program coordinates of its own")

@@ -191,7 +191,7 @@ class Seen:
             return
         given = _arguments(operation, args, kwargs)
         if name in READS:
-            self._read(name, given)
+            self._read(given)
             return
         self.sums += full != name or name.rpartition(".")[2].removesuffix("_async") in SUMS
         first = next(iter(given), None)
@@ -202,7 +202,7 @@ class Seen:
             elif origin is not None and argument == first:
                 origin.roles.add("input")
 
-    def _read(self, name: str, given: dict[str, Any]) -> None:
+    def _read(self, given: dict[str, Any]) -> None:
         tensor = given.get("tensor", given.get("device_tensor"))
         if not isinstance(tensor, Tensor) or tensor.device() is None or len(tensor.device_coords()) < 2:
             return

@@ -71,6 +71,12 @@ def _expert_mm(input: torch.Tensor, mat2: torch.Tensor, number: torch.Tensor) ->
     return rows.new_zeros(rows.shape[0], mat2.shape[2]).index_copy(0, order, torch.cat(products)).reshape(shape)
 
 
+def _addbmm(input: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    """torch's own; mapped over devices it adds integers up in int64."""
+    found = torch.addbmm(input, batch1, batch2, beta=beta, alpha=alpha)
+    return found.to(batch1.dtype) if found.dtype == torch.int64 else found
+
+
 CONTRACTIONS: dict[str, Function] = {
     "matmul": torch.matmul,
     "mm": torch.mm,
@@ -90,6 +96,6 @@ CONTRACTIONS: dict[str, Function] = {
     "addmm": torch.addmm,
     "addmv": torch.addmv,
     "addr": torch.addr,
-    "addbmm": torch.addbmm,
+    "addbmm": _addbmm,
     "baddbmm": torch.baddbmm,
 }

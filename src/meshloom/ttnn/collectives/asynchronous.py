@@ -15,7 +15,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.groups import OVER, GroupCall, take_over
 from meshloom.ttnn.collectives.literal import (
     ReduceType,
     cut_padding,
@@ -30,7 +30,7 @@ from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.device.subdevices import SubDeviceId
 from meshloom.ttnn.ops import signatures
 from meshloom.ttnn.ops.activations import BcastOpMath
-from meshloom.ttnn.ops.calling import TABLE, Made, op, operands
+from meshloom.ttnn.ops.calling import TABLE, Made, op, operands, register
 from meshloom.ttnn.ops.signatures import CHECKS
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import MemoryConfig
@@ -84,7 +84,6 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 OUTPUTS = (
     "persistent_output_buffer persistent_output_buffers persistent_buffers persistent_output_tensor output_tensor"
 ).split()
-OVER = ("cluster_axis", "mode", "mesh_device")  # what a group takes
 
 
 def _positions(name: str, forms: Sequence[Sequence[str]], values: Sequence[Any], given: Any) -> dict[str, Any]:
@@ -119,12 +118,12 @@ def spell(name: str, work: Callable[..., Any], doc: str, also: str = "mode") -> 
         own = {each: given[each] for each in mine if each in given and each not in OUTPUTS}
         output = next((given[each] for each in OUTPUTS if each in given), None)
         if not isinstance(input_tensor, (list, tuple)):
-            return _write_into(work(Group(name, input_tensor, **over), **own), output)
+            return _write_into(work(GroupCall(name, input_tensor, **over), **own), output)
         outputs = output or [None] * len(input_tensor)
-        made = [work(Group(name, each, **over), **own) for each in input_tensor]
+        made = [work(GroupCall(name, each, **over), **own) for each in input_tensor]
         return [each.into(room) for each, room in zip(made, outputs, strict=True)]
 
-    told = {**inspect.signature(Group).parameters, **inspect.signature(work).parameters}
+    told = {**inspect.signature(GroupCall).parameters, **inspect.signature(work).parameters}
     types = {each: told[each].annotation if each in told else "Tensor | None" for each in (*order, *mine)}
     kinds = inspect.Parameter
     listed = [kinds(each, kinds.POSITIONAL_OR_KEYWORD, default=None, annotation=types[each]) for each in order]
@@ -134,10 +133,8 @@ def spell(name: str, work: Callable[..., Any], doc: str, also: str = "mode") -> 
     listed += [kinds(each, kinds.KEYWORD_ONLY, default=None, annotation=types[each]) for each in named]
     listed.insert(0, kinds("input_tensor", kinds.POSITIONAL_OR_KEYWORD, annotation="Tensor"))
     listed.append(kinds("over", kinds.VAR_KEYWORD))
-    call.__name__ = call.__qualname__ = name.rpartition(".")[2]
-    call.__doc__ = doc
     call.__signature__ = inspect.Signature(listed, return_annotation="Made")  # type: ignore[attr-defined]
-    op(name, also=also, more=Group)(call)
+    register(name, doc, call, also=also, more=GroupCall)
 
 
 def _write_into(found: Any, output: Tensor | Sequence[Tensor] | None) -> Any:
@@ -153,7 +150,7 @@ def _write_into(found: Any, output: Tensor | Sequence[Tensor] | None) -> Any:
 # what is done over a group
 
 
-def _gather_reversed(group: Group, dim: int | None = None) -> Made:
+def _gather_reversed(group: GroupCall, dim: int | None = None) -> Made:
     """What the members hold along a dim, the last member first."""
     place = group.sharded_dim() if dim is None else group.dim(dim)
     turned = stack_members(group).flip(group.at(0))
@@ -162,7 +159,7 @@ def _gather_reversed(group: Group, dim: int | None = None) -> Made:
 
 
 def _gather_without_slots(
-    group: Group,
+    group: GroupCall,
     dim: int,
     input_batch_index: int | None = None,
     gathered_dim_size: int | None = None,
@@ -180,14 +177,17 @@ def _gather_without_slots(
 
 
 def _reduce(
-    group: Group, math_op: ReduceType = ReduceType.Sum, num_devices: int | None = None, buffer_tensor: Any = None
+    group: GroupCall,
+    math_op: ReduceType = ReduceType.Sum,
+    num_devices: int | None = None,
+    buffer_tensor: Any = None,
 ) -> Made:
     if num_devices is not None and num_devices != group.size:
         raise OperandError(f"ttnn.{group.name}: num_devices is {num_devices}, the group has {group.size}")
     return reduce_over(group, math_op)
 
 
-def _exchange(group: Group, in_dim: int, out_dim: int) -> Made:
+def _exchange(group: GroupCall, in_dim: int, out_dim: int) -> Made:
     """A tensor that is sharded along `in_dim` is sharded along `out_dim` afterwards."""
     joined, cut = group.dim(in_dim, "concat"), group.dim(out_dim, "split")
     size = group.chunk_size(cut)
@@ -199,7 +199,7 @@ def _exchange(group: Group, in_dim: int, out_dim: int) -> Made:
     return group.make(found, group.label_scatter(cut))
 
 
-def _slice(group: Group, dim: int, output_dim_offset: int, output_dim_shape: int) -> Made:
+def _slice(group: GroupCall, dim: int, output_dim_offset: int, output_dim_shape: int) -> Made:
     place = group.dim(dim, "slice")
     whole, end = group.tensor.shape[place] * group.size, output_dim_offset + output_dim_shape
     if not 0 <= output_dim_offset <= end <= whole:
@@ -211,13 +211,13 @@ def _slice(group: Group, dim: int, output_dim_offset: int, output_dim_shape: int
     return group.make(found, group.relabel(PlacementShard(place)))
 
 
-def _room(group: Group, dim: int) -> Tensor:
+def _room(group: GroupCall, dim: int) -> Tensor:
     """Room for what arrives, of the input's shape."""
     group.chunk_size(group.dim(dim, "scatter"))
     return _scratch(group, group.tensor.shape)
 
 
-def _rooms(group: Group, dim: int) -> list[Tensor]:
+def _rooms(group: GroupCall, dim: int) -> list[Tensor]:
     """Room for what arrives, and for the result."""
     place = group.dim(dim, "scatter")
     shape = list(group.tensor.shape)
@@ -225,7 +225,7 @@ def _rooms(group: Group, dim: int) -> list[Tensor]:
     return [_room(group, dim), _scratch(group, shape)]
 
 
-def _scratch(group: Group, shape: Sequence[int]) -> Tensor:
+def _scratch(group: GroupCall, shape: Sequence[int]) -> Tensor:
     block = group.block.new_zeros(*group.mesh.local_shape, *shape)
     return group.make(block, group.tensor.tensor_topology()).tensor()
 
@@ -261,14 +261,14 @@ for _name, _work, _doc in (
     spell(f"experimental.{_name}", _work, _doc or "", MATMULS if _name.endswith("scatter_async") else "mode")
 
 
-@op("experimental.deepseek_moe_reduce_scatter", also="mode", more=Group)
+@op("experimental.deepseek_moe_reduce_scatter", also="mode", more=GroupCall)
 def deepseek_moe_reduce_scatter(
     input_tensors: Sequence[Tensor], output_memory_config: MemoryConfig, dim: int, **over: Any
 ) -> Made:
     """As `ttnn.reduce_scatter` of the tensors joined along `dim`: the i-th is what is summed for member i."""
     name = "experimental.deepseek_moe_reduce_scatter"
     _, blocks = operands(name, *input_tensors)
-    group = Group(name, input_tensors[0], **over)
+    group = GroupCall(name, input_tensors[0], **over)
     blocks = [group.take(block) for block in blocks]
     place = group.dim(dim, "scatter")
     if len(blocks) != group.size:
@@ -308,9 +308,9 @@ def neighbor_pad_async(
     sides = [_as_list(each) for each in (dim, padding_left, padding_right, cluster_axis)]
     if len({len(each) for each in sides}) != 1:
         raise ArgumentError(f"ttnn.{name}: dim, padding_left, padding_right and cluster_axis are not equally many")
-    group, block = Group(name, input_tensor, mode=mode), None
+    group, block = GroupCall(name, input_tensor, mode=mode), None
     for place, left, right, axis in zip(*sides, strict=True):
-        group = Group(name, input_tensor, cluster_axis=axis, mode=mode)
+        group = GroupCall(name, input_tensor, cluster_axis=axis, mode=mode)
         block = _neighbours(
             group, group.block if block is None else block, group.dim(place, "pad"), left, right, padding_mode
         )
@@ -322,7 +322,7 @@ def _as_list(given: int | Sequence[int]) -> list[int]:
     return [given] if isinstance(given, int) else list(given)
 
 
-def _neighbours(group: Group, block: Block, dim: int, left: int, right: int, padding_mode: str) -> Block:
+def _neighbours(group: GroupCall, block: Block, dim: int, left: int, right: int, padding_mode: str) -> Block:
     place, size = group.at(dim), block.shape[group.at(dim)]
     if max(left, right) > size:
         raise OperandError(f"ttnn.{group.name}: {max(left, right)} rows of a neighbour that has {size}")
@@ -338,7 +338,7 @@ def _neighbours(group: Group, block: Block, dim: int, left: int, right: int, pad
     return torch.cat(pieces, place)
 
 
-def _edge(group: Group, block: Block, place: int, start: int, count: int, offset: int, padding_mode: str) -> Block:
+def _edge(group: GroupCall, block: Block, place: int, start: int, count: int, offset: int, padding_mode: str) -> Block:
     """What comes from the neighbour on one side; at the outer end zeros, or the member's own row next to it."""
     found = group.run_on(block.narrow(place, start, count), native.shift, offset, wrap=False, own=True)
     if padding_mode == "zeros":
@@ -369,7 +369,9 @@ def _product(
 
 
 @op(
-    "experimental.all_gather_matmul_async", also="sub_core_grids use_broadcast use_optimal_ccl_for_llama", more=_product
+    "experimental.all_gather_matmul_async",
+    also="sub_core_grids use_broadcast use_optimal_ccl_for_llama cluster_axis mode",
+    more=(GroupCall, _product),
 )
 def all_gather_matmul_async(
     input_tensor: Tensor,
@@ -379,42 +381,31 @@ def all_gather_matmul_async(
     *,
     memory_config_ag: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
     **how: Any,
 ) -> list[Tensor]:
     """`ttnn.all_gather`, then `ttnn.linear` with the weight: both results."""
-    group = Group("experimental.all_gather_matmul_async", input_tensor, cluster_axis=cluster_axis, mode=mode)
+    group = GroupCall("experimental.all_gather_matmul_async", input_tensor, **take_over(how))
     gathered = gather_along(group, dim).tensor(memory_config=memory_config_ag, output=persistent_output_buffer)
     return [gathered, _product(gathered, weight_tensor, memory_config_mm, **how)]
 
 
-@op("experimental.llama_all_gather_matmul_async", also="core_grid", more=_product)
+@op("experimental.llama_all_gather_matmul_async", also="core_grid mode", more=(GroupCall, _product))
 def llama_all_gather_matmul_async(
     input_tensor0: Tensor,
     input_tensor1: Tensor,
     dim: int,
-    cluster_axis: int,
-    mesh_device: MeshDevice | None = None,
     *,
     ag_memory_config: MemoryConfig | None = None,
     mm_memory_config: MemoryConfig | None = None,
-    mode: str | None = None,
     **how: Any,
 ) -> Tensor:
     """`ttnn.all_gather` of the first, then its product with the second."""
-    group = Group(
-        "experimental.llama_all_gather_matmul_async",
-        input_tensor0,
-        cluster_axis=cluster_axis,
-        mode=mode,
-        mesh_device=mesh_device,
-    )
+    group = GroupCall("experimental.llama_all_gather_matmul_async", input_tensor0, **take_over(how))
     gathered = gather_along(group, dim).tensor(memory_config=ag_memory_config)
     return _product(gathered, input_tensor1, mm_memory_config, **how)
 
 
-@op("experimental.matmul_reduce_scatter_async", more=_product)
+@op("experimental.matmul_reduce_scatter_async", also="cluster_axis mode", more=(GroupCall, _product))
 def matmul_reduce_scatter_async(
     input_tensor: Tensor,
     weight_tensor: Tensor,
@@ -423,12 +414,11 @@ def matmul_reduce_scatter_async(
     *,
     memory_config_rs: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    cluster_axis: int | None = None,
-    mode: str | None = None,
     **how: Any,
 ) -> list[Tensor]:
     """`ttnn.linear` with the weight, then `ttnn.reduce_scatter`: both results."""
+    over = take_over(how)
     product = _product(input_tensor, weight_tensor, memory_config_mm, **how)
-    group = Group("experimental.matmul_reduce_scatter_async", product, cluster_axis=cluster_axis, mode=mode)
+    group = GroupCall("experimental.matmul_reduce_scatter_async", product, **over)
     scattered = scatter_along(group, dim).into(persistent_output_buffer)
     return [product, scattered.tensor(memory_config=memory_config_rs)]

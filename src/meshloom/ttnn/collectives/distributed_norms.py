@@ -12,12 +12,11 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.collectives.groups import Group
-from meshloom.ttnn.device.mesh_device import MeshDevice
+from meshloom.ttnn.collectives.groups import GroupCall, take_over
 from meshloom.ttnn.ops.activations import Activation, activate
-from meshloom.ttnn.ops.calling import TABLE, Made, op, operands
+from meshloom.ttnn.ops.calling import TABLE, Made, op, operands, register
 from meshloom.ttnn.ops.copies import typecast
-from meshloom.ttnn.ops.fused_norms import finish, refuse_rows, split_and_turn
+from meshloom.ttnn.ops.fused_norms import finish, finish_heads, split_and_turn
 from meshloom.ttnn.ops.group_norm import _by_channel as weight_by_channel
 from meshloom.ttnn.ops.normalisation import STATISTICS, affine, as_row, weight_row
 from meshloom.ttnn.ops.topologies import EACH, topology_of
@@ -34,7 +33,7 @@ from meshloom.ttnn.tensor.topology import REPLICATE
 class _Rows:
     """Rows that a group holds parts of: sums and means over all of it."""
 
-    def __init__(self, group: Group, dims: tuple[int, ...] = (-1,)) -> None:
+    def __init__(self, group: GroupCall, dims: tuple[int, ...] = (-1,)) -> None:
         self.group, self.dims = group, dims
         held = count_of(group.tensor, dims)
         if isinstance(held, int):
@@ -72,7 +71,7 @@ def _normalise(
     """The norm of rows that lie on a group, times the weight, plus the bias: in float32, to be rounded at the end."""
     given = [each for each in (weight, bias) if each is not None]
     operands(name, tensor, *given, *([] if residual is None else [residual]))
-    group = Group(name, tensor, **over)
+    group = GroupCall(name, tensor, **over)
     axes, rank, width = len(tensor.grid), len(tensor.shape), tensor.shape[-1]
     x = group.block.float()
     if residual is not None:
@@ -84,80 +83,61 @@ def _normalise(
     return group.make(found, label, dtype=DataType.FLOAT32)
 
 
-@op("experimental.dit_fused_distributed_rmsnorm", also="mode")
+@op(
+    "experimental.dit_fused_distributed_rmsnorm",
+    also="mode",
+    more=(GroupCall, finish_heads),
+    drops="persistent_output_buffer",
+    refuses="affine_tile_row_map",
+    instead="one weight for all rows",
+)
 def dit_fused_distributed_rmsnorm(
     input_tensor: Tensor,
-    cluster_axis: int | None,
-    mesh_device: MeshDevice,
-    multi_device_global_semaphore: Any = None,
     *,
     epsilon: float = 1e-05,
     num_heads_per_device: int = 1,
     per_head_norm: bool = False,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    transformation_mat: Tensor | None = None,
-    rope_cos: Tensor | None = None,
-    rope_sin: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    persistent_output_buffer: Tensor | None = None,
-    affine_tile_row_map: Tensor | None = None,
-    mode: str | None = None,
+    **how: Any,
 ) -> Tensor:
     """`rms_norm` of rows over a group, then as heads [1, heads, S, D], turned by their angles.
 
     With `per_head_norm` every head has a norm of its own, and nothing is sent.
     """
-    name = "experimental.dit_fused_distributed_rmsnorm"
-    refuse_rows(name, affine_tile_row_map)
-    over: dict[str, Any] = {"cluster_axis": cluster_axis, "mesh_device": mesh_device, "mode": mode}
-    turn = (transformation_mat, rope_cos, rope_sin)
+    name, over = "experimental.dit_fused_distributed_rmsnorm", take_over(how)
     if per_head_norm:
         exact = typecast(input_tensor, DataType.FLOAT32)
         heads = split_and_turn(name, exact, num_heads_per_device, None, None, None)
         normal: Tensor = TABLE["rms_norm"](heads, epsilon=epsilon, weight=weight, bias=bias)
-        found = split_and_turn(name, normal, 1, *turn)
-    else:
-        made = _normalise(name, input_tensor, _rms, epsilon, weight, bias, **over)
-        found = split_and_turn(name, made.tensor(), num_heads_per_device, *turn)
-    return finish(found, dtype or input_tensor.dtype, memory_config, None)
+        return finish_heads(normal, name=name, like=input_tensor, **how)
+    made = _normalise(name, input_tensor, _rms, epsilon, weight, bias, **over)
+    return finish_heads(made.tensor(), name=name, like=input_tensor, num_heads_per_device=num_heads_per_device, **how)
 
 
-@op("experimental.dit_fused_distributed_layernorm", also="mode")
+@op(
+    "experimental.dit_fused_distributed_layernorm",
+    also="mode",
+    more=(GroupCall, finish_heads),
+    drops="persistent_output_buffer",
+)
 def dit_fused_distributed_layernorm(
     input_tensor: Tensor,
-    cluster_axis: int | None,
-    mesh_device: MeshDevice,
-    multi_device_global_semaphore: Any = None,
     *,
     epsilon: float = 1e-05,
-    num_heads_per_device: int = 1,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    transformation_mat: Tensor | None = None,
-    rope_cos: Tensor | None = None,
-    rope_sin: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    persistent_output_buffer: Tensor | None = None,
-    mode: str | None = None,
+    **how: Any,
 ) -> Tensor:
     """`layer_norm` of rows over a group, then as heads [1, heads, S, D], turned by their angles."""
     name = "experimental.dit_fused_distributed_layernorm"
-    over: dict[str, Any] = {"cluster_axis": cluster_axis, "mesh_device": mesh_device, "mode": mode}
-    made = _normalise(name, input_tensor, _layer, epsilon, weight, bias, **over)
-    turned = split_and_turn(name, made.tensor(), num_heads_per_device, transformation_mat, rope_cos, rope_sin)
-    return finish(turned, dtype or input_tensor.dtype, memory_config, None)
+    made = _normalise(name, input_tensor, _layer, epsilon, weight, bias, **take_over(how))
+    return finish_heads(made.tensor(), name=name, like=input_tensor, **how)
 
 
-@op("fused_rms_minimal", also="mode")
+@op("fused_rms_minimal", also="mode", more=GroupCall, drops="stats")
 def fused_rms_minimal(
     input_tensor: Tensor,
-    program_config: Any,
-    cluster_axis: int,
-    mesh_device: MeshDevice,
-    global_semaphore: Any = None,
     *,
     persistent_output_tensor: Tensor | None = None,
     dtype: DataType | None = None,
@@ -165,12 +145,10 @@ def fused_rms_minimal(
     residual_input_tensor: Tensor | None = None,
     epsilon: float = 1e-12,
     weight: Tensor | None = None,
-    stats: Tensor | None = None,
-    mode: str | None = None,
+    **over: Any,
 ) -> Tensor:
     """`rms_norm` of rows over a group, of the sum with a residual, which becomes that sum."""
     name, residual = "fused_rms_minimal", residual_input_tensor
-    over: dict[str, Any] = {"cluster_axis": cluster_axis, "mesh_device": mesh_device, "mode": mode}
     made = _normalise(name, input_tensor, _rms, epsilon, weight, None, residual, **over)
     if residual is not None:
         TABLE["add_"](residual, input_tensor)
@@ -180,19 +158,16 @@ def fused_rms_minimal(
 # groups of channels, whose places lie on the group
 
 
-@op("experimental.dit_fused_distributed_groupnorm", also="mode")
+@op("experimental.dit_fused_distributed_groupnorm", also="mode", more=GroupCall, drops="persistent_output_buffer")
 def dit_fused_distributed_groupnorm(
     input_tensor: Tensor,
     *,
     num_groups: int,
     epsilon: float = 1e-05,
-    cluster_axis: int,
-    mesh_device: MeshDevice,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    persistent_output_buffer: Tensor | None = None,
     activation: Activation | None = None,
-    mode: str | None = None,
+    **over: Any,
 ) -> Made:
     """`group_norm` of [N, 1, H * W, C] whose places lie on a group of devices, then an activation."""
     name = "experimental.dit_fused_distributed_groupnorm"
@@ -201,7 +176,7 @@ def dit_fused_distributed_groupnorm(
         raise OperandError(f"ttnn.{name}: {channels} channels are not {num_groups} equal groups")
     given = [each for each in (weight, bias) if each is not None]
     operands(name, input_tensor, *given)
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mesh_device=mesh_device, mode=mode)
+    group = GroupCall(name, input_tensor, **over)
     rows = _Rows(group, tuple(range(1 - rank, -1)))
 
     def average(values: Block) -> Block:
@@ -222,9 +197,9 @@ def dit_fused_distributed_groupnorm(
 # room for statistics
 
 
-def _room(name: str, tensor: Tensor, columns: int, cluster_axis: int | None, mesh_device: MeshDevice) -> Tensor | None:
+def _room(name: str, tensor: Tensor, columns: int, **over: Any) -> Tensor | None:
     """Room for what the devices of a group gather about each row; a device that is alone needs none."""
-    group = Group(name, tensor, cluster_axis=cluster_axis, mesh_device=mesh_device)
+    group = GroupCall(name, tensor, **over)
     if group.size == 1:
         return None
     block = torch.zeros(*(1,) * len(tensor.grid), *tensor.shape[:-1], columns * group.size)
@@ -235,35 +210,22 @@ def _room(name: str, tensor: Tensor, columns: int, cluster_axis: int | None, mes
 def _create_room(kind: str, columns: int) -> None:
     name = f"experimental.dit_fused_distributed_{kind}_create_stats_buffer"
 
-    def call(
-        input_tensor: Tensor,
-        cluster_axis: int | None,
-        mesh_device: MeshDevice,
-        *,
-        num_heads_per_device: int = 1,
-        per_head_norm: bool = False,
-        weight: Tensor | None = None,
-        transformation_mat: Tensor | None = None,
-        rope_cos: Tensor | None = None,
-        rope_sin: Tensor | None = None,
-    ) -> Any:
-        return None if per_head_norm else _room(name, input_tensor, columns, cluster_axis, mesh_device)
+    def call(input_tensor: Tensor, *, per_head_norm: bool = False, **over: Any) -> Any:
+        return None if per_head_norm else _room(name, input_tensor, columns, **over)
 
-    call.__name__ = call.__qualname__ = name.rpartition(".")[2]
-    call.__doc__ = f"Room for the statistics of `dit_fused_distributed_{kind}`; None where nothing is sent."
-    op(name)(call)
+    doc = f"Room for the statistics of `dit_fused_distributed_{kind}`; None where nothing is sent."
+    unused = "num_heads_per_device weight transformation_mat rope_cos rope_sin"
+    register(name, doc, call, more=GroupCall, drops=unused)
 
 
 _create_room("rmsnorm", STATISTICS)
 _create_room("layernorm", 2 * STATISTICS)
 
 
-@op("experimental.dit_fused_distributed_groupnorm_create_stats_buffer")
-def dit_fused_distributed_groupnorm_create_stats_buffer(
-    input_tensor: Tensor, num_groups: int, cluster_axis: int, mesh_device: MeshDevice
-) -> Any:
+@op("experimental.dit_fused_distributed_groupnorm_create_stats_buffer", more=GroupCall)
+def dit_fused_distributed_groupnorm_create_stats_buffer(input_tensor: Tensor, num_groups: int, **over: Any) -> Any:
     """Room for the statistics of `dit_fused_distributed_groupnorm`; None where nothing is sent."""
     name = "experimental.dit_fused_distributed_groupnorm_create_stats_buffer"
     if num_groups < 1:
         raise ArgumentError(f"ttnn.{name}: num_groups={num_groups}")
-    return _room(name, input_tensor, 2 * STATISTICS, cluster_axis, mesh_device)
+    return _room(name, input_tensor, 2 * STATISTICS, **over)

@@ -13,7 +13,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.groups import GroupCall
 from meshloom.ttnn.collectives.literal import LINKS
 from meshloom.ttnn.ops.block_moves import outside_capture
 from meshloom.ttnn.ops.calling import Made, op, operands
@@ -23,7 +23,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementPartial
 
 
-@op("all_to_all_dispatch", also=LINKS + " mode", more=Group)
+@op("all_to_all_dispatch", also=LINKS + " mode", more=GroupCall)
 def all_to_all_dispatch(
     input_tensor: Tensor,
     expert_indices_tensor: Tensor,
@@ -40,8 +40,8 @@ def all_to_all_dispatch(
     """
     name = "all_to_all_dispatch"
     dim = _row_dim(name, output_concat_dim, "output_concat_dim")
-    tokens = Group(name, input_tensor, **over)
-    chosen = Group(name, expert_indices_tensor, **over)
+    tokens = GroupCall(name, input_tensor, **over)
+    chosen = GroupCall(name, expert_indices_tensor, **over)
     owners = _owners(name, tokens, expert_mapping_tensor)
     rows, experts = (
         group.run_on(group.block.transpose(group.at(0), group.at(1)), native.all_gather, group.at(dim))
@@ -57,7 +57,7 @@ def all_to_all_dispatch(
     ]
 
 
-@op("experimental.all_to_all_dispatch_metadata", also=LINKS + " mode", more=Group)
+@op("experimental.all_to_all_dispatch_metadata", also=LINKS + " mode", more=GroupCall)
 def all_to_all_dispatch_metadata(
     input_tensor: Tensor,
     expert_indices_tensor: Tensor,
@@ -74,7 +74,7 @@ def all_to_all_dispatch_metadata(
     """
     name, dim = "experimental.all_to_all_dispatch_metadata", 1
     tokens, chosen, scores = (
-        Group(name, each, **over) for each in (input_tensor, expert_indices_tensor, expert_scores_tensor)
+        GroupCall(name, each, **over) for each in (input_tensor, expert_indices_tensor, expert_scores_tensor)
     )
     owners = _owners(name, tokens, expert_mapping_tensor)
     rows, experts, weights = (
@@ -103,7 +103,7 @@ def _row_dim(name: str, dim: int | None, argument: str) -> int:
     return dim
 
 
-def _owners(name: str, group: Group, mapping: Tensor) -> Block:
+def _owners(name: str, group: GroupCall, mapping: Tensor) -> Block:
     """For every device, which experts it has: the block's parts are [experts] of bool."""
     _, (block,) = operands(name, mapping)
     axes, (experts, devices) = group.mesh.ndim, mapping.shape[-2:]
@@ -115,7 +115,7 @@ def _owners(name: str, group: Group, mapping: Tensor) -> Block:
     return table.expand(*held, experts, devices).gather(-1, numbers.expand(*held, experts, 1)).squeeze(-1) != 0
 
 
-@op("all_to_all_combine", also=LINKS + " mode", more=Group)
+@op("all_to_all_combine", also=LINKS + " mode", more=GroupCall)
 def all_to_all_combine(
     input_tensor: Tensor,
     expert_metadata_tensor: Tensor,
@@ -133,7 +133,7 @@ def all_to_all_combine(
     """
     name = "all_to_all_combine"
     dim = _row_dim(name, output_shard_dim, "output_shard_dim")
-    group = Group(name, input_tensor, **over)
+    group = GroupCall(name, input_tensor, **over)
     _, (metadata, mapping) = operands(name, expert_metadata_tensor, expert_mapping_tensor)
     axes = group.mesh.ndim
     gathered = group.run(native.all_gather, group.at(0))
@@ -147,7 +147,7 @@ def all_to_all_combine(
     return group.make(found, group.label_scatter(dim))
 
 
-def _slots(name: str, group: Group, mapping: Block, held: int) -> Block:
+def _slots(name: str, group: GroupCall, mapping: Block, held: int) -> Block:
     """For every expert the row that it has in what a group gathers, -1 if it is outside: parts are [experts].
 
     Groups may have experts of the same number: of rows that share the experts, each column asks its own.
@@ -164,7 +164,7 @@ def _slots(name: str, group: Group, mapping: Block, held: int) -> Block:
     return torch.where(table.any(-1), position.flatten()[owner] * held + local, torch.tensor(-1))
 
 
-def _numbers(group: Group) -> Block:
+def _numbers(group: GroupCall) -> Block:
     """For every device the number of its group."""
     shape = [1 if axis in group.axes else size for axis, size in enumerate(group.mesh.shape)]
     return torch.arange(group.mesh.size // group.size).reshape(shape)
@@ -203,7 +203,7 @@ def moe_routing_remap(
 ) -> Made:
     """Of the non-zero weights of a row, shared out in order over the devices along an axis, each keeps its own."""
     name = "moe_routing_remap"
-    group = Group(name, routing_weights_tensor, cluster_axis=cluster_axis)
+    group = GroupCall(name, routing_weights_tensor, cluster_axis=cluster_axis)
     if group.size != expert_parallel_size:
         raise OperandError(f"ttnn.{name}: expert_parallel_size is {expert_parallel_size}, the axis has {group.size}")
     if non_zero_weight_size % expert_parallel_size:
@@ -235,7 +235,7 @@ def moe_expert_token_remap(
     name = "moe_expert_token_remap"
     if reduction_size < 1:
         raise ArgumentError(f"ttnn.{name}: reduction_size={reduction_size}")
-    group = Group(name, topk_tensor)
+    group = GroupCall(name, topk_tensor)
     owned = _owners(name, group, expert_mapping_tensor)
     own = _count_own(name, expert_mapping_tensor.block)
     _, (metadata,) = operands(name, expert_metadata_tensor)

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshloom.errors import OperandError, UnsupportedError
-from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.groups import GroupCall, take_over
 from meshloom.ttnn.collectives.literal import gather_along, reduce_over, scatter_along
-from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.activations import Activation
 from meshloom.ttnn.ops.calling import TABLE, op
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.heads import nlp_concat_heads_decode, nlp_create_qkv_heads_decode
-from meshloom.ttnn.ops.matmul import linear
+from meshloom.ttnn.ops.matmul import linear, multiply
 from meshloom.ttnn.ops.model_ops import minimal_matmul
 from meshloom.ttnn.ops.slicing import chunk, split
 from meshloom.ttnn.tensor.formats import DataType
@@ -100,50 +98,44 @@ def _pieces(name: str, tensor: Tensor, chunks: int, sizes: Sequence[int], dim: i
     return [tensor] if chunks == 1 else list(chunk(tensor, chunks, -1))
 
 
-@op("experimental.all_gather_minimal_matmul_async", also="mode")
+@op(
+    "experimental.all_gather_minimal_matmul_async",
+    also="mode",
+    more=(GroupCall, minimal_matmul),
+)
 def all_gather_minimal_matmul_async(
     input_tensor: Tensor,
     weight_tensor: Tensor,
     *,
-    bias_tensor: Tensor | None = None,
     scalar: float | None = None,
     addcmul_input_tensor1: Tensor | None = None,
     addcmul_input_tensor2: Tensor | None = None,
-    fused_activation: Activation | None = None,
     memory_config: MemoryConfig | None = None,
     dtype: DataType | None = None,
     persistent_output_buffer: Tensor | None = None,
-    cluster_axis: int | None = None,
     chunks: int = 1,
     dim: int = -1,
     fsdp_cluster_axis: int | None = None,
     persistent_weight_buffer: Tensor | None = None,
-    fuse_swiglu: bool = False,
     chunk_sizes: Sequence[int] = (),
-    mode: str | None = None,
+    **how: Any,
 ) -> list[Tensor]:
     """`ttnn.all_gather` along the width, then `minimal_matmul` with the whole weight; in pieces of its width."""
     name = "experimental.all_gather_minimal_matmul_async"
     if fsdp_cluster_axis is not None or persistent_weight_buffer is not None:
         raise UnsupportedError(f"ttnn.{name}: a weight in shards is not covered", fix="ttnn.all_gather it first")
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode)
+    group = GroupCall(name, input_tensor, **take_over(how))
     gathered = gather_along(group, len(input_tensor.shape) - 1).tensor(output=persistent_output_buffer)
-    product = _multiply(
-        gathered,
-        weight_tensor,
-        scalar,
-        addcmul_input_tensor1,
-        addcmul_input_tensor2,
-        bias_tensor=bias_tensor,
-        fused_activation=fused_activation,
-        fuse_swiglu=fuse_swiglu,
-        dtype=dtype,
-        memory_config=memory_config,
-    )
+    added = (scalar, addcmul_input_tensor1, addcmul_input_tensor2)
+    product = _multiply(gathered, weight_tensor, *added, dtype=dtype, memory_config=memory_config, **how)
     return _pieces(name, product, chunks, chunk_sizes, dim)
 
 
-@op("experimental.strided_all_gather_minimal_matmul_async", also="mode")
+@op(
+    "experimental.strided_all_gather_minimal_matmul_async",
+    also="mode",
+    more=(GroupCall, minimal_matmul),
+)
 def strided_all_gather_minimal_matmul_async(
     input_tensor: Tensor,
     weight_tensor: Tensor,
@@ -152,35 +144,27 @@ def strided_all_gather_minimal_matmul_async(
     *,
     memory_config_ag: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    cluster_axis: int | None = None,
-    bias: Tensor | None = None,
-    fused_activation: Activation | None = None,
     fused_ternary_input_a: Tensor | None = None,
     fused_ternary_input_b: Tensor | None = None,
     fused_ternary_scalar: float | None = None,
+    bias: Tensor | None = None,
     chunks: int = 1,
-    fuse_swiglu: bool = False,
-    mode: str | None = None,
+    **how: Any,
 ) -> list[Tensor]:
     """`ttnn.all_gather` along a dim, then `minimal_matmul`: what was gathered, then the product or its pieces."""
     name = "experimental.strided_all_gather_minimal_matmul_async"
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode)
+    group = GroupCall(name, input_tensor, **take_over(how))
     gathered = gather_along(group, dim).tensor(memory_config=memory_config_ag, output=persistent_output_buffer)
-    product = _multiply(
-        gathered,
-        weight_tensor,
-        fused_ternary_scalar,
-        fused_ternary_input_a,
-        fused_ternary_input_b,
-        bias_tensor=bias,
-        fused_activation=fused_activation,
-        fuse_swiglu=fuse_swiglu,
-        memory_config=memory_config_mm,
-    )
+    added = (fused_ternary_scalar, fused_ternary_input_a, fused_ternary_input_b)
+    product = _multiply(gathered, weight_tensor, *added, bias_tensor=bias, memory_config=memory_config_mm, **how)
     return [gathered, *_pieces(name, product, chunks, ())]
 
 
-@op("experimental.minimal_matmul_strided_reduce_scatter_async", also="mode")
+@op(
+    "experimental.minimal_matmul_strided_reduce_scatter_async",
+    also="mode",
+    more=(GroupCall, minimal_matmul),
+)
 def minimal_matmul_strided_reduce_scatter_async(
     input_tensor: Tensor | Sequence[Tensor],
     weight_tensor: Tensor,
@@ -188,27 +172,18 @@ def minimal_matmul_strided_reduce_scatter_async(
     *,
     memory_config_mm: MemoryConfig | None = None,
     rs_output_mem_config: MemoryConfig | None = None,
-    cluster_axis: int | None = None,
-    bias: Tensor | None = None,
-    fused_activation: Activation | None = None,
     optional_rs_output_tensor: Tensor | None = None,
     fused_ternary_scalar: float | None = None,
     addcmul_input_tensor1: Tensor | None = None,
     addcmul_input_tensor2: Tensor | None = None,
-    dtype: DataType | None = None,
-    mode: str | None = None,
+    bias: Tensor | None = None,
+    **how: Any,
 ) -> list[Tensor]:
     """`minimal_matmul`, then `ttnn.reduce_scatter`: both results. What is added and multiplied is so after the sum."""
     name = "experimental.minimal_matmul_strided_reduce_scatter_async"
-    product = minimal_matmul(
-        input_tensor,
-        weight_tensor,
-        bias_tensor=bias,
-        fused_activation=fused_activation,
-        memory_config=memory_config_mm,
-        dtype=dtype,
-    )
-    made = scatter_along(Group(name, product, cluster_axis=cluster_axis, mode=mode), dim)
+    over = take_over(how)
+    product = minimal_matmul(input_tensor, weight_tensor, bias_tensor=bias, memory_config=memory_config_mm, **how)
+    made = scatter_along(GroupCall(name, product, **over), dim)
     if addcmul_input_tensor1 is None and addcmul_input_tensor2 is None:
         return [product, made.tensor(memory_config=rs_output_mem_config, output=optional_rs_output_tensor)]
     scattered = add_product(
@@ -224,60 +199,48 @@ def minimal_matmul_strided_reduce_scatter_async(
     return [product, scattered]
 
 
-@op("experimental.llama_rs_matmul", also="mode")
+@op("experimental.llama_rs_matmul", also="mode", more=(GroupCall, multiply))
 def llama_rs_matmul(
     input_tensor: Tensor,
     weight_tensor: Tensor,
-    intermediate_packet_buffer: Tensor | None,
     dim: int,
-    cross_device_semaphore: Any = None,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
     *,
     second_weight_tensor: Tensor | None = None,
     rs_tensor: Tensor | None = None,
     memory_config_rs: MemoryConfig | None = None,
     memory_config_mm: MemoryConfig | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    dtype: DataType | None = None,
-    activation: Activation | None = None,
     optional_output_tensor: Tensor | None = None,
-    mode: str | None = None,
+    dtype: DataType | None = None,
+    **how: Any,
 ) -> list[Tensor]:
     """The product with the weight, or both; then the `ttnn.reduce_scatter` of another tensor, else of the first."""
-    how: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b, "activation": activation}
+    over = take_over(how)
     how |= {"dtype": dtype, "memory_config": memory_config_mm}
     products = [linear(input_tensor, weight_tensor, **how, optional_output_tensor=optional_output_tensor)]
     if second_weight_tensor is not None:
         products.append(linear(input_tensor, second_weight_tensor, **how))
     summed = products[0] if rs_tensor is None else rs_tensor
-    group = Group("experimental.llama_rs_matmul", summed, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
+    group = GroupCall("experimental.llama_rs_matmul", summed, **over)
     return [*products, scatter_along(group, dim).tensor(memory_config=memory_config_rs)]
 
 
 # with heads
 
 
-@op("experimental.llama_rs_create_heads", also="mode")
+@op("experimental.llama_rs_create_heads", also="mode", more=GroupCall)
 def llama_rs_create_heads(
     input_tensor: Tensor,
-    intermediate_packet_buffer: Tensor | None,
     dim: int,
-    cross_device_semaphore: Any = None,
-    subdevice_id: Any = None,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
     memory_config: MemoryConfig | None = None,
     qkv_memory_config: MemoryConfig | None = None,
-    mode: str | None = None,
+    **over: Any,
 ) -> tuple[Tensor, ...]:
     """`ttnn.reduce_scatter` along a dim, then `nlp_create_qkv_heads_decode` of what each device has."""
     name = "experimental.llama_rs_create_heads"
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
+    group = GroupCall(name, input_tensor, **over)
     summed = scatter_along(group, dim).tensor(memory_config=memory_config)
     heads: Any = nlp_create_qkv_heads_decode(
         summed, num_heads=num_heads, num_kv_heads=num_kv_heads, memory_config=qkv_memory_config
@@ -285,14 +248,10 @@ def llama_rs_create_heads(
     return tuple(heads)
 
 
-@op("experimental.all_reduce_create_qkv_heads", also="mode")
+@op("experimental.all_reduce_create_qkv_heads", also="mode", more=GroupCall, drops="buffer_tensor")
 def all_reduce_create_qkv_heads(
     input_tensor: Tensor,
-    buffer_tensor: Tensor | None,
     batch_offset: Tensor | None,
-    cluster_axis: int | None,
-    mesh_device: MeshDevice | None = None,
-    multi_device_global_semaphore: Any = None,
     num_heads: int = 1,
     *,
     memory_config: MemoryConfig | None = None,
@@ -300,11 +259,11 @@ def all_reduce_create_qkv_heads(
     slice_size: int | None = None,
     final_memory_config: MemoryConfig | None = None,
     dtype: DataType | None = None,
-    mode: str | None = None,
+    **over: Any,
 ) -> tuple[Tensor, ...]:
     """`ttnn.all_reduce`, then `nlp_create_qkv_heads_decode` of a slice of the users: the sum, then all heads."""
     name = "experimental.all_reduce_create_qkv_heads"
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
+    group = GroupCall(name, input_tensor, **over)
     summed = reduce_over(group).tensor(memory_config=memory_config, dtype=dtype)
     heads: Any = nlp_create_qkv_heads_decode(
         summed,
@@ -317,22 +276,13 @@ def all_reduce_create_qkv_heads(
     return (summed, *heads)
 
 
-@op("experimental.all_gather_concat", also="mode")
+@op("experimental.all_gather_concat", also="mode", more=GroupCall, drops="buffer_tensor")
 def all_gather_concat(
-    input_tensor: Tensor,
-    buffer_tensor: Tensor | None,
-    dim: int,
-    cluster_axis: int | None,
-    mesh_device: MeshDevice | None = None,
-    multi_device_global_semaphore: Any = None,
-    num_heads: int = 1,
-    memory_config: MemoryConfig | None = None,
-    *,
-    mode: str | None = None,
+    input_tensor: Tensor, dim: int, num_heads: int = 1, memory_config: MemoryConfig | None = None, **over: Any
 ) -> Tensor:
     """`ttnn.all_gather` of [1, B, heads, D] along a dim, then `nlp_concat_heads_decode`."""
     name = "experimental.all_gather_concat"
-    group = Group(name, input_tensor, cluster_axis=cluster_axis, mode=mode, mesh_device=mesh_device)
+    group = GroupCall(name, input_tensor, **over)
     gathered = gather_along(group, dim).tensor()
     found: Tensor = nlp_concat_heads_decode(gathered, num_heads=num_heads, memory_config=memory_config)
     return found

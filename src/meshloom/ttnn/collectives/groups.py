@@ -6,7 +6,7 @@ each cut by its axis, or not cut where all along the axis hold the same. So ways
 communication and several processes are those of the native collectives.
 
 A tensor that lies on part of a mesh has groups of those devices alone: they are a mesh of their own with the same axes
-(`Group.mesh`), and `make` puts a result back where they are.
+(`GroupCall.mesh`), and `make` puts a result back where they are.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 
+from meshloom.comms import members_of
 from meshloom.comms.literal import Call, check_mode
 from meshloom.errors import ArgumentError, ModeError, OperandError, TraceError, closest
 from meshloom.mesh import Mesh
+from meshloom.mesh.process import number_of
 from meshloom.runtime import MeshCoordinate, state
 from meshloom.tensor import collectives as native
 from meshloom.tensor.base import Tensor as Native
@@ -83,8 +85,8 @@ OVER_ONE_AXIS = {
 ONE_AXIS = [each for each in fabric.FabricConfig if each.name.startswith("FABRIC_1D")]
 
 
-class Group:
-    """What a collective works on: a tensor, the mesh axes that it goes over, and the way to carry it out."""
+class GroupCall:
+    """What a collective works on: a tensor, the group of devices that it goes over, and the way to carry it out."""
 
     def __init__(
         self,
@@ -110,8 +112,8 @@ class Group:
                 self.split, self.mesh = self.mesh, self.mesh.split(1)
             self.mesh = _part_of(name, self.mesh, self.places, cluster_axis)
             self.block = self.take(self.block)
-        self.sizes = tuple(self.mesh.shape[axis] for axis in self.axes)
-        self.size = math.prod(self.sizes)
+        self.group = members_of(self.mesh, self.axes)
+        self.size = self.group.size
         if self.size == 1 or (cluster_axis is None and fabric._config in ONE_AXIS):
             _refuse_group(name, self.size, self.mesh)
         if setting.level == "original" and fabric._config is fabric.FabricConfig.DISABLED:
@@ -276,7 +278,7 @@ class Group:
 
     def position(self) -> torch.Tensor:
         """Every device's number in its group, with the mesh axes as dims; `here` of it are those of this process."""
-        numbers = torch.arange(self.size).reshape(self.sizes)
+        numbers = torch.arange(self.size).reshape(self.group.sizes)
         shape = [self.mesh.shape[axis] if axis in self.axes else 1 for axis in range(self.mesh.ndim)]
         return numbers.reshape(shape)
 
@@ -380,6 +382,14 @@ class Group:
         return dims.pop()
 
 
+OVER = ("cluster_axis", "mesh_device", "mode")  # what a collective takes beside its tensor
+
+
+def take_over(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a collective, taken out of those of an op."""
+    return {each: given.pop(each) for each in OVER if each in given}
+
+
 @functools.lru_cache(maxsize=4096)
 def _label(
     mesh: Mesh,
@@ -423,15 +433,8 @@ def _part_of(name: str, mesh: Mesh, held: tuple[MeshCoordinate, ...], cluster_ax
 
 
 def _numbers(grid: Sequence[int], places: Sequence[Sequence[int]]) -> list[int]:
-    """Coordinates of a grid counted row-major.
-
-    >>> _numbers((2, 4), [(0, 3), (1, 0)])
-    [3, 4]
-    """
-    numbers = [0] * len(places)
-    for axis, size in enumerate(grid):
-        numbers = [number * size + place[axis] for number, place in zip(numbers, places, strict=True)]
-    return numbers
+    """Coordinates of a grid counted row-major."""
+    return [number_of(place, grid) for place in places]
 
 
 def _axes(name: str, mesh: Mesh, cluster_axis: int | None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
 from meshloom.ttnn.choices import Choice
-from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.groups import GroupCall
 from meshloom.ttnn.ops.calling import Made, op
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.parts import Block, part
@@ -41,7 +41,7 @@ class ReduceType(Choice):
     Prod = 6
 
 
-@op("all_gather", also=LINKS + " mesh_device mode", more=Group)
+@op("all_gather", also=LINKS + " mesh_device mode", more=GroupCall)
 def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Made:
     """Every member of each group holds what all of them hold, one after the other along `dim`.
 
@@ -57,11 +57,11 @@ def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Mad
     (Shape([1, 2]), Shape([1, 8]), [PlacementReplicate()])
     >>> ttnn.close_mesh_device(mesh)
     """
-    group = Group("all_gather", input_tensor, **over)
+    group = GroupCall("all_gather", input_tensor, **over)
     return gather_along(group, dim)
 
 
-def gather_along(group: Group, dim: int | None = None) -> Made:
+def gather_along(group: GroupCall, dim: int | None = None) -> Made:
     """The all-gather of a group's tensor; the padding at the end of a dim that only the group cuts is left out."""
     place = group.sharded_dim() if dim is None else group.dim(dim)
     label = group.label_gather(place)
@@ -70,13 +70,13 @@ def gather_along(group: Group, dim: int | None = None) -> Made:
     return group.make(group.spread_members(group.run(native.all_gather, group.at(place)), place), label)
 
 
-def cut_padding(group: Group, block: Block, dim: int) -> Block:
+def cut_padding(group: GroupCall, block: Block, dim: int) -> Block:
     """A dim that the group cut and that is whole again, without the padding at its end."""
     size = group.whole_size(dim)
     return block if size is None else block.narrow(group.at(dim), 0, size)
 
 
-@op("all_reduce", also=LINKS + " mesh_device mode", more=Group)
+@op("all_reduce", also=LINKS + " mesh_device mode", more=GroupCall)
 def all_reduce(input_tensor: Tensor, **over: Any) -> Made:
     """Every member of each group holds the sum of what its members hold.
 
@@ -87,10 +87,10 @@ def all_reduce(input_tensor: Tensor, **over: Any) -> Made:
     tensor([[4., 4.]])
     >>> ttnn.close_mesh_device(mesh)
     """
-    return reduce_over(Group("all_reduce", input_tensor, **over))
+    return reduce_over(GroupCall("all_reduce", input_tensor, **over))
 
 
-def reduce_over(group: Group, math_op: ReduceType = ReduceType.Sum) -> Made:
+def reduce_over(group: GroupCall, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The all-reduce of a group's tensor."""
     how: dict[str, Any] = {"op": reduction(group.name, math_op), "precise": True}
     if group.places is None:
@@ -105,14 +105,14 @@ def reduction(name: str, math_op: ReduceType | None) -> str:
     return "sum" if math_op is None else math_op.name.lower()
 
 
-@op("reduce_scatter", also=LINKS + " mesh_device mode", more=Group)
+@op("reduce_scatter", also=LINKS + " mesh_device mode", more=GroupCall)
 def reduce_scatter(input_tensor: Tensor, dim: int, **over: Any) -> Made:
     """Member i of each group holds chunk i, along `dim`, of the sum of what its members hold."""
-    group = Group("reduce_scatter", input_tensor, **over)
+    group = GroupCall("reduce_scatter", input_tensor, **over)
     return scatter_along(group, dim)
 
 
-def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) -> Made:
+def scatter_along(group: GroupCall, dim: int, math_op: ReduceType = ReduceType.Sum) -> Made:
     """The reduce-scatter of a group's tensor."""
     place = group.dim(dim, "scatter")
     group.chunk_size(place)
@@ -126,7 +126,7 @@ def scatter_along(group: Group, dim: int, math_op: ReduceType = ReduceType.Sum) 
 @op("mesh_partition")
 def mesh_partition(input_tensor: Tensor, dim: int, cluster_axis: int | None = None) -> Made:
     """Member i of each group keeps chunk i, along `dim`, of its own tensor. Nothing is sent."""
-    group = Group("mesh_partition", input_tensor, cluster_axis=cluster_axis)
+    group = GroupCall("mesh_partition", input_tensor, cluster_axis=cluster_axis)
     place = group.dim(dim, "partition")
     chunk = group.chunk_size(
         place, f"input shape {list(input_tensor.shape)} must be divisible by cluster axis size {group.size}"
@@ -136,7 +136,7 @@ def mesh_partition(input_tensor: Tensor, dim: int, cluster_axis: int | None = No
     return group.make(found, group.label_scatter(place))
 
 
-def _check_tiles(group: Group, dim: int, chunk: int) -> None:
+def _check_tiles(group: GroupCall, dim: int, chunk: int) -> None:
     side = dim - group.rank + 2
     if (
         group.tensor.layout is Layout.TILE
@@ -152,10 +152,10 @@ def _check_tiles(group: Group, dim: int, chunk: int) -> None:
         )
 
 
-@op("broadcast", also=LINKS + " mode", more=Group)
+@op("broadcast", also=LINKS + " mode", more=GroupCall)
 def broadcast(input_tensor: Tensor, sender_coord: MeshCoordinate, **over: Any) -> Made:
     """Every member of the sender's group holds what the sender holds; other groups keep their own."""
-    group = Group("broadcast", input_tensor, **over)
+    group = GroupCall("broadcast", input_tensor, **over)
     place = coordinate(group, sender_coord, "sender_coord")
     root = int(group.position()[tuple(c if axis in group.axes else 0 for axis, c in enumerate(place))])
     found = group.run(native.broadcast, root)
@@ -169,7 +169,7 @@ def broadcast(input_tensor: Tensor, sender_coord: MeshCoordinate, **over: Any) -
     return group.make(kept, group.apart(others))
 
 
-def coordinate(group: Group, place: Sequence[int], name: str) -> tuple[int, ...]:
+def coordinate(group: GroupCall, place: Sequence[int], name: str) -> tuple[int, ...]:
     """A coordinate of the mesh as one of the group's devices, or an error."""
     if not isinstance(place, (MeshCoordinate, tuple, list)):
         raise ArgumentError(f"ttnn.{group.name}: {name}={place!r} is not a ttnn.MeshCoordinate")
@@ -179,28 +179,28 @@ def coordinate(group: Group, place: Sequence[int], name: str) -> tuple[int, ...]
     return group.local(found, name)
 
 
-def _each(group: Group, block: Block | None = None) -> Block:
+def _each(group: GroupCall, block: Block | None = None) -> Block:
     """The block with a part for every device."""
     given = group.block if block is None else block
     return given.expand(*group.mesh.local_shape, *given.shape[group.mesh.ndim :])
 
 
-@op("all_broadcast", also=LINKS + " mode", more=Group)
+@op("all_broadcast", also=LINKS + " mode", more=GroupCall)
 def all_broadcast(input_tensor: Tensor, **over: Any) -> list[Made]:
     """A tensor for every member of the groups: the k-th is what member k holds, on all members."""
-    group = Group("all_broadcast", input_tensor, **over)
+    group = GroupCall("all_broadcast", input_tensor, **over)
     stacked = stack_members(group)
     label = group.relabel(REPLICATE)
     return [group.make(each.clone(), label) for each in stacked.unbind(group.at(0))]
 
 
-def stack_members(group: Group, block: Block | None = None) -> Block:
+def stack_members(group: GroupCall, block: Block | None = None) -> Block:
     """What all members hold, in a new first dim of every part."""
     given = group.block if block is None else block
     return group.run_on(given.unsqueeze(group.at(0)), native.all_gather, group.at(0))
 
 
-@op("point_to_point", also="mode", more=Group)
+@op("point_to_point", also="mode", more=GroupCall)
 def point_to_point(
     input_tensor: Tensor,
     sender_coord: MeshCoordinate,
@@ -210,7 +210,7 @@ def point_to_point(
     **over: Any,
 ) -> Made:
     """The receiver holds what the sender holds; the other parts are zero, or as they were in `output_tensor`."""
-    group = Group("point_to_point", input_tensor, **over)
+    group = GroupCall("point_to_point", input_tensor, **over)
     source = coordinate(group, sender_coord, "sender_coord")
     target = coordinate(group, receiver_coord, "receiver_coord")
     if sum(a != b for a, b in zip(sender_coord, receiver_coord, strict=True)) > 1:
@@ -237,7 +237,7 @@ def point_to_point(
     return group.make(blank, group.apart(group.axes), output=output_tensor)
 
 
-@op("reduce_to_root", also="mode", more=Group)
+@op("reduce_to_root", also="mode", more=GroupCall)
 def reduce_to_root(
     input_tensor_l: Tensor,
     input_tensor_s: Tensor,
@@ -256,7 +256,7 @@ def reduce_to_root(
     The columns of `l` go in equal runs with the columns of `s` and `m`. Any number of devices takes part.
     """
     given = (input_tensor_l, input_tensor_s, input_tensor_m)
-    groups = [Group("reduce_to_root", each, **over) for each in given]
+    groups = [GroupCall("reduce_to_root", each, **over) for each in given]
     place = coordinate(groups[0], root_coord, "root_coord")
     root = int(groups[0].position()[place])
     stacked = [group.run_on(group.block.unsqueeze(group.at(0)), native.gather, group.at(0), root) for group in groups]
@@ -269,7 +269,7 @@ def reduce_to_root(
     ]
 
 
-def _alone(group: Group, values: Block, here: tuple[int, ...] | None) -> Block:
+def _alone(group: GroupCall, values: Block, here: tuple[int, ...] | None) -> Block:
     """Values on one device, if this process holds it, and zeros on the others."""
     block = values.new_zeros(*group.mesh.local_shape, *values.shape)
     if here is not None:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
-from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.groups import GroupCall
 from meshloom.ttnn.collectives.literal import gather_along
-from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.attending import attend, attention_topology, within
 from meshloom.ttnn.ops.block_moves import spread
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, op, operands, register, shared_coords
 from meshloom.ttnn.ops.transformer import check
 from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.parts import Block
@@ -31,12 +30,13 @@ def _joint(
     own: Sequence[Tensor],
     joint: Sequence[Tensor | None],
     *,
-    rooms: Sequence[Tensor | None],
-    dim: int,
+    persistent_output_buffer_k: Tensor | None = None,
+    persistent_output_buffer_v: Tensor | None = None,
+    joint_strategy: str = "rear",
     logical_n: int | Tensor,
-    joint_strategy: str,
-    scale: float | None,
-    causal: bool = False,
+    scale: float | None = None,
+    dim: int = 2,
+    is_causal: bool = False,
     **over: Any,
 ) -> Results:
     """Queries of every device over all keys of its group, then over those of a second sequence that all devices have.
@@ -50,12 +50,13 @@ def _joint(
     if dim % 4 != 2:
         raise OperandError(f"ttnn.{name}: dim {dim} of {list(k.shape)} is not the sequence", fix="dim=2")
     second = [each for each in joint if each is not None]
-    if len(second) not in (0, 3) or (causal and second):
+    if len(second) not in (0, 3) or (is_causal and second):
         raise OperandError(f"ttnn.{name}: {len(second)} joint tensors", fix="all three, and none if is_causal")
     operands(name, *own, *second)
-    group = Group(name, q, **over)
+    group, rooms = GroupCall(name, q, **over), (persistent_output_buffer_k, persistent_output_buffer_v)
     whole = [
-        gather_along(Group(name, each, **over), 2).tensor(output=room) for each, room in zip((k, v), rooms, strict=True)
+        gather_along(GroupCall(name, each, **over), 2).tensor(output=room)
+        for each, room in zip((k, v), rooms, strict=True)
     ]
     count = _count(logical_n)
     if not 0 < count <= whole[0].shape[2]:
@@ -63,7 +64,7 @@ def _joint(
     axes, length = len(q.grid), q.shape[2]
     keys, values = (each.block[..., :count, :] for each in whole)
     queries, seen = q.block, None
-    if causal:
+    if is_causal:
         first = group.here(group.position()) * length
         rows = first.reshape(*first.shape, *(1,) * 4) + torch.arange(length).unsqueeze(-1)
         seen = within(torch.arange(count), rows, None)
@@ -73,7 +74,7 @@ def _joint(
             for pair in zip((queries, keys, values), (each.block for each in second), strict=True)
         )
     found = attend(queries, keys, values, axes, scale=scale, seen=seen)
-    weight = _log_sums(queries, keys, axes, q.shape[-1] ** -0.5 if scale is None else scale, seen)
+    weight = _log_sums(queries, keys, q.shape[-1] ** -0.5 if scale is None else scale, seen)
     tensors = (q, *whole, *second)
     label, coords = attention_topology(tensors), shared_coords(*tensors)
     made = Made(found[..., :length, :].contiguous(), q, label, coords=coords)
@@ -91,7 +92,7 @@ def _count(given: int | Tensor) -> int:
     return int(given.block.flatten()[0]) if isinstance(given, Tensor) else given
 
 
-def _log_sums(q: Block, k: Block, axes: int, scale: float, seen: Block | None) -> Block:
+def _log_sums(q: Block, k: Block, scale: float, seen: Block | None) -> Block:
     """log(sum(exp(q @ k.T * scale))) over the keys that are seen, [*mesh, B, H, S, 1]."""
     heads = k.float().repeat_interleave(q.shape[-3] // k.shape[-3], -3)
     logits = q.float() @ heads.transpose(-1, -2) * scale
@@ -100,113 +101,37 @@ def _log_sums(q: Block, k: Block, axes: int, scale: float, seen: Block | None) -
     return logits.logsumexp(-1, keepdim=True)
 
 
-@op("transformer.ring_joint_scaled_dot_product_attention", also="mode")
-def ring_joint_scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    joint_tensor_q: Tensor | None = None,
-    joint_tensor_k: Tensor | None = None,
-    joint_tensor_v: Tensor | None = None,
-    *,
-    persistent_output_buffer_k: Tensor | None = None,
-    persistent_output_buffer_v: Tensor | None = None,
-    joint_strategy: str = "rear",
-    logical_n: int | Tensor,
-    logical_l: int | Tensor = 0,
-    scale: float | None = None,
-    dim: int = 2,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    is_causal: bool = False,
-    is_balanced: bool = False,
-    is_cross: bool = False,
-    kv_cache_batch_idx: int | None = None,
-    kv_actual_isl: int | None = None,
-    attention_sink: Tensor | None = None,
-    sliding_window_size: int | None = None,
-    circular_kv_cache: bool = False,
-    persistent_output_buffer_joint_k: Tensor | None = None,
-    persistent_output_buffer_joint_v: Tensor | None = None,
-    slot_id: Tensor | None = None,
-    kv_actual_isl_tensor: Tensor | None = None,
-    kv_cache_num_layers: int | None = None,
-    kv_cache_layer_idx: int | None = None,
-    kv_valid_end_tensor: Tensor | None = None,
-    mode: str | None = None,
-) -> Results:
+UNCOVERED = """logical_l is_balanced is_cross kv_cache_batch_idx kv_actual_isl attention_sink sliding_window_size
+    circular_kv_cache persistent_output_buffer_joint_k persistent_output_buffer_joint_v slot_id kv_actual_isl_tensor
+    kv_cache_num_layers kv_cache_layer_idx kv_valid_end_tensor"""
+
+
+def _register_joint(name: str, doc: str, **how: Any) -> None:
+    def call(
+        input_tensor_q: Tensor,
+        input_tensor_k: Tensor,
+        input_tensor_v: Tensor,
+        joint_tensor_q: Tensor | None = None,
+        joint_tensor_k: Tensor | None = None,
+        joint_tensor_v: Tensor | None = None,
+        **options: Any,
+    ) -> Results:
+        own, joint = (input_tensor_q, input_tensor_k, input_tensor_v), (joint_tensor_q, joint_tensor_k, joint_tensor_v)
+        return _joint(f"transformer.{name}", own, joint, **options)
+
+    register(f"transformer.{name}", doc, call, also="mode", more=(_joint, GroupCall), **how)
+
+
+_register_joint(
+    "ring_joint_scaled_dot_product_attention",
     """`joint_scaled_dot_product_attention` of a sequence that lies on a group: the first `logical_n` keys of it, and
-    then those of the joint sequence, which all devices have. Causal by the place in the whole sequence."""
-    name = "transformer.ring_joint_scaled_dot_product_attention"
-    asked: dict[str, Any] = {
-        "is_balanced": is_balanced,
-        "is_cross": is_cross,
-        "circular_kv_cache": circular_kv_cache,
-        "logical_l": logical_l if isinstance(logical_l, int) and logical_l else None,
-        "kv_cache_batch_idx": kv_cache_batch_idx,
-        "kv_actual_isl": kv_actual_isl,
-        "attention_sink": attention_sink,
-        "sliding_window_size": sliding_window_size,
-        "persistent_output_buffer_joint_k": persistent_output_buffer_joint_k,
-        "persistent_output_buffer_joint_v": persistent_output_buffer_joint_v,
-        "slot_id": slot_id,
-        "kv_actual_isl_tensor": kv_actual_isl_tensor,
-        "kv_cache_num_layers": kv_cache_num_layers,
-        "kv_cache_layer_idx": kv_cache_layer_idx,
-        "kv_valid_end_tensor": kv_valid_end_tensor,
-    }
-    refused = [each for each, value in asked.items() if value not in (None, False)]
-    if refused:
-        raise UnsupportedError(f"ttnn.{name}: {', '.join(refused)} not covered", fix="ttnn.all_gather, then attention")
-    return _joint(
-        name,
-        (input_tensor_q, input_tensor_k, input_tensor_v),
-        (joint_tensor_q, joint_tensor_k, joint_tensor_v),
-        rooms=(persistent_output_buffer_k, persistent_output_buffer_v),
-        dim=dim,
-        logical_n=logical_n,
-        joint_strategy=joint_strategy,
-        scale=scale,
-        causal=is_causal,
-        cluster_axis=cluster_axis,
-        mesh_device=mesh_device,
-        mode=mode,
-    )
-
-
-@op("transformer.exp_ring_joint_scaled_dot_product_attention", also="mode")
-def exp_ring_joint_scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    joint_tensor_q: Tensor | None = None,
-    joint_tensor_k: Tensor | None = None,
-    joint_tensor_v: Tensor | None = None,
-    *,
-    persistent_output_buffer_k: Tensor | None = None,
-    persistent_output_buffer_v: Tensor | None = None,
-    joint_strategy: str = "rear",
-    logical_n: int | Tensor,
-    scale: float | None = None,
-    dim: int = 2,
-    cluster_axis: int | None = None,
-    mesh_device: MeshDevice | None = None,
-    mode: str | None = None,
-) -> Results:
-    """`ring_joint_scaled_dot_product_attention` without a mask."""
-    return _joint(
-        "transformer.exp_ring_joint_scaled_dot_product_attention",
-        (input_tensor_q, input_tensor_k, input_tensor_v),
-        (joint_tensor_q, joint_tensor_k, joint_tensor_v),
-        rooms=(persistent_output_buffer_k, persistent_output_buffer_v),
-        dim=dim,
-        logical_n=logical_n,
-        joint_strategy=joint_strategy,
-        scale=scale,
-        cluster_axis=cluster_axis,
-        mesh_device=mesh_device,
-        mode=mode,
-    )
+    then those of the joint sequence, which all devices have. Causal by the place in the whole sequence.""",
+    refuses=UNCOVERED,
+    instead="ttnn.all_gather, then attention",
+)
+_register_joint(
+    "exp_ring_joint_scaled_dot_product_attention", "`ring_joint_scaled_dot_product_attention` without a mask."
+)
 
 
 @op("transformer.ring_distributed_scaled_dot_product_attention")
@@ -248,7 +173,7 @@ def ring_distributed_scaled_dot_product_attention(
     found = attend(picked, k, v, axes, scale=scale, seen=within(torch.arange(length), wide, None))
     made = Made(found, input_tensor_q, attention_topology(tensors, placed=True), coords=shared_coords(*tensors))
     if axis is not None:  # chunks from both ends are no shards
-        group = Group(name, input_tensor_q, cluster_axis=axis)
+        group = GroupCall(name, input_tensor_q, cluster_axis=axis)
         made.topology = group.relabel(UNKNOWN)
     return made
 

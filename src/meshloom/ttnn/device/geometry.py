@@ -1,15 +1,13 @@
-"""Places on a mesh, as TTNN spells them: the runtime's shape and coordinate, with ranges, sets of ranges and views."""
+"""Places on a mesh, as TTNN spells them: the runtime's shape, coordinate and range, with sets of ranges and views."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshloom.errors import OperandError
 from meshloom.processes.discovery import Control, Scope
-from meshloom.runtime import geometry
-from meshloom.runtime.geometry import MeshCoordinate, MeshShape, MeshType
+from meshloom.runtime.geometry import MeshCoordinate, MeshCoordinateRange, MeshShape, MeshType
 
 if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
@@ -22,37 +20,6 @@ __all__ = [
     "MeshShape",
     "MeshType",
 ]
-
-
-class MeshCoordinateRange(geometry.MeshCoordinateRange):
-    """A box of coordinates, both corners included; of a shape alone, all of it.
-
-    >>> box = MeshCoordinateRange(MeshCoordinate(0, 1), MeshCoordinate(1, 2))
-    >>> list(box)[1], box.shape, box.intersection(MeshCoordinateRange(MeshShape(1, 2)))
-    (MeshCoordinate([0, 2]), (2, 2), MeshCoordinateRange(start=MeshCoordinate([0, 1]), end=MeshCoordinate([0, 1])))
-    """
-
-    __slots__ = ()
-
-    def __init__(self, start: Sequence[int], end: Sequence[int] | None = None) -> None:
-        if end is None:
-            start, end = (0,) * len(start), [size - 1 for size in start]
-        if len(start) != len(end):
-            raise OperandError(
-                f"Start and end dimensions of a coordinate range do not match: {len(start)} != {len(end)}"
-            )
-        if any(a > b for a, b in zip(start, end, strict=True)):
-            raise OperandError(f"Start coordinate is greater than end coordinate: {tuple(start)} > {tuple(end)}")
-        object.__setattr__(self, "start", MeshCoordinate(*start))
-        object.__setattr__(self, "end", MeshCoordinate(*end))
-
-    def __iter__(self) -> Iterator[MeshCoordinate]:
-        return map(MeshCoordinate, super().__iter__())
-
-    def __repr__(self) -> str:
-        return f"MeshCoordinateRange(start={self.start!r}, end={self.end!r})"
-
-    __str__ = __repr__
 
 
 class MeshCoordinateRangeSet:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 from meshloom import runtime
@@ -38,7 +37,6 @@ __all__ = (
 MAXIMUM_QUEUES = 2
 WORKERS = 18  # where the cores that kernels see begin, in both directions
 RACES = "MESHLOOM_CHECK"
-_ids = count()
 _default: weakref.ref[MeshDevice] | None = None
 
 
@@ -62,7 +60,6 @@ class MeshDevice(SubDevices):
         self.runtime, self.system, self.parent = device, system, parent
         self.chip_name = device.system.chip.name
         self.options = dict(options or {})  # sizes of regions, dispatch: as they were asked for
-        self._id = next(_ids)
         self._submeshes: weakref.WeakSet[MeshDevice] = weakref.WeakSet()
         self._opened = tuple(device.shape), tuple(device.mesh.device_ids)
         self._programs: set[Hashable] | frozenset[Hashable] = set()
@@ -98,7 +95,7 @@ class MeshDevice(SubDevices):
 
     def id(self) -> int:
         """Its number: meshes and submeshes are counted as they are made."""
-        return self._id
+        return self.runtime.id
 
     def get_num_devices(self) -> int:
         return self.runtime.num_devices

@@ -22,13 +22,14 @@ from meshloom.errors import ArgumentError, OperandError, TraceError, where
 from meshloom.processes.divergence import note
 from meshloom.runtime import state
 from meshloom.runtime.commands import Replay
-from meshloom.runtime.events import MeshEvent as Event
+from meshloom.runtime.device import MeshDevice as RuntimeDevice
+from meshloom.runtime.events import MeshEvent
+from meshloom.runtime.geometry import MeshCoordinateRange
 from meshloom.runtime.memory import Allocator, Region, make_region
 from meshloom.runtime.queue import MeshCommandQueue
 from meshloom.runtime.races import Access
 from meshloom.runtime.trace import Trace
 from meshloom.ttnn.choices import Number
-from meshloom.ttnn.device.geometry import MeshCoordinateRange
 from meshloom.ttnn.device.system import tell
 from meshloom.ttnn.tensor.parts import Block
 
@@ -92,16 +93,20 @@ def get_current_command_queue_id_for_thread() -> QueueId:
 
 def queue_of(device: MeshDevice, cq_id: int | None = None) -> MeshCommandQueue:
     """A queue of a mesh by its number, the current one of the thread for None."""
+    return _find_queue(device.runtime, cq_id)
+
+
+def _find_queue(device: RuntimeDevice, cq_id: object) -> MeshCommandQueue:
     if cq_id is not None and (isinstance(cq_id, bool) or not isinstance(cq_id, int)):
         raise ArgumentError(f"cq_id={cq_id!r} is neither a number nor a ttnn.QueueId")
     number = _current.number if cq_id is None else int(cq_id)
-    if not 0 <= number < len(device.runtime.queues):
+    if not 0 <= number < len(device.queues):
         raise OperandError(
             f"cq_id {number} is out of range",
-            mesh=f"{device}, opened with num_command_queues={len(device.runtime.queues)}",
+            mesh=f"{device}, opened with num_command_queues={len(device.queues)}",
             fix="open_mesh_device(..., num_command_queues=2) has queues 0 and 1",
         )
-    return device.runtime.queue(number)
+    return device.queue(number)
 
 
 # what ops and transfers do
@@ -215,23 +220,6 @@ def _refuse_in_capture(reason: str) -> None:
 # events
 
 
-class MeshEvent:
-    """A mark on a queue: all that it had been given when it was recorded."""
-
-    def __init__(self, event: Event, device: MeshDevice, cq_id: int, device_range: MeshCoordinateRange) -> None:
-        self.event, self.device, self.mesh_cq_id, self.device_range = event, device, cq_id, device_range
-
-    @property
-    def id(self) -> int:
-        return self.event.id
-
-    def __repr__(self) -> str:
-        return (
-            f"MeshEvent(id={self.id}, device_id={self.device.id()}, mesh_cq_id={self.mesh_cq_id}, "
-            f"device_range={self.device_range})"
-        )
-
-
 def record_event(
     mesh_device: MeshDevice,
     cq_id: int | None = None,
@@ -241,8 +229,7 @@ def record_event(
     """An event that comes about when all that a queue has been given so far is done."""
     queue = queue_of(mesh_device, cq_id)
     _refuse_in_capture(EVENTS)
-    places = device_range if device_range is not None else MeshCoordinateRange(mesh_device.shape)
-    return MeshEvent(queue.record_event(), mesh_device, queue.cq_id, places)
+    return queue.record_event(device_range)
 
 
 def wait_for_event(cq_id: int | MeshEvent | None = None, mesh_event: MeshEvent | None = None) -> None:
@@ -250,16 +237,16 @@ def wait_for_event(cq_id: int | MeshEvent | None = None, mesh_event: MeshEvent |
     if isinstance(cq_id, MeshEvent) and mesh_event is None:
         cq_id, mesh_event = None, cq_id
     event = _event(mesh_event)
-    queue = queue_of(event.device, cq_id)  # type: ignore[arg-type]
+    queue = _find_queue(event.queue.device, cq_id)
     _refuse_in_capture(EVENTS)
-    queue.wait_for_event(event.event)
+    queue.wait_for_event(event)
 
 
 def event_synchronize(mesh_event: MeshEvent) -> None:
     """Wait for an event on the host."""
     event = _event(mesh_event)
     _refuse_in_capture(EVENTS)
-    event.event.synchronize()
+    event.synchronize()
     tell("waited", event)
 
 

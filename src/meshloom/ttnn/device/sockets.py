@@ -16,7 +16,7 @@ import torch
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError, where
 from meshloom.runtime import MeshCoordinate
 from meshloom.ttnn.choices import Choice
-from meshloom.ttnn.collectives.groups import Group
+from meshloom.ttnn.collectives.groups import GroupCall
 from meshloom.ttnn.device import processes, queues
 from meshloom.ttnn.device.cores import CoreCoord
 from meshloom.ttnn.device.fabric import FabricNodeId
@@ -229,7 +229,7 @@ def _label(name: str, output: Tensor, socket: MeshSocket, sent: _Sent) -> Tensor
     """The sender's label if every device got what the one at its coordinate had; else none says what is the same."""
     if output._coords is not None:  # some devices have none of it: nobody takes it for the same on all
         return output.tensor_topology()
-    pairs, group = _pairs(socket), Group(name, output)
+    pairs, group = _pairs(socket), GroupCall(name, output)
     places = [tuple(each) for each in group.mesh.coordinates()]
     straight = sorted(pairs) == [(place, place) for place in places]
     if straight and sent.topology is not None and [*map(tuple, sent.topology.mesh_coords())] == places:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.runtime.events import MeshEvent
 from meshloom.ttnn.device import queues
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.device.queues import MeshEvent, MeshTraceId
+from meshloom.ttnn.device.queues import MeshTraceId
 from meshloom.ttnn.ops.calling import TABLE
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor

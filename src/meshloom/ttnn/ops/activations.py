@@ -33,41 +33,31 @@ __all__ = [
 class GeluVariant(enum.Enum):
     """How gelu is worked out; the table of the hardware is as exact as the formula here."""
 
-    Accurate = 0
-    FastLut = 1
-    Tanh = 2
+    Accurate, FastLut, Tanh = range(3)
 
 
 class SigmoidMode(enum.Enum):
     """How exactly the hardware works out a sigmoid; here always exactly."""
 
-    Accurate = 0
-    AccurateWithFastExp = 1
-    FastApproximate = 2
+    Accurate, AccurateWithFastExp, FastApproximate = range(3)
 
 
 class BcastOpMath(enum.Enum):
     """What `bcast` does."""
 
-    ADD = 0
-    SUB = 1
-    MUL = 2
+    ADD, SUB, MUL = range(3)
 
 
 class BcastOpDim(enum.Enum):
     """Along which of the last two dims `bcast` repeats its second operand."""
 
-    H = 0
-    W = 1
-    HW = 2
+    H, W, HW = range(3)
 
 
 class LossReductionMode(enum.Enum):
     """What becomes of the loss of every element."""
 
-    NONE = 0
-    SUM = 1
-    MEAN = 2
+    NONE, SUM, MEAN = range(3)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def fill_cache(cache_tensor: Tensor, input_tensor: Tensor, batch_idx: int, *, up
     room = writable_block(cache_tensor, values.shape[: len(cache_tensor.grid)])
     target = room.select(-4, batch_idx).narrow(-2, update_idx, count)
     copy_parts(cache_tensor, target, rounded(values.squeeze(-4), cache_tensor.dtype))
-    return _update_label("fill_cache", cache_tensor, input_tensor, (1, 2, 3), (1, 2, 3))
+    return _update_label(cache_tensor, input_tensor, (1, 2, 3), (1, 2, 3))
 
 
 @op(
@@ -78,7 +78,7 @@ def update_cache(cache: Tensor, input: Tensor, update_idx: int, batch_offset: in
     room = writable_block(cache, values.shape[: len(cache.grid)])
     some = values.squeeze(-4).narrow(-2, batch_offset, users).transpose(-3, -2)  # [*mesh, users, H, D]
     copy_parts(cache, room.select(-2, update_idx), rounded(some, cache.dtype))
-    return _update_label("update_cache", cache, input, (2, 1, 3), (0, 1, 3))
+    return _update_label(cache, input, (2, 1, 3), (0, 1, 3))
 
 
 # every user at its own position, maybe in pages
@@ -133,7 +133,7 @@ def paged_update_cache(
         _put(cache_tensor, values, row, position, skipped, geometry, (heads, cache_tensor.shape[-1]))
     if mesh_coords is not None:
         return _unknown(cache_tensor)
-    return _update_label(name, cache_tensor, input_tensor, (1, 2, 3), (0, 1, 3), others)
+    return _update_label(cache_tensor, input_tensor, (1, 2, 3), (0, 1, 3), others)
 
 
 @op("experimental.paged_fused_update_cache", more=paged_update_cache)
@@ -189,7 +189,7 @@ def paged_fill_cache(
     _put(cache_tensor, values, page, position % length, skipped, (block_size or 0, 0), whole)
     if mesh_coords is not None:
         return _unknown(cache_tensor)
-    return _update_label(name, cache_tensor, input_tensor, (1, 3), (1, 3), others)
+    return _update_label(cache_tensor, input_tensor, (1, 3), (1, 3), others)
 
 
 def _wide(table: Block, index: Block, axes: int) -> tuple[Block, Block]:
@@ -273,7 +273,7 @@ def _put(
 
 
 def _update_label(
-    name: str, cache: Tensor, source: Tensor, dims: Sequence[int], places: Sequence[int], others: Sequence[Tensor] = ()
+    cache: Tensor, source: Tensor, dims: Sequence[int], places: Sequence[int], others: Sequence[Tensor] = ()
 ) -> Tensor:
     """The label of a cache after a write: what cuts the tokens cuts the cache, unless it is cut otherwise already.
 

@@ -140,12 +140,18 @@ class Registering(Protocol):
 
 
 def op(
-    name: str, *aliases: str, spelled: Mapping[str, str] | None = None, also: str = "", more: Function | None = None
+    name: str,
+    *aliases: str,
+    spelled: Mapping[str, str] | None = None,
+    also: str = "",
+    more: Function | Sequence[Function] = (),
+    **beside: Any,
 ) -> Registering:
     """Register an op under its name and its aliases.
 
     `spelled` maps further spellings of arguments to ours, `also` are arguments that ours takes beside the original's,
-    and `more` is the function that takes what the op's own takes as `**`.
+    and `more` the functions that take what the op's own takes as `**`. `beside` are the arguments of the original that
+    this op drops or refuses: `Binding`.
     """
     other, names = dict(spelled or {}), (name, *aliases, *_twins(name, *aliases))
     taken = [each for each in names if each in TABLE]
@@ -153,7 +159,7 @@ def op(
         raise ArgumentError(f"ttnn.{taken[0]} is in the table already", fix="change the function that serves it")
 
     def register(function: Function) -> Any:
-        binding = Binding(names, function, other, also, more)
+        binding = Binding(names, function, other, also, (more,) if callable(more) else more, **beside)
         fill = rule_for(name)
 
         @functools.wraps(function)
@@ -261,8 +267,7 @@ _OTHER_ORDER = "experimental.quasar.typecast"  # its arguments stand in another 
 
 def register(names: str, doc: str, function: Function, **how: Any) -> None:
     """Register a function that several ops share the making of, under the names and the text of one of them."""
-    name = names.split()[0]
-    function.__name__ = function.__qualname__ = name
+    function.__name__ = function.__qualname__ = names.split()[0].rpartition(".")[2]
     function.__doc__ = doc
     op(*names.split(), **how)(function)
 

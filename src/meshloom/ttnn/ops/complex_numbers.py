@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.calling import Made, make, op, operands
+from meshloom.ttnn.ops.calling import Made, make, op, operands, register
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block, lead
@@ -213,9 +213,7 @@ def _register(name: str, what: str, function: Callable[[Block], Block]) -> None:
     ) -> list[ComplexTensor]:
         return complex_gradients(f"{name}_bw", function, grad_tensor, input_tensor, memory_config=memory_config)
 
-    call.__name__ = call.__qualname__ = f"{name}_bw"
-    call.__doc__ = f"The gradient of complex numbers, from that of {what}."
-    op(f"{name}_bw")(call)
+    register(f"{name}_bw", f"The gradient of complex numbers, from that of {what}.", call)
 
 
 for _name, (_what, _function) in _BACKWARD.items():

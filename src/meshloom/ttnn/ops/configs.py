@@ -135,8 +135,8 @@ class SoftmaxProgramConfig(ProgramConfig):
 
 
 @dataclass(kw_only=True)
-class MatmulMultiCoreReuseProgramConfig(MatmulProgramConfig):
-    """Every core makes a block of the result."""
+class _Reuse(MatmulProgramConfig):
+    """What all have in which every core makes a block of the result."""
 
     compute_with_storage_grid_size: CoreCoord
     in0_block_w: int
@@ -148,35 +148,27 @@ class MatmulMultiCoreReuseProgramConfig(MatmulProgramConfig):
 
 
 @dataclass(kw_only=True)
-class MatmulMultiCoreReuseMultiCastProgramConfig(MatmulProgramConfig):
+class MatmulMultiCoreReuseProgramConfig(_Reuse):
+    """Every core makes a block of the result."""
+
+
+@dataclass(kw_only=True)
+class MatmulMultiCoreReuseMultiCastProgramConfig(_Reuse):
     """Operands are sent along rows and columns of cores."""
 
-    compute_with_storage_grid_size: CoreCoord
-    in0_block_w: int
-    out_subblock_h: int
-    out_subblock_w: int
     out_block_h: int | None = None
     out_block_w: int | None = None
-    per_core_M: int
-    per_core_N: int
     transpose_mcast: bool
     fused_activation: Any = None
     fuse_batch: bool = True
-    allowed_worker_cores: CoreRangeSet | None = None
 
 
 @dataclass(kw_only=True)
-class MatmulMultiCoreReuseMultiCast1DProgramConfig(MatmulProgramConfig):
+class MatmulMultiCoreReuseMultiCast1DProgramConfig(_Reuse):
     """One operand is sent to all cores."""
 
-    compute_with_storage_grid_size: CoreCoord
-    in0_block_w: int
-    out_subblock_h: int
-    out_subblock_w: int
     out_block_h: int | None = None
     out_block_w: int | None = None
-    per_core_M: int
-    per_core_N: int
     fuse_batch: bool
     fused_activation: Any = None
     mcast_in0: bool
@@ -184,29 +176,26 @@ class MatmulMultiCoreReuseMultiCast1DProgramConfig(MatmulProgramConfig):
     hop_cores: CoreRangeSet = field(default_factory=CoreRangeSet)
     num_global_cb_receivers: int = 1
     untilize_out: bool = False
-    allowed_worker_cores: CoreRangeSet | None = None
     stream_in1: bool = False
 
 
 @dataclass(kw_only=True)
-class MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig(MatmulProgramConfig):
-    """The second operand is read from the banks that have it."""
+class MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig(MatmulProgramConfig):
+    """The second operand is read from the banks that have it, for batches."""
 
     in0_block_w: int
     per_core_M: int
     per_core_N: int
     fused_activation: Any = None
-    num_workers_per_dram_bank: int = 1
 
 
 @dataclass(kw_only=True)
-class MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig(MatmulProgramConfig):
-    """As the one above, for batches."""
+class MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig(
+    MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig
+):
+    """As the one above, for one matrix."""
 
-    in0_block_w: int
-    per_core_M: int
-    per_core_N: int
-    fused_activation: Any = None
+    num_workers_per_dram_bank: int = 1
 
 
 @dataclass(kw_only=True)
@@ -231,7 +220,7 @@ class LayerNormDefaultProgramConfig(ProgramConfig):
 
 
 @dataclass(kw_only=True)
-class LayerNormShardedMultiCoreProgramConfig(ProgramConfig):
+class LayerNormShardedMultiCoreProgramConfig(LayerNormDefaultProgramConfig):
     """A norm on sharded tensors."""
 
     compute_with_storage_grid_size: CoreCoord
@@ -239,9 +228,6 @@ class LayerNormShardedMultiCoreProgramConfig(ProgramConfig):
     block_h: int
     block_w: int
     inplace: bool
-    legacy_reduction: bool = False
-    legacy_rsqrt: bool = False
-    use_welford: bool = False
 
 
 @dataclass(kw_only=True)

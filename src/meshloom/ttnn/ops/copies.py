@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.device import queues
@@ -18,7 +17,7 @@ from meshloom.ttnn.tensor.formats import DataType, Layout, padded_shape
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import REPLICATE
-from meshloom.ttnn.tensor.transfers import to_device
+from meshloom.ttnn.tensor.transfers import check_tensor, to_device
 
 __all__ = ["to"]  # not an op of its own: the op that it chooses is
 
@@ -50,11 +49,6 @@ def _copy_as(
     return queues.note_write(made)
 
 
-def _check(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ArgumentError(f"ttnn.{name} takes a ttnn.Tensor, not a {type(tensor).__name__}")
-
-
 @op("to_layout")
 def to_layout(
     tensor: Tensor,
@@ -64,7 +58,7 @@ def to_layout(
     pad_value: float = 0.0,
 ) -> Tensor:
     """In rows or in tiles; block floats in rows become bfloat16. What has the layout already is given back as it is."""
-    _check("to_layout", tensor)
+    check_tensor("to_layout", tensor)
     if not isinstance(layout, Layout):
         raise ArgumentError(f"ttnn.to_layout: {layout!r} is not a layout", fix="ttnn.TILE_LAYOUT")
     if layout is tensor.layout:
@@ -77,7 +71,7 @@ def to_layout(
 @op("to_dtype")
 def to_dtype(tensor: Tensor, dtype: DataType) -> Tensor:
     """In another dtype, on the host."""
-    _check("to_dtype", tensor)
+    check_tensor("to_dtype", tensor)
     refuse_if(
         tensor.device() is not None, "Expected Tensor with HostStorage, got StorageType::DEVICE", "use ttnn.typecast"
     )
@@ -108,7 +102,7 @@ def typecast(
     output_tensor: Tensor | None = None,
 ) -> Tensor:
     """In another dtype: `typecast(x, dtype)` or `typecast(x, input_dtype, output_dtype)`."""
-    _check("typecast", input_tensor)
+    check_tensor("typecast", input_tensor)
     wanted, told = (output_dtype, input_dtype or dtype) if output_dtype is not None else (dtype, input_dtype)
     if not isinstance(wanted, DataType):
         raise ArgumentError("ttnn.typecast: it is not said to which dtype", fix="ttnn.typecast(x, ttnn.float32)")
@@ -134,7 +128,7 @@ def experimental_typecast(
 @op("clone")
 def clone(input: Tensor, *, dtype: DataType | None = None, memory_config: MemoryConfig | None = None) -> Tensor:
     """The same values in a tensor of their own."""
-    _check("clone", input)
+    check_tensor("clone", input)
     return _copy_as("clone", input, dtype, memory_config=memory_config)
 
 
@@ -143,7 +137,7 @@ def to_memory_config(
     tensor: Tensor, memory_config: MemoryConfig, dtype: DataType | None = None, output_tensor: Tensor | None = None
 ) -> Tensor:
     """In another memory, or spread over it otherwise."""
-    _check("to_memory_config", tensor)
+    check_tensor("to_memory_config", tensor)
     if not isinstance(memory_config, MemoryConfig):
         raise ArgumentError(f"ttnn.to_memory_config: {memory_config!r} is not a MemoryConfig")
     if output_tensor is not None:
@@ -166,7 +160,7 @@ def to(
     >>> ttnn.to(ttnn.ones([2, 2]), ttnn.float32).dtype
     DataType.FLOAT32
     """
-    _check("to", tensor)
+    check_tensor("to", tensor)
     if isinstance(target, MeshDevice):
         return to_device(tensor, target, memory_config, cq_id=cq_id)
     if isinstance(target, Layout):
@@ -185,8 +179,8 @@ def to(
 @op("copy")
 def copy(input_a: Tensor, input_b: Tensor) -> Tensor:
     """Write the values of the first into the second, in its dtype."""
-    _check("copy", input_a)
-    _check("copy", input_b)
+    check_tensor("copy", input_a)
+    check_tensor("copy", input_b)
     operands("copy", input_a, input_b)
     if input_a.shape != input_b.shape:
         raise OperandError(f"ttnn.copy: shapes differ: {list(input_a.shape)} and {list(input_b.shape)}")
@@ -213,13 +207,13 @@ def assign(
 @op("deallocate")
 def deallocate(tensor: Tensor, force: bool = True) -> None:
     """Give the memory of a tensor back; a second time does nothing."""
-    _check("deallocate", tensor)
+    check_tensor("deallocate", tensor)
     tensor.deallocate(force)
 
 
 def _elsewhere(name: str, tensor: Tensor, memory_config: MemoryConfig | None) -> Tensor:
     """The values of a tensor at the address that is first free without it; the tensor itself is gone."""
-    _check(name, tensor)
+    check_tensor(name, tensor)
     _, (block,) = operands(name, tensor)
     grid, label, device, coords = tensor.grid, tensor.tensor_topology(), tensor.device(), tensor._coords
     if coords is None and set(label.placements()) == {REPLICATE}:

@@ -68,25 +68,17 @@ def _fill_shape(shape: Shapes, value: float, dtype: DataType | None) -> Block:
 
 
 def _like(
-    tensor: Tensor,
-    value: float,
-    *,
-    dtype: DataType | None = None,
-    layout: Layout | None = None,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-    optional_tensor: Tensor | None = None,
+    tensor: Tensor, value: float, dtype: DataType | None = None, layout: Layout | None = None, **how: Any
 ) -> Tensor:
     kind = dtype or tensor.dtype
     values = _fill_shape(tensor.shape, value, kind)
-    if optional_tensor is not None or (device is not None and device is not tensor.device()):
-        how: dict[str, Any] = {"memory_config": memory_config, "optional_tensor": optional_tensor}
-        return make_tensor(values, dtype=kind, layout=layout or tensor.layout, device=device, **how)
+    if how.get("optional_tensor") is not None or how.get("device") not in (None, tensor.device()):
+        return make_tensor(values, dtype=kind, layout=layout or tensor.layout, **how)
     block = values.reshape(*(1,) * len(tensor.grid), *values.shape)
     label = tensor.tensor_topology()
     alike = [REPLICATE if isinstance(each, PlacementPartial) else each for each in label.placements()]
     topology = label.with_placements(alike)  # one value is no terms of a sum
-    return result(block, tensor, topology=topology, dtype=kind, layout=layout, memory_config=memory_config)
+    return result(block, tensor, topology=topology, dtype=kind, layout=layout, memory_config=how.get("memory_config"))
 
 
 def _constant(name: str, value: float, doc: str, on_devices: bool = False) -> None:
@@ -101,7 +93,7 @@ def _constant(name: str, value: float, doc: str, on_devices: bool = False) -> No
         return _like(tensor, value, **how)
 
     register(name, f"A tensor {doc}.", call, more=make_tensor)
-    register(f"{name}_like", f"A tensor {doc}, with the shape, format and place of another.", like, more=_like)
+    register(f"{name}_like", f"A tensor {doc}, with the shape, format and place of another.", like, more=make_tensor)
 
 
 _constant("zeros", 0, "of zeros")
@@ -115,7 +107,7 @@ def full(shape: Shapes, fill_value: float, **how: Any) -> Tensor:
     return make_tensor(_fill_shape(shape, fill_value, how.get("dtype")), **how)
 
 
-@op("full_like", more=_like)
+@op("full_like", more=make_tensor)
 def full_like(tensor: Tensor, fill_value: float, **how: Any) -> Tensor:
     """A tensor of one value with the shape, format and place of another."""
     return _like(tensor, fill_value, **how)
@@ -159,7 +151,7 @@ def moreh_full(
     return make_tensor(_fill_shape(shape, fill_value, how.get("dtype")), layout=layout, device=device, **how)
 
 
-@op("moreh_full_like", more=_like)
+@op("moreh_full_like", more=make_tensor)
 def moreh_full_like(input: Tensor, fill_value: float, **how: Any) -> Tensor:
     """A tensor of one value with the shape, format and place of another."""
     return _like(input, fill_value, **how)

@@ -6,9 +6,11 @@ is decided on its own, so labels keep every dim but that of the experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from meshloom.errors import ArgumentError, OperandError, UnsupportedError
+from meshloom.errors import ArgumentError, OperandError
 from meshloom.nn.routing import SCORES, choose
 from meshloom.ttnn.ops.block_moves import inside, spread, take_rows
 from meshloom.ttnn.ops.calling import Made, make, op, operands
@@ -56,14 +58,15 @@ def _choose(
     name: str,
     scores: Tensor,
     bias: Tensor,
-    n_groups: int,
-    summed_experts_per_group: int,
-    topk_groups: int,
-    n_activated_experts: int,
-    route_scale: float,
-    epsilon: float,
-    score_func: str,
-    stable: bool = False,
+    *,
+    n_groups: int = 8,
+    summed_experts_per_group: int = 2,
+    topk_groups: int = 4,
+    n_activated_experts: int = 8,
+    route_scale: float = 1.0,
+    epsilon: float = 1e-20,
+    score_func: str = "sigmoid",
+    stable_sort: bool = False,
 ) -> list[Made]:
     _, (block, added) = operands(name, scores, bias)
     axes, rank, experts = len(scores.grid), len(scores.shape), scores.shape[-1]
@@ -74,7 +77,7 @@ def _choose(
     plain = _score(name, score_func, block)
     biased = plain + aligned(added.float(), axes, rank)
     plain = plain.expand(biased.shape)
-    numbers = choose(biased, n_activated_experts, n_groups, topk_groups, summed_experts_per_group, stable)
+    numbers = choose(biased, n_activated_experts, n_groups, topk_groups, summed_experts_per_group, stable_sort)
     broadcast: Places = tuple(
         at if size != 1 else None for at, size in enumerate(bias.shape[:-1], rank - len(bias.shape))
     )
@@ -93,55 +96,25 @@ def _weigh(
     return [first, last]
 
 
-@op("experimental.deepseek_grouped_gate")
-def deepseek_grouped_gate(
-    scores: Tensor,
-    bias: Tensor,
-    *,
-    n_groups: int = 8,
-    summed_experts_per_group: int = 2,
-    topk_groups: int = 4,
-    n_activated_experts: int = 8,
-    route_scale: float = 1.0,
-    epsilon: float = 1e-20,
-) -> list[Made]:
+@op("experimental.deepseek_grouped_gate", more=_choose)
+def deepseek_grouped_gate(scores: Tensor, bias: Tensor, **how: Any) -> list[Made]:
     """Weights and numbers of the best experts of the best groups.
 
     A group is as good as the sum of its best sigmoid(score) + bias. The weights are sigmoid(score) of those chosen,
     over their sum, times `route_scale`.
     """
-    numbers = (n_groups, summed_experts_per_group, topk_groups, n_activated_experts)
-    return _choose("experimental.deepseek_grouped_gate", scores, bias, *numbers, route_scale, epsilon, "sigmoid")
+    return _choose("experimental.deepseek_grouped_gate", scores, bias, **how)
 
 
-@op("experimental.deepseek_prefill.moe_grouped_topk")
-def moe_grouped_topk(
-    scores: Tensor,
-    bias: Tensor,
-    *,
-    n_groups: int = 8,
-    summed_experts_per_group: int = 2,
-    topk_groups: int = 4,
-    n_activated_experts: int = 8,
-    route_scale: float = 1.0,
-    epsilon: float = 1e-20,
-    stable_sort: bool = False,
-    score_func: str = "sigmoid",
-    padding_config: Tensor | None = None,
-    biased_scores: Tensor | None = None,
-    weights_layout: Layout = Layout.TILE,
-) -> list[Made]:
+@op("experimental.deepseek_prefill.moe_grouped_topk", more=_choose, refuses="padding_config biased_scores")
+def moe_grouped_topk(scores: Tensor, bias: Tensor, *, weights_layout: Layout = Layout.TILE, **how: Any) -> list[Made]:
     """`deepseek_grouped_gate` with a function of scores; equal scores go to the lower number with `stable_sort`."""
-    name = "experimental.deepseek_prefill.moe_grouped_topk"
-    if padding_config is not None or biased_scores is not None:
-        raise UnsupportedError(f"ttnn.{name}: padding_config and biased_scores are not covered")
-    numbers = (n_groups, summed_experts_per_group, topk_groups, n_activated_experts)
-    found = _choose(name, scores, bias, *numbers, route_scale, epsilon, score_func, stable_sort)
+    found = _choose("experimental.deepseek_prefill.moe_grouped_topk", scores, bias, **how)
     found[0].layout = weights_layout
     return found
 
 
-@op("experimental.deepseek_prefill.moe_hash_gate")
+@op("experimental.deepseek_prefill.moe_hash_gate", refuses="padding_config")
 def moe_hash_gate(
     scores: Tensor,
     input_ids: Tensor,
@@ -151,12 +124,9 @@ def moe_hash_gate(
     route_scale: float = 1.0,
     epsilon: float = 1e-20,
     score_func: str = "sqrtsoftplus",
-    padding_config: Tensor | None = None,
 ) -> list[Made]:
     """Experts by the number of a token, from the table `tid2eid`, and their scores over the sum of them as weights."""
     name = "experimental.deepseek_prefill.moe_hash_gate"
-    if padding_config is not None:
-        raise UnsupportedError(f"ttnn.{name}: padding_config is not covered")
     given = (scores, input_ids, tid2eid)
     _, (block, tokens, table) = operands(name, *given)
     axes, count = len(scores.grid), scores.shape[-2]
@@ -205,7 +175,7 @@ def masked_bincount(
     return made
 
 
-@op("experimental.topk_large_indices")
+@op("experimental.topk_large_indices", refuses="valid_end_tensor", instead="valid_length_tensor=")
 def topk_large_indices(
     input_tensor: Tensor,
     *,
@@ -213,12 +183,9 @@ def topk_large_indices(
     valid_length: int | None = None,
     valid_length_tensor: Tensor | None = None,
     valid_length_offset: int = 0,
-    valid_end_tensor: Tensor | None = None,
 ) -> Made:
     """Where the k largest elements of every row are, largest first; only the first `valid_length` of a row count."""
     name = "experimental.topk_large_indices"
-    if valid_end_tensor is not None:
-        raise UnsupportedError(f"ttnn.{name}: valid_end_tensor is not covered", fix="valid_length_tensor=")
     given = [input_tensor] if valid_length_tensor is None else [input_tensor, valid_length_tensor]
     _, (block, *told) = operands(name, *given)
     axes, size = len(input_tensor.grid), input_tensor.shape[-1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.errors import OperandError, UnsupportedError
+from meshloom.errors import OperandError
 from meshloom.ttnn.ops.activations import Activation
 from meshloom.ttnn.ops.calling import TABLE, op
 from meshloom.ttnn.ops.copies import typecast
@@ -55,6 +55,23 @@ def finish(tensor: Tensor, dtype: DataType | None, memory_config: MemoryConfig |
     return tensor
 
 
+def finish_heads(
+    made: Tensor,
+    *,
+    name: str,
+    like: Tensor,
+    num_heads_per_device: int = 1,
+    transformation_mat: Tensor | None = None,
+    rope_cos: Tensor | None = None,
+    rope_sin: Tensor | None = None,
+    memory_config: MemoryConfig | None = None,
+    dtype: DataType | None = None,
+) -> Tensor:
+    """Rows as heads [1, heads, S, D], turned by their angles, in the dtype of the operand."""
+    turned = split_and_turn(name, made, num_heads_per_device, transformation_mat, rope_cos, rope_sin)
+    return finish(turned, dtype or like.dtype, memory_config, None)
+
+
 @op("experimental.dit_layernorm_post_allgather")
 def dit_layernorm_post_allgather(
     input_tensor: Tensor,
@@ -72,26 +89,20 @@ def dit_layernorm_post_allgather(
     return found
 
 
-@op("experimental.wan_fused_rmsnorm_post_allgather")
+@op("experimental.wan_fused_rmsnorm_post_allgather", more=finish_heads)
 def wan_fused_rmsnorm_post_allgather(
     input_tensor: Tensor,
     stats: Tensor,
     *,
     epsilon: float = 1e-05,
-    num_heads_per_device: int = 1,
     weight: Tensor | None = None,
-    transformation_mat: Tensor | None = None,
-    rope_cos: Tensor | None = None,
-    rope_sin: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
+    **how: Any,
 ) -> Tensor:
     """`rms_norm_post_all_gather` of [1, 1, S, heads * D], as heads [1, heads, S, D], turned by their angles."""
     name = "experimental.wan_fused_rmsnorm_post_allgather"
     exact = DataType.FLOAT32  # rounded once, at the end
     normal = rms_norm_post_all_gather(input_tensor, stats, epsilon=epsilon, weight=weight, dtype=exact)
-    turned = split_and_turn(name, normal, num_heads_per_device, transformation_mat, rope_cos, rope_sin)
-    return finish(turned, dtype or input_tensor.dtype, memory_config, None)
+    return finish_heads(normal, name=name, like=input_tensor, **how)
 
 
 @op("experimental.dit_rms_norm_unary_fused")
@@ -110,9 +121,3 @@ def dit_rms_norm_unary_fused(
     normal = rms_norm(typecast(input_tensor, DataType.FLOAT32), epsilon=epsilon, **how)  # rounded once, at the end
     found = normal if activation is None else TABLE["unary_chain"](normal, [activation])
     return finish(found, input_tensor.dtype, memory_config, None)
-
-
-def refuse_rows(name: str, affine_tile_row_map: Tensor | None) -> None:
-    """Weights that differ between rows have no description."""
-    if affine_tile_row_map is not None:
-        raise UnsupportedError(f"ttnn.{name}: affine_tile_row_map is not covered", fix="one weight for all rows")

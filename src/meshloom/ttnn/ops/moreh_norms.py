@@ -248,7 +248,7 @@ def moreh_group_norm_backward(
 # losses
 
 
-def _chosen(name: str, target: Tensor, weight: Tensor | None, ignore_index: int, classes: int) -> tuple[Block, Block]:
+def _chosen(name: str, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Block, Block]:
     """The class of every place, and its weight: 0 where it is to be ignored or is padding."""
     _, blocks = operands(name, *([target] if weight is None else [target, weight]))
     axes = len(target.grid)
@@ -282,8 +282,8 @@ def moreh_nll_loss(
     if reduction not in ("none", "sum", "mean"):
         raise ArgumentError(f"ttnn.{name}: reduction={reduction!r}", fix='"none", "sum" or "mean"')
     _, (block, *_) = operands(name, input_tensor, target_tensor)
-    axes, classes = len(input_tensor.grid), input_tensor.shape[1]
-    index, weight = _chosen(name, target_tensor, weight_tensor, ignore_index, classes)
+    axes = len(input_tensor.grid)
+    index, weight = _chosen(name, target_tensor, weight_tensor, ignore_index)
     values, places = spread([block.float(), index.unsqueeze(axes + 1)], axes)
     loss = -values.gather(axes + 1, places).squeeze(axes + 1) * weight
     given = (input_tensor, target_tensor, *(() if weight_tensor is None else (weight_tensor,)))
@@ -325,7 +325,7 @@ def moreh_nll_loss_backward(
     axes = len(target_tensor.grid)
     classes = _classes(name, weight_tensor, input_grad_tensor)
     _, (grad,) = operands(name, output_grad_tensor)
-    index, weight = _chosen(name, target_tensor, weight_tensor, ignore_index, classes)
+    index, weight = _chosen(name, target_tensor, weight_tensor, ignore_index)
     flow = grad.float().flatten(axes).reshape(*grad.shape[:axes], *(1,) * len(target_tensor.shape))
     if reduction_mean:
         if divisor_tensor is not None:
@@ -349,7 +349,7 @@ def moreh_nll_loss_unreduced_backward(
     name = "moreh_nll_loss_unreduced_backward"
     _, (grad,) = operands(name, output_grad_tensor)
     classes = _classes(name, weight_tensor, input_grad_tensor)
-    index, weight = _chosen(name, target_tensor, weight_tensor, ignore_index, classes)
+    index, weight = _chosen(name, target_tensor, weight_tensor, ignore_index)
     given = [target_tensor, output_grad_tensor, weight_tensor]
     return _spread_classes(index, -weight * grad.float(), classes, given, output_grad_is_cut=True).into(
         input_grad_tensor

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from meshloom.errors import ArgumentError, closest
+from meshloom.errors import ArgumentError, UnsupportedError, closest
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid, CoreRangeSet
 from meshloom.ttnn.ops.configs import DeviceComputeKernelConfig, ProgramConfig
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile
@@ -120,23 +120,15 @@ def forms() -> Mapping[str, Sequence[str]]:
 class Binding:
     """How the arguments of an op are taken. The text is read when the op is first called, or its signature asked for.
 
-    `also` are names that are accepted beside those of the text, `more` is the function that `**` arguments go on to.
+    `also` are names that are accepted beside those of the text, `more` are functions that `**` arguments go on to,
+    `drops` are names that change no result of this op, `refuses` those that are not covered, with what to do `instead`.
     A function that has an argument `kind` is told the dtype that was asked for, by itself or by an output.
     """
 
     __slots__ = (
-        "also",
-        "checks",
-        "function",
-        "is_open",
-        "kinded",
-        "more",
-        "names",
-        "order",
-        "plain",
-        "spelled",
-        "takes",
-    )
+        "also", "checks", "drops", "function", "instead", "is_open", "kinded", "more", "names", "order", "plain",
+        "refuses", "spelled", "takes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -144,12 +136,16 @@ class Binding:
         function: Callable[..., Any],
         spelled: Mapping[str, str],
         also: str,
-        more: Callable[..., Any] | None,
+        more: Sequence[Callable[..., Any]],
+        drops: str = "",
+        refuses: str = "",
+        instead: str | None = None,
     ) -> None:
         self.names, self.function, self.spelled, self.also, self.more = names, function, spelled, also, more
+        self.drops, self.refuses, self.instead = drops.split(), refuses.split(), instead
         self.plain = -1  # how many positional arguments go to the function as they are
         self.order: Sequence[str] = ()  # the names of positional arguments
-        self.takes: dict[str, str | None] = {}  # "": the function; a key of `Made.tensor`; None: dropped
+        self.takes: dict[str, str | None] = {}  # "": the function; a key of `Made.tensor`; None: dropped or refused
         self.kinded = self.is_open = False
         self.checks: Mapping[str, Callable[[Any], bool]] = CHECKS
 
@@ -176,11 +172,18 @@ class Binding:
                     f"ttnn.{self.names[0]}() got an unexpected keyword argument {argument!r}",
                     fix=closest(argument, list(takes)),
                 )
+            elif argument in self.refuses:
+                self._check_absent(argument, value)
             elif key is not None and value is not None:
                 rest[key] = value
         if rest and self.kinded and ("dtype" in rest or "output" in rest):
             own["kind"] = rest["dtype"] if "dtype" in rest else rest["output"].dtype
         return args, own, rest
+
+    def _check_absent(self, argument: str, value: Any) -> None:
+        """What is not covered may be given as nothing: None, False or 0."""
+        if value is not None and (not isinstance(value, (bool, int, float)) or value):
+            raise UnsupportedError(f"ttnn.{self.names[0]}: {argument} not covered", fix=self.instead)
 
     def _by_name(self, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional arguments that the function does not have at their place, by name."""
@@ -199,7 +202,7 @@ class Binding:
         """Work out what is taken, from the text and the function."""
         own = inspect.signature(self.function).parameters.values()
         kinds = {each.kind for each in own}
-        self.is_open = inspect.Parameter.VAR_KEYWORD in kinds and self.more is None
+        self.is_open = inspect.Parameter.VAR_KEYWORD in kinds and not self.more
         at = [each.name for each in own if each.kind is _ORDERED and each.name != "kind"]
         several = [self._split(form) for name in self.names for form in forms().get(name, ())]
         several.append(([], self.also.split()))
@@ -224,9 +227,7 @@ class Binding:
 
     def _passed_on(self) -> Sequence[inspect.Parameter]:
         """What `**` arguments of the function go on to: those that the other one takes by name."""
-        if self.more is None:
-            return ()
-        listed = inspect.signature(self.more).parameters.values()
+        listed = [each for function in self.more for each in inspect.signature(function).parameters.values()]
         return [each for each in listed if each.kind is inspect.Parameter.KEYWORD_ONLY]
 
     def _split(self, form: str) -> tuple[list[str], list[str]]:
@@ -244,6 +245,8 @@ class Binding:
 
     def _beside(self, argument: str) -> str | None:
         """What becomes of an argument that the function does not name."""
+        if argument in self.drops or argument in self.refuses:
+            return None
         if self.is_open:
             return ""
         if argument not in FINISH and argument not in SPEED:

@@ -86,7 +86,7 @@ def _sliced_by_tensors(
         place = axis_of("slice", slice_dim, len(shape))
         sizes = [size // num_devices if dim == place else size for dim, size in enumerate(shape)]
     else:
-        sizes = _sizes(first, last, axes, shape)
+        sizes = _sizes(first, last, shape)
     every = tuple(steps) if steps is not None else (1,) * len(shape)
     for dim, (size, step) in enumerate(zip(sizes, every, strict=True)):
         if size == shape[dim] and step == 1:
@@ -98,7 +98,7 @@ def _sliced_by_tensors(
     return fresh(block)
 
 
-def _sizes(first: Block, last: Block, axes: int, shape: tuple[int, ...]) -> list[int]:
+def _sizes(first: Block, last: Block, shape: tuple[int, ...]) -> list[int]:
     """The size of all slices. In a capture it is that of the bounds as they are now: replays move them, no more."""
     with outside_capture(first, last):
         lengths = (last.long() - first.long()).reshape(-1, len(shape)).unique(dim=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from meshloom.ttnn.choices import Choice
@@ -17,42 +16,31 @@ __all__ = (
 class WorkerMode(Choice):
     """How cores share the sending of tokens to experts."""
 
-    DIRECT = enum.auto()
-    MUX_TOKEN_SPLIT = enum.auto()
-    MUX_PAYLOAD_SPLIT = enum.auto()
+    DIRECT, MUX_TOKEN_SPLIT, MUX_PAYLOAD_SPLIT = range(1, 4)
 
 
 class DispatchAlgorithm(Choice):
     """The way on which tokens go to experts."""
 
-    BROADCAST = enum.auto()
-    SPARSE_UNICAST = enum.auto()
-    SPARSE_MCAST_LINEAR = enum.auto()
-    SPARSE_MCAST_SPLIT_BW = enum.auto()
-    SPARSE_MCAST_SHORTEST_PATH = enum.auto()
+    BROADCAST, SPARSE_UNICAST, SPARSE_MCAST_LINEAR, SPARSE_MCAST_SPLIT_BW, SPARSE_MCAST_SHORTEST_PATH = range(1, 6)
 
 
 class MMSignalAggregatorMode(Choice):
     """Whether a product waits for several signals at once."""
 
-    Auto = enum.auto()
-    On = enum.auto()
-    Off = enum.auto()
+    Auto, On, Off = range(1, 4)
 
 
 class LayerNormType(Choice):
     """Which norm."""
 
-    LAYERNORM = enum.auto()
-    RMSNORM = enum.auto()
+    LAYERNORM, RMSNORM = range(1, 3)
 
 
 class DistributedLayerNormStage(Choice):
     """Which half of a norm over several devices."""
 
-    NOT_DISTRIBUTED = enum.auto()
-    PRE_ALL_GATHER = enum.auto()
-    POST_ALL_GATHER = enum.auto()
+    NOT_DISTRIBUTED, PRE_ALL_GATHER, POST_ALL_GATHER = range(1, 4)
 
 
 # gated delta rules in chunks
@@ -61,9 +49,7 @@ class DistributedLayerNormStage(Choice):
 class ChunkGdnWyInverse(Choice):
     """How the triangular matrix of a chunk is inverted."""
 
-    AUTO = enum.auto()
-    FORWARD_SUBSTITUTION = enum.auto()
-    HORNER = enum.auto()
+    AUTO, FORWARD_SUBSTITUTION, HORNER = range(1, 4)
 
 
 @dataclass

@@ -6,10 +6,11 @@ A state is kept in float32. What hardware does in chunks is done token by token 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from meshloom.errors import OperandError, UnsupportedError
+from meshloom.errors import OperandError
 from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
 from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import MathFidelity
@@ -71,22 +72,23 @@ def repeat_and_interleave_eltwise_mul(a: Tensor, b: Tensor, *, math_fidelity: Ma
 def _delta_rule(
     name: str,
     tensors: list[Tensor],
-    scale: float | None,
-    initial: Tensor | None,
-    final: bool,
-    normalise: bool,
-    head_major: bool = False,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    output_head_major: bool = False,
 ) -> tuple[Made, Made | None]:
     """Queries and keys [B, T, H, K], values [B, T, V heads, V], g and beta [B, T, V heads].
 
     S = exp(g) * S; S = S + k (beta * (v - S.T k)).T; o = S.T (q * scale). A head of keys serves a group of value heads.
     """
-    q, _, v, _, _ = tensors
+    (q, _, v, _, _), initial, head_major = tensors, initial_state, output_head_major
     given = [*tensors, *([] if initial is None else [initial])]
     blocks = [block.float() for block in operands(name, *given)[1]]
     _check_delta(name, *tensors)
     heads, size, axes = v.shape[2], q.shape[3], len(q.grid)
-    queries, keys = ((_unit(each) if normalise else each) for each in blocks[:2])
+    queries, keys = ((_unit(each) if use_qk_l2norm else each) for each in blocks[:2])
     queries, keys = (each.repeat_interleave(heads // q.shape[2], -2) for each in (queries, keys))
     queries = queries * (size**-0.5 if scale is None else scale)
     start = blocks[5] if initial is not None else blocks[2].new_zeros(*(1,) * axes, v.shape[0], heads, size, v.shape[3])
@@ -98,7 +100,7 @@ def _delta_rule(
     begin = [] if initial is None else [(*kept, None, 3)]
     rule = moves(per_token, per_token, value, gates, gates, *begin, linear=False)
     made = make(found.transpose(-3, -2) if head_major else found, rule, *given)
-    if not final:
+    if not output_final_state:
         return made, None
     key, value, gate = (0, None, 1, None), (0, None, 1, 3), (0, None, 1)
     return made, make(state, moves(key, key, value, gate, gate, *[(0, 1, None, 3)] * len(begin), linear=False), *given)
@@ -132,48 +134,25 @@ def _recur(blocks: Sequence[Block], state: Block) -> tuple[Block, Block]:
     return torch.stack(found, -3), state
 
 
-@op("transformer.fused_recurrent_gated_delta_rule")
+@op(
+    "transformer.fused_recurrent_gated_delta_rule",
+    more=_delta_rule,
+    refuses="initial_state_block_idx output_per_token_state",
+    instead="output_final_state=True",
+)
 def fused_recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_state_block_idx: Tensor | None = None,
-    output_final_state: bool = False,
-    output_per_token_state: bool = False,
-    use_qk_l2norm: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: Any
 ) -> tuple[Made, Made | None]:
     """A state [B, HV, K, V] that forgets by exp(g) and learns by beta: every token's output, and the last state."""
-    name = "transformer.fused_recurrent_gated_delta_rule"
-    if initial_state_block_idx is not None or output_per_token_state:
-        raise UnsupportedError(
-            f"ttnn.{name}: states of several blocks or of every token are not covered", fix="output_final_state=True"
-        )
-    return _delta_rule(name, [q, k, v, g, beta], scale, initial_state, output_final_state, use_qk_l2norm)
+    return _delta_rule("transformer.fused_recurrent_gated_delta_rule", [q, k, v, g, beta], **how)
 
 
-@op("transformer.chunk_gated_delta_rule")
+@op("transformer.chunk_gated_delta_rule", more=_delta_rule, drops="chunk_size")
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    chunk_size: int = 64,
-    use_qk_l2norm: bool = False,
-    output_head_major: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: Any
 ) -> tuple[Made, Made | None]:
     """`fused_recurrent_gated_delta_rule` for long sequences; heads come before tokens with `output_head_major`."""
-    name, tensors = "transformer.chunk_gated_delta_rule", [q, k, v, g, beta]
-    return _delta_rule(name, tensors, scale, initial_state, output_final_state, use_qk_l2norm, output_head_major)
+    return _delta_rule("transformer.chunk_gated_delta_rule", [q, k, v, g, beta], **how)
 
 
 @op("experimental.kda.sigmoid_gated_rms_norm")

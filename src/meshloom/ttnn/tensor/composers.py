@@ -10,6 +10,7 @@ import torch
 
 from meshloom.engines.reductions import REDUCTIONS
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.mesh.process import number_of
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.tensor.mappers import UNSET, check_dims, check_mesh, compute_distribution_to_mesh_mapping, overrides
@@ -157,15 +158,8 @@ def in_order(tensor: Tensor, coords: Sequence[MeshCoordinate]) -> Block:
     """The parts of some devices, one behind the other along a new first dim."""
     grid = tensor.grid
     full = tensor.block.expand(*grid, *tensor.shape).flatten(0, len(grid) - 1)
-    numbers = [_number(place, grid) for place in coords]
+    numbers = [number_of(place, grid) for place in coords]
     return full if numbers == list(range(len(full))) else full[numbers]
-
-
-def _number(place: Sequence[int], grid: Sequence[int]) -> int:
-    number = 0
-    for c, size in zip(place, grid, strict=True):
-        number = number * size + c
-    return number
 
 
 def join_axes(parts: Block, dims: Sequence[int]) -> Block:
@@ -253,7 +247,7 @@ def whole(tensor: Tensor) -> torch.Tensor:
             label=label,
             fix="to_torch(x, mesh_composer=ttnn.ConcatMeshToTensor(dim=0)) or ttnn.ListMeshToTensor()",
         )
-    parts = _by_label(tensor, shape, placements, coords)
+    parts = _by_label(tensor, shape, coords)
     for axis in reversed(range(parts.dim() - len(tensor.shape))):
         parts = _close_axis(parts, axis, *_axis(tensor, shape, placements, axis))
     for dim, size in _padded_dims(tensor).items():
@@ -276,12 +270,10 @@ def _is_told(tensor: Tensor, label: TensorTopology, placement: Placement) -> boo
 def _is_along_the_mesh(tensor: Tensor, shape: Sequence[int], coords: Sequence[MeshCoordinate]) -> bool:
     """Whether the axes of a label are those of the mesh, or its only axis is all of them."""
     fits = tuple(shape) == tensor.grid or tuple(shape) == (math.prod(tensor.grid),)
-    return fits and [_number(place, tensor.grid) for place in coords] == list(range(len(coords)))
+    return fits and [number_of(place, tensor.grid) for place in coords] == list(range(len(coords)))
 
 
-def _by_label(
-    tensor: Tensor, shape: Sequence[int], placements: Sequence[Placement], coords: Sequence[MeshCoordinate]
-) -> Block:
+def _by_label(tensor: Tensor, shape: Sequence[int], coords: Sequence[MeshCoordinate]) -> Block:
     if _is_along_the_mesh(tensor, shape, coords):
         return tensor.block
     return in_order(tensor, coords).reshape(*shape, *tensor.shape)

@@ -28,8 +28,7 @@ class DistributedHostBuffer:
 
     def shard_coords(self) -> Iterator[MeshCoordinate]:
         """The coordinates that have a part, row-major."""
-        every = (MeshCoordinate(place) for place in MeshCoordinateRange(self._shape))
-        return (place for place in every if self._coords is None or place in self._coords)
+        return (place for place in MeshCoordinateRange(self._shape) if self._coords is None or place in self._coords)
 
     def get_shard(self, coord: Sequence[int]) -> Block | None:
         """The part of a coordinate, a view; None where there is none, or where another process has it."""

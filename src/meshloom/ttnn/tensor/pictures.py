@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshloom.errors import ArgumentError
+from meshloom.mesh.process import number_of
 from meshloom.runtime import MeshCoordinate
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.device.system import SystemMeshDescriptor
@@ -135,9 +136,7 @@ def _colors(tensor: Tensor) -> Callable[[MeshCoordinate], str]:
     lead = block.shape[: len(tensor.grid)] if block is not None else (1,) * len(tensor.grid)
 
     def color(place: MeshCoordinate) -> str:
-        number = 0
-        for c, size in zip(place, lead, strict=True):
-            number = number * size + (c if size > 1 else 0)
+        number = number_of([c if size > 1 else 0 for c, size in zip(place, lead, strict=True)], lead)
         return COLORS[number % len(COLORS)]
 
     return color if math.prod(lead) > 1 else lambda _: COLORS[0]

@@ -92,7 +92,7 @@ def to_device(
     cq_id: Queue = None,
 ) -> Tensor:
     """On a mesh: a single tensor on every device, parts each on its own. From another mesh it goes by the host."""
-    _check_tensor("to_device", tensor)
+    check_tensor("to_device", tensor)
     if tensor.device() is device and memory_config in (None, tensor.memory_config()):
         return share(tensor)
     config = memory_config or tensor.memory_config()
@@ -108,7 +108,7 @@ def share(tensor: Tensor, coords: tuple[MeshCoordinate, ...] | None = None) -> T
 @op("from_device")
 def from_device(tensor: Tensor, blocking: bool = True, *, queue_id: Queue = None, cq_id: Queue = None) -> Tensor:
     """A copy on the host, with the same parts."""
-    _check_tensor("from_device", tensor)
+    check_tensor("from_device", tensor)
     if tensor.device() is None:
         return tensor
     block = tensor.block
@@ -116,7 +116,8 @@ def from_device(tensor: Tensor, blocking: bool = True, *, queue_id: Queue = None
     return tensor._like(block.clone(), device=None, home=None)
 
 
-def _check_tensor(name: str, tensor: object) -> None:
+def check_tensor(name: str, tensor: object) -> None:
+    """An error unless it is a tensor."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"ttnn.{name} takes a ttnn.Tensor, not a {type(tensor).__name__}")
 
@@ -159,8 +160,8 @@ def copy_device_to_host_tensor(
 
 
 def _check_pair(name: str, host_tensor: Any, device_tensor: Any) -> None:
-    _check_tensor(name, host_tensor)
-    _check_tensor(name, device_tensor)
+    check_tensor(name, host_tensor)
+    check_tensor(name, device_tensor)
     if host_tensor.device() is not None or device_tensor.device() is None:
         raise OperandError(
             f"ttnn.{name}: host_tensor is on {host_tensor.device() or 'the host'}, device_tensor on "
