@@ -207,9 +207,9 @@ def test_a_collective_is_given_the_bytes_that_its_label_says(bench: Any) -> None
     prediction = bench("prediction")
     for kind in prediction.KINDS:
         for devices in (2, 4, 8):
-            run = prediction.make_collective(kind, loom.open_mesh((devices,)), 1 << 12)
+            run = prediction.make_collective(kind, loom.open_mesh((devices,)), 1 << 16)
             (given, *_) = run.args
-            assert given.topology.local_bytes == pytest.approx(4 << 12, rel=0.05), (kind, devices)
+            assert given.topology.local_bytes == pytest.approx(4 << 16, rel=0.05), (kind, devices)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
