@@ -34,6 +34,10 @@ from meshloom.fabric.host import Host
 from meshloom.tensor.host_time import host_time
 
 RUNS = 3
+# the collectives, each with what it is told besides the value
+KINDS: dict[str, tuple[int, ...]] = {
+    "all_reduce": (), "all_gather": (0,), "reduce_scatter": (0,), "all_to_all": (1, 0), "broadcast": (),
+}  # fmt: skip
 MEDIAN, WORST = Goal("error", 0.15), Goal("error", 0.30)
 BETWEEN, FAR = Goal("error", 0.20), Goal("error", 0.0)
 PROCESSES = (2, 4)
@@ -156,22 +160,26 @@ def _mesh(devices: int) -> loom.Mesh:
 
 
 def _collectives(seconds: float) -> Iterator[Case]:
+    """Collectives of a value of some bytes on each device, or of so many on all together where each has a part."""
     for devices in DEVICES:
-        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+        for kind in KINDS:
             for size in SIZES:
-                make = partial(_collective, kind, devices, size)
+                each = size // 4 if kind in ("all_reduce", "reduce_scatter") else max(1, size // 4 // devices)
+                make = partial(_collective, kind, devices, each)
                 yield Case(kind.replace("_", "-"), _text(size), devices, seconds, make)
 
 
-def _collective(kind: str, devices: int, size: int) -> Callable[[], object]:
-    """A collective of a value of `size` bytes, or of so many bytes on all devices together where each has a part."""
-    mesh, elements = _mesh(devices), size // 4
-    on_each = kind in ("all_reduce", "reduce_scatter")
-    side = max(devices, math.isqrt(elements) // devices * devices)
-    shape = (side, side) if kind == "all_to_all" else (elements * devices if on_each else elements,)
+def _collective(kind: str, devices: int, each: int) -> Callable[[], object]:
+    return make_collective(kind, _mesh(devices), each)
+
+
+def make_collective(kind: str, mesh: loom.Mesh, each: int) -> Callable[[], object]:
+    """A collective to which every device gives so many elements; of an all-to-all as many as make a square."""
+    devices = math.prod(mesh.shape)
+    side = devices * max(1, math.isqrt(each // devices))
+    shape = (side, side) if kind == "all_to_all" else (each * devices,)
     x = loom.randn(*shape, mesh=mesh, placements="S(0)")
-    more: dict[str, tuple[object, ...]] = {"all_gather": (0,), "reduce_scatter": (0,), "all_to_all": (1, 0)}
-    return partial(getattr(loom.collectives, kind), x, *more.get(kind, ()))
+    return partial(getattr(loom.collectives, kind), x, *KINDS[kind])
 
 
 def _products(seconds: float) -> Iterator[Case]:

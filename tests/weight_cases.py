@@ -267,7 +267,7 @@ def nothing_kept(how: str) -> tuple[int, int, int]:
     gc.disable()
     with watched_storages() as found:
         keeps = (lambda: False) if how == "kept" else weights.keeps_by_itself
-        with patch.object(split_kernel, "keeps_by_itself", keeps):
+        with patch.object(weights, "keeps_by_itself", keeps):
             loss = loss_of(ours, data)
         in_all, after_forward = len(found), living(found)
         loss.backward()
@@ -666,3 +666,27 @@ def events() -> tuple[dict[tuple[str, str], int], set[str], str]:
     except loom.CommunicationError as error:
         text = str(error)
     return dict(told), {each.where.split(":")[0] for each in log}, text
+
+
+def told_by_a_dry_run(device: str = "cpu") -> dict[str, dict[tuple[str, ...], int]]:
+    """For models of every kind, how often a dry run of a step tells of each collective: by this process or by several.
+
+    The mesh has two devices, whatever the number of processes.
+    """
+    mesh, rows = mesh_of((2,), (HERE.count,)), {"fsdp": loom.Shard(0)}
+    found = {}
+    for how in ("trained", "tied", "turned", "frozen", "recomputed", "columns"):
+        columns = how == "columns"
+        ours = Net(tied=how == "tied")
+        ours.is_turned = how == "turned"
+        ours.recomputed = False if how == "recomputed" else None
+        ours.blocks[0].requires_grad_(how != "frozen")
+        ours = put(ours.to(device), mesh, lambda _, p, last=columns: "S(1)" if last and p.dim() == 2 else "S(0)")
+        data = tuple(loom.distribute(each.to(device), mesh, rows) for each in batch())
+        with loom.dry_run() as run:
+            loss_of(ours, data).backward()
+        told = Counter((each.phase, each.kind, each.axis, str(each.bytes)) for each in run.log)
+        nodes = Counter((each.kind, each.axis, str(each.bytes)) for node in run.nodes for each in node.collectives)
+        assert nodes == Counter((each.kind, each.axis, str(each.bytes)) for each in run.log), how
+        found[how] = dict(told)
+    return found

@@ -124,6 +124,8 @@ class Log:
     def note_events(self, events: Sequence[Event], of: Any = None, first: bool = False) -> None:
         """Write collectives down: `of` is the tensor that they move, or the graph node that waits for its gradient.
 
+        In backward it is the leaf whose gradient they move, or the array of a leaf that they gather again.
+
         `first` says that the call itself waits for them.
         """
         self.events.extend(events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,18 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import meshloom as loom
-from meshloom.cli.host_measuring import CALLS, COLLECTIVES, QUICK, measure_host
-from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds, kind_of
+from meshloom.cli.host_measuring import CALLS, COLLECTIVES, QUICK, _kernels, measure_host
+from meshloom.cost.host import FRESH, RUNS, TOKENS, WEIGHED, WIDTHS, Work, kernel_seconds, kind_of
 from meshloom.fabric.host import Curve, Host, Products, load_host, read_host
 from meshloom.tensor.host_time import host_time
 
 RATE = 1e9  # bytes per second of every curve
-KINDS = (
-    *"pointwise,strided,in place,copy,turned copy,strided copy,sum,softmax,softmax across,norm,look-up".split(","),
-    "attention",
-    "attention backward",
-    *(f"sum of {rows} rows" for rows in ROWS),
-)
+KINDS = tuple(kind for kind, _ in _kernels())
 
 
 def flat(**calls: float) -> Host:
@@ -122,7 +118,10 @@ def test_on_meta_a_step_is_priced_as_on_data() -> None:
 def test_calls_collectives_and_lists_have_a_price_of_their_own() -> None:
     mesh = loom.open_mesh((4,))
     x = loom.ones(8, mesh=mesh, placements="S(0)")
-    assert seconds(lambda: x + 1, flat(op=1.0)) == pytest.approx(1.0, abs=1e-3)
+    assert seconds(lambda: (x + 1) * 2, flat(op=1.0)) == pytest.approx(2.0, abs=1e-3)
+    assert seconds(lambda: x + 1 + 1, flat(op=1.0, again=0.25)) == pytest.approx(0.5, abs=1e-3)
+    tracked = loom.ones(8, mesh=mesh, placements="S(0)").requires_grad_()
+    assert seconds(lambda: tracked + 1, flat(op=1.0)) == pytest.approx(1.0, abs=1e-3)
     assert seconds(lambda: loom.collectives.all_reduce(x), flat(all_reduce=2.0)) == pytest.approx(2.0, abs=1e-3)
     parameters = [loom.Parameter(torch.ones(4), mesh, "R") for _ in range(5)]
     for each in parameters:
@@ -148,6 +147,10 @@ def test_views_are_free_and_large_results_pay_for_memory_from_the_system() -> No
         (lambda x: F.layer_norm(x, (64,)), "norm"),
         (lambda x: x.tanh(), "pointwise"),
         (lambda x: x.t() * 2, "strided"),
+        (lambda x: x[:, :8] * x[:, 8:16], "strided"),
+        (lambda x: x[:, :8].clone(memory_format=torch.contiguous_format), "strided copy"),
+        (lambda x: torch.cat([x, x], 1), "join"),
+        (lambda x: torch.stack([x, x], -1), "join"),
         (lambda x: x.add_(1), "in place"),
         (lambda x: F.embedding(torch.arange(8), x), "look-up"),
     ],
@@ -164,6 +167,56 @@ def test_sums_of_rows_lie_between_the_curves_of_more_and_fewer_rows() -> None:
     skewed = Host("skewed", 1, curves, host.products, host.calls)
     assert kernel_seconds(Work("sum", 1.0, rows=16), skewed) == pytest.approx(2.0)
     assert kernel_seconds(Work("sum", 1.0, rows=8), skewed) == pytest.approx(1.0)
+
+
+def test_short_runs_and_attention_lie_between_the_curves_of_their_neighbours() -> None:
+    host, low, high = flat(), Curve(((1.0, 1.0),)), Curve(((1.0, 4.0),))
+    first, second = RUNS[1:3]
+    names = [f"attention {tokens}x{width}" for tokens in TOKENS[:2] for width in WIDTHS]
+    skewed = {f"join {first}": low, f"join {second}": high, **dict(zip(names, (low, low, high, high), strict=True))}
+    made = Host("skewed", 1, {**host.curves, **skewed}, host.products, host.calls)
+    assert kernel_seconds(Work("cat", 1.0, run=second), made) == pytest.approx(4.0)
+    assert 1.0 < kernel_seconds(Work("cat", 1.0, run=(first + second) // 2), made) < 4.0
+    fused = Work("_scaled_dot_product_flash_attention_for_cpu", 9.0, flops=1.0, attention=(TOKENS[1], 30))
+    assert kernel_seconds(fused, made) == pytest.approx(4.0)
+    assert 1.0 < kernel_seconds(replace(fused, attention=(sum(TOKENS[:2]) // 2, 30)), made) < 4.0
+
+
+def test_a_kernel_that_weighs_more_is_bound_by_arithmetic_until_memory_is_slower() -> None:
+    host = flat()
+    slow = Curve(((1.0, 1 / RATE), (float(WEIGHED), WEIGHED / RATE), (8.0 * WEIGHED, 80.0 * WEIGHED / RATE)))
+    made = Host("slow", 1, {**host.curves, "pointwise": slow}, host.products, host.calls, {"tanh": 5.0, "neg": 0.5})
+    assert kernel_seconds(Work("tanh", float(WEIGHED)), made) == pytest.approx(5 * WEIGHED / RATE, rel=1e-3)
+    assert kernel_seconds(Work("tanh", 8.0 * WEIGHED), made) == pytest.approx(80 * WEIGHED / RATE, rel=1e-3)
+    assert kernel_seconds(Work("neg", float(WEIGHED)), made) == pytest.approx(0.5 * WEIGHED / RATE, rel=1e-3)
+
+
+def test_an_operand_that_was_used_long_ago_is_found_further_away() -> None:
+    mesh, host = loom.open_mesh((2,)), flat()
+    further = Curve(((1.0, 1 / RATE), (float(1 << 16), (1 << 16) / RATE), (float(1 << 22), 10 * (1 << 22) / RATE)))
+    made = Host("cached", 1, {**host.curves, "sum": further}, host.products, host.calls)
+    x, *others = (loom.ones(1 << 12, mesh=mesh, placements="S(0)") for _ in range(9))
+
+    def run() -> None:
+        _ = x + 1
+        for each in others:
+            _ = each + 1
+        _ = x + 1
+
+    assert seconds(run, host) == pytest.approx(10 * 2 * 4 * 4096 / RATE)
+    assert seconds(run, made) > 1.5 * seconds(run, host)
+    assert seconds(lambda: x + 1, made) == pytest.approx(seconds(lambda: x + 1, host))  # it was used just before
+
+
+def test_a_product_into_a_weights_gradient_weighs_more() -> None:
+    host = flat()
+    made = Host("turned", 1, host.curves, host.products, host.calls, {"transposed": 3.0})
+    x, y = (loom.ones(64, 64, mesh=loom.open_mesh((2,)), placements="R") for _ in range(2))
+    once = 2 * 64**3 / 1e9
+    assert seconds(lambda: x @ y, made) == pytest.approx(once) and seconds(lambda: x @ y.t(), made) == pytest.approx(
+        once
+    )
+    assert seconds(lambda: x.t() @ y, made) == pytest.approx(3 * once)
 
 
 def test_a_machine_that_is_measured_has_every_table() -> None:

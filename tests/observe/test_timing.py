@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from meshloom.comms import scatters
 from meshloom.comms.deferred import LARGE
 from meshloom.fabric import preset
-from meshloom.observe.timing import SMALL, time_step
+from meshloom.observe.timing import SCATTERED_TOGETHER, SMALL, TOGETHER, UNDER_WAY, time_step
 from step_graphs import SECONDS, collective, graph, node
 
 
@@ -92,8 +95,53 @@ def test_a_collective_that_comes_later_in_the_program_takes_an_earlier_gap():
     assert spans(time_step(graph(nodes), SECONDS), "communication") == [(2, 1, 4), (1, 10, 12)]
 
 
-def test_small_is_what_the_runtime_sums_together():
+def test_what_is_small_is_what_the_runtime_sends_together():
     assert SMALL == LARGE
+    assert (SCATTERED_TOGETHER, TOGETHER, UNDER_WAY) == (scatters.SMALL, scatters.TOGETHER, scatters.MOST)
+
+
+def scatter(number: int, seconds: int, of: int, elements: int = 1 << 20):
+    moved = replace(collective(seconds, "dp", (elements,)), kind="reduce_scatter", op="sum")
+    return node(number, 0, phase="backward", reads=(of,), writes=(of,), after=(moved,), is_gradient_sum=True)
+
+
+def test_a_gradient_is_scattered_while_backward_goes_on_and_the_end_of_the_pass_waits():
+    nodes = [
+        node(0, 1, phase="backward", writes=(0,)), scatter(1, 4, 0), node(2, 2, phase="backward", reads=(9,)),
+        node(3, 1, phase="optimizer", reads=(9,)),
+    ]  # fmt: skip
+    timing = time_step(graph(nodes), SECONDS)
+    (moved,) = [each for each in timing.slices if each.stream == "communication"]
+    assert spans(timing, "compute")[:2] == [(0, 0, 1), (2, 1, 3)]
+    assert moved.start == 1 and spans(timing, "compute")[2][1] == pytest.approx(moved.end, abs=1e-3)
+
+
+def test_who_starts_a_third_scatter_waits_for_the_first():
+    nodes = [
+        each for i in range(4) for each in (node(2 * i, 1, phase="backward", writes=(i,)), scatter(2 * i + 1, 8, i))
+    ]
+    timing = time_step(graph(nodes), SECONDS)
+    ends = [each.end for each in timing.slices if each.stream == "communication"]
+    starts = [each.start for each in timing.slices if each.stream == "compute"]
+    assert starts[:3] == [0, 1, 2] and starts[3] == pytest.approx(ends[0])
+
+
+def test_small_gradients_are_scattered_together_at_the_end_of_the_pass():
+    nodes = [
+        each for i in range(3) for each in (node(2 * i, 1, phase="backward", writes=(i,)), scatter(2 * i + 1, 1, i, 9))
+    ]
+    timing = time_step(graph([*nodes, node(6, 1, phase="optimizer", reads=(0,))]), SECONDS)
+    (moved,) = [each for each in timing.slices if each.stream == "communication"]
+    assert (moved.name, moved.start) == ("reduce_scatter of 3 small gradients", 3)
+
+
+def test_the_first_of_a_pass_is_not_brought_ahead():
+    nodes = [
+        node(0, 3, before=(collective(2),), before_of=(0,), reads=(0,)), node(1, 4, phase="backward"),
+        node(2, 1, phase="backward", before=(collective(2),), before_of=(0,), reads=(0,)),
+        node(3, 1, phase="backward", before=(collective(2),), before_of=(1,), reads=(1,)),
+    ]  # fmt: skip
+    assert spans(time_step(graph(nodes), SECONDS), "communication") == [(0, 0, 2), (2, 9, 11), (3, 11, 13)]
 
 
 def test_small_gradients_travel_together():

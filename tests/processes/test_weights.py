@@ -10,6 +10,7 @@ import os
 import pytest
 
 import ranks
+import weight_cases
 
 IS_WHOLE = os.environ.get("MESHLOOM_MODELS") == "all"
 AROUND = [(2, 1, "sample"), (3, 1, "always"), (2, 3, "off"), (4, 1, "sample")]
@@ -103,3 +104,17 @@ def test_the_gather_of_backward_is_recorded_and_forbidden_with_the_line_of_forwa
         }
         assert lines == {"weight_cases.py"}
         assert text.startswith("linear would communicate") and "where communication is forbidden" in text
+
+
+def test_a_dry_run_in_one_process_tells_the_collectives_of_two_real_ones() -> None:
+    alone = weight_cases.told_by_a_dry_run()
+    for found in ranks.run(2, "weight_cases:told_by_a_dry_run"):
+        assert found == alone
+    assert weight_cases.told_by_a_dry_run("meta") == alone
+    weights = 2 * 3 + 1 + 2 * 3  # of the products, and weight and bias of the norms
+    for how, expected in {"trained": weights, "turned": weights, "recomputed": 1}.items():
+        assert sum(n for key, n in alone[how].items() if key[:2] == ("backward", "all_gather")) == expected, how
+
+
+def test_dry_runs_of_processes_without_data_tell_the_same() -> None:
+    assert ranks.run(2, "weight_cases:told_by_a_dry_run", "meta") == [weight_cases.told_by_a_dry_run("meta")] * 2

@@ -200,6 +200,16 @@ def test_no_point_of_the_prediction_was_measured_by_the_calibration(bench: Any) 
     prediction = bench("prediction")
     assert not set(FULL.sizes) & set(prediction.SIZES)
     assert not any(set(sizes) <= set(FULL.steps) for sizes in prediction.PRODUCTS)
+    assert not set(FULL.sent) & set(bench("prediction_ranks").SIZES)
+
+
+def test_a_collective_is_given_the_bytes_that_its_label_says(bench: Any) -> None:
+    prediction = bench("prediction")
+    for kind in prediction.KINDS:
+        for devices in (2, 4, 8):
+            run = prediction.make_collective(kind, loom.open_mesh((devices,)), 1 << 16)
+            (given, *_) = run.args
+            assert given.topology.local_bytes == pytest.approx(4 << 16, rel=0.05), (kind, devices)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -13,6 +13,7 @@ from torch import nn
 import meshloom as loom
 from llama import SMALL_7B, Sizes, forward_flops, make_step
 from meshloom import Shard
+from meshloom.comms import weights
 from meshloom.cost.step import Node, StepGraph
 from meshloom.runtime import state
 from meshloom.tensor.recording import recording
@@ -224,24 +225,60 @@ def test_data_flows_by_storage():
     assert set(first.reads) == set(second.reads)
 
 
-def test_a_gathered_parameter_has_a_buffer_until_backward_has_used_it():
+def sharded_layers(count: int, device: str = "cpu", uneven: bool = False):
+    """Products of weights that are sharded over four devices, and a step of them."""
     mesh = loom.open_mesh((4,), axes=("dp",))
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
-    for i in (0, 2):
-        model[i].weight = loom.Parameter(model[i].weight.detach(), mesh, {"dp": Shard(0)})
-    x = loom.ones(4096, 64, mesh=mesh, placements="S(0)")
-    graph = record(lambda: model(x).sum().backward())
+    model = nn.Sequential(*(nn.Linear(64, 62 if uneven and i + 1 == count else 64, bias=False) for i in range(count)))
+    for layer in model:
+        layer.weight = loom.Parameter(layer.weight.detach().to(device), mesh, {"dp": Shard(0)})
+    x = loom.ones(4096, 64, mesh=mesh, placements="S(0)", device=device)
+    return lambda: model(x).sum().backward()
+
+
+def gathered_at(graph, kernel: int) -> int:
+    return sum(each.bytes for each in graph.storages if each.held_for == "gathered" and each.is_alive(kernel))
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_nothing_of_a_gathered_parameter_is_kept_between_forward_and_backward(uneven, monkeypatch):
+    def between(graph) -> tuple[int, int]:
+        last = max(n.kernel_range[1] for n in graph.nodes if n.op == "linear" and n.phase == "forward")
+        return gathered_at(graph, last), max(gathered_at(graph, kernel) for kernel in range(graph.kernels))
+
+    whole = 64 * 64 * 4
+    assert between(record(sharded_layers(6, uneven=uneven))) == (0, 2 * whole)  # a weight beside a gradient
+    monkeypatch.setattr(weights, "keeps_by_itself", lambda: False)  # as if processes kept them
+    kept, most = between(record(sharded_layers(6)))
+    assert kept == 5 * whole and most > kept  # the first one's input has no gradient
+
+
+def test_the_peak_falls_by_what_is_not_kept(monkeypatch):
+    def peak() -> int:
+        with loom.dry_run(memory=math.inf) as run:
+            sharded_layers(6)()
+        return run.memory.peak
+
+    found = peak()
+    monkeypatch.setattr(weights, "keeps_by_itself", lambda: False)
+    assert peak() - found > 3 * 64 * 64 * 4  # of five weights; the peak itself is elsewhere then
+
+
+def test_a_parameter_is_gathered_again_for_backward_and_its_gradient_scattered_beside_it():
+    graph = record(sharded_layers(2))
     whole = 64 * 64 * 4
     gathered = [each for each in graph.storages if each.held_for == "gathered"]
     assert {each.bytes for each in gathered} == {whole}
-    by_node = {each.node: each for each in gathered if each.name.startswith("linear")}
     forward = [n for n in graph.nodes if n.op == "linear" and n.phase == "forward"]
     backward = {n.gradient_of: n for n in graph.nodes if n.op == "linear" and n.phase == "backward"}
     assert [[c.kind for c in n.before] for n in forward] == [["all_gather"]] * 2
     # the second weight is needed again for the gradient of its input; the first one's input has no gradient
-    assert by_node[forward[0].number].freed == forward[0].kernel_range[0]
-    first, after = backward[forward[1].number].kernel_range
-    assert first <= by_node[forward[1].number].freed < after
+    last, first = backward[forward[1].number], backward[forward[0].number]
+    assert [c.kind for c in last.before] == ["all_gather"] and not first.before
+    assert graph.storages[last.before_of[0]].held_for == "parameters"
+    scatters = [n for n in graph.nodes if n.is_gradient_sum]
+    assert [[c.kind for c in n.after] for n in scatters] == [["reduce_scatter"]] * 2
+    assert [n.number for n in scatters] == [last.number + 1, first.number + 1]
+    assert [[graph.storages[i].held_for for i in n.writes] for n in scatters] == [["gradients"]] * 2
     # a gradient is whole before it is reduced and scattered
     assert len([each for each in gathered if each.name.startswith("gradient")]) == 2
     kept = [each.bytes for each in graph.storages if each.held_for in ("parameters", "gradients")]

@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from meshloom import collectives
 from meshloom.cli.measuring import DTYPES, Tell, best_of
 from meshloom.comms import wire
 from meshloom.comms.group import group_of
-from meshloom.cost.host import FRESH, ROWS, Work, kernel_seconds
+from meshloom.cost.host import FRESH, ROWS, RUNS, TOKENS, WEIGHED, WIDTHS, Work, kernel_seconds
 from meshloom.engines import private
 from meshloom.fabric.host import Curve, Host, Products, Sizes
 from meshloom.mesh import Mesh
@@ -36,7 +36,8 @@ from meshloom.tensor.host_time import host_time
 class Sweep:
     """How much is measured: seconds per point, bytes that a kernel touches, steps of products and their limit.
 
-    `rounds` is how often processes call what they do together, and `sent` the bytes that they send.
+    `rounds` is how often processes call what they do together, and `sent` the bytes that they send. `large` are sizes
+    at which sums alone are measured: their results stay small.
     """
 
     seconds: float
@@ -45,12 +46,14 @@ class Sweep:
     flops: float
     rounds: int
     sent: tuple[int, ...]
+    large: tuple[int, ...] = ()
 
 
 # results stay below what the allocator takes anew from the system every time: that has a figure of its own
-SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 48 << 20)
-SENT = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20, 64 << 20)
-FULL = Sweep(0.04, SIZES, (1, 4, 16, 48, 128, 384, 1024, 3072), 5e9, 40, SENT)
+SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 5 << 10, 16 << 10, 48 << 10))
+STEPS_OF_PRODUCTS = (1, 4, 16, 40, 72, 128, 208, 384, 704, 1100, 1900, 3072)
+SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 20 << 10, 64 << 10))
+FULL = Sweep(0.03, SIZES, STEPS_OF_PRODUCTS, 5e9, 100, SENT, (192 << 20, 640 << 20))
 QUICK = Sweep(0.001, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
 
@@ -60,7 +63,7 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
     curves = {}
     for number, (kind, make) in enumerate(kinds, start=1):
         tell(f"kernels: {kind}", number, total)
-        curves[kind] = _curve(make, sweep)
+        curves[kind] = _curve(make, _sizes_of(kind, sweep), sweep)
     products = {}
     for number, (name, dtype) in enumerate(DTYPES.items(), start=len(kinds) + 1):
         tell(f"products in {name}", number, total)
@@ -73,6 +76,14 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
     return replace(host, calls=_calls(host, sweep))
 
 
+def _sizes_of(kind: str, sweep: Sweep) -> tuple[int, ...]:
+    """At which sizes a kind is measured: those that have many curves at every second."""
+    if kind.startswith("sum"):
+        results = {"sum": 1 << 30, **{f"sum of {rows} rows": rows for rows in ROWS}}[kind]
+        return (*sweep.sizes, *(size for size in sweep.large if size // results < FRESH))
+    return sweep.sizes[::2] if kind[-1].isdecimal() and len(sweep.sizes) > 2 else sweep.sizes
+
+
 # Curves: for a number of bytes that a kernel touches, the kernel ready to run, and the bytes that it really touches
 
 Made = tuple[Callable[[], object], float]
@@ -80,11 +91,13 @@ Made = tuple[Callable[[], object], float]
 
 def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
     yield "pointwise", lambda size: _on(size // 12, 2, lambda a, b: a + b, 12)
-    yield "strided", _strided
     yield "in place", lambda size: _on(size // 12, 2, lambda a, b: a.add_(b), 12)
     yield "copy", lambda size: _on(size // 8, 1, lambda a: a.clone(), 8)
     yield "turned copy", lambda size: _on_rows(size // 8, lambda a: a.t().contiguous(), 8)
-    yield "strided copy", _strided_copy
+    for run in RUNS:
+        yield f"strided {run}", partial(_strided, run)
+        yield f"strided copy {run}", partial(_strided_copy, run)
+        yield f"join {run}", partial(_join, run)
     yield "sum", lambda size: _on_rows(size // 4, lambda a: a.sum(-1), 4)
     for rows in ROWS:
         yield f"sum of {rows} rows", partial(_sum_of_rows, rows)
@@ -92,8 +105,9 @@ def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
     yield "softmax across", lambda size: _on_rows(size // 8, lambda a: a.softmax(0), 8)
     yield "norm", lambda size: _on_rows(size // 8, lambda a: F.layer_norm(a, a.shape[-1:]), 8)
     yield "look-up", _look_up
-    yield "attention", lambda size: _attention(size, is_backward=False)
-    yield "attention backward", lambda size: _attention(size, is_backward=True)
+    for tokens, width in itertools.product(TOKENS, WIDTHS):
+        for kind in ("attention", "attention backward"):
+            yield f"{kind} {tokens}x{width}", partial(_attention, tokens, width, kind != "attention")
 
 
 def _on(elements: int, arrays: int, run: Callable[..., object], each: int) -> Made:
@@ -107,17 +121,23 @@ def _on_rows(elements: int, run: Callable[..., object], each: int, rows: int | N
     return lambda: run(given), float(each * given.numel())
 
 
-def _strided(size: int) -> Made:
-    """Two arrays of which one has its heads turned to the front, as attention has them."""
-    turned = torch.rand(8, max(1, size // (12 * 8 * 8 * 32)), 8, 32).transpose(1, 2)
+def _strided(run: int, size: int) -> Made:
+    """Two arrays of which one has its heads turned to the front, as attention has them, and lies in short runs."""
+    turned = torch.rand(8, max(1, size // (12 * 8 * 8 * run)), 8, 2 * run)[..., :run].transpose(1, 2)
     other = torch.rand(turned.shape)
     return lambda: turned * other, 12.0 * other.numel()
 
 
-def _strided_copy(size: int) -> Made:
-    """Runs of 32 elements in another order, as an all-to-all has them."""
-    given = torch.rand(8, max(1, size // (8 * 8 * 8 * 32)), 8, 32)
+def _strided_copy(run: int, size: int) -> Made:
+    """Runs in another order, as an all-to-all has them."""
+    given = torch.rand(8, max(1, size // (8 * 8 * 8 * run)), 8, 2 * run)[..., :run]
     return lambda: given.transpose(0, 2).contiguous(), 8.0 * given.numel()
+
+
+def _join(run: int, size: int) -> Made:
+    """Two arrays side by side."""
+    pair = [torch.rand(max(1, size // (16 * run)), run) for _ in range(2)]
+    return lambda: torch.cat(pair, 1), 16.0 * pair[0].numel()
 
 
 def _sum_of_rows(rows: int, size: int) -> Made:
@@ -130,12 +150,11 @@ def _look_up(size: int) -> Made:
     return lambda: F.embedding(places, table), 8.0 * table.numel() + 8 * rows
 
 
-def _attention(size: int, is_backward: bool) -> Made:
-    """Heads of width 64 on as many tokens as make so many FLOP; the curve goes by FLOP."""
-    tokens = max(16, min(2048, math.isqrt(size // 256)))
-    heads = max(1, size // (4 * tokens * tokens * 64))
-    q, k, v = (torch.rand(1, heads, tokens, 64, requires_grad=is_backward) for _ in range(3))
-    flops = 4.0 * heads * tokens * tokens * 64
+def _attention(tokens: int, width: int, is_backward: bool, size: int) -> Made:
+    """As many heads as make so many FLOP; the curve goes by FLOP."""
+    heads = max(1, size // (4 * tokens * tokens * width))
+    q, k, v = (torch.rand(1, heads, tokens, width, requires_grad=is_backward) for _ in range(3))
+    flops = 4.0 * heads * tokens * tokens * width
     result = F.scaled_dot_product_attention(q, k, v)
     if not is_backward:
         return lambda: F.scaled_dot_product_attention(q, k, v), flops
@@ -143,25 +162,30 @@ def _attention(size: int, is_backward: bool) -> Made:
     return lambda: torch.autograd.grad(result, (q, k, v), ones, retain_graph=True), 2.5 * flops
 
 
-def _curve(make: Callable[[int], Made], sweep: Sweep) -> Curve:
+def _curve(make: Callable[[int], Made], sizes: Sequence[int], sweep: Sweep) -> Curve:
     points: dict[float, float] = {}
-    for size in sweep.sizes:
+    for size in sizes:
         run, touched = make(size)
         points[touched] = best_of(run, sweep.seconds)
     return Curve(tuple(sorted(points.items())))
 
 
 def _products(dtype: torch.dtype, sweep: Sweep) -> Products:
-    """FLOP/s on the grid; beyond the limit a product runs as fast as the largest measured one that it contains."""
+    """FLOP/s on the grid; beyond the limit a product runs as fast as the largest measured one that it contains.
+
+    Of other dtypes than f32 every second step is enough.
+    """
     rates: dict[Sizes, float] = {}
-    for m, k, n in sorted(itertools.product(sweep.steps, sweep.steps, sweep.steps), key=math.prod):
+    steps = sweep.steps if dtype is torch.float32 or len(sweep.steps) < 3 else sweep.steps[::2]
+    for m, k, n in sorted(itertools.product(steps, repeat=3), key=math.prod):
         flops = 2.0 * m * k * n
         if flops > sweep.flops:
-            rates[m, k, n] = _contained((m, k, n), rates, sweep.steps)
+            rates[m, k, n] = _contained((m, k, n), rates, steps)
         else:
-            run = partial(torch.matmul, torch.rand(m, k).to(dtype), torch.rand(k, n).to(dtype))
-            rates[m, k, n] = flops / best_of(run, sweep.seconds / 4)
-    return Products(sweep.steps, rates)
+            a, b, made = (torch.ones(shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
+            # into memory that is there: what fresh memory costs has a figure of its own
+            rates[m, k, n] = flops / best_of(partial(torch.mm, a, b, out=made), sweep.seconds / 4)
+    return Products(steps, rates)
 
 
 def _contained(sizes: Sizes, rates: dict[Sizes, float], steps: tuple[int, ...]) -> float:
@@ -169,30 +193,58 @@ def _contained(sizes: Sizes, rates: dict[Sizes, float], steps: tuple[int, ...]) 
     return rates[m, k, n]
 
 
-def _weights(host: Host, sweep: Sweep) -> Iterator[tuple[str, float]]:
-    """Single kernels beside the curve of their kind, at a size where arithmetic decides."""
-    size = sweep.sizes[len(sweep.sizes) // 2] // 4
-    x, y, g = (torch.rand(size) + 0.5 for _ in range(3))
-    rows = x[: size // 64 * 64].view(-1, 64)
+Function = tuple[Callable[[], object], int]  # and how many arrays it touches
+
+
+def _functions(x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> dict[str, Function]:
+    """Kernels that weigh more or less than their kind."""
     aten = torch.ops.aten
-    work: dict[str, tuple[Callable[[], object], int]] = {
+    return {
         "neg": (lambda: -x, 2), "relu": (lambda: x.relu(), 2), "div": (lambda: x / y, 3), "sqrt": (lambda: x.sqrt(), 2),
         "rsqrt": (lambda: x.rsqrt(), 2), "exp": (lambda: x.exp(), 2), "log": (lambda: x.log(), 2),
         "tanh": (lambda: x.tanh(), 2), "sigmoid": (lambda: x.sigmoid(), 2), "silu": (lambda: F.silu(x), 2),
         "gelu": (lambda: F.gelu(x), 2), "erf": (lambda: x.erf(), 2), "sin": (lambda: x.sin(), 2),
         "cos": (lambda: x.cos(), 2), "pow": (lambda: x.pow(2), 2), "where": (lambda: torch.where(x > y, x, y), 4),
         "silu_backward": (lambda: aten.silu_backward(g, x), 3), "gelu_backward": (lambda: aten.gelu_backward(g, x), 3),
-        "tanh_backward": (lambda: aten.tanh_backward(g, x), 3), "addcmul_": (lambda: x.addcmul_(y, g, value=1e-9), 4),
-        "threshold_backward": (lambda: aten.threshold_backward(g, x, 0), 3), "lerp_": (lambda: x.lerp_(y, 1e-9), 3),
+        "tanh_backward": (lambda: aten.tanh_backward(g, x), 3),
+        "threshold_backward": (lambda: aten.threshold_backward(g, x, 0), 3),
+    }  # fmt: skip
+
+
+def _functions_in_order(x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> dict[str, Function]:
+    """Those that are only met on arrays that lie in order."""
+    rows, aten = x[: len(x) // 64 * 64].view(-1, 64), torch.ops.aten
+    return {
+        "addcmul_": (lambda: x.addcmul_(y, g, value=1e-9), 4), "lerp_": (lambda: x.lerp_(y, 1e-9), 3),
         "addcdiv_": (lambda: x.addcdiv_(y, g, value=1e-9), 4), "sqrt_": (lambda: y.clamp_(0.5).sqrt_(), 4),
         "_softmax_backward_data": (lambda: aten._softmax_backward_data(rows, rows, -1, torch.float32), 3),
         "_log_softmax_backward_data": (lambda: aten._log_softmax_backward_data(rows, rows, -1, torch.float32), 3),
     }  # fmt: skip
-    for name, (run, arrays) in work.items():
-        alone = Work(name, 4.0 * arrays * size)
-        start = kernel_seconds(Work(name, 1.0), host)
-        expected = kernel_seconds(alone, host) - start
-        yield name, max(0.05, (best_of(run, sweep.seconds) - start) / max(expected, 1e-12))
+
+
+def _weights(host: Host, sweep: Sweep) -> Iterator[tuple[str, float]]:
+    """Single kernels beside the curve of their kind, at a size where arithmetic decides."""
+    size = WEIGHED // 8
+    arrays = [torch.rand(size) + 0.5 for _ in range(3)]
+    for name, (run, count) in {**_functions(*arrays), **_functions_in_order(*arrays)}.items():
+        yield name, _weigh(Work(name, 4.0 * count * size), run, host, sweep)
+    apart = [(torch.rand(size, 2) + 0.5)[:, 0] for _ in range(3)]
+    for name, (run, count) in _functions(*apart).items():
+        yield f"{name} by element", _weigh(Work(name, 4.0 * count * size, run=1), run, host, sweep)
+    yield "transposed", _weigh_transposed(sweep)
+
+
+def _weigh(work: Work, run: Callable[[], object], host: Host, sweep: Sweep) -> float:
+    start, whole = (kernel_seconds(replace(work, bytes=size), host) for size in (1.0, work.bytes))
+    return max(0.05, (best_of(run, sweep.seconds) - start) / max(whole - start, 1e-12))
+
+
+def _weigh_transposed(sweep: Sweep) -> float:
+    """How many times as long a product takes whose first operand lies by columns."""
+    outer, inner = (sweep.steps[len(sweep.steps) // 2] * times for times in (1, 3))
+    a, b = torch.rand(outer, inner), torch.rand(inner, outer)
+    turned = a.t().contiguous().t()
+    return best_of(lambda: turned @ b, sweep.seconds * 2) / best_of(lambda: a @ b, sweep.seconds * 2)
 
 
 def _calls(host: Host, sweep: Sweep) -> dict[str, float]:
@@ -202,6 +254,7 @@ def _calls(host: Host, sweep: Sweep) -> dict[str, float]:
     lists = [[torch.rand(8) for _ in range(32)] for _ in range(2)]
     found = {
         **_layer_calls(mesh, host, sweep),
+        "again": _beside(lambda: x + x, host, sweep),
         "all_reduce": _beside(lambda: collectives.all_reduce(x), host, sweep),
         "all_gather": _beside(lambda: collectives.all_gather(x, 0), host, sweep),
         "reduce_scatter": _beside(lambda: collectives.reduce_scatter(x, 0), host, sweep),
@@ -224,7 +277,7 @@ def _fresh(sweep: Sweep) -> float:
 
 STEPS = len([*_kernels()]) + len(DTYPES) + 2  # what is told of
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-CALLS = ("op", *COLLECTIVES, "kernel", "item", "fresh")
+CALLS = ("op", "again", *COLLECTIVES, "kernel", "item", "fresh")
 
 
 def _layer_calls(mesh: Mesh, host: Host, sweep: Sweep) -> dict[str, float]:
@@ -277,7 +330,7 @@ def _between(sweep: Sweep) -> Iterator[tuple[tuple[str, int], Curve]]:
         for size in sweep.sent:
             x = torch.zeros(size // 4 // count * count)
             points[float(x.nbytes)] = _best_together(
-                partial(send, x), max(3, sweep.rounds * (1 << 20) // max(size, 1 << 20))
+                partial(send, x), max(min(8, sweep.rounds), sweep.rounds * (1 << 20) // max(size, 1 << 20))
             )
         yield (kind, count), Curve(tuple(points.items()))
 

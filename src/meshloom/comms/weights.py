@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -280,7 +280,24 @@ def is_weight(data: torch.Tensor) -> bool:
 def is_held(data: torch.Tensor) -> bool:
     """Whether an array stays in memory anyway: a leaf, or a view of one, such as a weight turned round."""
     base = data._base if data._is_view() else None
-    return is_weight(data) or (base is not None and is_weight(base) and data.numel() > 0)
+    return data.numel() > 0 and (data.is_leaf or (base is not None and base.is_leaf))
+
+
+def forget_gathered(
+    function: Callable[..., Any],
+    datas: Sequence[torch.Tensor],
+    uses: Callable[[int, torch.Tensor], Use],
+    gathered: Iterable[int],
+) -> Callable[..., Any]:
+    """A function of arrays so that backward gathers the leaves again that its call gathers, and keeps nothing of them.
+
+    `gathered` are the operands that the call gathers, `uses` makes a use of one and its leaf.
+    """
+    leaves = [i for i in gathered if is_held(datas[i])]
+    if not leaves or not any(data.requires_grad for data in datas) or not keeps_by_itself():
+        return function
+    made = [uses(i, datas[i] if datas[i].is_leaf else datas[i].detach()) for i in leaves]
+    return lambda *ready: run_without_keeping(function, ready, made)
 
 
 def scatter_back(gather: Gather) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -314,7 +331,7 @@ class Use:
         line = place_name(self.place) or "unknown line"
         events = [Event(each, self.op, line, "backward") for each in self.moves]
         state.check(events)
-        state.log(events, first=True)
+        state.log(events, of=self.leaf, first=True)
 
 
 class Recipe:
@@ -325,7 +342,7 @@ class Recipe:
     def __init__(self, use: Use, saved: torch.Tensor) -> None:
         self.use, self.leaf, self.state = use, use.leaf, state_of(use.leaf)
         self.layout = saved.size(), saved.stride(), saved.storage_offset()
-        self.call = WORLD.watch.call
+        self.call = _change_call(None)
 
     def make(self) -> torch.Tensor:
         """What was saved, gathered again."""
@@ -333,11 +350,22 @@ class Recipe:
             raise _written(self.leaf, self.leaf._version, self.state[0])
         if state.watching:
             self.use.tell()
-        call, WORLD.watch.call = WORLD.watch.call, in_backward(self.call)
+        call = _change_call(in_backward(self.call))
         with torch.no_grad():
             whole = self.use.prepare(self.leaf)
-        WORLD.watch.call = call
+        _change_call(call)
         return whole.as_strided(*self.layout)
+
+
+def _change_call(text: str | None) -> str:
+    """What processes are told that they do, before it is changed; one process tells nobody."""
+    watch = WORLD.watch
+    if watch is None:
+        return ""
+    before: str = watch.call
+    if text is not None:
+        watch.call = text
+    return before
 
 
 class Kept:
@@ -381,7 +409,7 @@ def run_without_keeping(function: Callable[..., Any], ready: Sequence[torch.Tens
 def _lower(ready: Sequence[torch.Tensor], uses: Sequence[Use]) -> tuple[Sequence[torch.Tensor], Sequence[Use]]:
     """What autocast is about to cast, cast: its own copy would be kept, and nobody could tell where it came from."""
     device = ready[0].device.type
-    if not torch.is_autocast_enabled(device) or uses[0].op not in LOWERED:
+    if device == "meta" or not torch.is_autocast_enabled(device) or uses[0].op not in LOWERED:
         return ready, uses
     dtype, found, lowered = torch.get_autocast_dtype(device), [*ready], []
     for use in uses:

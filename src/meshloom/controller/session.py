@@ -417,7 +417,7 @@ class Session:
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise self._lost(peer, f"its connection ended: {error.strerror or error}") from None
+                raise self._lost(peer, f"its connection ended: {error.strerror or error}", is_over=True) from None
             if count < view.nbytes:
                 peer.out[0] = (view[count:], event)
                 continue
@@ -444,7 +444,7 @@ class Session:
             elif kind == b"fail":
                 self._take_failure(header)
         if frames is None and not self.is_closed:
-            raise self._lost(peer, "it has ended")
+            raise self._lost(peer, "it has ended", is_over=True)
 
     def _take_answer(self, header: dict[str, Any], payload: torch.Tensor | None) -> None:
         reply = self._replies.get(header["request"])
@@ -465,15 +465,19 @@ class Session:
             self.failure = failed.error
             self._release()
 
-    def _lost(self, peer: _Peer, how: str) -> MeshloomError:
+    def _lost(self, peer: _Peer, how: str, is_over: bool = False) -> MeshloomError:
         call, line = peer.status.call, peer.status.line
         if not peer.status.busy:
             call, line = self._first_not_done(peer.status.done)
-        fate = self._find_fate(peer.number) or PeerLostError(how)
+        if is_over:  # the cluster is: the others end when they are hung up on, and then the launcher tells
+            for each in self._peers:
+                each.socket.close()
+        fate = (self._find_fate(peer.number) if is_over else None) or PeerLostError(how)
         return type(fate)(
             f"worker {peer.number} of {self.name} is lost: {fate.headline}",
             call=call.rpartition(":")[2] or None,
             where=line or None,
+            output=fate.details.get("output"),
             fix="close the cluster and launch another; what lay on it is gone",
         )
 

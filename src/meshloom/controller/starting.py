@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from meshloom import settings
@@ -28,6 +29,7 @@ from meshloom.errors import LaunchError, MeshloomError, OutOfMemoryError, PeerLo
 
 START = 120.0  # seconds until all workers must have come
 GREET = 10.0  # seconds that a greeting may take
+LAUNCHER = 2.0  # seconds in which the launcher must have said how a worker ended
 PATIENCE = 2.0  # seconds in which Ray must have said how a worker ended
 # what binds this process, and not those that it starts
 _RANKS = frozenset("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split())
@@ -109,8 +111,13 @@ class Starter:
         return []
 
     def find_fate(self, number: int) -> MeshloomError | None:
-        """What is known of the end of a worker, besides that its connection ended."""
-        return None
+        """What is known of the end of a worker, besides that its connection ended; the launcher ends soon after it."""
+        if self.process is None:
+            return None
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(LAUNCHER)
+        said = self.output()
+        return None if said is None else PeerLostError("it has ended", output=said)
 
     def output(self) -> str | None:
         """The last lines that the launcher and the workers have printed."""

@@ -119,11 +119,12 @@ class Products:
 class Host:
     """What this machine takes for kernels on blocks: curves by kind, products by dtype, seconds per call.
 
-    `calls` has what a call costs besides its kernels: `op` for one of the global view, `all_reduce` and its like for
-    literal collectives, `kernel` for each kernel that backward starts by itself, `item` for each tensor of a list, and
-    `fresh` for each byte of memory that comes from the system. `weights` says of single kernels how many times as long
-    as their kind they take, beyond what starting one takes: a tanh is not a negation. `processes` has a curve per
-    collective and number of processes, by the bytes of the value.
+    `calls` has what a call costs besides its kernels: `op` for one of the global view, `again` for one like the call
+    before and without gradients, `all_reduce` and its like for literal collectives, `kernel` for each kernel that
+    backward starts by itself, `item` for each tensor of a list, and `fresh` for each byte of memory that comes from the
+    system. `weights` says of single kernels how many times as long as their kind they take, beyond what starting one
+    takes: a tanh is not a negation. `processes` has a curve per collective and number of processes, by the bytes of the
+    value.
     """
 
     name: str
@@ -158,7 +159,7 @@ class Host:
         lines += [f"{what} = {seconds:.4g}" for what, seconds in self.calls.items()]
         if self.weights:
             lines += ["", "[host.weights]  # times the curve of its kind"]
-            lines += [f"{name} = {weight:.4g}" for name, weight in self.weights.items()]
+            lines += [f'"{name}" = {weight:.4g}' for name, weight in self.weights.items()]
         lines += ["", "[host.curves]  # bytes that a kernel reads and writes, seconds"]
         for kind, curve in self.curves.items():
             lines += [f"# left out, a point is met by its neighbours within {curve.residual():.0%} at the median"]

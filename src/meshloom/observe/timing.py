@@ -4,15 +4,16 @@ In an SPMD program all devices do the same, so one device and one group per axis
 here does not depend on how many there are. A node computes when the device is free and what it reads is there. A
 collective occupies the links of its axis, in the first gap that is long enough after what it moves is there; those of
 different axes do not disturb each other, unless they go through one port to a switch. What brings an operand may run
-ahead by one such node, as prefetching does. The sum of a gradient starts when the gradient is there; small ones travel
-together. Without overlap everything happens one after the other.
+ahead by one such node, as prefetching does, but not the first of a pass. The sum of a gradient starts when the
+gradient is there; small ones travel together. The scatter of a gradient, too, runs beside the rest of backward; who
+starts a third large one waits for the first. Without overlap everything happens one after the other.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,9 +22,14 @@ from meshloom.cost import price
 from meshloom.cost.step import Node, StepGraph
 from meshloom.fabric import Machine
 from meshloom.mesh import Mesh
+from meshloom.types import itemsize
 
 STREAMS = ("compute", "communication")
-SMALL = 1 << 18  # elements below which gradients are summed together: `LARGE` of `comms.deferred`, without torch
+# `LARGE` of `comms.deferred` and the figures of `comms.scatters`, without torch
+SMALL = 1 << 18  # elements below which gradients are summed together
+SCATTERED_TOGETHER = 1 << 18  # bytes of a gradient up to which it is scattered with others
+TOGETHER = 1 << 20  # bytes of those from which they are
+UNDER_WAY = 2  # scatters of large gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +69,18 @@ def time_step(graph: StepGraph, machine: Machine, overlap: bool = True) -> Timin
     clock = _Clock(graph, machine, overlap)
     sums: list[Node] = []
     for node in graph.nodes:
-        if node.is_gradient_sum:
+        if node.is_gradient_sum and node.after[0].kind != "reduce_scatter":
             sums.append(node)
             continue
         clock.sum_gradients(sums)
         sums = []
-        clock.run(node)
+        clock.enter(node)
+        if node.is_gradient_sum:
+            clock.scatter(node)
+        else:
+            clock.run(node)
     clock.sum_gradients(sums)
+    clock.finish_scatters(range(len(graph.meshes)))
     return clock.finish()
 
 
@@ -104,7 +115,20 @@ class _Clock:
         self.ready: dict[int, float] = {}  # when the content of a storage is there
         self.free = [0.0] * len(graph.classes)  # when a device of each class can compute again
         self.gates: dict[tuple[int, str], float] = defaultdict(float)  # when the last node computed that waited for it
+        self.begun: dict[int, bool] = {}  # whether the pass of a mesh has brought anything yet
+        self.in_backward: dict[int, bool] = {}
+        self.under_way: dict[int, deque[float]] = defaultdict(deque)  # when the scatters of a mesh will be done
+        self.waiting: dict[int, dict[object, list[Node]]] = defaultdict(lambda: defaultdict(list))  # small ones
         self.slices: list[Slice] = []
+
+    def enter(self, node: Node) -> None:
+        """A node may begin another pass on its mesh: nothing runs ahead into that, and backward waits at its end."""
+        in_backward = node.phase in ("backward", "recompute")
+        if self.in_backward.get(node.mesh, in_backward) != in_backward:
+            if not in_backward:
+                self.finish_scatters([node.mesh])
+            self.begun[node.mesh] = False
+        self.in_backward[node.mesh] = in_backward
 
     def run(self, node: Node) -> None:
         """A node: what it needs is brought, it computes, its results are reduced."""
@@ -124,9 +148,11 @@ class _Clock:
     def _bring(self, node: Node, ready: float) -> float:
         """When all operands are where the node wants them."""
         done, last = 0.0, dict[int | None, float]()
+        turn = 0.0 if self.begun.get(node.mesh, True) else self._when_free(node)
+        self.begun[node.mesh] = self.begun.get(node.mesh, True) or bool(node.before)
         for collective, of in zip(node.before, node.before_of, strict=True):
             there = ready if of is None else self.ready.get(of, 0.0)
-            there = max(there, last.get(of, 0.0), self.gates[node.mesh, collective.axis])
+            there = max(there, last.get(of, 0.0), self.gates[node.mesh, collective.axis], turn)
             last[of] = self._send(node, collective, there)
             done = max(done, last[of])
         return done
@@ -175,6 +201,44 @@ class _Clock:
             ready = max(map(self._when_read, together))
             name = whole.kind if len(together) == 1 else f"{whole.kind} of {len(together)} small gradients"
             self._finish_sum(together, self._send(together[0], whole, ready, name))
+
+    def scatter(self, node: Node) -> None:
+        """The scatter of a gradient as soon as that is there; of a small one when there are enough of them."""
+        first = node.after[0]
+        if len(node.after) > 1 or math.prod(first.shape) * itemsize(first.dtype) > SCATTERED_TOGETHER:
+            self._begin_scatter([node], node.after)
+            return
+        alike = self.waiting[node.mesh][first.axis, first.dtype, first.op]
+        alike.append(node)
+        if sum(math.prod(each.after[0].shape) * itemsize(first.dtype) for each in alike) >= TOGETHER:
+            self._scatter_together(alike)
+
+    def _scatter_together(self, nodes: list[Node]) -> None:
+        whole = _join([node.after[0] for node in nodes])
+        name = whole.kind if len(nodes) == 1 else f"{whole.kind} of {len(nodes)} small gradients"
+        self._begin_scatter(nodes, [whole], name)
+        nodes.clear()
+
+    def _begin_scatter(self, nodes: Sequence[Node], collectives: Sequence[Collective], name: str = "") -> None:
+        under_way, node = self.under_way[nodes[0].mesh], nodes[0]
+        while len(under_way) >= UNDER_WAY:
+            self._occupy(node, max(self._when_free(node), under_way.popleft()))
+        done = max(map(self._when_read, nodes))
+        for each in collectives:
+            done = self._send(node, each, done, name)
+        under_way.append(done)
+        self._finish_sum(nodes, done)
+
+    def finish_scatters(self, meshes: Iterable[int]) -> None:
+        """The end of a pass of backward waits for all."""
+        for mesh in meshes:
+            for alike in self.waiting[mesh].values():
+                if alike:
+                    self._scatter_together(alike)
+            under_way = self.under_way[mesh]
+            for each in self.classes[mesh] if under_way else ():
+                self.free[each] = max(self.free[each], *under_way)
+            under_way.clear()
 
     def _when_read(self, node: Node) -> float:
         return max((self.ready.get(each, 0.0) for each in node.reads), default=0.0)

@@ -93,6 +93,24 @@ class Plan:
         split = any(not isinstance(out, Replicate) for out in row.outs) or bool(row.inner)
         return Partial("sum") if split and self.mesh.shape[axis] > 1 else Replicate()
 
+    def gathers(self, operand: int) -> tuple[Collective, ...]:
+        """The collectives that gather an operand for work that is split along the same axes; none of any other operand.
+
+        That is full sharding: no device keeps what it gathered so, and backward gathers it again.
+        """
+        source, target = self.call.operands[operand], self.ins[operand]
+        pairs = zip(source.placements, target.placements, self.mesh.shape, strict=True)
+        axes = [axis for axis, (now, wanted, size) in enumerate(pairs) if now != wanted and size > 1]
+        if source.partial_axes or not all(self._is_gathered(axis, operand) for axis in axes):
+            return ()
+        found = route(source, target.placements, self.machine)[0]
+        return found if len(found) == len(axes) else ()  # not by a detour
+
+    def _is_gathered(self, axis: int, operand: int) -> bool:
+        row = self.rows[axis]
+        is_cut = any(isinstance(placement, Shard) for placement in row.ins)
+        return is_cut and isinstance(self._cotangent(row, operand, axis), Partial)
+
     def backward_results(self) -> tuple[Collective, ...]:
         """The collectives that bring the results' gradients to the rows, and the statistics of backward."""
         found: list[Collective] = []

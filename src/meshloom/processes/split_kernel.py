@@ -23,11 +23,9 @@ from meshloom.comms.peers import peers_of
 from meshloom.comms.redistribution import Gather, gathering_steps, mover, walk
 from meshloom.comms.weights import (
     Use,
+    forget_gathered,
     gather_weight,
-    is_held,
     is_weight,
-    keeps_by_itself,
-    run_without_keeping,
     scatter_back,
 )
 from meshloom.engines.kernel import Function, Kernel, function_of
@@ -62,14 +60,8 @@ class SplitKernel(Kernel):
         return super().run(datas, function)
 
     def _without_keeping(self, datas: Sequence[torch.Tensor], function: Function) -> Function:
-        """The function so that backward gathers the leaves again that this call gathers, and keeps nothing of them."""
-        leaves = [i for i in self.weights if is_held(datas[i])]
-        if not leaves or not any(data.requires_grad for data in datas) or not keeps_by_itself():
-            return function
         place = place_of(sys._getframe(2))
-        held = {i: datas[i] if datas[i].is_leaf else datas[i].detach() for i in leaves}
-        uses = [self._use(i, leaf, place) for i, leaf in held.items()]
-        return lambda *ready: run_without_keeping(function, ready, uses)
+        return forget_gathered(function, datas, lambda i, leaf: self._use(i, leaf, place), self.weights)
 
     def _use(self, operand: int, leaf: torch.Tensor, place: tuple[str, int]) -> Use:
         step, call = self.prepare[operand], self.plan.call

@@ -152,6 +152,7 @@ class Resolved:
         if state.watching:
             watched = Watched(self.entry, self.tensors)
             state.check(watched.forward)
+            function = watched.forget_gathered(self.entry.kernel, datas, function)
         run = self.entry.kernel.run if known else self._first_run
         results = run(datas, function) if watched is None else watched.run(run, datas, function)
         if not known:

@@ -80,7 +80,7 @@ class Note:
                 if self.back.lasts[i] and isinstance(source, Tensor):
                     defer(source, self._events(collectives))
                 elif not self.back.lasts[i] or _is_first(source, number, collectives, task):
-                    happen(self._events(collectives), of=None if isinstance(source, Tensor) else source)
+                    happen(self._events(collectives), of=source)
 
     def _events(self, collectives: Iterable[Collective]) -> list[Event]:
         line = place_name(self.place) or "unknown line"
@@ -208,7 +208,8 @@ def _remove(handles: list[Any]) -> None:
 def happen(events: Sequence[Event], first: bool = False, of: object = None) -> None:
     """Communication of backward: it may be forbidden, and it is logged; `first` of what the call waits for.
 
-    `of` is the graph node whose gradient is moved: that comes from all uses of the node's result together.
+    `of` is the graph node whose gradient is moved, which comes from all uses of the node's result together; or the
+    leaf.
     """
     state.check(events)
     state.log(events, of, first)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from meshloom.context import Event, Log, state
-from meshloom.cost.host import FRESH, Work, kernel_seconds, kind_of
+from meshloom.cost.host import FRESH, Work, cold_seconds, kernel_seconds, kind_of
 from meshloom.engines import private
 from meshloom.fabric.host import Host
-from meshloom.tensor.kernel_work import EMPTY, Kernel, arrays_in
+from meshloom.tensor.kernel_work import EMPTY, Kernel, address_of, arrays_in
 from meshloom.tensor.recording import Kernels
 
 
@@ -29,11 +29,36 @@ class HostTime(Log):
         self.host, self.kernels = host, 0
         self.by_kind: defaultdict[str, float] = defaultdict(float)
         self._is_inside = False
+        self._ops: list[str] = []  # without gradients; empty of those with gradients
+        self._touched = 0.0  # bytes, so far
+        self._used: dict[int, float] = {}  # of each storage: the bytes that had been touched after its last use
+        self._first: list[tuple[int, float, float, float]] = []  # uses of storages that were not used here before
 
     @property
     def seconds(self) -> float:
         """All of it."""
-        return sum(self.by_kind.values())
+        return sum(self.by_kind.values()) + self._first_seconds()
+
+    def _first_seconds(self) -> float:
+        """What the first call and the first use of each storage cost, in a program that comes round again."""
+        first = self._call_seconds(0) if self._ops else 0.0
+        return first + sum(
+            cold_seconds(size, self._touched - self._used[key] + before, own, self.host)
+            for key, before, size, own in self._first
+        )
+
+    def _find(self, kernel: Kernel, work: Work) -> None:
+        """Where a kernel finds its operands: the more was touched since their last use, the further away."""
+        arrays = {address_of(each): _bytes(each) for each in kernel.inputs}
+        for key, size in arrays.items():
+            if key in self._used:
+                since = self._touched - self._used[key] + work.bytes
+                self.by_kind["memory"] += cold_seconds(size, since, work.bytes, self.host)
+            else:
+                self._first.append((key, self._touched + work.bytes, size, work.bytes))
+        self._touched += work.bytes
+        for key in (*arrays, *map(address_of, kernel.fresh)):
+            self._used[key] = self._touched
 
     def see(self, kernel: Kernel) -> None:
         """A kernel has run."""
@@ -41,13 +66,23 @@ class HostTime(Log):
         self.kernels += not work.is_view
         kind = "product" if work.product is not None else kind_of(work)
         self.by_kind[kind] += kernel_seconds(work, self.host)
+        if not work.is_view:
+            self._find(kernel, work)
         if private.current_node() is not None:
             self.by_kind["kernel"] += self.host.calls["kernel"]
 
-    def begin_call(self, call: object, where: str, tensors: Sequence[Any]) -> None:
+    def begin_call(self, call: Any, where: str, tensors: Sequence[Any]) -> None:
         """A planned call."""
         self._is_inside = True
-        self.by_kind["op"] += self.host.calls["op"]
+        is_tracked = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        self._ops.append("" if is_tracked else call.call.op)
+        if len(self._ops) > 1:
+            self.by_kind["op"] += self._call_seconds(-1)
+
+    def _call_seconds(self, place: int) -> float:
+        """What a call costs besides its kernels: less if the one before was the same; the last is before the first."""
+        op = self._ops[place]
+        return self.host.calls["again" if op and self._ops[place - 1] == op else "op"]
 
     def end_call(self, results: Sequence[Any]) -> None:
         """The call has run."""
@@ -89,6 +124,9 @@ def work_of(kernel: Kernel) -> Work:
     read = {(each.data_ptr() or id(each), each.shape): each for each in inputs}.values()  # x + x reads x once
     touched = sum(map(_bytes, read)) + sum(map(_bytes, kernel.fresh)) + written
     items = next((len(each) for each in kernel.arguments if isinstance(each, list) and each), 0)
+    run, is_turned = _run_of(kernel)
+    if run and not name.startswith("_foreach"):  # an element is worked on by itself, however often it is there
+        touched = sum(each.nbytes for each in (*inputs, *kernel.fresh)) + written
     return Work(
         name,
         touched,
@@ -98,7 +136,10 @@ def work_of(kernel: Kernel) -> Work:
         items if name.startswith(("_foreach", "_fused_ad", "_fused_sgd")) else 0,
         sum(each.nbytes for each in kernel.fresh if each.nbytes >= FRESH),
         rows=_rows_added(kernel),
-        order=max(map(_order_of, inputs), default=""),
+        run=run,
+        is_turned=is_turned,
+        attention=(kernel.inputs[0].shape[-2], kernel.inputs[0].shape[-1]) if name.startswith(_ATTENTION) else (0, 0),
+        is_transposed=_is_transposed(kernel),
         is_across=name in _SOFTMAXES and kernel.arguments[_SOFTMAXES[name]] % inputs[0].ndim != inputs[0].ndim - 1,
         is_view=kernel.is_view or name in EMPTY,
     )
@@ -136,21 +177,47 @@ def _product_of(kernel: Kernel) -> tuple[int, int, int, int] | None:
 _SOFTMAXES = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2}
 
 
-def _order_of(array: torch.Tensor) -> str:
-    """Whether its elements lie apart in memory (or in runs shorter than a line of the cache), or in longer runs.
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_JOINS = {"cat": 1, "stack": 1}
 
-    Dims along which it repeats itself do not count.
+
+def _run_of(kernel: Kernel) -> tuple[int, bool]:
+    """How many elements lie in a row where they do not all, and whether the next ones lie in another line of the cache.
+
+    Of a function of one array that repeats itself along its last dim it is one. What is joined lies in rows in the
+    result.
     """
+    found = [each for each in map(_row_of, kernel.inputs) if each[0]]
+    if kernel.name in _JOINS and kernel.inputs:
+        array = kernel.inputs[0]
+        place = kernel.arguments[1] if len(kernel.arguments) > 1 else kernel.named.get("dim", 0)
+        dim = place % (array.ndim + (kernel.name == "stack")) if array.ndim else 0
+        found.append((math.prod(array.shape[dim:]), False))
+    if len(kernel.inputs) == 1 and kernel.inputs[0].ndim and kernel.inputs[0].shape[-1] > 1:
+        found += [(1, False)] * (kernel.inputs[0].stride(-1) == 0)
+    return min(found, default=(0, False))
+
+
+def _row_of(array: torch.Tensor) -> tuple[int, bool]:
+    """The elements of an array that lie in a row, 0 if all of them; dims along which it repeats itself do not count."""
     dims = [(size, stride) for size, stride in zip(array.shape, array.stride(), strict=True) if stride and size > 1]
     run = 1
     for size, stride in reversed(dims):
         if stride != run:
-            return "turned" if run * array.itemsize < LINE else "strided"
+            return run, run == 1 and stride * array.itemsize >= LINE
         run *= size
-    return ""
+    return 0, False
 
 
 LINE = 64  # bytes
+
+
+def _is_transposed(kernel: Kernel) -> bool:
+    """Whether the first operand of a product lies by columns, as that of a weight's gradient does."""
+    if kernel.name not in _FIRST:
+        return False
+    one: torch.Tensor = kernel.arguments[_FIRST[kernel.name]]
+    return one.shape[-1] > 1 and one.shape[-2] > 1 and one.stride(-1) != 1 and one.stride(-2) == 1
 
 
 def _rows_added(kernel: Kernel) -> int:

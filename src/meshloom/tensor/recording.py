@@ -150,13 +150,44 @@ class Recorder(Log):
             moved = _moved_operands(self.current)
             self.current.before += zip(collectives, moved, strict=False)
             self.current.after += collectives[len(moved) :]
-        elif of is not None and not isinstance(of, Tensor):
+        elif of is not None and not isinstance(of, torch.Tensor):
             self.awaited.append((of._sequence_nr(), collectives))
+        elif of is not None and (draft := self._backward_node()) is not None:
+            if isinstance(of, Tensor):
+                self._scatter(draft, events, of)
+            else:
+                self._gather_again(draft, collectives, of)
         elif of is None and (draft := self._backward_node()) is not None:
             draft.before += [(each, None) for each in collectives if first]
             draft.after += [each for each in collectives if not first]
         else:
-            self._add_movement(events, of)
+            self._add_movement(events, of if isinstance(of, Tensor) else None)
+
+    def _gather_again(self, draft: Draft, collectives: Sequence[Collective], leaf: torch.Tensor) -> None:
+        """Backward needs what forward gathered and did not keep."""
+        held, call = self.memory.hold(leaf, draft.op), draft.gradient_of
+        draft.before += [(each, held) for each in collectives]
+        draft.reads[held] = None
+        if call is not None and held in call.gathered:
+            whole = call.gathered[held][1]
+            call.gathered[held] = (
+                self.memory.add_gathered(f"{call.op} {whole.notation}", whole.local_bytes, draft),
+                whole,
+            )
+
+    def _scatter(self, draft: Draft, events: Sequence[Event], leaf: Tensor) -> None:
+        """The gradient of a leaf goes home: scattered while backward goes on, or at once."""
+        if not any(event.kind == "reduce_scatter" for event in events):
+            draft.after += [event.collective for event in events]
+            return
+        sent = Draft("scatter of gradients", "backward", draft.module, draft.where, self.kernel, draft.mesh)
+        sent.after, sent.dtype, sent.is_gradient_sum = (
+            [event.collective for event in events],
+            events[0].collective.dtype,
+            True,
+        )
+        sent.operands = sent.results = (leaf.topology.notation,)
+        draft.scatters.append((sent, self.memory.hold_tensor(leaf, leaf.topology)))
 
     def _add_movement(self, events: Sequence[Event], of: Tensor | None) -> None:
         """A redistribution, an explicit collective, or the sum of a leaf's gradient."""
@@ -369,7 +400,7 @@ class Recorder(Log):
         """What was recorded, as values."""
         self._leave_backward()
         self._mark_gradients()
-        drafts = [each for each in self.drafts if each.is_something]
+        drafts = [one for each in self.drafts if each.is_something for one in (each, *self._scatters_of(each))]
         for number, draft in enumerate(drafts):
             draft.number = number
         numbers = {held: number for number, held in enumerate(self.memory.counted())}
@@ -377,6 +408,15 @@ class Recorder(Log):
         storages = tuple(held.finish(number, phases) for held, number in numbers.items())
         nodes = tuple(draft.finish(numbers) for draft in drafts)
         return StepGraph(nodes, storages, tuple(self.meshes), self.kernel, self.has_data)
+
+    def _scatters_of(self, draft: Draft) -> Iterator[Draft]:
+        """The scatters of the gradients that a node of backward has computed."""
+        for sent, leaf in draft.scatters:
+            sent.first = sent.last = draft.last
+            found = [each for each in draft.writes if each.whole == leaf.whole]
+            sent.reads = dict.fromkeys(found or draft.writes)
+            sent.writes = dict.fromkeys(found)
+            yield sent
 
 
 def _load_of_call(draft: Called) -> Load:

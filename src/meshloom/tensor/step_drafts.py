@@ -82,6 +82,7 @@ class Draft:
         self.writes: dict[Held, None] = {}
         self.gradient_of: Called | None = None
         self.is_gradient_sum = False
+        self.scatters: list[tuple[Draft, Held]] = []  # of gradients of leaves, with the leaf's storage
         self.number = -1
 
     @property
