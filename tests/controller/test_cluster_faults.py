@@ -85,6 +85,7 @@ def test_a_worker_that_is_killed_while_idle(cluster):
     error = raised_within(TIMEOUT + 2, lambda: work_until_it_fails(x))
     assert isinstance(error, loom.PeerLostError) and "worker 1 of Cluster(workers=2) is lost" in str(error)
     assert "rank 1 of 2 failed first: killed by SIGKILL (signal 9)" in str(error)  # as the launcher saw it
+    assert f"{Path(__file__).name}:" in str(error)
     again = raised_within(1, lambda: x + 1)  # and it stays lost
     assert "worker 1" in str(again)
 

@@ -23,7 +23,7 @@ import torch
 
 from meshloom import errors
 from meshloom.controller import wire
-from meshloom.errors import ClosedError, DeviceError, MeshloomError, PeerLostError, TraceError
+from meshloom.errors import ClosedError, DeviceError, MeshloomError, PeerLostError, TraceError, where
 
 BEAT = 1.0  # seconds between two signs of life of a worker
 BATCH = 256  # commands in a frame
@@ -33,6 +33,7 @@ KEPT = 10000  # lines of the log
 TICK = 0.001  # seconds between two looks at the queue while a program is calling
 IDLE = 0.005  # seconds without a call after which the thread sleeps
 LOOK = 0.5  # seconds between two looks for workers that are lost
+SEEN = 0.5  # seconds in which a launcher sees that a worker has ended
 REFUSED = "refused:"  # before the name of a call that cannot be sent
 GRACE = 5.0  # seconds in which the others must fail too, or the cluster is broken
 
@@ -212,6 +213,8 @@ class Session:
             failure = self.failure
             if not getattr(failure, "is_final", False):
                 self.failure, self._told = None, self.issued
+            if failure.details.get("where") is None:  # nothing was under way: whoever calls next learns of it
+                failure = type(failure)(failure.headline, **{**failure.details, "where": where()})
             raise failure
 
     def put(self, command: Any) -> None:
@@ -469,7 +472,8 @@ class Session:
         call, line = peer.status.call, peer.status.line
         if not peer.status.busy:
             call, line = self._first_not_done(peer.status.done)
-        if is_over:  # the cluster is: the others end when they are hung up on, and then the launcher tells
+        if is_over:  # the cluster is: hung up on, the others end, and then the launcher tells who was first
+            time.sleep(SEEN)
             for each in self._peers:
                 each.socket.close()
         fate = (self._find_fate(peer.number) if is_over else None) or PeerLostError(how)
