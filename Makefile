@@ -5,7 +5,7 @@
 #   make SEED=17 soak              the cases of an earlier long run again
 
 PYTHON ?= python3
-JOBS ?= 3
+JOBS ?= 4
 # Tests start hundreds of processes: sources are compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 CASES ?= 100000
@@ -46,7 +46,7 @@ test: $(TESTED) $(if $(CI),browser) ## lint, types, doctests and tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --doctest-modules src/meshloom tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --doctest-modules src/meshloom tests
 
 # The long runs draw new cases each time and print their seed; with SEED they draw the same again.
 full: test ## make test, then the long runs that do not fit into it: more than an hour

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+LONG = frozenset("controller processes cli nn ttnn".split())  # rooms whose tests start processes, and wait
 GROUP = re.compile(r"@[^@\]]*$")
 BEGUN: dict[str, Path] = {}  # the file whose tests are running
 
@@ -41,8 +42,13 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Append the group to the name of each test, by which xdist deals them out; 3.8 does it in vain on pytest 9.2."""
+    """Append the group to the name of each test, by which xdist deals them out; 3.8 does it in vain on pytest 9.2.
+
+    What takes long begins first, so that nobody waits for it at the end: rooms with processes, and slow tests.
+    """
     if hasattr(config, "workerinput") and config.getvalue("loadgroup"):
+        slow = {group_of(item) or item.nodeid for item in items if item.get_closest_marker("slow") is not None}
+        items.sort(key=lambda item: (item.path.parent.name not in LONG, (group_of(item) or item.nodeid) not in slow))
         for item in items:
             end = f"@{group_of(item)}"
             if group_of(item) is not None and not item.nodeid.endswith(end):
