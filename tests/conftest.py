@@ -47,12 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What takes long begins first, so that nobody waits for it at the end: rooms with processes, and slow tests.
     """
     if hasattr(config, "workerinput") and config.getvalue("loadgroup"):
-        slow = {group_of(item) or item.nodeid for item in items if item.get_closest_marker("slow") is not None}
-        items.sort(key=lambda item: (item.path.parent.name not in LONG, (group_of(item) or item.nodeid) not in slow))
-        for item in items:
-            end = f"@{group_of(item)}"
-            if group_of(item) is not None and not item.nodeid.endswith(end):
-                item._id = item.id.parse(item.nodeid + end)
+        groups = {item: group_of(item) or item.nodeid for item in items}
+        slow = {groups[item] for item in items if item.get_closest_marker("slow") is not None}
+        items.sort(key=lambda item: (item.path.parent.name not in LONG, groups[item] not in slow))
+        for item, group in groups.items():
+            if group != item.nodeid and not item.nodeid.endswith(f"@{group}"):
+                item._id = item.id.parse(f"{item.nodeid}@{group}")
 
 
 def group_of(item: pytest.Item) -> str | None:

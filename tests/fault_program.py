@@ -56,6 +56,9 @@ class Scenarios:
     def step(self, x):
         return x.sum().item()  # @step
 
+    def gather(self, x):
+        x.redistribute("R")  # @late
+
     def kill_before(self):
         x = self.rows(self.opened())
         if IS_BAD:
@@ -175,7 +178,7 @@ class Scenarios:
         big = self.rows(mesh, 4096 if IS_BAD else 512)
         fault()
         for _ in range(80):
-            big.redistribute("R")  # @late
+            self.gather(big)
 
     def sleep(self):
         x = self.rows(self.opened())

@@ -57,6 +57,9 @@ class TtnnScenarios(Scenarios):
         fault()
         ttnn.all_gather(x, dim=0)  # @shape
 
+    def gather(self, x):
+        ttnn.all_gather(x, dim=0)  # @late
+
     def order(self):
         x = self.rows(self.opened())
         fault()
@@ -105,17 +108,6 @@ class TtnnScenarios(Scenarios):
         thread.start()
         thread.join()
         print("end")
-
-    def late_mismatch(self):
-        """Different shapes in a collective that "sample" does not compare."""
-        mesh = self.opened(check="sample")
-        x = self.rows(mesh)
-        for _ in range(70):
-            self.step(x)
-        big = self.rows(mesh, 4096 if IS_BAD else 512)
-        fault()
-        for _ in range(80):
-            ttnn.all_gather(big, dim=0)  # @late
 
     def never_starts(self):
         if IS_BAD:

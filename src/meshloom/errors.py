@@ -154,8 +154,8 @@ class MeshloomError(Exception):
         super().__init__(message(headline, **details))
 
     def locate(self, **details: object) -> MeshloomError:
-        """The same error with where it happened; details it already has win."""
-        merged = {**details, **self.details}
+        """The same error with where it happened; details it already has win, unless they are None."""
+        merged = {**details, **{name: each for name, each in self.details.items() if each is not None}}
         fix = merged.pop("fix", None)
         return type(self)(self.headline, **merged, fix=fix)
 

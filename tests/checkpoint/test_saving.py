@@ -59,6 +59,15 @@ def test_plain_values_come_back_as_they_were(tmp_path):
     assert type(found["numpy"][1]) is int
 
 
+def test_one_element_of_any_stride_and_views_of_complex_numbers_come_back(tmp_path):
+    values = torch.tensor([1 + 2j, 3 - 1j, 2j])
+    state = {"one": torch.arange(8.0)[::2][1:2], "imag": values[::2][:1].conj().imag, "whole": values.conj()}
+    loom.save(state, tmp_path / "c")
+    found = {name: torch.zeros_like(each) for name, each in state.items()}
+    loom.load(tmp_path / "c", into=found)
+    assert all(torch.equal(found[name], each) for name, each in state.items())
+
+
 def test_nan_comes_back(tmp_path):
     loom.save({"x": float("nan")}, tmp_path / "a")
     assert loom.load(tmp_path / "a", into={"x": 0})["x"] != 0

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from meshloom.engines.layout import view_bytes
+
 BLOCK = 1 << 22  # bytes that are copied at a time where memory is not in order
 
 
@@ -15,10 +17,7 @@ def as_bytes(array: torch.Tensor) -> memoryview:
     >>> as_bytes(torch.tensor([1, 2], dtype=torch.int16)).tolist()
     [1, 0, 2, 0]
     """
-    flat = array.detach().reshape(-1)  # a view: it is contiguous
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return view_bytes(array).numpy().data
 
 
 def is_plain(array: torch.Tensor) -> bool:

@@ -146,10 +146,9 @@ def sum_gradient(data: torch.Tensor, group: Group) -> torch.Tensor:
     if not data.is_leaf or data.is_meta or _has_hooks(data):
         return _sum_once(data, group)
     place = data.data_ptr()
-    for each in data.__dict__.get("_deferred", ()):
+    for each in _of(data):
         if each.group is group and each.array.data_ptr() == place:
-            found: torch.Tensor = each.array
-            return found
+            return each.array
     return _defer(data, group).array
 
 
@@ -247,8 +246,7 @@ def drop(leaf: torch.Tensor) -> None:
 
 def is_waiting(leaf: torch.Tensor) -> bool:
     """Whether parts of a leaf's gradient are not summed yet."""
-    found: list[DeferredGradient] | None = leaf.__dict__.get("_deferred")
-    return found is not None and any(each.is_waiting for each in found)
+    return any(each.is_waiting for each in _of(leaf))
 
 
 def _send_full(latest: PendingSum) -> None:

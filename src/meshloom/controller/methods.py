@@ -230,5 +230,4 @@ def attach() -> None:
             setattr(RemoteTensor, name, (_operator if is_operator else _method)(name, attribute))
     for name, attribute in _OWN.items():
         setattr(RemoteTensor, name, attribute)
-    for attribute in (_torch_function, *vars(RemoteTensor).values()):
-        private.leave_uncompiled(getattr(attribute, "__func__", attribute))
+    private.leave_uncompiled(_torch_function, *vars(RemoteTensor).values())

@@ -213,9 +213,7 @@ class Session:
             failure = self.failure
             if not getattr(failure, "is_final", False):
                 self.failure, self._told = None, self.issued
-            if failure.details.get("where") is None:  # nothing was under way: whoever calls next learns of it
-                failure = type(failure)(failure.headline, **{**failure.details, "where": where()})
-            raise failure
+            raise failure.locate(where=where())  # if nothing was under way, whoever calls next learns of it
 
     def put(self, command: Any) -> None:
         """Queue a command; wait if the workers are too far behind."""

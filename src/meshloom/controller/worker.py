@@ -29,7 +29,7 @@ from meshloom.controller import wire
 from meshloom.controller.functions import find
 from meshloom.controller.session import BEAT, REFUSED
 from meshloom.controller.values import decode
-from meshloom.engines.layout import empty_stored, short_name
+from meshloom.engines.layout import empty_stored, short_name, view_bytes
 from meshloom.errors import STARTED, ArgumentError, LaunchError, MeshloomError
 from meshloom.mesh import Mesh
 from meshloom.placement import Topology, extents
@@ -429,9 +429,7 @@ def bytes_of(data: torch.Tensor) -> memoryview:
     """The values of a dense tensor; where it is contiguous, its own memory."""
     if not data.numel():
         return memoryview(b"")
-    data = data.detach().resolve_conj().resolve_neg().contiguous()
-    flat = data.as_strided((data.numel(),), (1,))  # one element of any stride is contiguous to torch
-    array: Any = flat.view(torch.uint8).numpy()
+    array: Any = view_bytes(data.resolve_conj().resolve_neg()).numpy()
     return memoryview(array).cast("B")
 
 

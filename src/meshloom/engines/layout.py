@@ -36,6 +36,17 @@ def short_name(dtype: torch.dtype) -> str:
     return short_dtype(str(dtype))
 
 
+def view_bytes(data: torch.Tensor) -> torch.Tensor:
+    """The bytes of an array: its own memory where its elements lie in order, else a copy's.
+
+    One element of any stride is contiguous to torch, which yet refuses to view it so.
+
+    >>> view_bytes(torch.arange(4, dtype=torch.int16)[::3][1:])
+    tensor([3, 0], dtype=torch.uint8)
+    """
+    return data.detach().contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8)
+
+
 def empty_stored(topology: Topology) -> torch.Tensor:
     """Memory for what this process holds, `meta` if nothing; its padding is zero, the rest is to be filled."""
     if topology.mesh.is_elsewhere:

@@ -86,12 +86,14 @@ def set_group_timeout(timeout: timedelta, group: Any) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def leave_uncompiled(function: Any) -> None:
-    """`torch.compile` neither compiles a function nor what it calls: Python runs them as they are.
+def leave_uncompiled(*attributes: Any) -> None:
+    """`torch.compile` compiles neither the functions among attributes of a class nor what they call.
 
     The public `torch.compiler.disable` wraps a function, which costs more than a call of ours.
     """
-    if isinstance(function, FunctionType):
-        frames = torch._C._dynamo.eval_frame
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, strategy)
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for attribute in attributes:
+        function = getattr(attribute, "__func__", attribute)
+        if isinstance(function, FunctionType):
+            frames.set_code_exec_strategy(function.__code__, strategy)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from meshloom.comms.group import WORLD, Group, Story, World
+from meshloom.engines.layout import view_bytes
 from meshloom.errors import DivergenceError, where
 from meshloom.mesh import HERE
 from meshloom.processes.health import RECENT, Told
@@ -91,12 +92,7 @@ def checksum(data: torch.Tensor) -> int:
         return 0
     values = data.detach().cpu().resolve_conj()
     values = values + 0.0 if values.is_floating_point() or values.is_complex() else values
-    return zlib.crc32(_bytes(values).numpy().data)
-
-
-def _bytes(data: torch.Tensor) -> torch.Tensor:
-    """An array as bytes; one element of any stride is contiguous to torch, which yet refuses to view it so."""
-    return data.contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8)
+    return zlib.crc32(view_bytes(values).numpy().data)
 
 
 PLAIN = "plain tensor"
@@ -120,7 +116,7 @@ class Frame:
         self.sent[:8] = torch.frombuffer(bytearray(story.hash.to_bytes(8, "little")), dtype=torch.uint8)
         self.sent[8] = self.carries
         if self.carries:
-            self.sent[_HEAD : _HEAD + size] = _bytes(data)
+            self.sent[_HEAD : _HEAD + size] = view_bytes(data)
         self.ranks, self.number = story.ranks or tuple(range(HERE.count)), story.number  # who compares
         self.room = torch.empty(len(self.ranks), _HEAD + ROOM, dtype=torch.uint8)
 

@@ -74,11 +74,6 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
             if kinds == _OURS:
                 key += map(_topology, each)
                 arrays.append([*map(_data, each)])
-            elif kinds == _ARRAYS:
-                if any(map(_ndim, each)):
-                    return None
-                key.append(torch.Tensor)
-                arrays.append(each)
             elif kinds <= _NUMBERS and not any(item.__class__ is torch.Tensor and item.ndim for item in each):
                 key += map(type, each)
                 arrays.append([*each])
@@ -96,9 +91,8 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     return tuple(key), arrays
 
 
-_topology, _data, _view, _ndim = map(attrgetter, ("topology", "_data", "_view", "ndim"))
+_topology, _data, _view = map(attrgetter, ("topology", "_data", "_view"))
 _OURS = {Tensor}
-_ARRAYS = {torch.Tensor}
 _NUMBERS = {torch.Tensor, float, int}
 
 

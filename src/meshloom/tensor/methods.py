@@ -180,8 +180,7 @@ def _attach() -> None:
             setattr(Tensor, name, make(name))
     for name, attribute in _OWN.items():
         setattr(Tensor, name, attribute)
-    for attribute in (on_torch, *vars(Tensor).values()):
-        private.leave_uncompiled(getattr(attribute, "__func__", attribute))
+    private.leave_uncompiled(on_torch, *vars(Tensor).values())
 
 
 def _size(self: Tensor, dim: int | None = None) -> Any:
